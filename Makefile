@@ -1,0 +1,74 @@
+# Every target sets itself up: in the active virtual environment, else in .venv.
+PYTHON ?= python3
+VENV ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
+BIN := $(abspath $(VENV))/bin
+# cython-lint starts pycodestyle by its bare name.
+export PATH := $(BIN):$(PATH)
+SOURCES := $(wildcard moecache/*.pyx moecache/*.pxd)
+PROJECT := pyproject.toml setup.py constraints.txt
+# More extras to install, such as EXTRAS=transformers; CI does.
+EXTRAS ?=
+comma := ,
+# Part of the stamps' names: other extras are another installation.
+stamp = $(VENV)/.moecache-$1$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
+install = PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --editable
+
+.PHONY: demo build test check debug sanitize bench bench-small clean
+
+demo: build ## generate text with the tiny model, a quarter of its experts in memory
+	$(BIN)/moecache demo
+
+build: $(call stamp,base)
+
+test: $(call stamp,test) ## run all tests
+	$(BIN)/python -m pytest -q
+
+check: $(call stamp,dev) ## lint, types, stubs, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/cython-lint moecache/*.pyx moecache/*.pxd
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml \
+		moecache._policy moecache._lfu moecache._slru moecache._profiler moecache._cache
+	$(BIN)/codespell
+
+bench: $(call stamp,test) ## compare with other caches, in one run
+	$(BIN)/python -m pytest bench
+
+bench-small: $(call stamp,test) ## run each benchmark once, small
+	$(BIN)/python -m pytest bench --bench-size=small -q
+
+# A copy of the package beside the release build, for the tests of the compiled core.
+CORE_TESTS = $(wildcard tests/test_policy*.py tests/test_slru*.py tests/test_profiler.py \
+	tests/test_cache*.py) tests/test_traces.py
+# The first line fails if another build than the one just made would be tested.
+CHECK_BUILD = PYTHONPATH=build/$@ $(BIN)/python -c "import moecache._cache as c; assert 'build/$@' in c.__file__, c"
+RUN_CORE_TESTS = $(BIN)/python -m pytest -q -o pythonpath="build/$@ ." $(CORE_TESTS)
+
+debug: $(call stamp,dev) ## the compiled core unoptimised, with C assertions and symbols
+	MOECACHE_BUILD=debug $(BIN)/python setup.py -q build --build-base build/$@-objects --build-lib build/$@
+	$(CHECK_BUILD)
+	$(RUN_CORE_TESTS)
+
+sanitize: $(call stamp,dev) ## the compiled core under ASan and UBSan
+	MOECACHE_BUILD=sanitize $(BIN)/python setup.py -q build --build-base build/$@-objects --build-lib build/$@
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 $(RUN_CORE_TESTS)
+
+clean:
+	rm -rf build dist *.egg-info moecache/*.c moecache/*.so .venv .pytest_cache .mypy_cache .ruff_cache
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(call stamp,base): $(BIN)/python $(SOURCES) $(PROJECT)
+	$(install) '.$(if $(EXTRAS),[$(EXTRAS)])'
+	touch $@
+
+$(call stamp,test): $(BIN)/python $(SOURCES) $(PROJECT)
+	$(install) '.[test$(if $(EXTRAS),$(comma)$(EXTRAS))]'
+	touch $@ $(call stamp,base)
+
+$(call stamp,dev): $(BIN)/python $(SOURCES) $(PROJECT)
+	$(install) '.[dev,test$(if $(EXTRAS),$(comma)$(EXTRAS))]'
+	touch $@ $(call stamp,test) $(call stamp,base)

@@ -1,0 +1,57 @@
+"""Build the compiled core. MOECACHE_BUILD=release (default), debug or sanitize."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+FLAGS = {
+    "release": ["-O3", "-g0"],
+    "debug": ["-O0", "-g", "-UNDEBUG"],
+    "sanitize": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+}
+
+build = os.environ.get("MOECACHE_BUILD", "release")
+if build not in FLAGS:
+    raise SystemExit(f"MOECACHE_BUILD={build!r} is not one of {', '.join(FLAGS)}")
+checked = build != "release"
+
+extensions = [
+    Extension(
+        f"moecache.{path.stem}",
+        [path.as_posix()],
+        include_dirs=[np.get_include()],
+        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+        extra_compile_args=FLAGS[build],
+        extra_link_args=["-fsanitize=address,undefined"] if build == "sanitize" else [],
+    )
+    for path in sorted(Path("moecache").glob("_*.pyx"))
+]
+
+# The demo's model and host loop, so that `moecache demo` works from a wheel too.
+examples = Path("examples")
+model = [path.as_posix() for path in sorted((examples / "tiny_moe").glob("*")) if path.is_file()]
+
+setup(
+    ext_modules=cythonize(
+        extensions,
+        build_dir=f"build/cython-{build}",
+        compiler_directives={
+            "language_level": 3,
+            "boundscheck": checked,
+            "wraparound": False,
+            "initializedcheck": checked,
+            "cdivision": True,
+            # stubtest compares signatures: the stubs are the documentation of types.
+            "embedsignature": False,
+            "autotestdict": False,
+            "auto_pickle": False,
+        },
+    ),
+    data_files=[
+        ("share/moecache", [(examples / "numpy_loop.py").as_posix()]),
+        ("share/moecache/tiny_moe", model),
+    ],
+)

@@ -1,0 +1,58 @@
+"""moecache: run mixture-of-experts models larger than your memory."""
+
+from moecache import errors, experts, sizing, units
+from moecache._cache import ExpertCache
+from moecache._lfu import LfruCache, LfuCache
+from moecache._policy import LruCache
+from moecache._profiler import AccessProfiler
+from moecache._slru import SlruCache
+from moecache.errors import (
+    CapacityError,
+    ConfigError,
+    ExpertNotFoundError,
+    FormatError,
+    MissingDependencyError,
+    MoeCacheError,
+    StoreError,
+)
+from moecache.layout import ExpertLayout, Role
+from moecache.runtime import ExpertRuntime, open  # noqa: A004 - moecache.open
+from moecache.slots import HostSlots, SlotPool
+from moecache.steps import Lease, Wave
+from moecache.stores import ExpertStore, MemoryStore, SafetensorsStore, open_store
+from moecache.telemetry import RuntimeStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccessProfiler",
+    "CapacityError",
+    "ConfigError",
+    "ExpertCache",
+    "ExpertLayout",
+    "ExpertNotFoundError",
+    "ExpertRuntime",
+    "ExpertStore",
+    "FormatError",
+    "HostSlots",
+    "Lease",
+    "LfruCache",
+    "LfuCache",
+    "LruCache",
+    "MemoryStore",
+    "MissingDependencyError",
+    "MoeCacheError",
+    "Role",
+    "RuntimeStats",
+    "SafetensorsStore",
+    "SlotPool",
+    "SlruCache",
+    "StoreError",
+    "Wave",
+    "errors",
+    "experts",
+    "open",
+    "open_store",
+    "sizing",
+    "units",
+]

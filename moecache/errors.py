@@ -1,0 +1,38 @@
+"""The exceptions of moecache.
+
+MoeCacheError
+├── ConfigError (ValueError)             a setting or argument that cannot be used
+├── CapacityError (ValueError)           more experts asked for than there is room
+├── MissingDependencyError (ImportError) an optional package is not installed
+└── StoreError                           experts cannot be read
+    ├── FormatError (ValueError)         the file is damaged or of an unknown form
+    └── ExpertNotFoundError (LookupError) the file has no such expert
+"""
+
+
+class MoeCacheError(Exception):
+    """Base of every exception that moecache raises for its own reasons."""
+
+
+class ConfigError(MoeCacheError, ValueError):
+    """A setting or argument that cannot be used."""
+
+
+class CapacityError(MoeCacheError, ValueError):
+    """More experts asked for than there is room."""
+
+
+class MissingDependencyError(MoeCacheError, ImportError):
+    """An optional package is not installed."""
+
+
+class StoreError(MoeCacheError):
+    """Experts cannot be read."""
+
+
+class FormatError(StoreError, ValueError):
+    """The file is damaged or of an unknown form."""
+
+
+class ExpertNotFoundError(StoreError, LookupError):
+    """The file has no such expert."""

@@ -1,0 +1,124 @@
+"""ExpertLayout: which weight matrices an expert has, in every layer of a model."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from moecache.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Role:
+    """One weight matrix of an expert.
+
+    Parameters
+    ----------
+    name : str
+        "gate_up" (gate's rows above up's), "down", "up" where there is no gate,
+        or one of these with a suffix such as "_bias".
+    shape : tuple of int
+        As stored, without the expert axis.
+    dtype : numpy.dtype
+        As stored; bfloat16 and float8 by ml_dtypes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """The experts of a model: how many, of what, how large.
+
+    MoE layers are numbered from 0 in the order they run; `layer_names` gives
+    the model's own names. Layers without experts are not in it.
+
+    Parameters
+    ----------
+    num_experts : int
+        Routed experts of every layer.
+    top_k : int
+        Experts per token; 0 if not known.
+    layers : sequence of sequence of Role
+        The roles of each layer's experts.
+    layer_names : sequence of str, optional
+        Such as "model.layers.3.mlp".
+    """
+
+    num_experts: int
+    top_k: int
+    layers: Sequence[Sequence[Role]]
+    layer_names: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(tuple(roles) for roles in self.layers))
+        names = tuple(self.layer_names) or tuple(map(str, range(len(self.layers))))
+        object.__setattr__(self, "layer_names", names)
+        if len(names) != len(self.layers):
+            raise ConfigError(f"{len(names)} layer names for {len(self.layers)} layers")
+        if self.num_experts < 0 or self.top_k < 0 or self.top_k > self.num_experts:
+            raise ConfigError(f"top-{self.top_k} of {self.num_experts} experts is impossible")
+
+    @classmethod
+    def uniform(
+        cls, *, num_layers: int, num_experts: int, top_k: int, expert_bytes: int
+    ) -> "ExpertLayout":
+        """Return a layout of equal layers, each expert one role of bytes; for planning."""
+        if min(num_layers, num_experts, top_k, expert_bytes) < 0:
+            raise ConfigError("a layout cannot have negative sizes")
+        role = Role("expert", (expert_bytes,), np.dtype(np.uint8))
+        return cls(num_experts, top_k, [[role]] * num_layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that have experts."""
+        return len(self.layers)
+
+    @property
+    def total_experts(self) -> int:
+        """Experts of all layers."""
+        return self.num_layers * self.num_experts
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all experts of all layers, as stored."""
+        return sum(self.num_experts * self.expert_bytes(layer) for layer in range(self.num_layers))
+
+    def expert_bytes(self, layer: int) -> int:
+        """Return the bytes of one expert of a layer, as stored."""
+        return sum(role.nbytes for role in self.layers[layer])
+
+    @cached_property
+    def role_names(self) -> tuple[str, ...]:
+        """Every role that some layer has, in the order of the layers."""
+        return tuple(dict.fromkeys(role.name for roles in self.layers for role in roles))
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that can take any expert: the widest layer of each role, summed."""
+        widest = dict.fromkeys(self.role_names, 0)
+        for roles in self.layers:
+            for role in roles:
+                widest[role.name] = max(widest[role.name], role.nbytes)
+        return sum(widest.values())
+
+    def key(self, layer: int, expert: int) -> int:
+        """Return layer * num_experts + expert."""
+        self.check(layer, expert)
+        return layer * self.num_experts + expert
+
+    def check(self, layer: int, expert: int = 0) -> None:
+        """Raise ValueError if there is no such layer or expert."""
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer {layer} is not in [0, {self.num_layers})")
+        if not 0 <= expert < self.num_experts:
+            raise ValueError(f"expert {expert} is not in [0, {self.num_experts})")

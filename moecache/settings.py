@@ -1,0 +1,103 @@
+"""Settings: every MOECACHE_* variable. The only file that reads the environment."""
+
+import difflib
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Self
+
+from moecache.errors import ConfigError
+from moecache.units import parse_budget
+
+logger = logging.getLogger(__name__)
+
+POLICIES = ("lfru", "lfu", "lru", "slru", "slru-lfu")
+SCOPES = ("global", "layer")
+DEFAULT_POLICY = "slru"
+DEFAULT_SCOPE = "global"
+DEFAULT_LOADER_THREADS = 2
+
+PREFIX = "MOECACHE_"
+# Read when the package is built, not when it runs.
+_BUILD_VARIABLES = {"MOECACHE_BUILD"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for; None where it is silent.
+
+    An argument beats the environment, the environment beats the default.
+    docs/settings.md lists the variables.
+    """
+
+    memory: str | None = None
+    policy: str | None = None
+    scope: str | None = None
+    loader_threads: int | None = None
+    expert_stats: str | None = None
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read the MOECACHE_* variables.
+
+        A value that cannot be read is a warning that names variable, value and
+        what happens instead; an unknown name is a warning with the nearest
+        known one. Empty values count as not set.
+
+        Parameters
+        ----------
+        environ : mapping, optional
+            Instead of the process's environment.
+        """
+        environ = os.environ if environ is None else environ
+        known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
+        values: dict[str, str | int] = {}
+        for variable in sorted(environ):
+            if not variable.startswith(PREFIX) or variable in _BUILD_VARIABLES:
+                continue
+            text = environ[variable].strip()
+            if variable not in known:
+                _warn_unknown(variable, list(known))
+            elif text:
+                name = known[variable]
+                value = _parse(name, text)
+                if value is None:
+                    logger.warning(
+                        "settings.malformed %s=%r is not %s; using the default, %s",
+                        variable,
+                        text,
+                        *_EXPECTED[name],
+                    )
+                else:
+                    values[name] = value
+        return cls(**values)  # type: ignore[arg-type]
+
+
+# What a value has to be, and what is used instead.
+_EXPECTED = {
+    "memory": ("a size such as 4GiB or a share such as 25%", "what is free"),
+    "policy": (f"one of {', '.join(POLICIES)}", DEFAULT_POLICY),
+    "scope": (f"one of {', '.join(SCOPES)}", DEFAULT_SCOPE),
+    "loader_threads": ("a number of threads", str(DEFAULT_LOADER_THREADS)),
+}
+
+
+def _parse(name: str, text: str) -> str | int | None:
+    if name == "loader_threads":
+        return int(text) if re.fullmatch(r"[0-9]{1,3}", text) else None
+    if name in {"policy", "scope"}:
+        return text if text in (POLICIES if name == "policy" else SCOPES) else None
+    if name == "memory":
+        try:
+            parse_budget(text, 0)
+        except ConfigError:
+            return None
+    return text
+
+
+def _warn_unknown(variable: str, known: list[str]) -> None:
+    nearest = difflib.get_close_matches(variable, known, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+    logger.warning("settings.unknown %s is not a setting; %s", variable, hint)

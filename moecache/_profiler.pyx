@@ -1,0 +1,206 @@
+"""AccessProfiler: which expert is used how often, and how often it was there."""
+
+cimport cython
+cimport numpy as cnp
+from libc.stdint cimport uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+import numpy as np
+
+cnp.import_array()
+
+
+@cython.final
+cdef class AccessProfiler:
+    """Count accesses per (layer, expert) and what share of them were hits.
+
+    Counters only: nothing is allocated per access.
+
+    Parameters
+    ----------
+    num_layers, num_experts : int
+        Shape of the model, each at least 1.
+    """
+
+    def __cinit__(self, int num_layers, int num_experts):
+        if num_layers < 1 or num_experts < 1:
+            raise ValueError(
+                f"need at least 1 layer and 1 expert, got {num_layers} and {num_experts}"
+            )
+        self.num_layers = num_layers
+        self.num_experts = num_experts
+        self.counts_owner = np.zeros((num_layers, num_experts), np.uint64)
+        self.counts_view = self.counts_owner.view()
+        self.counts_view.flags.writeable = False
+        self.totals = <uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>self.counts_owner)
+        self.layer_hits = <uint64_t*>calloc(num_layers, sizeof(uint64_t))
+        self.layer_misses = <uint64_t*>calloc(num_layers, sizeof(uint64_t))
+        if self.layer_hits == NULL or self.layer_misses == NULL:
+            raise MemoryError(f"no memory for the counters of {num_layers} layers")
+
+    def __dealloc__(self):
+        free(self.layer_hits)
+        free(self.layer_misses)
+
+    def record_hit(self, Py_ssize_t layer, Py_ssize_t expert) -> None:
+        """Count an access to an expert that was there."""
+        self.checked(layer, expert)
+        self.totals[layer * self.num_experts + expert] += 1
+        self.layer_hits[layer] += 1
+        self.hit_count += 1
+
+    def record_miss(self, Py_ssize_t layer, Py_ssize_t expert) -> None:
+        """Count an access to an expert that was not there."""
+        self.checked(layer, expert)
+        count_miss(self, <int>layer, <int>(layer * self.num_experts + expert))
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Accesses, uint64 [num_layers, num_experts]: a live, read-only view."""
+        return self.counts_view
+
+    @property
+    def num_hits(self) -> int:
+        """Accesses that found their expert."""
+        return self.hit_count
+
+    @property
+    def num_misses(self) -> int:
+        """Accesses that did not."""
+        return self.miss_count
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of accesses that were hits; 0.0 before the first."""
+        return _rate(self.hit_count, self.miss_count)
+
+    def layer_hit_rate(self, Py_ssize_t layer) -> float:
+        """Return the share of hits among a layer's accesses; 0.0 before the first."""
+        self.checked(layer, 0)
+        return _rate(self.layer_hits[layer], self.layer_misses[layer])
+
+    def access_count(self, Py_ssize_t layer, Py_ssize_t expert) -> int:
+        """Return how often an expert was accessed."""
+        self.checked(layer, expert)
+        return self.totals[layer * self.num_experts + expert]
+
+    def layer_access_count(self, Py_ssize_t layer) -> int:
+        """Return how often a layer's experts were accessed."""
+        self.checked(layer, 0)
+        return self.layer_hits[layer] + self.layer_misses[layer]
+
+    def top_experts(self, Py_ssize_t layer, Py_ssize_t n) -> list[int]:
+        """Return the layer's `n` most accessed experts that were accessed at all.
+
+        The most accessed comes first; ties go to the lower id.
+        """
+        self.checked(layer, 0)
+        if n < 0:
+            raise ValueError(f"n must not be negative, got {n}")
+        row = self.counts_owner[layer]
+        # A stable sort of the negated counts: uint64 would wrap, so as int64.
+        order = np.argsort(-row.astype(np.int64), kind="stable")[:n]
+        return [int(expert) for expert in order if row[expert]]
+
+    def record_warm_pin(self, pairs) -> None:
+        """Note which (layer, expert) pairs were pinned, and split the rates from here.
+
+        The second and later calls change nothing.
+        """
+        if self.pinned_pairs is not None:
+            return
+        pinned = tuple([(int(layer), int(expert)) for layer, expert in pairs])
+        for layer, expert in pinned:
+            self.checked(layer, expert)
+        self.warm_hits = self.hit_count
+        self.warm_misses = self.miss_count
+        self.pinned_pairs = pinned
+
+    @property
+    def warm_pinned(self) -> tuple[tuple[int, int], ...]:
+        """The (layer, expert) pairs of `record_warm_pin`; empty before it."""
+        return () if self.pinned_pairs is None else self.pinned_pairs
+
+    @property
+    def pre_warm_hit_rate(self) -> float:
+        """Hit rate before `record_warm_pin`; the overall rate if there was none."""
+        if self.pinned_pairs is None:
+            return self.hit_rate
+        return _rate(self.warm_hits, self.warm_misses)
+
+    @property
+    def post_warm_hit_rate(self) -> float:
+        """Hit rate since `record_warm_pin`; 0.0 if there was none."""
+        if self.pinned_pairs is None:
+            return 0.0
+        return _rate(self.hit_count - self.warm_hits, self.miss_count - self.warm_misses)
+
+    def record_miss_stall(self, Py_ssize_t nanoseconds) -> None:
+        """Count time that a step had nothing to compute and waited for a read."""
+        if nanoseconds < 0:
+            raise ValueError(f"a stall cannot last {nanoseconds} ns")
+        self.stall_ns += <uint64_t>nanoseconds
+        self.stall_count += 1
+
+    @property
+    def miss_stall_ns(self) -> int:
+        """Total of the stalls, in nanoseconds."""
+        return self.stall_ns
+
+    @property
+    def num_miss_stalls(self) -> int:
+        """Number of stalls."""
+        return self.stall_count
+
+    def report(self) -> str:
+        """Return a text: overall, stalls, the warm-pin split, then a line per layer."""
+        cdef int layer
+        accesses = self.hit_count + self.miss_count
+        lines = [
+            f"hit rate {self.hit_rate:.1%}: {self.hit_count} of {accesses} accesses",
+            f"stalls {self.stall_count}, {self.stall_ns / 1e6:.1f} ms in all",
+        ]
+        if self.pinned_pairs is not None:
+            lines.append(
+                f"warm pin: {len(self.pinned_pairs)} experts, hit rate "
+                f"{self.pre_warm_hit_rate:.1%} before, {self.post_warm_hit_rate:.1%} since"
+            )
+            pinned: dict[int, list[int]] = {}
+            for pinned_layer, expert in self.pinned_pairs:
+                pinned.setdefault(pinned_layer, []).append(expert)
+            for pinned_layer in sorted(pinned):
+                ids = ", ".join(map(str, pinned[pinned_layer]))
+                lines.append(f"  layer {pinned_layer} pinned: {ids}")
+        for layer in range(self.num_layers):
+            if not self.layer_access_count(layer):
+                lines.append(f"layer {layer}: no accesses recorded")
+                continue
+            top = ", ".join(
+                f"{expert} ({self.access_count(layer, expert)})"
+                for expert in self.top_experts(layer, 3)
+            )
+            lines.append(f"layer {layer}: hit rate {self.layer_hit_rate(layer):.1%}, top {top}")
+        return "\n".join(lines)
+
+    def reset(self) -> None:
+        """Set every counter to zero and forget the warm pin."""
+        memset(self.totals, 0, self.num_layers * self.num_experts * sizeof(uint64_t))
+        memset(self.layer_hits, 0, self.num_layers * sizeof(uint64_t))
+        memset(self.layer_misses, 0, self.num_layers * sizeof(uint64_t))
+        self.hit_count = self.miss_count = self.stall_ns = self.stall_count = 0
+        self.warm_hits = self.warm_misses = 0
+        self.pinned_pairs = None
+        # A policy that keeps counts in order has to read them again.
+        self.generation += 1
+
+    cdef int checked(self, Py_ssize_t layer, Py_ssize_t expert) except -1:
+        if layer < 0 or layer >= self.num_layers:
+            raise ValueError(f"layer {layer} is not in [0, {self.num_layers})")
+        if expert < 0 or expert >= self.num_experts:
+            raise ValueError(f"expert {expert} is not in [0, {self.num_experts})")
+        return 0
+
+
+cdef double _rate(uint64_t hits, uint64_t misses) noexcept nogil:
+    return <double>hits / <double>(hits + misses) if hits + misses else 0.0

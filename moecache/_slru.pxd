@@ -1,0 +1,43 @@
+cimport cython
+from libc.stdint cimport uint64_t
+
+from moecache._policy cimport Policy
+
+
+cdef struct Entry:
+    uint64_t count
+    uint64_t stamp
+    int key
+
+
+@cython.final
+cdef class CountHeap:
+    # Indexed 4-ary min-heap of (count, stamp): the least accessed key, ties to the older.
+    cdef Entry* entries
+    cdef int* positions
+    cdef int size
+    cdef int num_keys
+
+    cdef bint contains(self, int key) noexcept nogil
+    cdef void push(self, int key, uint64_t count, uint64_t stamp) noexcept nogil
+    cdef void remove(self, int key) noexcept nogil
+    cdef void raise_to(self, int key, uint64_t count, uint64_t stamp) noexcept nogil
+    cdef void clear(self) noexcept nogil
+    cdef void _place(self, int index, Entry entry) noexcept nogil
+    cdef void _sift_up(self, int index, Entry entry) noexcept nogil
+    cdef void _sift_down(self, int index, Entry entry) noexcept nogil
+
+
+@cython.final
+cdef class SlruCache(Policy):
+    cdef readonly int probationary
+    cdef readonly int protected
+    cdef readonly bint strict
+    cdef int num_probationary
+    cdef int num_protected
+    cdef CountHeap heap
+    cdef const uint64_t[::1] counts
+
+    cdef void enter_probation(self, int key) noexcept nogil
+    cdef void leave_probation(self, int key) noexcept nogil
+    cdef bint demote_one(self) noexcept nogil

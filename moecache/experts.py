@@ -1,0 +1,152 @@
+"""The routed feed-forward over slots: tokens grouped by expert, rows + sum.
+
+Every (token, choice) pair gets a row of its own, and rows are summed at the
+end: the result depends neither on the order in which experts arrive nor on
+what was in the cache. transformers' `grouped_mm` has the same form.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+from moecache.errors import ConfigError
+
+Activation = Callable[[np.ndarray], np.ndarray]
+
+
+class ExpertWave(Protocol):
+    """The part of a step that can be computed now; see `steps.Wave`."""
+
+    top_k: int
+
+    def __iter__(self) -> Any:
+        """Yield (slot, pairs) for each expert."""
+
+
+class WaveSource(Protocol):
+    """What hands out waves: a runtime."""
+
+    def waves(self, layer: int, ids: np.ndarray) -> Iterable[ExpertWave]:
+        """Yield the waves of a step."""
+
+    def expert(self, slot: int, layer: int) -> dict[str, np.ndarray]:
+        """Return the weights in a slot."""
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """Return x * sigmoid(x), stable for every x."""
+    # exp of a negative number only: no overflow warning for large |x|.
+    small = np.exp(-np.abs(x))
+    return x * np.where(x >= 0, 1, small) / (1 + small)
+
+
+def gated_rows(
+    hidden: np.ndarray,
+    weights: dict[str, np.ndarray],
+    activation: Activation = silu,
+) -> np.ndarray:
+    """Return one expert's output, down(activation(gate(x)) * up(x)), for its tokens.
+
+    Parameters
+    ----------
+    hidden : ndarray of float, shape [n, hidden_size]
+    weights : dict of role to ndarray
+        "gate_up" [2 * width, hidden_size], gate above up, and "down"
+        [hidden_size, width]. Other types than hidden's are converted here, at
+        every use: slots can hold them converted.
+    activation : callable, default silu
+
+    Returns
+    -------
+    ndarray, shape [n, hidden_size], of hidden's dtype
+
+    Raises
+    ------
+    ConfigError
+        If the expert has other weights too: the result would be wrong.
+    """
+    if weights.keys() != {"gate_up", "down"}:
+        raise ConfigError(
+            f"an expert of {', '.join(sorted(weights))} is not gated feed-forward alone "
+            '("gate_up" and "down", without biases or scales); compute it from runtime.waves'
+        )
+    gate_up = weights["gate_up"].astype(hidden.dtype, copy=False)
+    down = weights["down"].astype(hidden.dtype, copy=False)
+    both = hidden @ gate_up.T
+    width = both.shape[1] // 2
+    return (activation(both[:, :width]) * both[:, width:]) @ down.T
+
+
+def compute_wave(
+    hidden: np.ndarray,
+    wave: ExpertWave,
+    experts: Callable[[int], dict[str, np.ndarray]],
+    rows: np.ndarray,
+    activation: Activation = silu,
+) -> None:
+    """Compute the rows that a wave covers.
+
+    Parameters
+    ----------
+    hidden : ndarray of float, shape [num_tokens, hidden_size]
+    wave : Wave
+    experts : callable
+        Returns the weights in a slot.
+    rows : ndarray of float, shape [num_tokens * top_k, hidden_size]
+        Written in place.
+    activation : callable, default silu
+    """
+    for slot, pairs in wave:
+        rows[pairs] = gated_rows(hidden[pairs // wave.top_k], experts(slot), activation)
+
+
+def combine(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the weighted sum of each token's rows.
+
+    Parameters
+    ----------
+    rows : ndarray of float, shape [num_tokens * top_k, hidden_size]
+    weights : ndarray of float, shape [num_tokens, top_k]
+        The router's. Multiplied before anything is summed or cast.
+
+    Returns
+    -------
+    ndarray of float, shape [num_tokens, hidden_size]
+    """
+    num_tokens, top_k = weights.shape
+    weighted = rows * weights.reshape(-1, 1)
+    return weighted.reshape(num_tokens, top_k, -1).sum(1)
+
+
+def feed_forward(
+    runtime: WaveSource,
+    layer: int,
+    hidden: np.ndarray,
+    ids: np.ndarray,
+    weights: np.ndarray,
+    activation: Activation = silu,
+) -> np.ndarray:
+    """Return the output of a layer's routed experts.
+
+    Hits are computed while misses are read. The output does not depend on what
+    was in the cache, bit for bit.
+
+    Parameters
+    ----------
+    runtime : ExpertRuntime
+    layer : int
+    hidden : ndarray of float, shape [num_tokens, hidden_size]
+    ids : ndarray of int32 or int64, shape [num_tokens, top_k]
+        What the router chose.
+    weights : ndarray of float, shape [num_tokens, top_k]
+    activation : callable, default silu
+
+    Returns
+    -------
+    ndarray of float, shape [num_tokens, hidden_size]
+    """
+    rows = np.empty((ids.size, hidden.shape[1]), hidden.dtype)
+    for wave in runtime.waves(layer, ids):
+        compute_wave(hidden, wave, lambda slot: runtime.expert(slot, layer), rows, activation)
+    return combine(rows, weights)

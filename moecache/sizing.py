@@ -1,0 +1,215 @@
+"""From bytes to slots: how many experts fit, and whether that is enough."""
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path, PurePosixPath
+
+from moecache.layout import ExpertLayout
+from moecache.units import format_bytes
+
+RESERVE_BYTES = 512 * 2**20
+# The kernel's way to say "no limit" in cgroup v1 is the largest page-aligned int64.
+_NO_LIMIT = 2**60
+
+
+class SizingStatus(Enum):
+    """How a plan turned out."""
+
+    EMPTY = "empty"
+    UNKNOWN_EXPERT_SIZE = "unknown expert size"
+    BUDGET_EXHAUSTED = "budget exhausted"
+    BELOW_RECOMMENDED = "below recommended"
+    OK = "ok"
+
+
+@dataclass(frozen=True)
+class SizingPlan:
+    """How many slots a budget buys.
+
+    Parameters
+    ----------
+    slots : int
+        Slots to make: at least 1, at most `total_slots`.
+    budget_slots : int
+        Slots that the budget pays for; 0 if it does not even pay for one.
+    recommended_slots : int
+        Twice the experts that one token uses, over all layers, at most all
+        (arXiv 2505.16056).
+    cycle_slots : int
+        Experts that one token uses over all layers; below, a policy that goes by
+        recency alone finds nothing.
+    total_slots : int
+        All experts.
+    status : SizingStatus
+    slot_bytes : int
+        Bytes of a slot as allocated.
+    """
+
+    slots: int
+    budget_slots: int
+    recommended_slots: int
+    cycle_slots: int
+    total_slots: int
+    status: SizingStatus
+    slot_bytes: int
+
+    def describe(self) -> str:
+        """Return the plan as one line with figures and, if need be, the remedy."""
+        size = format_bytes(self.slots * self.slot_bytes)
+        text = f"{self.slots} of {self.total_slots} experts ({size})"
+        if self.status is SizingStatus.EMPTY:
+            return "no experts"
+        if self.status is SizingStatus.UNKNOWN_EXPERT_SIZE:
+            return f"{text}; the size of an expert is not known"
+        if self.status is SizingStatus.BUDGET_EXHAUSTED:
+            return f"{text}; the budget is smaller than one slot of {format_bytes(self.slot_bytes)}"
+        if self.status is SizingStatus.BELOW_RECOMMENDED:
+            wanted = format_bytes(self.recommended_slots * self.slot_bytes)
+            text = f"{text}; {self.recommended_slots} ({wanted}) are recommended"
+            if self.slots < self.cycle_slots:
+                text += f", and below {self.cycle_slots} most accesses miss"
+        return text
+
+
+def plan(
+    layout: ExpertLayout,
+    free_bytes: int,
+    *,
+    reserve_bytes: int = RESERVE_BYTES,
+    staging_slots: int = 0,
+    slot_bytes: int | None = None,
+) -> SizingPlan:
+    """Return how many slots fit into free memory.
+
+    Parameters
+    ----------
+    layout : ExpertLayout
+    free_bytes : int
+        What is free once everything else (trunk, KV cache) is in place.
+    reserve_bytes : int, default 512 MiB
+        Left free.
+    staging_slots : int, default 0
+        Slots for steps that ask for more than their share. They come out of the
+        same budget, unless everything fits without them.
+    slot_bytes : int, optional
+        Bytes of a slot as allocated; the layout's own sum by default.
+    """
+    slot_bytes = layout.slot_bytes if slot_bytes is None else slot_bytes
+    total = layout.total_experts
+    recommended = min(total, layout.num_layers * min(layout.num_experts, 2 * layout.top_k))
+    cycle = layout.num_layers * layout.top_k
+    if total == 0:
+        return SizingPlan(0, 0, 0, 0, 0, SizingStatus.EMPTY, slot_bytes)
+    if slot_bytes == 0:
+        status = SizingStatus.UNKNOWN_EXPERT_SIZE
+        return SizingPlan(total, total, recommended, cycle, total, status, slot_bytes)
+    budget = max(0, (free_bytes - reserve_bytes) // slot_bytes)
+    if budget < total:
+        budget = max(0, budget - staging_slots)
+    slots = min(max(budget, 1), total)
+    if budget == 0:
+        status = SizingStatus.BUDGET_EXHAUSTED
+    elif slots < recommended:
+        status = SizingStatus.BELOW_RECOMMENDED
+    else:
+        status = SizingStatus.OK
+    return SizingPlan(slots, budget, recommended, cycle, total, status, slot_bytes)
+
+
+def free_host_bytes() -> int:
+    """Return the memory this process can still use without swapping or being killed.
+
+    The smaller of the machine's available memory and the room that this
+    process's cgroup and each of its parents leave (v1 and v2; their page cache
+    counts as free).
+    """
+    # Imported here: `import moecache` needs NumPy alone.
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    room = cgroup_room()
+    return available if room is None else min(available, room)
+
+
+def cgroup_room(proc: Path = Path("/proc")) -> int | None:
+    """Return the bytes that the memory cgroups leave, or None if nothing limits them.
+
+    Parameters
+    ----------
+    proc : Path
+        The proc file system to read; another one in tests.
+    """
+    try:
+        membership = (proc / "self/cgroup").read_text().splitlines()
+        mounts = (proc / "self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    rooms = []
+    for line in membership:
+        hierarchy, controllers, path = line.split(":", 2)
+        unified = hierarchy == "0" and controllers == ""
+        if not unified and "memory" not in controllers.split(","):
+            continue
+        mount = _find_mount(mounts, unified)
+        if mount is None:
+            continue
+        root, point = mount
+        inside = PurePosixPath(path)
+        # In a container the mount shows only the part of the hierarchy below its root.
+        if inside.is_relative_to(root):
+            inside = inside.relative_to(root)
+        else:
+            inside = PurePosixPath(path).relative_to("/")
+        for group in (inside, *inside.parents):
+            room = _group_room(point / group, unified)
+            if room is not None:
+                rooms.append(room)
+    return min(rooms, default=None)
+
+
+def _find_mount(mounts: list[str], unified: bool) -> tuple[PurePosixPath, Path] | None:
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        kind, *_, options = after.split(" ") if after else ("", "")
+        if len(fields) < 5:
+            continue
+        if unified and kind == "cgroup2":
+            return PurePosixPath(fields[3]), Path(fields[4])
+        if not unified and kind == "cgroup" and "memory" in options.split(","):
+            return PurePosixPath(fields[3]), Path(fields[4])
+    return None
+
+
+def _group_room(group: Path, unified: bool) -> int | None:
+    limit_names = ("memory.max", "memory.high") if unified else ("memory.limit_in_bytes",)
+    usage_name = "memory.current" if unified else "memory.usage_in_bytes"
+    limits = [limit for name in limit_names if (limit := _read_bytes(group / name)) is not None]
+    limits = [limit for limit in limits if limit < _NO_LIMIT]
+    usage = _read_bytes(group / usage_name)
+    if not limits or usage is None:
+        return None
+    # v1's plain "cache" is this group alone; only the total_ lines cover its children.
+    names = (
+        ("active_file", "inactive_file")
+        if unified
+        else (
+            "total_active_file",
+            "total_inactive_file",
+        )
+    )
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+        stat = dict(line.split() for line in lines)
+        reclaimable = sum(int(stat.get(name, 0)) for name in names)
+    except (OSError, ValueError):
+        reclaimable = 0
+    return max(0, min(limits) - usage + reclaimable)
+
+
+def _read_bytes(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,230 @@
+"""HostSlots: slots in RAM, as NumPy arrays."""
+
+import threading
+from collections.abc import Mapping
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from moecache.errors import ConfigError, MoeCacheError
+from moecache.layout import ExpertLayout, Role
+from moecache.units import format_bytes
+
+# A cache line, and the widest vector register.
+ALIGNMENT = 64
+
+
+class HostSlots:
+    """Slots in RAM: one 64-byte-aligned slab per role, every slot in it aligned too.
+
+    Pages are allocated when a slot is first filled.
+
+    Parameters
+    ----------
+    layout : ExpertLayout
+    num_slots : int
+        At least 1.
+    dtype : numpy dtype, optional
+        Convert floating-point roles to it when a slot is filled (bfloat16 to
+        float32, say, so that products need no conversion at every use). By
+        default slots hold the bytes of the file.
+
+    Raises
+    ------
+    ConfigError
+        If `num_slots` is below 1, the layout has no experts, or `dtype` is not a
+        floating-point type.
+    MemoryError
+        If the slabs cannot be allocated.
+    """
+
+    def __init__(
+        self, layout: ExpertLayout, num_slots: int, *, dtype: npt.DTypeLike | None = None
+    ) -> None:
+        if num_slots < 1:
+            raise ConfigError(f"need at least 1 slot, got {num_slots}")
+        if layout.total_experts == 0:
+            raise ConfigError("the layout has no experts; is it a mixture-of-experts model?")
+        self._layout = layout
+        self._num_slots = num_slots
+        self._dtype = _float_dtype(dtype)
+        self._slabs: dict[str, np.ndarray] = {}
+        self._local = threading.local()
+        for name, stride in _strides(layout, self._dtype).items():
+            try:
+                self._slabs[name] = _aligned(num_slots, stride)
+            except MemoryError as error:
+                size = format_bytes(num_slots * stride)
+                raise MemoryError(
+                    f"no memory for {num_slots} slots of role {name!r} ({size}); lower the budget"
+                ) from error
+        variants = {tuple(roles) for roles in layout.layers}
+        # Layers alike, the usual case: a slot's arrays are rows of the slabs.
+        self._rows = (
+            {role.name: self.slab(role.name) for role in layout.layers[0]}
+            if len(variants) == 1
+            else {}
+        )
+        self._converts = any(
+            _slot_dtype(role, self._dtype) != role.dtype
+            for roles in layout.layers
+            for role in roles
+        )
+
+    @staticmethod
+    def bytes_per_slot(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> int:
+        """Return the bytes that one slot takes: all roles, converted and aligned."""
+        return sum(_strides(layout, _float_dtype(dtype)).values())
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """What the experts look like in the file."""
+        return self._layout
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots."""
+        return self._num_slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.nbytes for slab in self._slabs.values())
+
+    def slab(self, role: str) -> np.ndarray:
+        """Return all slots of a role, an array [num_slots, *shape].
+
+        Raises
+        ------
+        ConfigError
+            If there is no such role, or layers differ in its shape or dtype: use
+            `expert` there.
+        """
+        self._check_open()
+        variants = {
+            (r.shape, r.dtype) for roles in self._layout.layers for r in roles if r.name == role
+        }
+        if len(variants) != 1:
+            problem = "layers differ in it" if variants else "there is no such role"
+            raise ConfigError(f"no slab for role {role!r}: {problem}")
+        (shape, dtype) = variants.pop()
+        raw = self._slabs[role]
+        dtype = _slot_dtype(Role(role, shape, dtype), self._dtype)
+        item_strides = np.empty(shape, dtype).strides if 0 not in shape else (0,) * len(shape)
+        return np.ndarray(
+            (self._num_slots, *shape), dtype, raw, strides=(raw.shape[1], *item_strides)
+        )
+
+    def expert(self, slot: int, layer: int) -> dict[str, np.ndarray]:
+        """Return one slot as arrays per role, in the shapes of `layer`."""
+        self._check_open()
+        self._layout.check(layer)
+        if not 0 <= slot < self._num_slots:
+            raise ValueError(f"slot {slot} is not in [0, {self._num_slots})")
+        if self._rows:
+            return {name: slab[slot] for name, slab in self._rows.items()}
+        return {
+            role.name: self._slot_view(role, slot, _slot_dtype(role, self._dtype))
+            for role in self._layout.layers[layer]
+        }
+
+    def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
+        """Return the slot itself or, where it is converted, this thread's one buffer."""
+        target = self.expert(slot, layer)
+        if not self._converts:
+            return target
+        bounce = getattr(self._local, "bounce", None)
+        if bounce is None:
+            bounce = self._local.bounce = {
+                name: _aligned(1, stride)[0]
+                for name, stride in _strides(self._layout, None).items()
+            }
+        for role in self._layout.layers[layer]:
+            if target[role.name].dtype != role.dtype:
+                raw = bounce[role.name][: role.nbytes]
+                target[role.name] = raw.view(role.dtype).reshape(role.shape)
+        return target
+
+    def upload(self, slot: int, layer: int, parts: Mapping[str, np.ndarray]) -> None:
+        """Copy an expert into a slot, converting it; done when this returns.
+
+        Raises
+        ------
+        ValueError
+            If `parts` lacks a role or has it in another shape or dtype; the slot
+            is as it was.
+        """
+        target = self.expert(slot, layer)
+        for role in self._layout.layers[layer]:
+            part = parts.get(role.name)
+            if part is None or part.shape != role.shape:
+                found = "nothing" if part is None else f"an array of shape {part.shape}"
+                raise ValueError(f"role {role.name!r} has shape {role.shape}, got {found}")
+            if part.dtype not in (role.dtype, target[role.name].dtype):
+                raise ValueError(f"role {role.name!r} is {role.dtype}, got {part.dtype}")
+        for name, array in target.items():
+            # What `buffers` returned may be the slot itself.
+            if array.ctypes.data != parts[name].ctypes.data:
+                array[...] = parts[name]
+
+    def wait(self, ticket: object) -> None:
+        """Return at once: host uploads are done when `upload` returns."""
+
+    def release_after_compute(self, slots: np.ndarray) -> None:
+        """Return at once: host computations are done when the caller releases."""
+
+    def close(self) -> None:
+        """Drop the slabs; a second call does nothing. Arrays handed out stay valid."""
+        self._slabs = {}
+        self._rows = {}
+
+    def __enter__(self) -> Self:
+        """Return the pool."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the pool."""
+        self.close()
+
+    def _slot_view(self, role: Role, slot: int, dtype: np.dtype) -> np.ndarray:
+        nbytes = role.nbytes // role.dtype.itemsize * dtype.itemsize
+        return self._slabs[role.name][slot, :nbytes].view(dtype).reshape(role.shape)
+
+    def _check_open(self) -> None:
+        if not self._slabs:
+            raise MoeCacheError("the slots are closed")
+
+
+def _slot_dtype(role: Role, dtype: np.dtype | None) -> np.dtype:
+    # ml_dtypes' types have kind "V", NumPy's own floats "f". Integers (packed
+    # weights, scales as bytes) stay as they are.
+    return role.dtype if dtype is None or role.dtype.kind not in "fV" else dtype
+
+
+def _float_dtype(dtype: npt.DTypeLike | None) -> np.dtype | None:
+    if dtype is None:
+        return None
+    converted = np.dtype(dtype)
+    known = converted.kind == "f" or converted.type.__module__.startswith("ml_dtypes")
+    if not known or converted.subdtype is not None or converted.itemsize > 8:
+        raise ConfigError(f"slots can be converted to a floating-point type, not to {converted}")
+    return converted
+
+
+def _strides(layout: ExpertLayout, dtype: np.dtype | None) -> dict[str, int]:
+    strides = dict.fromkeys(layout.role_names, 0)
+    for roles in layout.layers:
+        for role in roles:
+            nbytes = role.nbytes // role.dtype.itemsize * _slot_dtype(role, dtype).itemsize
+            padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+            strides[role.name] = max(strides[role.name], padded)
+    return strides
+
+
+def _aligned(rows: int, stride: int) -> np.ndarray:
+    # Zeros, not empty: an unused slot must never bring a NaN into a product.
+    # calloc leaves large blocks untouched until they are written.
+    raw = np.zeros(rows * stride + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + rows * stride].reshape(rows, stride)

@@ -1,0 +1,31 @@
+"""Where experts come from."""
+
+import os
+from pathlib import Path
+
+from moecache.errors import FormatError
+from moecache.stores.base import ExpertStore
+from moecache.stores.memory import MemoryStore
+from moecache.stores.safetensors import SafetensorsStore
+
+__all__ = ["ExpertStore", "MemoryStore", "SafetensorsStore", "open_store"]
+
+
+def open_store(path: str | os.PathLike[str], *, top_k: int | None = None) -> SafetensorsStore:
+    """Open a checkpoint as a store.
+
+    Parameters
+    ----------
+    path : str or Path
+        A checkpoint directory, or one .safetensors file.
+    top_k : int, optional
+        Experts per token, if config.json does not say or is not there.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be opened; FormatError if it is damaged or of another form.
+    """
+    if Path(path).is_file() and Path(path).suffix != ".safetensors":
+        raise FormatError(f"{path}: only .safetensors files and checkpoint directories are read")
+    return SafetensorsStore(path, top_k=top_k)

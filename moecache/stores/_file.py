@@ -1,0 +1,72 @@
+"""A file that is read by position, from any thread."""
+
+import os
+import stat
+from pathlib import Path
+
+from moecache.errors import StoreError
+
+
+class ReadOnlyFile:
+    """A file descriptor that closes when its last user is done.
+
+    A read in another thread keeps it open through the store's `close`: the
+    number of a closed descriptor could by then be another file's.
+
+    Raises
+    ------
+    StoreError
+        If the path cannot be opened or is no regular file.
+    """
+
+    __slots__ = ("descriptor", "path")
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = -1
+        self.path = path
+        try:
+            # O_NONBLOCK: opening a pipe would wait for a writer.
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be opened: {error.strerror}") from error
+        if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+            raise StoreError(f"{path}: is not a regular file")
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file as it is now."""
+        return os.fstat(self.descriptor).st_size
+
+    def read(self, offset: int, buffers: list[memoryview], what: str) -> None:
+        """Fill `buffers`, one after the other, from `offset` on.
+
+        Blocks without holding the GIL. `buffers` is consumed.
+
+        Raises
+        ------
+        StoreError
+            If the file ends before, or cannot be read; the message says `what`.
+        """
+        while buffers:
+            try:
+                count = os.preadv(self.descriptor, buffers, offset)
+            except OSError as error:
+                raise StoreError(
+                    f"{self.path}: reading {what} at byte {offset} failed: {error.strerror}"
+                ) from error
+            if count == 0:
+                wanted = sum(map(len, buffers))
+                raise StoreError(
+                    f"{self.path}: {what} needs {wanted} bytes at byte {offset}, but the file has "
+                    f"only {self.nbytes} now; it was changed while in use"
+                )
+            offset += count
+            while buffers and count >= len(buffers[0]):
+                count -= len(buffers.pop(0))
+            if count:
+                buffers[0] = buffers[0][count:]
+
+    def __del__(self) -> None:
+        """Close the descriptor."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)

@@ -1,0 +1,236 @@
+"""Find the experts among the tensors of a Hugging Face checkpoint.
+
+Three forms are known: one tensor per expert and projection
+(`...experts.7.gate_proj.weight`, `...experts.7.w1.weight`), and all experts of
+a layer stacked in one tensor (`...experts.gate_up_proj`).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moecache.errors import ConfigError, FormatError
+from moecache.layout import ExpertLayout, Role
+from moecache.stores._header import TensorEntry
+
+# Projection -> (role, its place among the role's pieces). Gate stands before up.
+_PIECES = {
+    "gate_up_proj": ("gate_up", 0),
+    "gate_proj": ("gate_up", 0),
+    "w1": ("gate_up", 0),
+    "up_proj": ("gate_up", 1),
+    "w3": ("gate_up", 1),
+    "down_proj": ("down", 0),
+    "w2": ("down", 0),
+    "input_linear": ("gate_up", 0),
+    "output_linear": ("down", 0),
+}
+_ROLES = ("gate_up", "down")
+_PIECE_NAMES = {("gate_up", 0): "gate", ("gate_up", 1): "up", ("down", 0): "down"}
+_PER_EXPERT = re.compile(
+    r"(?P<layer>.+)\.experts\.(?P<expert>\d{1,7})"
+    r"\.(?P<piece>gate_proj|up_proj|down_proj|w[123])\.(?P<kind>\w+)",
+    re.ASCII,
+)
+_STACKED = re.compile(
+    r"(?P<layer>.+)\.experts"
+    r"\.(?P<piece>gate_up_proj|gate_proj|up_proj|down_proj|w[123])(?P<kind>(?:[._]\w+)?)",
+    re.ASCII,
+)
+# GraniteMoe has no "experts" in its names.
+_GRANITE = re.compile(
+    r"(?P<layer>.+\.block_sparse_moe)\.(?P<piece>input_linear|output_linear)\.(?P<kind>weight)",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a role that lies in one tensor: where it is for every expert.
+
+    `files` int32 [num_experts] and `offsets` int64 [num_experts] say where,
+    `start` is its first byte within the role.
+    """
+
+    name: str
+    role: str
+    start: int
+    nbytes: int
+    shape: tuple[int, ...]
+    files: np.ndarray
+    offsets: np.ndarray
+
+
+@dataclass
+class _Found:
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    # expert -> (file, offset), or the one entry -1 for a stack
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    num_stacked: int = 0
+    example: str = ""
+
+
+def index_experts(
+    tensors: Mapping[str, tuple[int, TensorEntry]], top_k: int
+) -> tuple[ExpertLayout, list[list[Piece]]]:
+    """Return the layout of a checkpoint's experts and, per layer, where they are.
+
+    Parameters
+    ----------
+    tensors : mapping of tensor name to (file number, entry)
+    top_k : int
+        Experts per token; 0 if not known.
+
+    Raises
+    ------
+    FormatError
+        If experts are missing, differ within a layer, or layers differ in their
+        number.
+    """
+    layers: dict[str, dict[tuple[str, int, str], _Found]] = {}
+    for name, (file, entry) in tensors.items():
+        match = _PER_EXPERT.fullmatch(name) or _STACKED.fullmatch(name) or _GRANITE.fullmatch(name)
+        if match is None:
+            continue
+        role, place = _PIECES[match["piece"]]
+        key = (role, place, _suffix(match["kind"]))
+        found = layers.setdefault(match["layer"], {})
+        _add(name, found, key, match.groupdict().get("expert"), file, entry)
+    names = sorted(layers, key=_natural)
+    _check_projections(names, layers)
+    num_experts = _count_experts(names, layers)
+    roles, pieces = [], []
+    for name in names:
+        layer_roles, layer_pieces = _assemble(name, layers[name], num_experts)
+        roles.append(layer_roles)
+        pieces.append(layer_pieces)
+    if top_k > num_experts > 0:
+        raise ConfigError(f"top-{top_k} of layers that have {num_experts} experts is impossible")
+    top_k = min(top_k, num_experts)
+    return ExpertLayout(num_experts, top_k, roles, names), pieces
+
+
+def _add(
+    name: str,
+    found: dict[tuple[str, int, str], _Found],
+    key: tuple[str, int, str],
+    expert: str | None,
+    file: int,
+    entry: TensorEntry,
+) -> None:
+    if entry.dtype is None:
+        raise FormatError(f"tensor {name!r} has dtype {entry.dtype_name}, which is not supported")
+    shape = entry.shape
+    if expert is None:
+        # Empty experts would cost memory by the number that is claimed.
+        if not shape or entry.nbytes == 0:
+            raise FormatError(f"tensor {name!r} of shape {list(shape)} is no stack of experts")
+        shape = shape[1:]
+    # A scalar per expert (a scale) becomes one element.
+    shape = shape or (1,)
+    group = found.setdefault(key, _Found(entry.dtype, shape, example=name))
+    if (group.dtype, group.shape) != (entry.dtype, shape):
+        raise FormatError(
+            f"tensor {name!r} is {entry.dtype} {list(shape)}, but {group.example!r} is "
+            f"{group.dtype} {list(group.shape)}"
+        )
+    index = -1 if expert is None else int(expert)
+    if index in group.places or -1 in group.places or (index == -1 and group.places):
+        raise FormatError(f"tensors {name!r} and {group.example!r} are the same experts")
+    group.places[index] = (file, entry.offset)
+    group.num_stacked = 0 if expert is not None else entry.shape[0]
+
+
+def _check_projections(
+    names: list[str], layers: dict[str, dict[tuple[str, int, str], _Found]]
+) -> None:
+    """Raise FormatError unless every layer has the weights that the others have."""
+    projections = {name: {key for key in layers[name] if not key[2]} for name in names}
+    complete = max(projections.values(), key=len, default=set())
+    for name, present in projections.items():
+        lacking = [_PIECE_NAMES[role, place] for role, place, _ in sorted(complete - present)]
+        if lacking:
+            raise FormatError(
+                f"layer {name!r} has no {' and no '.join(lacking)} projection, but other layers "
+                "have; download the checkpoint again"
+            )
+
+
+def _count_experts(names: list[str], layers: dict[str, dict[tuple[str, int, str], _Found]]) -> int:
+    counts: dict[int, str] = {}
+    for name in names:
+        for group in layers[name].values():
+            count = group.num_stacked or max(group.places) + 1
+            if not group.num_stacked and len(group.places) != count:
+                lacking = next(e for e in range(count) if e not in group.places)
+                raise FormatError(
+                    f"layer {name!r} has {len(group.places)} experts up to number {count - 1}, "
+                    f"but none with number {lacking} (of tensors such as {group.example!r}); "
+                    "download the checkpoint again"
+                )
+            counts.setdefault(count, group.example)
+    if len(counts) > 1:
+        (few, few_name), (many, many_name) = sorted(counts.items())[:2]
+        raise FormatError(
+            f"{few_name!r} is one of {few} experts, {many_name!r} one of {many}: "
+            "all layers must have the same number"
+        )
+    return next(iter(counts), 0)
+
+
+def _assemble(
+    layer: str, found: dict[tuple[str, int, str], _Found], num_experts: int
+) -> tuple[list[Role], list[Piece]]:
+    roles: list[Role] = []
+    pieces: list[Piece] = []
+    keys = sorted(found, key=lambda key: (key[2], _ROLES.index(key[0]), key[1]))
+    for role, suffix in dict.fromkeys((role, suffix) for role, _, suffix in keys):
+        places = [place for place in (0, 1) if (role, place, suffix) in found]
+        # An up projection without a gate is a role of its own.
+        name = ("up" if role == "gate_up" and places == [1] else role) + suffix
+        groups = [found[role, place, suffix] for place in places]
+        if len({(group.dtype, group.shape[1:]) for group in groups}) > 1:
+            raise FormatError(
+                f"gate and up of layer {layer!r} do not fit together: "
+                + ", ".join(f"{g.example!r} is {g.dtype} {list(g.shape)}" for g in groups)
+            )
+        rows = sum(group.shape[0] for group in groups)
+        roles.append(Role(name, (rows, *groups[0].shape[1:]), groups[0].dtype))
+        start = 0
+        for place, group in zip(places, groups, strict=True):
+            nbytes = Role("", group.shape, group.dtype).nbytes
+            files, offsets = _places(group, num_experts, nbytes)
+            piece = name if len(groups) == 1 else _PIECE_NAMES[role, place] + suffix
+            pieces.append(Piece(piece, name, start, nbytes, group.shape, files, offsets))
+            start += nbytes
+    return roles, pieces
+
+
+def _places(group: _Found, num_experts: int, nbytes: int) -> tuple[np.ndarray, np.ndarray]:
+    if group.num_stacked:
+        file, offset = group.places[-1]
+        offsets = offset + np.arange(num_experts, dtype=np.int64) * nbytes
+        return np.full(num_experts, file, np.int32), offsets
+    places = [group.places[expert] for expert in range(num_experts)]
+    return (
+        np.array([file for file, _ in places], np.int32),
+        np.array([offset for _, offset in places], np.int64),
+    )
+
+
+def _suffix(kind: str) -> str:
+    kind = kind.lstrip("._").removeprefix("weight").lstrip("_")
+    return f"_{kind}" if kind else ""
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    # Numbers as numbers: layer 10 comes after layer 9. By their length rather
+    # than by int(), which refuses the thousands of digits of a hostile name.
+    parts = re.split(r"(\d+)", name, flags=re.ASCII)
+    return [
+        (len(part.lstrip("0")), part.lstrip("0")) if part.isdecimal() else (-1, part)
+        for part in parts
+    ]

@@ -1,0 +1,86 @@
+"""MemoryStore: experts that are in memory already; for tests and small models."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
+
+import numpy as np
+
+from moecache.errors import ConfigError, StoreError
+from moecache.layout import ExpertLayout, Role
+from moecache.stores.base import Parts, destination_bytes
+
+
+class MemoryStore:
+    """Serve experts from stacked arrays.
+
+    Parameters
+    ----------
+    arrays : mapping of role to ndarray, shape [num_layers, num_experts, ...]
+        Not copied.
+    top_k : int, default 0
+        Experts per token; 0 if not known.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], *, top_k: int = 0) -> None:
+        shapes = {array.shape[:2] for array in arrays.values()}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+            raise ConfigError(
+                "every array must start with the same [num_layers, num_experts], "
+                f"got {sorted(array.shape for array in arrays.values())}"
+            )
+        num_layers, num_experts = next(iter(shapes))
+        self._arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        roles = [Role(name, array.shape[2:], array.dtype) for name, array in arrays.items()]
+        self._layout = ExpertLayout(num_experts, top_k, [roles] * num_layers)
+        self._closed = False
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """What the experts look like."""
+        return self._layout
+
+    def read_into(self, layer: int, expert: int, out: Parts | np.ndarray) -> None:
+        """Copy one expert into `out`; see `ExpertStore.read_into`."""
+        source = self.view(layer, expert)
+        target = destination_bytes(self._layout, layer, out)
+        for name, array in source.items():
+            target[name][:] = array.reshape(-1).view(np.uint8)
+
+    def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
+        """Return one expert without copying, read-only."""
+        if self._closed:
+            raise StoreError("the store is closed")
+        self._layout.check(layer, expert)
+        views = {}
+        for name, array in self._arrays.items():
+            views[name] = array[layer, expert, ...]
+            views[name].flags.writeable = False
+        return views
+
+    def regions(self, layers: Iterable[int] | None = None) -> list[tuple[int, int]]:
+        """Return (address, nbytes) of each layer's stack of each role."""
+        chosen = list(range(self._layout.num_layers) if layers is None else layers)
+        for layer in chosen:
+            self._layout.check(layer)
+        return [
+            (array[layer].ctypes.data, array[layer].nbytes)
+            for layer in chosen
+            for array in self._arrays.values()
+        ]
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Check the ids; everything is in memory."""
+        for expert in experts:
+            self._layout.check(layer, expert)
+
+    def close(self) -> None:
+        """Refuse further reads; a second call does nothing."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        """Return the store."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the store."""
+        self.close()

@@ -1,0 +1,371 @@
+"""SafetensorsStore: experts straight from a Hugging Face checkpoint directory."""
+
+import itertools
+import json
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, StoreError
+from moecache.layout import ExpertLayout
+from moecache.stores._file import ReadOnlyFile
+from moecache.stores._header import TensorEntry, read_header
+from moecache.stores._index import index_experts
+from moecache.stores.base import Parts, destination_bytes
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "model.safetensors.index.json"
+# What the families call the number of experts per token.
+_TOP_K_NAMES = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+    "num_selected_experts",
+    "moe_top_k",
+)
+_MAX_JSON_BYTES = 2**28
+
+# (file number, offset, ((role, start, stop), ...)): one contiguous read
+Run = tuple[int, int, tuple[tuple[str, int, int], ...]]
+
+
+class SafetensorsStore:
+    """Read experts from the safetensors files of a checkpoint, in place.
+
+    Nothing is converted or copied beforehand: `read_into` reads an expert's
+    bytes from the file, tensors that adjoin in one call. Experts are found by
+    the names of their tensors; `gate` and `up` become one role "gate_up", gate
+    first.
+
+    Parameters
+    ----------
+    path : str or Path
+        A directory with one or more .safetensors files (and, if sharded,
+        model.safetensors.index.json), or one such file.
+    top_k : int, optional
+        Experts per token. By default from config.json; 0 if it does not say.
+
+    Raises
+    ------
+    FormatError
+        If a file is damaged or the experts are incomplete.
+    StoreError
+        If a file cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, top_k: int | None = None) -> None:
+        self.path = Path(path)
+        directory = self.path if self.path.is_dir() else self.path.parent
+        self.config = _read_config(directory / "config.json")
+        weight_map = _read_weight_map(self.path)
+        # Each file is opened once: one that is replaced meanwhile is not mixed up.
+        self._files = [ReadOnlyFile(file) for file in _find_files(self.path, weight_map)]
+        self._tensors = _merge_headers(self._files, weight_map)
+        self._ends = [0] * len(self._files)
+        for number, entry in self._tensors.values():
+            self._ends[number] = max(self._ends[number], entry.offset + entry.nbytes)
+        configured = _find_top_k(self.config) if top_k is None else top_k
+        try:
+            self._layout, self._pieces = index_experts(self._tensors, configured)
+        except ConfigError as error:
+            if top_k is not None:
+                raise
+            raise FormatError(f"{directory / 'config.json'}: {error}") from error
+        except FormatError as error:
+            raise FormatError(f"{self.path}: {error}") from error
+        self._runs: dict[int, tuple[Run, ...]] = {}
+        self._maps: dict[int, mmap.mmap] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """What the experts look like."""
+        return self._layout
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """Every tensor of the checkpoint, experts included."""
+        return list(self._tensors)
+
+    def read_tensor(self, name: str) -> np.ndarray:
+        """Return a copy of any tensor, such as one of the trunk, in its stored dtype."""
+        self._check_open()
+        if name not in self._tensors:
+            raise ExpertNotFoundError(f"{self.path}: there is no tensor {name!r}")
+        file, entry = self._tensors[name]
+        if entry.dtype is None:
+            raise FormatError(f"tensor {name!r} has dtype {entry.dtype_name}, not supported")
+        array = np.empty(entry.shape, entry.dtype)
+        if entry.nbytes:
+            buffer = array.reshape(-1).view(np.uint8).data
+            self._file(file).read(entry.offset, [buffer], f"tensor {name!r}")
+        return array
+
+    def read_into(self, layer: int, expert: int, out: Parts | np.ndarray) -> None:
+        """Read one expert from the file; see `ExpertStore.read_into`."""
+        self._check_open()
+        runs = self._runs_of(layer, expert)
+        target = destination_bytes(self._layout, layer, out)
+        for file, offset, spans in runs:
+            buffers = [target[role][start:stop].data for role, start, stop in spans]
+            self._file(file).read(offset, buffers, f"expert {expert} of layer {layer}")
+
+    def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
+        """Return one expert as read-only views of the mapped file.
+
+        A role whose pieces do not adjoin in the file stands as its pieces
+        ("gate" and "up"). Views may be misaligned for their dtype. Touching one
+        after the file was truncated kills the process (SIGBUS); `read_into`
+        does not.
+        """
+        self._check_open()
+        self._layout.check(layer, expert)
+        roles = {role.name: role for role in self._layout.layers[layer]}
+        by_role: dict[str, list[tuple[str, int, int, int, tuple[int, ...]]]] = {}
+        for piece in self._pieces[layer]:
+            by_role.setdefault(piece.role, []).append(
+                (
+                    piece.name,
+                    int(piece.files[expert]),
+                    int(piece.offsets[expert]),
+                    piece.nbytes,
+                    piece.shape,
+                )
+            )
+        views = {}
+        for name, pieces in by_role.items():
+            first = pieces[0]
+            adjoin = all(
+                one[1] == two[1] and one[2] + one[3] == two[2]
+                for one, two in itertools.pairwise(pieces)
+            )
+            if adjoin:
+                pieces = [(name, first[1], first[2], roles[name].nbytes, roles[name].shape)]
+            for piece_name, file, offset, nbytes, shape in pieces:
+                raw = np.frombuffer(self._map(file), np.uint8, nbytes, offset)
+                views[piece_name] = raw.view(roles[name].dtype).reshape(shape)
+        return views
+
+    def regions(self, layers: Iterable[int] | None = None) -> list[tuple[int, int]]:
+        """Return (address, nbytes) of the experts in the mapped files.
+
+        By layer, within a layer in file order, adjoining experts as one region.
+        Valid until `close`.
+        """
+        self._check_open()
+        regions = []
+        for layer in range(self._layout.num_layers) if layers is None else layers:
+            self._layout.check(layer)
+            extents = sorted(
+                (int(file), int(offset), piece.nbytes)
+                for piece in self._pieces[layer]
+                for file, offset in zip(piece.files, piece.offsets, strict=True)
+            )
+            merged: list[list[int]] = []
+            for file, offset, nbytes in extents:
+                if merged and merged[-1][0] == file and sum(merged[-1][1:]) == offset:
+                    merged[-1][2] += nbytes
+                else:
+                    merged.append([file, offset, nbytes])
+            for file, offset, nbytes in merged:
+                address = np.frombuffer(self._map(file), np.uint8).ctypes.data
+                regions.append((address + offset, nbytes))
+        return regions
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Ask the kernel to read experts ahead into the page cache."""
+        self._check_open()
+        for expert in experts:
+            for file, offset, spans in self._runs_of(layer, int(expert)):
+                length = sum(stop - start for _, start, stop in spans)
+                aligned = offset - offset % mmap.PAGESIZE
+                handle = self._file(file)
+                try:
+                    if length > handle.nbytes - offset:
+                        continue
+                    os.posix_fadvise(
+                        handle.descriptor,
+                        aligned,
+                        length + offset - aligned,
+                        os.POSIX_FADV_WILLNEED,
+                    )
+                except OSError as error:
+                    logger.debug("store.prefetch_refused file=%d error=%s", file, error)
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing. Existing views stay valid."""
+        with self._lock:
+            self._closed = True
+            # Not mmap.close(): it fails while views exist. The last view unmaps.
+            self._maps = {}
+            self._files = []
+
+    def __enter__(self) -> Self:
+        """Return the store."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the store."""
+        self.close()
+
+    def _runs_of(self, layer: int, expert: int) -> tuple[Run, ...]:
+        key = self._layout.key(layer, expert)
+        runs = self._runs.get(key)
+        if runs is None:
+            runs = self._runs[key] = self._plan_runs(layer, expert)
+        return runs
+
+    def _plan_runs(self, layer: int, expert: int) -> tuple[Run, ...]:
+        extents = sorted(
+            (
+                int(piece.files[expert]),
+                int(piece.offsets[expert]),
+                piece.role,
+                piece.start,
+                piece.start + piece.nbytes,
+            )
+            for piece in self._pieces[layer]
+            if piece.nbytes
+        )
+        runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
+        for file, offset, role, start, stop in extents:
+            if runs:
+                last_file, last_offset, spans = runs[-1]
+                length = sum(end - begin for _, begin, end in spans)
+                if file == last_file and offset == last_offset + length:
+                    last_role, last_start, last_stop = spans[-1]
+                    if last_role == role and last_stop == start:
+                        spans[-1] = (role, last_start, stop)
+                    else:
+                        spans.append((role, start, stop))
+                    continue
+            runs.append((file, offset, [(role, start, stop)]))
+        return tuple((file, offset, tuple(spans)) for file, offset, spans in runs)
+
+    def _map(self, file: int) -> mmap.mmap:
+        # One mapping per file, for good: `regions` gave its address away.
+        with self._lock:
+            handle = self._file(file)
+            if file not in self._maps:
+                if handle.nbytes < self._ends[file]:
+                    raise StoreError(
+                        f"{handle.path}: cannot be mapped: its tensors end at byte "
+                        f"{self._ends[file]}, but the file has only {handle.nbytes} now"
+                    )
+                try:
+                    mapping = mmap.mmap(handle.descriptor, 0, access=mmap.ACCESS_READ)
+                except (OSError, ValueError) as error:
+                    raise StoreError(f"{handle.path}: cannot be mapped: {error}") from error
+                self._maps[file] = mapping
+            return self._maps[file]
+
+    def _file(self, number: int) -> ReadOnlyFile:
+        files = self._files
+        if not files:
+            raise StoreError(f"{self.path}: the store is closed")
+        return files[number]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"{self.path}: the store is closed")
+
+
+def _find_files(path: Path, weight_map: dict[str, str] | None) -> list[Path]:
+    if not path.exists():
+        raise StoreError(f"{path}: no such file or directory")
+    if not path.is_dir():
+        return [path]
+    if weight_map is not None:
+        files = [path / name for name in sorted(set(weight_map.values()))]
+        for file in files:
+            if not os.path.isfile(file):  # False, not an error, for impossible names
+                raise FormatError(f"{path / INDEX_NAME}: shard {file.name[:200]!r} is missing")
+        return files
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise StoreError(f"{path}: there is no .safetensors file; is it a checkpoint directory?")
+    return files
+
+
+def _read_weight_map(path: Path) -> dict[str, str] | None:
+    index = path / INDEX_NAME
+    if not path.is_dir() or not index.is_file():
+        return None
+    document = _read_json(index)
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError(f"{index}: has no weight_map")
+    for name, shard in weight_map.items():
+        # A name with a path in it could point anywhere.
+        if not isinstance(shard, str) or shard != os.path.basename(shard) or shard in {"", ".."}:
+            raise FormatError(
+                f"{index}: tensor {name[:200]!r} is in {str(shard)[:200]!r}, not a "
+                "file of this directory"
+            )
+    return weight_map
+
+
+def _merge_headers(
+    files: list[ReadOnlyFile], weight_map: dict[str, str] | None
+) -> dict[str, tuple[int, TensorEntry]]:
+    tensors: dict[str, tuple[int, TensorEntry]] = {}
+    for number, file in enumerate(files):
+        for name, entry in read_header(file.path, file).items():
+            if weight_map is not None and weight_map.get(name) != file.path.name:
+                continue
+            if name in tensors:
+                other = files[tensors[name][0]].path.name
+                raise FormatError(f"{file.path}: tensor {name[:200]!r} is also in {other}")
+            tensors[name] = (number, entry)
+    for name in weight_map or ():
+        if name not in tensors:
+            raise FormatError(
+                f"{files[0].path.parent / INDEX_NAME}: tensor {name[:200]!r} is not in its shard; "
+                "download the checkpoint again"
+            )
+    return tensors
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.is_file() else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        text = path.read_bytes() if size <= _MAX_JSON_BYTES else None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    if text is None:
+        raise FormatError(f"{path}: has {size} bytes, too many for JSON")
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: is not JSON: {str(error)[:200]}") from error
+    if not isinstance(document, dict):
+        raise FormatError(f"{path}: is a JSON {type(document).__name__}, not an object")
+    return document
+
+
+def _find_top_k(config: dict[str, Any]) -> int:
+    # Models with several modalities keep the decoder's figures one level down.
+    for level in (config, config.get("text_config"), config.get("ffn_config")):
+        for name in _TOP_K_NAMES:
+            value = level.get(name) if isinstance(level, dict) else None
+            # A list has a figure for each layer.
+            values = value if isinstance(value, list) else [value]
+            if values and all(type(number) is int and number > 0 for number in values):
+                return max(values)
+    return 0

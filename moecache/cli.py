@@ -1,0 +1,57 @@
+"""The command line: `moecache COMMAND`."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from moecache import __version__
+from moecache.commands import demo, inspect
+from moecache.errors import ConfigError, MoeCacheError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit code.
+
+    0 is success, 1 failure, 2 wrong usage. Errors are one line on standard error.
+    """
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if arguments.verbose else logging.WARNING,
+        format="%(levelname)s %(message)s",
+    )
+    try:
+        code: int = arguments.run(arguments)
+    except ConfigError as error:
+        return _fail(error, 2)
+    except BrokenPipeError:
+        # Whoever read the output has enough. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (MoeCacheError, MemoryError, OSError) as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        print("moecache: interrupted", file=sys.stderr)
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moecache",
+        description="Run mixture-of-experts models larger than your memory.",
+        epilog="Sizes are written 4GiB or 512MiB. docs/settings.md lists the MOECACHE_* variables.",
+    )
+    parser.add_argument("--version", action="version", version=f"moecache {__version__}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what happens")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    demo.add_parser(commands)
+    inspect.add_parser(commands)
+    return parser
+
+
+def _fail(error: BaseException, code: int) -> int:
+    text = str(error) or type(error).__name__
+    print(f"moecache: {' '.join(text.split())}", file=sys.stderr)
+    return code

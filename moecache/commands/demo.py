@@ -1,0 +1,290 @@
+"""`moecache demo`: a real model generates text, offloaded and resident, and both agree."""
+
+import argparse
+import importlib.util
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from moecache.errors import ConfigError
+from moecache.experts import combine, gated_rows
+from moecache.runtime import ExpertRuntime, open  # noqa: A004 - moecache.open
+from moecache.settings import POLICIES, SCOPES
+from moecache.stores import SafetensorsStore, open_store
+from moecache.units import format_bytes
+
+DEFAULT_PROMPT = 'class Cache:\n    """'
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "demo",
+        help="generate text with a fraction of the experts in memory, and check it",
+        description="Generate text with the tiny model that comes with moecache, a NumPy host "
+        "loop and a fraction of the experts in memory. Then generate it again with all experts "
+        "resident, without a cache, and compare every logit bit by bit: exit code 1 if they "
+        "differ.",
+        epilog="example: moecache demo --memory 1MiB --policy lru",
+    )
+    parser.add_argument(
+        "--memory",
+        default="25%",
+        metavar="SIZE",
+        help='memory for experts: "3MiB", or a share of them, "25%%" (default: 25%%)',
+    )
+    parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="0 takes the likeliest token (default 0.7)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", choices=POLICIES, help="who is evicted")
+    parser.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
+    parser.add_argument("--model", metavar="DIR", help="another OLMoE checkpoint over bytes")
+    parser.add_argument("--report", action="store_true", help="show hit rates layer by layer")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one run produced, and how fast."""
+
+    tokens: list[int]
+    logits: list[np.ndarray]
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second after the first."""
+        return (len(self.tokens) - 1) / self.decode_s if len(self.tokens) > 1 else 0.0
+
+    def equals(self, other: "Generation") -> bool:
+        """Return whether tokens and logits agree bit by bit."""
+        return self.tokens == other.tokens and all(
+            one.tobytes() == two.tobytes()
+            for one, two in zip(self.logits, other.logits, strict=True)
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generate twice, compare, print the figures; return the exit code."""
+    if arguments.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
+    if arguments.temperature != 0 and not 0.01 <= arguments.temperature <= 100:
+        raise ConfigError(
+            f"--temperature must be 0 or between 0.01 and 100, got {arguments.temperature}"
+        )
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed must not be negative, got {arguments.seed}")
+    if not arguments.prompt:
+        raise ConfigError("--prompt is empty; the model needs at least one byte to start from")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    loop, directory = find_example(arguments.model)
+    console.print(
+        f"[dim]{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}[/]"
+    )
+    imports_bytes = peak_rss_bytes()
+    with (
+        open_store(directory) as store,
+        open(
+            directory,
+            arguments.memory,
+            policy=arguments.policy,
+            scope=arguments.scope,
+            dtype=np.float32,
+        ) as runtime,
+    ):
+        model = loop.NumpyMoe(store, loop.through_moecache(runtime))
+        write_text(arguments.prompt)
+        offloaded = _generate(loop, model, arguments, write_text)
+        write_text("\n")
+        peak_bytes = peak_rss_bytes()
+        trunk_bytes = model.nbytes
+        del model
+        equal = _compare(loop, directory, arguments, offloaded, console)
+        _print_figures(
+            console, arguments, runtime, offloaded, (peak_bytes, imports_bytes, trunk_bytes)
+        )
+    if not equal:
+        console.print("[bold red]output differs from the fully resident run[/]")
+        return 1
+    console.print(
+        f"[bold green]output equals the fully resident run[/]: {len(offloaded.tokens)} tokens, "
+        "every logit bit by bit"
+    )
+    return 0
+
+
+def find_example(model: str | None) -> tuple[ModuleType, Path]:
+    """Return the NumPy host loop and the model directory, of the checkout or as installed."""
+    for root in (
+        Path(__file__).parents[2] / "examples",
+        Path(sys.prefix) / "share" / "moecache",
+    ):
+        if (root / "numpy_loop.py").is_file():
+            spec = importlib.util.spec_from_file_location("numpy_loop", root / "numpy_loop.py")
+            if spec is None or spec.loader is None:
+                continue
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module, Path(model) if model else root / "tiny_moe"
+    raise ConfigError(
+        "the demo's files (examples/numpy_loop.py, examples/tiny_moe) were not installed; "
+        "run it from a checkout"
+    )
+
+
+def resident_experts(store: SafetensorsStore) -> Callable[..., np.ndarray]:
+    """Return routed experts that all lie in plain arrays: no slots, no cache, no waves."""
+    layout = store.layout
+    stacked = [
+        {
+            role.name: np.empty((layout.num_experts, *role.shape), np.float32)
+            for role in layout.layers[layer]
+        }
+        for layer in range(layout.num_layers)
+    ]
+    for layer, roles in enumerate(stacked):
+        parts = {role.name: np.empty(role.shape, role.dtype) for role in layout.layers[layer]}
+        for expert in range(layout.num_experts):
+            store.read_into(layer, expert, parts)
+            for name, array in parts.items():
+                roles[name][expert] = array
+
+    def routed_experts(
+        layer: int, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray
+    ) -> np.ndarray:
+        rows = np.zeros((ids.size, hidden.shape[1]), hidden.dtype)
+        flat, top_k = ids.reshape(-1), ids.shape[1]
+        for expert in np.unique(flat):
+            pairs = np.flatnonzero(flat == expert)
+            weights_of = {name: array[expert] for name, array in stacked[layer].items()}
+            rows[pairs] = gated_rows(hidden[pairs // top_k], weights_of)
+        return combine(rows, weights)
+
+    return routed_experts
+
+
+def peak_rss_bytes() -> int:
+    """Return the most memory this process has had resident so far."""
+    # Not getrusage's ru_maxrss: it starts from the peak of the process that called exec.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def write_text(text: str) -> None:
+    """Write to standard output at once, also into a pipe."""
+    # What the terminal's encoding lacks is shown as an escape, never an error.
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _generate(
+    loop: ModuleType, model: Any, arguments: argparse.Namespace, show: Callable[[str], None]
+) -> Generation:
+    tokens: list[int] = []
+    logits: list[np.ndarray] = []
+    times: list[float] = [time.perf_counter()]
+
+    def drawn() -> Iterator[int]:
+        for token, scores in loop.generate(
+            model,
+            os.fsencode(arguments.prompt),
+            arguments.max_new_tokens,
+            arguments.temperature,
+            arguments.seed,
+        ):
+            times.append(time.perf_counter())
+            tokens.append(token)
+            logits.append(scores)
+            yield token
+
+    for text in loop.decode(drawn()):
+        show(text)
+    if not tokens:
+        raise ConfigError(
+            f"the prompt of {len(os.fsencode(arguments.prompt))} bytes leaves no room for new "
+            f"tokens; the model takes {model.max_tokens}"
+        )
+    return Generation(tokens, logits, times[1] - times[0], times[-1] - times[1])
+
+
+def _compare(
+    loop: ModuleType,
+    directory: Path,
+    arguments: argparse.Namespace,
+    offloaded: Generation,
+    console: Console,
+) -> bool:
+    with open_store(directory) as store:
+        model = loop.NumpyMoe(store, resident_experts(store))
+        # One tick per token; `track` shows nothing when the console is no terminal.
+        ticks = iter(
+            track(
+                range(len(offloaded.tokens)),
+                "all experts resident",
+                console=console,
+                transient=True,
+                disable=not console.is_terminal,
+            )
+        )
+        resident = _generate(loop, model, arguments, lambda _: _advance(ticks))
+        for _ in ticks:
+            pass
+    console.print(
+        f"resident   {resident.tokens_per_s:7.0f} tokens/s decode, "
+        f"{len(os.fsencode(arguments.prompt)) / resident.prefill_s:7.0f} prefill"
+    )
+    return offloaded.equals(resident)
+
+
+def _advance(ticks: Iterator[int]) -> None:
+    next(ticks, None)
+
+
+def _print_figures(
+    console: Console,
+    arguments: argparse.Namespace,
+    runtime: ExpertRuntime,
+    offloaded: Generation,
+    rss: tuple[int, int, int],
+) -> None:
+    stats = runtime.stats()
+    peak_bytes, imports_bytes, trunk_bytes = rss
+    rest = peak_bytes - imports_bytes - trunk_bytes - stats.pool_bytes
+    console.print(
+        f"offloaded  {offloaded.tokens_per_s:7.0f} tokens/s decode, "
+        f"{len(os.fsencode(arguments.prompt)) / offloaded.prefill_s:7.0f} prefill"
+    )
+    console.print(
+        f"experts    {stats.capacity} of {stats.total_experts} in memory, "
+        f"and {stats.staging_slots} staging slots: {format_bytes(stats.pool_bytes)}; "
+        f"{stats.num_resident} resident now"
+    )
+    console.print(
+        f"hit rate   {stats.hit_rate:.1%} with policy {stats.policy}, scope {stats.scope}; "
+        f"{format_bytes(stats.bytes_read)} read, "
+        f"{stats.stall_ns / 1e9:.2f} s waited for"
+    )
+    console.print(
+        f"peak RSS   {format_bytes(peak_bytes)}: imports {format_bytes(imports_bytes)}, "
+        f"trunk and KV cache {format_bytes(trunk_bytes)}, slots {format_bytes(stats.pool_bytes)}, "
+        f"the rest {format_bytes(rest)}"
+    )
+    if arguments.report:
+        console.print(runtime.report())

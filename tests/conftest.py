@@ -1,0 +1,46 @@
+"""Fixtures that several test files share."""
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from moecache.commands.demo import find_example, resident_experts
+from moecache.stores import open_store
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def tiny_moe() -> Path:
+    """Return the directory of the trained model that the project ships."""
+    return ROOT / "examples" / "tiny_moe"
+
+
+@pytest.fixture(scope="session")
+def numpy_loop() -> ModuleType:
+    """Return the NumPy host loop of the examples."""
+    return find_example(None)[0]
+
+
+@pytest.fixture(scope="session")
+def prompt() -> bytes:
+    """Return 600 bytes of Python, of which tests take as many as they need."""
+    text = Path(find_example(None)[0].__file__ or "").read_bytes()
+    return text[1000:1600]
+
+
+@pytest.fixture(scope="session")
+def resident_logits(
+    tiny_moe: Path, numpy_loop: ModuleType, prompt: bytes
+) -> dict[int, list[np.ndarray]]:
+    """Return, per prompt length, the logits of prompt and six tokens, all experts resident."""
+    logits = {}
+    with open_store(tiny_moe) as store:
+        experts = resident_experts(store)
+        for length in (1, 7, 64, 600):
+            model = numpy_loop.NumpyMoe(store, experts)
+            steps = numpy_loop.generate(model, prompt[:length], 6, temperature=0.7, seed=length)
+            logits[length] = [scores for _, scores in steps]
+    return logits

@@ -1,0 +1,1 @@
+"""Helpers of the tests: oracles and small checkpoints."""

@@ -1,0 +1,195 @@
+"""Plain-Python versions of the policies and of the cache, written to be read, not to be fast."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moecache.errors import CapacityError
+from tests.helpers.oracle_policies import OracleLfru, OracleLfu, OracleLru, OracleSlru
+
+__all__ = ["OracleCache", "OracleLfru", "OracleLfu", "OracleLru", "OracleSlot", "OracleSlru"]
+
+
+@dataclass(eq=False)
+class OracleSlot:
+    """One stay of one expert in the cache; a number is the compiled cache's business."""
+
+    layer: int
+    expert: int
+    leases: int = 0
+    state: str = "filling"
+
+
+class OracleCache:
+    """ExpertCache as a dict of stays and one policy, or one policy per layer."""
+
+    def __init__(
+        self, num_layers: int, num_experts: int, capacity: int, *, policy: str, scope: str
+    ) -> None:
+        self.num_layers = num_layers
+        self.num_experts = num_experts
+        self.capacity = min(capacity, num_layers * num_experts)
+        self.slots: dict[tuple[int, int], OracleSlot] = {}
+        self.abandoned: list[OracleSlot] = []
+        self.counts = [[0] * num_experts for _ in range(num_layers)]
+        self.num_hits = self.num_misses = self.num_evictions = 0
+        self.is_global = scope == "global"
+        share, rest = divmod(self.capacity, num_layers)
+        shares = [share + (layer < rest) for layer in range(num_layers)]
+        sizes = [self.capacity] if self.is_global else shares
+        self.parts = [self._make_policy(policy, i, size) for i, size in enumerate(sizes)]
+
+    def acquire(
+        self, layer: int, ids: Sequence[int], *, share: int = -1, drop: bool = False
+    ) -> tuple[list[OracleSlot | None], list[int]]:
+        """Return the stay of each id, and what misses_out is to hold."""
+        bad = [e for e in ids if not 0 <= e < self.num_experts]
+        if bad and not drop:
+            raise ValueError(f"expert {bad[0]} is not in [0, {self.num_experts})")
+        part = self._part(layer)
+        uses = Counter(e for e in ids if 0 <= e < self.num_experts)
+        hits = [e for e in uses if self._state(layer, e) == "resident"]
+        # Stable: ties stay in the order they came.
+        missing = sorted((e for e in uses if e not in hits), key=lambda e: -uses[e])
+        joined = [e for e in missing if self._state(layer, e) == "filling"]
+        wanted = [e for e in missing if e not in joined]
+        leased = {self._local(layer, e) for e in hits}
+        free_later = [k for k in part.unblocked(part.keys()) if k not in leased]
+        room = self._room_left(layer) + len(free_later)
+        if share < 0 and len(wanted) > room:
+            raise CapacityError(f"{len(wanted)} wanted, room for {room}")
+        left = max(0, share - len(hits) - len(joined))
+        admitted = len(wanted) if share < 0 else min(len(wanted), left, room)
+
+        for expert in hits + joined:
+            self._count(layer, expert, hit=expert in hits)
+            part.access(self._local(layer, expert))
+            part.held.add(self._local(layer, expert))
+            self.slots[layer, expert].leases += 1
+        for expert in wanted:
+            self._count(layer, expert, hit=False)
+            if expert in wanted[:admitted]:
+                self._take(layer, expert, accessed=True).leases = 1
+        first = [ids.index(e) for e in wanted[:admitted]]
+        first += [~ids.index(e) for e in joined]
+        first += [ids.index(e) for e in wanted[admitted:]]
+        return [self.slots.get((layer, e)) for e in ids], first
+
+    def claim(self, layer: int, expert: int) -> OracleSlot | None:
+        """Start a prefetch, if there is room or somebody is worth less."""
+        part = self._part(layer)
+        if (layer, expert) in self.slots:
+            return None
+        if self._room_left(layer) == 0:
+            victim = part.victim()
+            if victim < 0 or not part.prefers(self._local(layer, expert), victim):
+                return None
+        return self._take(layer, expert, accessed=False)
+
+    def publish(self, slot: OracleSlot) -> None:
+        """Make a filled expert resident."""
+        slot.state = "resident"
+        self._update_hold(slot)
+
+    def abandon(self, slot: OracleSlot) -> None:
+        """Forget an expert that could not be filled; its slot waits for its leases."""
+        self._part(slot.layer).remove(self._local(slot.layer, slot.expert))
+        del self.slots[slot.layer, slot.expert]
+        slot.state = "abandoned"
+        if slot.leases:
+            self.abandoned.append(slot)
+
+    def release(self, slots: Sequence[OracleSlot | None]) -> None:
+        """End one lease on each distinct slot."""
+        for slot in {slot for slot in slots if slot is not None}:
+            slot.leases -= 1
+            if slot.state == "abandoned":
+                if slot.leases == 0:
+                    self.abandoned.remove(slot)
+            else:
+                self._update_hold(slot)
+
+    def pin(self, layer: int, expert: int) -> bool:
+        """Keep a resident expert."""
+        if self._state(layer, expert) != "resident":
+            return False
+        return self._part(layer).pin(self._local(layer, expert))
+
+    def unpin(self, layer: int, expert: int) -> None:
+        """Let an expert be evicted again."""
+        self._part(layer).unpin(self._local(layer, expert))
+
+    def reset_counts(self) -> None:
+        """Do what the profiler's reset does."""
+        for row in self.counts:
+            row[:] = [0] * self.num_experts
+        self.num_hits = self.num_misses = 0
+        for part in self.parts:
+            part.recount()
+
+    def fair_share(self, layer: int) -> int:
+        """Return the slots a layer has, or would have if all had the same."""
+        share = max(1, self.capacity // self.num_layers)
+        return share if self.is_global else self.parts[layer].capacity
+
+    def resident(self) -> set[tuple[int, int]]:
+        """Return the experts that can be used at once."""
+        return {place for place, slot in self.slots.items() if slot.state == "resident"}
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing and wait for nothing."""
+        return self.capacity - len(self.slots) - len(self.abandoned)
+
+    def _make_policy(self, policy: str, index: int, size: int) -> OracleLru:
+        if policy == "lfu":
+            return OracleLfu(size)
+        if policy == "lfru":
+            return OracleLfru(size)
+        if policy == "lru" or size == 1:
+            return OracleLru(size)
+        probationary = max(1, size // 4)
+        count_of = None
+        if policy == "slru-lfu":
+            count_of = lambda key: self._count_of(index, key)  # noqa: E731 a method's shorthand
+        return OracleSlru(probationary, size - probationary, count_of=count_of)
+
+    def _count_of(self, index: int, key: int) -> int:
+        layer, expert = divmod(key, self.num_experts) if self.is_global else (index, key)
+        return self.counts[layer][expert]
+
+    def _part(self, layer: int) -> OracleLru:
+        return self.parts[0 if self.is_global else layer]
+
+    def _local(self, layer: int, expert: int) -> int:
+        return layer * self.num_experts + expert if self.is_global else expert
+
+    def _state(self, layer: int, expert: int) -> str:
+        slot = self.slots.get((layer, expert))
+        return "absent" if slot is None else slot.state
+
+    def _room_left(self, layer: int) -> int:
+        waiting = sum(self._part(slot.layer) is self._part(layer) for slot in self.abandoned)
+        return self._part(layer).capacity - len(self._part(layer)) - waiting
+
+    def _count(self, layer: int, expert: int, *, hit: bool) -> None:
+        self.counts[layer][expert] += 1
+        self.num_hits += hit
+        self.num_misses += not hit
+
+    def _take(self, layer: int, expert: int, *, accessed: bool) -> OracleSlot:
+        part = self._part(layer)
+        if self._room_left(layer) == 0:
+            victim = part.victim()
+            part.remove(victim)
+            place = divmod(victim, self.num_experts) if self.is_global else (layer, victim)
+            assert self.slots.pop(place).state == "resident"
+            self.num_evictions += 1
+        part.insert(self._local(layer, expert), accessed=accessed)
+        part.held.add(self._local(layer, expert))
+        self.slots[layer, expert] = OracleSlot(layer, expert)
+        return self.slots[layer, expert]
+
+    def _update_hold(self, slot: OracleSlot) -> None:
+        if slot.state == "resident" and slot.leases == 0:
+            self._part(slot.layer).held.discard(self._local(slot.layer, slot.expert))

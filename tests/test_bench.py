@@ -1,0 +1,52 @@
+"""Every benchmark also runs small, so that none rots."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = sorted(path.name for path in (ROOT / "bench").glob("bench_*.py"))
+
+
+def run_bench(*arguments: str) -> str:
+    """Run pytest over benchmarks in a child; return what it wrote, or fail with it."""
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--bench-size=small",
+        *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def num_passed(output: str) -> int:
+    """Read from pytest's last line how many tests passed."""
+    found = re.search(r"(\d+) passed", output)
+    return int(found[1]) if found else 0
+
+
+def test_there_is_a_benchmark_of_each_hot_class() -> None:
+    """The policies, the cache and the profiler are measured."""
+    assert {"bench_cache.py", "bench_policies.py", "bench_profiler.py"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_benchmark_runs_small_without_timing(module: str) -> None:
+    """Each module passes when every benchmark is only called once."""
+    output = run_bench(f"bench/{module}", "--benchmark-disable")
+
+    assert num_passed(output) > 0
+
+
+def test_all_benchmarks_run_small_and_show_hit_rates() -> None:
+    """The whole directory passes with timing, and the summary has hit rates."""
+    output = run_bench("bench")
+
+    assert num_passed(output) > 0
+    assert "ns per access" in output
+    assert re.search(r"moecache-slru\b.* hit_rate 0\.\d+", output)

@@ -1,0 +1,156 @@
+"""The command line: what it prints, where, and its exit codes."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moecache import cli
+from moecache.commands import demo
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m moecache` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "moecache", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_demo_streams_text_and_proves_that_it_is_exact() -> None:
+    """Text on standard output, figures on standard error, exit code 0."""
+    done = run("demo", "--max-new-tokens", "60", "--report")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(demo.DEFAULT_PROMPT)
+    assert len(done.stdout) > len(demo.DEFAULT_PROMPT) + 40
+    for text in (
+        "output equals the fully resident run: 60 tokens",
+        "tokens/s",
+        "hit rate",
+        "read,",
+        "60 of 256 in memory",
+        "peak RSS",
+        "layer 7: hit rate",
+    ):
+        assert text in done.stderr
+
+
+def test_demo_takes_no_more_memory_than_it_says() -> None:
+    """Peak RSS at a quarter of the experts <= imports + trunk + slots + 30 MiB."""
+    done = run("demo")
+    figures = re.search(r"imports ([\d.]+) MiB, .*the rest ([\d.]+) (MiB|KiB)", done.stderr)
+    assert figures is not None, done.stderr
+    # The process's own peak, not one it has from whoever started it.
+    assert float(figures[1]) < 100
+    assert figures[3] == "KiB" or float(figures[2]) <= 30
+
+
+def test_demo_is_the_same_text_at_any_memory() -> None:
+    """What is printed does not depend on the budget, policy or scope."""
+    texts = {
+        run("demo", "--max-new-tokens", "50", *options).stdout
+        for options in (
+            (),
+            ("--memory", "500KiB"),
+            ("--memory", "100%", "--policy", "lfu"),
+            ("--policy", "lru", "--scope", "layer"),
+        )
+    }
+    assert len(texts) == 1
+
+
+def test_a_mismatch_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bit of difference in the resident run is found."""
+    honest = demo.combine
+    monkeypatch.setattr(demo, "combine", lambda rows, weights: honest(rows, weights) * 1.0000001)
+    assert cli.main(["demo", "--max-new-tokens", "3"]) == 1
+    assert "differs" in capsys.readouterr().err
+
+
+def test_inspect_shows_layout_and_plan(tiny_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers, roles, shapes and what the budget buys."""
+    assert cli.main(["inspect", str(tiny_moe), "--memory", "3MiB"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "8 MoE layers x 32 experts, top-4",
+        "12.0 MiB",
+        "gate_up",
+        "128 x 64",
+        "bfloat16",
+        "60 of 256 experts",
+        "64 (3.00 MiB) are recommended",
+        "4 staging slots",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["demo", "--memory", "lots"], 2, "'lots' is not a size; write for example 4GiB"),
+        (["demo", "--memory", "50KiB"], 1, "raise memory to at least"),
+        (["demo", "--prompt", ""], 2, "--prompt is empty"),
+        (["demo", "--max-new-tokens", "0"], 2, "at least 1, got 0"),
+        (["demo", "--temperature", "-1"], 2, "must be 0 or between 0.01 and 100"),
+        (["demo", "--prompt", "x" * 1024], 2, "leaves no room"),
+        (["demo", "--prompt", "x" * 1500], 2, "leaves no room"),
+        (["inspect", "/no/such/model"], 1, "/no/such/model: no such file or directory"),
+        (["inspect", "README.md"], 1, "only .safetensors files"),
+    ],
+)
+def test_errors_are_one_line_with_the_remedy(
+    arguments: list[str],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2 for usage, 1 for failure; the last line says what to do."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert cli.main(arguments) == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("moecache: ")
+    assert message in last
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["frobnicate"], ["demo", "--polcy", "lru"], ["demo", "--policy", "clock"], ["inspect"]],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The parser names what is wrong."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: moecache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["inspect", "--help"]])
+def test_help_teaches(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every help has a description, and the commands an example."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert "moecache" in text
+    assert len(arguments) == 1 or "example: moecache" in text
+
+
+def test_a_damaged_checkpoint_is_an_error_not_a_traceback(tiny_moe: Path, tmp_path: Path) -> None:
+    """A truncated file names itself, the tensor and the figures."""
+    shutil.copytree(tiny_moe, tmp_path / "model")
+    with (tmp_path / "model" / "model.safetensors").open("rb+") as file:
+        file.truncate(9_000_000)
+    done = run("inspect", str(tmp_path / "model"))
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "file has 9000000; download it again" in done.stderr
+    assert run("demo", "--model", str(tmp_path / "model")).returncode == 1

@@ -1,0 +1,128 @@
+"""The output does not depend, in any bit, on what is in the cache."""
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import moecache
+from moecache.settings import POLICIES, SCOPES
+from moecache.slots import HostSlots
+from moecache.stores import open_store
+from tests.helpers.stores import FailEachOnce, WrappedStore
+
+TOP_K, ALL = 4, 256
+LENGTHS = (1, 7, 64, 600)
+
+
+def generate(
+    numpy_loop: ModuleType, path: Path, runtime: moecache.ExpertRuntime, prompt: bytes
+) -> list[np.ndarray]:
+    """Return the logits of the prompt and of six sampled tokens."""
+    with open_store(path) as store:
+        model = numpy_loop.NumpyMoe(store, numpy_loop.through_moecache(runtime))
+    steps = numpy_loop.generate(model, prompt, 6, temperature=0.7, seed=len(prompt))
+    return [scores for _, scores in steps]
+
+
+def assert_same(logits: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    """Compare bit by bit."""
+    assert len(logits) == len(expected)
+    for one, two in zip(logits, expected, strict=True):
+        assert one.tobytes() == two.tobytes()
+
+
+@pytest.mark.parametrize("loader_threads", [0, 1, 4])
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_output_equals_resident_output(
+    tiny_moe: Path,
+    numpy_loop: ModuleType,
+    prompt: bytes,
+    resident_logits: dict[int, list[np.ndarray]],
+    policy: str,
+    scope: str,
+    loader_threads: int,
+) -> None:
+    """Every capacity from one layer's top-k to everything gives the resident bits."""
+    capacities = (TOP_K, 30, 64, ALL) if scope == "global" else (8, 30, 64, ALL)
+    for capacity in capacities:
+        for length in LENGTHS:
+            with moecache.open(
+                tiny_moe,
+                slots=capacity,
+                policy=policy,
+                scope=scope,
+                dtype=np.float32,
+                loader_threads=loader_threads,
+            ) as runtime:
+                logits = generate(numpy_loop, tiny_moe, runtime, prompt[:length])
+                runtime.cache.check()
+            assert_same(logits, resident_logits[length])
+
+
+@pytest.mark.parametrize("capacity", [1, 3])
+def test_fewer_slots_than_one_token_needs_give_the_same_output(
+    tiny_moe: Path,
+    numpy_loop: ModuleType,
+    prompt: bytes,
+    resident_logits: dict[int, list[np.ndarray]],
+    capacity: int,
+) -> None:
+    """A cache smaller than top-k works through staging slots."""
+    with moecache.open(tiny_moe, slots=capacity, dtype=np.float32) as runtime:
+        assert_same(generate(numpy_loop, tiny_moe, runtime, prompt[:7]), resident_logits[7])
+
+
+def test_converting_at_every_use_gives_the_same_output(
+    tiny_moe: Path,
+    numpy_loop: ModuleType,
+    prompt: bytes,
+    resident_logits: dict[int, list[np.ndarray]],
+) -> None:
+    """bfloat16 slots, converted by the feed-forward, equal float32 slots."""
+    with moecache.open(tiny_moe, slots=40) as runtime:
+        assert runtime.slab("down").dtype == runtime.layout.layers[0][1].dtype
+        assert_same(generate(numpy_loop, tiny_moe, runtime, prompt[:64]), resident_logits[64])
+
+
+@pytest.mark.parametrize("loader_threads", [0, 1, 4])
+@pytest.mark.parametrize("capacity", [TOP_K, 64, ALL])
+def test_reads_that_fail_once_change_nothing(
+    tiny_moe: Path,
+    numpy_loop: ModuleType,
+    prompt: bytes,
+    resident_logits: dict[int, list[np.ndarray]],
+    capacity: int,
+    loader_threads: int,
+) -> None:
+    """The caller sees each error, repeats the call, and gets the resident bits."""
+    store = WrappedStore(open_store(tiny_moe), FailEachOnce())
+    cache = moecache.ExpertCache(8, 32, capacity)
+    pool = HostSlots(store.layout, capacity + (capacity < ALL) * 2, dtype=np.float32)
+    errors = 0
+
+    with moecache.ExpertRuntime(store, pool, cache, loader_threads=loader_threads) as runtime:
+
+        def patient(
+            layer: int, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray
+        ) -> np.ndarray:
+            nonlocal errors
+            while True:
+                try:
+                    return moecache.experts.feed_forward(runtime, layer, hidden, ids, weights)
+                except moecache.StoreError:
+                    errors += 1
+
+        with open_store(tiny_moe) as trunk:
+            model = numpy_loop.NumpyMoe(trunk, patient)
+        steps = numpy_loop.generate(model, prompt[:64], 6, temperature=0.7, seed=64)
+        logits = [scores for _, scores in steps]
+        cache.check()
+        # Wait for loads that a failed step left under way, then nothing may be in use.
+        runtime.close()
+        cache.check()
+
+    assert errors > 0
+    assert_same(logits, resident_logits[64])

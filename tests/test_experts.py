@@ -1,0 +1,88 @@
+"""The routed feed-forward against a plain loop over tokens."""
+
+import numpy as np
+import pytest
+
+import moecache
+from moecache import experts
+
+HIDDEN, WIDTH, NUM_EXPERTS, TOP_K = 6, 5, 9, 3
+
+
+def make_store() -> moecache.MemoryStore:
+    """Return one layer of random experts in float64."""
+    rng = np.random.default_rng(0)
+    return moecache.MemoryStore(
+        {
+            "gate_up": rng.normal(size=(1, NUM_EXPERTS, 2 * WIDTH, HIDDEN)),
+            "down": rng.normal(size=(1, NUM_EXPERTS, HIDDEN, WIDTH)),
+        },
+        top_k=TOP_K,
+    )
+
+
+def plain(
+    store: moecache.MemoryStore, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray
+) -> np.ndarray:
+    """Return the routed output, token by token and choice by choice."""
+    out = np.zeros_like(hidden)
+    for token, (chosen, shares) in enumerate(zip(ids, weights, strict=True)):
+        for expert, share in zip(chosen, shares, strict=True):
+            if not 0 <= expert < NUM_EXPERTS:
+                continue
+            parts = store.view(0, int(expert))
+            gate = parts["gate_up"][:WIDTH] @ hidden[token]
+            up = parts["gate_up"][WIDTH:] @ hidden[token]
+            out[token] += share * (parts["down"] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 17])
+def test_feed_forward_is_the_weighted_sum_of_the_chosen_experts(num_tokens: int) -> None:
+    """Gate, up and down in the right places, each pair with its weight."""
+    rng = np.random.default_rng(num_tokens)
+    store = make_store()
+    hidden = rng.normal(size=(num_tokens, HIDDEN))
+    ids = np.argsort(rng.random((num_tokens, NUM_EXPERTS)), axis=1)[:, :TOP_K]
+    weights = rng.random((num_tokens, TOP_K))
+    cache = moecache.ExpertCache(1, NUM_EXPERTS, 2)
+    pool = moecache.HostSlots(store.layout, 4)
+    with moecache.ExpertRuntime(store, pool, cache) as runtime:
+        out = experts.feed_forward(runtime, 0, hidden, ids, weights)
+        expected = plain(store, hidden, ids, weights)
+    assert np.allclose(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_activation_can_be_chosen() -> None:
+    """ReLU in the place of SiLU."""
+    parts = make_store().view(0, 3)
+    hidden = np.random.default_rng(1).normal(size=(4, HIDDEN))
+
+    rows = experts.gated_rows(hidden, parts, lambda x: np.maximum(x, 0))
+
+    gate, up = hidden @ parts["gate_up"][:WIDTH].T, hidden @ parts["gate_up"][WIDTH:].T
+    assert np.allclose(rows, (np.maximum(gate, 0) * up) @ parts["down"].T)
+
+
+def test_an_expert_with_other_weights_is_refused() -> None:
+    """Biases or scales that were left out would make the output silently wrong."""
+    parts = {**make_store().view(0, 3), "down_bias": np.zeros(HIDDEN)}
+    with pytest.raises(moecache.ConfigError, match="down, down_bias, gate_up"):
+        experts.gated_rows(np.zeros((1, HIDDEN)), parts)
+
+
+def test_silu_is_stable() -> None:
+    """Large values of either sign give no warning and the right limits."""
+    x = np.array([-1e4, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4], np.float32)
+    expected = [0, 0, -1 / (1 + np.e), 0, 1 / (1 + np.exp(-1)), 90, 1e4]
+    assert np.allclose(experts.silu(x), expected, atol=1e-6)
+    assert experts.silu(x).dtype == np.float32
+
+
+def test_combine_multiplies_before_it_casts() -> None:
+    """float32 weights on float16 rows keep float32 until the end."""
+    rows = np.full((4, 1), 1.0009765625, np.float16)
+    weights = np.array([[0.3, 0.7], [0.1, 0.2]], np.float32)
+    out = experts.combine(rows, weights)
+    assert out.dtype == np.float32
+    assert np.allclose(out[:, 0], weights.sum(1) * np.float32(1.0009765625))

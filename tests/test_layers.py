@@ -1,0 +1,98 @@
+"""The house has floors: a module imports from lower ones only."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "moecache"
+
+FLOORS = [
+    {"errors", "units", "settings", "layout"},
+    {"_policy", "_lfu", "_slru", "_profiler", "_ids"},
+    {"_cache", "sizing"},
+    {"stores", "slots", "experts"},
+    {"loader", "steps", "telemetry"},
+    {"runtime"},
+    {"commands"},
+    {"cli", "__main__"},
+]
+# Within a floor, in this order only.
+SIDEWAYS = {
+    ("_lfu", "_policy"),
+    ("_slru", "_policy"),
+    ("steps", "loader"),
+    ("units", "errors"),
+    ("settings", "errors"),
+    ("settings", "units"),
+    ("layout", "errors"),
+    ("__main__", "cli"),
+}
+SOURCES = sorted(path for pattern in ("*.py", "*.pyx", "*.pxd") for path in PACKAGE.rglob(pattern))
+
+
+def imports(path: Path) -> list[str]:
+    """Return the modules that a source imports, at its top or in a function."""
+    if path.suffix == ".py":
+        tree = ast.parse(path.read_text())
+        found = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path} has a relative import"
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
+        return found
+    lines = path.read_text().splitlines()
+    matches = [re.match(r"\s*(?:from\s+(\S+)\s+)?c?import\s+(\S+)", line) for line in lines]
+    return [match[1] or match[2] for match in matches if match]
+
+
+def floor_of(module: str) -> int:
+    """Return the number of a module's floor."""
+    return next(number for number, floor in enumerate(FLOORS) if module in floor)
+
+
+def test_every_module_has_a_floor() -> None:
+    """A new file is put on a floor when it is made."""
+    modules = {path.relative_to(PACKAGE).parts[0].split(".")[0] for path in SOURCES}
+    assert modules - {"__init__"} == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    """No import goes up, and none sideways but those listed."""
+    here = path.relative_to(PACKAGE).parts[0].split(".")[0]
+    if here == "__init__":
+        return
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "moecache" or len(parts) < 2 or parts[1] == here:
+            continue
+        there = parts[1]
+        if there == "__version__":
+            continue
+        allowed = floor_of(there) < floor_of(here) or (here, there) in SIDEWAYS
+        assert allowed, f"{here} (floor {floor_of(here)}) imports {there} ({floor_of(there)})"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_optional_packages_stay_in_their_place(path: Path) -> None:
+    """CuPy, torch and transformers each have one importer; there is none so far."""
+    heavy = {name.split(".")[0] for name in imports(path)} & {"torch", "transformers", "cupy"}
+    assert not heavy
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_settings_reads_the_environment(path: Path) -> None:
+    """`os.environ` stands in settings.py alone."""
+    if path.name != "settings.py":
+        assert not re.search(r"\b(environ|getenv)\b", path.read_text())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_command_line_prints(path: Path) -> None:
+    """`print(` stands in cli.py alone."""
+    if path.name != "cli.py":
+        assert not re.search(r"(?<![\w.])print\(", path.read_text())

@@ -1,0 +1,59 @@
+"""What `import moecache` gives, and what it costs."""
+
+import subprocess
+import sys
+from types import ModuleType
+
+import moecache
+
+IMPORTED_SUBMODULES = {"errors", "experts", "sizing", "units"}
+
+
+def test_all_lists_the_public_names() -> None:
+    """`__all__` is sorted and equals the public names that are not stray submodules."""
+    public = {
+        name
+        for name, value in vars(moecache).items()
+        if not name.startswith("_")
+        and (not isinstance(value, ModuleType) or name in IMPORTED_SUBMODULES)
+    }
+    assert moecache.__all__ == sorted(moecache.__all__)
+    assert set(moecache.__all__) == public
+
+
+def test_every_public_object_is_documented() -> None:
+    """Each public name has a docstring, and so have the methods of public classes."""
+    for name in moecache.__all__:
+        value = getattr(moecache, name)
+        assert value.__doc__, name
+        if isinstance(value, type):
+            for attribute, member in vars(value).items():
+                if not attribute.startswith("_") and callable(member):
+                    assert member.__doc__, f"{name}.{attribute}"
+
+
+def test_import_needs_numpy_and_nothing_else() -> None:
+    """A bare interpreter with NumPy alone imports the package."""
+    code = (
+        "import sys\n"
+        "for name in ('ml_dtypes', 'psutil', 'rich', 'torch', 'transformers', 'cupy'):\n"
+        "    sys.modules[name] = None\n"
+        "import moecache\n"
+        "moecache.ExpertCache(2, 4, 3)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_errors_form_one_tree() -> None:
+    """Every exception is a MoeCacheError and what its name promises."""
+    assert issubclass(moecache.ConfigError, moecache.MoeCacheError)
+    assert issubclass(moecache.ConfigError, ValueError)
+    assert issubclass(moecache.CapacityError, ValueError)
+    assert issubclass(moecache.MissingDependencyError, ImportError)
+    assert issubclass(moecache.FormatError, moecache.StoreError)
+    assert issubclass(moecache.FormatError, ValueError)
+    assert issubclass(moecache.ExpertNotFoundError, LookupError)
+    for name in vars(moecache.errors):
+        value = getattr(moecache.errors, name)
+        if isinstance(value, type):
+            assert issubclass(value, moecache.MoeCacheError)

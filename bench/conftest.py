@@ -1,0 +1,107 @@
+"""Options, fixtures and the summary of the benchmarks: the machine first, then ns per access."""
+
+import os
+import platform
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+import moecache
+from moecache import _cache
+
+Note = Callable[..., None]
+
+ROWS = pytest.StashKey[list[tuple[str, str, float, float, str]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--bench-size`."""
+    parser.addoption(
+        "--bench-size",
+        choices=("small", "full"),
+        default="full",
+        help="small: a few seconds for the whole directory, no claims about speed",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make room for the rows of the summary."""
+    config.stash[ROWS] = []
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Describe the machine and the build."""
+    extension = Path(_cache.__file__)
+    built = datetime.fromtimestamp(extension.stat().st_mtime, UTC)
+    usable = len(os.sched_getaffinity(0))
+    return [
+        f"cpu: {_cpu_model()}, {usable} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        f"python: {platform.python_version()}, numpy {np.__version__}",
+        f"moecache: {moecache.__version__}, {extension.name} of {built:%Y-%m-%d %H:%M} UTC",
+        f"bench size: {config.getoption('--bench-size')}",
+    ]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Show what an access costs, with the hit rate and the like beside it."""
+    rows = config.stash[ROWS]
+    if not rows:
+        return
+    terminalreporter.section("ns per access")
+    width = max(len(name) for _, name, *_ in rows)
+    shown = None
+    for group, name, least, median, facts in sorted(rows, key=lambda row: (row[0], row[2])):
+        if group != shown:
+            terminalreporter.write_line(f"{group:{width}}       min    median")
+            shown = group
+        terminalreporter.write_line(f"{name:{width}} {least:9.2f} {median:9.2f}  {facts}".rstrip())
+
+
+@pytest.fixture
+def small(request: pytest.FixtureRequest) -> bool:
+    """Whether only to show that the benchmarks run."""
+    return bool(request.config.getoption("--bench-size") == "small")
+
+
+@pytest.fixture
+def note(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Iterator[Note]:
+    """Return a function that notes what a round did: its accesses, and facts by name.
+
+    It adds the nanoseconds per access, the median and the least over all
+    rounds, to `benchmark.extra_info` and to the summary.
+    """
+    noted: dict[str, object] = {}
+
+    def note_facts(num_accesses: int, **facts: object) -> None:
+        noted.update(facts, num_accesses=num_accesses)
+
+    yield note_facts
+    benchmark.extra_info.update(noted)
+    if benchmark.stats is None or not noted:
+        return
+    num_accesses = noted.pop("num_accesses")
+    stats = benchmark.stats.stats
+    least, median = (1e9 * seconds / num_accesses for seconds in (stats.min, stats.median))
+    benchmark.extra_info.update(min_ns=round(least, 2), median_ns=round(median, 2))
+    name = request.node.name.removeprefix("test_")
+    facts = ", ".join(f"{key} {_shown(value)}" for key, value in noted.items())
+    request.config.stash[ROWS].append((benchmark.group, name, least, median, facts))
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()

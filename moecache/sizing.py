@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path, PurePosixPath
 
 from moecache.layout import ExpertLayout
 from moecache.units import format_bytes
 
 RESERVE_BYTES = 512 * 2**20
-# The kernel's way to say "no limit" in cgroup v1 is the largest page-aligned int64.
-_NO_LIMIT = 2**60
 
 
 class SizingStatus(Enum):
@@ -114,102 +111,3 @@ def plan(
     else:
         status = SizingStatus.OK
     return SizingPlan(slots, budget, recommended, cycle, total, status, slot_bytes)
-
-
-def free_host_bytes() -> int:
-    """Return the memory this process can still use without swapping or being killed.
-
-    The smaller of the machine's available memory and the room that this
-    process's cgroup and each of its parents leave (v1 and v2; their page cache
-    counts as free).
-    """
-    # Imported here: `import moecache` needs NumPy alone.
-    import psutil
-
-    available = int(psutil.virtual_memory().available)
-    room = cgroup_room()
-    return available if room is None else min(available, room)
-
-
-def cgroup_room(proc: Path = Path("/proc")) -> int | None:
-    """Return the bytes that the memory cgroups leave, or None if nothing limits them.
-
-    Parameters
-    ----------
-    proc : Path
-        The proc file system to read; another one in tests.
-    """
-    try:
-        membership = (proc / "self/cgroup").read_text().splitlines()
-        mounts = (proc / "self/mountinfo").read_text().splitlines()
-    except OSError:
-        return None
-    rooms = []
-    for line in membership:
-        hierarchy, controllers, path = line.split(":", 2)
-        unified = hierarchy == "0" and controllers == ""
-        if not unified and "memory" not in controllers.split(","):
-            continue
-        mount = _find_mount(mounts, unified)
-        if mount is None:
-            continue
-        root, point = mount
-        inside = PurePosixPath(path)
-        # In a container the mount shows only the part of the hierarchy below its root.
-        if inside.is_relative_to(root):
-            inside = inside.relative_to(root)
-        else:
-            inside = PurePosixPath(path).relative_to("/")
-        for group in (inside, *inside.parents):
-            room = _group_room(point / group, unified)
-            if room is not None:
-                rooms.append(room)
-    return min(rooms, default=None)
-
-
-def _find_mount(mounts: list[str], unified: bool) -> tuple[PurePosixPath, Path] | None:
-    for line in mounts:
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        kind, *_, options = after.split(" ") if after else ("", "")
-        if len(fields) < 5:
-            continue
-        if unified and kind == "cgroup2":
-            return PurePosixPath(fields[3]), Path(fields[4])
-        if not unified and kind == "cgroup" and "memory" in options.split(","):
-            return PurePosixPath(fields[3]), Path(fields[4])
-    return None
-
-
-def _group_room(group: Path, unified: bool) -> int | None:
-    limit_names = ("memory.max", "memory.high") if unified else ("memory.limit_in_bytes",)
-    usage_name = "memory.current" if unified else "memory.usage_in_bytes"
-    limits = [limit for name in limit_names if (limit := _read_bytes(group / name)) is not None]
-    limits = [limit for limit in limits if limit < _NO_LIMIT]
-    usage = _read_bytes(group / usage_name)
-    if not limits or usage is None:
-        return None
-    # v1's plain "cache" is this group alone; only the total_ lines cover its children.
-    names = (
-        ("active_file", "inactive_file")
-        if unified
-        else (
-            "total_active_file",
-            "total_inactive_file",
-        )
-    )
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-        stat = dict(line.split() for line in lines)
-        reclaimable = sum(int(stat.get(name, 0)) for name in names)
-    except (OSError, ValueError):
-        reclaimable = 0
-    return max(0, min(limits) - usage + reclaimable)
-
-
-def _read_bytes(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None

@@ -22,7 +22,7 @@ extensions = [
     Extension(
         f"moecache.{path.stem}",
         [path.as_posix()],
-        include_dirs=[np.get_include()],
+        include_dirs=[np.get_include(), "moecache"],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         extra_compile_args=FLAGS[build],
         extra_link_args=["-fsanitize=address,undefined"] if build == "sanitize" else [],

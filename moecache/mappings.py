@@ -1,0 +1,150 @@
+"""What this process has mapped, and which file is behind an address."""
+
+import bisect
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moecache._prefault import PAGE_SIZE
+
+_PRESENT = 1 << 63
+_PAGEMAP_ENTRIES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A range of addresses with one thing behind it.
+
+    Parameters
+    ----------
+    start, stop : int
+        Addresses.
+    readable : bool
+    offset : int
+        Where in the file `start` is.
+    inode : int
+        0 for anonymous memory.
+    path : str
+        Empty for anonymous memory.
+    writable : bool
+    """
+
+    start: int
+    stop: int
+    readable: bool
+    offset: int
+    inode: int
+    path: str
+    writable: bool = False
+
+    @property
+    def anonymous(self) -> bool:
+        """Whether no file is behind it that could be cut short."""
+        # Shared memory without a name has one of the kernel's own.
+        return self.inode == 0 or self.path == "/dev/zero (deleted)" or self.path[:5] == "/SYSV"
+
+    def open_file(self) -> int:
+        """Return a descriptor of the file behind the mapping, or -1 if it cannot be had.
+
+        Only a regular file that is still found under its name: not a device, a
+        deleted file, or another one that took its place.
+        """
+        if self.anonymous:
+            return -1
+        # What the kernel wrote as an escape may have been those four characters.
+        literal = self.path.replace("\n", "\\012")
+        path = self.path if os.path.exists(self.path) else literal
+        try:
+            # Before opening: that alone can do something to a device or a pipe.
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                return -1
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except (OSError, ValueError):
+            return -1
+        # Not the device number: overlayfs and btrfs show two different ones.
+        if os.fstat(descriptor).st_ino != self.inode:
+            os.close(descriptor)
+            return -1
+        return descriptor
+
+
+def read_mappings(proc: Path = Path("/proc")) -> list[Mapping] | None:
+    """Return this process's mappings by address, or None where there is no such list."""
+    try:
+        lines = (proc / "self/maps").read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return None
+    mappings = []
+    for line in lines:
+        # Not splitlines and split: a name may have a carriage return in it.
+        span, flags, offset, _device, inode, *path = line.split(b" ", 5)
+        start, _, stop = span.partition(b"-")
+        # The kernel writes a line feed in a name as an escape, and nothing else.
+        name = os.fsdecode(path[0].lstrip(b" ").replace(b"\\012", b"\n")) if path else ""
+        mappings.append(
+            Mapping(
+                int(start, 16),
+                int(stop, 16),
+                flags[:1] == b"r",
+                int(offset, 16),
+                int(inode),
+                name if int(inode) else "",
+                flags[1:2] == b"w",
+            )
+        )
+    return mappings
+
+
+def split(
+    mappings: list[Mapping], address: int, nbytes: int
+) -> list[tuple[int, int, Mapping | None]]:
+    """Return (address, nbytes, mapping) of the parts of a range, None where nothing is mapped."""
+    parts: list[tuple[int, int, Mapping | None]] = []
+    stop = address + nbytes
+    index = bisect.bisect_right(mappings, address, key=lambda mapping: mapping.stop)
+    while address < stop:
+        mapping = mappings[index] if index < len(mappings) else None
+        if mapping is None or mapping.start >= stop:
+            parts.append((address, stop - address, None))
+            break
+        if mapping.start > address:
+            parts.append((address, mapping.start - address, None))
+            address = mapping.start
+        end = min(stop, mapping.stop)
+        parts.append((address, end - address, mapping))
+        address = end
+        index += 1
+    return parts
+
+
+def is_mapped_in(address: int, nbytes: int) -> bool:
+    """Return whether every page of a range is in this process's page table already.
+
+    False where the system does not tell. Costs nothing if the first page is not.
+    """
+    first, stop = address // PAGE_SIZE, -(-(address + nbytes) // PAGE_SIZE)
+    try:
+        descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        # The first, the middle and the last page tell most ranges apart.
+        for page in (first, (first + stop) // 2, stop - 1):
+            if not _all_present(descriptor, page, 1):
+                return False
+        return all(
+            _all_present(descriptor, page, min(_PAGEMAP_ENTRIES, stop - page))
+            for page in range(first, stop, _PAGEMAP_ENTRIES)
+        )
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _all_present(descriptor: int, page: int, num_pages: int) -> bool:
+    entries = np.frombuffer(os.pread(descriptor, 8 * num_pages, 8 * page), np.uint64)
+    return entries.size == num_pages and bool((entries & np.uint64(_PRESENT)).all())

@@ -1,6 +1,6 @@
 """moecache: run mixture-of-experts models larger than your memory."""
 
-from moecache import errors, experts, sizing, units
+from moecache import errors, experts, prefault, sizing, units
 from moecache._cache import ExpertCache
 from moecache._lfu import LfruCache, LfuCache
 from moecache._policy import LruCache
@@ -16,7 +16,8 @@ from moecache.errors import (
     StoreError,
 )
 from moecache.layout import ExpertLayout, Role
-from moecache.runtime import ExpertRuntime, open  # noqa: A004 - moecache.open
+from moecache.opening import open  # noqa: A004 - moecache.open
+from moecache.runtime import ExpertRuntime
 from moecache.slots import HostSlots, SlotPool
 from moecache.steps import Lease, Wave
 from moecache.stores import ExpertStore, MemoryStore, SafetensorsStore, open_store
@@ -53,6 +54,7 @@ __all__ = [
     "experts",
     "open",
     "open_store",
+    "prefault",
     "sizing",
     "units",
 ]

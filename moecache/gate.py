@@ -1,0 +1,73 @@
+"""The gate of a pre-fault: whether there is room for what would become resident."""
+
+from dataclasses import dataclass
+
+from moecache.errors import ConfigError
+from moecache.settings import parse_prefault
+from moecache.units import format_bytes
+
+GATES = ("fits", "fits-free", "always")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether to sweep.
+
+    Parameters
+    ----------
+    run : bool
+    reason : str
+        One of "empty", "off", "forced", "always", "room unknown", "too large", "fits".
+    message : str
+        The same for people, with the figures.
+    """
+
+    run: bool
+    reason: str
+    message: str
+
+
+def decide(
+    num_bytes: int, room_bytes: int | None, *, mode: object = "auto", gate: str = "fits"
+) -> Verdict:
+    """Decide whether to sweep. Pure: reads nothing.
+
+    In this order: nothing to sweep; mode "off"; mode "force"; gate "always";
+    room unknown; more than 80 % of the room; else it fits.
+
+    Parameters
+    ----------
+    num_bytes : int
+        What would become resident.
+    room_bytes : int or None
+        Memory to be had; None if unknown.
+    mode : {"auto", "off", "force"}
+        Also 0 for off and 1 for force. Anything else is a warning and "auto".
+    gate : {"fits", "fits-free", "always"}
+
+    Raises
+    ------
+    ConfigError
+        If the gate is unknown.
+    """
+    if gate not in GATES:
+        raise ConfigError(f"gate {gate!r} is not one of {', '.join(GATES)}")
+    mode = parse_prefault(mode, known=("auto", "off", "force"))
+    size = format_bytes(num_bytes)
+    if num_bytes == 0:
+        return Verdict(False, "empty", "there is nothing to make resident")
+    if mode == "off":
+        return Verdict(False, "off", "switched off")
+    if mode == "force":
+        return Verdict(True, "forced", f"{size}, forced")
+    if gate == "always":
+        return Verdict(True, "always", f"{size}, whatever the memory")
+    if room_bytes is None:
+        return Verdict(True, "room unknown", f"{size}; how much memory there is is not known")
+    share = f"{size} of {format_bytes(room_bytes)} {'free' if gate == 'fits-free' else 'memory'}"
+    # Integers: exactly 80 % runs.
+    if num_bytes * 5 > room_bytes * 4:
+        return Verdict(
+            False, "too large", f"{share} is more than 80 %; mode 'force' does it anyway"
+        )
+    return Verdict(True, "fits", f"{share}")

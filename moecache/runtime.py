@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,26 +12,20 @@ import numpy.typing as npt
 from moecache import steps
 from moecache._cache import ExpertCache
 from moecache._profiler import AccessProfiler
-from moecache.errors import CapacityError, ConfigError, MoeCacheError
+from moecache.errors import ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
 from moecache.loader import SlotLoader
-from moecache.settings import (
-    DEFAULT_LOADER_THREADS,
-    DEFAULT_POLICY,
-    DEFAULT_SCOPE,
-    Settings,
-)
-from moecache.sizing import RESERVE_BYTES, SizingPlan, free_host_bytes, plan
-from moecache.slots import HostSlots, SlotPool
+from moecache.prefault import BackgroundSweep
+from moecache.settings import DEFAULT_LOADER_THREADS
+from moecache.slots import SlotPool
 from moecache.steps import Lease, Wave
-from moecache.stores import ExpertStore, open_store
+from moecache.stores import ExpertStore
 from moecache.telemetry import RuntimeStats
-from moecache.units import format_bytes, parse_budget
 
 logger = logging.getLogger(__name__)
 
-MAX_STAGING_SLOTS = 8
 MAX_LOADER_THREADS = 999
+_CLOSE_TIMEOUT_S = 2
 
 
 class ExpertRuntime:
@@ -53,6 +47,12 @@ class ExpertRuntime:
         thread that waits.
     expert_stats : str or Path, optional
         Write `report()` there on `close`.
+
+    Attributes
+    ----------
+    prefault : BackgroundSweep or None
+        What backs the slots and brings the file into the page cache; cancelled on
+        `close`.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class ExpertRuntime:
         self._process = os.getpid()
         self._closed = False
         self._pool_bytes = pool.nbytes
+        self.prefault: BackgroundSweep | None = None
         self._loader = SlotLoader(store, pool, cache, loader_threads)
         logger.info(
             "runtime.opened experts=%d slots=%d slot_bytes=%d policy=%s scope=%s",
@@ -239,6 +240,8 @@ class ExpertRuntime:
         if os.getpid() != self._process:
             # A forked child: the threads and the report are the parent's.
             return
+        if self.prefault is not None:
+            self.prefault.cancel(0)
         try:
             self._loader.close()
             self._write_report()
@@ -247,6 +250,9 @@ class ExpertRuntime:
                 self._pool.close()
             finally:
                 self._store.close()
+        # It holds what it sweeps: a read that hangs does no harm to wait no longer for.
+        if self.prefault is not None and not self.prefault.cancel(_CLOSE_TIMEOUT_S):
+            logger.warning("runtime.prefault_hangs after=%d s", _CLOSE_TIMEOUT_S)
         logger.info("runtime.closed hit_rate=%.3f", self._cache.profiler.hit_rate)
 
     def _write_report(self) -> None:
@@ -272,140 +278,3 @@ class ExpertRuntime:
                 "this runtime was opened by the parent process, and its threads did not survive "
                 "the fork; open one in the child"
             )
-
-
-def open(  # noqa: A001 - called as moecache.open
-    path: str | os.PathLike[str],
-    memory: int | str | None = None,
-    device: str = "cpu",
-    *,
-    slots: int | None = None,
-    policy: str | None = None,
-    scope: str | None = None,
-    dtype: npt.DTypeLike | None = None,
-    top_k: int | None = None,
-    loader_threads: int | None = None,
-) -> ExpertRuntime:
-    """Open a checkpoint's experts for use in a bounded amount of memory.
-
-    Parameters
-    ----------
-    path : str or Path
-        A Hugging Face checkpoint directory, or one .safetensors file.
-    memory : int or str, optional
-        Bytes for all slots, such as "4GiB", or a share of the experts' own
-        bytes, such as "25%". By default MOECACHE_MEMORY, else what is free less
-        512 MiB.
-    device : {"cpu"}, default "cpu"
-        Where the slots are.
-    slots : int, optional
-        Number of experts to keep, instead of `memory`; staging slots come on top.
-    policy : str, optional
-        Who is evicted, see `ExpertCache`. By default MOECACHE_POLICY, else "slru".
-    scope : {"global", "layer"}, optional
-        Whether layers share the slots. By default MOECACHE_SCOPE, else "global".
-    dtype : numpy dtype, optional
-        Convert experts to it as they are read. By default slots hold what the
-        file holds.
-    top_k : int, optional
-        Experts per token, if config.json does not say.
-    loader_threads : int, optional
-        Threads that read. By default MOECACHE_LOADER_THREADS, else 2.
-
-    Returns
-    -------
-    ExpertRuntime
-        A context manager; `close` it.
-
-    Raises
-    ------
-    ConfigError
-        If an argument cannot be used.
-    CapacityError
-        If the memory does not hold a slot and a staging slot.
-    StoreError
-        If the checkpoint cannot be read, or has no experts.
-    """
-    settings = Settings.from_environ()
-    if device != "cpu":
-        raise ConfigError(f'device {device!r} is not supported; the only one so far is "cpu"')
-    if slots is not None and memory is not None:
-        raise ConfigError("give either memory or slots, not both")
-    for name, value in (("slots", slots), ("loader_threads", loader_threads), ("top_k", top_k)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ConfigError(f"{name} must be a whole number, got {value!r}")
-    threads = _first(loader_threads, settings.loader_threads, DEFAULT_LOADER_THREADS)
-    store = open_store(path, top_k=top_k)
-    try:
-        layout = store.layout
-        if layout.total_experts == 0:
-            raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")
-        if slots is None:
-            planned, staging = plan_slots(layout, _first(memory, settings.memory), dtype)
-            capacity = planned.slots
-            logger.info("runtime.planned %s", planned.describe())
-        else:
-            if slots < 1:
-                raise ConfigError(f"slots must be at least 1, got {slots}")
-            capacity = min(slots, layout.total_experts)
-            staging = 0 if capacity == layout.total_experts else _staging_slots(layout, capacity)
-        cache = ExpertCache(
-            layout.num_layers,
-            layout.num_experts,
-            capacity,
-            policy=_first(policy, settings.policy, DEFAULT_POLICY),
-            scope=_first(scope, settings.scope, DEFAULT_SCOPE),
-        )
-        pool = HostSlots(layout, capacity + staging, dtype=dtype)
-        return ExpertRuntime(
-            store, pool, cache, loader_threads=threads, expert_stats=settings.expert_stats
-        )
-    except BaseException:
-        store.close()
-        raise
-
-
-def plan_slots(
-    layout: ExpertLayout, memory: int | str | None, dtype: npt.DTypeLike | None
-) -> tuple[SizingPlan, int]:
-    """Return the plan of `open` for a memory budget, and its staging slots.
-
-    Raises
-    ------
-    CapacityError
-        If the budget does not hold one slot and the staging slots.
-    """
-    slot_bytes = HostSlots.bytes_per_slot(layout, dtype)
-    if slot_bytes == 0:
-        raise ConfigError("the experts have no weights: every role is of size 0")
-    if memory is None:
-        free, reserve = free_host_bytes(), RESERVE_BYTES
-    else:
-        free, reserve = parse_budget(memory, layout.total_experts * slot_bytes), 0
-    staging = _staging_slots(layout, max(0, free - reserve) // slot_bytes)
-    planned = plan(
-        layout, free, reserve_bytes=reserve, staging_slots=staging, slot_bytes=slot_bytes
-    )
-    if planned.budget_slots == 0:
-        if memory is None:
-            raise CapacityError(
-                f"{format_bytes(free)} are free, of which {format_bytes(reserve)} stay reserved: "
-                f"too little for one expert of {format_bytes(slot_bytes)} and {staging} for "
-                "staging; free some memory, or say how much to use with memory="
-            )
-        need = format_bytes((1 + staging) * slot_bytes)
-        raise CapacityError(
-            f"a budget of {format_bytes(free)} does not hold one expert of "
-            f"{format_bytes(slot_bytes)} and {staging} for staging; raise memory to at least {need}"
-        )
-    return planned, 0 if planned.slots == layout.total_experts else staging
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
-
-
-def _staging_slots(layout: ExpertLayout, num_slots: int) -> int:
-    # Enough for reads to overlap a prompt's computation, and not so many that
-    # the cache of a tight budget suffers.
-    return max(1, min(layout.top_k or MAX_STAGING_SLOTS, MAX_STAGING_SLOTS, num_slots // 8))

@@ -18,6 +18,8 @@ SCOPES = ("global", "layer")
 DEFAULT_POLICY = "slru"
 DEFAULT_SCOPE = "global"
 DEFAULT_LOADER_THREADS = 2
+PREFAULT_MODES = ("auto", "background", "off", "force")
+DEFAULT_PREFAULT = "auto"
 
 PREFIX = "MOECACHE_"
 # Read when the package is built, not when it runs.
@@ -37,6 +39,7 @@ class Settings:
     scope: str | None = None
     loader_threads: int | None = None
     expert_stats: str | None = None
+    prefault: str | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -81,7 +84,36 @@ _EXPECTED = {
     "policy": (f"one of {', '.join(POLICIES)}", DEFAULT_POLICY),
     "scope": (f"one of {', '.join(SCOPES)}", DEFAULT_SCOPE),
     "loader_threads": ("a number of threads", str(DEFAULT_LOADER_THREADS)),
+    "prefault": (f"one of {', '.join(PREFAULT_MODES)}", DEFAULT_PREFAULT),
 }
+
+
+_PREFAULT_WORDS = {
+    **{mode: mode for mode in PREFAULT_MODES},
+    **dict.fromkeys(("0", "false", "no", "disabled"), "off"),
+    **dict.fromkeys(("1", "true", "on", "yes", "enabled"), "force"),
+}
+
+
+def parse_prefault(mode: object, known: tuple[str, ...] = PREFAULT_MODES) -> str:
+    """Return a pre-fault mode; what is not known is a warning and the default.
+
+    Parameters
+    ----------
+    mode : str, int or bool
+        One of `known`, 0 and 1, or a word that switches things off or on.
+    known : tuple of str
+    """
+    found = _PREFAULT_WORDS.get(str(mode).strip().lower())
+    if found in known:
+        return found
+    logger.warning(
+        "settings.malformed prefault=%r is not one of %s; using the default, %s",
+        mode,
+        ", ".join(known),
+        DEFAULT_PREFAULT,
+    )
+    return DEFAULT_PREFAULT
 
 
 def _parse(name: str, text: str) -> str | int | None:
@@ -89,6 +121,8 @@ def _parse(name: str, text: str) -> str | int | None:
         return int(text) if re.fullmatch(r"[0-9]{1,3}", text) else None
     if name in {"policy", "scope"}:
         return text if text in (POLICIES if name == "policy" else SCOPES) else None
+    if name == "prefault":
+        return _PREFAULT_WORDS.get(text.lower())
     if name == "memory":
         try:
             parse_budget(text, 0)

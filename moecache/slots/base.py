@@ -1,6 +1,6 @@
 """SlotPool: what room for experts in fast memory offers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,6 +28,9 @@ class SlotPool(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
+
+    def regions(self) -> Sequence[tuple[int, int]]:
+        """Return (address, nbytes) of the host memory that slots take, to be pre-faulted."""
 
     def slab(self, role: str) -> Any:
         """Return all slots of a role, an array [num_slots, *shape] of the device."""

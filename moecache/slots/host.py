@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout, Role
+from moecache.regions import Region
 from moecache.units import format_bytes
 
 # A cache line, and the widest vector register.
@@ -18,7 +19,7 @@ ALIGNMENT = 64
 class HostSlots:
     """Slots in RAM: one 64-byte-aligned slab per role, every slot in it aligned too.
 
-    Pages are allocated when a slot is first filled.
+    Pages are allocated when a slot is first filled, or by a pre-fault of `regions`.
 
     Parameters
     ----------
@@ -91,6 +92,10 @@ class HostSlots:
     def nbytes(self) -> int:
         """Bytes of all slabs."""
         return sum(slab.nbytes for slab in self._slabs.values())
+
+    def regions(self) -> list[Region]:
+        """Return (address, nbytes) of the memory that slots take."""
+        return [Region(slab.ctypes.data, slab.nbytes, slab) for slab in self._slabs.values()]
 
     def slab(self, role: str) -> np.ndarray:
         """Return all slots of a role, an array [num_slots, *shape].

@@ -41,7 +41,7 @@ class ExpertStore(Protocol):
     def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
         """Return one expert without copying, read-only, valid until `close`."""
 
-    def regions(self, layers: Iterable[int] | None = None) -> list[tuple[int, int]]:
+    def regions(self, layers: Iterable[int] | None = None) -> Sequence[tuple[int, int]]:
         """Return (address, nbytes) of the layers' experts in memory, by layer in file order."""
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:

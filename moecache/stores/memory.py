@@ -7,6 +7,7 @@ import numpy as np
 
 from moecache.errors import ConfigError, StoreError
 from moecache.layout import ExpertLayout, Role
+from moecache.regions import Region
 from moecache.stores.base import Parts, destination_bytes
 
 
@@ -57,13 +58,15 @@ class MemoryStore:
             views[name].flags.writeable = False
         return views
 
-    def regions(self, layers: Iterable[int] | None = None) -> list[tuple[int, int]]:
+    def regions(self, layers: Iterable[int] | None = None) -> list[Region]:
         """Return (address, nbytes) of each layer's stack of each role."""
+        if self._closed:
+            raise StoreError("the store is closed")
         chosen = list(range(self._layout.num_layers) if layers is None else layers)
         for layer in chosen:
             self._layout.check(layer)
         return [
-            (array[layer].ctypes.data, array[layer].nbytes)
+            Region(array[layer].ctypes.data, array[layer].nbytes, array)
             for layer in chosen
             for array in self._arrays.values()
         ]

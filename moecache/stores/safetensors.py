@@ -12,8 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from moecache._prefault import address_of
 from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, StoreError
 from moecache.layout import ExpertLayout
+from moecache.regions import Region
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import TensorEntry, read_header
 from moecache.stores._index import index_experts
@@ -156,14 +158,14 @@ class SafetensorsStore:
                 views[piece_name] = raw.view(roles[name].dtype).reshape(shape)
         return views
 
-    def regions(self, layers: Iterable[int] | None = None) -> list[tuple[int, int]]:
+    def regions(self, layers: Iterable[int] | None = None) -> list[Region]:
         """Return (address, nbytes) of the experts in the mapped files.
 
         By layer, within a layer in file order, adjoining experts as one region.
-        Valid until `close`.
+        Valid as long as a region is referred to: it keeps its file mapped.
         """
         self._check_open()
-        regions = []
+        regions: list[Region] = []
         for layer in range(self._layout.num_layers) if layers is None else layers:
             self._layout.check(layer)
             extents = sorted(
@@ -178,8 +180,8 @@ class SafetensorsStore:
                 else:
                     merged.append([file, offset, nbytes])
             for file, offset, nbytes in merged:
-                address = np.frombuffer(self._map(file), np.uint8).ctypes.data
-                regions.append((address + offset, nbytes))
+                mapping = self._map(file)
+                regions.append(Region(address_of(mapping)[0] + offset, nbytes, mapping))
         return regions
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
@@ -322,7 +324,11 @@ def _merge_headers(
 ) -> dict[str, tuple[int, TensorEntry]]:
     tensors: dict[str, tuple[int, TensorEntry]] = {}
     for number, file in enumerate(files):
-        for name, entry in read_header(file.path, file).items():
+        # Whoever only looks at a checkpoint should not read it in.
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        entries = read_header(file.path, file)
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+        for name, entry in entries.items():
             if weight_map is not None and weight_map.get(name) != file.path.name:
                 continue
             if name in tensors:

@@ -1,13 +1,15 @@
 """The command line: `moecache COMMAND`."""
 
 import argparse
+import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from moecache import __version__
-from moecache.commands import demo, inspect
+from moecache.commands import demo, inspect, warm
+from moecache.commands.paths import printable
 from moecache.errors import ConfigError, MoeCacheError
 
 
@@ -21,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO if arguments.verbose else logging.WARNING,
         format="%(levelname)s %(message)s",
     )
+    for stream in (sys.stdout, sys.stderr):
+        # A name or a map that the terminal's encoding lacks is no reason to fail.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code: int = arguments.run(arguments)
     except ConfigError as error:
@@ -48,10 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     demo.add_parser(commands)
     inspect.add_parser(commands)
+    warm.add_parser(commands)
     return parser
 
 
 def _fail(error: BaseException, code: int) -> int:
     text = str(error) or type(error).__name__
-    print(f"moecache: {' '.join(text.split())}", file=sys.stderr)
+    print(f"moecache: {printable(' '.join(text.split()))}", file=sys.stderr)
     return code

@@ -18,7 +18,8 @@ from rich.progress import track
 
 from moecache.errors import ConfigError
 from moecache.experts import combine, gated_rows
-from moecache.runtime import ExpertRuntime, open  # noqa: A004 - moecache.open
+from moecache.opening import open  # noqa: A004 - moecache.open
+from moecache.runtime import ExpertRuntime
 from moecache.settings import POLICIES, SCOPES
 from moecache.stores import SafetensorsStore, open_store
 from moecache.units import format_bytes

@@ -6,9 +6,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moecache.commands.paths import printable
+from moecache.host_memory import free_host_bytes
 from moecache.layout import ExpertLayout
-from moecache.runtime import plan_slots
-from moecache.sizing import free_host_bytes
+from moecache.opening import plan_slots
 from moecache.slots import HostSlots
 from moecache.stores import open_store
 from moecache.units import format_bytes
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     with open_store(arguments.path, top_k=arguments.top_k) as store:
         layout = store.layout
         console.print(
-            f"{_printable(store.path)}  {_printable(store.config.get('model_type', ''))}",
+            f"{printable(store.path)}  {printable(store.config.get('model_type', ''))}",
             style="bold",
         )
         if layout.total_experts == 0:
@@ -63,11 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _printable(text: object) -> str:
-    # A checkpoint's names are not to be trusted with a terminal.
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
-
-
 def _layer_table(layout: ExpertLayout) -> Table:
     """Return the roles of every layer, layers that are alike in one row."""
     table = Table("layers", "role", "shape", "dtype", "bytes")
@@ -76,7 +72,7 @@ def _layer_table(layout: ExpertLayout) -> Table:
         if layer < layout.num_layers and layout.layers[layer] == layout.layers[first]:
             continue
         span = f"{first}-{layer - 1}" if layer - 1 > first else str(first)
-        names = _printable(layout.layer_names[first]) + (" ..." if layer - 1 > first else "")
+        names = printable(layout.layer_names[first]) + (" ..." if layer - 1 > first else "")
         for index, role in enumerate(layout.layers[first]):
             table.add_row(
                 f"{span}  {names}" if index == 0 else "",

@@ -1,0 +1,101 @@
+"""What the commands are given as PATH: files, directories and checkpoints."""
+
+import logging
+import mmap
+import os
+from pathlib import Path
+
+from moecache._prefault import address_of
+from moecache.errors import ConfigError, StoreError
+from moecache.regions import Region
+from moecache.stores import SafetensorsStore, open_store
+
+logger = logging.getLogger(__name__)
+
+
+def find_files(name: str) -> list[Path]:
+    """Return a file itself, or all files below a directory that are not hidden.
+
+    What cannot be listed is logged as a warning.
+
+    Raises
+    ------
+    StoreError
+        If there is nothing.
+    """
+    path = Path(name)
+    # Path("") is the current directory: an unset variable in a script.
+    if not name or not path.exists():
+        raise StoreError(f"{name!r}: no such file or directory")
+    if not path.is_dir():
+        return [path]
+    files = []
+
+    def warn(error: OSError) -> None:
+        logger.warning("paths.skipped %s: %s", printable(error.filename), error.strerror)
+
+    for directory, names, leaves in os.walk(path, onerror=warn):
+        names[:] = sorted(name for name in names if not name.startswith("."))
+        shown = (Path(directory) / leaf for leaf in sorted(leaves) if not leaf.startswith("."))
+        files += [file for file in shown if file.is_file()]
+    if not files:
+        raise StoreError(f"{path}: there is no file in it")
+    return files
+
+
+def map_file(path: Path) -> Region | None:
+    """Return the whole file as a region, or None if it is empty.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be mapped.
+    """
+    try:
+        if not path.is_file():
+            raise StoreError(f"{path}: is not a regular file")
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return None
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: cannot be mapped: {error}") from error
+    return Region(*address_of(mapping), mapping)
+
+
+def has_experts(path: str) -> bool:
+    """Return whether a path is a checkpoint with experts that can be told apart."""
+    try:
+        with open_store(path) as store:
+            return store.layout.total_experts > 0
+    except StoreError:
+        return False
+
+
+def open_experts(path: str, layers: list[int] | None) -> tuple[SafetensorsStore, list[int]]:
+    """Return the store of a checkpoint, to be closed, and the layers that were asked for.
+
+    Raises
+    ------
+    ConfigError
+        If it has no experts, or not such layers.
+    StoreError
+        If it is no safetensors checkpoint.
+    """
+    store = open_store(path)
+    try:
+        num_layers = store.layout.num_layers
+        if store.layout.total_experts == 0:
+            raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")
+        for layer in layers or ():
+            if layer >= num_layers:
+                raise ConfigError(f"{path}: there is no MoE layer {layer}, it has {num_layers}")
+    except BaseException:
+        store.close()
+        raise
+    return store, list(range(num_layers)) if layers is None else layers
+
+
+def printable(text: object) -> str:
+    """Return a name without what a terminal would obey: a checkpoint is not to be trusted."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))

@@ -10,11 +10,12 @@ PACKAGE = Path(__file__).parents[1] / "moecache"
 
 FLOORS = [
     {"errors", "units", "settings", "layout"},
-    {"_policy", "_lfu", "_slru", "_profiler", "_ids"},
-    {"_cache", "sizing"},
+    {"_policy", "_lfu", "_slru", "_profiler", "_ids", "_prefault"}
+    | {"gate", "mappings", "host_memory", "regions"},
+    {"_cache", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts"},
     {"loader", "steps", "telemetry"},
-    {"runtime"},
+    {"runtime", "opening"},
     {"commands"},
     {"cli", "__main__"},
 ]
@@ -22,7 +23,14 @@ FLOORS = [
 SIDEWAYS = {
     ("_lfu", "_policy"),
     ("_slru", "_policy"),
+    ("mappings", "_prefault"),
+    ("regions", "_prefault"),
+    ("sweep", "extents"),
+    ("prefault", "sweep"),
+    ("prefault", "residency"),
+    ("residency", "extents"),
     ("steps", "loader"),
+    ("opening", "runtime"),
     ("units", "errors"),
     ("settings", "errors"),
     ("settings", "units"),

@@ -30,6 +30,7 @@ def test_every_variable_reaches_its_field(caplog: pytest.LogCaptureFixture) -> N
             "MOECACHE_SCOPE": "layer",
             "MOECACHE_LOADER_THREADS": "3",
             "MOECACHE_EXPERT_STATS": "/tmp/report.txt",
+            "MOECACHE_PREFAULT": "background",
         }
     )
 
@@ -38,6 +39,7 @@ def test_every_variable_reaches_its_field(caplog: pytest.LogCaptureFixture) -> N
     assert settings.scope == "layer"
     assert settings.loader_threads == 3
     assert settings.expert_stats == "/tmp/report.txt"
+    assert settings.prefault == "background"
     assert not caplog.records
 
 
@@ -157,3 +159,16 @@ def test_a_value_of_no_meaning_is_a_warning_with_the_default(
     assert settings == Settings()
     assert f"MOECACHE_{variable}='{value}' is not " in caplog.text
     assert f"using the default, {default}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [("0", "off"), ("No", "off"), ("disabled", "off"), ("1", "force"), ("TRUE", "force"),
+     ("on", "force"), ("Auto", "auto"), ("background", "background")],
+)  # fmt: skip
+def test_a_prefault_is_switched_by_many_words(
+    text: str, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In any case; 0 is off and 1 is force."""
+    assert Settings.from_environ({"MOECACHE_PREFAULT": text}).prefault == mode
+    assert not caplog.records

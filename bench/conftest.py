@@ -2,6 +2,7 @@
 
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import moecache
-from moecache import _cache
+from moecache import _cache, prefault
 
 Note = Callable[..., None]
 
+Table = Callable[[str, list[str]], None]
+
+TABLES = pytest.StashKey[list[tuple[str, list[str]]]]()
 ROWS = pytest.StashKey[list[tuple[str, str, float, float, str]]]()
 
 
@@ -26,11 +30,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="full",
         help="small: a few seconds for the whole directory, no claims about speed",
     )
+    parser.addoption(
+        "--bench-dir",
+        metavar="DIR",
+        help="where to put the files that are read; on the disk to be measured, not a tmpfs",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make room for the rows of the summary."""
+    """Make room for the rows and tables of the summary."""
     config.stash[ROWS] = []
+    config.stash[TABLES] = []
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -49,7 +59,11 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Show what an access costs, with the hit rate and the like beside it."""
+    """Show tables, and what an access costs, with the hit rate and the like beside it."""
+    for title, lines in config.stash[TABLES]:
+        terminalreporter.section(title)
+        for line in lines:
+            terminalreporter.write_line(line)
     rows = config.stash[ROWS]
     if not rows:
         return
@@ -67,6 +81,32 @@ def pytest_terminal_summary(
 def small(request: pytest.FixtureRequest) -> bool:
     """Whether only to show that the benchmarks run."""
     return bool(request.config.getoption("--bench-size") == "small")
+
+
+@pytest.fixture
+def table(request: pytest.FixtureRequest) -> Table:
+    """Return a function that adds a table, a title and its lines, to the summary."""
+
+    def add(title: str, lines: list[str]) -> None:
+        request.config.stash[TABLES].append((title, lines))
+
+    return add
+
+
+@pytest.fixture
+def disk(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """Return an empty directory whose files can be dropped from the page cache, or skip."""
+    chosen = request.config.getoption("--bench-dir")
+    parent = Path(chosen) if chosen else tmp_path_factory.getbasetemp()
+    with tempfile.TemporaryDirectory(prefix="moecache-bench-", dir=parent) as name:
+        probe = Path(name) / "probe"
+        probe.write_bytes(bytes(2**20))
+        if prefault.evict(np.memmap(probe, mode="r")):
+            pytest.skip(f"{parent} keeps its files in memory; say --bench-dir=DIR on a disk")
+        probe.unlink()
+        yield Path(name)
 
 
 @pytest.fixture

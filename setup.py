@@ -9,8 +9,11 @@ from setuptools import Extension, setup
 
 FLAGS = {
     "release": ["-O3", "-g0"],
-    "debug": ["-O0", "-g", "-UNDEBUG"],
-    "sanitize": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "debug": ["-O0", "-g", "-UNDEBUG", "-DMOECACHE_FAULTS"],
+    "sanitize": [
+        *("-O1", "-g", "-DMOECACHE_FAULTS"),
+        *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    ],
 }
 
 build = os.environ.get("MOECACHE_BUILD", "release")

@@ -1,0 +1,1014 @@
+# distutils: depends = moecache/_reader.h
+# distutils: libraries = pthread
+"""Many reads in flight at once, without the GIL: by io_uring, or by threads."""
+
+cimport cython
+cimport numpy as cnp
+from cpython.exc cimport PyErr_CheckSignals
+from libc.errno cimport EAGAIN, EBUSY, EINTR, EINVAL, EIO, ENODATA, ENOMEM, EOPNOTSUPP, EPROTO
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc, qsort
+from libc.string cimport memcpy
+
+import os
+
+cnp.import_array()
+
+cdef extern from "_reader.h" nogil:
+    int ECANCELED
+    ctypedef struct pthread_mutex_t:
+        pass
+    ctypedef struct pthread_cond_t:
+        pass
+    cdef struct iovec:
+        void *iov_base
+        size_t iov_len
+    ctypedef struct mc_ring:
+        int descriptor
+    int pthread_mutex_init(pthread_mutex_t *mutex, void *attributes)
+    int pthread_mutex_lock(pthread_mutex_t *mutex)
+    int pthread_mutex_unlock(pthread_mutex_t *mutex)
+    int pthread_mutex_destroy(pthread_mutex_t *mutex)
+    int pthread_cond_destroy(pthread_cond_t *condition)
+    int pthread_cond_signal(pthread_cond_t *condition)
+    int pthread_cond_broadcast(pthread_cond_t *condition)
+    int mc_condition_init(pthread_cond_t *condition)
+    void mc_wait(pthread_cond_t *condition, pthread_mutex_t *mutex, int64_t timeout_ns)
+    int64_t mc_clock_ns()
+    char *mc_map_buffers(size_t nbytes)
+    void mc_unmap_buffers(char *buffers, size_t nbytes)
+    int mc_open_direct(int descriptor)
+    size_t mc_direct_alignment(int descriptor)
+    int64_t mc_preadv(
+        int descriptor, const iovec *parts, int num_parts, uint64_t offset, size_t asked)
+    int64_t mc_faulty(int64_t result, size_t asked)
+    void mc_inject(int kind, int error, int64_t skip, int64_t times, int refuse_ring)
+    bint mc_has_faults()
+    int mc_ring_open(mc_ring *ring, unsigned num_entries)
+    void mc_ring_close(mc_ring *ring)
+    bint mc_ring_is_full(const mc_ring *ring)
+    unsigned mc_ring_waiting(const mc_ring *ring)
+    void mc_ring_push(
+        mc_ring *ring, int descriptor, const iovec *parts, int num_parts, uint64_t offset,
+        void *piece, bint elsewhere)
+    void mc_ring_push_nothing(mc_ring *ring)
+    int mc_ring_enter(mc_ring *ring, bint wait, int64_t timeout_ns)
+    bint mc_ring_has_done(const mc_ring *ring)
+    bint mc_ring_pop(mc_ring *ring, void **piece, int64_t *result)
+
+ENGINES = ("io_uring", "threads")
+HAS_FAULTS = mc_has_faults()
+FAULTS = ("none", "short", "error", "zero", "long")
+
+cdef enum:
+    # Room for whatever is between two experts' bytes and nobody wants.
+    SINK = 64 * 1024
+    # Bytes between two ranges that are rather read than made a second request.
+    GAP = 8 * 1024
+    # Shorter parts go through staging: each part of a read costs the kernel something.
+    SMALLEST_STRAIGHT = 16 * 1024
+    MAX_RANGES = 128
+    # From here on what is cached is copied by the kernel's threads, beside the caller.
+    COPIED_ELSEWHERE = 256 * 1024
+    MAX_ATTEMPTS = 64
+    MAX_IO_ERRORS = 2
+    MAX_DEPTH = 256
+
+cdef int64_t TICK_NS = 100_000_000
+cdef enum Outcome:
+    DONE
+    AGAIN
+    FAILED
+
+
+cdef struct Load:
+    # An expert of a caller: done when all its spans are.
+    Load *next
+    int64_t token
+    int64_t num_missing
+    int error
+    int file
+    uint64_t offset
+
+cdef struct Range:
+    # Bytes of a file and where they are wanted.
+    int file
+    uint64_t offset
+    size_t nbytes
+    char *target
+    Load *load
+
+cdef struct Copy:
+    char *target
+    size_t source  # in the piece's staging buffer
+    size_t nbytes
+
+cdef struct Piece:
+    # One read: aligned, a part of a range or several ranges.
+    Piece *next
+    int file
+    int descriptor
+    uint64_t offset
+    size_t nbytes
+    size_t num_wanted  # bytes up to the last one that somebody wants
+    size_t num_done
+    size_t num_staged
+    int buffer
+    int attempts
+    int num_io_errors
+    int error
+    int num_parts, num_ranges, num_copies
+    iovec *parts  # a base below SINK's address space: an offset into staging, see `staged`
+    iovec *rest
+    char *staged
+    Range *ranges
+    Copy *copies
+
+cdef struct File:
+    int cached  # through the page cache
+    int direct  # around it, or -1
+    size_t alignment  # of direct reads; 1 without
+
+
+cdef int _by_place(const void *one, const void *two) noexcept nogil:
+    cdef const Range *left = <const Range *>one
+    cdef const Range *right = <const Range *>two
+    if left.file != right.file:
+        return -1 if left.file < right.file else 1
+    return -1 if left.offset < right.offset else left.offset > right.offset
+
+
+@cython.final
+cdef class Reader:
+    """Read ranges of files into arrays, many at once; several threads may call.
+
+    What is submitted together and adjoins in a file is one read; long reads are
+    cut into pieces. Direct reads take whole blocks of the disk: those that fit
+    the target's own alignment go straight into it, the others through staging
+    buffers. Whoever waits takes in what the kernel has finished; with io_uring
+    there need not be any other thread.
+
+    Parameters
+    ----------
+    descriptors : sequence of int
+        Open files; kept open by the caller until `close`.
+    direct : bool, default False
+        Read around the page cache, where a file's system can.
+    engine : {"io_uring", "threads"}, optional
+        By default io_uring where the kernel offers it, else threads.
+    depth : int, default 32
+        Most reads in flight; in 1 to 256.
+    piece_bytes : int, default 512 KiB
+        Largest read.
+    staging_bytes : int, default 16 MiB
+        Memory for what cannot be read straight into its target, at least two
+        pieces. Touched only when used.
+
+    Raises
+    ------
+    ValueError
+        If a figure is out of range.
+    OSError
+        If the engine was asked for and the kernel refuses it.
+    MemoryError
+        If there is no memory for the staging buffers.
+    """
+
+    cdef pthread_mutex_t _mutex
+    cdef pthread_cond_t _done
+    cdef pthread_cond_t _work
+    cdef bint _initialised
+    cdef mc_ring _ring
+    cdef bint _uses_ring
+    cdef int _refusal
+    cdef File *_files
+    cdef int _num_files
+    cdef readonly bint direct
+    cdef readonly size_t alignment
+    cdef readonly int depth
+    cdef readonly size_t piece_bytes
+    cdef readonly size_t staging_bytes
+    cdef int _wanted_depth
+    cdef char *_staging
+    cdef size_t _buffer_bytes
+    cdef char *_sink
+    cdef int *_free_buffers
+    cdef int _num_free_buffers
+    cdef int _num_buffers
+    cdef Piece *_pending
+    cdef Piece **_pending_end
+    cdef int _num_pending
+    cdef int _in_flight
+    cdef int _num_waiting
+    cdef bint _reaping
+    cdef bint _closed
+    cdef bint _stuck
+    cdef int _process
+    cdef int64_t _epoch
+    cdef Load *_finished
+    cdef Load **_finished_end
+    cdef int64_t _next_token
+    cdef dict _held
+    cdef int64_t _busy_since
+    cdef readonly int64_t busy_ns
+    cdef readonly int64_t num_reads
+    cdef readonly int64_t num_retries
+    cdef readonly int64_t bytes_wanted
+    cdef readonly int64_t bytes_read
+    cdef readonly int64_t bytes_copied
+
+    def __cinit__(
+        self, descriptors, *, bint direct=False, engine=None, int depth=32,
+        Py_ssize_t piece_bytes=512 * 1024, Py_ssize_t staging_bytes=16 * 1024 * 1024
+    ):
+        cdef int i
+        self._ring.descriptor = -1
+        self._process = os.getpid()
+        self._pending_end = &self._pending
+        self._finished_end = &self._finished
+        self._held = {}
+        if engine is not None and engine not in ENGINES:
+            raise ValueError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
+        if pthread_mutex_init(&self._mutex, NULL) or mc_condition_init(&self._done) \
+                or mc_condition_init(&self._work):
+            raise MemoryError("no memory for a reader's locks")
+        self._initialised = True
+        self._num_files = len(descriptors)
+        self._files = <File *>calloc(self._num_files + 1, sizeof(File))
+        if self._files == NULL:
+            raise MemoryError("no memory for a reader's files")
+        for i in range(self._num_files):
+            self._files[i] = File(-1, -1, 1)
+        self.alignment = 1
+        for i in range(self._num_files):
+            self._files[i].cached = descriptors[i]
+            if direct:
+                self._open_direct(&self._files[i])
+        self.direct = self.alignment > 1
+        if engine != "threads":
+            self._refusal = mc_ring_open(&self._ring, MAX_DEPTH)
+            self._uses_ring = self._refusal == 0
+            if engine == "io_uring" and self._refusal:
+                raise OSError(self._refusal, f"io_uring: {os.strerror(self._refusal)}")
+        self.tune(depth=depth, piece_bytes=piece_bytes, staging_bytes=staging_bytes)
+
+    def __dealloc__(self):
+        cdef int i
+        if not self._initialised:
+            return
+        if self._process != os.getpid():
+            # The ring, the locks and what is in flight are the parent's.
+            return
+        if not self._closed:
+            with nogil:
+                self._close(2_000_000_000)
+        if self._stuck:
+            # A read that never returns may still write: nothing it uses is given back.
+            return
+        mc_ring_close(&self._ring)
+        mc_unmap_buffers(self._staging, self.staging_bytes + SINK)
+        free(self._free_buffers)
+        if self._files != NULL:
+            for i in range(self._num_files):
+                if self._files[i].direct >= 0:
+                    os.close(self._files[i].direct)
+        free(self._files)
+        pthread_mutex_destroy(&self._mutex)
+        pthread_cond_destroy(&self._done)
+        pthread_cond_destroy(&self._work)
+
+    @property
+    def engine(self):
+        """Who reads: "io_uring" or "threads"."""
+        return "io_uring" if self._uses_ring else "threads"
+
+    @property
+    def refusal(self):
+        """Why there is no io_uring: an errno, or 0."""
+        return self._refusal
+
+    @property
+    def num_in_flight(self):
+        """Reads that the kernel has, or that wait for their turn."""
+        return self._in_flight + self._num_pending
+
+    @property
+    def epoch(self):
+        """Number of calls of `announce`."""
+        return self._epoch
+
+    def tune(self, *, int depth, Py_ssize_t piece_bytes, Py_ssize_t staging_bytes):
+        """Change how much is read at once; nothing may be in flight.
+
+        Raises
+        ------
+        ValueError
+            If a figure is out of range, or something is in flight.
+        MemoryError
+            If there is no memory for the staging buffers; all is as it was.
+        """
+        if not 1 <= depth <= MAX_DEPTH:
+            raise ValueError(f"depth must be in [1, {MAX_DEPTH}], got {depth}")
+        if not 4096 <= piece_bytes <= 1 << 30:
+            raise ValueError(f"piece_bytes must be in [4 KiB, 1 GiB], got {piece_bytes}")
+        if self.num_in_flight:
+            raise ValueError(f"{self.num_in_flight} reads are in flight")
+        cdef size_t unit = max(<size_t>4096, self.alignment)
+        # A piece may begin and end in the middle of a block.
+        cdef size_t buffer_bytes = (piece_bytes + 2 * unit - 1) // unit * unit
+        cdef int i, num_buffers = <int>min(
+            max(2, <size_t>max(0, staging_bytes) // buffer_bytes), <size_t>MAX_DEPTH)
+        cdef size_t nbytes = <size_t>num_buffers * buffer_bytes
+        cdef int *free_buffers = <int *>malloc(num_buffers * sizeof(int))
+        cdef char *staging = mc_map_buffers(nbytes + SINK)
+        if free_buffers == NULL or staging == NULL:
+            free(free_buffers)
+            mc_unmap_buffers(staging, nbytes + SINK)
+            raise MemoryError(f"no memory for staging buffers of {nbytes} bytes")
+        mc_unmap_buffers(self._staging, self.staging_bytes + SINK)
+        free(self._free_buffers)
+        self._staging, self.staging_bytes = staging, nbytes
+        self._sink = staging + nbytes
+        self._buffer_bytes, self._num_buffers = buffer_bytes, num_buffers
+        self._free_buffers, self._num_free_buffers = free_buffers, num_buffers
+        for i in range(num_buffers):
+            free_buffers[i] = num_buffers - 1 - i
+        self.depth, self.piece_bytes = depth, piece_bytes
+
+    def submit(self, loads):
+        """Begin to read; returns as soon as the kernel has the first of it.
+
+        Parameters
+        ----------
+        loads : sequence of (owner, runs, parts)
+            `owner` is what `take` gives back. `runs` are (file number, offset,
+            ((role, start, stop), ...)): the file's bytes from `offset` on are
+            those of the roles' parts, one after the other. `parts` maps each role
+            to a C-contiguous writable ndarray of any dtype, which is kept alive
+            and must not be touched until then.
+
+        Raises
+        ------
+        ValueError
+            If a part is missing, too small or not writable; nothing was begun.
+        MemoryError
+            Nothing was begun.
+        """
+        cdef Py_ssize_t num_loads = len(loads), num_ranges = 0, i
+        if num_loads == 0:
+            return
+        if self._closed:
+            raise ValueError("the reader is closed")
+        for _, runs, _ in loads:
+            for _, _, spans in runs:
+                num_ranges += len(spans)
+        cdef Range *ranges = <Range *>malloc((num_ranges + 1) * sizeof(Range))
+        cdef Load **heads = <Load **>calloc(num_loads + 1, sizeof(Load *))
+        cdef Piece *first = NULL
+        cdef Py_ssize_t used = 0
+        cdef bint begun = False
+        cdef bint idle
+        try:
+            if ranges == NULL or heads == NULL:
+                raise MemoryError("no memory for reads")
+            for i in range(num_loads):
+                heads[i] = <Load *>calloc(1, sizeof(Load))
+                if heads[i] == NULL:
+                    raise MemoryError("no memory for reads")
+                used = self._add_ranges(ranges, used, heads[i], loads[i][1], loads[i][2])
+            qsort(ranges, used, sizeof(Range), _by_place)
+            if self._cut(ranges, used, &first) < 0:
+                raise MemoryError("no memory for reads")
+            for i in range(num_loads):
+                self._next_token += 1
+                heads[i].token = self._next_token
+                self._held[heads[i].token] = (loads[i][0], loads[i][2])
+            begun = True
+            with nogil:
+                pthread_mutex_lock(&self._mutex)
+                idle = self._in_flight == 0 and self._num_pending == 0
+                if first != NULL and idle:
+                    self._busy_since = mc_clock_ns()
+                for i in range(num_loads):
+                    if heads[i].num_missing == 0:  # experts of no bytes
+                        self._finish(heads[i])
+                self._append(first)
+                self._issue()
+                if self._num_pending:
+                    pthread_cond_broadcast(&self._work)
+                pthread_mutex_unlock(&self._mutex)
+                if self._uses_ring:
+                    # What the kernel does not take now is handed over by whoever waits.
+                    mc_ring_enter(&self._ring, False, 0)
+        finally:
+            if not begun and heads != NULL:
+                for i in range(num_loads):
+                    free(heads[i])
+            free(ranges)
+            free(heads)
+
+    def wait(self, int64_t seen):
+        """Block until a load is done, `epoch` is not `seen` any more, or a tenth of a second.
+
+        Takes part in the reading meanwhile. A signal's handler runs, and may raise.
+
+        Returns
+        -------
+        bool
+            Whether a load is done.
+        """
+        cdef bint found
+        PyErr_CheckSignals()
+        with nogil:
+            pthread_mutex_lock(&self._mutex)
+            self._work_until(seen, mc_clock_ns() + TICK_NS)
+            found = self._finished != NULL
+            pthread_mutex_unlock(&self._mutex)
+        PyErr_CheckSignals()
+        return found
+
+    def poll(self):
+        """Take in what the kernel has finished; never blocks. Return whether a load is done."""
+        cdef bint found
+        if self._finished == NULL:
+            if not self._uses_ring or not mc_ring_has_done(&self._ring):
+                return False
+        with nogil:
+            pthread_mutex_lock(&self._mutex)
+            self._take_in()
+            found = self._finished != NULL
+            pthread_mutex_unlock(&self._mutex)
+        return found
+
+    def take(self, list found not None):
+        """Append (owner, error) of a load that is done to `found`, if there is one.
+
+        `error` is None, or (errno, file number, offset): ENODATA for a file that
+        ends too early. A list rather than a return value: an interrupt cannot come
+        between taking it and keeping it.
+        """
+        cdef Load *load
+        pthread_mutex_lock(&self._mutex)
+        load = self._finished
+        if load != NULL:
+            self._finished = load.next
+            if self._finished == NULL:
+                self._finished_end = &self._finished
+        pthread_mutex_unlock(&self._mutex)
+        if load == NULL:
+            return
+        held = self._held.pop(load.token)
+        error = (load.error, load.file, load.offset) if load.error else None
+        free(load)
+        found.append((held[0], error))
+
+    def announce(self):
+        """Make every `wait` return: something happened that others wait for."""
+        cdef bint wake
+        with nogil:
+            pthread_mutex_lock(&self._mutex)
+            self._epoch += 1
+            pthread_cond_broadcast(&self._done)
+            # One of them may wait in the kernel.
+            wake = self._reaping and not mc_ring_is_full(&self._ring)
+            if wake:
+                mc_ring_push_nothing(&self._ring)
+            pthread_mutex_unlock(&self._mutex)
+            if wake:
+                mc_ring_enter(&self._ring, False, 0)
+
+    def serve(self):
+        """Read until `close`: what a thread does that takes part without waiting for a load.
+
+        With io_uring it sleeps as long as everything submitted fits into the queue.
+        """
+        with nogil:
+            pthread_mutex_lock(&self._mutex)
+            while not self._closed:
+                if self._num_pending == 0 or (self._uses_ring and self._reaping):
+                    mc_wait(&self._work, &self._mutex, TICK_NS)
+                else:
+                    self._step(mc_clock_ns() + TICK_NS)
+            pthread_mutex_unlock(&self._mutex)
+
+    def close(self, double timeout_s=2.0):
+        """Drop what was not begun and wait for what is in flight; a second call does nothing.
+
+        Returns
+        -------
+        bool
+            False if a read did not come back in time: its memory is never given back.
+        """
+        if self._process != os.getpid():
+            return True
+        with nogil:
+            self._close(<int64_t>(timeout_s * 1e9))
+        if self._stuck:
+            _stuck.append(self._held)
+        self._held = {}
+        return not self._stuck
+
+    # Files and ranges, with the GIL.
+
+    cdef _open_direct(self, File *file):
+        cdef int descriptor = mc_open_direct(file.cached)
+        cdef size_t alignment
+        if descriptor < 0:
+            return
+        alignment = mc_direct_alignment(descriptor)
+        if alignment == 0:
+            os.close(descriptor)
+            return
+        file.direct, file.alignment = descriptor, alignment
+        self.alignment = max(self.alignment, alignment)
+
+    cdef Py_ssize_t _add_ranges(
+        self, Range *ranges, Py_ssize_t used, Load *load, runs, parts
+    ) except -1:
+        cdef cnp.ndarray array
+        cdef uint64_t offset
+        cdef Py_ssize_t start, stop
+        cdef int file
+        for number, where, spans in runs:
+            file, offset = number, where
+            if not 0 <= file < self._num_files:
+                raise ValueError(f"file {file} is not in [0, {self._num_files})")
+            for role, first, last in spans:
+                start, stop = first, last
+                array = parts.get(role)
+                if array is None:
+                    raise ValueError(f"there is no array for role {role!r}")
+                if not (cnp.PyArray_IS_C_CONTIGUOUS(array) and cnp.PyArray_ISWRITEABLE(array)):
+                    raise ValueError(
+                        f"the array for role {role!r} must be contiguous and writable")
+                if not 0 <= start <= stop <= cnp.PyArray_NBYTES(array):
+                    raise ValueError(
+                        f"bytes {start} to {stop} of role {role!r} are not in its array of "
+                        f"{cnp.PyArray_NBYTES(array)} bytes")
+                if stop == start:
+                    continue
+                ranges[used] = Range(
+                    file, offset, stop - start, <char *>cnp.PyArray_DATA(array) + start, load)
+                used += 1
+                offset += stop - start
+        return used
+
+    # From ranges to pieces. A chain of pieces is not shared with anybody yet.
+
+    cdef int _cut(self, Range *ranges, Py_ssize_t count, Piece **first) noexcept nogil:
+        cdef Piece **end = first
+        cdef Piece *piece
+        cdef Py_ssize_t i = 0, j, k
+        cdef uint64_t stop, low, high, at, until
+        cdef size_t unit, step, num_pieces
+        while i < count:
+            stop = ranges[i].offset + ranges[i].nbytes
+            j = i + 1
+            while (
+                j < count and j - i < MAX_RANGES and ranges[j].file == ranges[i].file
+                and stop <= ranges[j].offset <= stop + GAP
+            ):
+                stop = ranges[j].offset + ranges[j].nbytes
+                j += 1
+            unit = self._files[ranges[i].file].alignment
+            low = ranges[i].offset // unit * unit
+            high = (stop + unit - 1) // unit * unit
+            num_pieces = (high - low + self.piece_bytes - 1) // self.piece_bytes
+            # Pieces of one size, rather than a small one at the end.
+            step = ((high - low + num_pieces - 1) // num_pieces + unit - 1) // unit * unit
+            at, k = low, i
+            while at < high:
+                until = min(at + step, high)
+                while ranges[k].offset + ranges[k].nbytes <= at:
+                    k += 1
+                if ranges[k].offset < until:
+                    piece = self._piece(ranges + k, j - k, at, until)
+                    if piece == NULL:
+                        self._free_pieces(first)
+                        return -1
+                    end[0] = piece
+                    end = &piece.next
+                at = until
+            i = j
+        return 0
+
+    cdef Piece *_piece(
+        self, Range *ranges, Py_ssize_t count, uint64_t low, uint64_t high
+    ) noexcept nogil:
+        cdef Py_ssize_t used = 0, i
+        cdef size_t unit
+        cdef uint64_t at, first, last, inner, outer
+        cdef Piece *piece
+        cdef char *block
+        while used < count and ranges[used].offset < high:
+            used += 1
+        block = <char *>calloc(
+            1, sizeof(Piece) + used * (sizeof(Range) + 2 * sizeof(Copy))
+            + (2 * used + 2) * (2 * sizeof(iovec) + 1))
+        if block == NULL:
+            return NULL
+        piece = <Piece *>block
+        block += sizeof(Piece)
+        piece.ranges = <Range *>block
+        block += used * sizeof(Range)
+        piece.copies = <Copy *>block
+        block += 2 * used * sizeof(Copy)
+        piece.parts = <iovec *>block
+        block += (2 * used + 2) * sizeof(iovec)
+        piece.rest = <iovec *>block
+        piece.staged = block + (2 * used + 2) * sizeof(iovec)
+        piece.file = ranges[0].file
+        unit = self._files[piece.file].alignment
+        piece.descriptor = (
+            self._files[piece.file].direct if unit > 1 else self._files[piece.file].cached)
+        piece.offset, piece.nbytes, piece.buffer = low, high - low, -1
+        at = low
+        for i in range(used):
+            first = max(ranges[i].offset, low)
+            last = min(ranges[i].offset + ranges[i].nbytes, high)
+            piece.ranges[i] = Range(
+                piece.file, first, last - first,
+                ranges[i].target + (first - ranges[i].offset), ranges[i].load)
+            ranges[i].load.num_missing += 1
+            piece.num_wanted = last - low
+            inner, outer = self._straight(&piece.ranges[i], unit)
+            if inner < outer:
+                self._add_part(piece, at, inner, i)
+                piece.parts[piece.num_parts] = iovec(
+                    piece.ranges[i].target + (inner - first), outer - inner)
+                piece.num_parts += 1
+                at = outer
+        piece.num_ranges = <int>used
+        self._add_part(piece, at, high, used)
+        self._plan_copies(piece)
+        return piece
+
+    cdef (uint64_t, uint64_t) _straight(self, Range *part, size_t unit) noexcept nogil:
+        """The bytes of a range that can be read straight into its target."""
+        cdef uint64_t stop = part.offset + part.nbytes, inner, outer
+        if unit == 1:
+            return part.offset, stop
+        inner = (part.offset + unit - 1) // unit * unit
+        outer = stop // unit * unit
+        if outer < inner + SMALLEST_STRAIGHT:
+            return 0, 0
+        if (<uintptr_t>part.target + (inner - part.offset)) % unit:
+            return 0, 0
+        return inner, outer
+
+    cdef void _add_part(
+        self, Piece *piece, uint64_t first, uint64_t last, Py_ssize_t num_before
+    ) noexcept nogil:
+        """What no target takes directly: into the sink if nobody wants it, else staging."""
+        cdef Py_ssize_t i
+        cdef bint wanted = False
+        if first >= last:
+            return
+        for i in range(num_before + 1):
+            if i < num_before or piece.ranges[i].nbytes:
+                wanted = wanted or (
+                    piece.ranges[i].offset < last
+                    and piece.ranges[i].offset + piece.ranges[i].nbytes > first)
+        if wanted or last - first > SINK:
+            piece.parts[piece.num_parts] = iovec(<void *>piece.num_staged, last - first)
+            piece.staged[piece.num_parts] = 1
+            piece.num_staged += last - first
+        else:
+            piece.parts[piece.num_parts] = iovec(self._sink, last - first)
+        piece.num_parts += 1
+
+    cdef void _plan_copies(self, Piece *piece) noexcept nogil:
+        """Which bytes of staging go where, part by part."""
+        cdef int i, k
+        cdef uint64_t at = piece.offset, stop, first, last
+        for k in range(piece.num_parts):
+            stop = at + piece.parts[k].iov_len
+            if piece.staged[k]:
+                for i in range(piece.num_ranges):
+                    first = max(piece.ranges[i].offset, at)
+                    last = min(piece.ranges[i].offset + piece.ranges[i].nbytes, stop)
+                    if first < last:
+                        piece.copies[piece.num_copies] = Copy(
+                            piece.ranges[i].target + (first - piece.ranges[i].offset),
+                            <size_t>piece.parts[k].iov_base + (first - at), last - first)
+                        piece.num_copies += 1
+            at = stop
+
+    cdef void _free_pieces(self, Piece **chain) noexcept nogil:
+        cdef Piece *piece
+        while chain[0] != NULL:
+            piece = chain[0]
+            chain[0] = piece.next
+            free(piece)
+
+    # The queue. Everything below runs under the mutex and without the GIL.
+
+    cdef void _append(self, Piece *chain) noexcept nogil:
+        self._pending_end[0] = chain
+        while self._pending_end[0] != NULL:
+            self._num_pending += 1
+            self._pending_end = &self._pending_end[0].next
+
+    cdef void _put_back(self, Piece *piece) noexcept nogil:
+        """To the front: it has its buffer already."""
+        piece.next = self._pending
+        if self._pending == NULL:
+            self._pending_end = &piece.next
+        self._pending = piece
+        self._num_pending += 1
+
+    cdef Piece *_next_piece(self) noexcept nogil:
+        """Take the next piece that can be read now, or NULL."""
+        cdef Piece *piece = self._pending
+        cdef size_t done
+        cdef int i
+        if piece == NULL:
+            return NULL
+        if piece.num_staged and piece.buffer < 0:
+            if self._num_free_buffers == 0:
+                return NULL
+            self._num_free_buffers -= 1
+            piece.buffer = self._free_buffers[self._num_free_buffers]
+            for i in range(piece.num_parts):
+                if piece.staged[i]:
+                    piece.parts[i].iov_base = self._buffer(piece) + <size_t>piece.parts[i].iov_base
+        self._pending = piece.next
+        if self._pending == NULL:
+            self._pending_end = &self._pending
+        self._num_pending -= 1
+        self._in_flight += 1
+        self.num_reads += 1
+        return piece
+
+    cdef char *_buffer(self, Piece *piece) noexcept nogil:
+        return self._staging + <size_t>piece.buffer * self._buffer_bytes
+
+    cdef int _rest(self, Piece *piece, iovec **parts) noexcept nogil:
+        """What of a piece is still to be read; returns the number of parts."""
+        cdef size_t skip = piece.num_done
+        cdef int i = 0
+        if skip == 0:
+            parts[0] = piece.parts
+            return piece.num_parts
+        while skip >= piece.parts[i].iov_len:
+            skip -= piece.parts[i].iov_len
+            i += 1
+        memcpy(piece.rest, piece.parts + i, (piece.num_parts - i) * sizeof(iovec))
+        piece.rest[0].iov_base = <char *>piece.rest[0].iov_base + skip
+        piece.rest[0].iov_len -= skip
+        parts[0] = piece.rest
+        return piece.num_parts - i
+
+    cdef void _issue(self) noexcept nogil:
+        """Push what fits into the ring; `mc_ring_enter` hands it to the kernel."""
+        cdef Piece *piece
+        cdef iovec *parts
+        cdef int num_parts
+        if not self._uses_ring:
+            return
+        while self._in_flight < self.depth and not mc_ring_is_full(&self._ring):
+            piece = self._next_piece()
+            if piece == NULL:
+                return
+            num_parts = self._rest(piece, &parts)
+            mc_ring_push(
+                &self._ring, piece.descriptor, parts, num_parts, piece.offset + piece.num_done,
+                piece,
+                piece.nbytes >= COPIED_ELSEWHERE
+                and piece.descriptor == self._files[piece.file].cached)
+
+    cdef bint _reap(self) noexcept nogil:
+        """Take in everything the kernel has finished; gives the mutex up meanwhile."""
+        cdef void *popped = NULL
+        cdef Piece *done = NULL
+        cdef Piece **end = &done
+        cdef Piece *piece
+        cdef int64_t result = 0
+        cdef bint found = False
+        while mc_ring_pop(&self._ring, &popped, &result):
+            found = True
+            piece = <Piece *>popped
+            if piece == NULL:
+                continue
+            piece.next = NULL
+            if self._judge(piece, mc_faulty(result, piece.nbytes - piece.num_done)) != AGAIN:
+                end[0] = piece
+                end = &piece.next
+        if done != NULL:
+            self._settle(done)
+        return found
+
+    cdef Outcome _judge(self, Piece *piece, int64_t result) noexcept nogil:
+        """What became of a read: it goes back into the queue, or is to be settled."""
+        cdef size_t left = piece.nbytes - piece.num_done, unit
+        piece.error = 0
+        if 0 <= result <= <int64_t>left:
+            self.bytes_read += result
+            if piece.num_done + <size_t>result >= piece.num_wanted:
+                piece.num_done += result
+                return DONE
+            unit = self._files[piece.file].alignment
+            # A direct read goes on at a whole block: the last part of one comes again.
+            if piece.num_done // unit * unit + <size_t>result // unit * unit > piece.num_done:
+                piece.num_done += <size_t>result // unit * unit
+                piece.attempts = 0
+            elif result == 0 or piece.attempts >= 2:
+                # The file ends here.
+                piece.num_done += result
+                piece.error = ENODATA
+                return FAILED
+            else:
+                piece.attempts += 1
+        elif result > 0:
+            piece.error = EPROTO
+            return FAILED
+        elif -result in (EINTR, EAGAIN, EBUSY, ENOMEM, ECANCELED) \
+                and piece.attempts < MAX_ATTEMPTS:
+            piece.attempts += 1
+        elif -result == EIO and piece.num_io_errors < MAX_IO_ERRORS:
+            # Once more: a path that fails over, a cable.
+            piece.num_io_errors += 1
+        elif -result in (EINVAL, EOPNOTSUPP) and piece.descriptor == self._files[piece.file].direct:
+            # The file system takes no direct reads after all, or not such ones.
+            piece.descriptor = self._files[piece.file].cached
+        else:
+            piece.error = <int>-result
+            return FAILED
+        if self._closed:
+            piece.error = ECANCELED
+            return FAILED
+        self.num_retries += 1
+        self._in_flight -= 1
+        self._put_back(piece)
+        return AGAIN
+
+    cdef void _settle(self, Piece *done) noexcept nogil:
+        """Copy what went through staging, without the mutex, and count it all as done."""
+        cdef Piece *piece = done
+        cdef int i
+        cdef uint64_t stop
+        cdef Range *part
+        cdef Load *load
+        pthread_mutex_unlock(&self._mutex)
+        while piece != NULL:
+            for i in range(piece.num_copies):
+                memcpy(
+                    piece.copies[i].target, self._buffer(piece) + piece.copies[i].source,
+                    piece.copies[i].nbytes)
+            piece = piece.next
+        pthread_mutex_lock(&self._mutex)
+        while done != NULL:
+            piece = done
+            done = piece.next
+            stop = piece.offset + piece.num_done
+            for i in range(piece.num_ranges):
+                part = &piece.ranges[i]
+                load = part.load
+                # Of a read that failed, what came before is good.
+                if piece.error and part.offset + part.nbytes > stop and load.error == 0:
+                    load.error, load.file, load.offset = piece.error, piece.file, stop
+                self.bytes_wanted += part.nbytes
+                load.num_missing -= 1
+                if load.num_missing == 0:
+                    self._finish(load)
+            for i in range(piece.num_copies):
+                self.bytes_copied += piece.copies[i].nbytes
+            if piece.buffer >= 0:
+                self._free_buffers[self._num_free_buffers] = piece.buffer
+                self._num_free_buffers += 1
+            free(piece)
+            self._in_flight -= 1
+        if self._in_flight == 0 and self._num_pending == 0:
+            self.busy_ns += mc_clock_ns() - self._busy_since
+        pthread_cond_broadcast(&self._done)
+
+    cdef void _finish(self, Load *load) noexcept nogil:
+        load.next = NULL
+        self._finished_end[0] = load
+        self._finished_end = &load.next
+
+    cdef void _work_until(self, int64_t seen, int64_t deadline) noexcept nogil:
+        """Take part until a load is done, something was announced, or it is late."""
+        self._num_waiting += 1
+        while (
+            self._finished == NULL and self._epoch == seen and not self._closed
+            and mc_clock_ns() < deadline
+        ):
+            if not self._step(deadline):
+                break
+        self._num_waiting -= 1
+
+    cdef bint _step(self, int64_t deadline) noexcept nogil:
+        """Read or reap something, or wait a little. Returns False after a signal."""
+        cdef Piece *piece
+        cdef iovec *parts
+        cdef int num_parts, error = 0
+        cdef int64_t result, timeout = deadline - mc_clock_ns()
+        if timeout <= 0:
+            return True
+        if not self._uses_ring:
+            piece = self._next_piece()
+            if piece == NULL:
+                mc_wait(&self._done, &self._mutex, timeout)
+                return True
+            num_parts = self._rest(piece, &parts)
+            pthread_mutex_unlock(&self._mutex)
+            result = mc_preadv(
+                piece.descriptor, parts, num_parts, piece.offset + piece.num_done,
+                piece.nbytes - piece.num_done)
+            pthread_mutex_lock(&self._mutex)
+            piece.next = NULL
+            if self._judge(piece, result) != AGAIN:
+                self._settle(piece)
+            return result != -EINTR
+        if self._take_in():
+            return True
+        if self._reaping or self._in_flight == 0:
+            mc_wait(&self._done, &self._mutex, timeout)
+            return True
+        self._reaping = True
+        pthread_mutex_unlock(&self._mutex)
+        error = mc_ring_enter(&self._ring, True, timeout)
+        pthread_mutex_lock(&self._mutex)
+        self._reaping = False
+        # Somebody else may have to take over.
+        if self._num_waiting > 1:
+            pthread_cond_broadcast(&self._done)
+        if self._num_pending:
+            pthread_cond_signal(&self._work)
+        return error != EINTR
+
+    cdef bint _take_in(self) noexcept nogil:
+        """Reap what the ring has, and use at once what that frees."""
+        cdef bint found = self._reap()
+        self._issue()
+        if mc_ring_waiting(&self._ring):
+            pthread_mutex_unlock(&self._mutex)
+            mc_ring_enter(&self._ring, False, 0)
+            pthread_mutex_lock(&self._mutex)
+        return found
+
+    cdef void _close(self, int64_t timeout_ns) noexcept nogil:
+        cdef int64_t deadline = mc_clock_ns() + timeout_ns
+        cdef Piece *piece
+        cdef Load *load
+        cdef int i
+        pthread_mutex_lock(&self._mutex)
+        self._closed = True
+        while self._pending != NULL:
+            piece = self._pending
+            self._pending = piece.next
+            for i in range(piece.num_ranges):
+                load = piece.ranges[i].load
+                load.error = ECANCELED
+                load.num_missing -= 1
+                if load.num_missing == 0:
+                    self._finish(load)
+            if piece.buffer >= 0:
+                self._free_buffers[self._num_free_buffers] = piece.buffer
+                self._num_free_buffers += 1
+            free(piece)
+        self._pending_end = &self._pending
+        self._num_pending = 0
+        pthread_cond_broadcast(&self._work)
+        pthread_cond_broadcast(&self._done)
+        while self._in_flight > 0 and mc_clock_ns() < deadline:
+            self._step(min(deadline, mc_clock_ns() + TICK_NS))
+        self._stuck = self._in_flight > 0
+        while not self._stuck and self._finished != NULL:
+            load = self._finished
+            self._finished = load.next
+            free(load)
+        if not self._stuck:
+            self._finished_end = &self._finished
+        pthread_mutex_unlock(&self._mutex)
+
+
+# What reads that never came back may still write to.
+_stuck = []
+
+
+def inject_fault(str kind, *, int error=0, int64_t skip=0, int64_t times=1, int refuse_ring=0):
+    """Alter the results of reads from now on; in debug and sanitizer builds, for tests.
+
+    Parameters
+    ----------
+    kind : {"none", "short", "error", "zero", "long"}
+        A third of the bytes, -`error`, none, or more than was asked for.
+    error : int
+        An errno.
+    skip, times : int
+        Reads left alone before, and reads altered.
+    refuse_ring : int
+        An errno with which io_uring is refused from now on, or 0.
+
+    Raises
+    ------
+    ValueError
+        If the kind is not known, or this build has no faults.
+    """
+    if kind not in FAULTS:
+        raise ValueError(f"fault {kind!r} is not one of {', '.join(FAULTS)}")
+    if not HAS_FAULTS:
+        raise ValueError("this build has no faults; build with MOECACHE_BUILD=debug")
+    mc_inject(FAULTS.index(kind), error, skip, 0 if kind == "none" else times, refuse_ring)

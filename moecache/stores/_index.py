@@ -1,8 +1,10 @@
 """Find the experts among the tensors of a Hugging Face checkpoint.
 
-Three forms are known: one tensor per expert and projection
+Two forms are known: one tensor per expert and projection
 (`...experts.7.gate_proj.weight`, `...experts.7.w1.weight`), and all experts of
-a layer stacked in one tensor (`...experts.gate_up_proj`).
+a layer stacked in one tensor (`...experts.gate_up_proj`). A stack that was
+split by `moecache pack` has the second form's names with the expert's number
+put in (`...experts.7.gate_up_proj_bias`).
 """
 
 import re
@@ -31,7 +33,8 @@ _ROLES = ("gate_up", "down")
 _PIECE_NAMES = {("gate_up", 0): "gate", ("gate_up", 1): "up", ("down", 0): "down"}
 _PER_EXPERT = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>\d{1,7})"
-    r"\.(?P<piece>gate_proj|up_proj|down_proj|w[123])\.(?P<kind>\w+)",
+    r"\.(?P<piece>gate_up_proj|gate_proj|up_proj|down_proj|w[123]|input_linear|output_linear)"
+    r"(?P<kind>(?:[._]\w+)?)",
     re.ASCII,
 )
 _STACKED = re.compile(
@@ -51,7 +54,8 @@ class Piece:
     """A part of a role that lies in one tensor: where it is for every expert.
 
     `files` int32 [num_experts] and `offsets` int64 [num_experts] say where,
-    `start` is its first byte within the role.
+    `start` is its first byte within the role. `sources` names the tensor of
+    each expert, or the one tensor that all are stacked in.
     """
 
     name: str
@@ -61,14 +65,16 @@ class Piece:
     shape: tuple[int, ...]
     files: np.ndarray
     offsets: np.ndarray
+    sources: tuple[str, ...]
+    stacked: bool
 
 
 @dataclass
 class _Found:
     dtype: np.dtype
     shape: tuple[int, ...]
-    # expert -> (file, offset), or the one entry -1 for a stack
-    places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # expert -> (file, offset, name), or the one entry -1 for a stack
+    places: dict[int, tuple[int, int, str]] = field(default_factory=dict)
     num_stacked: int = 0
     example: str = ""
 
@@ -113,6 +119,22 @@ def index_experts(
     return ExpertLayout(num_experts, top_k, roles, names), pieces
 
 
+def split_name(name: str, expert: int) -> str:
+    """Return the name of one expert's part of a stacked tensor, which is read alike.
+
+    Examples
+    --------
+    >>> split_name("model.layers.3.mlp.experts.gate_up_proj_bias", 7)
+    'model.layers.3.mlp.experts.7.gate_up_proj_bias'
+    >>> split_name("model.layers.3.block_sparse_moe.input_linear.weight", 7)
+    'model.layers.3.block_sparse_moe.experts.7.input_linear.weight'
+    """
+    match = _STACKED.fullmatch(name) or _GRANITE.fullmatch(name)
+    if match is None:
+        raise ValueError(f"tensor {name!r} is no stack of experts")
+    return f"{match['layer']}.experts.{expert}.{name[match.start('piece') :]}"
+
+
 def _add(
     name: str,
     found: dict[tuple[str, int, str], _Found],
@@ -140,7 +162,7 @@ def _add(
     index = -1 if expert is None else int(expert)
     if index in group.places or -1 in group.places or (index == -1 and group.places):
         raise FormatError(f"tensors {name!r} and {group.example!r} are the same experts")
-    group.places[index] = (file, entry.offset)
+    group.places[index] = (file, entry.offset, name)
     group.num_stacked = 0 if expert is not None else entry.shape[0]
 
 
@@ -202,22 +224,28 @@ def _assemble(
         start = 0
         for place, group in zip(places, groups, strict=True):
             nbytes = Role("", group.shape, group.dtype).nbytes
-            files, offsets = _places(group, num_experts, nbytes)
+            files, offsets, sources = _places(group, num_experts, nbytes)
             piece = name if len(groups) == 1 else _PIECE_NAMES[role, place] + suffix
-            pieces.append(Piece(piece, name, start, nbytes, group.shape, files, offsets))
+            stacked = group.num_stacked > 0
+            pieces.append(
+                Piece(piece, name, start, nbytes, group.shape, files, offsets, sources, stacked)
+            )
             start += nbytes
     return roles, pieces
 
 
-def _places(group: _Found, num_experts: int, nbytes: int) -> tuple[np.ndarray, np.ndarray]:
+def _places(
+    group: _Found, num_experts: int, nbytes: int
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     if group.num_stacked:
-        file, offset = group.places[-1]
+        file, offset, name = group.places[-1]
         offsets = offset + np.arange(num_experts, dtype=np.int64) * nbytes
-        return np.full(num_experts, file, np.int32), offsets
+        return np.full(num_experts, file, np.int32), offsets, (name,)
     places = [group.places[expert] for expert in range(num_experts)]
     return (
-        np.array([file for file, _ in places], np.int32),
-        np.array([offset for _, offset in places], np.int64),
+        np.array([file for file, _, _ in places], np.int32),
+        np.array([offset for _, offset, _ in places], np.int64),
+        tuple(name for _, _, name in places),
     )
 
 

@@ -1,0 +1,136 @@
+"""`moecache pack`: a checkpoint written anew so that every expert is one aligned read."""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moecache import packing
+from moecache.commands.paths import printable
+from moecache.errors import ConfigError
+from moecache.packing import PackPlan
+from moecache.units import format_bytes
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "pack",
+        usage="%(prog)s [--dry-run | --verify] MODEL OUT\n       %(prog)s --verify OUT",
+        help="write a checkpoint anew, every expert one aligned read",
+        description="Write a safetensors checkpoint anew: experts.safetensors with each expert in "
+        "one piece at a multiple of 4 KiB, trunk.safetensors with the rest, and the other files "
+        "as they are. No bit of any tensor changes. An expert that is not in memory is then one "
+        "direct read. Needs as much disk as the model has. Interrupted, it goes on where it was "
+        "when called again; until it is complete, all is in OUT.partial.",
+        epilog="examples: moecache pack ./Qwen3-30B-A3B ./Qwen3-30B-A3B-packed | "
+        "moecache pack --verify ./Qwen3-30B-A3B-packed",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="checkpoint directory or .safetensors file; it is only read",
+    )
+    parser.add_argument("out", metavar="OUT", nargs="?", help="directory to make, or to verify")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only show how much would be written, and what is free; exit code 1 if too little",
+    )
+    instead.add_argument(
+        "--verify",
+        action="store_true",
+        help="read what was packed again and compare it with its checksums; with OUT alone, of "
+        "an earlier pack",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Pack, verify, or show the figures; return the exit code."""
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    model, out = arguments.model, arguments.out
+    if arguments.verify and model is not None and out is None:
+        _verify(console, model)
+        return 0
+    if model is None or out is None:
+        raise ConfigError(
+            "say what to pack and where to: moecache pack MODEL OUT; or what to check: "
+            "moecache pack --verify OUT"
+        )
+    if arguments.dry_run:
+        return _print_plan(console, packing.plan(model, out))
+    try:
+        with _bar(console, "packing") as show:
+            report = packing.pack(model, out, progress=show)
+    except KeyboardInterrupt:
+        console.print("what is finished stays; the same command goes on with it")
+        raise
+    console.print(printable(report.describe()))
+    if arguments.verify:
+        _verify(console, out)
+    console.print(f"use it: moecache.open({str(report.path)!r})")
+    return 0
+
+
+def _verify(console: Console, out: str) -> None:
+    begun = time.perf_counter()
+    with _bar(console, "verifying") as show:
+        nbytes = packing.verify(out, progress=show)
+    seconds = time.perf_counter() - begun
+    console.print(
+        f"verified {format_bytes(nbytes)} of {printable(out)} in {seconds:.1f} s "
+        f"({nbytes / 2**30 / max(seconds, 1e-9):.2f} GiB/s): every checksum agrees"
+    )
+
+
+def _print_plan(console: Console, plan: PackPlan) -> int:
+    num_experts = plan.num_layers * plan.num_experts
+    console.print(
+        f"experts  {format_bytes(plan.expert_bytes)} in {plan.num_layers} layers x "
+        f"{plan.num_experts} experts, {format_bytes(plan.expert_bytes / num_experts)} each\n"
+        f"trunk    {format_bytes(plan.trunk_bytes)}\n"
+        f"padding  {format_bytes(plan.padding_bytes)}, {plan.padding_share:.2%} of all\n"
+        f"others   {format_bytes(plan.other_bytes)}\n"
+        f"needed   {format_bytes(plan.disk_bytes)}, free are {format_bytes(plan.free_bytes)}"
+    )
+    if plan.disk_bytes <= plan.free_bytes:
+        return 0
+    console.print("there is too little room; free some, or write to another disk")
+    return 1
+
+
+@contextlib.contextmanager
+def _bar(console: Console, word: str) -> Iterator[packing.Progress]:
+    """Show a progress bar on a terminal; yield what is to be called."""
+    columns = (
+        TextColumn(word),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    first: tuple[int, float] | None = None
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=None, rate="")
+
+        def show(done: int, total: int) -> None:
+            nonlocal first
+            now = time.perf_counter()
+            if first is None:
+                # What an earlier run wrote was not written at this speed.
+                first = (done, now)
+                bar.reset(task, total=total, completed=done)
+                return
+            rate = (done - first[0]) / max(now - first[1], 1e-9)
+            bar.update(task, completed=done, rate=f"{format_bytes(rate)}/s")
+
+        yield show

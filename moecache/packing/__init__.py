@@ -1,0 +1,15 @@
+"""Checkpoints packed so that every expert is one aligned read.
+
+`pack` writes a checkpoint anew: `experts.safetensors` has the experts in the
+order they run, each contiguous and each of its roles at a multiple of 4 KiB;
+`trunk.safetensors` has the rest. Not a bit of any tensor changes, and the
+result is a checkpoint like any other to whoever reads safetensors. (Experts
+that were stacked in one tensor become a tensor each.)
+"""
+
+from moecache.packing._manifest import Progress, verify
+from moecache.packing._pack import pack, plan
+from moecache.packing._plan import ALIGNMENT
+from moecache.packing._report import PackPlan, PackReport
+
+__all__ = ["ALIGNMENT", "PackPlan", "PackReport", "Progress", "pack", "plan", "verify"]

@@ -1,0 +1,211 @@
+"""Bytes from the source into a packed file, a few MiB at a time, and their checksums."""
+
+import errno
+import hashlib
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+from moecache.errors import StoreError
+from moecache.packing._plan import ZEROS, Extent, Unit
+from moecache.packing._source import OtherFile, Source
+
+CHUNK_BYTES = 2**22
+# One is hashed while another is written and the next is read.
+_NUM_CHUNKS = 3
+_DIGEST_BYTES = 16
+
+Copied = Callable[[int], None]
+
+
+class PackedFile:
+    """A file of the packed directory, open for writing; closes as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._chunks = [memoryview(bytearray(CHUNK_BYTES)) for _ in range(_NUM_CHUNKS)]
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _not_written(path, 0, error) from error
+
+    def __enter__(self) -> Self:
+        """Return the file."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it, and free the chunks."""
+        os.close(self._descriptor)
+        self._chunks = []
+
+    def write(self, unit: Unit, source: Source, copied: Copied) -> str:
+        """Write a unit and return its checksum.
+
+        Blocks until the bytes are on disk, and drops them from the page cache,
+        where they would push out what somebody uses.
+
+        Parameters
+        ----------
+        unit : Unit
+        source : Source
+            Where its extents come from.
+        copied : callable (nbytes)
+            Called after each chunk.
+
+        Raises
+        ------
+        StoreError
+            If something cannot be read or written; the message has file and offset.
+        """
+        digest, offset = hashlib.blake2b(digest_size=_DIGEST_BYTES), unit.offset
+        hashing: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(1, "moecache-pack") as hasher:
+            for chunk in self._read(unit, source):
+                hashing.append(hasher.submit(digest.update, chunk))
+                self._write_at(offset, chunk)
+                offset += len(chunk)
+                copied(len(chunk))
+                # The chunk that is filled next must have been hashed.
+                while len(hashing) >= _NUM_CHUNKS - 1:
+                    hashing.popleft().result()
+        for hashed in hashing:
+            hashed.result()
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            raise _not_written(self.path, unit.offset, error) from error
+        os.posix_fadvise(self._descriptor, unit.offset, unit.nbytes, os.POSIX_FADV_DONTNEED)
+        return digest.hexdigest()
+
+    def _read(self, unit: Unit, source: Source) -> Iterator[memoryview]:
+        """Yield the unit's bytes in chunks, which are used again."""
+        if unit.header:
+            for start in range(0, len(unit.header), CHUNK_BYTES):
+                yield memoryview(unit.header)[start : start + CHUNK_BYTES]
+        buffers = itertools.cycle(self._chunks)
+        buffer, filled = next(buffers), 0
+        for extent in unit.extents:
+            done = 0
+            while done < extent.nbytes:
+                part = buffer[filled : filled + extent.nbytes - done]
+                _fill(part, extent, done, source, unit.name)
+                filled, done = filled + len(part), done + len(part)
+                if filled == CHUNK_BYTES:
+                    yield buffer
+                    buffer, filled = next(buffers), 0
+        if filled:
+            yield buffer[:filled]
+
+    def _write_at(self, offset: int, chunk: memoryview) -> None:
+        while chunk:
+            try:
+                count = os.pwrite(self._descriptor, chunk, offset)
+            except OSError as error:
+                raise _not_written(self.path, offset, error) from error
+            offset, chunk = offset + count, chunk[count:]
+
+
+def hash_range(path: Path, offset: int, nbytes: int, hashed: Copied) -> str:
+    """Return the checksum of a range of a file as it is on the disk.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be read, or ends before.
+    """
+    digest, buffer = hashlib.blake2b(digest_size=_DIGEST_BYTES), memoryview(bytearray(CHUNK_BYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            # What is in memory says nothing about the disk.
+            os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_DONTNEED)
+            file.seek(offset)
+            while nbytes:
+                count = file.readinto(buffer[:nbytes])
+                if not count:
+                    raise StoreError(
+                        f"{path}: ends at byte {offset}, {nbytes} bytes too early; "
+                        "pack the model again"
+                    )
+                digest.update(buffer[:count])
+                offset, nbytes = offset + count, nbytes - count
+                hashed(count)
+    except OSError as error:
+        raise StoreError(f"{path}: reading at byte {offset} failed: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def copy_file(other: OtherFile, target: Path, copied: Copied) -> tuple[int, str]:
+    """Copy a file as it is, flush it to disk, and return its size and checksum.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be read or written.
+    """
+    try:
+        reader = other.path.open("rb", buffering=0)
+    except OSError as error:
+        raise StoreError(f"{other.path}: cannot be read: {error.strerror}") from error
+
+    def chunks() -> Iterator[bytes]:
+        offset = 0
+        while True:
+            try:
+                chunk = reader.read(CHUNK_BYTES)
+            except OSError as error:
+                raise StoreError(
+                    f"{other.path}: reading at byte {offset} failed: {error.strerror}"
+                ) from error
+            if not chunk:
+                return
+            yield chunk
+            offset += len(chunk)
+            copied(len(chunk))
+
+    with reader:
+        return write_file(target, chunks())
+
+
+def write_file(path: Path, chunks: Iterator[bytes]) -> tuple[int, str]:
+    """Write a whole file, flush it to disk, and return its size and checksum.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be written.
+    """
+    digest, nbytes = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for chunk in chunks:
+                digest.update(chunk)
+                nbytes += file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _not_written(path, nbytes, error) from error
+    return nbytes, digest.hexdigest()
+
+
+def _fill(part: memoryview, extent: Extent, done: int, source: Source, unit: str) -> None:
+    if extent.file == ZEROS:
+        part[:] = bytes(len(part))
+    else:
+        source.read(extent.file, extent.source_offset + done, part, unit)
+
+
+def _not_written(path: Path, offset: int, error: OSError) -> StoreError:
+    remedy = {
+        errno.ENOSPC: "free some space",
+        errno.EDQUOT: "free some of your quota",
+        errno.EFBIG: "choose a file system, or a limit (ulimit -f), that allows such files",
+    }.get(error.errno or 0, "see to that")
+    return StoreError(
+        f"{path}: writing at byte {offset} failed: {error.strerror}; {remedy} and pack again: "
+        "what is finished stays"
+    )

@@ -1,0 +1,172 @@
+"""What a packed directory says of itself: the place and checksum of everything in it."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from moecache.errors import FormatError, StoreError
+from moecache.packing._copy import hash_range
+from moecache.packing._plan import ALIGNMENT, FilePlan
+from moecache.packing._source import MANIFEST_NAME
+
+_FORMAT = "moecache-pack"
+_VERSION = 1
+_MAX_BYTES = 2**28
+
+# Called with the bytes done and the bytes in all.
+Progress = Callable[[int, int], object]
+# What to compare: file, which part of it, offset, nbytes and checksum.
+_Part = tuple[str, str, int, int, str]
+
+
+def describe(
+    files: Sequence[FilePlan],
+    checksums: Sequence[str],
+    others: Mapping[str, tuple[int, str]],
+) -> str:
+    """Return the text of moecache-pack.json: equal for equal checkpoints, whenever packed.
+
+    Parameters
+    ----------
+    files : sequence of FilePlan
+    checksums : sequence of str
+        One for each unit of the files, in their order.
+    others : mapping of name to (nbytes, checksum)
+        The files without units.
+    """
+    following = iter(checksums)
+    document: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "alignment": ALIGNMENT}
+    described: dict[str, Any] = {}
+    for file in files:
+        parts = [
+            {
+                "name": unit.name,
+                "offset": unit.offset,
+                "nbytes": unit.nbytes,
+                "blake2b": next(following),
+            }
+            for unit in file.units
+        ]
+        described[file.name] = {"nbytes": file.nbytes, "parts": parts}
+    for name, (nbytes, checksum) in sorted(others.items()):
+        part = {"name": "whole", "offset": 0, "nbytes": nbytes, "blake2b": checksum}
+        described[name] = {"nbytes": nbytes, "parts": [part]}
+    return json.dumps(document | {"files": described}, indent=1) + "\n"
+
+
+def verify(out: str | os.PathLike[str], *, progress: Progress | None = None) -> int:
+    """Read a packed directory again and compare it with its checksums.
+
+    Blocks until all of it was read from the disk: what was in the page cache is
+    dropped from there, unless somebody has it mapped.
+
+    Parameters
+    ----------
+    out : str or Path
+        A directory that `pack` made.
+    progress : callable (done_bytes, total_bytes), optional
+        Called after every few MiB.
+
+    Returns
+    -------
+    int
+        Bytes that were compared.
+
+    Raises
+    ------
+    StoreError
+        If something differs, is missing or cannot be read; the message names the
+        layer and the file. FormatError if it is no packed directory.
+    """
+    directory = Path(out)
+    parts = list(_check(directory, _read(directory)))
+    done, total = 0, sum(nbytes for _, _, _, nbytes, _ in parts)
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    for name, what, offset, nbytes, checksum in parts:
+        found = hash_range(directory / name, offset, nbytes, count)
+        if found != checksum:
+            raise StoreError(
+                f"{directory / name}: {what} differs from what was packed: bytes {offset} to "
+                f"{offset + nbytes} have the checksum {found}, not {checksum}; pack the model again"
+            )
+    return done
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    path = directory / MANIFEST_NAME
+    try:
+        text = path.read_bytes() if path.stat().st_size <= _MAX_BYTES else b""
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FormatError(
+            f"{directory}: has no {MANIFEST_NAME}, so it was not made by moecache pack, or not "
+            "finished"
+        ) from error
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: is not JSON; pack the model again") from error
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise FormatError(f"{path}: does not say {_FORMAT!r}; pack the model again")
+    if document.get("version") != _VERSION:
+        raise FormatError(
+            f"{path}: is of version {str(document.get('version'))[:20]}, this moecache reads "
+            f"version {_VERSION}; use the moecache that packed it"
+        )
+    return document
+
+
+def _check(directory: Path, document: dict[str, Any]) -> Iterator[_Part]:
+    """Yield what is to be compared, after the sizes were."""
+    try:
+        files = {
+            str(name): (int(file["nbytes"]), [_part(name, part) for part in file["parts"]])
+            for name, file in document["files"].items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{directory / MANIFEST_NAME}: is damaged; pack the model again") from (
+            error
+        )
+    for name, (nbytes, parts) in files.items():
+        path = directory / name
+        if _is_outside(name) or _gap(nbytes, parts):
+            raise FormatError(
+                f"{directory / MANIFEST_NAME}: what it says of {name[:200]!r} is damaged; "
+                "pack the model again"
+            )
+        try:
+            found = path.stat().st_size if path.is_file() else None
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path}: cannot be read: {error}") from error
+        if found != nbytes:
+            state = "is missing" if found is None else f"has {found} bytes, packed were {nbytes}"
+            raise StoreError(f"{path}: {state}; pack the model again")
+        yield from parts
+
+
+def _part(file: str, part: dict[str, Any]) -> _Part:
+    return file, str(part["name"]), int(part["offset"]), int(part["nbytes"]), str(part["blake2b"])
+
+
+def _is_outside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts
+
+
+def _gap(nbytes: int, parts: Iterable[_Part]) -> bool:
+    """Return whether some byte is in no part, or in two."""
+    end = 0
+    for _, _, offset, size, _ in parts:
+        if offset != end or size < 0:
+            return True
+        end += size
+    return end != nbytes

@@ -1,0 +1,242 @@
+"""`pack`: a checkpoint written anew, expert by expert."""
+
+import itertools
+import json
+import logging
+import os
+import shutil
+import time
+from functools import cached_property
+
+from moecache.errors import FormatError, StoreError
+from moecache.packing._copy import Copied, PackedFile, copy_file, hash_range, write_file
+from moecache.packing._journal import Journal, sync_directory
+from moecache.packing._manifest import Progress, describe
+from moecache.packing._place import Place, locked
+from moecache.packing._plan import Unit, plan_experts, plan_trunk
+from moecache.packing._report import PackPlan, PackReport
+from moecache.packing._source import MANIFEST_NAME, Source
+from moecache.stores.safetensors import INDEX_NAME, SafetensorsStore
+from moecache.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+# A file takes whole blocks on the disk; a unit is a line in two files of JSON.
+_FILE_BYTES, _UNIT_BYTES = 4096, 512
+
+
+def plan(model: str | os.PathLike[str], out: str | os.PathLike[str]) -> PackPlan:
+    """Return what `pack` would write. Reads headers only and writes nothing.
+
+    Raises
+    ------
+    ConfigError, StoreError
+        As `pack` would, but not for a lack of room.
+    """
+    with Source(model) as source:
+        place = Place.find(source.path, out)
+        return _Work(source).plan(place)
+
+
+def pack(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    progress: Progress | None = None,
+) -> PackReport:
+    """Write a checkpoint anew so that each expert is one aligned, contiguous read.
+
+    Blocks until all is on the disk. Copies in chunks of 4 MiB, whatever the size
+    of the model. Everything grows in `OUT.partial`, and has its final name only
+    when it is complete. What was interrupted, by whatever, is gone on with by a
+    second call. The same model gives the same files, byte by byte.
+
+    Parameters
+    ----------
+    model : str or Path
+        A checkpoint that `open_store` reads.
+    out : str or Path
+        The directory to make; not there yet, or empty.
+    progress : callable (done_bytes, total_bytes), optional
+        Called after every few MiB. If it raises, the call ends as if interrupted.
+
+    Returns
+    -------
+    PackReport
+
+    Raises
+    ------
+    ConfigError
+        If `model` has no experts, or `out` cannot be used.
+    StoreError
+        If there is not enough room on the disk, if something cannot be read or
+        written (a file system whose files may not be so large says so here), if
+        the model is changed meanwhile, or if another process packs into `out`.
+    """
+    begun = time.perf_counter()
+    with Source(model) as source:
+        place = Place.find(source.path, out)
+        work = _Work(source)
+        with locked(place):
+            planned = work.plan(place)
+            if planned.disk_bytes > planned.free_bytes:
+                raise StoreError(
+                    f"{place.out}: {format_bytes(planned.disk_bytes)} are needed, but only "
+                    f"{format_bytes(planned.free_bytes)} are free on that disk; free some space, "
+                    "or write to another disk"
+                )
+            try:
+                resumed_bytes = work.write(place, progress)
+            except OSError as error:
+                raise StoreError(
+                    f"{place.partial}: cannot be written: {error}; see to that and pack again: "
+                    "what is finished stays"
+                ) from error
+            place.finish()
+    report = PackReport(place.out, planned, resumed_bytes, time.perf_counter() - begun)
+    logger.info("pack.finished path=%s %s", report.path, report.describe())
+    return report
+
+
+class _Work:
+    """All that is to be written for a source, and the writing of it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._files = (plan_experts(source), plan_trunk(source))
+        self._others = source.other_files()
+        self._total_bytes = sum(file.nbytes for file in self._files) + sum(
+            other.nbytes for other in self._others
+        )
+        seen: set[str] = set()
+        for name in itertools.chain.from_iterable(file.tensor_names for file in self._files):
+            if name in seen:
+                raise FormatError(f"{source.path}: two tensors would both be {name[:200]!r}")
+            seen.add(name)
+
+    def plan(self, place: Place) -> PackPlan:
+        """Return the figures."""
+        layout, (experts, trunk) = self._source.layout, self._files
+        num_files = len(self._files) + len(self._others) + 4
+        overhead = num_files * _FILE_BYTES + len(self._units) * _UNIT_BYTES + len(self._index)
+        return PackPlan(
+            num_layers=layout.num_layers,
+            num_experts=layout.num_experts,
+            expert_bytes=experts.tensor_bytes,
+            trunk_bytes=trunk.tensor_bytes,
+            padding_bytes=experts.padding_bytes + trunk.padding_bytes,
+            other_bytes=sum(other.nbytes for other in self._others),
+            total_bytes=self._total_bytes,
+            disk_bytes=self._total_bytes + overhead,
+            free_bytes=place.free_bytes(),
+        )
+
+    def write(self, place: Place, progress: Progress | None) -> int:
+        """Write what is not there yet; return the bytes that were."""
+        done = 0
+
+        def copied(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, self._total_bytes)
+
+        journal = Journal(place.journal, self._source.identity())
+        checksums = self._resume(place, journal)
+        try:
+            journal.begin(self._units, checksums)
+            resumed = sum(unit.nbytes for unit in self._units[: len(checksums)])
+            copied(resumed)
+            self._write_units(place, journal, checksums, copied)
+        finally:
+            journal.close()
+        others = {
+            other.name: copy_file(other, place.files / other.name, copied) for other in self._others
+        }
+        others[INDEX_NAME] = write_file(place.files / INDEX_NAME, iter([self._index]))
+        manifest = describe(self._files, checksums, others).encode()
+        write_file(place.files / MANIFEST_NAME, iter([manifest]))
+        with SafetensorsStore(place.files) as packed:
+            if packed.layout != self._source.layout:
+                raise FormatError(
+                    f"{place.files}: its experts are not read like those of {self._source.path}; "
+                    "this is a fault of moecache, please report it"
+                )
+        return resumed
+
+    @cached_property
+    def _units(self) -> list[Unit]:
+        return [unit for file in self._files for unit in file.units]
+
+    @cached_property
+    def _index(self) -> bytes:
+        # Padding is not in it: readers that go by the index never see it.
+        weight_map = {name: file.name for file in self._files for name in file.tensor_names}
+        size = sum(file.tensor_bytes for file in self._files)
+        document = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        return json.dumps(document, indent=1).encode() + b"\n"
+
+    def _resume(self, place: Place, journal: Journal) -> list[str]:
+        """Return the checksums of the units that are on the disk, and remove all else."""
+        checksums = journal.load(self._units)
+        if checksums is None:
+            if place.files.exists():
+                shutil.rmtree(place.files)
+            checksums = []
+        place.files.mkdir(exist_ok=True)
+        del checksums[self._count_intact(place, checksums) :]
+        kept = list(zip(self._units, checksums, strict=False))
+        for file in self._files:
+            path = place.files / file.name
+            path.touch()
+            os.truncate(
+                path, max((unit.end for unit, _ in kept if unit.file == file.name), default=0)
+            )
+        names = {file.name for file in self._files}
+        for path in place.files.iterdir():
+            if path.name not in names:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        sync_directory(place.files)
+        return checksums
+
+    def _count_intact(self, place: Place, checksums: list[str]) -> int:
+        """Return how many of the noted units, from the first on, are what they should be."""
+        sizes = {}
+        for file in self._files:
+            path = place.files / file.name
+            sizes[file.name] = path.stat().st_size if path.exists() else 0
+        noted = list(zip(self._units, checksums, strict=False))
+        long_enough = list(
+            itertools.takewhile(lambda pair: pair[0].end <= sizes[pair[0].file], noted)
+        )
+        num_intact = len(long_enough)
+        if long_enough and not _is_intact(place, *long_enough[-1]):
+            # If the last is wrong, nothing can be taken for granted.
+            num_intact = sum(
+                1 for _ in itertools.takewhile(lambda p: _is_intact(place, *p), long_enough)
+            )
+        if num_intact < len(noted):
+            unit = noted[num_intact][0]
+            logger.warning(
+                "pack.damaged file=%s unit=%s: differs from the journal; written again from there",
+                place.files / unit.file,
+                unit.name,
+            )
+        return num_intact
+
+    def _write_units(
+        self, place: Place, journal: Journal, checksums: list[str], copied: Copied
+    ) -> None:
+        left = self._units[len(checksums) :]
+        for file, units in itertools.groupby(left, lambda unit: unit.file):
+            with PackedFile(place.files / file) as packed:
+                for unit in units:
+                    checksum = packed.write(unit, self._source, copied)
+                    self._source.check_unchanged(f"{unit.name}, byte {unit.offset} of {file},")
+                    journal.add(unit, checksum)
+                    checksums.append(checksum)
+
+
+def _is_intact(place: Place, unit: Unit, checksum: str) -> bool:
+    found = hash_range(place.files / unit.file, unit.offset, unit.nbytes, lambda _: None)
+    return found == checksum

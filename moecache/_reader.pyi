@@ -1,11 +1,11 @@
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, final
+from typing import Any, Self, TypeAlias, final
 
 import numpy as np
 
 # (file number, offset, ((role, start, stop), ...))
-_Run = tuple[int, int, tuple[tuple[str, int, int], ...]]
-_Load = tuple[Any, Sequence[_Run], Mapping[str, np.ndarray]]
+_Run: TypeAlias = tuple[int, int, tuple[tuple[str, int, int], ...]]
+_Load: TypeAlias = tuple[Any, Sequence[_Run], Mapping[str, np.ndarray]]
 
 ENGINES: tuple[str, ...]
 FAULTS: tuple[str, ...]
@@ -54,7 +54,7 @@ class Reader:
     @property
     def bytes_copied(self) -> int: ...
     def tune(self, *, depth: int, piece_bytes: int, staging_bytes: int) -> None: ...
-    def submit(self, loads: Sequence[_Load]) -> None: ...
+    def submit(self, loads: list[_Load]) -> None: ...
     def wait(self, seen: int) -> bool: ...
     def poll(self) -> bool: ...
     def take(self, found: list[Any]) -> None: ...

@@ -44,6 +44,7 @@ cdef extern from "_reader.h" nogil:
     int64_t mc_faulty(int64_t result, size_t asked)
     void mc_inject(int kind, int error, int64_t skip, int64_t times, int refuse_ring)
     bint mc_has_faults()
+    int close(int descriptor)
     int mc_ring_open(mc_ring *ring, unsigned num_entries)
     void mc_ring_close(mc_ring *ring)
     bint mc_ring_is_full(const mc_ring *ring)
@@ -200,6 +201,7 @@ cdef class Reader:
     cdef int _num_pending
     cdef int _in_flight
     cdef int _num_waiting
+    cdef int _num_inside
     cdef bint _reaping
     cdef bint _closed
     cdef bint _stuck
@@ -253,25 +255,16 @@ cdef class Reader:
         self.tune(depth=depth, piece_bytes=piece_bytes, staging_bytes=staging_bytes)
 
     def __dealloc__(self):
-        cdef int i
         if not self._initialised:
             return
         if self._process != os.getpid():
             # The ring, the locks and what is in flight are the parent's.
             return
-        if not self._closed:
-            with nogil:
-                self._close(2_000_000_000)
+        with nogil:
+            self._close(2_000_000_000)
         if self._stuck:
             # A read that never returns may still write: nothing it uses is given back.
             return
-        mc_ring_close(&self._ring)
-        mc_unmap_buffers(self._staging, self.staging_bytes + SINK)
-        free(self._free_buffers)
-        if self._files != NULL:
-            for i in range(self._num_files):
-                if self._files[i].direct >= 0:
-                    os.close(self._files[i].direct)
         free(self._files)
         pthread_mutex_destroy(&self._mutex)
         pthread_cond_destroy(&self._done)
@@ -335,17 +328,17 @@ cdef class Reader:
             free_buffers[i] = num_buffers - 1 - i
         self.depth, self.piece_bytes = depth, piece_bytes
 
-    def submit(self, loads):
+    def submit(self, list loads not None):
         """Begin to read; returns as soon as the kernel has the first of it.
 
         Parameters
         ----------
-        loads : sequence of (owner, runs, parts)
-            `owner` is what `take` gives back. `runs` are (file number, offset,
-            ((role, start, stop), ...)): the file's bytes from `offset` on are
-            those of the roles' parts, one after the other. `parts` maps each role
-            to a C-contiguous writable ndarray of any dtype, which is kept alive
-            and must not be touched until then.
+        loads : list of (owner, runs, parts)
+            Emptied once all is begun, and not before. `owner` is what `take` gives
+            back. `runs` are (file number, offset, ((role, start, stop), ...)): the
+            file's bytes from `offset` on are those of the roles' parts, one after
+            the other. `parts` maps each role to a C-contiguous writable ndarray of
+            any dtype, which is kept alive and must not be touched until then.
 
         Raises
         ------
@@ -357,8 +350,6 @@ cdef class Reader:
         cdef Py_ssize_t num_loads = len(loads), num_ranges = 0, i
         if num_loads == 0:
             return
-        if self._closed:
-            raise ValueError("the reader is closed")
         for _, runs, _ in loads:
             for _, _, spans in runs:
                 num_ranges += len(spans)
@@ -367,7 +358,6 @@ cdef class Reader:
         cdef Piece *first = NULL
         cdef Py_ssize_t used = 0
         cdef bint begun = False
-        cdef bint idle
         try:
             if ranges == NULL or heads == NULL:
                 raise MemoryError("no memory for reads")
@@ -383,26 +373,21 @@ cdef class Reader:
                 self._next_token += 1
                 heads[i].token = self._next_token
                 self._held[heads[i].token] = (loads[i][0], loads[i][2])
-            begun = True
             with nogil:
                 pthread_mutex_lock(&self._mutex)
-                idle = self._in_flight == 0 and self._num_pending == 0
-                if first != NULL and idle:
-                    self._busy_since = mc_clock_ns()
-                for i in range(num_loads):
-                    if heads[i].num_missing == 0:  # experts of no bytes
-                        self._finish(heads[i])
-                self._append(first)
-                self._issue()
-                if self._num_pending:
-                    pthread_cond_broadcast(&self._work)
+                if not self._closed:
+                    begun = True
+                    self._begin(heads, num_loads, first)
                 pthread_mutex_unlock(&self._mutex)
-                if self._uses_ring:
-                    # What the kernel does not take now is handed over by whoever waits.
-                    mc_ring_enter(&self._ring, False, 0)
+            if not begun:
+                self._free_pieces(&first)
+                raise ValueError("the reader is closed")
+            loads.clear()
         finally:
             if not begun and heads != NULL:
                 for i in range(num_loads):
+                    if heads[i] != NULL:
+                        self._held.pop(heads[i].token, None)
                     free(heads[i])
             free(ranges)
             free(heads)
@@ -421,7 +406,9 @@ cdef class Reader:
         PyErr_CheckSignals()
         with nogil:
             pthread_mutex_lock(&self._mutex)
+            self._num_inside += 1
             self._work_until(seen, mc_clock_ns() + TICK_NS)
+            self._num_inside -= 1
             found = self._finished != NULL
             pthread_mutex_unlock(&self._mutex)
         PyErr_CheckSignals()
@@ -435,7 +422,10 @@ cdef class Reader:
                 return False
         with nogil:
             pthread_mutex_lock(&self._mutex)
-            self._take_in()
+            if not self._closed:
+                self._num_inside += 1
+                self._take_in()
+                self._num_inside -= 1
             found = self._finished != NULL
             pthread_mutex_unlock(&self._mutex)
         return found
@@ -464,18 +454,15 @@ cdef class Reader:
 
     def announce(self):
         """Make every `wait` return: something happened that others wait for."""
-        cdef bint wake
         with nogil:
             pthread_mutex_lock(&self._mutex)
             self._epoch += 1
             pthread_cond_broadcast(&self._done)
-            # One of them may wait in the kernel.
-            wake = self._reaping and not mc_ring_is_full(&self._ring)
-            if wake:
+            if self._reaping and not self._closed and not mc_ring_is_full(&self._ring):
+                # One of them waits in the kernel.
                 mc_ring_push_nothing(&self._ring)
+                self._hand_over()
             pthread_mutex_unlock(&self._mutex)
-            if wake:
-                mc_ring_enter(&self._ring, False, 0)
 
     def serve(self):
         """Read until `close`: what a thread does that takes part without waiting for a load.
@@ -484,11 +471,13 @@ cdef class Reader:
         """
         with nogil:
             pthread_mutex_lock(&self._mutex)
+            self._num_inside += 1
             while not self._closed:
                 if self._num_pending == 0 or (self._uses_ring and self._reaping):
                     mc_wait(&self._work, &self._mutex, TICK_NS)
                 else:
                     self._step(mc_clock_ns() + TICK_NS)
+            self._num_inside -= 1
             pthread_mutex_unlock(&self._mutex)
 
     def close(self, double timeout_s=2.0):
@@ -703,6 +692,20 @@ cdef class Reader:
 
     # The queue. Everything below runs under the mutex and without the GIL.
 
+    cdef void _begin(self, Load **loads, Py_ssize_t count, Piece *pieces) noexcept nogil:
+        cdef Py_ssize_t i
+        if pieces != NULL and self._in_flight == 0 and self._num_pending == 0:
+            self._busy_since = mc_clock_ns()
+        for i in range(count):
+            if loads[i].num_missing == 0:  # experts of no bytes
+                self._finish(loads[i])
+        self._append(pieces)
+        self._issue()
+        if self._num_pending:
+            pthread_cond_broadcast(&self._work)
+        # What the kernel does not take now is handed over by whoever waits.
+        self._hand_over()
+
     cdef void _append(self, Piece *chain) noexcept nogil:
         self._pending_end[0] = chain
         while self._pending_end[0] != NULL:
@@ -720,7 +723,6 @@ cdef class Reader:
     cdef Piece *_next_piece(self) noexcept nogil:
         """Take the next piece that can be read now, or NULL."""
         cdef Piece *piece = self._pending
-        cdef size_t done
         cdef int i
         if piece == NULL:
             return NULL
@@ -924,6 +926,7 @@ cdef class Reader:
         if self._take_in():
             return True
         if self._reaping or self._in_flight == 0:
+            # Another thread waits in the kernel, or has the last reads in its hands.
             mc_wait(&self._done, &self._mutex, timeout)
             return True
         self._reaping = True
@@ -940,13 +943,20 @@ cdef class Reader:
 
     cdef bint _take_in(self) noexcept nogil:
         """Reap what the ring has, and use at once what that frees."""
-        cdef bint found = self._reap()
+        cdef bint found = self._uses_ring and self._reap()
         self._issue()
-        if mc_ring_waiting(&self._ring):
-            pthread_mutex_unlock(&self._mutex)
-            mc_ring_enter(&self._ring, False, 0)
-            pthread_mutex_lock(&self._mutex)
+        self._hand_over()
         return found
+
+    cdef void _hand_over(self) noexcept nogil:
+        """Give the kernel what was pushed; gives the mutex up meanwhile."""
+        if not self._uses_ring or not mc_ring_waiting(&self._ring):
+            return
+        self._num_inside += 1
+        pthread_mutex_unlock(&self._mutex)
+        mc_ring_enter(&self._ring, False, 0)
+        pthread_mutex_lock(&self._mutex)
+        self._num_inside -= 1
 
     cdef void _close(self, int64_t timeout_ns) noexcept nogil:
         cdef int64_t deadline = mc_clock_ns() + timeout_ns
@@ -954,6 +964,9 @@ cdef class Reader:
         cdef Load *load
         cdef int i
         pthread_mutex_lock(&self._mutex)
+        if self._closed and not self._stuck:
+            pthread_mutex_unlock(&self._mutex)
+            return
         self._closed = True
         while self._pending != NULL:
             piece = self._pending
@@ -972,15 +985,25 @@ cdef class Reader:
         self._num_pending = 0
         pthread_cond_broadcast(&self._work)
         pthread_cond_broadcast(&self._done)
-        while self._in_flight > 0 and mc_clock_ns() < deadline:
-            self._step(min(deadline, mc_clock_ns() + TICK_NS))
-        self._stuck = self._in_flight > 0
-        while not self._stuck and self._finished != NULL:
-            load = self._finished
-            self._finished = load.next
-            free(load)
+        # Those inside leave at the next tick at the latest.
+        while self._in_flight + self._num_inside > 0 and mc_clock_ns() < deadline:
+            self._step(min(deadline, mc_clock_ns() + TICK_NS // 10))
+        self._stuck = self._in_flight + self._num_inside > 0
         if not self._stuck:
+            while self._finished != NULL:
+                load = self._finished
+                self._finished = load.next
+                free(load)
             self._finished_end = &self._finished
+            mc_ring_close(&self._ring)
+            mc_unmap_buffers(self._staging, self.staging_bytes + SINK)
+            self._staging = NULL
+            free(self._free_buffers)
+            self._free_buffers = NULL
+            for i in range(self._num_files):
+                if self._files != NULL and self._files[i].direct >= 0:
+                    close(self._files[i].direct)
+                    self._files[i].direct = -1
         pthread_mutex_unlock(&self._mutex)
 
 

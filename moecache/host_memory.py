@@ -29,6 +29,15 @@ def free_host_bytes() -> int:
     return min([available, *(group.room_bytes for group in cgroup_limits())])
 
 
+def tightest_limit() -> "CgroupLimit | None":
+    """Return the cgroup whose room is less than the machine's available memory, if one is."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    tightest = min(cgroup_limits(), key=lambda group: group.room_bytes, default=None)
+    return tightest if tightest is not None and tightest.room_bytes < available else None
+
+
 @dataclass(frozen=True)
 class CgroupLimit:
     """A memory cgroup that limits this process.
@@ -38,10 +47,13 @@ class CgroupLimit:
     limit_bytes : int
     room_bytes : int
         What its limit leaves: page cache counts as free. Never negative.
+    path : str
+        Its directory.
     """
 
     limit_bytes: int
     room_bytes: int
+    path: str = ""
 
 
 def cgroup_limits(proc: Path = Path("/proc")) -> list[CgroupLimit]:
@@ -117,7 +129,7 @@ def _group_limit(group: Path, unified: bool) -> CgroupLimit | None:
         reclaimable = sum(int(stat.get(name, 0)) for name in names)
     except (OSError, ValueError):
         reclaimable = 0
-    return CgroupLimit(min(limits), max(0, min(limits) - usage + reclaimable))
+    return CgroupLimit(min(limits), max(0, min(limits) - usage + reclaimable), str(group))
 
 
 def _read_bytes(path: Path) -> int | None:

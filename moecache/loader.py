@@ -1,39 +1,26 @@
-"""SlotLoader: the threads that fill slots from the store."""
+"""SlotLoader: slots claimed in the cache, and the loads that fill them."""
 
 import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from queue import Empty, SimpleQueue
 
 import numpy as np
 
 from moecache._cache import ExpertCache
-from moecache.errors import CapacityError, MoeCacheError
+from moecache._reader import Reader
+from moecache.errors import CapacityError, ConfigError, MoeCacheError
+from moecache.fetch import Fetch, Load, StoreFetch
+from moecache.reader_fetch import ReaderFetch
 from moecache.slots.base import SlotPool
-from moecache.stores.base import ExpertStore
+from moecache.stores.base import ExpertStore, FileStore
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
 MAX_LOGGED_CAUSES = 100
-
-
-class Load:
-    """One expert on its way into one slot."""
-
-    __slots__ = ("error", "expert", "layer", "orphaned", "slot", "staged", "waiting")
-
-    def __init__(self, layer: int, expert: int, slot: int, *, staged: bool = False) -> None:
-        self.layer = layer
-        self.expert = expert
-        self.slot = slot
-        self.staged = staged
-        self.orphaned = False  # staged, and nobody waits for it any more
-        self.waiting: list[SimpleQueue[Load]] = []
-        self.error: BaseException | None = None
 
 
 class Discard:
@@ -55,7 +42,7 @@ class Discard:
 
 
 class SlotLoader:
-    """Fill slots from a store, in threads of its own and in callers that wait.
+    """Fill slots from a store.
 
     Ties cache, pool and store together: a claim in the cache and the load that
     fills it are made under one lock, so that a step which joins a claim always
@@ -69,19 +56,30 @@ class SlotLoader:
     cache : ExpertCache
     num_threads : int
         0: only callers that wait for experts read them.
+    reader : Reader, optional
+        Reads the store's files, many experts at once; closed with this. Without
+        one, `store.read_into` reads one expert at a time in each thread.
+
+    Raises
+    ------
+    ConfigError
+        If there is a reader, but the store does not say where experts lie.
     """
 
     def __init__(
-        self, store: ExpertStore, pool: SlotPool, cache: ExpertCache, num_threads: int
+        self,
+        store: ExpertStore,
+        pool: SlotPool,
+        cache: ExpertCache,
+        num_threads: int,
+        reader: Reader | None = None,
     ) -> None:
         self._store = store
         self._pool = pool
         self._cache = cache
         self._lock = threading.Lock()
         self._discards: SimpleQueue[Discard] = SimpleQueue()
-        self._work = threading.Condition(self._lock)
         self._unstaged = threading.Condition(self._lock)
-        self._queue: deque[Load] = deque()
         self._loads: dict[int, Load] = {}
         self._staging = list(range(cache.capacity, pool.num_slots))
         self._stagers: dict[int, int] = {}  # staging slot in use -> thread, 0 for an orphan
@@ -93,16 +91,13 @@ class SlotLoader:
         self.num_reads = 0
         self.num_failed_reads = 0
         self.bytes_read = 0
-        self._threads = [
-            threading.Thread(target=self._work_loop, name=f"moecache-loader-{index}", daemon=True)
-            for index in range(num_threads)
-        ]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except RuntimeError:  # the system has no more threads
-            self.close()
-            raise
+        self._fetch: Fetch
+        if reader is None:
+            self._fetch = StoreFetch(store, pool, self._lock, self._finish, num_threads)
+        elif isinstance(store, FileStore):
+            self._fetch = ReaderFetch(reader, store, pool, self._lock, self._finish, num_threads)
+        else:
+            raise ConfigError(f"a {type(store).__name__} has no files that a reader could read")
 
     def acquire(
         self,
@@ -124,6 +119,7 @@ class SlotLoader:
         bypassed : list of int
             Experts that `share` left without a slot: to be staged.
         """
+        self.look()
         try:
             with self._lock:
                 self._check_open()
@@ -150,10 +146,10 @@ class SlotLoader:
                 except BaseException:
                     self._roll_back(slots, misses[:count], joined, arrived)
                     raise
-                self._work.notify(len(claimed))
-                return claimed + joined, bypassed
         finally:
             self._drain_if_free()
+        self._begin()
+        return claimed + joined, bypassed
 
     def release(self, slots: np.ndarray) -> None:
         """End the leases on slots of the cache, once computations that use them are issued."""
@@ -179,35 +175,27 @@ class SlotLoader:
         CapacityError
             If waiting could last for ever: an unfinished step of this thread holds some.
         """
-        self._check_open()
-        with self._lock:
-            while wait and not self._staging:
-                if self.num_staging == 0:
-                    raise CapacityError(
-                        f"layer {layer} finds every slot in use and there are no staging slots; "
-                        "try again, or open with more memory"
-                    )
-                # Whoever holds some and waits for more could wait for another who does.
-                mine = list(self._stagers.values()).count(threading.get_ident())
-                if mine:
-                    raise CapacityError(
-                        f"layer {layer} needs a staging slot, but all {self.num_staging} are in "
-                        f"use, {mine} of them by an unfinished step of this thread; finish its "
-                        "waves first"
-                    )
-                # Waiting gives the lock up without looking at discards: look again.
-                self._unstaged.wait(0.05)
-                self._drain()
+        loads: list[Load] = []
+        while True:
+            with self._lock:
                 self._check_open()
-            loads = []
-            for expert in experts[: len(self._staging)]:
-                slot = self._staging.pop()
-                self._stagers[slot] = threading.get_ident()
-                load = Load(layer, expert, slot, staged=True)
-                load.waiting.append(arrived)
-                self._submit(load)
-                loads.append(load)
-            self._work.notify(len(loads))
+                # Waiting gives the lock up without looking at discards: look again.
+                self._drain()
+                if self._staging or not wait:
+                    for expert in experts[: len(self._staging)]:
+                        slot = self._staging.pop()
+                        self._stagers[slot] = threading.get_ident()
+                        load = Load(layer, expert, slot, staged=True)
+                        load.waiting.append(arrived)
+                        self._submit(load)
+                        loads.append(load)
+                    break
+                self._check_staging(layer)
+                if not self._fetch.needs_callers:
+                    self._unstaged.wait(0.05)
+                    continue
+            self._fetch.help()
+        self._begin()
         return loads
 
     def unstage(self, slots: Sequence[int]) -> None:
@@ -220,32 +208,16 @@ class SlotLoader:
                 self._return_staging(slot)
         self._drain_if_free()
 
-    def wait(self, arrived: "SimpleQueue[Load]") -> Load:
-        """Return the next load that is done, reading queued ones meanwhile.
+    def look(self) -> None:
+        """Take in what has arrived, without waiting."""
+        if os.getpid() == self._process:
+            self._fetch.look()
 
-        The caller has nothing better to do: reading itself spares it the hop to
-        another thread, and needs none if there are none.
-        """
+    def wait(self, arrived: "SimpleQueue[Load]") -> Load:
+        """Return the next load that is done, taking part in the reading meanwhile."""
         if os.getpid() != self._process:
             raise MoeCacheError("this runtime is the parent process's; open one in the child")
-        while True:
-            try:
-                return arrived.get_nowait()
-            except Empty:
-                pass
-            load = None
-            try:
-                with self._lock:
-                    load = self._queue.popleft() if self._queue else None
-                if load is None:
-                    return arrived.get()
-                self._fill(load)
-            except BaseException:
-                # An interrupt between taking the load and filling it: others may wait.
-                if load is not None and self._loads.get(load.slot) is load:
-                    self._interrupted(load)
-                    self._finish(load)
-                raise
+        return self._fetch.wait(arrived)
 
     def discard(self, given_back: Discard) -> None:
         """Take back what a step has no more use for, now or as soon as the lock is free.
@@ -268,23 +240,33 @@ class SlotLoader:
             if self._closed:
                 return
             self._closed = True
-            dropped = list(self._queue)
-            self._queue.clear()
+            dropped = self._fetch.remove_all()
             for load in dropped:
                 load.error = MoeCacheError("the runtime was closed")
                 self._retire(load, filled=False)
-            self._work.notify_all()
             self._unstaged.notify_all()
         for load in dropped:
             for arrived in load.waiting:
                 arrived.put(load)
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        started = [thread for thread in self._threads if thread.ident is not None]
-        for thread in started:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        num_stuck = sum(thread.is_alive() for thread in started)
+        num_stuck = self._fetch.close(CLOSE_TIMEOUT_S)
         if num_stuck:
-            logger.warning("loader.stuck threads=%d reads do not return", num_stuck)
+            logger.warning("loader.stuck reads=%d do not return", num_stuck)
+
+    def _check_staging(self, layer: int) -> None:
+        """Raise CapacityError if waiting for a staging slot could last for ever."""
+        if self.num_staging == 0:
+            raise CapacityError(
+                f"layer {layer} finds every slot in use and there are no staging slots; "
+                "try again, or open with more memory"
+            )
+        # Whoever holds some and waits for more could wait for another who does.
+        mine = list(self._stagers.values()).count(threading.get_ident())
+        if mine:
+            raise CapacityError(
+                f"layer {layer} needs a staging slot, but all {self.num_staging} are in "
+                f"use, {mine} of them by an unfinished step of this thread; finish its "
+                "waves first"
+            )
 
     def _plan(
         self,
@@ -325,16 +307,24 @@ class SlotLoader:
         for position in misses.tolist():
             if position >= 0 and slots[position] >= 0:
                 dropped = self._loads.pop(int(slots[position]), None)
-                if dropped is not None and dropped in self._queue:
-                    self._queue.remove(dropped)
+                if dropped is not None:
+                    self._fetch.remove(dropped)
                 self._cache.abandon(int(slots[position]))
         self._cache.release(slots)
         # The caller gives back what stands there.
         slots[:] = -1
 
+    def _begin(self) -> None:
+        if not self._fetch.begins_by_reading:
+            self._fetch.begin()
+            return
+        started = time.perf_counter_ns()
+        self._fetch.begin()
+        self._cache.profiler.record_miss_stall(time.perf_counter_ns() - started)
+
     def _submit(self, load: Load) -> None:
         self._loads[load.slot] = load
-        self._queue.append(load)
+        self._fetch.add(load)
 
     def _retire(self, load: Load, *, filled: bool) -> None:
         del self._loads[load.slot]
@@ -349,6 +339,7 @@ class SlotLoader:
         if self._stagers.pop(slot, None) is not None:
             self._staging.append(slot)
             self._unstaged.notify()
+            self._fetch.announce()
 
     def _drain_if_free(self) -> None:
         # Called after every section that held the lock: who finds it taken
@@ -381,8 +372,7 @@ class SlotLoader:
                 self._return_staging(load.slot)
             return
         load.waiting.remove(arrived)
-        if load in self._queue and not load.waiting:
-            self._queue.remove(load)
+        if not load.waiting and self._fetch.remove(load):
             self._retire(load, filled=False)
             if load.staged:
                 self._return_staging(load.slot)
@@ -390,43 +380,11 @@ class SlotLoader:
             load.orphaned = True
             self._stagers[load.slot] = 0
 
-    def _work_loop(self) -> None:
-        while True:
-            with self._lock:
-                while not self._queue and not self._closed:
-                    self._work.wait()
-                if self._closed:
-                    return
-                load = self._queue.popleft()
-            try:
-                self._fill(load)
-            except BaseException:
-                logger.exception("loader.interrupted expert=%d layer=%d", load.expert, load.layer)
-            # Not kept alive until the next one comes.
-            del load
-
-    def _fill(self, load: Load) -> None:
-        try:
-            parts = self._pool.buffers(load.slot, load.layer)
-            self._store.read_into(load.layer, load.expert, parts)
-            self._pool.wait(self._pool.upload(load.slot, load.layer, parts))
-        except Exception as error:  # noqa: BLE001 - a waiting step raises it
-            # Without its frames: they hold this load, a cycle with the slot's arrays in it.
-            load.error = error.with_traceback(None)
-        except BaseException:
-            # Ctrl-C or exit belongs to this thread, and not to steps that wait for the load.
-            self._interrupted(load)
-            raise
-        finally:
-            self._finish(load)
-
-    def _interrupted(self, load: Load) -> None:
-        load.error = MoeCacheError(
-            f"reading expert {load.expert} of layer {load.layer} was interrupted; call again"
-        )
-
     def _finish(self, load: Load) -> None:
         with self._lock:
+            if load.done:
+                return
+            load.done = True
             if load.error is None:
                 self.num_reads += 1
                 self.bytes_read += self._store.layout.expert_bytes(load.layer)

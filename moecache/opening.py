@@ -8,28 +8,46 @@ import numpy.typing as npt
 
 from moecache._cache import ExpertCache
 from moecache._prefault import PAGE_SIZE
+from moecache._reader import Reader
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
+from moecache.headroom import check_fits, headroom
 from moecache.host_memory import free_host_bytes
 from moecache.layout import ExpertLayout
 from moecache.prefault import BackgroundSweep, Region, warm
+from moecache.reading import (
+    STAGING_BYTES,
+    DiskSpeed,
+    apply,
+    calibrate,
+    disk_of,
+    load_profile,
+    open_reader,
+    save_profile,
+)
 from moecache.runtime import ExpertRuntime
 from moecache.settings import (
     DEFAULT_LOADER_THREADS,
     DEFAULT_POLICY,
     DEFAULT_PREFAULT,
+    DEFAULT_READ,
     DEFAULT_SCOPE,
+    READ_MODES,
     Settings,
     parse_prefault,
 )
 from moecache.sizing import RESERVE_BYTES, SizingPlan, plan
 from moecache.slots import HostSlots
-from moecache.stores import open_store
+from moecache.stores import SafetensorsStore, open_store
 from moecache.sweep import Progress
-from moecache.units import format_bytes, parse_budget
+from moecache.units import format_bytes, parse_budget, parse_bytes
 
 logger = logging.getLogger(__name__)
 
 MAX_STAGING_SLOTS = 8
+# Without io_uring there are as many direct reads in flight as threads.
+DIRECT_THREADS = 8
+# What was found out about disks, by device.
+_disks: dict[str, DiskSpeed] = {}
 
 
 def open(  # noqa: A001 - called as moecache.open
@@ -42,6 +60,10 @@ def open(  # noqa: A001 - called as moecache.open
     scope: str | None = None,
     dtype: npt.DTypeLike | None = None,
     top_k: int | None = None,
+    read: str | None = None,
+    reserve: int | str | None = None,
+    lock: bool | None = None,
+    profile: str | os.PathLike[str] | None = None,
     loader_threads: int | None = None,
     prefault: str | None = None,
     progress: Progress | None = None,
@@ -55,7 +77,7 @@ def open(  # noqa: A001 - called as moecache.open
     memory : int or str, optional
         Bytes for all slots, such as "4GiB", or a share of the experts' own
         bytes, such as "25%". By default MOECACHE_MEMORY, else what is free less
-        512 MiB.
+        `reserve`.
     device : {"cpu"}, default "cpu"
         Where the slots are.
     slots : int, optional
@@ -69,16 +91,33 @@ def open(  # noqa: A001 - called as moecache.open
         file holds.
     top_k : int, optional
         Experts per token, if config.json does not say.
+    read : {"auto", "direct", "buffered", "mmap"}, optional
+        How experts are read: around the page cache (for models larger than
+        memory: nothing is in memory twice), through it, or copied from the mapped
+        file. "auto": through the page cache if all experts fit into the memory
+        that slots, trunk and KV cache leave; else direct. By default
+        MOECACHE_READ, else "auto".
+    reserve : int or str, optional
+        What a plan without `memory` leaves free. By default MOECACHE_RESERVE,
+        else 512 MiB, the bytes of all other tensors, and a KV cache of up to
+        4,096 tokens. Say less if those are in memory already.
+    lock : bool, optional
+        Keep the slots from being swapped out (mlock). By default MOECACHE_LOCK,
+        else False.
+    profile : str or Path, optional
+        A JSON file that keeps what is found out about the disk, so that the next
+        start need not measure it. By default MOECACHE_PROFILE, else none.
     loader_threads : int, optional
-        Threads that read. By default MOECACHE_LOADER_THREADS, else 2.
+        Threads that read. By default MOECACHE_LOADER_THREADS, else 2; where
+        direct reads find no io_uring, 8.
     prefault : {"auto", "background", "off", "force"}, optional
         Back the slots with memory, and bring the experts' part of the file into
         the page cache, so that no request waits for page faults. "force": all of
         it, before this returns. "background": as much of the file as fits beside
         the slots, while the host goes on; `runtime.prefault` says how far it is.
         "auto": all of it before this returns if every expert has a slot and it
-        fits, else as "background". By default MOECACHE_PREFAULT, else "auto". It
-        never makes `open` fail.
+        fits, else as "background". Of the file nothing, if reads are direct. By
+        default MOECACHE_PREFAULT, else "auto". It never makes `open` fail.
     progress : callable (done_bytes, total_bytes), optional
         Called some ten times a second while that goes on.
 
@@ -92,28 +131,31 @@ def open(  # noqa: A001 - called as moecache.open
     ConfigError
         If an argument cannot be used.
     CapacityError
-        If the memory does not hold a slot and a staging slot.
+        If the memory does not hold a slot and a staging slot, if the slots would
+        not fit into what is free, or cannot be locked.
     StoreError
         If the checkpoint cannot be read, or has no experts.
     """
     settings = Settings.from_environ()
-    if device != "cpu":
-        raise ConfigError(f'device {device!r} is not supported; the only one so far is "cpu"')
-    if slots is not None and memory is not None:
-        raise ConfigError("give either memory or slots, not both")
-    for name, value in (("slots", slots), ("loader_threads", loader_threads), ("top_k", top_k)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ConfigError(f"{name} must be a whole number, got {value!r}")
-    if progress is not None and not callable(progress):
-        raise ConfigError(f"progress must be callable, got {progress!r}")
-    threads = _first(loader_threads, settings.loader_threads, DEFAULT_LOADER_THREADS)
-    store = open_store(path, top_k=top_k)
+    _check_arguments(device, slots, memory, loader_threads, top_k, progress)
+    way = _first(read, settings.read, DEFAULT_READ)
+    if way not in READ_MODES:
+        raise ConfigError(f"read {way!r} is not one of {', '.join(READ_MODES)}")
+    store = open_store(path, top_k=top_k, mapped=way == "mmap")
+    reader: Reader | None = None
     try:
         layout = store.layout
         if layout.total_experts == 0:
             raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")
+        room = headroom(store.trunk_bytes, store.config, staging_bytes=STAGING_BYTES)
         if slots is None:
-            planned, staging = plan_slots(layout, _first(memory, settings.memory), dtype)
+            left = _first(reserve, settings.reserve)
+            planned, staging = plan_slots(
+                layout,
+                _first(memory, settings.memory),
+                dtype,
+                reserve_bytes=room.nbytes if left is None else parse_bytes(left),
+            )
             capacity = planned.slots
             logger.info("runtime.planned %s", planned.describe())
         else:
@@ -121,6 +163,17 @@ def open(  # noqa: A001 - called as moecache.open
                 raise ConfigError(f"slots must be at least 1, got {slots}")
             capacity = min(slots, layout.total_experts)
             staging = 0 if capacity == layout.total_experts else _staging_slots(layout, capacity)
+        slots_bytes = (capacity + staging) * HostSlots.bytes_per_slot(layout, dtype)
+        beside = slots_bytes + room.trunk_bytes + room.kv_cache_bytes + room.spare_bytes
+        if way == "auto":
+            fits = free_host_bytes() - beside >= layout.total_bytes
+            way = "buffered" if fits else "direct"
+        if way != "mmap":
+            # A request's reads are no larger than the slots they go to.
+            reader = open_reader(
+                store, direct=way == "direct", staging_bytes=min(STAGING_BYTES, slots_bytes)
+            )
+        check_fits(slots_bytes, 0 if reader is None else reader.staging_bytes)
         cache = ExpertCache(
             layout.num_layers,
             layout.num_experts,
@@ -129,15 +182,33 @@ def open(  # noqa: A001 - called as moecache.open
             scope=_first(scope, settings.scope, DEFAULT_SCOPE),
         )
         pool = HostSlots(layout, capacity + staging, dtype=dtype)
+        if _first(lock, settings.lock, False):
+            pool.lock()
+        alone = reader is not None and reader.direct and reader.engine == "threads"
         runtime = ExpertRuntime(
-            store, pool, cache, loader_threads=threads, expert_stats=settings.expert_stats
+            store,
+            pool,
+            cache,
+            loader_threads=_first(
+                loader_threads,
+                settings.loader_threads,
+                DIRECT_THREADS if alone else DEFAULT_LOADER_THREADS,
+            ),
+            expert_stats=settings.expert_stats,
+            reader=reader,
         )
     except BaseException:
+        if reader is not None:
+            reader.close()
         store.close()
         raise
     try:
+        if reader is not None and reader.direct:
+            _measure_disk(runtime, reader, store, pool, _first(profile, settings.profile))
         mode = parse_prefault(_first(prefault, settings.prefault, DEFAULT_PREFAULT))
-        runtime.prefault = _start_prefault(runtime, mode, pool, progress)
+        runtime.prefault = _start_prefault(
+            runtime, mode, pool, progress, file=reader is None or not reader.direct
+        )
     except BaseException:
         runtime.close()
         raise
@@ -145,7 +216,11 @@ def open(  # noqa: A001 - called as moecache.open
 
 
 def plan_slots(
-    layout: ExpertLayout, memory: int | str | None, dtype: npt.DTypeLike | None
+    layout: ExpertLayout,
+    memory: int | str | None,
+    dtype: npt.DTypeLike | None,
+    *,
+    reserve_bytes: int = RESERVE_BYTES,
 ) -> tuple[SizingPlan, int]:
     """Return the plan of `open` for a memory budget, and its staging slots.
 
@@ -158,7 +233,7 @@ def plan_slots(
     if slot_bytes == 0:
         raise ConfigError("the experts have no weights: every role is of size 0")
     if memory is None:
-        free, reserve = free_host_bytes(), RESERVE_BYTES
+        free, reserve = free_host_bytes(), reserve_bytes
     else:
         free, reserve = parse_budget(memory, layout.total_experts * slot_bytes), 0
     staging = _staging_slots(layout, max(0, free - reserve) // slot_bytes)
@@ -170,7 +245,8 @@ def plan_slots(
             raise CapacityError(
                 f"{format_bytes(free)} are free, of which {format_bytes(reserve)} stay reserved: "
                 f"too little for one expert of {format_bytes(slot_bytes)} and {staging} for "
-                "staging; free some memory, or say how much to use with memory="
+                "staging; free some memory, reserve less with reserve=, or say how much to use "
+                "with memory="
             )
         need = format_bytes((1 + staging) * slot_bytes)
         raise CapacityError(
@@ -180,15 +256,64 @@ def plan_slots(
     return planned, 0 if planned.slots == layout.total_experts else staging
 
 
+def _check_arguments(
+    device: str,
+    slots: int | None,
+    memory: int | str | None,
+    loader_threads: int | None,
+    top_k: int | None,
+    progress: Progress | None,
+) -> None:
+    if device != "cpu":
+        raise ConfigError(f'device {device!r} is not supported; the only one so far is "cpu"')
+    if slots is not None and memory is not None:
+        raise ConfigError("give either memory or slots, not both")
+    for name, value in (("slots", slots), ("loader_threads", loader_threads), ("top_k", top_k)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ConfigError(f"{name} must be a whole number, got {value!r}")
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"progress must be callable, got {progress!r}")
+
+
+def _measure_disk(
+    runtime: ExpertRuntime,
+    reader: Reader,
+    store: SafetensorsStore,
+    pool: HostSlots,
+    profile: str | os.PathLike[str] | None,
+) -> None:
+    """Tune the reader to the disk: to what was measured before, or is measured now."""
+    speed = _disks.get(disk_of(store))
+    if speed is None and profile is not None:
+        speed = load_profile(profile, store)
+    if speed is not None and not apply(speed, reader):
+        speed = None
+    if speed is None:
+        speed = calibrate(reader, store, pool)
+        if speed is not None and profile is not None:
+            save_profile(profile, store, speed)
+    if speed is not None:
+        _disks[disk_of(store)] = speed
+    runtime.disk = speed
+
+
 def _start_prefault(
-    runtime: ExpertRuntime, mode: str, pool: HostSlots, progress: Progress | None
+    runtime: ExpertRuntime,
+    mode: str,
+    pool: HostSlots,
+    progress: Progress | None,
+    *,
+    file: bool,
 ) -> BackgroundSweep | None:
     """Back the slots with memory and bring experts into the page cache, or return None."""
     if mode == "off":
         return None
     sweep = None
     try:
-        regions = [Region(*pair, getattr(pair, "owner", None)) for pair in runtime.store.regions()]
+        regions = [
+            Region(*pair, getattr(pair, "owner", None))
+            for pair in (runtime.store.regions() if file else ())
+        ]
         # Nothing is read into the slots yet: what they will take still counts as free.
         room = free_host_bytes() * 4 // 5
         slots = _cut_to(pool.regions(), room)

@@ -12,15 +12,17 @@ import numpy.typing as npt
 from moecache import steps
 from moecache._cache import ExpertCache
 from moecache._profiler import AccessProfiler
+from moecache._reader import Reader
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
 from moecache.loader import SlotLoader
 from moecache.prefault import BackgroundSweep
+from moecache.reading import DiskSpeed
 from moecache.settings import DEFAULT_LOADER_THREADS
 from moecache.slots import SlotPool
 from moecache.steps import Lease, Wave
 from moecache.stores import ExpertStore
-from moecache.telemetry import RuntimeStats
+from moecache.telemetry import ReadingStats, RuntimeStats
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +49,17 @@ class ExpertRuntime:
         thread that waits.
     expert_stats : str or Path, optional
         Write `report()` there on `close`.
+    reader : Reader, optional
+        Reads the store's files, many experts at once; closed with the runtime.
+        Without one, `store.read_into` reads one expert at a time in each thread.
 
     Attributes
     ----------
     prefault : BackgroundSweep or None
         What backs the slots and brings the file into the page cache; cancelled on
         `close`.
+    disk : DiskSpeed or None
+        What is known about the disk, if reads go around the page cache.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class ExpertRuntime:
         *,
         loader_threads: int = DEFAULT_LOADER_THREADS,
         expert_stats: str | os.PathLike[str] | None = None,
+        reader: Reader | None = None,
     ) -> None:
         layout = store.layout
         if (cache.num_layers, cache.num_experts) != (layout.num_layers, layout.num_experts):
@@ -93,7 +101,9 @@ class ExpertRuntime:
         self._closed = False
         self._pool_bytes = pool.nbytes
         self.prefault: BackgroundSweep | None = None
-        self._loader = SlotLoader(store, pool, cache, loader_threads)
+        self.disk: DiskSpeed | None = None
+        self._reader = reader
+        self._loader = SlotLoader(store, pool, cache, loader_threads, reader)
         logger.info(
             "runtime.opened experts=%d slots=%d slot_bytes=%d policy=%s scope=%s",
             layout.total_experts,
@@ -223,6 +233,7 @@ class ExpertRuntime:
             pool_bytes=self._pool_bytes,
             policy=cache.policy,
             scope=cache.scope,
+            reading=self._reading(),
         )
 
     def report(self) -> str:
@@ -254,6 +265,24 @@ class ExpertRuntime:
         if self.prefault is not None and not self.prefault.cancel(_CLOSE_TIMEOUT_S):
             logger.warning("runtime.prefault_hangs after=%d s", _CLOSE_TIMEOUT_S)
         logger.info("runtime.closed hit_rate=%.3f", self._cache.profiler.hit_rate)
+
+    def _reading(self) -> ReadingStats | None:
+        reader = self._reader
+        if reader is None:
+            return None
+        return ReadingStats(
+            way="direct" if reader.direct else "buffered",
+            engine=reader.engine,
+            depth=reader.depth,
+            piece_bytes=reader.piece_bytes,
+            staging_bytes=reader.staging_bytes,
+            num_reads=reader.num_reads,
+            num_retries=reader.num_retries,
+            bytes_read=reader.bytes_read,
+            bytes_copied=reader.bytes_copied,
+            busy_ns=reader.busy_ns,
+            disk_bytes_per_s=None if self.disk is None else self.disk.bytes_per_s,
+        )
 
     def _write_report(self) -> None:
         if self._expert_stats is not None:

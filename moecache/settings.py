@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from moecache.errors import ConfigError
-from moecache.units import parse_budget
+from moecache.units import parse_budget, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,8 @@ DEFAULT_SCOPE = "global"
 DEFAULT_LOADER_THREADS = 2
 PREFAULT_MODES = ("auto", "background", "off", "force")
 DEFAULT_PREFAULT = "auto"
+READ_MODES = ("auto", "buffered", "direct", "mmap")
+DEFAULT_READ = "auto"
 
 PREFIX = "MOECACHE_"
 # Read when the package is built, not when it runs.
@@ -40,6 +42,10 @@ class Settings:
     loader_threads: int | None = None
     expert_stats: str | None = None
     prefault: str | None = None
+    read: str | None = None
+    reserve: str | None = None
+    lock: bool | None = None
+    profile: str | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -56,7 +62,7 @@ class Settings:
         """
         environ = os.environ if environ is None else environ
         known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
-        values: dict[str, str | int] = {}
+        values: dict[str, str | int | bool] = {}
         for variable in sorted(environ):
             if not variable.startswith(PREFIX) or variable in _BUILD_VARIABLES:
                 continue
@@ -85,13 +91,18 @@ _EXPECTED = {
     "scope": (f"one of {', '.join(SCOPES)}", DEFAULT_SCOPE),
     "loader_threads": ("a number of threads", str(DEFAULT_LOADER_THREADS)),
     "prefault": (f"one of {', '.join(PREFAULT_MODES)}", DEFAULT_PREFAULT),
+    "read": (f"one of {', '.join(READ_MODES)}", DEFAULT_READ),
+    "reserve": ("a size such as 2GiB", "512 MiB, trunk and KV cache"),
+    "lock": ("one of on, off", "off"),
 }
 
 
+_OFF = ("0", "false", "no", "disabled", "off")
+_ON = ("1", "true", "on", "yes", "enabled")
 _PREFAULT_WORDS = {
     **{mode: mode for mode in PREFAULT_MODES},
-    **dict.fromkeys(("0", "false", "no", "disabled"), "off"),
-    **dict.fromkeys(("1", "true", "on", "yes", "enabled"), "force"),
+    **dict.fromkeys(_OFF, "off"),
+    **dict.fromkeys(_ON, "force"),
 }
 
 
@@ -116,22 +127,32 @@ def parse_prefault(mode: object, known: tuple[str, ...] = PREFAULT_MODES) -> str
     return DEFAULT_PREFAULT
 
 
-def _parse(name: str, text: str) -> str | int | None:
+_CHOICES = {"policy": POLICIES, "scope": SCOPES, "read": READ_MODES}
+
+
+def _parse(name: str, text: str) -> str | int | bool | None:
     if name == "loader_threads":
         return int(text) if re.fullmatch(r"[0-9]{1,3}", text) else None
-    if name in {"policy", "scope"}:
-        return text if text in (POLICIES if name == "policy" else SCOPES) else None
+    if name in _CHOICES:
+        return text if text in _CHOICES[name] else None
+    if name == "lock":
+        return {**dict.fromkeys(_OFF, False), **dict.fromkeys(_ON, True)}.get(text.lower())
     if name == "prefault":
         return _PREFAULT_WORDS.get(text.lower())
-    if name == "memory":
+    if name in {"memory", "reserve"}:
         try:
-            parse_budget(text, 0)
+            parse_budget(text, 0) if name == "memory" else parse_bytes(text)
         except ConfigError:
             return None
     return text
 
 
 def _warn_unknown(variable: str, known: list[str]) -> None:
-    nearest = difflib.get_close_matches(variable, known, n=1)
+    # A word in common says more than letters do.
+    words = set(variable.split("_")[1:])
+    related = [name for name in known if words & set(name.split("_")[1:])]
+    nearest = difflib.get_close_matches(
+        variable, related or known, n=1, cutoff=0 if related else 0.6
+    )
     hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
     logger.warning("settings.unknown %s is not a setting; %s", variable, hint)

@@ -10,7 +10,8 @@ from typing import Self
 import numpy as np
 
 from moecache._cache import ExpertCache
-from moecache.loader import Discard, Load, SlotLoader
+from moecache.fetch import Load
+from moecache.loader import Discard, SlotLoader
 
 
 class Wave:
@@ -257,17 +258,17 @@ class _Step:
 
 def _wait(loader: SlotLoader, cache: ExpertCache, arrived: "SimpleQueue[Load]") -> list[Load]:
     """Return at least one load that is done, and every other that is done by then."""
-    done = []
+    loader.look()
+    done: list[Load] = []
+    if arrived.empty():
+        started = time.perf_counter_ns()
+        done.append(loader.wait(arrived))
+        cache.profiler.record_miss_stall(time.perf_counter_ns() - started)
     try:
         while True:
             done.append(arrived.get_nowait())
     except Empty:
-        pass
-    if not done:
-        started = time.perf_counter_ns()
-        done.append(loader.wait(arrived))
-        cache.profiler.record_miss_stall(time.perf_counter_ns() - started)
-    return done
+        return done
 
 
 def _whole_step(ids: np.ndarray, slots: np.ndarray, top_k: int, *, one_token: bool) -> Wave:

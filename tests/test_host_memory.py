@@ -262,7 +262,9 @@ def test_a_full_group_still_has_its_limit(fake: FakeCgroups) -> None:
     fake.join(2, "/job")
     fake.group(2, "job", memory_max=1000, memory_high=900, memory_current=6000)
 
-    assert fake.limits() == [CgroupLimit(limit_bytes=900, room_bytes=0)]
+    (limit,) = fake.limits()
+    assert (limit.limit_bytes, limit.room_bytes) == (900, 0)
+    assert limit.path.endswith("/job")
 
 
 def test_this_machine_has_memory() -> None:

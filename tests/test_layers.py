@@ -10,12 +10,12 @@ PACKAGE = Path(__file__).parents[1] / "moecache"
 
 FLOORS = [
     {"errors", "units", "settings", "layout"},
-    {"_policy", "_lfu", "_slru", "_profiler", "_ids", "_prefault"}
+    {"_policy", "_lfu", "_slru", "_profiler", "_ids", "_prefault", "_reader"}
     | {"gate", "mappings", "host_memory", "regions"},
     {"_cache", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts"},
-    {"loader", "steps", "telemetry"},
-    {"runtime", "opening"},
+    {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry"},
+    {"runtime", "opening", "packing"},
     {"commands"},
     {"cli", "__main__"},
 ]
@@ -29,6 +29,10 @@ SIDEWAYS = {
     ("prefault", "sweep"),
     ("prefault", "residency"),
     ("residency", "extents"),
+    ("reader_fetch", "fetch"),
+    ("loader", "fetch"),
+    ("loader", "reader_fetch"),
+    ("steps", "fetch"),
     ("steps", "loader"),
     ("opening", "runtime"),
     ("units", "errors"),

@@ -218,7 +218,7 @@ def test_with_little_room_only_the_first_regions_are_read(
     monkeypatch.setattr(opening, "free_host_bytes", lambda: free)
     # The slots are backed in any case; here it is about the file.
     monkeypatch.setattr(HostSlots, "regions", lambda _: [])
-    with moecache.open(model.path, slots=9, prefault=mode) as runtime:
+    with moecache.open(model.path, slots=9, prefault=mode, read="buffered") as runtime:
         assert runtime.stats().pool_bytes <= pool
         num_bytes = 0 if runtime.prefault is None else runtime.prefault.wait(30).num_bytes
 
@@ -232,7 +232,7 @@ def test_forced_it_does_not_ask_for_room(
 ) -> None:
     """All of it, whatever is free."""
     monkeypatch.setattr(opening, "free_host_bytes", lambda: 0)
-    with moecache.open(model.path, slots=9, prefault="force") as runtime:
+    with moecache.open(model.path, slots=9, prefault="force", read="buffered") as runtime:
         assert runtime.prefault is not None
         assert runtime.prefault.wait(0).ran
         assert all_cached(runtime)

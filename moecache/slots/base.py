@@ -29,6 +29,10 @@ class SlotPool(Protocol):
     def nbytes(self) -> int:
         """Bytes allocated."""
 
+    @property
+    def fills_in_place(self) -> bool:
+        """Whether `buffers` are the slots themselves, so that they cost no memory."""
+
     def regions(self) -> Sequence[tuple[int, int]]:
         """Return (address, nbytes) of the host memory that slots take, to be pre-faulted."""
 
@@ -41,7 +45,7 @@ class SlotPool(Protocol):
     def buffers(self, slot: int, layer: int) -> Mapping[str, np.ndarray]:
         """Return host arrays, one per role, to read an expert of `layer` into.
 
-        They are this thread's until it calls `upload` for the slot.
+        They are the caller's until it calls `upload` or `discard` for the slot.
         """
 
     def upload(self, slot: int, layer: int, parts: Mapping[str, np.ndarray]) -> object:
@@ -49,6 +53,9 @@ class SlotPool(Protocol):
 
         `parts` is what `buffers` returned, filled; it may be reused at once.
         """
+
+    def discard(self, slot: int) -> None:
+        """Take back the buffers of a slot that will not be filled from them."""
 
     def wait(self, ticket: object) -> None:
         """Return when the upload is complete, as seen by computations issued afterwards."""

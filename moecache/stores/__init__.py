@@ -4,14 +4,16 @@ import os
 from pathlib import Path
 
 from moecache.errors import FormatError
-from moecache.stores.base import ExpertStore
+from moecache.stores.base import ExpertStore, FileStore
 from moecache.stores.memory import MemoryStore
 from moecache.stores.safetensors import SafetensorsStore
 
-__all__ = ["ExpertStore", "MemoryStore", "SafetensorsStore", "open_store"]
+__all__ = ["ExpertStore", "FileStore", "MemoryStore", "SafetensorsStore", "open_store"]
 
 
-def open_store(path: str | os.PathLike[str], *, top_k: int | None = None) -> SafetensorsStore:
+def open_store(
+    path: str | os.PathLike[str], *, top_k: int | None = None, mapped: bool = False
+) -> SafetensorsStore:
     """Open a checkpoint as a store.
 
     Parameters
@@ -20,6 +22,8 @@ def open_store(path: str | os.PathLike[str], *, top_k: int | None = None) -> Saf
         A checkpoint directory, or one .safetensors file.
     top_k : int, optional
         Experts per token, if config.json does not say or is not there.
+    mapped : bool, default False
+        See `SafetensorsStore`.
 
     Raises
     ------
@@ -28,4 +32,4 @@ def open_store(path: str | os.PathLike[str], *, top_k: int | None = None) -> Saf
     """
     if Path(path).is_file() and Path(path).suffix != ".safetensors":
         raise FormatError(f"{path}: only .safetensors files and checkpoint directories are read")
-    return SafetensorsStore(path, top_k=top_k)
+    return SafetensorsStore(path, top_k=top_k, mapped=mapped)

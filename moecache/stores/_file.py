@@ -1,5 +1,6 @@
 """A file that is read by position, from any thread."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -51,20 +52,25 @@ class ReadOnlyFile:
             try:
                 count = os.preadv(self.descriptor, buffers, offset)
             except OSError as error:
-                raise StoreError(
-                    f"{self.path}: reading {what} at byte {offset} failed: {error.strerror}"
-                ) from error
+                raise self.failure(error.errno or errno.EIO, offset, what, 0) from error
             if count == 0:
-                wanted = sum(map(len, buffers))
-                raise StoreError(
-                    f"{self.path}: {what} needs {wanted} bytes at byte {offset}, but the file has "
-                    f"only {self.nbytes} now; it was changed while in use"
-                )
+                raise self.failure(errno.ENODATA, offset, what, sum(map(len, buffers)))
             offset += count
             while buffers and count >= len(buffers[0]):
                 count -= len(buffers.pop(0))
             if count:
                 buffers[0] = buffers[0][count:]
+
+    def failure(self, error: int, offset: int, what: str, wanted: int) -> StoreError:
+        """Return what to raise for a read that failed with an errno; ENODATA: the end of file."""
+        if error == errno.ENODATA:
+            return StoreError(
+                f"{self.path}: {what} needs {wanted} bytes at byte {offset}, but the file has "
+                f"only {self.nbytes} now; it was changed while in use"
+            )
+        return StoreError(
+            f"{self.path}: reading {what} at byte {offset} failed: {os.strerror(error)}"
+        )
 
     def __del__(self) -> None:
         """Close the descriptor."""

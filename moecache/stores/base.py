@@ -6,8 +6,12 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from moecache.layout import ExpertLayout
+from moecache.stores._file import ReadOnlyFile
 
 Parts = Mapping[str, np.ndarray]
+# (file number, offset, ((role, start, stop), ...)): one contiguous range of a file, which holds
+# those bytes of the roles, one after the other.
+Run = tuple[int, int, tuple[tuple[str, int, int], ...]]
 
 
 @runtime_checkable
@@ -49,6 +53,18 @@ class ExpertStore(Protocol):
 
     def close(self) -> None:
         """Give back files and mappings; a second call does nothing."""
+
+
+@runtime_checkable
+class FileStore(ExpertStore, Protocol):
+    """A store of files that hold experts as slots want them: a reader reads many at once."""
+
+    @property
+    def files(self) -> Sequence[ReadOnlyFile]:
+        """The open files, by number."""
+
+    def runs(self, layer: int, expert: int) -> tuple[Run, ...]:
+        """Return where an expert's bytes lie."""
 
 
 def split_buffer(layout: ExpertLayout, layer: int, buffer: np.ndarray) -> dict[str, np.ndarray]:

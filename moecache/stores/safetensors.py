@@ -19,7 +19,7 @@ from moecache.regions import Region
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import TensorEntry, read_header
 from moecache.stores._index import index_experts
-from moecache.stores.base import Parts, destination_bytes
+from moecache.stores.base import Parts, Run, destination_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,6 @@ _TOP_K_NAMES = (
     "moe_top_k",
 )
 _MAX_JSON_BYTES = 2**28
-
-# (file number, offset, ((role, start, stop), ...)): one contiguous read
-Run = tuple[int, int, tuple[tuple[str, int, int], ...]]
 
 
 class SafetensorsStore:
@@ -55,6 +52,9 @@ class SafetensorsStore:
         model.safetensors.index.json), or one such file.
     top_k : int, optional
         Experts per token. By default from config.json; 0 if it does not say.
+    mapped : bool, default False
+        Copy from the mapped files in `read_into`, instead of reading: the kernel
+        pages experts in and out, and a file that is cut short kills the process.
 
     Raises
     ------
@@ -64,8 +64,11 @@ class SafetensorsStore:
         If a file cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, top_k: int | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, top_k: int | None = None, mapped: bool = False
+    ) -> None:
         self.path = Path(path)
+        self._mapped = mapped
         directory = self.path if self.path.is_dir() else self.path.parent
         self.config = _read_config(directory / "config.json")
         weight_map = _read_weight_map(self.path)
@@ -95,6 +98,17 @@ class SafetensorsStore:
         return self._layout
 
     @property
+    def files(self) -> list[ReadOnlyFile]:
+        """The open files, by number."""
+        self._check_open()
+        return self._files
+
+    @property
+    def trunk_bytes(self) -> int:
+        """Bytes of all tensors that are no experts', as stored."""
+        return sum(entry.nbytes for _, entry in self._tensors.values()) - self._layout.total_bytes
+
+    @property
     def tensor_names(self) -> list[str]:
         """Every tensor of the checkpoint, experts included."""
         return list(self._tensors)
@@ -116,11 +130,22 @@ class SafetensorsStore:
     def read_into(self, layer: int, expert: int, out: Parts | np.ndarray) -> None:
         """Read one expert from the file; see `ExpertStore.read_into`."""
         self._check_open()
-        runs = self._runs_of(layer, expert)
+        runs = self.runs(layer, expert)
         target = destination_bytes(self._layout, layer, out)
+        if self._mapped:
+            self._copy_mapped(runs, target)
+            return
         for file, offset, spans in runs:
             buffers = [target[role][start:stop].data for role, start, stop in spans]
             self._file(file).read(offset, buffers, f"expert {expert} of layer {layer}")
+
+    def runs(self, layer: int, expert: int) -> tuple[Run, ...]:
+        """Return where an expert's bytes lie: (file number, offset, ((role, start, stop), ...))."""
+        key = self._layout.key(layer, expert)
+        runs = self._runs.get(key)
+        if runs is None:
+            runs = self._runs[key] = self._plan_runs(layer, expert)
+        return runs
 
     def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
         """Return one expert as read-only views of the mapped file.
@@ -188,7 +213,7 @@ class SafetensorsStore:
         """Ask the kernel to read experts ahead into the page cache."""
         self._check_open()
         for expert in experts:
-            for file, offset, spans in self._runs_of(layer, int(expert)):
+            for file, offset, spans in self.runs(layer, int(expert)):
                 length = sum(stop - start for _, start, stop in spans)
                 aligned = offset - offset % mmap.PAGESIZE
                 handle = self._file(file)
@@ -220,12 +245,13 @@ class SafetensorsStore:
         """Close the store."""
         self.close()
 
-    def _runs_of(self, layer: int, expert: int) -> tuple[Run, ...]:
-        key = self._layout.key(layer, expert)
-        runs = self._runs.get(key)
-        if runs is None:
-            runs = self._runs[key] = self._plan_runs(layer, expert)
-        return runs
+    def _copy_mapped(self, runs: tuple[Run, ...], target: Parts) -> None:
+        for file, offset, spans in runs:
+            mapped = np.frombuffer(self._map(file), np.uint8)
+            for role, start, stop in spans:
+                # NumPy copies without the GIL.
+                target[role][start:stop] = mapped[offset : offset + stop - start]
+                offset += stop - start
 
     def _plan_runs(self, layer: int, expert: int) -> tuple[Run, ...]:
         extents = sorted(

@@ -1,0 +1,205 @@
+"""ReaderFetch: loads carried out by a compiled reader of the store's files, many at once."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from moecache._reader import Reader
+from moecache.errors import MoeCacheError
+from moecache.fetch import Load, join_threads, start_threads
+from moecache.slots.base import SlotPool
+from moecache.stores import FileStore
+from moecache.stores._file import ReadOnlyFile
+
+# What is converted needs memory of its own between file and slot.
+MAX_CONVERTED_BYTES = 32 * 2**20
+
+
+class ReaderFetch:
+    """Give all loads to a reader at once; whoever waits takes in what has arrived.
+
+    Parameters
+    ----------
+    reader : Reader
+        Of the store's files, in their order. Closed with this.
+    store : FileStore
+    pool : SlotPool
+    lock : threading.Lock
+        The loader's.
+    finish : callable (load)
+    num_threads : int
+        Threads that read, if there is no io_uring; with it, one thread or none:
+        it takes part when there is more to read than the kernel's queue takes.
+    """
+
+    needs_callers = True
+
+    def __init__(
+        self,
+        reader: Reader,
+        store: FileStore,
+        pool: SlotPool,
+        lock: threading.Lock,
+        finish: Callable[[Load], None],
+        num_threads: int,
+    ) -> None:
+        self._reader = reader
+        self._store = store
+        # Open until the last read is back.
+        self._files: Sequence[ReadOnlyFile] = store.files
+        self._pool = pool
+        self._lock = lock
+        self._finish = finish
+        self._queue: deque[Load] = deque()
+        self._begun: set[Load] = set()
+        self._closed = False
+        sizes = map(store.layout.expert_bytes, range(store.layout.num_layers))
+        widest = max(1, *sizes)
+        self._max_begun = None if pool.fills_in_place else max(2, MAX_CONVERTED_BYTES // widest)
+        # The kernel copies what is in the page cache when it is asked to.
+        self.begins_by_reading = reader.engine == "io_uring" and not reader.direct
+        if reader.engine == "io_uring":
+            num_threads = min(num_threads, 1)
+        self._threads: list[threading.Thread] = []
+        self._threads += start_threads(reader.serve, num_threads, lambda: self.close(0))
+
+    def add(self, load: Load) -> None:
+        """Queue a load; `begin` begins it."""
+        self._queue.append(load)
+
+    def remove(self, load: Load) -> bool:
+        """Take a load back unless it was begun."""
+        if load not in self._queue:
+            return False
+        self._queue.remove(load)
+        return True
+
+    def remove_all(self) -> list[Load]:
+        """Take back every load that was not begun."""
+        dropped = list(self._queue)
+        self._queue.clear()
+        return dropped
+
+    def begin(self) -> None:
+        """Hand what is queued to the reader, all of it at once."""
+        while self._queue:
+            batch: list[Load] = []
+            entries: list[Any] = []
+            complete = False
+            try:
+                with self._lock:
+                    while self._queue and (
+                        self._max_begun is None or len(self._begun) < self._max_begun
+                    ):
+                        batch.append(self._queue[0])
+                        self._begun.add(self._queue.popleft())
+                if not batch:
+                    return
+                for load in batch:
+                    parts = self._pool.buffers(load.slot, load.layer)
+                    runs = self._store.runs(load.layer, load.expert)
+                    entries.append(((load, parts), runs, parts))
+                complete = True
+                self._reader.submit(entries)  # empties the list once all is begun
+            except BaseException as error:
+                if complete and not entries:
+                    raise
+                for load in batch:
+                    if isinstance(error, Exception):
+                        load.error = error.with_traceback(None)
+                    else:
+                        load.interrupt()
+                    self._end(load)
+                if not isinstance(error, Exception):
+                    raise
+
+    def look(self) -> None:
+        """Take in what has arrived."""
+        if self._begun and self._reader.poll():
+            while self._settle():
+                pass
+            self.begin()
+
+    def wait(self, arrived: "SimpleQueue[Load]") -> Load:
+        """Return the next load that arrives, and take in the others that are there by then."""
+        while True:
+            seen = self._reader.epoch
+            while self._settle():
+                pass
+            self.begin()
+            try:
+                return arrived.get_nowait()
+            except Empty:
+                self._reader.wait(seen)
+
+    def help(self) -> None:
+        """Wait a moment for reads, and take in those that arrived."""
+        self.begin()
+        self._reader.wait(self._reader.epoch)
+        while self._settle():
+            pass
+
+    def announce(self) -> None:
+        """Make those that wait look again."""
+        self._reader.announce()
+
+    def close(self, timeout_s: float) -> int:
+        """Wait for what was begun, drop the rest; a second call does nothing."""
+        if self._closed:
+            return 0
+        self._closed = True
+        deadline = time.monotonic() + timeout_s
+        while self._begun and time.monotonic() < deadline:
+            self._reader.wait(self._reader.epoch)
+            while self._settle():
+                pass
+        self._reader.close(max(0.0, deadline - time.monotonic()))
+        stuck = list(self._begun)
+        for load in stuck:
+            load.error = MoeCacheError("the runtime was closed before the read came back")
+            self._end(load)
+        join_threads(self._threads, max(0.0, deadline - time.monotonic()) + 0.2)
+        if not stuck:
+            self._files = ()
+        return len(stuck)
+
+    def _settle(self) -> bool:
+        """Bring one load that was read into its slot; return whether there was one."""
+        taken: list[tuple[tuple[Load, Any], tuple[int, int, int] | None]] = []
+        load = None
+        try:
+            self._reader.take(taken)
+            if not taken:
+                return False
+            (load, parts), failure = taken[0]
+            if failure is None:
+                self._pool.wait(self._pool.upload(load.slot, load.layer, parts))
+            else:
+                error, file, offset = failure
+                load.error = self._files[file].failure(
+                    error,
+                    offset,
+                    f"expert {load.expert} of layer {load.layer}",
+                    self._store.layout.expert_bytes(load.layer),
+                )
+        except Exception as error:  # noqa: BLE001 - a waiting step raises it
+            taken[0][0][0].error = error.with_traceback(None)
+        except BaseException:
+            if taken:
+                taken[0][0][0].interrupt()
+            raise
+        finally:
+            if taken:
+                self._end(taken[0][0][0])
+        return True
+
+    def _end(self, load: Load) -> None:
+        if load.error is not None:
+            self._pool.discard(load.slot)
+        self._begun.discard(load)
+        self._finish(load)
+        # Another thread may wait for this very load, in the kernel.
+        self._reader.announce()

@@ -6,11 +6,15 @@ cimport cython
 cimport numpy as cnp
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EAGAIN, EBUSY, EINTR, EINVAL, EIO, ENODATA, ENOMEM, EOPNOTSUPP, EPROTO
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc, qsort
+from libc.stdint cimport int64_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 import os
+
+from moecache._pieces cimport (
+    SINK, File, Load, Piece, Range, cut, free_pieces, iovec, place, rest,
+)
 
 cnp.import_array()
 
@@ -20,9 +24,6 @@ cdef extern from "_reader.h" nogil:
         pass
     ctypedef struct pthread_cond_t:
         pass
-    cdef struct iovec:
-        void *iov_base
-        size_t iov_len
     ctypedef struct mc_ring:
         int descriptor
     int pthread_mutex_init(pthread_mutex_t *mutex, void *attributes)
@@ -62,13 +63,6 @@ HAS_FAULTS = mc_has_faults()
 FAULTS = ("none", "short", "error", "zero", "long")
 
 cdef enum:
-    # Room for whatever is between two experts' bytes and nobody wants.
-    SINK = 64 * 1024
-    # Bytes between two ranges that are rather read than made a second request.
-    GAP = 8 * 1024
-    # Shorter parts go through staging: each part of a read costs the kernel something.
-    SMALLEST_STRAIGHT = 16 * 1024
-    MAX_RANGES = 128
     # From here on what is cached is copied by the kernel's threads, beside the caller.
     COPIED_ELSEWHERE = 256 * 1024
     MAX_ATTEMPTS = 64
@@ -76,67 +70,12 @@ cdef enum:
     MAX_DEPTH = 256
 
 cdef int64_t TICK_NS = 100_000_000
+# What a file can have at most, and a block more.
+cdef uint64_t MAX_OFFSET = <uint64_t>1 << 62
 cdef enum Outcome:
     DONE
     AGAIN
     FAILED
-
-
-cdef struct Load:
-    # An expert of a caller: done when all its spans are.
-    Load *next
-    int64_t token
-    int64_t num_missing
-    int error
-    int file
-    uint64_t offset
-
-cdef struct Range:
-    # Bytes of a file and where they are wanted.
-    int file
-    uint64_t offset
-    size_t nbytes
-    char *target
-    Load *load
-
-cdef struct Copy:
-    char *target
-    size_t source  # in the piece's staging buffer
-    size_t nbytes
-
-cdef struct Piece:
-    # One read: aligned, a part of a range or several ranges.
-    Piece *next
-    int file
-    int descriptor
-    uint64_t offset
-    size_t nbytes
-    size_t num_wanted  # bytes up to the last one that somebody wants
-    size_t num_done
-    size_t num_staged
-    int buffer
-    int attempts
-    int num_io_errors
-    int error
-    int num_parts, num_ranges, num_copies
-    iovec *parts  # a base below SINK's address space: an offset into staging, see `staged`
-    iovec *rest
-    char *staged
-    Range *ranges
-    Copy *copies
-
-cdef struct File:
-    int cached  # through the page cache
-    int direct  # around it, or -1
-    size_t alignment  # of direct reads; 1 without
-
-
-cdef int _by_place(const void *one, const void *two) noexcept nogil:
-    cdef const Range *left = <const Range *>one
-    cdef const Range *right = <const Range *>two
-    if left.file != right.file:
-        return -1 if left.file < right.file else 1
-    return -1 if left.offset < right.offset else left.offset > right.offset
 
 
 @cython.final
@@ -296,7 +235,7 @@ cdef class Reader:
         Raises
         ------
         ValueError
-            If a figure is out of range, or something is in flight.
+            If a figure is out of range, something is in flight, or the reader is closed.
         MemoryError
             If there is no memory for the staging buffers; all is as it was.
         """
@@ -304,13 +243,15 @@ cdef class Reader:
             raise ValueError(f"depth must be in [1, {MAX_DEPTH}], got {depth}")
         if not 4096 <= piece_bytes <= 1 << 30:
             raise ValueError(f"piece_bytes must be in [4 KiB, 1 GiB], got {piece_bytes}")
+        if self._closed:
+            raise ValueError("the reader is closed")
         if self.num_in_flight:
             raise ValueError(f"{self.num_in_flight} reads are in flight")
         cdef size_t unit = max(<size_t>4096, self.alignment)
         # A piece may begin and end in the middle of a block.
         cdef size_t buffer_bytes = (piece_bytes + 2 * unit - 1) // unit * unit
         cdef int i, num_buffers = <int>min(
-            max(2, <size_t>max(0, staging_bytes) // buffer_bytes), <size_t>MAX_DEPTH)
+            max(<size_t>2, <size_t>max(0, staging_bytes) // buffer_bytes), <size_t>MAX_DEPTH)
         cdef size_t nbytes = <size_t>num_buffers * buffer_bytes
         cdef int *free_buffers = <int *>malloc(num_buffers * sizeof(int))
         cdef char *staging = mc_map_buffers(nbytes + SINK)
@@ -366,8 +307,7 @@ cdef class Reader:
                 if heads[i] == NULL:
                     raise MemoryError("no memory for reads")
                 used = self._add_ranges(ranges, used, heads[i], loads[i][1], loads[i][2])
-            qsort(ranges, used, sizeof(Range), _by_place)
-            if self._cut(ranges, used, &first) < 0:
+            if cut(self._files, self.piece_bytes, self._sink, ranges, used, &first) < 0:
                 raise MemoryError("no memory for reads")
             for i in range(num_loads):
                 self._next_token += 1
@@ -380,7 +320,7 @@ cdef class Reader:
                     self._begin(heads, num_loads, first)
                 pthread_mutex_unlock(&self._mutex)
             if not begun:
-                self._free_pieces(&first)
+                free_pieces(&first)
                 raise ValueError("the reader is closed")
             loads.clear()
         finally:
@@ -416,10 +356,14 @@ cdef class Reader:
 
     def poll(self):
         """Take in what the kernel has finished; never blocks. Return whether a load is done."""
-        cdef bint found
-        if self._finished == NULL:
-            if not self._uses_ring or not mc_ring_has_done(&self._ring):
-                return False
+        cdef bint found, ready
+        # With the GIL: whoever has the mutex needs no GIL, and gives it back at once.
+        pthread_mutex_lock(&self._mutex)
+        found = self._finished != NULL
+        ready = not self._closed and self._uses_ring and mc_ring_has_done(&self._ring)
+        pthread_mutex_unlock(&self._mutex)
+        if not ready:
+            return found
         with nogil:
             pthread_mutex_lock(&self._mutex)
             if not self._closed:
@@ -494,7 +438,8 @@ cdef class Reader:
             self._close(<int64_t>(timeout_s * 1e9))
         if self._stuck:
             _stuck.append(self._held)
-        self._held = {}
+        else:
+            self._held = {}
         return not self._stuck
 
     # Files and ranges, with the GIL.
@@ -536,159 +481,13 @@ cdef class Reader:
                         f"{cnp.PyArray_NBYTES(array)} bytes")
                 if stop == start:
                     continue
+                if offset > MAX_OFFSET - (stop - start):
+                    raise ValueError(f"byte {offset} is in no file")
                 ranges[used] = Range(
                     file, offset, stop - start, <char *>cnp.PyArray_DATA(array) + start, load)
                 used += 1
                 offset += stop - start
         return used
-
-    # From ranges to pieces. A chain of pieces is not shared with anybody yet.
-
-    cdef int _cut(self, Range *ranges, Py_ssize_t count, Piece **first) noexcept nogil:
-        cdef Piece **end = first
-        cdef Piece *piece
-        cdef Py_ssize_t i = 0, j, k
-        cdef uint64_t stop, low, high, at, until
-        cdef size_t unit, step, num_pieces
-        while i < count:
-            stop = ranges[i].offset + ranges[i].nbytes
-            j = i + 1
-            while (
-                j < count and j - i < MAX_RANGES and ranges[j].file == ranges[i].file
-                and stop <= ranges[j].offset <= stop + GAP
-            ):
-                stop = ranges[j].offset + ranges[j].nbytes
-                j += 1
-            unit = self._files[ranges[i].file].alignment
-            low = ranges[i].offset // unit * unit
-            high = (stop + unit - 1) // unit * unit
-            num_pieces = (high - low + self.piece_bytes - 1) // self.piece_bytes
-            # Pieces of one size, rather than a small one at the end.
-            step = ((high - low + num_pieces - 1) // num_pieces + unit - 1) // unit * unit
-            at, k = low, i
-            while at < high:
-                until = min(at + step, high)
-                while ranges[k].offset + ranges[k].nbytes <= at:
-                    k += 1
-                if ranges[k].offset < until:
-                    piece = self._piece(ranges + k, j - k, at, until)
-                    if piece == NULL:
-                        self._free_pieces(first)
-                        return -1
-                    end[0] = piece
-                    end = &piece.next
-                at = until
-            i = j
-        return 0
-
-    cdef Piece *_piece(
-        self, Range *ranges, Py_ssize_t count, uint64_t low, uint64_t high
-    ) noexcept nogil:
-        cdef Py_ssize_t used = 0, i
-        cdef size_t unit
-        cdef uint64_t at, first, last, inner, outer
-        cdef Piece *piece
-        cdef char *block
-        while used < count and ranges[used].offset < high:
-            used += 1
-        block = <char *>calloc(
-            1, sizeof(Piece) + used * (sizeof(Range) + 2 * sizeof(Copy))
-            + (2 * used + 2) * (2 * sizeof(iovec) + 1))
-        if block == NULL:
-            return NULL
-        piece = <Piece *>block
-        block += sizeof(Piece)
-        piece.ranges = <Range *>block
-        block += used * sizeof(Range)
-        piece.copies = <Copy *>block
-        block += 2 * used * sizeof(Copy)
-        piece.parts = <iovec *>block
-        block += (2 * used + 2) * sizeof(iovec)
-        piece.rest = <iovec *>block
-        piece.staged = block + (2 * used + 2) * sizeof(iovec)
-        piece.file = ranges[0].file
-        unit = self._files[piece.file].alignment
-        piece.descriptor = (
-            self._files[piece.file].direct if unit > 1 else self._files[piece.file].cached)
-        piece.offset, piece.nbytes, piece.buffer = low, high - low, -1
-        at = low
-        for i in range(used):
-            first = max(ranges[i].offset, low)
-            last = min(ranges[i].offset + ranges[i].nbytes, high)
-            piece.ranges[i] = Range(
-                piece.file, first, last - first,
-                ranges[i].target + (first - ranges[i].offset), ranges[i].load)
-            ranges[i].load.num_missing += 1
-            piece.num_wanted = last - low
-            inner, outer = self._straight(&piece.ranges[i], unit)
-            if inner < outer:
-                self._add_part(piece, at, inner, i)
-                piece.parts[piece.num_parts] = iovec(
-                    piece.ranges[i].target + (inner - first), outer - inner)
-                piece.num_parts += 1
-                at = outer
-        piece.num_ranges = <int>used
-        self._add_part(piece, at, high, used)
-        self._plan_copies(piece)
-        return piece
-
-    cdef (uint64_t, uint64_t) _straight(self, Range *part, size_t unit) noexcept nogil:
-        """The bytes of a range that can be read straight into its target."""
-        cdef uint64_t stop = part.offset + part.nbytes, inner, outer
-        if unit == 1:
-            return part.offset, stop
-        inner = (part.offset + unit - 1) // unit * unit
-        outer = stop // unit * unit
-        if outer < inner + SMALLEST_STRAIGHT:
-            return 0, 0
-        if (<uintptr_t>part.target + (inner - part.offset)) % unit:
-            return 0, 0
-        return inner, outer
-
-    cdef void _add_part(
-        self, Piece *piece, uint64_t first, uint64_t last, Py_ssize_t num_before
-    ) noexcept nogil:
-        """What no target takes directly: into the sink if nobody wants it, else staging."""
-        cdef Py_ssize_t i
-        cdef bint wanted = False
-        if first >= last:
-            return
-        for i in range(num_before + 1):
-            if i < num_before or piece.ranges[i].nbytes:
-                wanted = wanted or (
-                    piece.ranges[i].offset < last
-                    and piece.ranges[i].offset + piece.ranges[i].nbytes > first)
-        if wanted or last - first > SINK:
-            piece.parts[piece.num_parts] = iovec(<void *>piece.num_staged, last - first)
-            piece.staged[piece.num_parts] = 1
-            piece.num_staged += last - first
-        else:
-            piece.parts[piece.num_parts] = iovec(self._sink, last - first)
-        piece.num_parts += 1
-
-    cdef void _plan_copies(self, Piece *piece) noexcept nogil:
-        """Which bytes of staging go where, part by part."""
-        cdef int i, k
-        cdef uint64_t at = piece.offset, stop, first, last
-        for k in range(piece.num_parts):
-            stop = at + piece.parts[k].iov_len
-            if piece.staged[k]:
-                for i in range(piece.num_ranges):
-                    first = max(piece.ranges[i].offset, at)
-                    last = min(piece.ranges[i].offset + piece.ranges[i].nbytes, stop)
-                    if first < last:
-                        piece.copies[piece.num_copies] = Copy(
-                            piece.ranges[i].target + (first - piece.ranges[i].offset),
-                            <size_t>piece.parts[k].iov_base + (first - at), last - first)
-                        piece.num_copies += 1
-            at = stop
-
-    cdef void _free_pieces(self, Piece **chain) noexcept nogil:
-        cdef Piece *piece
-        while chain[0] != NULL:
-            piece = chain[0]
-            chain[0] = piece.next
-            free(piece)
 
     # The queue. Everything below runs under the mutex and without the GIL.
 
@@ -723,7 +522,6 @@ cdef class Reader:
     cdef Piece *_next_piece(self) noexcept nogil:
         """Take the next piece that can be read now, or NULL."""
         cdef Piece *piece = self._pending
-        cdef int i
         if piece == NULL:
             return NULL
         if piece.num_staged and piece.buffer < 0:
@@ -731,9 +529,7 @@ cdef class Reader:
                 return NULL
             self._num_free_buffers -= 1
             piece.buffer = self._free_buffers[self._num_free_buffers]
-            for i in range(piece.num_parts):
-                if piece.staged[i]:
-                    piece.parts[i].iov_base = self._buffer(piece) + <size_t>piece.parts[i].iov_base
+            place(piece, self._buffer(piece))
         self._pending = piece.next
         if self._pending == NULL:
             self._pending_end = &self._pending
@@ -744,22 +540,6 @@ cdef class Reader:
 
     cdef char *_buffer(self, Piece *piece) noexcept nogil:
         return self._staging + <size_t>piece.buffer * self._buffer_bytes
-
-    cdef int _rest(self, Piece *piece, iovec **parts) noexcept nogil:
-        """What of a piece is still to be read; returns the number of parts."""
-        cdef size_t skip = piece.num_done
-        cdef int i = 0
-        if skip == 0:
-            parts[0] = piece.parts
-            return piece.num_parts
-        while skip >= piece.parts[i].iov_len:
-            skip -= piece.parts[i].iov_len
-            i += 1
-        memcpy(piece.rest, piece.parts + i, (piece.num_parts - i) * sizeof(iovec))
-        piece.rest[0].iov_base = <char *>piece.rest[0].iov_base + skip
-        piece.rest[0].iov_len -= skip
-        parts[0] = piece.rest
-        return piece.num_parts - i
 
     cdef void _issue(self) noexcept nogil:
         """Push what fits into the ring; `mc_ring_enter` hands it to the kernel."""
@@ -772,7 +552,7 @@ cdef class Reader:
             piece = self._next_piece()
             if piece == NULL:
                 return
-            num_parts = self._rest(piece, &parts)
+            num_parts = rest(piece, &parts)
             mc_ring_push(
                 &self._ring, piece.descriptor, parts, num_parts, piece.offset + piece.num_done,
                 piece,
@@ -913,7 +693,7 @@ cdef class Reader:
             if piece == NULL:
                 mc_wait(&self._done, &self._mutex, timeout)
                 return True
-            num_parts = self._rest(piece, &parts)
+            num_parts = rest(piece, &parts)
             pthread_mutex_unlock(&self._mutex)
             result = mc_preadv(
                 piece.descriptor, parts, num_parts, piece.offset + piece.num_done,

@@ -97,7 +97,7 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
     key_size = _number(config, "qk_nope_head_dim") + _number(config, "qk_rope_head_dim")
     value_size = _number(config, "v_head_dim")
     dtype = config.get("dtype", config.get("torch_dtype"))
-    item_bytes = 4 if dtype in {None, "float32"} else 2
+    item_bytes = 4 if dtype is None or dtype == "float32" else 2
     return (
         num_layers * kv_heads * ((key_size or head_size) + (value_size or head_size)) * item_bytes
     )

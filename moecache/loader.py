@@ -195,7 +195,12 @@ class SlotLoader:
                     self._unstaged.wait(0.05)
                     continue
             self._fetch.help()
-        self._begin()
+        try:
+            self._begin()
+        except BaseException:
+            # The caller does not know of them.
+            self.discard(Discard(loads, arrived, np.empty(0, np.int32)))
+            raise
         return loads
 
     def unstage(self, slots: Sequence[int]) -> None:

@@ -107,6 +107,10 @@ class ReaderFetch:
             except BaseException as error:
                 if complete and not entries:
                     raise
+                with self._lock:
+                    # An interrupt may have come before the last one was taken out.
+                    for load in batch:
+                        self.remove(load)
                 for load in batch:
                     if isinstance(error, Exception):
                         load.error = error.with_traceback(None)
@@ -176,6 +180,8 @@ class ReaderFetch:
                 return False
             (load, parts), failure = taken[0]
             if failure is None:
+                for number, _, _ in self._store.runs(load.layer, load.expert):
+                    self._files[number].check_unchanged()
                 self._pool.wait(self._pool.upload(load.slot, load.layer, parts))
             else:
                 error, file, offset = failure

@@ -1,5 +1,6 @@
 """How experts are read from their files: which way, and how much at once."""
 
+import contextlib
 import json
 import logging
 import os
@@ -117,13 +118,12 @@ def calibrate(reader: Reader, store: FileStore, pool: SlotPool) -> DiskSpeed | N
                     break
     except StoreError as error:
         logger.warning("reading.calibration_failed %s", error)
-        return None
-    finally:
+        rates = {}
+    medians = {key: statistics.median(found) for key, found in rates.items() if found}
+    if not medians:
         reader.tune(
             depth=DEFAULT_DEPTH, piece_bytes=DEFAULT_PIECE_BYTES, staging_bytes=staging_bytes
         )
-    medians = {key: statistics.median(found) for key, found in rates.items() if found}
-    if not medians:
         return None
     best = max(medians.values())
     default = (DEFAULT_DEPTH, DEFAULT_PIECE_BYTES)
@@ -170,7 +170,7 @@ def load_profile(path: str | os.PathLike[str], store: FileStore) -> DiskSpeed | 
         if speed.engine not in ENGINES or (speed.depth, speed.piece_bytes) not in known:
             raise ValueError(f"{str(entry)[:200]} is no calibration")
         return DiskSpeed(**{**entry, "bytes_per_s": float(speed.bytes_per_s)})
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         logger.warning("reading.profile_ignored path=%s error=%s", path, error)
         return None
 
@@ -181,17 +181,22 @@ def save_profile(path: str | os.PathLike[str], store: FileStore, speed: DiskSpee
     document = _read_profile(path)
     document["version"] = _PROFILE_VERSION
     document.setdefault("disks", {})[disk_of(store)] = asdict(speed)
-    written = path.with_name(f".{path.name}.{os.getpid()}")
+    written = None
     try:
+        written = path.with_name(f".{path.name}.{os.getpid()}")
         written.write_text(json.dumps(document, indent=1) + "\n")
         os.replace(written, path)
-    except OSError as error:
-        written.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        if written is not None:
+            with contextlib.suppress(OSError):
+                written.unlink()
         logger.warning("reading.profile_not_written path=%s error=%s", path, error)
 
 
 def _read_profile(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file")
         document = json.loads(path.read_bytes())
         if document["version"] != _PROFILE_VERSION or not isinstance(document["disks"], dict):
             raise ValueError("it is of another version")

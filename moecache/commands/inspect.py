@@ -7,9 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from moecache.commands.paths import printable
-from moecache.host_memory import free_host_bytes
+from moecache.errors import ConfigError
+from moecache.headroom import Headroom, check_fits, headroom
+from moecache.host_memory import cgroup_limits, free_host_bytes
 from moecache.layout import ExpertLayout
 from moecache.opening import plan_slots
+from moecache.reading import STAGING_BYTES
 from moecache.slots import HostSlots
 from moecache.stores import open_store
 from moecache.units import format_bytes
@@ -21,15 +24,24 @@ def add_parser(commands: Any) -> None:
         "inspect",
         help="show a checkpoint's experts and what a memory budget buys",
         description="Show how a checkpoint's experts are laid out, and how many of them a memory "
-        "budget holds. Reads headers only.",
+        "budget holds: what is free, in this machine and in every memory cgroup this process is "
+        "in, what the trunk and a KV cache take of it, and how many slots that leaves. Reads "
+        "headers only. Exit code 1 if the slots would not fit.",
         epilog="example: moecache inspect ./Qwen3-30B-A3B --memory 8GiB",
     )
     parser.add_argument("path", help="checkpoint directory or .safetensors file")
     parser.add_argument(
         "--memory",
+        nargs="?",
         metavar="SIZE",
         help='memory for experts: "8GiB", "512MiB", or a share of them, "25%%" '
-        "(default: what is free now, less 512 MiB)",
+        "(default, and without SIZE: what is free now, less trunk, KV cache and 512 MiB)",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="length of the KV cache that is left room for (default: the model's, at most 4096)",
     )
     parser.add_argument("--top-k", type=int, help="experts per token, if config.json does not say")
     parser.set_defaults(run=run)
@@ -37,6 +49,8 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the layout and the plan; return the exit code."""
+    if arguments.context is not None and arguments.context < 0:
+        raise ConfigError(f"--context must not be negative, got {arguments.context}")
     console = Console(highlight=False, soft_wrap=True, markup=False)
     with open_store(arguments.path, top_k=arguments.top_k) as store:
         layout = store.layout
@@ -53,15 +67,58 @@ def run(arguments: argparse.Namespace) -> int:
             f"{format_bytes(layout.total_bytes)} in experts"
         )
         console.print(_layer_table(layout))
-        planned, staging = plan_slots(layout, arguments.memory, None)
-        slot_bytes = HostSlots.bytes_per_slot(layout)
-        console.print(
-            f"slot {format_bytes(slot_bytes)}, free memory {format_bytes(free_host_bytes())}"
+        room = headroom(
+            store.trunk_bytes,
+            store.config,
+            staging_bytes=STAGING_BYTES,
+            context_tokens=arguments.context,
         )
+        console.print(_memory_table(room))
+        planned, staging = plan_slots(layout, arguments.memory, None, reserve_bytes=room.nbytes)
+        slot_bytes = HostSlots.bytes_per_slot(layout)
+        console.print(f"slot {format_bytes(slot_bytes)} as allocated")
         console.print(f"plan: {planned.describe()}")
         if staging:
             console.print(f"      and {staging} staging slots")
+        slots_bytes = (planned.slots + staging) * slot_bytes
+        check_fits(slots_bytes, room.staging_bytes)
+        left = free_host_bytes() - slots_bytes
+        needed = room.nbytes - room.spare_bytes
+        if left < needed:
+            console.print(
+                f"      they leave {format_bytes(left)}; trunk, KV cache and staging need "
+                f"{format_bytes(needed)}, unless they are in memory already",
+                style="yellow",
+            )
+        way = "through the page cache" if left - room.nbytes >= layout.total_bytes else "direct"
+        console.print(f"reads: {way}, by default")
     return 0
+
+
+def _memory_table(room: Headroom) -> Table:
+    """Return what there is, and what is needed beside the slots."""
+    import psutil
+
+    machine = psutil.virtual_memory()
+    table = Table("memory", "free", "of")
+    table.add_row("machine", format_bytes(machine.available), format_bytes(machine.total))
+    for group in cgroup_limits():
+        table.add_row(
+            f"cgroup {printable(group.path)}",
+            format_bytes(group.room_bytes),
+            format_bytes(group.limit_bytes),
+        )
+    table.add_section()
+    for name, nbytes in (
+        ("trunk", room.trunk_bytes),
+        (f"KV cache, {room.context_tokens} tokens", room.kv_cache_bytes),
+        ("reads' staging buffers", room.staging_bytes),
+        ("to spare", room.spare_bytes),
+    ):
+        table.add_row(name, f"- {format_bytes(nbytes)}", "")
+    table.add_section()
+    table.add_row("for slots", format_bytes(max(0, free_host_bytes() - room.nbytes)), "")
+    return table
 
 
 def _layer_table(layout: ExpertLayout) -> Table:

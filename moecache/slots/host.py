@@ -273,19 +273,21 @@ def _strides(layout: ExpertLayout, dtype: np.dtype | None) -> dict[str, int]:
 
 
 def _aligned(rows: int, stride: int) -> np.ndarray:
-    # Zeros, not empty: an unused slot must never bring a NaN into a product.
+    """Return zeros whose rows are aligned as their stride is, from a mapping of their own."""
+    # Zeros, not empty: an unused slot must never bring a NaN into a product. No memory before it
+    # is written, and none that is locked once nobody refers to it.
     nbytes = rows * stride
-    if nbytes < _HUGE_PAGE:
-        raw = np.zeros(nbytes + BLOCK_BYTES, np.uint8)
-        start = -raw.ctypes.data % BLOCK_BYTES
-    else:
-        # In huge pages: a direct read into 4 KiB ones was measured to take three times as
-        # long. Zeros too, and no memory before it is written.
-        try:
-            mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE)
-        except OSError as error:
-            raise MemoryError(str(error)) from error
-        raw = np.frombuffer(mapping, np.uint8)
+    huge = nbytes >= _HUGE_PAGE
+    try:
+        # Private: shared memory would have no huge pages by default.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, max(1, nbytes) + (_HUGE_PAGE if huge else 0), flags)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(str(error)) from error
+    raw = np.frombuffer(mapping, np.uint8)
+    start = 0
+    if huge:
+        # A direct read into 4 KiB pages was measured to take up to three times as long.
         start = -raw.ctypes.data % _HUGE_PAGE
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):

@@ -1,11 +1,14 @@
 """A file that is read by position, from any thread."""
 
 import errno
+import logging
 import os
 import stat
 from pathlib import Path
 
 from moecache.errors import StoreError
+
+logger = logging.getLogger(__name__)
 
 
 class ReadOnlyFile:
@@ -20,18 +23,21 @@ class ReadOnlyFile:
         If the path cannot be opened or is no regular file.
     """
 
-    __slots__ = ("descriptor", "path")
+    __slots__ = ("_modified_ns", "descriptor", "path")
 
     def __init__(self, path: Path) -> None:
         self.descriptor = -1
         self.path = path
+        self._modified_ns: int | None = None
         try:
             # O_NONBLOCK: opening a pipe would wait for a writer.
             self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             raise StoreError(f"{path}: cannot be opened: {error.strerror}") from error
-        if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+        status = os.fstat(self.descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise StoreError(f"{path}: is not a regular file")
+        self._modified_ns = status.st_mtime_ns
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +66,23 @@ class ReadOnlyFile:
                 count -= len(buffers.pop(0))
             if count:
                 buffers[0] = buffers[0][count:]
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Warn, once, if somebody wrote to the file since it was opened."""
+        if self._modified_ns is None:
+            return
+        try:
+            modified_ns = os.fstat(self.descriptor).st_mtime_ns
+        except OSError:  # what can be read is read
+            return
+        if modified_ns != self._modified_ns:
+            self._modified_ns = None
+            logger.warning(
+                "store.file_changed path=%s it was written to while in use: experts may be of two "
+                "versions; open it again",
+                self.path,
+            )
 
     def failure(self, error: int, offset: int, what: str, wanted: int) -> StoreError:
         """Return what to raise for a read that failed with an errno; ENODATA: the end of file."""

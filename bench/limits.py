@@ -1,0 +1,132 @@
+"""A memory cgroup of one's own (v1 or v2), and what the kernel says happened in it."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+
+class NoLimitError(RuntimeError):
+    """The system does not let a benchmark limit its memory."""
+
+
+class MemoryLimit:
+    """A cgroup below this process's own, with a limit; a context manager.
+
+    Parameters
+    ----------
+    nbytes : int
+
+    Raises
+    ------
+    NoLimitError
+        If it cannot be made.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        parent, self.version = _own_group()
+        self.path = parent / f"moecache-bench-{os.getpid()}-{time.monotonic_ns()}"
+        try:
+            self.path.mkdir()
+            if self.version == 1:
+                (self.path / "memory.limit_in_bytes").write_text(str(nbytes))
+                with contextlib.suppress(OSError):  # no swap accounting
+                    (self.path / "memory.memsw.limit_in_bytes").write_text(str(nbytes))
+            else:
+                (self.path / "memory.max").write_text(str(nbytes))
+                with contextlib.suppress(OSError):
+                    (self.path / "memory.swap.max").write_text("0")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+            raise NoLimitError(
+                f"no memory cgroup can be made in {parent}: {error.strerror}. Run as root, or "
+                f"inside a limit: systemd-run --scope -p MemoryMax={nbytes} "
+                "-p MemorySwapMax=0 COMMAND --limit-is-set"
+            ) from error
+
+    @property
+    def join_file(self) -> Path:
+        """Where a process writes its number to be limited."""
+        return self.path / "cgroup.procs"
+
+    def facts(self) -> dict[str, int]:
+        """Return the kernel's counters: peak_bytes, swap_bytes, num_oom_kills, num_limited."""
+        if self.version == 1:
+            kills = _fields(self.path / "memory.oom_control").get("oom_kill", 0)
+            stat = _fields(self.path / "memory.stat")
+            return {
+                "peak_bytes": _number(self.path / "memory.max_usage_in_bytes"),
+                "swap_bytes": stat.get("total_swap", stat.get("swap", 0)),
+                "num_oom_kills": kills,
+                "num_limited": _number(self.path / "memory.failcnt"),
+            }
+        events = _fields(self.path / "memory.events")
+        return {
+            "peak_bytes": _number(self.path / "memory.peak"),
+            "swap_bytes": _number(self.path / "memory.swap.current"),
+            "num_oom_kills": events.get("oom_kill", 0),
+            "num_limited": events.get("max", 0),
+        }
+
+    def __enter__(self) -> Self:
+        """Return the limit."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Remove the cgroup; its processes have ended."""
+        for _ in range(50):
+            try:
+                self.path.rmdir()
+            except OSError:
+                time.sleep(0.1)
+            else:
+                return
+
+
+def _own_group() -> tuple[Path, int]:
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    mounts = [line.split(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    for line in lines:
+        _, controllers, inside = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            for left, right in mounts:
+                if right.split()[0] == "cgroup" and "memory" in right.split()[-1].split(","):
+                    return _below(left, inside), 1
+    for line in lines:
+        hierarchy, controllers, inside = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            for left, right in mounts:
+                if right.split()[0] == "cgroup2":
+                    return _below(left, inside), 2
+    raise NoLimitError("this system has no memory cgroups")
+
+
+def _below(mount: str, inside: str) -> Path:
+    fields = mount.split()
+    root, point = fields[3], Path(fields[4])
+    relative = inside.removeprefix(root) if root != "/" else inside
+    return point / relative.lstrip("/")
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _fields(path: Path) -> dict[str, int]:
+    try:
+        pairs = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}

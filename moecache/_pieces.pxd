@@ -1,0 +1,65 @@
+from libc.stdint cimport int64_t, uint64_t
+
+cdef extern from "<sys/uio.h>" nogil:
+    cdef struct iovec:
+        void *iov_base
+        size_t iov_len
+
+cdef enum:
+    # Room for what lies between the bytes that are wanted.
+    SINK = 64 * 1024
+
+cdef struct File:
+    int cached  # a descriptor that reads through the page cache
+    int direct  # one that reads around it, or -1
+    size_t alignment  # of direct reads; 1 without
+
+cdef struct Load:
+    # An expert of a caller: done when all its ranges are.
+    Load *next
+    int64_t token
+    int64_t num_missing
+    int error
+    int file
+    uint64_t offset
+
+cdef struct Range:
+    # Bytes of a file and where they are wanted.
+    int file
+    uint64_t offset
+    size_t nbytes
+    char *target
+    Load *load
+
+cdef struct Copy:
+    char *target
+    size_t source  # in the piece's staging buffer
+    size_t nbytes
+
+cdef struct Piece:
+    # One read: whole blocks, of one range or of several.
+    Piece *next
+    int file
+    int descriptor
+    uint64_t offset
+    size_t nbytes
+    size_t num_wanted  # bytes up to the last one that somebody wants
+    size_t num_done
+    size_t num_staged
+    int buffer
+    int attempts
+    int num_io_errors
+    int error
+    int num_parts, num_ranges, num_copies
+    iovec *parts
+    iovec *rest
+    char *staged  # of each part, whether its base is an offset into the staging buffer
+    Range *ranges
+    Copy *copies
+
+cdef int cut(
+    const File *files, size_t piece_bytes, char *sink, Range *ranges, Py_ssize_t count,
+    Piece **first) noexcept nogil
+cdef void free_pieces(Piece **chain) noexcept nogil
+cdef void place(Piece *piece, char *buffer) noexcept nogil
+cdef int rest(Piece *piece, iovec **parts) noexcept nogil

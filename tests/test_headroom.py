@@ -1,0 +1,160 @@
+"""headroom: the KV cache of known models, the parts of what stays free, what is refused."""
+
+from typing import Any
+
+import pytest
+
+from moecache import headroom as module
+from moecache.errors import CapacityError
+from moecache.headroom import Headroom, check_fits, headroom, kv_bytes_per_token
+from moecache.host_memory import CgroupLimit
+from moecache.sizing import RESERVE_BYTES
+
+MIXTRAL = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "max_position_embeddings": 32_768,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_30B = {
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "max_position_embeddings": 40_960,
+    "torch_dtype": "bfloat16",
+}
+OLMOE = {
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "hidden_size": 2048,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "hidden_size": 7168,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163_840,
+    "torch_dtype": "bfloat16",
+}
+GPT_OSS = {
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "nbytes"),
+    [
+        (MIXTRAL, 131_072),  # 32 layers * 8 heads * (128 + 128) * 2 bytes
+        (QWEN3_30B, 98_304),  # 48 * 4 * (128 + 128) * 2, not hidden / heads
+        (OLMOE, 131_072),  # 16 * 16 * (128 + 128) * 2
+        (DEEPSEEK_V3, 4_997_120),  # 61 * 128 * (192 + 128) * 2
+        (GPT_OSS, 49_152),  # 24 * 8 * (64 + 64) * 2
+        ({**MIXTRAL, "torch_dtype": "float16"}, 131_072),
+        ({**MIXTRAL, "torch_dtype": "float32"}, 262_144),
+        ({**MIXTRAL, "torch_dtype": None}, 262_144),  # transformers loads those in float32
+        ({**MIXTRAL, "dtype": "float32"}, 262_144),  # the newer name first
+        # Without grouped queries every head has its own keys and values.
+        ({k: v for k, v in MIXTRAL.items() if k != "num_key_value_heads"}, 524_288),
+        ({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}, 1024),
+    ],
+)
+def test_the_kv_cache_of_known_models(config: dict[str, Any], nbytes: int) -> None:
+    """Worked out by hand: layers * heads * (key + value) * bytes of the dtype."""
+    assert kv_bytes_per_token(config) == nbytes
+
+
+@pytest.mark.parametrize("missing", ["num_hidden_layers", "num_attention_heads"])
+def test_a_config_that_does_not_say_has_no_kv_cache(missing: str) -> None:
+    """Nothing is guessed."""
+    assert kv_bytes_per_token({k: v for k, v in MIXTRAL.items() if k != missing}) == 0
+    assert kv_bytes_per_token({}) == 0
+
+
+@pytest.mark.parametrize("name", [*MIXTRAL, "head_dim", "v_head_dim", "text_config", "dtype"])
+@pytest.mark.parametrize("value", [None, 0, -1, "12", 2.5, True, [], [3], {}, 10**30], ids=str)
+def test_hostile_values_give_a_figure(name: str, value: object) -> None:
+    """Whatever somebody wrote into config.json: never an error, never below zero."""
+    room = headroom(1000, {**MIXTRAL, name: value}, staging_bytes=5)
+
+    assert room.kv_cache_bytes >= 0
+    assert 0 < room.context_tokens <= 4096
+    assert room.nbytes == 1005 + room.kv_cache_bytes + RESERVE_BYTES
+    assert "trunk" in room.describe()
+
+
+def test_a_decoder_one_level_down_is_found() -> None:
+    """As models of several modalities keep it; figures above it are other parts'."""
+    nested = {"hidden_size": 1, "num_hidden_layers": 99, "text_config": MIXTRAL}
+
+    assert headroom(0, nested) == headroom(0, MIXTRAL)
+
+
+def test_the_parts_add_up() -> None:
+    """Trunk, KV cache of 4,096 tokens, staging, and something for everybody else."""
+    room = headroom(3 * 2**30, MIXTRAL, staging_bytes=2**24)
+
+    assert room == Headroom(3 * 2**30, 4096 * 131_072, 4096, 2**24, RESERVE_BYTES)
+    assert room.nbytes == 3 * 2**30 + 2**29 + 2**24 + RESERVE_BYTES
+    assert room.describe() == (
+        "trunk 3.00 GiB, KV cache of 4096 tokens 512.0 MiB, staging 16.0 MiB, spare 512.0 MiB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "tokens"),
+    [
+        (MIXTRAL, None, 4096),
+        ({**MIXTRAL, "max_position_embeddings": 1024}, None, 1024),
+        ({**MIXTRAL, "max_position_embeddings": None}, None, 4096),
+        (MIXTRAL, 100_000, 100_000),
+        (MIXTRAL, 0, 0),
+    ],
+)
+def test_the_kv_cache_is_as_long_as_the_model_takes(
+    config: dict[str, Any], asked: int | None, tokens: int
+) -> None:
+    """At most 4,096 tokens, unless somebody says how many."""
+    room = headroom(0, config, context_tokens=asked)
+
+    assert room.context_tokens == tokens
+    assert room.kv_cache_bytes == tokens * 131_072
+
+
+def test_slots_that_fit_to_the_byte_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one more byte is not."""
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(module, "tightest_limit", lambda: None)
+    check_fits(900, 100)
+    with pytest.raises(CapacityError, match="this machine has"):
+        check_fits(900, 101)
+
+
+def test_the_refusal_says_what_is_there_and_who_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both figures, the cgroup, and what would fit."""
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 2**30)
+    monkeypatch.setattr(
+        module, "tightest_limit", lambda: CgroupLimit(2**31, 2**30, "/sys/fs/cgroup/box")
+    )
+    with pytest.raises(CapacityError) as caught:
+        check_fits(2**31, 2**24)
+
+    message = str(caught.value)
+    for words in ("2.00 GiB", "16.0 MiB", "1.00 GiB", "the memory cgroup /sys/fs/cgroup/box"):
+        assert words in message
+    assert "lower memory to at most 957.6 MiB" in message

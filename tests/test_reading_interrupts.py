@@ -1,0 +1,166 @@
+"""Ctrl-C at every stage of a read: the step is over, and nothing is lost or left claimed."""
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moecache
+from moecache import opening
+from tests.helpers.checkpoints import Checkpoint, write_checkpoint
+from tests.helpers.readings import all_experts, force_engine, hide_settings, same_converted
+
+
+@pytest.fixture(name="model")
+def _model(tmp_path: Path) -> Checkpoint:
+    return write_checkpoint(tmp_path / "model", num_layers=2)
+
+
+@pytest.fixture(name="runtime", params=[(e, d) for e in ("io_uring", "threads") for d in (0, 1)])
+def _runtime(
+    request: pytest.FixtureRequest, model: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[moecache.ExpertRuntime]:
+    """Return a runtime that reads only when somebody waits; with conversion or without."""
+    engine, converts = request.param
+    hide_settings(monkeypatch)
+    force_engine(monkeypatch, engine)
+    monkeypatch.setattr(opening, "calibrate", lambda *_: None)
+    with moecache.open(
+        model.path,
+        slots=6,
+        read="direct",
+        prefault="off",
+        loader_threads=0,
+        dtype=np.float32 if converts else None,
+    ) as runtime:
+        yield runtime
+
+
+class Interrupted:
+    """Any object, of which one method is interrupted: before its nth call, or right after."""
+
+    def __init__(self, inner: object, name: str, nth: int, *, after: bool) -> None:
+        self._inner = inner
+        self._name = name
+        self._left = nth
+        self._after = after
+        self.happened = False
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name != self._name:
+            return found
+
+        def call(*arguments: object, **options: object) -> object:
+            self._left -= 1
+            if self._left == 0 and not self._after:
+                self.happened = True
+                raise KeyboardInterrupt
+            result = found(*arguments, **options)
+            if self._left == 0:
+                self.happened = True
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
+def assert_nothing_lost(runtime: moecache.ExpertRuntime, model: Checkpoint) -> None:
+    """Read every expert right, twice; have every slot, and every buffer back."""
+    runtime.cache.check()
+    for _ in range(2):
+        for layer, experts in enumerate(all_experts(runtime)):
+            for expert, parts in enumerate(experts):
+                assert same_converted(parts, model.experts[layer][expert])
+    with runtime.lease(1, np.arange(6)):
+        pass
+    runtime.cache.check()
+    fetch = runtime._loader._fetch
+    assert not fetch._begun
+    assert not fetch._queue
+    assert not runtime._pool._lent
+    assert not runtime._loader._loads
+
+
+STAGES = [
+    ("_pool", "buffers", False),
+    ("_pool", "buffers", True),
+    ("_store", "runs", False),
+    ("_store", "runs", True),
+    ("_reader", "submit", False),
+    ("_reader", "submit", True),
+    ("_reader", "wait", False),
+    ("_reader", "wait", True),
+    ("_reader", "take", False),
+    ("_reader", "take", True),
+    ("_pool", "upload", False),
+    ("_pool", "upload", True),
+    ("_pool", "wait", False),
+    ("_pool", "wait", True),
+]
+
+
+@pytest.mark.parametrize(("part", "method", "after"), STAGES)
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("way", ["waves", "lease", "bulk"])
+def test_an_interrupt_at_any_stage_loses_nothing(
+    runtime: moecache.ExpertRuntime,
+    model: Checkpoint,
+    part: str,
+    method: str,
+    after: bool,
+    nth: int,
+    way: str,
+) -> None:
+    """It reaches the caller; the next step reads what this one did not."""
+    fetch = runtime._loader._fetch
+    real = getattr(fetch, part)
+    ids = np.array([[7, 1, 4]])
+    broken = Interrupted(real, method, nth, after=after)
+    setattr(fetch, part, broken)
+    try:
+        for _ in range(20):
+            if way == "lease":
+                runtime.lease(0, ids).close()
+            else:
+                list(runtime.waves(0, ids if way == "waves" else np.arange(12).reshape(4, 3)))
+            runtime.lease(1, np.arange(6)).close()  # evict, and read again
+    except KeyboardInterrupt:
+        assert broken.happened
+    finally:
+        setattr(fetch, part, real)
+    assert broken.happened
+    assert_nothing_lost(runtime, model)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_while_loads_leave_the_queue_loses_nothing(
+    runtime: moecache.ExpertRuntime, model: Checkpoint, nth: int, after: bool
+) -> None:
+    """One that is given up must not stay queued: its slot is another expert's by then."""
+    fetch = runtime._loader._fetch
+
+    class Queue(deque):  # type: ignore[type-arg]
+        left = nth
+
+        def popleft(self) -> object:
+            Queue.left -= 1
+            if Queue.left == 0 and not after:
+                raise KeyboardInterrupt
+            found = super().popleft()
+            if Queue.left == 0:
+                raise KeyboardInterrupt
+            return found
+
+    fetch._queue = Queue()
+    with pytest.raises(KeyboardInterrupt):
+        runtime.lease(0, np.array([9, 10, 11]))
+    runtime.cache.check()
+    with runtime.lease(0, np.array([0, 1, 2])) as lease:
+        for expert, slot in enumerate(lease.slots.tolist()):
+            assert same_converted(runtime.expert(slot, 0), model.experts[0][expert])
+    assert_nothing_lost(runtime, model)

@@ -19,8 +19,8 @@ class Reader:
         *,
         direct: bool = False,
         engine: str | None = None,
-        depth: int = 32,
-        piece_bytes: int = 524288,
+        depth: int = 16,
+        piece_bytes: int = 262144,
         staging_bytes: int = 16777216,
     ) -> Self: ...
     @property

@@ -96,9 +96,9 @@ cdef class Reader:
         Read around the page cache, where a file's system can.
     engine : {"io_uring", "threads"}, optional
         By default io_uring where the kernel offers it, else threads.
-    depth : int, default 32
+    depth : int, default 16
         Most reads in flight; in 1 to 256.
-    piece_bytes : int, default 512 KiB
+    piece_bytes : int, default 256 KiB
         Largest read.
     staging_bytes : int, default 16 MiB
         Memory for what cannot be read straight into its target, at least two
@@ -138,8 +138,10 @@ cdef class Reader:
     cdef Piece *_pending
     cdef Piece **_pending_end
     cdef int _num_pending
-    cdef int _in_flight
-    cdef int _num_waiting
+    cdef int _in_flight  # begun and not settled
+    cdef int _in_kernel
+    cdef Piece *_arrived  # read, and to be copied out of staging
+    cdef Piece **_arrived_end
     cdef int _num_inside
     cdef bint _reaping
     cdef bint _closed
@@ -159,14 +161,15 @@ cdef class Reader:
     cdef readonly int64_t bytes_copied
 
     def __cinit__(
-        self, descriptors, *, bint direct=False, engine=None, int depth=32,
-        Py_ssize_t piece_bytes=512 * 1024, Py_ssize_t staging_bytes=16 * 1024 * 1024
+        self, descriptors, *, bint direct=False, engine=None, int depth=16,
+        Py_ssize_t piece_bytes=256 * 1024, Py_ssize_t staging_bytes=16 * 1024 * 1024
     ):
         cdef int i
         self._ring.descriptor = -1
         self._process = os.getpid()
         self._pending_end = &self._pending
         self._finished_end = &self._finished
+        self._arrived_end = &self._arrived
         self._held = {}
         if engine is not None and engine not in ENGINES:
             raise ValueError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
@@ -369,6 +372,8 @@ cdef class Reader:
             if not self._closed:
                 self._num_inside += 1
                 self._take_in()
+                while self._arrived != NULL:
+                    self._settle(self._next_arrived())
                 self._num_inside -= 1
             found = self._finished != NULL
             pthread_mutex_unlock(&self._mutex)
@@ -411,13 +416,16 @@ cdef class Reader:
     def serve(self):
         """Read until `close`: what a thread does that takes part without waiting for a load.
 
-        With io_uring it sleeps as long as everything submitted fits into the queue.
+        With io_uring it sleeps while everything that was submitted fits into the queue: to let
+        it copy beside the callers was measured to gain nothing.
         """
         with nogil:
             pthread_mutex_lock(&self._mutex)
             self._num_inside += 1
             while not self._closed:
-                if self._num_pending == 0 or (self._uses_ring and self._reaping):
+                if self._arrived != NULL:
+                    self._settle(self._next_arrived())
+                elif self._num_pending == 0 or (self._uses_ring and self._reaping):
                     mc_wait(&self._work, &self._mutex, TICK_NS)
                 else:
                     self._step(mc_clock_ns() + TICK_NS)
@@ -548,10 +556,11 @@ cdef class Reader:
         cdef int num_parts
         if not self._uses_ring:
             return
-        while self._in_flight < self.depth and not mc_ring_is_full(&self._ring):
+        while self._in_kernel < self.depth and not mc_ring_is_full(&self._ring):
             piece = self._next_piece()
             if piece == NULL:
                 return
+            self._in_kernel += 1
             num_parts = rest(piece, &parts)
             mc_ring_push(
                 &self._ring, piece.descriptor, parts, num_parts, piece.offset + piece.num_done,
@@ -560,10 +569,8 @@ cdef class Reader:
                 and piece.descriptor == self._files[piece.file].cached)
 
     cdef bint _reap(self) noexcept nogil:
-        """Take in everything the kernel has finished; gives the mutex up meanwhile."""
+        """Take in everything the kernel has finished; what is staged is still to be settled."""
         cdef void *popped = NULL
-        cdef Piece *done = NULL
-        cdef Piece **end = &done
         cdef Piece *piece
         cdef int64_t result = 0
         cdef bint found = False
@@ -572,13 +579,23 @@ cdef class Reader:
             piece = <Piece *>popped
             if piece == NULL:
                 continue
+            self._in_kernel -= 1
             piece.next = NULL
-            if self._judge(piece, mc_faulty(result, piece.nbytes - piece.num_done)) != AGAIN:
-                end[0] = piece
-                end = &piece.next
-        if done != NULL:
-            self._settle(done)
+            if self._judge(piece, mc_faulty(result, piece.nbytes - piece.num_done)) == AGAIN:
+                continue
+            if piece.num_copies == 0:
+                self._account(piece)
+            else:
+                self._arrived_end[0] = piece
+                self._arrived_end = &piece.next
         return found
+
+    cdef Piece *_next_arrived(self) noexcept nogil:
+        cdef Piece *piece = self._arrived
+        self._arrived = piece.next
+        if self._arrived == NULL:
+            self._arrived_end = &self._arrived
+        return piece
 
     cdef Outcome _judge(self, Piece *piece, int64_t result) noexcept nogil:
         """What became of a read: it goes back into the queue, or is to be settled."""
@@ -624,42 +641,39 @@ cdef class Reader:
         self._put_back(piece)
         return AGAIN
 
-    cdef void _settle(self, Piece *done) noexcept nogil:
-        """Copy what went through staging, without the mutex, and count it all as done."""
-        cdef Piece *piece = done
+    cdef void _settle(self, Piece *piece) noexcept nogil:
+        """Copy what went through staging, without the mutex, and count the piece as done."""
         cdef int i
-        cdef uint64_t stop
+        pthread_mutex_unlock(&self._mutex)
+        for i in range(piece.num_copies):
+            memcpy(
+                piece.copies[i].target, self._buffer(piece) + piece.copies[i].source,
+                piece.copies[i].nbytes)
+        pthread_mutex_lock(&self._mutex)
+        self._account(piece)
+
+    cdef void _account(self, Piece *piece) noexcept nogil:
+        cdef int i
+        cdef uint64_t stop = piece.offset + piece.num_done
         cdef Range *part
         cdef Load *load
-        pthread_mutex_unlock(&self._mutex)
-        while piece != NULL:
-            for i in range(piece.num_copies):
-                memcpy(
-                    piece.copies[i].target, self._buffer(piece) + piece.copies[i].source,
-                    piece.copies[i].nbytes)
-            piece = piece.next
-        pthread_mutex_lock(&self._mutex)
-        while done != NULL:
-            piece = done
-            done = piece.next
-            stop = piece.offset + piece.num_done
-            for i in range(piece.num_ranges):
-                part = &piece.ranges[i]
-                load = part.load
-                # Of a read that failed, what came before is good.
-                if piece.error and part.offset + part.nbytes > stop and load.error == 0:
-                    load.error, load.file, load.offset = piece.error, piece.file, stop
-                self.bytes_wanted += part.nbytes
-                load.num_missing -= 1
-                if load.num_missing == 0:
-                    self._finish(load)
-            for i in range(piece.num_copies):
-                self.bytes_copied += piece.copies[i].nbytes
-            if piece.buffer >= 0:
-                self._free_buffers[self._num_free_buffers] = piece.buffer
-                self._num_free_buffers += 1
-            free(piece)
-            self._in_flight -= 1
+        for i in range(piece.num_ranges):
+            part = &piece.ranges[i]
+            load = part.load
+            # Of a read that failed, what came before is good.
+            if piece.error and part.offset + part.nbytes > stop and load.error == 0:
+                load.error, load.file, load.offset = piece.error, piece.file, stop
+            self.bytes_wanted += part.nbytes
+            load.num_missing -= 1
+            if load.num_missing == 0:
+                self._finish(load)
+        for i in range(piece.num_copies):
+            self.bytes_copied += piece.copies[i].nbytes
+        if piece.buffer >= 0:
+            self._free_buffers[self._num_free_buffers] = piece.buffer
+            self._num_free_buffers += 1
+        self._in_flight -= 1
+        free(piece)
         if self._in_flight == 0 and self._num_pending == 0:
             self.busy_ns += mc_clock_ns() - self._busy_since
         pthread_cond_broadcast(&self._done)
@@ -671,14 +685,15 @@ cdef class Reader:
 
     cdef void _work_until(self, int64_t seen, int64_t deadline) noexcept nogil:
         """Take part until a load is done, something was announced, or it is late."""
-        self._num_waiting += 1
         while (
             self._finished == NULL and self._epoch == seen and not self._closed
             and mc_clock_ns() < deadline
         ):
             if not self._step(deadline):
                 break
-        self._num_waiting -= 1
+        if self._num_pending:
+            # A thread that serves goes on while this one computes.
+            pthread_cond_signal(&self._work)
 
     cdef bint _step(self, int64_t deadline) noexcept nogil:
         """Read or reap something, or wait a little. Returns False after a signal."""
@@ -705,7 +720,10 @@ cdef class Reader:
             return result != -EINTR
         if self._take_in():
             return True
-        if self._reaping or self._in_flight == 0:
+        if self._arrived != NULL:
+            self._settle(self._next_arrived())
+            return True
+        if self._reaping or self._in_kernel == 0:
             # Another thread waits in the kernel, or has the last reads in its hands.
             mc_wait(&self._done, &self._mutex, timeout)
             return True
@@ -714,11 +732,8 @@ cdef class Reader:
         error = mc_ring_enter(&self._ring, True, timeout)
         pthread_mutex_lock(&self._mutex)
         self._reaping = False
-        # Somebody else may have to take over.
-        if self._num_waiting > 1:
-            pthread_cond_broadcast(&self._done)
-        if self._num_pending:
-            pthread_cond_signal(&self._work)
+        # Somebody else may have to take over: a thread that serves leaves when it likes.
+        pthread_cond_broadcast(&self._done)
         return error != EINTR
 
     cdef bint _take_in(self) noexcept nogil:

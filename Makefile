@@ -30,7 +30,7 @@ check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml \
 		moecache._policy moecache._lfu moecache._slru moecache._profiler moecache._cache \
-		moecache._prefault
+		moecache._prefault moecache._reader
 	$(BIN)/codespell
 
 bench: $(call stamp,test) ## compare with other caches, in one run

@@ -5,6 +5,7 @@ from moecache._cache import ExpertCache
 from moecache._lfu import LfruCache, LfuCache
 from moecache._policy import LruCache
 from moecache._profiler import AccessProfiler
+from moecache._reader import Reader
 from moecache._slru import SlruCache
 from moecache.errors import (
     CapacityError,
@@ -17,11 +18,12 @@ from moecache.errors import (
 )
 from moecache.layout import ExpertLayout, Role
 from moecache.opening import open  # noqa: A004 - moecache.open
+from moecache.reading import DiskSpeed, open_reader
 from moecache.runtime import ExpertRuntime
 from moecache.slots import HostSlots, SlotPool
 from moecache.steps import Lease, Wave
-from moecache.stores import ExpertStore, MemoryStore, SafetensorsStore, open_store
-from moecache.telemetry import RuntimeStats
+from moecache.stores import ExpertStore, FileStore, MemoryStore, SafetensorsStore, open_store
+from moecache.telemetry import ReadingStats, RuntimeStats
 
 __version__ = "0.1.0"
 
@@ -29,11 +31,13 @@ __all__ = [
     "AccessProfiler",
     "CapacityError",
     "ConfigError",
+    "DiskSpeed",
     "ExpertCache",
     "ExpertLayout",
     "ExpertNotFoundError",
     "ExpertRuntime",
     "ExpertStore",
+    "FileStore",
     "FormatError",
     "HostSlots",
     "Lease",
@@ -43,6 +47,8 @@ __all__ = [
     "MemoryStore",
     "MissingDependencyError",
     "MoeCacheError",
+    "Reader",
+    "ReadingStats",
     "Role",
     "RuntimeStats",
     "SafetensorsStore",
@@ -53,6 +59,7 @@ __all__ = [
     "errors",
     "experts",
     "open",
+    "open_reader",
     "open_store",
     "prefault",
     "sizing",

@@ -21,10 +21,11 @@ from moecache.units import format_bytes
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 16 * 2**20
-# (reads in flight, bytes of each). More in flight come back all at once, at the end, and are
-# copied then, instead of while the next ones are read: 8 MiB were measured to be a fifth slower
-# than 2 to 4 MiB.
-DEFAULT_QUEUE = (16, 256 * 2**10)
+# (reads in flight, bytes of each), for reads that go straight to their slots.
+STRAIGHT_QUEUE = (32, 256 * 2**10)
+# For those that are copied. More in flight come back all at once, at the end, and are copied
+# then, instead of while the next ones are read: 8 MiB were measured to be a fifth slower.
+STAGED_QUEUE = (16, 256 * 2**10)
 CANDIDATES = tuple(
     (depth, size * 2**10)
     for size, depth in (
@@ -40,6 +41,7 @@ _DEEP_BYTES = 32 * 2**20
 _CALIBRATION_S = 0.3
 # What differs less is noise.
 _NOISE = 1.1
+_BLOCK = 4096
 _PROFILE_VERSION = 1
 
 
@@ -76,8 +78,8 @@ def open_reader(
         [file.descriptor for file in store.files],
         direct=direct,
         engine=engine,
-        depth=(DEFAULT_QUEUE if direct else BUFFERED_QUEUE)[0],
-        piece_bytes=(DEFAULT_QUEUE if direct else BUFFERED_QUEUE)[1],
+        depth=(STAGED_QUEUE if direct else BUFFERED_QUEUE)[0],
+        piece_bytes=(STAGED_QUEUE if direct else BUFFERED_QUEUE)[1],
         staging_bytes=staging_bytes if direct else 0,
     )
     if direct and not reader.direct:
@@ -111,6 +113,7 @@ def calibrate(reader: Reader, store: FileStore, pool: SlotPool) -> DiskSpeed | N
     candidates = CANDIDATES if reader.engine == "io_uring" else CANDIDATES[:1]
     rates: dict[tuple[int, int], list[float]] = {queue: [] for queue in candidates}
     best: list[float] = []
+    default = default_queue(reader, store)
     staging_bytes = reader.staging_bytes
     start = time.perf_counter()
     try:
@@ -126,12 +129,12 @@ def calibrate(reader: Reader, store: FileStore, pool: SlotPool) -> DiskSpeed | N
                 found.append(_burst(reader, store, pool, rng, usual))
     except StoreError as error:
         logger.warning("reading.calibration_failed %s", error)
-        _tune(reader, DEFAULT_QUEUE, staging_bytes)
+        _tune(reader, default, staging_bytes)
         return None
     medians = {queue: statistics.median(found) for queue, found in rates.items() if found}
-    chosen = max(medians, key=lambda queue: medians[queue], default=DEFAULT_QUEUE)
-    if medians.get(DEFAULT_QUEUE, 0) * _NOISE >= medians.get(chosen, 0):
-        chosen = DEFAULT_QUEUE
+    chosen = max(medians, key=lambda queue: medians[queue], default=default)
+    if medians.get(default, 0) * _NOISE >= medians.get(chosen, 0):
+        chosen = default
     _tune(reader, chosen, staging_bytes)
     rate = max([statistics.median(best), *medians.values()])
     speed = DiskSpeed(reader.engine, *chosen, bytes_per_s=rate)
@@ -151,9 +154,17 @@ def apply(speed: DiskSpeed, reader: Reader) -> bool:
     return True
 
 
+def default_queue(reader: Reader, store: FileStore) -> tuple[int, int]:
+    """Return the depth and size of reads that suit a store, on a disk that nothing is known of."""
+    aligned = all(offset % reader.alignment == 0 for _, offset, _ in store.runs(0, 0))
+    return STRAIGHT_QUEUE if aligned else STAGED_QUEUE
+
+
 def disk_of(store: FileStore) -> str:
-    """Return what tells a store's disk from others on this machine."""
-    return ",".join(sorted({str(os.fstat(file.descriptor).st_dev) for file in store.files}))
+    """Return what tells a store's disk, and how its experts lie, from others on this machine."""
+    devices = sorted({str(os.fstat(file.descriptor).st_dev) for file in store.files})
+    aligned = all(offset % _BLOCK == 0 for _, offset, _ in store.runs(0, 0))
+    return ",".join(devices) + (" aligned" if aligned else "")
 
 
 def load_profile(path: str | os.PathLike[str], store: FileStore) -> DiskSpeed | None:

@@ -12,7 +12,7 @@ import pytest
 import moecache
 from moecache import opening, reading
 from moecache._reader import Reader
-from moecache.reading import CANDIDATES, DEFAULT_QUEUE, DiskSpeed, calibrate, disk_of
+from moecache.reading import CANDIDATES, STAGED_QUEUE, DiskSpeed, calibrate, disk_of
 from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
@@ -262,7 +262,7 @@ def test_a_calibration_of_a_file_that_was_cut_is_a_warning(
             assert calibrate(reader, store, pool) is None
         assert "reading.calibration_failed" in caplog.text
         assert "model.safetensors" in caplog.text
-        assert reader.depth == DEFAULT_QUEUE[0]
+        assert reader.depth == STAGED_QUEUE[0]
         assert reader.num_in_flight == 0
         assert not pool._lent
         reader.close()

@@ -3,16 +3,14 @@
 import argparse
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moecache import packing
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError
-from moecache.packing import PackPlan
 from moecache.units import format_bytes
 
 
@@ -54,6 +52,9 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Pack, verify, or show the figures; return the exit code."""
+    # Here: what computes checksums takes 7 MiB, which no other command needs.
+    from moecache import packing
+
     console = Console(highlight=False, soft_wrap=True, markup=False)
     model, out = arguments.model, arguments.out
     if arguments.verify and model is not None and out is None:
@@ -80,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify(console: Console, out: str) -> None:
+    from moecache import packing
+
     begun = time.perf_counter()
     with _bar(console, "verifying") as show:
         nbytes = packing.verify(out, progress=show)
@@ -90,7 +93,7 @@ def _verify(console: Console, out: str) -> None:
     )
 
 
-def _print_plan(console: Console, plan: PackPlan) -> int:
+def _print_plan(console: Console, plan: Any) -> int:
     num_experts = plan.num_layers * plan.num_experts
     console.print(
         f"experts  {format_bytes(plan.expert_bytes)} in {plan.num_layers} layers x "
@@ -107,7 +110,7 @@ def _print_plan(console: Console, plan: PackPlan) -> int:
 
 
 @contextlib.contextmanager
-def _bar(console: Console, word: str) -> Iterator[packing.Progress]:
+def _bar(console: Console, word: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal; yield what is to be called."""
     columns = (
         TextColumn(word),

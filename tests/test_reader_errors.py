@@ -238,7 +238,7 @@ def test_a_reader_is_not_tuned_while_it_reads(idle: Reader, contents: list[bytes
     with pytest.raises(ValueError, match="1 reads are in flight"):
         idle.tune(depth=1, piece_bytes=4096, staging_bytes=0)
 
-    assert (idle.depth, idle.piece_bytes) == (32, 512 * 1024)
+    assert (idle.depth, idle.piece_bytes) == (16, 256 * 1024)
     assert wait_for(idle, 1) == {order: None}
     assert order.is_right()
 
@@ -251,7 +251,7 @@ def test_figures_out_of_range_do_not_tune(reader: Reader, contents: list[bytes])
     with pytest.raises(MemoryError, match="no memory for staging buffers"):
         reader.tune(depth=256, piece_bytes=2**30, staging_bytes=2**46)
 
-    assert (reader.depth, reader.piece_bytes) == (32, 512 * 1024)
+    assert (reader.depth, reader.piece_bytes) == (16, 256 * 1024)
     order = one_range(contents, 1, 1_000_000, shift=2)
     assert read_all(reader, [order]) == {order: None}
     assert order.is_right()
@@ -361,7 +361,7 @@ def test_a_read_that_never_comes_back_does_not_hang_close(
     """Close says so and gives nothing back; once it is back, a second close does."""
     nbytes = 512 * 1024  # so much is copied by a thread of the kernel, not by `submit`
     try:
-        reader = Reader([descriptor], engine=engine, depth=1)
+        reader = Reader([descriptor], engine=engine, depth=1, piece_bytes=nbytes)
     except OSError:
         pytest.skip("this kernel refuses io_uring")
     hole = Hole(nbytes)

@@ -12,7 +12,7 @@ import pytest
 import moecache
 from moecache import opening, reading
 from moecache._reader import Reader
-from moecache.reading import CANDIDATES, STAGED_QUEUE, DiskSpeed, calibrate, disk_of
+from moecache.reading import CANDIDATES, DiskSpeed, calibrate, default_queue, disk_of
 from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
@@ -43,7 +43,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> list[DiskSpeed]:
     found: list[DiskSpeed] = []
 
     def measure(reader: Reader, *_: object) -> DiskSpeed:
-        found.append(DiskSpeed(reader.engine, 16, 1024 * 1024, 1.5e9))
+        found.append(DiskSpeed(reader.engine, 8, 1024 * 1024, 1.5e9))
         reader.tune(depth=16, piece_bytes=1024 * 1024, staging_bytes=reader.staging_bytes)
         return found[-1]
 
@@ -83,7 +83,7 @@ def test_a_disk_is_measured_once_per_process(
     for _ in range(3):
         with open_direct(model) as runtime:
             assert runtime.disk == measured[0]
-            assert runtime.stats().reading.depth == 16
+            assert runtime.stats().reading.depth == 8
     assert len(measured) == 1
 
 
@@ -262,7 +262,7 @@ def test_a_calibration_of_a_file_that_was_cut_is_a_warning(
             assert calibrate(reader, store, pool) is None
         assert "reading.calibration_failed" in caplog.text
         assert "model.safetensors" in caplog.text
-        assert reader.depth == STAGED_QUEUE[0]
+        assert (reader.depth, reader.piece_bytes) == default_queue(reader, store)
         assert reader.num_in_flight == 0
         assert not pool._lent
         reader.close()

@@ -367,15 +367,19 @@ def table(summary: dict[str, Any]) -> list[str]:
             f"{'Belady, the optimum of any policy':42} {'':8} {'':7}  "
             f"{summary['belady_hit_rate']:8.3f}"
         )
-    own = max((row["tokens_per_s"] for row in rows if "direct" in row["contestant"]), default=0)
     buffered = max((rate[name] for name in BUFFERED if name in rate), default=0)
-    if own and buffered:
-        lines.append(f"direct reads: {own / buffered:.1f} x the best way through the page cache")
+    for name, label in (("own-direct", "direct reads"), ("own-packed", "packed")):
+        own = max((row["tokens_per_s"] for row in rows if row["contestant"] == name), default=0)
+        if own and buffered:
+            lines.append(f"{label}: {own / buffered:.1f} x the best way through the page cache")
     lines.append(
-        "of best: bytes read while any read was outstanding, against "
-        f"{best / 2**30:.2f} GiB/s; the limit held in every run (peak "
-        f"{format_bytes(max(row['peak_bytes'] for row in rows))}, nothing swapped or killed)"
+        f"of best: bytes read while any read was outstanding, against {best / 2**30:.2f} GiB/s"
     )
+    peak = max(row["peak_bytes"] for row in rows)
+    if peak:
+        lines.append(
+            f"the limit held in every run: peak {format_bytes(peak)}, nothing swapped or killed"
+        )
     return lines
 
 

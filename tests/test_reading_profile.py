@@ -43,7 +43,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> list[DiskSpeed]:
     found: list[DiskSpeed] = []
 
     def measure(reader: Reader, *_: object) -> DiskSpeed:
-        found.append(DiskSpeed(reader.engine, 8, 1024 * 1024, 1.5e9))
+        found.append(DiskSpeed(reader.engine, 16, 256 * 1024, 1.5e9))
         reader.tune(depth=16, piece_bytes=1024 * 1024, staging_bytes=reader.staging_bytes)
         return found[-1]
 
@@ -83,7 +83,7 @@ def test_a_disk_is_measured_once_per_process(
     for _ in range(3):
         with open_direct(model) as runtime:
             assert runtime.disk == measured[0]
-            assert runtime.stats().reading.depth == 8
+            assert runtime.stats().reading.depth == 16
     assert len(measured) == 1
 
 

@@ -96,13 +96,13 @@ cdef Piece *_piece(
         piece.num_wanted = last - low
         inner, outer = _straight(&piece.ranges[i], unit)
         if inner < outer:
-            _add_part(piece, sink, at, inner, i)
+            _add_part(piece, sink, at, inner, i, i + 1)
             piece.parts[piece.num_parts] = iovec(
                 piece.ranges[i].target + (inner - first), outer - inner)
             piece.num_parts += 1
             at = outer
     piece.num_ranges = <int>used
-    _add_part(piece, sink, at, high, used)
+    _add_part(piece, sink, at, high, used, used)
     _plan_copies(piece)
     return piece
 
@@ -122,18 +122,18 @@ cdef (uint64_t, uint64_t) _straight(Range *part, size_t unit) noexcept nogil:
 
 
 cdef void _add_part(
-    Piece *piece, char *sink, uint64_t first, uint64_t last, Py_ssize_t num_before
+    Piece *piece, char *sink, uint64_t first, uint64_t last, Py_ssize_t num_before,
+    Py_ssize_t num_ranges
 ) noexcept nogil:
     """What no target takes directly: into the sink if nobody wants it, else staging."""
     cdef Py_ssize_t i
     cdef bint wanted = False
     if first >= last:
         return
-    for i in range(num_before + 1):
-        if i < num_before or piece.ranges[i].nbytes:
-            wanted = wanted or (
-                piece.ranges[i].offset < last
-                and piece.ranges[i].offset + piece.ranges[i].nbytes > first)
+    for i in range(min(num_before + 1, num_ranges)):
+        wanted = wanted or (
+            piece.ranges[i].offset < last
+            and piece.ranges[i].offset + piece.ranges[i].nbytes > first)
     if wanted or last - first > SINK:
         piece.parts[piece.num_parts] = iovec(<void *>piece.num_staged, last - first)
         piece.staged[piece.num_parts] = 1

@@ -183,7 +183,7 @@ static size_t mc_direct_alignment(int descriptor)
     for (; alignment <= 65536; alignment *= 2) {
         char *target = (char *)buffer + (alignment < 65536 ? alignment : 0);
         ssize_t count = pread(descriptor, target, alignment, 0);
-        if (count >= 0 || (errno != EINVAL && errno != EINTR))
+        if (count >= 0 || errno != EINVAL)
             break;
     }
     free(buffer);
@@ -362,6 +362,23 @@ static int mc_ring_enter(mc_ring *ring, int wait, int64_t timeout_ns)
 static int mc_ring_has_done(const mc_ring *ring)
 {
     return *ring->done_head != __atomic_load_n(ring->done_tail, __ATOMIC_ACQUIRE);
+}
+
+static int mc_ring_pop(mc_ring *ring, void **piece, int64_t *result);
+
+/* Whether the kernel takes entries too: a filter may allow the set-up alone. */
+static int mc_ring_try(mc_ring *ring)
+{
+    void *piece;
+    int64_t result;
+    int error;
+    mc_ring_push_nothing(ring);
+    error = mc_ring_enter(ring, 1, 1000000000);
+    if (error == 0 && !mc_ring_pop(ring, &piece, &result))
+        error = ETIME;
+    if (error)
+        mc_ring_close(ring);
+    return error;
 }
 
 /* Under the owner's lock. Whether something was done; its piece, NULL for nothing. */

@@ -47,6 +47,7 @@ cdef extern from "_reader.h" nogil:
     bint mc_has_faults()
     int close(int descriptor)
     int mc_ring_open(mc_ring *ring, unsigned num_entries)
+    int mc_ring_try(mc_ring *ring)
     void mc_ring_close(mc_ring *ring)
     bint mc_ring_is_full(const mc_ring *ring)
     unsigned mc_ring_waiting(const mc_ring *ring)
@@ -128,13 +129,11 @@ cdef class Reader:
     cdef readonly int depth
     cdef readonly size_t piece_bytes
     cdef readonly size_t staging_bytes
-    cdef int _wanted_depth
     cdef char *_staging
     cdef size_t _buffer_bytes
     cdef char *_sink
     cdef int *_free_buffers
     cdef int _num_free_buffers
-    cdef int _num_buffers
     cdef Piece *_pending
     cdef Piece **_pending_end
     cdef int _num_pending
@@ -145,7 +144,7 @@ cdef class Reader:
     cdef int _num_inside
     cdef bint _reaping
     cdef bint _closed
-    cdef bint _stuck
+    cdef bint _drained  # closed, and nothing is in flight
     cdef int _process
     cdef int64_t _epoch
     cdef Load *_finished
@@ -191,6 +190,8 @@ cdef class Reader:
         self.direct = self.alignment > 1
         if engine != "threads":
             self._refusal = mc_ring_open(&self._ring, MAX_DEPTH)
+            if self._refusal == 0:
+                self._refusal = mc_ring_try(&self._ring)
             self._uses_ring = self._refusal == 0
             if engine == "io_uring" and self._refusal:
                 raise OSError(self._refusal, f"io_uring: {os.strerror(self._refusal)}")
@@ -204,7 +205,7 @@ cdef class Reader:
             return
         with nogil:
             self._close(2_000_000_000)
-        if self._stuck:
+        if not self._drained:
             # A read that never returns may still write: nothing it uses is given back.
             return
         free(self._files)
@@ -223,6 +224,12 @@ cdef class Reader:
         return self._refusal
 
     @property
+    def num_direct_files(self):
+        """Files that are read around the page cache."""
+        cdef int i
+        return sum([self._files[i].alignment > 1 for i in range(self._num_files)])
+
+    @property
     def num_in_flight(self):
         """Reads that the kernel has, or that wait for their turn."""
         return self._in_flight + self._num_pending
@@ -233,7 +240,7 @@ cdef class Reader:
         return self._epoch
 
     def tune(self, *, int depth, Py_ssize_t piece_bytes, Py_ssize_t staging_bytes):
-        """Change how much is read at once; nothing may be in flight.
+        """Change how much is read at once; nothing may be in flight, or be submitted meanwhile.
 
         Raises
         ------
@@ -266,7 +273,7 @@ cdef class Reader:
         free(self._free_buffers)
         self._staging, self.staging_bytes = staging, nbytes
         self._sink = staging + nbytes
-        self._buffer_bytes, self._num_buffers = buffer_bytes, num_buffers
+        self._buffer_bytes = buffer_bytes
         self._free_buffers, self._num_free_buffers = free_buffers, num_buffers
         for i in range(num_buffers):
             free_buffers[i] = num_buffers - 1 - i
@@ -358,12 +365,16 @@ cdef class Reader:
         return found
 
     def poll(self):
-        """Take in what the kernel has finished; never blocks. Return whether a load is done."""
+        """Take in what the kernel has finished, without waiting; return whether a load is done.
+
+        What was staged is copied, and reads that found no room in the queue are begun.
+        """
         cdef bint found, ready
         # With the GIL: whoever has the mutex needs no GIL, and gives it back at once.
         pthread_mutex_lock(&self._mutex)
         found = self._finished != NULL
-        ready = not self._closed and self._uses_ring and mc_ring_has_done(&self._ring)
+        ready = not self._closed and (
+            self._arrived != NULL or (self._uses_ring and mc_ring_has_done(&self._ring)))
         pthread_mutex_unlock(&self._mutex)
         if not ready:
             return found
@@ -444,11 +455,12 @@ cdef class Reader:
             return True
         with nogil:
             self._close(<int64_t>(timeout_s * 1e9))
-        if self._stuck:
-            _stuck.append(self._held)
-        else:
+        _stuck[:] = [held for held in _stuck if held is not self._held]
+        if self._drained:
             self._held = {}
-        return not self._stuck
+        else:
+            _stuck.append(self._held)
+        return self._drained
 
     # Files and ranges, with the GIL.
 
@@ -517,6 +529,8 @@ cdef class Reader:
         """Whether a thread that serves has something to do."""
         if not self._uses_ring:
             return self._num_pending > 0
+        if self._arrived != NULL:
+            return True
         return self._num_pending > self.depth and not self._reaping
 
     cdef void _append(self, Piece *chain) noexcept nogil:
@@ -594,6 +608,9 @@ cdef class Reader:
             else:
                 self._arrived_end[0] = piece
                 self._arrived_end = &piece.next
+        if found and self._reaping and not mc_ring_is_full(&self._ring):
+            # Another thread is about to wait in the kernel for what was just taken in.
+            mc_ring_push_nothing(&self._ring)
         return found
 
     cdef Piece *_next_arrived(self) noexcept nogil:
@@ -765,9 +782,6 @@ cdef class Reader:
         cdef Load *load
         cdef int i
         pthread_mutex_lock(&self._mutex)
-        if self._closed and not self._stuck:
-            pthread_mutex_unlock(&self._mutex)
-            return
         self._closed = True
         while self._pending != NULL:
             piece = self._pending
@@ -786,11 +800,15 @@ cdef class Reader:
         self._num_pending = 0
         pthread_cond_broadcast(&self._work)
         pthread_cond_broadcast(&self._done)
-        # Those inside leave at the next tick at the latest.
-        while self._in_flight + self._num_inside > 0 and mc_clock_ns() < deadline:
+        # Those inside leave at the next tick at the latest, without timeouts (before Linux 5.11)
+        # at the next completion. Another thread may close at the same time.
+        while (
+            not self._drained and self._in_flight + self._num_inside > 0
+            and mc_clock_ns() < deadline
+        ):
             self._step(min(deadline, mc_clock_ns() + TICK_NS // 10))
-        self._stuck = self._in_flight + self._num_inside > 0
-        if not self._stuck:
+        if not self._drained and self._in_flight + self._num_inside == 0:
+            self._drained = True
             while self._finished != NULL:
                 load = self._finished
                 self._finished = load.next

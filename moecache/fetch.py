@@ -63,8 +63,12 @@ class Fetch(Protocol):
     def wait(self, arrived: "SimpleQueue[Load]") -> Load:
         """Return the next load that arrives; never under the loader's lock."""
 
-    def help(self) -> None:
-        """Take part for a moment, while waiting for something else than a load."""
+    @property
+    def epoch(self) -> int:
+        """Number of announcements so far."""
+
+    def help(self, seen: int) -> None:
+        """Take part for a moment, unless `epoch` is not `seen` any more."""
 
     def announce(self) -> None:
         """Wake those in `help`: what they wait for may be there."""
@@ -132,7 +136,12 @@ class StoreFetch:
     def look(self) -> None:
         """Do nothing: the threads hand on what they have read."""
 
-    def help(self) -> None:
+    @property
+    def epoch(self) -> int:
+        """Nobody asks."""
+        return 0
+
+    def help(self, seen: int) -> None:
         """Do nothing: the threads need none."""
 
     def announce(self) -> None:

@@ -83,6 +83,7 @@ class SlotLoader:
         self._loads: dict[int, Load] = {}
         self._staging = list(range(cache.capacity, pool.num_slots))
         self._stagers: dict[int, int] = {}  # staging slot in use -> thread, 0 for an orphan
+        self._to_announce = False
         self._closed = False
         self._process = os.getpid()
         self._logged: set[tuple[type, str]] = set()
@@ -148,8 +149,14 @@ class SlotLoader:
                     raise
         finally:
             self._drain_if_free()
-        self._begin()
-        return claimed + joined, bypassed
+        loads = claimed + joined
+        try:
+            self._begin()
+        except BaseException:
+            # The caller does not know of them.
+            self.discard(Discard(loads, arrived, np.empty(0, np.int32)))
+            raise
+        return loads, bypassed
 
     def release(self, slots: np.ndarray) -> None:
         """End the leases on slots of the cache, once computations that use them are issued."""
@@ -177,6 +184,7 @@ class SlotLoader:
         """
         loads: list[Load] = []
         while True:
+            seen = self._fetch.epoch
             with self._lock:
                 self._check_open()
                 # Waiting gives the lock up without looking at discards: look again.
@@ -194,7 +202,7 @@ class SlotLoader:
                 if not self._fetch.needs_callers:
                     self._unstaged.wait(0.05)
                     continue
-            self._fetch.help()
+            self._fetch.help(seen)
         try:
             self._begin()
         except BaseException:
@@ -344,7 +352,7 @@ class SlotLoader:
         if self._stagers.pop(slot, None) is not None:
             self._staging.append(slot)
             self._unstaged.notify()
-            self._fetch.announce()
+            self._to_announce = True
 
     def _drain_if_free(self) -> None:
         # Called after every section that held the lock: who finds it taken
@@ -355,6 +363,9 @@ class SlotLoader:
                 self._drain()
             finally:
                 self._lock.release()
+        if self._to_announce:
+            self._to_announce = False
+            self._fetch.announce()
 
     def _drain(self) -> None:
         while True:

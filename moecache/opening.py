@@ -10,10 +10,11 @@ from moecache._cache import ExpertCache
 from moecache._prefault import PAGE_SIZE
 from moecache._reader import Reader
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
-from moecache.headroom import check_fits, headroom
+from moecache.headroom import check_fits, fits_beside, headroom
 from moecache.host_memory import free_host_bytes
 from moecache.layout import ExpertLayout
 from moecache.prefault import BackgroundSweep, Region, warm
+from moecache.reader_fetch import MAX_CONVERTED_BYTES
 from moecache.reading import (
     STAGING_BYTES,
     DiskSpeed,
@@ -50,7 +51,7 @@ DIRECT_THREADS = 8
 _disks: dict[str, DiskSpeed] = {}
 
 
-def open(  # noqa: A001 - called as moecache.open
+def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
     path: str | os.PathLike[str],
     memory: int | str | None = None,
     device: str = "cpu",
@@ -137,7 +138,7 @@ def open(  # noqa: A001 - called as moecache.open
         If the checkpoint cannot be read, or has no experts.
     """
     settings = Settings.from_environ()
-    _check_arguments(device, slots, memory, loader_threads, top_k, progress)
+    _check_arguments(device, slots, memory, loader_threads, top_k, progress, lock)
     way = _first(read, settings.read, DEFAULT_READ)
     if way not in READ_MODES:
         raise ConfigError(f"read {way!r} is not one of {', '.join(READ_MODES)}")
@@ -147,14 +148,18 @@ def open(  # noqa: A001 - called as moecache.open
         layout = store.layout
         if layout.total_experts == 0:
             raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")
-        room = headroom(store.trunk_bytes, store.config, staging_bytes=STAGING_BYTES)
+        widest = max(map(layout.expert_bytes, range(layout.num_layers)))
+        # What is converted is read beside its slot first.
+        converted = 0 if dtype is None else max(2 * widest, MAX_CONVERTED_BYTES)
+        room = headroom(store.trunk_bytes, store.config, staging_bytes=STAGING_BYTES + converted)
+        left = _first(reserve, settings.reserve)
+        reserve_bytes = room.nbytes if left is None else parse_bytes(left)
         if slots is None:
-            left = _first(reserve, settings.reserve)
             planned, staging = plan_slots(
                 layout,
                 _first(memory, settings.memory),
                 dtype,
-                reserve_bytes=room.nbytes if left is None else parse_bytes(left),
+                reserve_bytes=reserve_bytes,
             )
             capacity = planned.slots
             logger.info("runtime.planned %s", planned.describe())
@@ -164,16 +169,16 @@ def open(  # noqa: A001 - called as moecache.open
             capacity = min(slots, layout.total_experts)
             staging = 0 if capacity == layout.total_experts else _staging_slots(layout, capacity)
         slots_bytes = (capacity + staging) * HostSlots.bytes_per_slot(layout, dtype)
-        beside = slots_bytes + room.trunk_bytes + room.kv_cache_bytes + room.spare_bytes
         if way == "auto":
-            fits = free_host_bytes() - beside >= layout.total_bytes
+            fits = fits_beside(slots_bytes, reserve_bytes, layout.total_bytes)
             way = "buffered" if fits else "direct"
         if way != "mmap":
             # A request's reads are no larger than the slots they go to.
             reader = open_reader(
                 store, direct=way == "direct", staging_bytes=min(STAGING_BYTES, slots_bytes)
             )
-        check_fits(slots_bytes, 0 if reader is None else reader.staging_bytes)
+        staged = 0 if reader is None else reader.staging_bytes
+        check_fits(slots_bytes, staged + min(converted, layout.total_bytes))
         cache = ExpertCache(
             layout.num_layers,
             layout.num_experts,
@@ -263,7 +268,10 @@ def _check_arguments(
     loader_threads: int | None,
     top_k: int | None,
     progress: Progress | None,
+    lock: bool | None,
 ) -> None:
+    if lock not in {None, True, False}:
+        raise ConfigError(f"lock must be True or False, got {lock!r}")
     if device != "cpu":
         raise ConfigError(f'device {device!r} is not supported; the only one so far is "cpu"')
     if slots is not None and memory is not None:
@@ -283,18 +291,17 @@ def _measure_disk(
     profile: str | os.PathLike[str] | None,
 ) -> None:
     """Tune the reader to the disk: to what was measured before, or is measured now."""
-    speed = _disks.get(disk_of(store))
-    if speed is None and profile is not None:
-        speed = load_profile(profile, store)
+    kept = None if profile is None else load_profile(profile, store)
+    speed = kept or _disks.get(disk_of(store))
     if speed is not None and not apply(speed, reader):
         speed = None
     if speed is None:
         speed = calibrate(reader, store, pool)
-        if speed is not None and profile is not None:
-            save_profile(profile, store, speed)
     if speed is not None:
         _disks[disk_of(store)] = speed
-    runtime.disk = speed
+        if profile is not None and speed != kept:
+            save_profile(profile, store, speed)
+    runtime.calibrated(speed)
 
 
 def _start_prefault(

@@ -1,7 +1,6 @@
 """ReaderFetch: loads carried out by a compiled reader of the store's files, many at once."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -32,10 +31,11 @@ class ReaderFetch:
     finish : callable (load)
     num_threads : int
         Threads that read, if there is no io_uring; with it, one thread or none:
-        it takes part when there is more to read than the kernel's queue takes.
+        it takes part when there is more to read than twice the queue takes.
     """
 
     needs_callers = True
+    _closed = True  # until everything is there
 
     def __init__(
         self,
@@ -112,7 +112,9 @@ class ReaderFetch:
                     for load in batch:
                         self.remove(load)
                 for load in batch:
-                    if isinstance(error, Exception):
+                    if self._closed:
+                        load.error = MoeCacheError("the runtime was closed")
+                    elif isinstance(error, Exception):
                         load.error = error.with_traceback(None)
                     else:
                         load.interrupt()
@@ -135,14 +137,21 @@ class ReaderFetch:
                 pass
             self.begin()
             try:
+                if self._closed:
+                    return arrived.get(timeout=0.05)
                 return arrived.get_nowait()
             except Empty:
                 self._reader.wait(seen)
 
-    def help(self) -> None:
-        """Wait a moment for reads, and take in those that arrived."""
+    @property
+    def epoch(self) -> int:
+        """Number of announcements so far."""
+        return self._reader.epoch
+
+    def help(self, seen: int) -> None:
+        """Wait a moment for reads or an announcement, and take in what arrived."""
         self.begin()
-        self._reader.wait(self._reader.epoch)
+        self._reader.wait(seen)
         while self._settle():
             pass
 
@@ -151,24 +160,27 @@ class ReaderFetch:
         self._reader.announce()
 
     def close(self, timeout_s: float) -> int:
-        """Wait for what was begun, drop the rest; a second call does nothing."""
-        if self._closed:
-            return 0
-        self._closed = True
-        deadline = time.monotonic() + timeout_s
-        while self._begun and time.monotonic() < deadline:
-            self._reader.wait(self._reader.epoch)
-            while self._settle():
-                pass
-        self._reader.close(max(0.0, deadline - time.monotonic()))
-        stuck = list(self._begun)
-        for load in stuck:
-            load.error = MoeCacheError("the runtime was closed before the read came back")
+        """Drop what has not reached the kernel and wait for the rest; once."""
+        with self._lock:
+            if self._closed:
+                return 0
+            self._closed = True
+        drained = self._reader.close(timeout_s)
+        num_stuck = 0 if drained else self._reader.num_in_flight
+        with self._lock:
+            begun = list(self._begun)
+        for load in begun:
+            load.error = MoeCacheError("the runtime was closed")
             self._end(load)
-        join_threads(self._threads, max(0.0, deadline - time.monotonic()) + 0.2)
-        if not stuck:
+        join_threads(self._threads, 0.2)
+        if drained:
             self._files = ()
-        return len(stuck)
+        return num_stuck
+
+    def __del__(self) -> None:
+        """Stop the reader of a runtime that was dropped without `close`."""
+        if not self._closed:
+            self._reader.close(0.5)
 
     def _settle(self) -> bool:
         """Bring one load that was read into its slot; return whether there was one."""

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import statistics
 import time
@@ -82,10 +83,12 @@ def open_reader(
         piece_bytes=(STAGED_QUEUE if direct else BUFFERED_QUEUE)[1],
         staging_bytes=staging_bytes if direct else 0,
     )
-    if direct and not reader.direct:
+    if direct and reader.num_direct_files < len(store.files):
         logger.info(
-            "reading.buffered path=%s its file system takes no direct reads", store.files[0].path
+            "reading.buffered path=%s files=%d of=%d: their file system takes no direct reads",
+            *(store.files[0].path, len(store.files) - reader.num_direct_files, len(store.files)),
         )
+    if direct and not reader.direct:
         _tune(reader, BUFFERED_QUEUE, 0)
     if engine is None and reader.refusal:
         logger.info("reading.threads the kernel refuses io_uring: %s", os.strerror(reader.refusal))
@@ -93,7 +96,7 @@ def open_reader(
 
 
 def calibrate(reader: Reader, store: FileStore, pool: SlotPool) -> DiskSpeed | None:
-    """Find out how much to read at once, and tune the reader to it; takes a third of a second.
+    """Find out how much to read at once, and tune the reader to it, in about a third of a second.
 
     Reads experts into slots, which must all be free, as steps will: half of a
     token's experts at once. A disk that is too slow for that keeps the default.
@@ -107,13 +110,13 @@ def calibrate(reader: Reader, store: FileStore, pool: SlotPool) -> DiskSpeed | N
     layout = store.layout
     widest = max(1, *(layout.expert_bytes(layer) for layer in range(layout.num_layers)))
     most = min(pool.num_slots, layout.total_experts)
+    default = default_queue(reader, store)
     usual = max(1, min(layout.top_k // 2 or 4, most))
     deep = max(1, min(_DEEP_BYTES // widest, 256, most))
-    # Without io_uring there are as many reads as there are threads.
-    candidates = CANDIDATES if reader.engine == "io_uring" else CANDIDATES[:1]
-    rates: dict[tuple[int, int], list[float]] = {queue: [] for queue in candidates}
+    # Without io_uring there are as many reads in flight as threads: sizes alone differ.
+    others = CANDIDATES if reader.engine == "io_uring" else ((16, 2**17), (16, 2**19))
+    rates: dict[tuple[int, int], list[float]] = {queue: [] for queue in (default, *others)}
     best: list[float] = []
-    default = default_queue(reader, store)
     staging_bytes = reader.staging_bytes
     start = time.perf_counter()
     try:
@@ -174,13 +177,18 @@ def load_profile(path: str | os.PathLike[str], store: FileStore) -> DiskSpeed | 
     if entry is None:
         return None
     try:
-        speed = DiskSpeed(**entry)
-        if speed.engine not in ENGINES or (speed.depth, speed.piece_bytes) not in CANDIDATES:
+        speed = DiskSpeed(**{**entry, "bytes_per_s": float(entry["bytes_per_s"])})
+        if (
+            speed.engine not in ENGINES
+            or (speed.depth, speed.piece_bytes) not in CANDIDATES
+            or {type(speed.depth), type(speed.piece_bytes)} != {int}
+            or not 0 < speed.bytes_per_s < math.inf
+        ):
             raise ValueError(f"{str(entry)[:200]} is no calibration")
-        return DiskSpeed(**{**entry, "bytes_per_s": float(speed.bytes_per_s)})
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, KeyError) as error:
         logger.warning("reading.profile_ignored path=%s error=%s", path, error)
         return None
+    return speed
 
 
 def save_profile(path: str | os.PathLike[str], store: FileStore, speed: DiskSpeed) -> None:

@@ -102,6 +102,7 @@ class ExpertRuntime:
         self._pool_bytes = pool.nbytes
         self.prefault: BackgroundSweep | None = None
         self.disk: DiskSpeed | None = None
+        self._reads_before: dict[str, int] = {}
         self._reader = reader
         self._loader = SlotLoader(store, pool, cache, loader_threads, reader)
         logger.info(
@@ -266,21 +267,31 @@ class ExpertRuntime:
             logger.warning("runtime.prefault_hangs after=%d s", _CLOSE_TIMEOUT_S)
         logger.info("runtime.closed hit_rate=%.3f", self._cache.profiler.hit_rate)
 
+    def calibrated(self, disk: DiskSpeed | None) -> None:
+        """Note what is known about the disk; reads so far were not for requests."""
+        self.disk = disk
+        if self._reader is not None:
+            self._reads_before = {
+                name: getattr(self._reader, name)
+                for name in ("num_reads", "num_retries", "bytes_read", "bytes_copied", "busy_ns")
+            }
+
     def _reading(self) -> ReadingStats | None:
         reader = self._reader
         if reader is None:
             return None
+        before = self._reads_before
         return ReadingStats(
             way="direct" if reader.direct else "buffered",
             engine=reader.engine,
             depth=reader.depth,
             piece_bytes=reader.piece_bytes,
             staging_bytes=reader.staging_bytes,
-            num_reads=reader.num_reads,
-            num_retries=reader.num_retries,
-            bytes_read=reader.bytes_read,
-            bytes_copied=reader.bytes_copied,
-            busy_ns=reader.busy_ns,
+            num_reads=reader.num_reads - before.get("num_reads", 0),
+            num_retries=reader.num_retries - before.get("num_retries", 0),
+            bytes_read=reader.bytes_read - before.get("bytes_read", 0),
+            bytes_copied=reader.bytes_copied - before.get("bytes_copied", 0),
+            busy_ns=reader.busy_ns - before.get("busy_ns", 0),
             disk_bytes_per_s=None if self.disk is None else self.disk.bytes_per_s,
         )
 

@@ -64,6 +64,8 @@ def format_bytes(num_bytes: float) -> str:
     >>> format_bytes(2**31), format_bytes(49152), format_bytes(12)
     ('2.00 GiB', '48.0 KiB', '12 B')
     """
+    if abs(num_bytes) >= 2**100:
+        return "more than 2^100 B"
     if abs(num_bytes) < 1024:
         return f"{num_bytes:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):

@@ -179,8 +179,8 @@ def test_a_region_past_the_end_of_its_mapping_is_a_store_error(past: int) -> Non
         assert mapped_in(address, nbytes - past).all()
         mmap_again(address + nbytes - past, past)
 
-    # A new thread may have put something of its own into a part of the hole.
-    assert "nothing is mapped" in message
+    # A new thread may have put something of its own into a part of the hole, for a while.
+    assert "nothing is mapped" in message or "it is not mapped any more" in message
 
 
 def test_memory_that_may_not_be_read_is_a_store_error_and_what_is_around_it_comes_in() -> None:

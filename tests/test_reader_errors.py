@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moecache import _reader as compiled
 from moecache._reader import ENGINES, Reader
 from tests.helpers.pages import MIB, PAGE, num_descriptors, run_child, wait_until, write_file
 from tests.helpers.readers import (
@@ -387,4 +388,15 @@ def test_a_read_that_never_comes_back_does_not_hang_close(
         hole.close()
     wait_until(reader.close)
     assert hole.array.tobytes() == contents[0][:nbytes]
+    assert reader.num_in_flight == 0
+
+
+def test_a_slow_close_gives_everything_back_later(reader: Reader, contents: list[bytes]) -> None:
+    """What is in flight keeps its arrays until it is back, and no longer."""
+    order = one_range(contents, 0, 2 * MIB)
+    reader.submit([order.entry])
+    if not reader.close(0.0):
+        assert compiled._stuck
+        wait_until(reader.close)
+    assert not compiled._stuck
     assert reader.num_in_flight == 0

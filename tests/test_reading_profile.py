@@ -109,7 +109,7 @@ def test_a_profile_is_written_and_spares_the_next_start_the_measuring(
     monkeypatch.setattr(opening, "calibrate", never)
     with open_direct(model, profile=path) as runtime:
         assert runtime.disk == measured[0]
-        assert runtime.stats().reading.piece_bytes == 1024 * 1024
+        assert runtime.stats().reading.piece_bytes == 256 * 1024
         assert "of the disk's 1.40 GiB/s" in runtime.report()
 
 
@@ -266,3 +266,27 @@ def test_a_calibration_of_a_file_that_was_cut_is_a_warning(
         assert reader.num_in_flight == 0
         assert not pool._lent
         reader.close()
+
+
+def test_what_is_read_to_measure_the_disk_is_no_request(model: Checkpoint) -> None:
+    """The share of the disk's speed is that of requests, from the first one on."""
+    with open_direct(model) as runtime:
+        reading_stats = runtime.stats().reading
+        assert reading_stats is not None
+        assert (reading_stats.num_reads, reading_stats.bytes_read, reading_stats.busy_ns) == (
+            0,
+            0,
+            0,
+        )
+        leased(runtime, 1, 1)
+        assert 0 < runtime.stats().reading.bytes_read < 2**20
+
+
+def test_a_profile_is_written_for_a_disk_that_is_known_already(
+    model: Checkpoint, measured: list[DiskSpeed], tmp_path: Path
+) -> None:
+    """Measured by an earlier open of this process: noted all the same."""
+    open_direct(model).close()
+    open_direct(model, profile=tmp_path / "disks.json").close()
+    assert len(measured) == 1
+    assert json.loads((tmp_path / "disks.json").read_text())["disks"]

@@ -1,10 +1,12 @@
 """A store whose files change, whose disk fails, and whose threads collide."""
 
+import copy
 import errno
 import gc
 import itertools
 import mmap
 import os
+import pickle
 import re
 import sys
 import threading
@@ -286,3 +288,15 @@ def test_addresses_stay_valid_when_two_threads_map_at_once(
         second.join()
 
         assert store.regions() == regions
+
+
+def test_a_store_cannot_be_copied(small: Checkpoint) -> None:
+    """Two owners of a descriptor would close it twice, and then somebody else's file."""
+    with SafetensorsStore(small.path) as store:
+        for twice in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError):
+                twice(store.files)
+            with pytest.raises(TypeError):
+                twice(store)
+        gc.collect()
+        assert same_parts(read_expert(store, 0, 0), small.experts[0][0])

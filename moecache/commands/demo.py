@@ -190,6 +190,8 @@ def peak_rss_bytes() -> int:
 def write_text(text: str) -> None:
     """Write to standard output at once, also into a pipe."""
     # What the terminal's encoding lacks is shown as an escape, never an error.
+    if sys.stdout is None:  # closed by whoever started us
+        return
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError
-from moecache.headroom import Headroom, check_fits, headroom
+from moecache.headroom import Headroom, check_fits, fits_beside, headroom
 from moecache.host_memory import cgroup_limits, free_host_bytes
 from moecache.layout import ExpertLayout
 from moecache.opening import plan_slots
@@ -90,7 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{format_bytes(needed)}, unless they are in memory already",
                 style="yellow",
             )
-        way = "through the page cache" if left - room.nbytes >= layout.total_bytes else "direct"
+        fits = fits_beside(slots_bytes, room.nbytes, layout.total_bytes)
+        way = "through the page cache" if fits else "direct"
         console.print(f"reads: {way}, by default")
     return 0
 

@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 from pathlib import Path
+from typing import NoReturn
 
 from moecache.errors import StoreError
 
@@ -94,6 +95,10 @@ class ReadOnlyFile:
         return StoreError(
             f"{self.path}: reading {what} at byte {offset} failed: {os.strerror(error)}"
         )
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: two would close the same descriptor."""
+        raise TypeError(f"{self.path}: an open file cannot be copied or pickled; open it again")
 
     def __del__(self) -> None:
         """Close the descriptor."""

@@ -72,6 +72,16 @@ def main(argv: list[str] | None = None) -> int:
             print(f"bigger_than_ram: {error}", file=sys.stderr)
             return 3
     summary = summarise(arguments, results, statistics.median(found), limit)
+    summary |= {
+        "machine": f"{os.cpu_count()} cores, Linux {platform.release()}, {platform.machine()}",
+        "trace": name,
+        "shape": [trace.shape[1], num_experts, trace.shape[2]],
+        "experts_bytes": size.expert_bytes,
+        "num_warm": arguments.warm,
+        "num_tokens": arguments.tokens,
+        "num_runs": arguments.runs,
+        "computes": arguments.compute,
+    }
     summary["belady_hit_rate"] = belady(trace, num_experts, summary, arguments.warm)
     for line in table(summary):
         print(line)

@@ -109,8 +109,9 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         A JSON file that keeps what is found out about the disk, so that the next
         start need not measure it. By default MOECACHE_PROFILE, else none.
     loader_threads : int, optional
-        Threads that read. By default MOECACHE_LOADER_THREADS, else 2; where
-        direct reads find no io_uring, 8.
+        Threads that read; with io_uring, one or none that helps with long
+        prompts. By default MOECACHE_LOADER_THREADS, else 2; where direct reads
+        find no io_uring, 8.
     prefault : {"auto", "background", "off", "force"}, optional
         Back the slots with memory, and bring the experts' part of the file into
         the page cache, so that no request waits for page faults. "force": all of

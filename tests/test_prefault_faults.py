@@ -172,6 +172,8 @@ def test_a_file_cut_short_while_the_sweep_runs_never_kills(
 @pytest.mark.parametrize("past", [PAGE, 5 * PAGE])
 def test_a_region_past_the_end_of_its_mapping_is_a_store_error(past: int) -> None:
     """What follows the mapping is nobody's; the mapped part is swept."""
+    if "libasan" in Path("/proc/self/maps").read_text():
+        pytest.skip("the sanitizer maps memory of its own into holes, for each thread")
     with anonymous(8 * PAGE) as memory:
         address, nbytes = address_of(memory)
         unmap(address + nbytes - past, past)
@@ -179,8 +181,8 @@ def test_a_region_past_the_end_of_its_mapping_is_a_store_error(past: int) -> Non
         assert mapped_in(address, nbytes - past).all()
         mmap_again(address + nbytes - past, past)
 
-    # A new thread may have put something of its own into a part of the hole, for a while.
-    assert "nothing is mapped" in message or "it is not mapped any more" in message
+    # A new thread may have put something of its own into a part of the hole.
+    assert "nothing is mapped" in message
 
 
 def test_memory_that_may_not_be_read_is_a_store_error_and_what_is_around_it_comes_in() -> None:

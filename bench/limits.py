@@ -4,7 +4,6 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 
@@ -76,12 +75,7 @@ class MemoryLimit:
         """Return the limit."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the cgroup; its processes have ended."""
         for _ in range(50):
             try:

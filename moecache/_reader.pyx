@@ -73,10 +73,6 @@ cdef enum:
 cdef int64_t TICK_NS = 100_000_000
 # What a file can have at most, and a block more.
 cdef uint64_t MAX_OFFSET = <uint64_t>1 << 62
-cdef enum Outcome:
-    DONE
-    AGAIN
-    FAILED
 
 
 @cython.final
@@ -601,7 +597,7 @@ cdef class Reader:
                 continue
             self._in_kernel -= 1
             piece.next = NULL
-            if self._judge(piece, mc_faulty(result, piece.nbytes - piece.num_done)) == AGAIN:
+            if not self._judge(piece, mc_faulty(result, piece.nbytes - piece.num_done)):
                 continue
             if piece.num_copies == 0:
                 self._account(piece)
@@ -620,15 +616,15 @@ cdef class Reader:
             self._arrived_end = &self._arrived
         return piece
 
-    cdef Outcome _judge(self, Piece *piece, int64_t result) noexcept nogil:
-        """What became of a read: it goes back into the queue, or is to be settled."""
+    cdef bint _judge(self, Piece *piece, int64_t result) noexcept nogil:
+        """Whether a read is to be settled, done or failed; else it went back into the queue."""
         cdef size_t left = piece.nbytes - piece.num_done, unit
         piece.error = 0
         if 0 <= result <= <int64_t>left:
             self.bytes_read += result
             if piece.num_done + <size_t>result >= piece.num_wanted:
                 piece.num_done += result
-                return DONE
+                return True
             unit = self._files[piece.file].alignment
             # A direct read goes on at a whole block: the last part of one comes again.
             if piece.num_done // unit * unit + <size_t>result // unit * unit > piece.num_done:
@@ -638,12 +634,12 @@ cdef class Reader:
                 # The file ends here.
                 piece.num_done += result
                 piece.error = ENODATA
-                return FAILED
+                return True
             else:
                 piece.attempts += 1
         elif result > 0:
             piece.error = EPROTO
-            return FAILED
+            return True
         elif -result in (EINTR, EAGAIN, EBUSY, ENOMEM, ECANCELED) \
                 and piece.attempts < MAX_ATTEMPTS:
             piece.attempts += 1
@@ -655,14 +651,14 @@ cdef class Reader:
             piece.descriptor = self._files[piece.file].cached
         else:
             piece.error = <int>-result
-            return FAILED
+            return True
         if self._closed:
             piece.error = ECANCELED
-            return FAILED
+            return True
         self.num_retries += 1
         self._in_flight -= 1
         self._put_back(piece)
-        return AGAIN
+        return False
 
     cdef void _settle(self, Piece *piece) noexcept nogil:
         """Copy what went through staging, without the mutex, and count the piece as done."""
@@ -738,7 +734,7 @@ cdef class Reader:
                 piece.nbytes - piece.num_done)
             pthread_mutex_lock(&self._mutex)
             piece.next = NULL
-            if self._judge(piece, result) != AGAIN:
+            if self._judge(piece, result):
                 self._settle(piece)
             return result != -EINTR
         if self._take_in():

@@ -77,7 +77,31 @@ class Fetch(Protocol):
         """Stop; return the number of reads that did not come back in time."""
 
 
-class StoreFetch:
+class LoadQueue:
+    """Loads that were not begun; every method is called under the loader's lock."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Load] = deque()
+
+    def add(self, load: Load) -> None:
+        """Queue a load."""
+        self._queue.append(load)
+
+    def remove(self, load: Load) -> bool:
+        """Take a load back unless it was begun."""
+        if load not in self._queue:
+            return False
+        self._queue.remove(load)
+        return True
+
+    def remove_all(self) -> list[Load]:
+        """Take back every load that was not begun."""
+        dropped = list(self._queue)
+        self._queue.clear()
+        return dropped
+
+
+class StoreFetch(LoadQueue):
     """Carry out loads with `store.read_into`, one after the other in each thread.
 
     Parameters
@@ -102,33 +126,20 @@ class StoreFetch:
         finish: Callable[[Load], None],
         num_threads: int,
     ) -> None:
+        super().__init__()
         self._store = store
         self._pool = pool
         self._lock = lock
         self._finish = finish
         self._work = threading.Condition(lock)
-        self._queue: deque[Load] = deque()
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._threads += start_threads(self._work_loop, num_threads, self.close)
 
     def add(self, load: Load) -> None:
         """Queue a load for the first thread that is free."""
-        self._queue.append(load)
+        super().add(load)
         self._work.notify()
-
-    def remove(self, load: Load) -> bool:
-        """Take a load back unless it was begun."""
-        if load not in self._queue:
-            return False
-        self._queue.remove(load)
-        return True
-
-    def remove_all(self) -> list[Load]:
-        """Take back every load that was not begun."""
-        dropped = list(self._queue)
-        self._queue.clear()
-        return dropped
 
     def begin(self) -> None:
         """Do nothing: the threads take what is queued."""

@@ -150,12 +150,7 @@ class SlotLoader:
         finally:
             self._drain_if_free()
         loads = claimed + joined
-        try:
-            self._begin()
-        except BaseException:
-            # The caller does not know of them.
-            self.discard(Discard(loads, arrived, np.empty(0, np.int32)))
-            raise
+        self._begin(loads, arrived)
         return loads, bypassed
 
     def release(self, slots: np.ndarray) -> None:
@@ -203,12 +198,7 @@ class SlotLoader:
                     self._unstaged.wait(0.05)
                     continue
             self._fetch.help(seen)
-        try:
-            self._begin()
-        except BaseException:
-            # The caller does not know of them.
-            self.discard(Discard(loads, arrived, np.empty(0, np.int32)))
-            raise
+        self._begin(loads, arrived)
         return loads
 
     def unstage(self, slots: Sequence[int]) -> None:
@@ -327,13 +317,16 @@ class SlotLoader:
         # The caller gives back what stands there.
         slots[:] = -1
 
-    def _begin(self) -> None:
-        if not self._fetch.begins_by_reading:
-            self._fetch.begin()
-            return
+    def _begin(self, loads: list[Load], arrived: "SimpleQueue[Load]") -> None:
         started = time.perf_counter_ns()
-        self._fetch.begin()
-        self._cache.profiler.record_miss_stall(time.perf_counter_ns() - started)
+        try:
+            self._fetch.begin()
+        except BaseException:
+            # The caller does not know of them.
+            self.discard(Discard(loads, arrived, np.empty(0, np.int32)))
+            raise
+        if self._fetch.begins_by_reading:
+            self._cache.profiler.record_miss_stall(time.perf_counter_ns() - started)
 
     def _submit(self, load: Load) -> None:
         self._loads[load.slot] = load

@@ -1,14 +1,13 @@
 """ReaderFetch: loads carried out by a compiled reader of the store's files, many at once."""
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from moecache._reader import Reader
 from moecache.errors import MoeCacheError
-from moecache.fetch import Load, join_threads, start_threads
+from moecache.fetch import Load, LoadQueue, join_threads, start_threads
 from moecache.slots.base import SlotPool
 from moecache.stores import FileStore
 from moecache.stores._file import ReadOnlyFile
@@ -17,7 +16,7 @@ from moecache.stores._file import ReadOnlyFile
 MAX_CONVERTED_BYTES = 32 * 2**20
 
 
-class ReaderFetch:
+class ReaderFetch(LoadQueue):
     """Give all loads to a reader at once; whoever waits takes in what has arrived.
 
     Parameters
@@ -46,6 +45,7 @@ class ReaderFetch:
         finish: Callable[[Load], None],
         num_threads: int,
     ) -> None:
+        super().__init__()
         self._reader = reader
         self._store = store
         # Open until the last read is back.
@@ -53,7 +53,6 @@ class ReaderFetch:
         self._pool = pool
         self._lock = lock
         self._finish = finish
-        self._queue: deque[Load] = deque()
         self._begun: set[Load] = set()
         self._closed = False
         sizes = map(store.layout.expert_bytes, range(store.layout.num_layers))
@@ -65,23 +64,6 @@ class ReaderFetch:
             num_threads = min(num_threads, 1)
         self._threads: list[threading.Thread] = []
         self._threads += start_threads(reader.serve, num_threads, lambda: self.close(0))
-
-    def add(self, load: Load) -> None:
-        """Queue a load; `begin` begins it."""
-        self._queue.append(load)
-
-    def remove(self, load: Load) -> bool:
-        """Take a load back unless it was begun."""
-        if load not in self._queue:
-            return False
-        self._queue.remove(load)
-        return True
-
-    def remove_all(self) -> list[Load]:
-        """Take back every load that was not begun."""
-        dropped = list(self._queue)
-        self._queue.clear()
-        return dropped
 
     def begin(self) -> None:
         """Hand what is queued to the reader, all of it at once."""
@@ -185,7 +167,6 @@ class ReaderFetch:
     def _settle(self) -> bool:
         """Bring one load that was read into its slot; return whether there was one."""
         taken: list[tuple[tuple[Load, Any], tuple[int, int, int] | None]] = []
-        load = None
         try:
             self._reader.take(taken)
             if not taken:

@@ -36,6 +36,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _INTERRUPT_TIMEOUT_S = 2
+_POLL_S = 0.1
 
 
 class Done(NamedTuple):
@@ -137,7 +138,7 @@ class BackgroundSweep:
     def done(self) -> bool:
         """Whether it has ended: with a report, cancelled, or with an error."""
         # Not whether the thread is alive: a join that Ctrl-C interrupts makes Python forget it.
-        return self._job.ended.is_set()
+        return self._job.ended
 
     def wait(self, timeout: float | None = None) -> PrefaultReport:
         """Return the report when it has ended.
@@ -159,7 +160,7 @@ class BackgroundSweep:
         """Wait, and return whether it has ended; raises nothing of what went wrong."""
         if os.getpid() != self._process and not self.done:
             raise MoeCacheError("the sweep was started by the parent process; start one here")
-        return self._job.ended.wait(timeout)
+        return self._job.join(timeout)
 
     def cancel(self, timeout: float | None = None) -> bool:
         """Stop it before its next chunk; return whether it has stopped.
@@ -306,14 +307,14 @@ def warm(
     )
     # In the foreground too in a thread of its own: Ctrl-C never comes between it and its workers.
     job.level = logging.WARNING if background else logging.DEBUG
-    sweep = BackgroundSweep(job)
     if background:
-        return sweep
+        return BackgroundSweep(job)
     try:
-        return sweep.wait()
+        return BackgroundSweep(job).wait()
     except KeyboardInterrupt:
         # It holds what it uses: a read that hangs need not be waited for.
-        sweep.cancel(_INTERRUPT_TIMEOUT_S)
+        job.sweep.cancel()
+        job.join(_INTERRUPT_TIMEOUT_S)
         raise
 
 
@@ -335,7 +336,9 @@ class _Job:
         self._verdict = verdict
         self._progress = progress
         self._options = options
-        self.ended = threading.Event()
+        self.ended = False
+        self._running = threading.Lock()
+        self._running.acquire()
         self.level = logging.DEBUG
         self._report: PrefaultReport | None = None
         self._error: BaseException | None = None
@@ -352,7 +355,20 @@ class _Job:
         finally:
             # Cleared, not replaced: tracebacks of an error refer to this very list.
             self._owners.clear()
-            self.ended.set()
+            self.ended = True
+            self._running.release()
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait for the end, at most `timeout` seconds; return whether it has come.
+
+        Not an Event: Ctrl-C inside of one may leave it locked for ever. Polls, as a
+        signal just before a lock is waited for does not end that wait.
+        """
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self.ended and (left := until - time.monotonic()) > 0:
+            if self._running.acquire(timeout=min(left, _POLL_S)):
+                self._running.release()
+        return self.ended
 
     def progress(self) -> Done:
         """Return how far it is; all of it if all was there."""

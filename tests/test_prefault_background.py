@@ -318,17 +318,45 @@ print("parent:", handle.wait().reason)
     assert parent == "parent: cancelled"
 
 
-def test_ctrl_c_stops_a_sweep_in_the_foreground() -> None:
+def test_ctrl_c_while_the_thread_starts(
+    endless: None, memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no handle yet, and the sweep stops all the same."""
+    begin = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        begin(self)
+        if self.name == "moecache-prefault":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        warm(memory, mode="force", threads=2)
+    wait_until(lambda: not sweeping())
+
+
+@pytest.mark.parametrize("delay", [0, 0.001, 0.003, 0.01, 0.03, 0.3])
+def test_ctrl_c_stops_a_sweep_in_the_foreground(delay: float) -> None:
     """KeyboardInterrupt reaches the caller when the threads have stopped."""
     done = run_child(
         _ENDLESS
         + """
-threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+def interrupt():
+    started.wait()
+    time.sleep(float(sys.argv[1]))
+    os.kill(os.getpid(), signal.SIGINT)
+started = threading.Event()
+threading.Thread(target=interrupt).start()
 try:
+    started.set()
     warm(memory, mode="force", threads=2)
 except KeyboardInterrupt:
+    until = time.monotonic() + 20
+    while sweeping() and time.monotonic() < until:
+        time.sleep(0.001)
     print("interrupted", sweeping())
-"""
+""",
+        str(delay),
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted []\n", "")

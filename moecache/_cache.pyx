@@ -9,14 +9,11 @@ from libc.string cimport memset
 import numpy as np
 
 from moecache._ids cimport as_ids, id_at, int32_data
-from moecache._lfu cimport LfruCache, LfuCache
-from moecache._policy cimport MAX_KEYS, LruCache, Policy, hold, unhold
+from moecache._policies cimport make_partitions
+from moecache._policy cimport MAX_KEYS, Policy, hold, unhold
 from moecache._profiler cimport AccessProfiler, count_miss
-from moecache._slru cimport SlruCache
 
 from moecache.errors import CapacityError, ConfigError
-from moecache.settings import POLICIES as _POLICIES
-from moecache.settings import SCOPES as _SCOPES
 
 cnp.import_array()
 
@@ -66,7 +63,7 @@ cdef class ExpertCache:
         str scope="global",
         AccessProfiler profiler=None,
     ):
-        cdef int slot, size, num_keys
+        cdef int slot
         if num_layers < 1 or num_experts < 1 or capacity < 1:
             raise ConfigError(
                 "num_layers, num_experts and capacity must be at least 1, "
@@ -75,15 +72,6 @@ cdef class ExpertCache:
         if num_layers * <int64_t>num_experts > MAX_KEYS:
             raise ConfigError(
                 f"{num_layers} layers of {num_experts} experts are more than {MAX_KEYS}"
-            )
-        if policy not in _POLICIES:
-            raise ConfigError(f"policy {policy!r} is not one of {', '.join(_POLICIES)}")
-        if scope not in _SCOPES:
-            raise ConfigError(f"scope {scope!r} is not one of {', '.join(_SCOPES)}")
-        if scope == "layer" and capacity < num_layers:
-            raise ConfigError(
-                f"{capacity} slots cannot be split over {num_layers} layers; "
-                'raise the memory or use scope="global"'
             )
         if profiler is None:
             profiler = AccessProfiler(num_layers, num_experts)
@@ -104,14 +92,9 @@ cdef class ExpertCache:
         self.generation = profiler.generation
         self.num_words = (num_experts + 63) // 64
 
-        self.partitions = []
-        for index in range(1 if scope == "global" else num_layers):
-            size, num_keys, counts = self.capacity, num_layers * num_experts, profiler.counts
-            if scope == "layer":
-                size = self.capacity // num_layers + (index < self.capacity % num_layers)
-                num_keys, counts = num_experts, profiler.counts[index]
-            self.partitions.append(_make_policy(policy, size, num_keys, counts))
-
+        self.partitions = make_partitions(
+            policy, scope, num_layers, num_experts, self.capacity, profiler.counts
+        )
         self.table_owner = np.full((num_layers, num_experts), -1, np.int32)
         self.table_view = _read_only(self.table_owner)
         self.table = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>self.table_owner)
@@ -168,8 +151,8 @@ cdef class ExpertCache:
         Parameters
         ----------
         layer : int
-        ids : ndarray of int32 or int64, any shape
-            What the router chose.
+        ids : ndarray of int32 or int64, shape [..., top_k]
+            What the router chose; for a policy that looks at tokens, a row is one.
         slots_out : ndarray of int32, C-contiguous, ids.size elements
             Receives the slot of each id; -1 where there is none. The three arrays
             must not share memory.
@@ -204,6 +187,8 @@ cdef class ExpertCache:
         cdef bint wide = cnp.PyArray_ITEMSIZE(array) == 8
         cdef const void* data = cnp.PyArray_DATA(array)
         cdef Py_ssize_t n = cnp.PyArray_SIZE(array)
+        cdef int dimensions = cnp.PyArray_NDIM(array)
+        cdef Py_ssize_t top_k = cnp.PyArray_DIM(array, dimensions - 1) if dimensions else 1
         cdef int num_missing, admitted = 0
         cdef int32_t* out = int32_data(slots_out, n, "slots_out", True)
         cdef int32_t* misses = int32_data(
@@ -214,6 +199,9 @@ cdef class ExpertCache:
             num_missing = self.count_missing(<int>layer, data, wide, n, ignore_out_of_range)
             if num_missing:
                 admitted = self.plan_claims(<int>layer, data, wide, n, num_missing, share)
+            self.part(<int>layer).begin_step(
+                <int>layer, data, wide, n // top_k if top_k else 0, top_k
+            )
             # The hits first: they must be leased before a victim is chosen.
             self.lease_hits(<int>layer, data, wide, n, out)
             if num_missing:
@@ -676,23 +664,6 @@ cdef class ExpertCache:
                 f"slot {slot} cannot be {verb}: it is not claimed; was that done twice?"
             )
         return &self.slots[slot]
-
-
-cdef Policy _make_policy(str name, int capacity, int num_keys, counts):
-    if name == "lfu":
-        return LfuCache(capacity, num_keys=num_keys)
-    if name == "lfru":
-        return LfruCache(capacity, num_keys=num_keys)
-    # Two segments need two slots; with one, SLRU and LRU are the same.
-    if name == "lru" or capacity == 1:
-        return LruCache(capacity, num_keys=num_keys)
-    probationary = max(1, capacity // 4)
-    return SlruCache(
-        probationary,
-        capacity - probationary,
-        num_keys=num_keys,
-        counts=counts if name == "slru-lfu" else None,
-    )
 
 
 cdef object _read_only(array):

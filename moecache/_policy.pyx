@@ -125,6 +125,11 @@ cdef class Policy:
     def _stamp(self, int key) -> int:
         return self.nodes[key].stamp
 
+    cdef void begin_step(
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
+    ) noexcept nogil:
+        pass
+
     cdef void access(self, int key) noexcept nogil:
         pass
 

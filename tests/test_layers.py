@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "moecache"
 
 FLOORS = [
     {"errors", "units", "settings", "layout"},
-    {"_policy", "_lfu", "_slru", "_profiler", "_ids", "_prefault", "_pieces", "_reader"}
+    {"_policy", "_lfu", "_slru", "_policies", "_profiler", "_ids", "_prefault", "_pieces", "_reader"}
     | {"gate", "mappings", "host_memory", "regions"},
     {"_cache", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts"},
@@ -23,6 +23,9 @@ FLOORS = [
 SIDEWAYS = {
     ("_lfu", "_policy"),
     ("_slru", "_policy"),
+    ("_policies", "_policy"),
+    ("_policies", "_lfu"),
+    ("_policies", "_slru"),
     ("_reader", "_pieces"),
     ("mappings", "_prefault"),
     ("regions", "_prefault"),

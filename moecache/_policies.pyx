@@ -1,0 +1,57 @@
+"""Policies by name: one for all layers, or one for each."""
+
+from moecache._lfu cimport LfruCache, LfuCache
+from moecache._policy cimport LruCache, Policy
+from moecache._slru cimport SlruCache
+
+from moecache.errors import ConfigError
+from moecache.settings import POLICIES, SCOPES
+
+
+cdef list make_partitions(
+    str policy, str scope, int num_layers, int num_experts, int capacity, counts
+):
+    """Return the policy over all keys, or one over each layer's experts.
+
+    With scope "layer" the capacity is split evenly, the remainder to the first layers.
+    `counts` is a profiler's, [num_layers, num_experts].
+    """
+    cdef int layer
+    if policy not in POLICIES:
+        raise ConfigError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
+    if scope not in SCOPES:
+        raise ConfigError(f"scope {scope!r} is not one of {', '.join(SCOPES)}")
+    if scope == "global":
+        return [_make_policy(policy, capacity, num_layers * num_experts, counts)]
+    if capacity < num_layers:
+        raise ConfigError(
+            f"{capacity} slots cannot be split over {num_layers} layers; "
+            'raise the memory or use scope="global"'
+        )
+    return [
+        _make_policy(
+            policy,
+            capacity // num_layers + (layer < capacity % num_layers),
+            num_experts,
+            counts[layer],
+        )
+        for layer in range(num_layers)
+    ]
+
+
+cdef Policy _make_policy(str name, int capacity, int num_keys, counts):
+    cdef int probationary
+    if name == "lfu":
+        return LfuCache(capacity, num_keys=num_keys)
+    if name == "lfru":
+        return LfruCache(capacity, num_keys=num_keys)
+    # Two segments need two slots; with one, SLRU and LRU are the same.
+    if name == "lru" or capacity == 1:
+        return LruCache(capacity, num_keys=num_keys)
+    probationary = max(1, capacity // 4)
+    return SlruCache(
+        probationary,
+        capacity - probationary,
+        num_keys=num_keys,
+        counts=counts if name == "slru-lfu" else None,
+    )

@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import signal
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +11,9 @@ from moecache.commands.demo import find_example, resident_experts
 from moecache.stores import open_store
 
 ROOT = Path(__file__).parents[1]
+
+# A shell's background job ignores SIGINT, and so would every child that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,13 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, qsort
+from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 import numpy as np
 
-from moecache._ids cimport as_ids, id_at, int32_data
+from moecache._ids cimport as_ids, id_at, int32_data, sort_by_uses
 from moecache._policies cimport make_partitions
 from moecache._policy cimport MAX_KEYS, Policy, hold, unhold
 from moecache._profiler cimport AccessProfiler, count_miss
@@ -618,7 +618,7 @@ cdef class ExpertCache:
         cdef int64_t wide_expert
         cdef Py_ssize_t position
         self.heed_reset()
-        _sort_by_uses(self.missing, self.uses, self.order, num_missing)
+        sort_by_uses(self.missing, self.uses, self.order, num_missing)
         written = admitted
         for i in range(num_missing):
             expert = self.missing[i]
@@ -670,24 +670,6 @@ cdef object _read_only(array):
     view = array.view()
     view.flags.writeable = False
     return view
-
-
-cdef int _compare(const void* a, const void* b) noexcept nogil:
-    cdef uint64_t x = (<const uint64_t*>a)[0]
-    cdef uint64_t y = (<const uint64_t*>b)[0]
-    return (x > y) - (x < y)
-
-
-cdef void _sort_by_uses(int* experts, const int* uses, uint64_t* order, int n) noexcept nogil:
-    # The most used first, ties in the order they came.
-    cdef int i
-    for i in range(n):
-        order[i] = (<uint64_t>(0x7FFFFFFF - uses[experts[i]]) << 32) | <uint64_t>i
-    qsort(order, n, sizeof(uint64_t), _compare)
-    for i in range(n):
-        order[i] = <uint64_t>experts[<uint32_t>order[i]]
-    for i in range(n):
-        experts[i] = <int>order[i]
 
 
 def _require(condition, message):

@@ -1,7 +1,8 @@
 """Expert ids as C arrays: NumPy arrays of int32 or int64, without a copy where possible."""
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdlib cimport qsort
 
 import numpy as np
 
@@ -43,3 +44,21 @@ cdef int32_t* int32_data(
             f"{size} elements, got {array.size} of {array.dtype}"
         )
     return <int32_t*>cnp.PyArray_DATA(array)
+
+
+cdef void sort_by_uses(int* experts, const int* uses, uint64_t* order, int n) noexcept nogil:
+    # The most used first, ties in the order they came.
+    cdef int i
+    for i in range(n):
+        order[i] = (<uint64_t>(0x7FFFFFFF - uses[experts[i]]) << 32) | <uint64_t>i
+    qsort(order, n, sizeof(uint64_t), _compare)
+    for i in range(n):
+        order[i] = <uint64_t>experts[<uint32_t>order[i]]
+    for i in range(n):
+        experts[i] = <int>order[i]
+
+
+cdef int _compare(const void* a, const void* b) noexcept nogil:
+    cdef uint64_t x = (<const uint64_t*>a)[0]
+    cdef uint64_t y = (<const uint64_t*>b)[0]
+    return (x > y) - (x < y)

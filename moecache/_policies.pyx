@@ -1,5 +1,6 @@
 """Policies by name: one for all layers, or one for each."""
 
+from moecache._echo cimport Echo, EchoCache
 from moecache._lfu cimport LfruCache, LfuCache
 from moecache._policy cimport LruCache, Policy
 from moecache._slru cimport SlruCache
@@ -21,22 +22,36 @@ cdef list make_partitions(
         raise ConfigError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
     if scope not in SCOPES:
         raise ConfigError(f"scope {scope!r} is not one of {', '.join(SCOPES)}")
-    if scope == "global":
-        return [_make_policy(policy, capacity, num_layers * num_experts, counts)]
-    if capacity < num_layers:
+    if scope == "layer" and capacity < num_layers:
         raise ConfigError(
             f"{capacity} slots cannot be split over {num_layers} layers; "
             'raise the memory or use scope="global"'
         )
+    if policy in ("echo", "haz2"):
+        return _make_echo(policy, scope, num_layers, num_experts, capacity)
+    if scope == "global":
+        return [_make_policy(policy, capacity, num_layers * num_experts, counts)]
     return [
-        _make_policy(
-            policy,
-            capacity // num_layers + (layer < capacity % num_layers),
-            num_experts,
-            counts[layer],
+        _make_policy(policy, _share(capacity, num_layers, layer), num_experts, counts[layer])
+        for layer in range(num_layers)
+    ]
+
+
+cdef list _make_echo(str policy, str scope, int num_layers, int num_experts, int capacity):
+    # Layers share what is learned of tokens.
+    cdef Echo echo = Echo(num_layers, num_experts, ring=policy == "echo")
+    if scope == "global":
+        return [EchoCache(capacity, num_keys=num_layers * num_experts, echo=echo)]
+    return [
+        EchoCache(
+            _share(capacity, num_layers, layer), num_keys=num_experts, echo=echo, layer=layer
         )
         for layer in range(num_layers)
     ]
+
+
+cdef int _share(int capacity, int num_layers, int layer):
+    return capacity // num_layers + (layer < capacity % num_layers)
 
 
 cdef Policy _make_policy(str name, int capacity, int num_keys, counts):

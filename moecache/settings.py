@@ -13,7 +13,7 @@ from moecache.units import parse_budget, parse_bytes
 
 logger = logging.getLogger(__name__)
 
-POLICIES = ("lfru", "lfu", "lru", "slru", "slru-lfu")
+POLICIES = ("echo", "haz2", "lfru", "lfu", "lru", "slru", "slru-lfu")
 SCOPES = ("global", "layer")
 DEFAULT_POLICY = "slru"
 DEFAULT_SCOPE = "global"

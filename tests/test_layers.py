@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).parents[1] / "moecache"
 
 FLOORS = [
     {"errors", "units", "settings", "layout"},
-    {"_policy", "_lfu", "_slru", "_policies", "_profiler", "_ids", "_prefault", "_pieces", "_reader"}
-    | {"gate", "mappings", "host_memory", "regions"},
-    {"_cache", "sizing", "extents", "residency", "sweep", "prefault"},
+    {"_ids", "_policy", "_lfu", "_slru", "_echo", "_python_policy", "_policies", "_profiler"}
+    | {"_prefault", "_pieces", "_reader", "gate", "mappings", "host_memory", "regions"},
+    {"_cache", "_replay", "_optimum", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts"},
     {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry"},
     {"runtime", "opening", "packing"},
@@ -23,6 +23,11 @@ FLOORS = [
 SIDEWAYS = {
     ("_lfu", "_policy"),
     ("_slru", "_policy"),
+    ("_echo", "_ids"),
+    ("_echo", "_policy"),
+    ("_python_policy", "_ids"),
+    ("_python_policy", "_policy"),
+    ("_policies", "_echo"),
     ("_policies", "_policy"),
     ("_policies", "_lfu"),
     ("_policies", "_slru"),

@@ -1,0 +1,178 @@
+/* ECHO's loops over the experts of a layer and over the tokens of the ring.
+ *
+ * Written for the compiler's vectoriser. Compiled twice on x86-64, the second time for AVX2 and
+ * POPCNT; multiply and add are never contracted (setup.py), so that both give the same bits.
+ */
+#ifndef MOECACHE_ECHO_H
+#define MOECACHE_ECHO_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define ECHO_RING 256
+#define ECHO_AGES 16
+#define ECHO_ALWAYS_INLINE static inline __attribute__((always_inline))
+
+/* Index of the half-octave of a positive number, as a difference to that of 1. */
+ECHO_ALWAYS_INLINE int32_t echo_half_octave(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (int32_t)(bits >> 22) - (int32_t)(0x3f800000u >> 22);
+}
+
+/* Decay each token's score and add what its request of this layer has in common with this one. */
+ECHO_ALWAYS_INLINE void echo_match_body(
+    const uint64_t *restrict masks, const uint64_t *restrict request, int words,
+    float decay, float gain, float *restrict scores)
+{
+    int32_t common[ECHO_RING];
+    if (words == 1) {
+        for (int u = 0; u < ECHO_RING; u++)
+            common[u] = __builtin_popcountll(masks[u] & request[0]);
+    } else if (words == 2) {
+        for (int u = 0; u < ECHO_RING; u++)
+            common[u] = __builtin_popcountll(masks[2 * u] & request[0])
+                + __builtin_popcountll(masks[2 * u + 1] & request[1]);
+    } else {
+        for (int u = 0; u < ECHO_RING; u++) {
+            int32_t count = 0;
+            for (int w = 0; w < words; w++)
+                count += __builtin_popcountll(masks[(size_t)u * words + w] & request[w]);
+            common[u] = count;
+        }
+    }
+    for (int u = 0; u < ECHO_RING; u++)
+        scores[u] = decay * scores[u] + gain * (float)common[u];
+}
+
+/* Moving averages of a layer's experts, and their cells: popularity by age, both in half-octaves. */
+ECHO_ALWAYS_INLINE void echo_average_body(
+    int n, const float *restrict wanted, float fast_rate, float slow_rate, float scale,
+    int32_t token, const int32_t *restrict last, float *restrict fast, float *restrict slow,
+    uint8_t *restrict cells)
+{
+    for (int e = 0; e < n; e++) {
+        slow[e] += slow_rate * (wanted[e] - slow[e]);
+        fast[e] += fast_rate * (wanted[e] - fast[e]);
+        int32_t popularity = echo_half_octave(slow[e] * scale) + 7;
+        int32_t age = echo_half_octave((float)(token - last[e] + 1));
+        popularity = popularity < 0 ? 0 : popularity;
+        popularity = popularity > 11 ? 11 : popularity;
+        age = age > ECHO_AGES - 1 ? ECHO_AGES - 1 : age;
+        cells[e] = (uint8_t)(ECHO_AGES * popularity + age);
+    }
+}
+
+/* Probabilities of use at the next opportunity, and the discounted next use. */
+ECHO_ALWAYS_INLINE void echo_value_body(
+    int n, const float *restrict history, const float *restrict fast, const float *restrict votes,
+    float total, float prior, float discount, float *restrict own, float *restrict next,
+    float *restrict values)
+{
+    for (int e = 0; e < n; e++) {
+        /* Clamped: an expert used at every token would give 0 / 0. */
+        float h = history[e] < 1e-4f ? 1e-4f : history[e];
+        h = h > 0.999f ? 0.999f : h;
+        float m = fast[e] + 5e-4f;
+        m = m > 0.999f ? 0.999f : m;
+        float yes = sqrtf(m * h);
+        float no = sqrtf((1.0f - m) * (1.0f - h));
+        float p = yes / (yes + no);
+        float q = (votes[e] + prior * p) / (total + prior);
+        own[e] = p;
+        next[e] = q;
+        values[e] = q + (1.0f - q) * (discount * p / (1.0f - discount + discount * p));
+    }
+}
+
+#define ECHO_DEFINE(suffix, attribute)                                                        \
+    attribute static void echo_match##suffix(                                                 \
+        const uint64_t *masks, const uint64_t *request, int words, float decay, float gain,   \
+        float *scores)                                                                        \
+    {                                                                                         \
+        echo_match_body(masks, request, words, decay, gain, scores);                          \
+    }                                                                                         \
+    attribute static void echo_average##suffix(                                               \
+        int n, const float *wanted, float fast_rate, float slow_rate, float scale,            \
+        int32_t token, const int32_t *last, float *fast, float *slow, uint8_t *cells)         \
+    {                                                                                         \
+        echo_average_body(                                                                    \
+            n, wanted, fast_rate, slow_rate, scale, token, last, fast, slow, cells);          \
+    }                                                                                         \
+    attribute static void echo_value##suffix(                                                 \
+        int n, const float *history, const float *fast, const float *votes, float total,      \
+        float prior, float discount, float *own, float *next, float *values)                  \
+    {                                                                                         \
+        echo_value_body(                                                                      \
+            n, history, fast, votes, total, prior, discount, own, next, values);              \
+    }
+
+typedef struct {
+    void (*match)(const uint64_t *, const uint64_t *, int, float, float, float *);
+    void (*average)(
+        int, const float *, float, float, float, int32_t, const int32_t *, float *, float *,
+        uint8_t *);
+    void (*value)(
+        int, const float *, const float *, const float *, float, float, float, float *, float *,
+        float *);
+} EchoLoops;
+
+ECHO_DEFINE(, )
+#if defined(__x86_64__) && defined(__GNUC__)
+ECHO_DEFINE(_avx2, __attribute__((target("avx2,popcnt"))))
+#endif
+
+/* The fastest loops for this processor. */
+static inline EchoLoops echo_loops(void)
+{
+    EchoLoops loops = {echo_match, echo_average, echo_value};
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt")) {
+        loops.match = echo_match_avx2;
+        loops.average = echo_average_avx2;
+        loops.value = echo_value_avx2;
+    }
+#endif
+    return loops;
+}
+
+static inline int echo_lowest_bit(uint64_t bits)
+{
+    return __builtin_ctzll(bits);
+}
+
+/* The `wanted` (at most 16) largest of the ring's scores, the largest first, ties to the lower slot;
+ * returns how many there are: -inf is none. */
+static inline int echo_nearest(const float *scores, int wanted, int *slots)
+{
+    float kept[16];
+    float lowest = -INFINITY;
+    int count = 0;
+    for (int block = 0; block < ECHO_RING; block += 16) {
+        int any = 0;
+        for (int u = block; u < block + 16; u++)
+            any |= scores[u] > lowest;
+        /* After the first blocks there is seldom one. */
+        if (!any)
+            continue;
+        for (int u = block; u < block + 16; u++) {
+            int i;
+            if (!(scores[u] > lowest))
+                continue;
+            i = count < wanted ? count++ : wanted - 1;
+            for (; i > 0 && kept[i - 1] < scores[u]; i--) {
+                kept[i] = kept[i - 1];
+                slots[i] = slots[i - 1];
+            }
+            kept[i] = scores[u];
+            slots[i] = u;
+            if (count == wanted)
+                lowest = kept[wanted - 1];
+        }
+    }
+    return count;
+}
+
+#endif

@@ -1,0 +1,91 @@
+cimport cython
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+
+from moecache._policy cimport Policy
+
+
+cdef extern from "_echo.h" nogil:
+    enum:
+        ECHO_RING
+        ECHO_AGES
+
+    ctypedef struct EchoLoops:
+        void (*match)(
+            const uint64_t*, const uint64_t*, int, float, float, float*
+        ) noexcept nogil
+        void (*average)(
+            int, const float*, float, float, float, int32_t, const int32_t*, float*, float*,
+            uint8_t*
+        ) noexcept nogil
+        void (*value)(
+            int, const float*, const float*, const float*, float, float, float, float*, float*,
+            float*
+        ) noexcept nogil
+
+    EchoLoops echo_loops()
+    int echo_lowest_bit(uint64_t bits)
+    int echo_nearest(const float* scores, int wanted, int* slots)
+
+
+@cython.final
+cdef class Echo:
+    cdef readonly int num_layers
+    cdef readonly int num_experts
+    cdef readonly bint ring
+    cdef EchoLoops loops
+    cdef int num_words
+    cdef int top_k        # of the first request; 0 before
+    cdef int lowest       # the lowest layer seen: with it a token begins
+    cdef int layer        # the last one seen
+    cdef int32_t token
+    cdef float scale      # num_experts / top_k
+    cdef float table[192]     # probability of use by popularity and age
+    cdef float samples[192]   # how often each cell was seen
+    cdef float scores[256]    # how much the ring's tokens look like this one
+    # Of each expert, [num_layers, num_experts].
+    cdef float* fast      # moving averages of its use
+    cdef float* slow
+    cdef int32_t* last    # the token that used it last
+    cdef uint8_t* cells
+    cdef float* own       # probability of use, by its own history
+    cdef float* next_use  # the same, by what followed similar tokens too
+    cdef float* values    # discounted next use
+    cdef uint32_t* versions   # [num_layers] changes with the layer's values
+    cdef uint64_t* masks      # [num_layers, ECHO_RING, num_words] requests of the ring's tokens
+    # Of the request at hand.
+    cdef uint64_t* request    # [num_words]
+    cdef float* wanted        # [num_experts] 0 or 1
+    cdef float* votes         # [num_experts]
+    cdef float* history       # [num_experts] of the table
+    cdef float discounts[8]
+
+    cdef int checked(self, Py_ssize_t layer) except -1
+    cdef void observe_rows(
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
+    ) noexcept nogil
+    cdef int read_request(self, const void* ids, bint wide, Py_ssize_t k) noexcept nogil
+    cdef void start(self, int top_k) noexcept nogil
+    cdef void begin_token(self) noexcept nogil
+    cdef void learn(self, int layer, int32_t token) noexcept nogil
+    cdef float vote_successors(self, int layer) noexcept nogil
+    cdef float vote_same(self, int layer) noexcept nogil
+    cdef void add_votes(self, int layer, int slot, float weight) noexcept nogil
+    cdef void estimate(self, int layer, float total) noexcept nogil
+    cdef void forget_all(self) noexcept nogil
+    cdef void blend(self) noexcept nogil
+
+
+@cython.final
+cdef class EchoCache(Policy):
+    cdef readonly Echo echo
+    cdef int first_layer       # of this cache's keys
+    cdef int num_layers
+    cdef int num_experts
+    cdef float* discounts      # [echo.num_layers + 1] by layers until a layer's turn comes
+    cdef uint32_t* seen        # [num_layers] the version that `lowest` is of
+    cdef int* lowest           # [num_layers] the evictable key of the lowest value, or -1
+
+    cdef void rescan(self, int layer) noexcept nogil
+    cdef void consider(self, int key) noexcept nogil
+    cdef bint below(self, int key, int other) noexcept nogil
+    cdef float value(self, int key) noexcept nogil

@@ -1,0 +1,619 @@
+"""ECHO: every expert's probability of reuse, and eviction of whatever is least likely to be used.
+
+An expert's probability of being used when its layer comes round again is taken from its
+own history (moving averages, and a table of popularity by age that is learned as it
+goes) and from the eight recent tokens whose routing so far looks most like the current
+one's: what did their successors use at this layer? docs/echo.md has the derivation.
+"""
+
+cimport cython
+cimport numpy as cnp
+from libc.math cimport INFINITY, expf, powf
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+import numpy as np
+
+from moecache._ids cimport as_ids, id_at
+from moecache._policy cimport Policy
+
+cnp.import_array()
+
+cdef enum:
+    RESIDENT = 1
+    NEIGHBOURS = 8        # tokens whose successors vote
+    SUCCESSORS = 3        # how far they look ahead
+    AHEAD_NEIGHBOURS = 16 # tokens that vote for a layer still to come
+    CELLS = 192
+    FIRST_CELL = 6 * 16 + 15
+    NEVER = -100000       # the last use of what was never used
+    REBASE = 1 << 30      # tokens after which the clock is set back
+    MAX_EXPERTS = 1 << 20
+
+# All of these are flat: halving or doubling them moves the hit rate little.
+cdef float DECAY = 0.8          # of a score, per layer
+cdef float GAIN = 0.6           # per expert in common
+cdef float CARRY = 0.5          # of a score, to the next token; and a vote's temperature
+cdef float LOWEST_CARRY = -3.0
+cdef float SUCCESSOR_DECAY = 0.7
+cdef float TIME_DISCOUNT = 0.6  # per token
+cdef float PRIOR = 0.2          # weight of an expert's own history among the votes
+cdef float AHEAD_PRIOR = 0.5
+cdef float FAST = 0.04
+cdef float SLOW = 0.001
+
+
+@cython.final
+cdef class Echo:
+    """Learns a model's routing as it goes, and predicts who is used next.
+
+    It sees every request of every layer, in the order of the layers; a token begins
+    with the lowest one. A step of several rows is as many consecutive tokens: all of
+    them are learned from, only the last is predicted from. It costs about 1.5 us per
+    layer and token with 128 experts, and the same always: no training, no growth.
+    Not safe for use from two threads at once.
+
+    Parameters
+    ----------
+    num_layers, num_experts : int
+        Shape of the model, each at least 1.
+    ring : bool, default True
+        Whether similar tokens vote. Without, an expert's own history is all there is:
+        half the cost, and a third of the gain (the policy "haz2").
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+    """
+
+    def __cinit__(self, int num_layers, int num_experts, *, bint ring=True):
+        cdef Py_ssize_t num_keys, i
+        if num_layers < 1 or num_experts < 1 or num_experts > MAX_EXPERTS:
+            raise ValueError(
+                f"num_layers must be at least 1 and num_experts 1 to {MAX_EXPERTS}, "
+                f"got {num_layers} and {num_experts}"
+            )
+        self.num_layers = num_layers
+        self.num_experts = num_experts
+        self.ring = ring
+        self.loops = echo_loops()
+        self.num_words = (num_experts + 63) // 64
+        num_keys = <Py_ssize_t>num_layers * num_experts
+        self.fast = <float*>calloc(num_keys, sizeof(float))
+        self.slow = <float*>calloc(num_keys, sizeof(float))
+        self.last = <int32_t*>calloc(num_keys, sizeof(int32_t))
+        self.cells = <uint8_t*>calloc(num_keys, sizeof(uint8_t))
+        self.own = <float*>calloc(num_keys, sizeof(float))
+        self.next_use = <float*>calloc(num_keys, sizeof(float))
+        self.values = <float*>calloc(num_keys, sizeof(float))
+        self.versions = <uint32_t*>calloc(num_layers, sizeof(uint32_t))
+        self.masks = <uint64_t*>calloc(
+            <size_t>num_layers * ECHO_RING if ring else 1, self.num_words * sizeof(uint64_t)
+        )
+        self.request = <uint64_t*>calloc(self.num_words, sizeof(uint64_t))
+        self.wanted = <float*>calloc(num_experts, sizeof(float))
+        self.votes = <float*>calloc(num_experts, sizeof(float))
+        self.history = <float*>calloc(num_experts, sizeof(float))
+        if (
+            self.fast == NULL or self.slow == NULL or self.last == NULL or self.cells == NULL
+            or self.own == NULL or self.next_use == NULL or self.values == NULL
+            or self.versions == NULL or self.masks == NULL or self.request == NULL
+            or self.wanted == NULL or self.votes == NULL or self.history == NULL
+        ):
+            raise MemoryError(f"no memory for ECHO over {num_layers} x {num_experts} experts")
+        self.discounts[0] = 1.0 / (1.0 + SUCCESSOR_DECAY + SUCCESSOR_DECAY * SUCCESSOR_DECAY)
+        for i in range(1, SUCCESSORS):
+            self.discounts[i] = self.discounts[i - 1] * SUCCESSOR_DECAY
+        self.forget_all()
+
+    def __dealloc__(self):
+        free(self.fast)
+        free(self.slow)
+        free(self.last)
+        free(self.cells)
+        free(self.own)
+        free(self.next_use)
+        free(self.values)
+        free(self.versions)
+        free(self.masks)
+        free(self.request)
+        free(self.wanted)
+        free(self.votes)
+        free(self.history)
+
+    def observe(self, Py_ssize_t layer, ids) -> None:
+        """Learn from what the router chose.
+
+        Parameters
+        ----------
+        layer : int
+        ids : ndarray of int32 or int64, shape [..., top_k]
+            A row per token, the oldest first. Ids out of range are dropped.
+
+        Raises
+        ------
+        ValueError
+            If the layer is out of range.
+        TypeError
+            If ids are not integers.
+        """
+        cdef cnp.ndarray array = as_ids(ids)
+        cdef bint wide = cnp.PyArray_ITEMSIZE(array) == 8
+        cdef const void* data = cnp.PyArray_DATA(array)
+        cdef Py_ssize_t n = cnp.PyArray_SIZE(array)
+        cdef int dimensions = cnp.PyArray_NDIM(array)
+        cdef Py_ssize_t k = cnp.PyArray_DIM(array, dimensions - 1) if dimensions else 1
+        self.checked(layer)
+        if k:
+            self.observe_rows(<int>layer, data, wide, n // k, k)
+
+    def predict(self, Py_ssize_t layer, Py_ssize_t n) -> tuple[np.ndarray, np.ndarray]:
+        """Return who is most likely to be used when a layer comes next.
+
+        Parameters
+        ----------
+        layer : int
+            If it comes later than the last one seen, the current token's use of it is
+            predicted, best for the very next layer; else the next token's.
+        n : int
+            How many at most.
+
+        Returns
+        -------
+        ids : ndarray of int32, shape [m]
+            The likeliest first, ties by id; empty if the layer was never seen.
+        scores : ndarray of float32, shape [m]
+            Probabilities of use.
+        """
+        cdef float total
+        cdef int e, m, position
+        cdef float* scores
+        cdef int32_t[::1] ids
+        cdef float[::1] best
+        self.checked(layer)
+        if n < 0:
+            raise ValueError(f"n must not be negative, got {n}")
+        # What was seen once has a probability above 0.
+        m = <int>min(n, self.num_experts) if self.own[layer * self.num_experts] > 0 else 0
+        ids_owner, best_owner = np.empty(m, np.int32), np.empty(m, np.float32)
+        if m == 0:
+            return ids_owner, best_owner
+        scores = self.next_use + layer * self.num_experts
+        if layer > self.layer and self.ring:
+            total = self.vote_same(<int>layer)
+            for e in range(self.num_experts):
+                self.votes[e] = (
+                    (self.votes[e] + AHEAD_PRIOR * self.own[layer * self.num_experts + e])
+                    / (total + AHEAD_PRIOR)
+                )
+            scores = self.votes
+        ids, best = ids_owner, best_owner
+        # An insertion into a short sorted list: most experts end at its last entry.
+        for e in range(self.num_experts):
+            position = min(e, m)
+            if position == m and scores[e] <= best[m - 1]:
+                continue
+            position = min(e, m - 1)
+            while position > 0 and best[position - 1] < scores[e]:
+                best[position] = best[position - 1]
+                ids[position] = ids[position - 1]
+                position -= 1
+            best[position] = scores[e]
+            ids[position] = e
+        return ids_owner, best_owner
+
+    def begin_sequence(self) -> None:
+        """Say that the next tokens do not continue the last ones.
+
+        The fast averages fall back to the slow ones; what was learned stays.
+        """
+        self.blend()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.forget_all()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens seen, as far as the clock was not set back (every 2**30)."""
+        return self.token
+
+    @property
+    def reuse(self) -> np.ndarray:
+        """Discounted next use of each expert as of its layer's last request.
+
+        A copy, float32 [num_layers, num_experts], each between 0 and 1. The lowest of
+        what is in a cache leaves it.
+        """
+        cdef Py_ssize_t i
+        flat = np.empty(self.num_layers * self.num_experts, np.float32)
+        cdef float[::1] view = flat
+        for i in range(view.shape[0]):
+            view[i] = self.values[i]
+        return flat.reshape(self.num_layers, self.num_experts)
+
+    cdef int checked(self, Py_ssize_t layer) except -1:
+        if layer < 0 or layer >= self.num_layers:
+            raise ValueError(f"layer {layer} is not in [0, {self.num_layers})")
+        return 0
+
+    cdef void observe_rows(
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
+    ) noexcept nogil:
+        cdef Py_ssize_t row
+        cdef int32_t token
+        cdef float total = 0
+        cdef int width = 8 if wide else 4
+        cdef uint64_t* mask
+        cdef int w, count
+        if rows == 0:
+            return
+        self.lowest = min(self.lowest, layer)
+        for row in range(rows):
+            count = self.read_request(<const char*>ids + row * k * width, wide, k)
+            if self.top_k == 0:
+                if count == 0:
+                    continue
+                self.start(count)
+            if layer == self.lowest:
+                self.begin_token()
+                token = self.token
+            else:
+                token = <int32_t>max(1, self.token - (rows - 1 - row))
+            if self.ring:
+                # Later layers score the last row alone: there is one score per token of the ring.
+                if layer == self.lowest or row == rows - 1:
+                    self.loops.match(
+                        self.masks + <size_t>layer * ECHO_RING * self.num_words, self.request,
+                        self.num_words, DECAY, GAIN, self.scores,
+                    )
+                mask = self.masks + (
+                    (<size_t>layer * ECHO_RING + token % ECHO_RING) * self.num_words
+                )
+                for w in range(self.num_words):
+                    mask[w] = self.request[w]
+            self.learn(layer, token)
+        if self.top_k == 0:
+            return
+        memset(self.votes, 0, self.num_experts * sizeof(float))
+        if self.ring:
+            total = self.vote_successors(layer)
+        self.estimate(layer, total)
+        self.layer = layer
+        self.versions[layer] += 1
+
+    cdef int read_request(self, const void* ids, bint wide, Py_ssize_t k) noexcept nogil:
+        # Returns how many distinct experts there are.
+        cdef Py_ssize_t i
+        cdef int64_t expert
+        cdef int count = 0
+        memset(self.request, 0, self.num_words * sizeof(uint64_t))
+        memset(self.wanted, 0, self.num_experts * sizeof(float))
+        for i in range(k):
+            expert = id_at(ids, wide, i)
+            if 0 <= expert < self.num_experts:
+                count += self.wanted[expert] == 0
+                self.wanted[expert] = 1
+                self.request[expert >> 6] |= <uint64_t>1 << (expert & 63)
+        return count
+
+    cdef void start(self, int top_k) noexcept nogil:
+        # What is believed before anything was seen: every expert alike, popular ones used more.
+        cdef Py_ssize_t key
+        cdef int cell
+        cdef float share = <float>top_k / self.num_experts
+        self.top_k = top_k
+        self.scale = <float>self.num_experts / top_k
+        for key in range(<Py_ssize_t>self.num_layers * self.num_experts):
+            self.fast[key] = self.slow[key] = share
+        for cell in range(CELLS):
+            self.table[cell] = min(
+                <float>0.9, share * powf(2.0, (cell // ECHO_AGES - 6) / <float>1.5)
+            )
+
+    cdef void begin_token(self) noexcept nogil:
+        # If the last token resembled token u - 1, this one resembles u.
+        cdef float best = -INFINITY
+        cdef float before, carried
+        cdef int u, slot
+        cdef Py_ssize_t key
+        if self.token == REBASE:
+            # By a multiple of the ring and of the quarters that the table learns from.
+            self.token -= REBASE - (1 << 20)
+            for key in range(<Py_ssize_t>self.num_layers * self.num_experts):
+                self.last[key] = max(NEVER, self.last[key] - (REBASE - (1 << 20)))
+        self.token += 1
+        if not self.ring:
+            return
+        for u in range(ECHO_RING):
+            best = max(best, self.scores[u])
+        if best == -INFINITY:
+            best = 0
+        slot = self.token % ECHO_RING
+        before = self.scores[ECHO_RING - 1]
+        for u in range(ECHO_RING):
+            carried = CARRY * (before - best)
+            before = self.scores[u]
+            # Of the tokens before this one, as many as there were are filled.
+            if u == slot or ((slot - u) & (ECHO_RING - 1)) >= self.token:
+                self.scores[u] = -INFINITY
+            else:
+                self.scores[u] = max(LOWEST_CARRY, carried)
+
+    cdef void learn(self, int layer, int32_t token) noexcept nogil:
+        cdef Py_ssize_t base = <Py_ssize_t>layer * self.num_experts
+        cdef float* table = self.table
+        cdef int32_t* last = self.last + base
+        cdef const uint8_t* cells = self.cells + base
+        cdef float rate = 1 / (<float>token + 5)
+        cdef int e, cell
+        # A quarter of the experts each time is enough.
+        for e in range(token % 4, self.num_experts, 4):
+            cell = cells[e]
+            table[cell] += (
+                max(<float>0.002, 1 / (self.samples[cell] + <float>1.5))
+                * (self.wanted[e] - table[cell])
+            )
+            self.samples[cell] += 1
+        for e in range(self.num_experts):
+            if self.wanted[e] != 0:
+                last[e] = token
+        self.loops.average(
+            self.num_experts, self.wanted, max(FAST, rate), max(SLOW, rate), self.scale, token,
+            last, self.fast + base, self.slow + base, self.cells + base,
+        )
+
+    cdef float vote_successors(self, int layer) noexcept nogil:
+        # What the tokens after each neighbour used here, this very request among them.
+        cdef int[NEIGHBOURS] near
+        cdef int count = echo_nearest(self.scores, NEIGHBOURS, near)
+        cdef int i, step, ago, slot
+        cdef float weight, total = 0
+        for i in range(count):
+            weight = expf(CARRY * (self.scores[near[i]] - self.scores[near[0]]))
+            total += weight
+            ago = (self.token - near[i]) & (ECHO_RING - 1)
+            for step in range(1, min(SUCCESSORS, ago) + 1):
+                slot = (near[i] + step) & (ECHO_RING - 1)
+                self.add_votes(layer, slot, weight * self.discounts[step - 1])
+        return total
+
+    cdef float vote_same(self, int layer) noexcept nogil:
+        # What similar tokens themselves used at a layer that this one has not come to.
+        cdef int[AHEAD_NEIGHBOURS] near
+        cdef int count = echo_nearest(self.scores, AHEAD_NEIGHBOURS, near)
+        cdef int i
+        cdef float weight, total = 0
+        memset(self.votes, 0, self.num_experts * sizeof(float))
+        for i in range(count):
+            weight = expf(self.scores[near[i]] - self.scores[near[0]])
+            total += weight
+            self.add_votes(layer, near[i], weight)
+        return total
+
+    cdef void add_votes(self, int layer, int slot, float weight) noexcept nogil:
+        cdef const uint64_t* mask = self.masks + (
+            (<size_t>layer * ECHO_RING + slot) * self.num_words
+        )
+        cdef uint64_t bits
+        cdef int w
+        for w in range(self.num_words):
+            bits = mask[w]
+            while bits:
+                self.votes[64 * w + echo_lowest_bit(bits)] += weight
+                bits &= bits - 1
+
+    cdef void estimate(self, int layer, float total) noexcept nogil:
+        cdef Py_ssize_t base = <Py_ssize_t>layer * self.num_experts
+        cdef const uint8_t* cells = self.cells + base
+        cdef int e
+        for e in range(self.num_experts):
+            self.history[e] = self.table[cells[e]]
+        self.loops.value(
+            self.num_experts, self.history, self.fast + base, self.votes, total, PRIOR,
+            TIME_DISCOUNT, self.own + base, self.next_use + base, self.values + base,
+        )
+
+    cdef void blend(self) noexcept nogil:
+        cdef Py_ssize_t key
+        for key in range(<Py_ssize_t>self.num_layers * self.num_experts):
+            self.fast[key] = self.slow[key]
+
+    cdef void forget_all(self) noexcept nogil:
+        cdef Py_ssize_t key, num_keys = <Py_ssize_t>self.num_layers * self.num_experts
+        cdef int u, layer
+        self.top_k = 0
+        self.lowest = self.num_layers
+        self.layer = 0
+        self.token = 0
+        for key in range(num_keys):
+            self.last[key] = NEVER
+            self.cells[key] = FIRST_CELL
+        memset(self.own, 0, num_keys * sizeof(float))
+        memset(self.next_use, 0, num_keys * sizeof(float))
+        memset(self.values, 0, num_keys * sizeof(float))
+        memset(self.samples, 0, CELLS * sizeof(float))
+        for u in range(ECHO_RING):
+            self.scores[u] = -INFINITY
+        for layer in range(self.num_layers):
+            self.versions[layer] += 1
+        if self.ring:
+            memset(
+                self.masks, 0,
+                <size_t>self.num_layers * ECHO_RING * self.num_words * sizeof(uint64_t),
+            )
+
+
+@cython.final
+cdef class EchoCache(Policy):
+    """Evict the key whose predicted use, discounted by the time until its layer comes, is lowest.
+
+    Values change only when their layer is visited, so one minimum per layer is kept
+    and the victim is exact: O(num_layers + num_experts) per eviction, without a
+    heap and without sampling. `touch` and `admit` teach it nothing; `echo` must
+    observe each request before its accesses, as `ExpertCache` does.
+
+    Parameters
+    ----------
+    capacity : int
+        Most keys in the cache, at least 1.
+    num_keys : int
+        Keys are in [0, num_keys): layer * num_experts + expert, or with `layer` the expert.
+    echo : Echo
+        What it learns from. Caches of single layers share one.
+    layer : int, optional
+        The only layer that this cache is for.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range, or `num_keys` is not what `echo` has.
+    """
+
+    def __cinit__(self, int capacity, *, int num_keys, Echo echo not None, layer=None):
+        cdef int i
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        if layer is not None and not 0 <= layer < echo.num_layers:
+            raise ValueError(f"layer {layer} is not in [0, {echo.num_layers})")
+        self.capacity = capacity
+        self.echo = echo
+        self.first_layer = 0 if layer is None else layer
+        self.num_layers = echo.num_layers if layer is None else 1
+        self.num_experts = echo.num_experts
+        if num_keys != self.num_layers * self.num_experts:
+            raise ValueError(
+                f"num_keys is {num_keys}, but there are {self.num_layers} x {self.num_experts} "
+                "experts"
+            )
+        self.discounts = <float*>calloc(echo.num_layers + 1, sizeof(float))
+        self.seen = <uint32_t*>calloc(self.num_layers, sizeof(uint32_t))
+        self.lowest = <int*>calloc(self.num_layers, sizeof(int))
+        if self.discounts == NULL or self.seen == NULL or self.lowest == NULL:
+            raise MemoryError(f"no memory for the minima of {self.num_layers} layers")
+        for i in range(echo.num_layers + 1):
+            self.discounts[i] = powf(TIME_DISCOUNT, <float>i / echo.num_layers)
+        for i in range(self.num_layers):
+            self.lowest[i] = -1
+
+    def __dealloc__(self):
+        free(self.discounts)
+        free(self.seen)
+        free(self.lowest)
+
+    cdef void begin_step(
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
+    ) noexcept nogil:
+        self.echo.observe_rows(layer, ids, wide, rows, k)
+
+    cdef void insert(self, int key, bint accessed) noexcept nogil:
+        self.clock += 1
+        self.nodes[key].stamp = self.clock
+        self.nodes[key].segment = RESIDENT
+        self.size += 1
+        self.num_evictable += 1
+        self.consider(key)
+
+    cdef void access(self, int key) noexcept nogil:
+        # For `keys`; the step itself was observed.
+        self.clock += 1
+        self.nodes[key].stamp = self.clock
+
+    cdef void remove(self, int key) noexcept nogil:
+        cdef int layer = key // self.num_experts
+        self.forget(key)
+        if self.lowest[layer] == key:
+            self.rescan(layer)
+
+    cdef int victim(self) noexcept nogil:
+        cdef int layer, key, best = -1
+        cdef float value, lowest = 0
+        for layer in range(self.num_layers):
+            key = self.lowest[layer]
+            if self.seen[layer] != self.echo.versions[self.first_layer + layer] or (
+                key >= 0 and self.nodes[key].blocked
+            ):
+                self.rescan(layer)
+                key = self.lowest[layer]
+            if key >= 0:
+                value = self.value(key)
+                if best < 0 or value < lowest:
+                    best, lowest = key, value
+        return best
+
+    cdef bint prefers(self, int candidate, int resident) noexcept nogil:
+        return self.value(candidate) > self.value(resident)
+
+    cdef void unpin_key(self, int key) noexcept nogil:
+        Policy.unpin_key(self, key)
+        if self.nodes[key].segment:
+            self.consider(key)
+
+    cdef void unpark(self, int key) noexcept nogil:
+        self.consider(key)
+
+    cdef void begin_sequence(self) noexcept nogil:
+        # One of those that share it is enough.
+        if self.first_layer == 0:
+            self.echo.blend()
+
+    cdef void reset(self) noexcept nogil:
+        cdef int layer
+        for layer in range(self.num_layers):
+            self.lowest[layer] = -1
+        self.echo.forget_all()
+
+    cdef str audit(self):
+        cdef int layer, key, best
+        for layer in range(self.num_layers):
+            if self.seen[layer] != self.echo.versions[self.first_layer + layer]:
+                continue
+            best = -1
+            for key in range(layer * self.num_experts, (layer + 1) * self.num_experts):
+                if self.nodes[key].segment and not self.nodes[key].blocked:
+                    if best < 0 or self.below(key, best):
+                        best = key
+            key = self.lowest[layer]
+            if key != best and (key < 0 or not self.nodes[key].blocked):
+                return f"layer {layer}: the lowest value is that of {best}, noted is {key}"
+        return Policy.audit(self)
+
+    cdef void rescan(self, int layer) noexcept nogil:
+        cdef int key, best = -1
+        for key in range(layer * self.num_experts, (layer + 1) * self.num_experts):
+            if not self.nodes[key].segment:
+                continue
+            if self.nodes[key].blocked:
+                # Comes back by `unpark`, or `unpin_key`.
+                self.nodes[key].parked = 1
+            elif best < 0 or self.below(key, best):
+                best = key
+        self.lowest[layer] = best
+        self.seen[layer] = self.echo.versions[self.first_layer + layer]
+
+    cdef void consider(self, int key) noexcept nogil:
+        cdef int layer = key // self.num_experts
+        cdef int lowest = self.lowest[layer]
+        # Values that have changed since are compared when a victim is wanted.
+        if self.nodes[key].blocked or (
+            self.seen[layer] != self.echo.versions[self.first_layer + layer]
+        ):
+            return
+        if lowest < 0 or self.below(key, lowest):
+            self.lowest[layer] = key
+
+    cdef bint below(self, int key, int other) noexcept nogil:
+        # Of one layer. Ties by key: the victim depends on what is resident, not on the way there.
+        cdef const float* values = self.echo.values + self.first_layer * self.num_experts
+        return values[key] < values[other] or (values[key] == values[other] and key < other)
+
+    cdef float value(self, int key) noexcept nogil:
+        cdef int layer = self.first_layer + key // self.num_experts
+        cdef int ahead = layer - self.echo.layer
+        if ahead <= 0:
+            ahead += self.echo.num_layers
+        return (
+            self.echo.values[self.first_layer * self.num_experts + key] * self.discounts[ahead]
+        )

@@ -22,9 +22,9 @@ cnp.import_array()
 
 cdef enum:
     RESIDENT = 1
-    NEIGHBOURS = 8        # tokens whose successors vote
-    SUCCESSORS = 3        # how far they look ahead
-    AHEAD_NEIGHBOURS = 16 # tokens that vote for a layer still to come
+    NEIGHBOURS = 8         # tokens whose successors vote
+    SUCCESSORS = 3         # how far they look ahead
+    AHEAD_NEIGHBOURS = 16  # tokens that vote for a layer still to come
     CELLS = 192
     FIRST_CELL = 6 * 16 + 15
     NEVER = -100000       # the last use of what was never used

@@ -43,10 +43,10 @@ cdef class Accesses:
     cdef int num_experts
     cdef Py_ssize_t num_steps
     cdef Py_ssize_t size
-    cdef int32_t* keys       # [size] layer * num_experts + expert
-    cdef int32_t* uses       # [size] rows of the step that ask for it
-    cdef Py_ssize_t* bounds  # [num_steps * num_layers + 1] of each visit
-    cdef unsigned char* bulk # [num_steps] whether a step has several rows
+    cdef int32_t* keys        # [size] layer * num_experts + expert
+    cdef int32_t* uses        # [size] rows of the step that ask for it
+    cdef Py_ssize_t* bounds   # [num_steps * num_layers + 1] of each visit
+    cdef unsigned char* bulk  # [num_steps] whether a step has several rows
 
     def __cinit__(
         self, const int32_t[:, :, ::1] experts not None, const int64_t[::1] steps not None,

@@ -31,7 +31,8 @@ cdef class Policy:
     cdef uint64_t clock
 
     # A policy's side. `begin_step` comes before a step's accesses: `rows` tokens of one layer,
-    # with `k` ids each (int64 if `wide`), of which some may be out of range. `insert` finds room made; `victim` returns -1 if everybody is blocked.
+    # with `k` ids each (int64 if `wide`), of which some may be out of range. `insert` finds room
+    # made; `victim` returns -1 if everybody is blocked.
     cdef void begin_step(
         self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
     ) noexcept nogil

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "moecache"
 FLOORS = [
     {"errors", "units", "settings", "layout"},
     {"_policy", "_lfu", "_slru", "_policies", "_profiler", "_ids", "_prefault", "_pieces", "_reader"}
+    | {"_route_log"}
     | {"gate", "mappings", "host_memory", "regions"},
     {"_cache", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts"},
@@ -27,6 +28,7 @@ SIDEWAYS = {
     ("_policies", "_lfu"),
     ("_policies", "_slru"),
     ("_reader", "_pieces"),
+    ("_route_log", "_ids"),
     ("mappings", "_prefault"),
     ("regions", "_prefault"),
     ("sweep", "extents"),

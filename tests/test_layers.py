@@ -10,12 +10,22 @@ PACKAGE = Path(__file__).parents[1] / "moecache"
 
 FLOORS = [
     {"errors", "units", "settings", "layout"},
-    {"_policy", "_lfu", "_slru", "_policies", "_profiler", "_ids", "_prefault", "_pieces", "_reader"}
+    {
+        "_policy",
+        "_lfu",
+        "_slru",
+        "_policies",
+        "_profiler",
+        "_ids",
+        "_prefault",
+        "_pieces",
+        "_reader",
+    }
     | {"_route_log"}
     | {"gate", "mappings", "host_memory", "regions"},
     {"_cache", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts"},
-    {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry"},
+    {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry", "study"},
     {"runtime", "opening", "packing"},
     {"commands"},
     {"cli", "__main__"},

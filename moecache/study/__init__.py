@@ -1,0 +1,14 @@
+"""Recorded routing: read it, record it, study it."""
+
+from moecache.study.importers import from_routed_experts, from_router_logits, load_any
+from moecache.study.traces import Trace, concatenate, from_log, interleave
+
+__all__ = [
+    "Trace",
+    "concatenate",
+    "from_log",
+    "from_routed_experts",
+    "from_router_logits",
+    "interleave",
+    "load_any",
+]

@@ -1,14 +1,18 @@
 """Recorded routing: read it, record it, study it."""
 
 from moecache.study.importers import from_routed_experts, from_router_logits, load_any
+from moecache.study.statistics import TraceStatistics, coactivation, statistics
 from moecache.study.traces import Trace, concatenate, from_log, interleave
 
 __all__ = [
     "Trace",
+    "TraceStatistics",
+    "coactivation",
     "concatenate",
     "from_log",
     "from_routed_experts",
     "from_router_logits",
     "interleave",
     "load_any",
+    "statistics",
 ]

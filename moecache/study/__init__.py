@@ -1,4 +1,7 @@
-"""Recorded routing: read it, record it, study it."""
+"""Recorded routing: read it, record it, study it.
+
+`import moecache` imports this too: what needs more than NumPy is imported where it is used.
+"""
 
 from moecache.study.importers import from_routed_experts, from_router_logits, load_any
 from moecache.study.statistics import TraceStatistics, coactivation, statistics

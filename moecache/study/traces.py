@@ -25,6 +25,13 @@ import numpy.typing as npt
 
 from moecache._route_log import RouteLog
 from moecache.errors import ConfigError, FormatError
+from moecache.study._checks import (
+    check_ids,
+    check_order,
+    clean_metadata,
+    parse_meta,
+    vector,
+)
 from moecache.study._npz import read_arrays, write_arrays
 
 VERSION = 1
@@ -34,7 +41,6 @@ PREFILL, DECODE = 0, 1
 _ARRAYS = ("experts", "phase", "seq", "step", "layers", "meta")
 # Sizes that some files repeat in `meta`.
 _SIZES = ("T", "L", "K")
-_CHUNK_IDS = 1 << 20
 
 
 class Trace:
@@ -110,19 +116,19 @@ class Trace:
             raise ConfigError(
                 f"{top_k} experts per token are more than the {num_experts} there are"
             )
-        _check_ids(chosen, int(num_experts))
+        check_ids(chosen, int(num_experts))
         rows = np.arange(num_tokens, dtype=np.int32)
         self._set(
             chosen.astype(np.int16 if num_experts <= 32767 else np.int32, order="C"),
             int(num_experts),
-            _vector("phase", phase, np.ones(num_tokens, np.uint8), 1),
-            _vector("sequence", sequence, np.zeros(num_tokens, np.int32)),
-            _vector("step", step, rows),
-            _vector("layers", layers, np.arange(num_layers, dtype=np.int32)),
-            _clean_metadata({"top_k": top_k, **metadata}),
+            vector("phase", phase, np.ones(num_tokens, np.uint8), 1),
+            vector("sequence", sequence, np.zeros(num_tokens, np.int32)),
+            vector("step", step, rows),
+            vector("layers", layers, np.arange(num_layers, dtype=np.int32)),
+            clean_metadata({"top_k": top_k, **metadata}),
         )
-        _check_order("step", self.step, 0)
-        _check_order("layers", self.layers, 1)
+        check_order("step", self.step, 0)
+        check_order("layers", self.layers, 1)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -140,7 +146,7 @@ class Trace:
         for name in ("experts", "meta"):
             if name not in arrays:
                 raise FormatError(f"{path}: has no array {name!r}; it is no trace")
-        meta = _parse_meta(path, arrays["meta"])
+        meta = parse_meta(path, arrays["meta"])
         num_experts = meta.pop("num_experts", None)
         version = meta.pop("version", VERSION)
         if version != VERSION:
@@ -160,7 +166,7 @@ class Trace:
             for name, size in zip(_SIZES, experts.shape, strict=True):
                 if meta.pop(name, size) != size:
                     raise ConfigError(f"meta says {name} is not {size}, as experts has it")
-            trace.metadata = _clean_metadata({"top_k": trace.top_k, **meta})
+            trace.metadata = clean_metadata({"top_k": trace.top_k, **meta})
         except ConfigError as error:
             raise FormatError(f"{path}: {error}") from error
         return trace
@@ -301,11 +307,9 @@ class Trace:
             array.flags.writeable = False
         self.experts, self.num_experts, self.layers = experts, num_experts, layers
         self.phase, self.sequence, self.step = phase, sequence, step
-        for name, vector in (("phase", phase), ("sequence", sequence), ("step", step)):
-            if len(vector) != len(experts):
-                raise ConfigError(
-                    f"{name} has {len(vector)} rows, experts has {len(experts)} tokens"
-                )
+        for name, rows in (("phase", phase), ("sequence", sequence), ("step", step)):
+            if len(rows) != len(experts):
+                raise ConfigError(f"{name} has {len(rows)} rows, experts has {len(experts)} tokens")
         if len(layers) != experts.shape[1]:
             raise ConfigError(
                 f"layers has {len(layers)} numbers, experts has {experts.shape[1]} layers"
@@ -421,78 +425,3 @@ def _join(traces: Sequence[Trace], rounds: list[np.ndarray], *, together: bool =
         layers=first.layers,
         **common,
     )
-
-
-def _check_ids(experts: np.ndarray, num_experts: int) -> None:
-    rows = max(1, _CHUNK_IDS // (experts.shape[1] * experts.shape[2]))
-    for start in range(0, len(experts), rows):
-        part = experts[start : start + rows]
-        bad = (part < -1) | (part >= num_experts) if part.dtype.kind == "i" else part >= num_experts
-        if bad.any():
-            token, layer, _ = np.argwhere(bad)[0]
-            raise ConfigError(
-                f"token {start + token}, layer {layer}: expert {part[bad][0]} is not in "
-                f"[0, {num_experts}), nor -1 for padding"
-            )
-        order = np.sort(part, axis=2)
-        twice = (order[:, :, 1:] == order[:, :, :-1]) & (order[:, :, 1:] >= 0)
-        if twice.any():
-            token, layer, place = np.argwhere(twice)[0]
-            raise ConfigError(
-                f"token {start + token}, layer {layer}: expert {order[token, layer, place]} "
-                "is there twice"
-            )
-
-
-def _vector(
-    name: str, values: npt.ArrayLike | None, default: np.ndarray, most: int = 2**31 - 1
-) -> np.ndarray:
-    """Return the values as a new array of the default's dtype, all in [0, most]."""
-    if values is None:
-        return default
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ConfigError(
-            f"{name} must be one row of integers, got {array.dtype} of shape {list(array.shape)}"
-        )
-    if array.size and (array.min() < 0 or array.max() > most):
-        raise ConfigError(f"{name} must be in [0, {most}], got {array.min()} to {array.max()}")
-    return array.astype(default.dtype)
-
-
-def _check_order(name: str, array: np.ndarray, least: int) -> None:
-    falls = np.flatnonzero(np.diff(array) < least)
-    if len(falls):
-        row = int(falls[0])
-        what = "never decrease" if least == 0 else "increase"
-        raise ConfigError(
-            f"{name} must {what}, but {array[row]} is followed by {array[row + 1]} at {row + 1}"
-        )
-
-
-def _clean_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy as JSON would give it back."""
-    try:
-        cleaned: dict[str, Any] = json.loads(json.dumps(metadata, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"metadata must be what JSON can hold: {error}") from error
-    for name in ("top_k", "expert_bytes"):
-        value = cleaned.get(name)
-        if isinstance(value, (int, float)) and value < 0:
-            raise ConfigError(f"{name} must not be negative, got {value}")
-    return cleaned
-
-
-def _parse_meta(path: Path, array: np.ndarray) -> dict[str, Any]:
-    if array.ndim != 0 or array.dtype.kind not in "US":
-        raise FormatError(f"{path}: meta must be one text, not {array.dtype} of {array.shape}")
-    try:
-        text = array.item()
-        meta = json.loads(text if isinstance(text, str) else text.decode())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: meta is not JSON: {error}") from error
-    if not isinstance(meta, dict):
-        raise FormatError(f"{path}: meta must be a JSON object, not {type(meta).__name__}")
-    if not isinstance(meta.get("num_experts"), int):
-        raise FormatError(f"{path}: meta does not say num_experts")
-    return meta

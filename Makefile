@@ -30,7 +30,7 @@ check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml \
 		moecache._policy moecache._lfu moecache._slru moecache._profiler moecache._cache \
-		moecache._prefault moecache._reader
+		moecache._prefault moecache._reader moecache._route_log
 	$(BIN)/codespell
 
 bench: $(call stamp,test) ## compare with other caches, in one run
@@ -41,7 +41,7 @@ bench-small: $(call stamp,test) ## run each benchmark once, small
 
 # A copy of the package beside the release build, for the tests of the compiled core.
 CORE_TESTS = $(wildcard tests/test_policy*.py tests/test_slru*.py tests/test_profiler.py \
-	tests/test_cache*.py tests/test_prefault*.py tests/test_reader*.py) tests/test_traces.py
+	tests/test_cache*.py tests/test_prefault*.py tests/test_reader*.py tests/test_route_log.py) tests/test_traces.py
 # The first line fails if another build than the one just made would be tested.
 CHECK_BUILD = PYTHONPATH=build/$@ $(BIN)/python -c "import moecache._cache as c; assert 'build/$@' in c.__file__, c"
 RUN_CORE_TESTS = $(BIN)/python -m pytest -q -o pythonpath="build/$@ ." $(CORE_TESTS)

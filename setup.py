@@ -57,5 +57,6 @@ setup(
     data_files=[
         ("share/moecache", [(examples / "numpy_loop.py").as_posix()]),
         ("share/moecache/tiny_moe", model),
+        ("share/moecache/traces", [(examples / "traces" / "tiny_moe.npz").as_posix()]),
     ],
 )

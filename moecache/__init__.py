@@ -1,6 +1,6 @@
 """moecache: run mixture-of-experts models larger than your memory."""
 
-from moecache import errors, experts, prefault, sizing, units
+from moecache import errors, experts, prefault, sizing, study, units
 from moecache._cache import ExpertCache
 from moecache._lfu import LfruCache, LfuCache
 from moecache._policy import LruCache
@@ -63,5 +63,6 @@ __all__ = [
     "open_store",
     "prefault",
     "sizing",
+    "study",
     "units",
 ]

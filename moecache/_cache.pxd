@@ -3,6 +3,7 @@ from libc.stdint cimport int32_t, uint64_t
 
 from moecache._policy cimport Policy
 from moecache._profiler cimport AccessProfiler
+from moecache._route_log cimport RouteLog
 
 
 cdef enum SlotState:
@@ -28,6 +29,7 @@ cdef class ExpertCache:
     cdef readonly str policy
     cdef readonly str scope
     cdef readonly AccessProfiler profiler
+    cdef public RouteLog route_log  # notes every step, unless None
     cdef list partitions        # one Policy, or one per layer
     cdef int* abandoned         # [len(partitions)] slots that are nobody's until released
     cdef Slot* slots            # [capacity]

@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moecache._profiler import AccessProfiler
+from moecache._route_log import RouteLog
 
 @final
 class ExpertCache:
@@ -29,6 +30,10 @@ class ExpertCache:
     def scope(self) -> str: ...
     @property
     def profiler(self) -> AccessProfiler: ...
+    @property
+    def route_log(self) -> RouteLog | None: ...
+    @route_log.setter
+    def route_log(self, value: RouteLog | None) -> None: ...
     @property
     def num_evictions(self) -> int: ...
     @property

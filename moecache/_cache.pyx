@@ -46,6 +46,11 @@ cdef class ExpertCache:
     profiler : AccessProfiler, optional
         Counts hits and misses; a new one if not given.
 
+    Attributes
+    ----------
+    route_log : RouteLog or None
+        Where `acquire` notes the ids of every step; None, and nothing noted, at first.
+
     Raises
     ------
     ConfigError
@@ -202,6 +207,10 @@ cdef class ExpertCache:
             self.part(<int>layer).begin_step(
                 <int>layer, data, wide, n // top_k if top_k else 0, top_k
             )
+            if self.route_log is not None:
+                self.route_log.append(
+                    <int>layer, data, wide, n // top_k if top_k else 0, top_k
+                )
             # The hits first: they must be leased before a victim is chosen.
             self.lease_hits(<int>layer, data, wide, n, out)
             if num_missing:
@@ -387,6 +396,8 @@ cdef class ExpertCache:
 
         Policies that look only at recency and counts take no notice.
         """
+        if self.route_log is not None:
+            self.route_log.mark_sequence()
         for part in self.partitions:
             (<Policy>part).begin_sequence()
 

@@ -68,6 +68,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
     loader_threads: int | None = None,
     prefault: str | None = None,
     progress: Progress | None = None,
+    record_trace: str | os.PathLike[str] | None = None,
 ) -> ExpertRuntime:
     """Open a checkpoint's experts for use in a bounded amount of memory.
 
@@ -122,6 +123,10 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         default MOECACHE_PREFAULT, else "auto". It never makes `open` fail.
     progress : callable (done_bytes, total_bytes), optional
         Called some ten times a second while that goes on.
+    record_trace : str or Path, optional
+        Note what the router chooses, and write it there on `close`; see
+        `ExpertRuntime.record_trace`. By default MOECACHE_RECORD_TRACE, else nothing
+        is noted.
 
     Returns
     -------
@@ -215,6 +220,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         runtime.prefault = _start_prefault(
             runtime, mode, pool, progress, file=reader is None or not reader.direct
         )
+        _start_recording(runtime, record_trace, settings.record_trace)
     except BaseException:
         runtime.close()
         raise
@@ -282,6 +288,20 @@ def _check_arguments(
             raise ConfigError(f"{name} must be a whole number, got {value!r}")
     if progress is not None and not callable(progress):
         raise ConfigError(f"progress must be callable, got {progress!r}")
+
+
+def _start_recording(
+    runtime: ExpertRuntime, asked: str | os.PathLike[str] | None, by_environment: str | None
+) -> None:
+    """Record the runtime's whole life, if an argument or the environment says so."""
+    if asked is not None:
+        runtime.record_trace(asked)
+    elif by_environment is not None:
+        try:
+            runtime.record_trace(by_environment)
+        except ConfigError as error:
+            # As of any setting: a mistake there does not stop a program.
+            logger.warning("settings.malformed MOECACHE_RECORD_TRACE: %s", error)
 
 
 def _measure_disk(

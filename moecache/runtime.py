@@ -1,8 +1,10 @@
 """ExpertRuntime: store, slots and cache behind one object."""
 
+import itertools
 import logging
 import os
-from collections.abc import Generator
+import re
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +24,7 @@ from moecache.settings import DEFAULT_LOADER_THREADS
 from moecache.slots import SlotPool
 from moecache.steps import Lease, Wave
 from moecache.stores import ExpertStore
+from moecache.study.recording import Recording
 from moecache.telemetry import ReadingStats, RuntimeStats
 
 logger = logging.getLogger(__name__)
@@ -102,6 +105,7 @@ class ExpertRuntime:
         self._pool_bytes = pool.nbytes
         self.prefault: BackgroundSweep | None = None
         self.disk: DiskSpeed | None = None
+        self._recording: Recording | None = None
         self._reads_before: dict[str, int] = {}
         self._reader = reader
         self._loader = SlotLoader(store, pool, cache, loader_threads, reader)
@@ -214,6 +218,41 @@ class ExpertRuntime:
         """Say that the next tokens do not continue the last ones."""
         self._cache.begin_sequence()
 
+    def record_trace(self, path: str | os.PathLike[str]) -> Recording:
+        """Note what the router chooses from now on, to be written to a file at the end.
+
+        Costs some nanoseconds per id. The end is that of the recording, a context
+        manager with `close`, or that of the runtime. See `moecache.study.Trace`.
+
+        Parameters
+        ----------
+        path : str or Path
+            An .npz file; replaced when the recording ends.
+
+        Raises
+        ------
+        ConfigError
+            If nothing can be written there, as far as that can be known now.
+        MoeCacheError
+            If a recording goes on already.
+        """
+        self._check_usable()
+        name = getattr(self._store, "path", None)
+        known = {} if name is None else {"model": Path(os.path.abspath(name)).name}
+        layout = self.layout
+        self._recording = Recording(
+            self._cache,
+            path,
+            layers=_layer_numbers(layout.layer_names),
+            **known,
+            **({} if layout.top_k is None else {"top_k": layout.top_k}),
+            expert_bytes=max(map(layout.expert_bytes, range(layout.num_layers))),
+            policy=self._cache.policy,
+            scope=self._cache.scope,
+            capacity=self._cache.capacity,
+        )
+        return self._recording
+
     def stats(self) -> RuntimeStats:
         """Return the counters as they are now."""
         profiler, cache = self._cache.profiler, self._cache
@@ -256,6 +295,8 @@ class ExpertRuntime:
             self.prefault.cancel(0)
         try:
             self._loader.close()
+            if self._recording is not None:
+                self._recording.close()
             self._write_report()
         finally:
             try:
@@ -318,3 +359,11 @@ class ExpertRuntime:
                 "this runtime was opened by the parent process, and its threads did not survive "
                 "the fork; open one in the child"
             )
+
+
+def _layer_numbers(names: Sequence[str]) -> list[int] | None:
+    """Return the numbers in the layers' names, or None if they are not in order."""
+    found = [re.search(r"\d+", name) for name in names]
+    numbers = [int(match[0]) for match in found if match]
+    increasing = all(one < two for one, two in itertools.pairwise(numbers))
+    return numbers if len(numbers) == len(names) and increasing else None

@@ -46,6 +46,7 @@ class Settings:
     reserve: str | None = None
     lock: bool | None = None
     profile: str | None = None
+    record_trace: str | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:

@@ -7,7 +7,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from moecache.commands.demo import find_example, resident_experts
+from moecache.commands.demo import resident_experts
+from moecache.commands.example import find_example
 from moecache.stores import open_store
 
 ROOT = Path(__file__).parents[1]

@@ -11,10 +11,11 @@ PACKAGE = Path(__file__).parents[1] / "moecache"
 FLOORS = [
     {"errors", "units", "settings", "layout"},
     {"_ids", "_policy", "_lfu", "_slru", "_echo", "_python_policy", "_policies", "_profiler"}
-    | {"_prefault", "_pieces", "_reader", "gate", "mappings", "host_memory", "regions"},
+    | {"_route_log", "_prefault", "_pieces", "_reader"}
+    | {"gate", "mappings", "host_memory", "regions"},
     {"_cache", "_replay", "_optimum", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts"},
-    {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry"},
+    {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry", "study"},
     {"runtime", "opening", "packing"},
     {"commands"},
     {"cli", "__main__"},
@@ -32,6 +33,7 @@ SIDEWAYS = {
     ("_policies", "_lfu"),
     ("_policies", "_slru"),
     ("_reader", "_pieces"),
+    ("_route_log", "_ids"),
     ("mappings", "_prefault"),
     ("regions", "_prefault"),
     ("sweep", "extents"),

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import moecache
 
-IMPORTED_SUBMODULES = {"errors", "experts", "prefault", "sizing", "units"}
+IMPORTED_SUBMODULES = {"errors", "experts", "prefault", "sizing", "study", "units"}
 
 
 def test_all_lists_the_public_names() -> None:
@@ -19,6 +19,14 @@ def test_all_lists_the_public_names() -> None:
     }
     assert moecache.__all__ == sorted(moecache.__all__)
     assert set(moecache.__all__) == public
+
+
+def test_the_studys_names_are_public_too() -> None:
+    """`moecache.study.__all__` is sorted, and each name is there and documented."""
+    names = moecache.study.__all__
+
+    assert names == sorted(names)
+    assert all(getattr(moecache.study, name).__doc__ for name in names)
 
 
 def test_every_public_object_is_documented() -> None:

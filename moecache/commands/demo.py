@@ -1,13 +1,9 @@
 """`moecache demo`: a real model generates text, offloaded and resident, and both agree."""
 
 import argparse
-import importlib.util
 import os
 import platform
-import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +12,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from moecache.errors import ConfigError
+from moecache.commands.example import (
+    Generation,
+    add_sampling_options,
+    check_sampling,
+    find_example,
+    generate,
+    write_text,
+)
 from moecache.experts import combine, gated_rows
 from moecache.opening import open  # noqa: A004 - moecache.open
 from moecache.runtime import ExpertRuntime
@@ -45,11 +48,7 @@ def add_parser(commands: Any) -> None:
         help='memory for experts: "3MiB", or a share of them, "25%%" (default: 25%%)',
     )
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
-    parser.add_argument(
-        "--temperature", type=float, default=0.7, help="0 takes the likeliest token (default 0.7)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    add_sampling_options(parser, max_new_tokens=400)
     parser.add_argument("--policy", choices=POLICIES, help="who is evicted")
     parser.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
     parser.add_argument("--model", metavar="DIR", help="another OLMoE checkpoint over bytes")
@@ -57,40 +56,9 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-@dataclass(frozen=True)
-class Generation:
-    """What one run produced, and how fast."""
-
-    tokens: list[int]
-    logits: list[np.ndarray]
-    prefill_s: float
-    decode_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second after the first."""
-        return (len(self.tokens) - 1) / self.decode_s if len(self.tokens) > 1 else 0.0
-
-    def equals(self, other: "Generation") -> bool:
-        """Return whether tokens and logits agree bit by bit."""
-        return self.tokens == other.tokens and all(
-            one.tobytes() == two.tobytes()
-            for one, two in zip(self.logits, other.logits, strict=True)
-        )
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Generate twice, compare, print the figures; return the exit code."""
-    if arguments.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
-    if arguments.temperature != 0 and not 0.01 <= arguments.temperature <= 100:
-        raise ConfigError(
-            f"--temperature must be 0 or between 0.01 and 100, got {arguments.temperature}"
-        )
-    if arguments.seed < 0:
-        raise ConfigError(f"--seed must not be negative, got {arguments.seed}")
-    if not arguments.prompt:
-        raise ConfigError("--prompt is empty; the model needs at least one byte to start from")
+    check_sampling(arguments, [arguments.prompt])
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     loop, directory = find_example(arguments.model)
     console.print(
@@ -109,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         model = loop.NumpyMoe(store, loop.through_moecache(runtime))
         write_text(arguments.prompt)
-        offloaded = _generate(loop, model, arguments, write_text)
+        offloaded = generate(loop, model, arguments.prompt, arguments, write_text)
         write_text("\n")
         peak_bytes = peak_rss_bytes()
         trunk_bytes = model.nbytes
@@ -126,25 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
         "every logit bit by bit"
     )
     return 0
-
-
-def find_example(model: str | None) -> tuple[ModuleType, Path]:
-    """Return the NumPy host loop and the model directory, of the checkout or as installed."""
-    for root in (
-        Path(__file__).parents[2] / "examples",
-        Path(sys.prefix) / "share" / "moecache",
-    ):
-        if (root / "numpy_loop.py").is_file():
-            spec = importlib.util.spec_from_file_location("numpy_loop", root / "numpy_loop.py")
-            if spec is None or spec.loader is None:
-                continue
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module, Path(model) if model else root / "tiny_moe"
-    raise ConfigError(
-        "the demo's files (examples/numpy_loop.py, examples/tiny_moe) were not installed; "
-        "run it from a checkout"
-    )
 
 
 def resident_experts(store: SafetensorsStore) -> Callable[..., np.ndarray]:
@@ -187,46 +136,6 @@ def peak_rss_bytes() -> int:
     return 0
 
 
-def write_text(text: str) -> None:
-    """Write to standard output at once, also into a pipe."""
-    # What the terminal's encoding lacks is shown as an escape, never an error.
-    if sys.stdout is None:  # closed by whoever started us
-        return
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    sys.stdout.flush()
-
-
-def _generate(
-    loop: ModuleType, model: Any, arguments: argparse.Namespace, show: Callable[[str], None]
-) -> Generation:
-    tokens: list[int] = []
-    logits: list[np.ndarray] = []
-    times: list[float] = [time.perf_counter()]
-
-    def drawn() -> Iterator[int]:
-        for token, scores in loop.generate(
-            model,
-            os.fsencode(arguments.prompt),
-            arguments.max_new_tokens,
-            arguments.temperature,
-            arguments.seed,
-        ):
-            times.append(time.perf_counter())
-            tokens.append(token)
-            logits.append(scores)
-            yield token
-
-    for text in loop.decode(drawn()):
-        show(text)
-    if not tokens:
-        raise ConfigError(
-            f"the prompt of {len(os.fsencode(arguments.prompt))} bytes leaves no room for new "
-            f"tokens; the model takes {model.max_tokens}"
-        )
-    return Generation(tokens, logits, times[1] - times[0], times[-1] - times[1])
-
-
 def _compare(
     loop: ModuleType,
     directory: Path,
@@ -246,7 +155,7 @@ def _compare(
                 disable=not console.is_terminal,
             )
         )
-        resident = _generate(loop, model, arguments, lambda _: _advance(ticks))
+        resident = generate(loop, model, arguments.prompt, arguments, lambda _: _advance(ticks))
         for _ in ticks:
             pass
     console.print(

@@ -1,0 +1,43 @@
+cimport cython
+from libc.stdint cimport int32_t
+
+
+cdef struct StepHeader:
+    int32_t layer  # -1: a sequence begins here
+    int32_t rows
+    int32_t top_k
+
+
+# What `trace_parts` finds out, and then writes to.
+cdef struct Passes:
+    Py_ssize_t num_rows
+    Py_ssize_t top_k
+    unsigned char* phase
+    int32_t* sequence
+    int32_t* step
+
+
+@cython.final
+cdef class RouteLog:
+    cdef readonly int num_layers
+    cdef readonly int num_experts
+    cdef readonly Py_ssize_t max_bytes
+    cdef readonly Py_ssize_t num_steps
+    cdef readonly Py_ssize_t num_dropped  # steps that came when the log was full
+    cdef readonly bint full
+    cdef char* data        # StepHeader, ids, StepHeader, ids, ...
+    cdef Py_ssize_t used
+    cdef Py_ssize_t capacity
+    cdef bint wide         # ids are kept as int32, not int16
+    cdef bint between      # no step since the last sequence began
+
+    cdef void append(
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t top_k
+    ) noexcept nogil
+    cdef void mark_sequence(self) noexcept nogil
+    cdef Py_ssize_t id_bytes(self, Py_ssize_t n) noexcept nogil
+    cdef char* reserve(self, Py_ssize_t nbytes) noexcept nogil
+    cdef void scan(self, Passes* passes, int32_t* experts) noexcept nogil
+    cdef void copy_step(
+        self, const StepHeader* header, int32_t* out, Py_ssize_t stride
+    ) noexcept nogil

@@ -1,0 +1,129 @@
+"""Recording: a cache's steps, written as a trace when it ends."""
+
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from moecache._cache import ExpertCache
+from moecache._route_log import RouteLog
+from moecache.errors import ConfigError, MoeCacheError
+from moecache.study.traces import Trace, from_log
+
+logger = logging.getLogger(__name__)
+
+
+class Recording:
+    """Notes every step of a cache until it is closed, then writes the trace.
+
+    Made by `ExpertRuntime.record_trace`. A context manager. `close` never fails: what
+    cannot be written is a warning in the log, and `trace` still has it.
+
+    Parameters
+    ----------
+    cache : ExpertCache
+    path : str or Path
+        Written when the recording ends, whole or not at all.
+    layers : list of int, optional
+        The model's own layer numbers.
+    **metadata
+        Goes into the trace.
+
+    Attributes
+    ----------
+    log : RouteLog
+    trace : Trace or None
+        What was recorded; None before the end.
+    saved : bool
+        Whether it is in the file.
+
+    Raises
+    ------
+    ConfigError
+        If the path is a directory, or in a directory that is not there or cannot be
+        written to.
+    MoeCacheError
+        If the cache is being recorded already.
+    """
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        path: str | os.PathLike[str],
+        *,
+        layers: list[int] | None = None,
+        **metadata: Any,
+    ) -> None:
+        self.path = Path(path)
+        _check_writable(self.path)
+        if cache.route_log is not None:
+            raise MoeCacheError("the cache is being recorded already; close that recording first")
+        self.log = RouteLog(cache.num_layers, cache.num_experts)
+        self.trace: Trace | None = None
+        self.saved = False
+        self._cache = cache
+        self._layers = layers
+        self._metadata = metadata
+        self._process = os.getpid()
+        self._closed = False
+        cache.route_log = self.log
+        logger.info("recording.started path=%s", self.path)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the recording has ended."""
+        return self._closed
+
+    def close(self) -> None:
+        """End the recording and write it; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._cache.route_log is self.log:
+            self._cache.route_log = None
+        if os.getpid() != self._process:
+            # A forked child: the file is the parent's.
+            return
+        if self.log.full:
+            logger.warning(
+                "recording.full steps=%d dropped=%d bytes=%d; record less at once",
+                self.log.num_steps,
+                self.log.num_dropped,
+                self.log.num_bytes,
+            )
+        try:
+            self.trace = from_log(self.log, layers=self._layers, **self._metadata)
+            self.trace.save(self.path)
+        except (MoeCacheError, MemoryError, OSError, ValueError) as error:
+            logger.warning("recording.lost path=%s error=%s", self.path, error)
+            return
+        self.saved = True
+        self.log.clear()
+        logger.info("recording.saved path=%s tokens=%d", self.path, self.trace.num_tokens)
+
+    stop = close
+
+    def __enter__(self) -> Self:
+        """Return the recording."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the recording, also where something failed."""
+        self.close()
+
+
+def _check_writable(path: Path) -> None:
+    """Raise if it can be known now that nothing can be written there."""
+    directory = path.parent
+    if not directory.is_dir():
+        raise ConfigError(f"{path}: there is no directory {directory}; make it first")
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a directory; name a file in it, such as trace.npz")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path}: the directory {directory} cannot be written to")

@@ -1,0 +1,195 @@
+"""RouteLog: what is noted, what becomes of it, and what a full log does."""
+
+import random
+
+import numpy as np
+import pytest
+
+from moecache._cache import ExpertCache
+from moecache._route_log import RouteLog
+from moecache.errors import ConfigError
+
+
+def test_a_pass_of_one_row_is_a_decoded_token() -> None:
+    """One row per pass: phase 1, a step of its own, ids as they came."""
+    log = RouteLog(2, 8)
+    for ids in ([[3, 1]], [[0, 7]]):
+        log.record(0, np.array(ids))
+        log.record(1, np.array(ids)[:, ::-1])
+
+    experts, phase, sequence, step = log.trace_parts()
+
+    assert experts.dtype == np.int16
+    assert experts.tolist() == [[[3, 1], [1, 3]], [[0, 7], [7, 0]]]
+    assert phase.tolist() == [1, 1]
+    assert sequence.tolist() == [0, 0]
+    assert step.tolist() == [0, 1]
+    assert log.num_steps == 4
+
+
+def test_rows_that_went_together_share_their_step() -> None:
+    """A prompt of three tokens, then one token."""
+    log = RouteLog(2, 8)
+    prompt = np.arange(6).reshape(3, 2)
+    for layer in range(2):
+        log.record(layer, prompt)
+    for layer in range(2):
+        log.record(layer, np.array([[6, 7]]))
+
+    experts, phase, _, step = log.trace_parts()
+
+    assert experts[:3, 1].tolist() == prompt.tolist()
+    assert phase.tolist() == [0, 0, 0, 1]
+    assert step.tolist() == [0, 0, 0, 1]
+
+
+def test_what_a_pass_leaves_out_is_padding() -> None:
+    """Layers without a step, ids out of range, ids that occur twice, narrower steps."""
+    log = RouteLog(3, 4)
+    log.record(0, np.array([[1, 1, 2]]))
+    log.record(2, np.array([[4, -5, 3]], np.int32))
+    log.record(1, np.array([[0]]))
+
+    experts = log.trace_parts()[0]
+
+    assert experts.tolist() == [
+        [[1, -1, 2], [-1] * 3, [-1, -1, 3]],
+        [[-1] * 3, [0, -1, -1], [-1] * 3],
+    ]
+
+
+def test_a_sequence_begins_a_pass_and_empty_ones_do_not_count() -> None:
+    """Numbers go up only where tokens lie between two beginnings."""
+    log = RouteLog(2, 4)
+    log.begin_sequence()
+    log.record(0, np.array([[1]]))
+    log.begin_sequence()
+    log.begin_sequence()
+    log.record(1, np.array([[2]]))
+
+    experts, _, sequence, step = log.trace_parts()
+
+    assert sequence.tolist() == [0, 1]
+    assert step.tolist() == [0, 1]
+    assert experts[:, :, 0].tolist() == [[1, -1], [-1, 2]]
+
+
+def test_ids_of_many_experts_are_kept_whole() -> None:
+    """More than 32,767 experts need int32; ids of int64 are not cut."""
+    log = RouteLog(1, 100_000)
+    log.record(0, np.array([[99_999, 40_000, 2**32 + 5]]))
+
+    experts = log.trace_parts()[0]
+
+    assert experts.dtype == np.int32
+    assert experts.tolist() == [[[99_999, 40_000, -1]]]
+
+
+def test_a_full_log_keeps_what_it_has_and_counts_the_rest() -> None:
+    """No exception on the way, and nothing after the first gap."""
+    log = RouteLog(1, 8, max_bytes=100)
+    for expert in range(8):
+        log.record(0, np.array([[expert, (expert + 1) % 8]]))
+    log.record(0, np.zeros((0, 2), np.int64))
+
+    assert log.full
+    assert log.num_bytes <= 100
+    assert (log.num_steps, log.num_dropped) == (6, 2)
+    assert log.trace_parts()[0][:, 0, 0].tolist() == list(range(6))
+    log.clear()
+    assert (log.full, log.num_bytes, log.num_steps, log.num_dropped) == (False, 0, 0, 0)
+    assert log.trace_parts()[0].shape == (0, 1, 1)
+
+
+def test_the_log_agrees_with_plain_python() -> None:
+    """Random steps of any shape, against the rules written with lists."""
+    rng = random.Random(5)
+    log = RouteLog(4, 50)
+    rows: list[list[list[int]]] = []
+    steps, phases, sequences = [], [], []
+    step, last, size, sequence, fresh = -1, -1, 0, 0, True
+    for _ in range(400):
+        if rng.random() < 0.1:
+            log.begin_sequence()
+            sequence += not fresh
+            fresh, last, size = True, -1, 0
+        layer, count = rng.randrange(4), rng.choice([1, 1, 1, 2, 5])
+        ids = [rng.sample(range(50), 3) for _ in range(count)]
+        log.record(layer, np.array(ids, rng.choice([np.int32, np.int64])))
+        if layer <= last or count != size:
+            step, size = step + 1, count
+            rows += [[[-1] * 3 for _ in range(4)] for _ in range(count)]
+            steps += [step] * count
+            phases += [int(count == 1)] * count
+            sequences += [sequence] * count
+        for row, chosen in zip(rows[-count:], ids, strict=True):
+            row[layer] = chosen
+        last, fresh = layer, False
+
+    experts, phase, seq, numbers = log.trace_parts()
+
+    assert experts.tolist() == rows
+    assert (phase.tolist(), seq.tolist(), numbers.tolist()) == (phases, sequences, steps)
+
+
+def test_a_cache_notes_what_is_acquired() -> None:
+    """Every id in its order, hits and misses; nothing once the log is taken away."""
+    cache = ExpertCache(2, 8, 16)
+    log = RouteLog(2, 8)
+    cache.route_log = log
+    slots, misses = np.empty(4, np.int32), np.empty(4, np.int32)
+    ids = np.array([[5, 2], [2, 7]], np.int32)
+    for layer in range(2):
+        cache.acquire(layer, ids, slots, misses)
+    cache.begin_sequence()
+    cache.acquire(0, np.array([[1, 0]]), slots[:2].copy(), misses)
+    cache.route_log = None
+    cache.acquire(1, np.array([[1, 0]]), slots[:2].copy(), misses)
+
+    experts, phase, sequence, _ = log.trace_parts()
+
+    assert experts[:2].tolist() == [[[5, 2]] * 2, [[2, 7]] * 2]
+    assert experts[2].tolist() == [[1, 0], [-1, -1]]
+    assert phase.tolist() == [0, 0, 1]
+    assert sequence.tolist() == [0, 0, 1]
+
+
+def test_a_refused_step_is_not_noted() -> None:
+    """An acquire that raises changes nothing, the log included."""
+    cache = ExpertCache(1, 8, 2)
+    cache.route_log = RouteLog(1, 8)
+    out = np.empty(3, np.int32)
+    for ids in (np.array([[0, 1, 2]]), np.array([[0, 9]])):
+        with pytest.raises(ValueError):
+            cache.acquire(0, ids, out, out.copy())
+
+    assert cache.route_log.num_steps == 0
+
+
+def test_a_log_of_another_model_is_not_written_past_its_end() -> None:
+    """Steps of layers that it does not have are dropped."""
+    cache = ExpertCache(4, 8, 8)
+    cache.route_log = RouteLog(2, 8)
+    out = np.empty(2, np.int32)
+    for layer in range(4):
+        cache.acquire(layer, np.array([[0, 1]]), out, out.copy())
+
+    assert (cache.route_log.num_steps, cache.route_log.num_dropped) == (2, 2)
+    assert cache.route_log.trace_parts()[0].shape == (1, 2, 2)
+
+
+def test_wrong_arguments_are_errors() -> None:
+    """Shapes, layers, dtypes, and anything that is no log."""
+    log = RouteLog(2, 8)
+    for arguments in ((0, 8), (2, 0)):
+        with pytest.raises(ConfigError):
+            RouteLog(*arguments)
+    with pytest.raises(ConfigError):
+        RouteLog(2, 8, max_bytes=0)
+    for layer in (-1, 2):
+        with pytest.raises(ValueError, match="is not in"):
+            log.record(layer, np.array([[1]]))
+    with pytest.raises(TypeError):
+        log.record(0, np.array([[1.0]]))
+    with pytest.raises(TypeError):
+        ExpertCache(2, 8, 4).route_log = object()  # type: ignore[assignment]

@@ -1,11 +1,31 @@
 """Policies by name: one for all layers, or one for each."""
 
+from moecache._arc cimport ArcCache
+from moecache._fifo cimport FifoCache, S3FifoCache, SieveCache
+from moecache._lecar cimport LecarCache
 from moecache._lfu cimport LfruCache, LfuCache
+from moecache._lrfu cimport LrfuCache
 from moecache._policy cimport LruCache, Policy
 from moecache._slru cimport SlruCache
+from moecache._stale cimport LeastStaleCache
+from moecache._tinylfu cimport TinyLfuCache
 
 from moecache.errors import ConfigError
 from moecache.settings import POLICIES, SCOPES
+
+# Those that are made from a capacity and the keys alone.
+cdef dict SIMPLE = {
+    "arc": ArcCache,
+    "fifo": FifoCache,
+    "lecar": LecarCache,
+    "lfru": LfruCache,
+    "lfu": LfuCache,
+    "lrfu": LrfuCache,
+    "lru": LruCache,
+    "s3-fifo": S3FifoCache,
+    "sieve": SieveCache,
+    "tinylfu": TinyLfuCache,
+}
 
 
 cdef list make_partitions(
@@ -22,7 +42,7 @@ cdef list make_partitions(
     if scope not in SCOPES:
         raise ConfigError(f"scope {scope!r} is not one of {', '.join(SCOPES)}")
     if scope == "global":
-        return [_make_policy(policy, capacity, num_layers * num_experts, counts)]
+        return [_make_policy(policy, capacity, num_layers * num_experts, num_experts, counts)]
     if capacity < num_layers:
         raise ConfigError(
             f"{capacity} slots cannot be split over {num_layers} layers; "
@@ -33,20 +53,21 @@ cdef list make_partitions(
             policy,
             capacity // num_layers + (layer < capacity % num_layers),
             num_experts,
+            num_experts,
             counts[layer],
         )
         for layer in range(num_layers)
     ]
 
 
-cdef Policy _make_policy(str name, int capacity, int num_keys, counts):
+cdef Policy _make_policy(str name, int capacity, int num_keys, int num_experts, counts):
     cdef int probationary
-    if name == "lfu":
-        return LfuCache(capacity, num_keys=num_keys)
-    if name == "lfru":
-        return LfruCache(capacity, num_keys=num_keys)
+    if name in SIMPLE:
+        return SIMPLE[name](capacity, num_keys=num_keys)
+    if name == "least-stale":
+        return LeastStaleCache(capacity, num_keys=num_keys, num_experts=num_experts)
     # Two segments need two slots; with one, SLRU and LRU are the same.
-    if name == "lru" or capacity == 1:
+    if capacity == 1:
         return LruCache(capacity, num_keys=num_keys)
     probationary = max(1, capacity // 4)
     return SlruCache(

@@ -10,7 +10,17 @@ PACKAGE = Path(__file__).parents[1] / "moecache"
 
 FLOORS = [
     {"errors", "units", "settings", "layout"},
-    {"_policy", "_lfu", "_slru", "_policies", "_profiler", "_ids", "_prefault", "_pieces", "_reader"}
+    {
+        "_policy",
+        "_lfu",
+        "_slru",
+        "_policies",
+        "_profiler",
+        "_ids",
+        "_prefault",
+        "_pieces",
+        "_reader",
+    }
     | {"gate", "mappings", "host_memory", "regions"},
     {"_cache", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts"},

@@ -285,6 +285,7 @@ cdef class ExpertCache:
             partition = 0 if self.is_global else <int>layer
             local = self.local_key(<int>key)
             if self.room_left(part, partition) == 0:
+                part.expect(local)
                 victim = part.victim()
                 if victim < 0 or not part.prefers(local, victim):
                     return -1
@@ -492,6 +493,7 @@ cdef class ExpertCache:
     ) noexcept nogil:
         cdef int slot, key = layer * self.num_experts + expert
         if self.room_left(part, partition) == 0:
+            part.expect(self.local_key(key))
             self.evict(part, part.victim(), partition)
         self.num_free_slots -= 1
         slot = self.free_slots[self.num_free_slots]

@@ -1,12 +1,32 @@
 """Policies by name: one for all layers, or one for each."""
 
+from moecache._arc cimport ArcCache
 from moecache._echo cimport Echo, EchoCache
+from moecache._fifo cimport FifoCache, S3FifoCache, SieveCache
+from moecache._lecar cimport LecarCache
 from moecache._lfu cimport LfruCache, LfuCache
+from moecache._lrfu cimport LrfuCache
 from moecache._policy cimport LruCache, Policy
 from moecache._slru cimport SlruCache
+from moecache._stale cimport LeastStaleCache
+from moecache._tinylfu cimport TinyLfuCache
 
 from moecache.errors import ConfigError
 from moecache.settings import POLICIES, SCOPES
+
+# Those that are made from a capacity and the keys alone.
+cdef dict SIMPLE = {
+    "arc": ArcCache,
+    "fifo": FifoCache,
+    "lecar": LecarCache,
+    "lfru": LfruCache,
+    "lfu": LfuCache,
+    "lrfu": LrfuCache,
+    "lru": LruCache,
+    "s3-fifo": S3FifoCache,
+    "sieve": SieveCache,
+    "tinylfu": TinyLfuCache,
+}
 
 
 cdef list make_partitions(
@@ -30,9 +50,11 @@ cdef list make_partitions(
     if policy in ("echo", "haz2"):
         return _make_echo(policy, scope, num_layers, num_experts, capacity)
     if scope == "global":
-        return [_make_policy(policy, capacity, num_layers * num_experts, counts)]
+        return [_make_policy(policy, capacity, num_layers * num_experts, num_experts, counts)]
     return [
-        _make_policy(policy, _share(capacity, num_layers, layer), num_experts, counts[layer])
+        _make_policy(
+            policy, _share(capacity, num_layers, layer), num_experts, num_experts, counts[layer]
+        )
         for layer in range(num_layers)
     ]
 
@@ -54,14 +76,14 @@ cdef int _share(int capacity, int num_layers, int layer):
     return capacity // num_layers + (layer < capacity % num_layers)
 
 
-cdef Policy _make_policy(str name, int capacity, int num_keys, counts):
+cdef Policy _make_policy(str name, int capacity, int num_keys, int num_experts, counts):
     cdef int probationary
-    if name == "lfu":
-        return LfuCache(capacity, num_keys=num_keys)
-    if name == "lfru":
-        return LfruCache(capacity, num_keys=num_keys)
+    if name in SIMPLE:
+        return SIMPLE[name](capacity, num_keys=num_keys)
+    if name == "least-stale":
+        return LeastStaleCache(capacity, num_keys=num_keys, num_experts=num_experts)
     # Two segments need two slots; with one, SLRU and LRU are the same.
-    if name == "lru" or capacity == 1:
+    if capacity == 1:
         return LruCache(capacity, num_keys=num_keys)
     probationary = max(1, capacity // 4)
     return SlruCache(

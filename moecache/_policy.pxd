@@ -30,9 +30,12 @@ cdef class Policy:
     cdef int num_evictable
     cdef uint64_t clock
 
-    # A policy's side. `begin_step` comes before a step's accesses: `rows` tokens of one layer,
-    # with `k` ids each (int64 if `wide`), of which some may be out of range. `insert` finds room
-    # made; `victim` returns -1 if everybody is blocked.
+    # A policy's side. `begin_step` comes before a step's accesses: `rows` tokens of one layer, with
+    # `k` ids each (int64 if `wide`), of which some may be out of range. `insert` finds room made;
+    # `victim` returns -1 if everybody is blocked. It may be asked without its answer being
+    # removed, and twice in a row it gives the same one. `expect` comes before it and names the
+    # key that is to be inserted; nothing may change but what the next `victim` says, as the
+    # insertion may not follow.
     cdef void begin_step(
         self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
     ) noexcept nogil
@@ -40,6 +43,7 @@ cdef class Policy:
     cdef void insert(self, int key, bint accessed) noexcept nogil
     cdef void remove(self, int key) noexcept nogil
     cdef bint full(self) noexcept nogil
+    cdef void expect(self, int key) noexcept nogil
     cdef int victim(self) noexcept nogil
     cdef bint prefers(self, int candidate, int resident) noexcept nogil
     cdef bint pin_key(self, int key) noexcept nogil

@@ -62,6 +62,7 @@ cdef class Policy:
             self.access(<int>key)
             return -1
         if self.full():
+            self.expect(<int>key)
             evicted = self.victim()
             if evicted < 0:
                 raise CapacityError(
@@ -141,6 +142,9 @@ cdef class Policy:
 
     cdef bint full(self) noexcept nogil:
         return self.size == self.capacity
+
+    cdef void expect(self, int key) noexcept nogil:
+        pass
 
     cdef int victim(self) noexcept nogil:
         return -1

@@ -1,7 +1,7 @@
 cimport cython
 from libc.stdint cimport uint64_t
 
-from moecache._policy cimport Policy
+from moecache._policy cimport Node, Policy
 
 
 cdef struct Entry:
@@ -23,6 +23,7 @@ cdef class CountHeap:
     cdef void remove(self, int key) noexcept nogil
     cdef void raise_to(self, int key, uint64_t count, uint64_t stamp) noexcept nogil
     cdef void clear(self) noexcept nogil
+    cdef int first_unblocked(self, Node* nodes) noexcept nogil
     cdef void _place(self, int index, Entry entry) noexcept nogil
     cdef void _sift_up(self, int index, Entry entry) noexcept nogil
     cdef void _sift_down(self, int index, Entry entry) noexcept nogil

@@ -7,7 +7,7 @@ from libc.string cimport memset
 
 import numpy as np
 
-from moecache._policy cimport MAX_KEYS, PINNED, Policy, link, link_by_stamp, unlink
+from moecache._policy cimport MAX_KEYS, PINNED, Node, Policy, link, link_by_stamp, unlink
 
 cdef enum:
     PROBATIONARY = 1
@@ -125,15 +125,10 @@ cdef class SlruCache(Policy):
         cdef int key
         if self.heap is None:
             key = self.last_unheld(self.num_keys)
-            if key >= 0:
-                return key
         else:
-            while self.heap.size:
-                key = self.heap.entries[0].key
-                if not self.nodes[key].blocked:
-                    return key
-                self.heap.remove(key)
-                self.nodes[key].parked = 1
+            key = self.heap.first_unblocked(self.nodes)
+        if key >= 0:
+            return key
         # Leases hold all of probation. A slot must be found all the same.
         return self.last_unheld(self.num_keys + 1)
 
@@ -272,6 +267,17 @@ cdef class CountHeap:
     cdef void clear(self) noexcept nogil:
         self.size = 0
         memset(self.positions, 0xFF, self.num_keys * sizeof(int))
+
+    cdef int first_unblocked(self, Node* nodes) noexcept nogil:
+        # Held keys are taken out, or every search would meet them; `unpark` puts them back.
+        cdef int key
+        while self.size:
+            key = self.entries[0].key
+            if not nodes[key].blocked:
+                return key
+            self.remove(key)
+            nodes[key].parked = 1
+        return -1
 
     cdef void _place(self, int index, Entry entry) noexcept nogil:
         self.entries[index] = entry

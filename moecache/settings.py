@@ -13,7 +13,23 @@ from moecache.units import parse_budget, parse_bytes
 
 logger = logging.getLogger(__name__)
 
-POLICIES = ("echo", "haz2", "lfru", "lfu", "lru", "slru", "slru-lfu")
+POLICIES = (
+    "arc",
+    "echo",
+    "fifo",
+    "haz2",
+    "least-stale",
+    "lecar",
+    "lfru",
+    "lfu",
+    "lrfu",
+    "lru",
+    "s3-fifo",
+    "sieve",
+    "slru",
+    "slru-lfu",
+    "tinylfu",
+)
 SCOPES = ("global", "layer")
 DEFAULT_POLICY = "slru"
 DEFAULT_SCOPE = "global"

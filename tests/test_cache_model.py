@@ -249,16 +249,58 @@ class CacheMachine(RuleBasedStateMachine):
                 assert cache.is_pinned(layer, expert) == (local in part.pinned)
 
 
-class LfuMachine(CacheMachine):
-    """LFU."""
+class ArcMachine(CacheMachine):
+    """ARC."""
 
-    policy = "lfu"
+    policy = "arc"
+
+
+class FifoMachine(CacheMachine):
+    """FIFO."""
+
+    policy = "fifo"
+
+
+class LeastStaleMachine(CacheMachine):
+    """Least-Stale."""
+
+    policy = "least-stale"
+
+
+class LecarMachine(CacheMachine):
+    """LeCaR."""
+
+    policy = "lecar"
 
 
 class LfruMachine(CacheMachine):
     """LFRU."""
 
     policy = "lfru"
+
+
+class LfuMachine(CacheMachine):
+    """LFU."""
+
+    policy = "lfu"
+
+
+class LrfuMachine(CacheMachine):
+    """LRFU."""
+
+    policy = "lrfu"
+
+
+class S3FifoMachine(CacheMachine):
+    """S3-FIFO."""
+
+    policy = "s3-fifo"
+
+
+class SieveMachine(CacheMachine):
+    """SIEVE."""
+
+    policy = "sieve"
 
 
 class SlruMachine(CacheMachine):
@@ -273,12 +315,26 @@ class SlruLfuMachine(CacheMachine):
     policy = "slru-lfu"
 
 
+class TinyLfuMachine(CacheMachine):
+    """W-TinyLFU."""
+
+    policy = "tinylfu"
+
+
 TestLru = CacheMachine.TestCase
-TestLfu = LfuMachine.TestCase
+TestArc = ArcMachine.TestCase
+TestFifo = FifoMachine.TestCase
+TestLeastStale = LeastStaleMachine.TestCase
+TestLecar = LecarMachine.TestCase
 TestLfru = LfruMachine.TestCase
+TestLfu = LfuMachine.TestCase
+TestLrfu = LrfuMachine.TestCase
+TestS3Fifo = S3FifoMachine.TestCase
+TestSieve = SieveMachine.TestCase
 TestSlru = SlruMachine.TestCase
 TestSlruLfu = SlruLfuMachine.TestCase
-for case in (TestLru, TestLfu, TestLfru, TestSlru, TestSlruLfu):
+TestTinyLfu = TinyLfuMachine.TestCase
+for case in [value for name, value in vars().copy().items() if name.startswith("Test")]:
     case.settings = settings(
         max_examples=50,
         stateful_step_count=50,

@@ -1,14 +1,25 @@
-"""LRU, LFU and LFRU do what their plain-Python oracles do, whatever the order of calls."""
+"""The policies do what their plain-Python oracles do, whatever the order of calls."""
+
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from moecache._arc import ArcCache
+from moecache._fifo import FifoCache, S3FifoCache, SieveCache
+from moecache._lecar import LecarCache
 from moecache._lfu import LfruCache, LfuCache
+from moecache._lrfu import LrfuCache
 from moecache._policy import LruCache, Policy
+from moecache._stale import LeastStaleCache
+from moecache._tinylfu import TinyLfuCache
 from moecache.errors import CapacityError
-from tests.helpers.oracles import OracleLfru, OracleLfu, OracleLru
+from tests.helpers.oracle_ghosts import OracleArc, OracleLecar
+from tests.helpers.oracle_policies import OracleLfru, OracleLfu, OracleLru
+from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, OracleTinyLfu
+from tests.helpers.oracle_tokens import OracleLeastStale, OracleLrfu
 
 KEYS = st.integers(0, 15)
 SETTINGS = settings(
@@ -23,8 +34,8 @@ SETTINGS = settings(
 class PolicyMachine(RuleBasedStateMachine):
     """A compiled policy and its oracle side by side."""
 
-    compiled_type: type[LruCache | LfuCache] = LruCache
-    oracle_type = OracleLru
+    compiled_type: Any = LruCache
+    oracle_type: type[OracleLru] = OracleLru
 
     @initialize(capacity=st.integers(1, 8), spare=st.sampled_from([0, 0, 1, 4, 8]))
     def create(self, capacity: int, spare: int) -> None:
@@ -97,11 +108,32 @@ class PolicyMachine(RuleBasedStateMachine):
             assert self.compiled.is_pinned(key) == (key in self.oracle.pinned)
 
 
-class LfuMachine(PolicyMachine):
-    """LFU against its oracle."""
+class ArcMachine(PolicyMachine):
+    """ARC against its oracle."""
 
-    compiled_type = LfuCache
-    oracle_type = OracleLfu
+    compiled_type = ArcCache
+    oracle_type = OracleArc
+
+
+class FifoMachine(PolicyMachine):
+    """FIFO against its oracle."""
+
+    compiled_type = FifoCache
+    oracle_type = OracleFifo
+
+
+class LeastStaleMachine(PolicyMachine):
+    """Least-Stale against its oracle."""
+
+    compiled_type = LeastStaleCache
+    oracle_type = OracleLeastStale
+
+
+class LecarMachine(PolicyMachine):
+    """LeCaR against its oracle."""
+
+    compiled_type = LecarCache
+    oracle_type = OracleLecar
 
 
 class LfruMachine(PolicyMachine):
@@ -111,9 +143,52 @@ class LfruMachine(PolicyMachine):
     oracle_type = OracleLfru
 
 
+class LfuMachine(PolicyMachine):
+    """LFU against its oracle."""
+
+    compiled_type = LfuCache
+    oracle_type = OracleLfu
+
+
+class LrfuMachine(PolicyMachine):
+    """LRFU against its oracle."""
+
+    compiled_type = LrfuCache
+    oracle_type = OracleLrfu
+
+
+class S3FifoMachine(PolicyMachine):
+    """S3-FIFO against its oracle."""
+
+    compiled_type = S3FifoCache
+    oracle_type = OracleS3Fifo
+
+
+class SieveMachine(PolicyMachine):
+    """SIEVE against its oracle."""
+
+    compiled_type = SieveCache
+    oracle_type = OracleSieve
+
+
+class TinyLfuMachine(PolicyMachine):
+    """W-TinyLFU against its oracle."""
+
+    compiled_type = TinyLfuCache
+    oracle_type = OracleTinyLfu
+
+
 TestLru = PolicyMachine.TestCase
-TestLfu = LfuMachine.TestCase
+TestArc = ArcMachine.TestCase
+TestFifo = FifoMachine.TestCase
+TestLeastStale = LeastStaleMachine.TestCase
+TestLecar = LecarMachine.TestCase
 TestLfru = LfruMachine.TestCase
-for case in (TestLru, TestLfu, TestLfru):
+TestLfu = LfuMachine.TestCase
+TestLrfu = LrfuMachine.TestCase
+TestS3Fifo = S3FifoMachine.TestCase
+TestSieve = SieveMachine.TestCase
+TestTinyLfu = TinyLfuMachine.TestCase
+for case in [value for name, value in vars().copy().items() if name.startswith("Test")]:
     case.settings = SETTINGS
 del case

@@ -41,10 +41,11 @@ class OracleLru:
             self.access(key)
             return evicted
         if self.full():
+            self.expect(key)
             evicted = self.victim()
             if evicted < 0:
                 raise CapacityError("everything is pinned")
-            self.remove(evicted)
+            self.evict(evicted)
         self.insert(key, accessed=True)
         return evicted
 
@@ -82,6 +83,12 @@ class OracleLru:
         """Return the evictable keys of a list, the oldest first."""
         return [k for k in reversed(newest_first) if k not in self.pinned | self.held]
 
+    def begin_step(self, layer: int) -> None:
+        """Note that a layer is visited."""
+
+    def expect(self, key: int) -> None:
+        """Note which key the next victim is to make room for."""
+
     def victim(self) -> int:
         """Return who leaves next, or -1."""
         return next(iter(self.evictable()), -1)
@@ -100,6 +107,10 @@ class OracleLru:
         self.recent.remove(key)
         self.pinned.discard(key)
         self.held.discard(key)
+
+    def evict(self, key: int) -> None:
+        """Take out the victim."""
+        self.remove(key)
 
     def prefers(self, candidate: int, resident: int) -> bool:
         """Return whether a prefetch of the candidate may evict the resident."""

@@ -5,9 +5,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moecache.errors import CapacityError
+from tests.helpers.oracle_ghosts import OracleArc, OracleLecar
 from tests.helpers.oracle_policies import OracleLfru, OracleLfu, OracleLru, OracleSlru
+from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, OracleTinyLfu
+from tests.helpers.oracle_tokens import OracleLeastStale, OracleLrfu
 
 __all__ = ["OracleCache", "OracleLfru", "OracleLfu", "OracleLru", "OracleSlot", "OracleSlru"]
+
+SIMPLE: dict[str, type[OracleLru]] = {
+    "arc": OracleArc,
+    "fifo": OracleFifo,
+    "lecar": OracleLecar,
+    "lfru": OracleLfru,
+    "lfu": OracleLfu,
+    "lrfu": OracleLrfu,
+    "lru": OracleLru,
+    "s3-fifo": OracleS3Fifo,
+    "sieve": OracleSieve,
+    "tinylfu": OracleTinyLfu,
+}
 
 
 @dataclass(eq=False)
@@ -61,6 +77,7 @@ class OracleCache:
         left = max(0, share - len(hits) - len(joined))
         admitted = len(wanted) if share < 0 else min(len(wanted), left, room)
 
+        part.begin_step(layer)
         for expert in hits + joined:
             self._count(layer, expert, hit=expert in hits)
             part.access(self._local(layer, expert))
@@ -81,6 +98,7 @@ class OracleCache:
         if (layer, expert) in self.slots:
             return None
         if self._room_left(layer) == 0:
+            part.expect(self._local(layer, expert))
             victim = part.victim()
             if victim < 0 or not part.prefers(self._local(layer, expert), victim):
                 return None
@@ -142,11 +160,11 @@ class OracleCache:
         return self.capacity - len(self.slots) - len(self.abandoned)
 
     def _make_policy(self, policy: str, index: int, size: int) -> OracleLru:
-        if policy == "lfu":
-            return OracleLfu(size)
-        if policy == "lfru":
-            return OracleLfru(size)
-        if policy == "lru" or size == 1:
+        if policy in SIMPLE:
+            return SIMPLE[policy](size)
+        if policy == "least-stale":
+            return OracleLeastStale(size, num_experts=self.num_experts)
+        if size == 1:
             return OracleLru(size)
         probationary = max(1, size // 4)
         count_of = None
@@ -180,8 +198,9 @@ class OracleCache:
     def _take(self, layer: int, expert: int, *, accessed: bool) -> OracleSlot:
         part = self._part(layer)
         if self._room_left(layer) == 0:
+            part.expect(self._local(layer, expert))
             victim = part.victim()
-            part.remove(victim)
+            part.evict(victim)
             place = divmod(victim, self.num_experts) if self.is_global else (layer, victim)
             assert self.slots.pop(place).state == "resident"
             self.num_evictions += 1

@@ -244,6 +244,7 @@ cdef void _run_part(
         counts[expert] += 1
         if i < admitted:
             if part.size == part.capacity:
+                part.expect(base + expert)
                 part.remove(part.victim())
             part.insert(base + expert, True)
             hold(part, base + expert)

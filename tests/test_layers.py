@@ -8,11 +8,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "moecache"
 
+# The eviction policies: each derives from `_policy`, and `_policies` makes them by name.
+POLICIES = {"_arc", "_echo", "_fifo", "_lecar", "_lfu", "_lrfu", "_slru", "_stale", "_tinylfu"}
 FLOORS = [
     {"errors", "units", "settings", "layout"},
-    {"_ids", "_policy", "_lfu", "_slru", "_echo", "_python_policy", "_policies", "_profiler"}
-    | {"_route_log", "_prefault", "_pieces", "_reader"}
-    | {"gate", "mappings", "host_memory", "regions"},
+    {"_ids", "_policy", "_python_policy", "_policies", "_profiler", "_route_log", *POLICIES}
+    | {"_prefault", "_pieces", "_reader", "gate", "mappings", "host_memory", "regions"},
     {"_cache", "_replay", "_optimum", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts"},
     {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry", "study"},
@@ -22,16 +23,12 @@ FLOORS = [
 ]
 # Within a floor, in this order only.
 SIDEWAYS = {
-    ("_lfu", "_policy"),
-    ("_slru", "_policy"),
+    *((name, "_policy") for name in (*POLICIES, "_python_policy", "_policies")),
+    *(("_policies", name) for name in POLICIES),
     ("_echo", "_ids"),
-    ("_echo", "_policy"),
+    ("_lecar", "_slru"),
+    ("_lrfu", "_slru"),
     ("_python_policy", "_ids"),
-    ("_python_policy", "_policy"),
-    ("_policies", "_echo"),
-    ("_policies", "_policy"),
-    ("_policies", "_lfu"),
-    ("_policies", "_slru"),
     ("_reader", "_pieces"),
     ("_route_log", "_ids"),
     ("mappings", "_prefault"),

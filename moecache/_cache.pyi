@@ -14,7 +14,7 @@ class ExpertCache:
         num_experts: int,
         capacity: int,
         *,
-        policy: str = "slru",
+        policy: str = "echo",
         scope: str = "global",
         profiler: AccessProfiler | None = None,
     ) -> Self: ...

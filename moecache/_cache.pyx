@@ -37,9 +37,13 @@ cdef class ExpertCache:
         Shape of the model, each at least 1.
     capacity : int
         Number of slots, at least 1.
-    policy : {"slru", "slru-lfu", "lru", "lfu", "lfru"}, default "slru"
-        Who is evicted. "slru" keeps a quarter on probation; "slru-lfu" evicts
-        the least accessed expert there.
+    policy : str, default "echo"
+        Who is evicted: "echo" whoever is least likely to be used when its layer comes
+        round again; "haz2" the same from each expert's own history alone, at half the
+        cost; or one of the known ones: "arc", "fifo", "least-stale", "lecar", "lfru",
+        "lfu", "lrfu", "lru", "s3-fifo", "sieve", "slru" (a quarter on probation),
+        "slru-lfu" (evicts the least accessed there), "tinylfu". docs/policies.md
+        compares them.
     scope : {"global", "layer"}, default "global"
         Whether layers compete for slots, or each has its share (the remainder
         goes to the first layers).
@@ -64,7 +68,7 @@ cdef class ExpertCache:
         int num_experts,
         Py_ssize_t capacity,
         *,
-        str policy="slru",
+        str policy="echo",
         str scope="global",
         AccessProfiler profiler=None,
     ):

@@ -85,7 +85,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
     slots : int, optional
         Number of experts to keep, instead of `memory`; staging slots come on top.
     policy : str, optional
-        Who is evicted, see `ExpertCache`. By default MOECACHE_POLICY, else "slru".
+        Who is evicted, see `ExpertCache`. By default MOECACHE_POLICY, else "echo".
     scope : {"global", "layer"}, optional
         Whether layers share the slots. By default MOECACHE_SCOPE, else "global".
     dtype : numpy dtype, optional

@@ -31,7 +31,7 @@ POLICIES = (
     "tinylfu",
 )
 SCOPES = ("global", "layer")
-DEFAULT_POLICY = "slru"
+DEFAULT_POLICY = "echo"
 DEFAULT_SCOPE = "global"
 DEFAULT_LOADER_THREADS = 2
 PREFAULT_MODES = ("auto", "background", "off", "force")

@@ -261,6 +261,7 @@ def test_a_wrong_argument_says_what_is_wrong(arguments: dict[str, Any], message:
         ({"meta": {"num_experts": 8, "version": 2}}, "version 2, this moecache knows 1; upgrade"),
         ({"meta": {"num_experts": 8, "T": 4}}, "meta says T is not 3"),
         ({"meta": {"num_experts": 8, "top_k": -1}}, "top_k must not be negative"),
+        ({"meta": {"num_experts": 8, "phase": 1}}, "may not be called 'phase'"),
         ({"meta": '{"num_experts": 8, "x": NaN}'}, "what JSON can hold"),
     ],
 )

@@ -37,7 +37,7 @@ cdef class RouteLog:
     cdef void mark_sequence(self) noexcept nogil
     cdef Py_ssize_t id_bytes(self, Py_ssize_t n) noexcept nogil
     cdef char* reserve(self, Py_ssize_t nbytes) noexcept nogil
-    cdef void scan(self, Passes* passes, int32_t* experts) noexcept nogil
+    cdef void scan(self, Passes* passes, char* experts) noexcept nogil
     cdef void copy_step(
-        self, const StepHeader* header, int32_t* out, Py_ssize_t stride
+        self, const StepHeader* header, char* out, Py_ssize_t stride
     ) noexcept nogil

@@ -31,12 +31,12 @@ cdef class RouteLog:
     ----------
     num_layers, num_experts : int
         Shape of the model, each at least 1.
-    max_bytes : int, default 1 GiB
+    max_bytes : int, default 256 MiB
         Bytes after which nothing more is noted.
     """
 
     def __cinit__(
-        self, int num_layers, int num_experts, *, Py_ssize_t max_bytes=1024 * 1024 * 1024
+        self, int num_layers, int num_experts, *, Py_ssize_t max_bytes=256 * 1024 * 1024
     ):
         if num_layers < 1 or num_experts < 1 or max_bytes < 1:
             raise ConfigError(
@@ -122,7 +122,9 @@ cdef class RouteLog:
         passes.phase = NULL
         self.scan(&passes, NULL)
         experts = np.full(
-            (passes.num_rows, self.num_layers, max(1, passes.top_k)), -1, np.int32
+            (passes.num_rows, self.num_layers, max(1, passes.top_k)),
+            -1,
+            np.int32 if self.wide else np.int16,
         )
         phase = np.empty(passes.num_rows, np.uint8)
         sequence = np.empty(passes.num_rows, np.int32)
@@ -130,8 +132,8 @@ cdef class RouteLog:
         passes.phase = <unsigned char*>cnp.PyArray_DATA(phase)
         passes.sequence = <int32_t*>cnp.PyArray_DATA(sequence)
         passes.step = <int32_t*>cnp.PyArray_DATA(step)
-        self.scan(&passes, <int32_t*>cnp.PyArray_DATA(experts))
-        return (experts if self.wide else experts.astype(np.int16)), phase, sequence, step
+        self.scan(&passes, <char*>cnp.PyArray_DATA(experts))
+        return experts, phase, sequence, step
 
     cdef void append(
         self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t top_k
@@ -199,12 +201,13 @@ cdef class RouteLog:
             header.rows = header.top_k = 0
             self.between = True
 
-    cdef void scan(self, Passes* passes, int32_t* experts) noexcept nogil:
+    cdef void scan(self, Passes* passes, char* experts) noexcept nogil:
         # Counts rows and the widest step first; then, with arrays, writes them.
         cdef const char* here = self.data
         cdef const char* end = self.data + self.used
         cdef const StepHeader* header
         cdef Py_ssize_t first = 0, rows = 0, row, stride = self.num_layers * passes.top_k
+        cdef Py_ssize_t width = sizeof(int32_t) if self.wide else sizeof(int16_t)
         cdef int32_t sequence = 0, step = -1, last = -1
         if experts == NULL:
             passes.top_k = 0
@@ -228,25 +231,33 @@ cdef class RouteLog:
                     passes.top_k = max(passes.top_k, header.top_k)
                 else:
                     self.copy_step(
-                        header, experts + first * stride + header.layer * passes.top_k, stride
+                        header,
+                        experts + width * (first * stride + header.layer * passes.top_k),
+                        stride,
                     )
             last = header.layer
             here += sizeof(StepHeader) + self.id_bytes(header.rows * <Py_ssize_t>header.top_k)
         passes.num_rows = first + rows
 
     cdef void copy_step(
-        self, const StepHeader* header, int32_t* out, Py_ssize_t stride
+        self, const StepHeader* header, char* out, Py_ssize_t stride
     ) noexcept nogil:
         cdef const int16_t* narrow = <const int16_t*>(header + 1)
         cdef const int32_t* wide = <const int32_t*>(header + 1)
-        cdef Py_ssize_t row, j, other, i = 0
+        cdef int16_t* narrow_out = <int16_t*>out
+        cdef int32_t* wide_out = <int32_t*>out
+        cdef Py_ssize_t row, j, other, here, i = 0
         cdef int32_t expert
         for row in range(header.rows):
+            here = row * stride
             for j in range(header.top_k):
                 expert = wide[i] if self.wide else narrow[i]
                 i += 1
-                for other in range(j):
-                    if out[row * stride + other] == expert:
+                for other in range(here, here + j):
+                    if (wide_out[other] if self.wide else narrow_out[other]) == expert:
                         expert = -1
                         break
-                out[row * stride + j] = expert
+                if self.wide:
+                    wide_out[here + j] = expert
+                else:
+                    narrow_out[here + j] = <int16_t>expert

@@ -10,6 +10,8 @@ import numpy.typing as npt
 from moecache.errors import ConfigError, FormatError
 
 _CHUNK_IDS = 1 << 20
+# Names of a trace's own parameters.
+_RESERVED = {"experts", "num_experts", "phase", "sequence", "step", "layers"}
 
 
 def check_ids(experts: np.ndarray, num_experts: int) -> None:
@@ -67,6 +69,9 @@ def clean_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
         cleaned: dict[str, Any] = json.loads(json.dumps(metadata, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"metadata must be what JSON can hold: {error}") from error
+    taken = sorted(_RESERVED & cleaned.keys())
+    if taken:
+        raise ConfigError(f"metadata may not be called {taken[0]!r}: a trace has that itself")
     for name in ("top_k", "expert_bytes"):
         value = cleaned.get(name)
         if isinstance(value, (int, float)) and value < 0:

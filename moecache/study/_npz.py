@@ -1,5 +1,6 @@
 """Arrays out of .npz and .npy files that are not trusted."""
 
+import errno
 import os
 import struct
 import zlib
@@ -50,7 +51,9 @@ def read_arrays(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     except FormatError:
         raise
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from error
+        # A damaged directory sends the reader to places before the file's beginning.
+        kind = FormatError if error.errno == errno.EINVAL else StoreError
+        raise kind(f"{path}: cannot be read: {error.strerror or error}") from error
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -111,9 +114,9 @@ def read_npy(file: IO[bytes], name: str, size: int, allowed: int) -> np.ndarray:
             f"{name}: says it has {format_bytes(nbytes)}, "
             f"more than the {format_bytes(allowed)} that a file of this size may have"
         )
-    # The header's length is what has been read so far.
-    if nbytes > size:
-        raise FormatError(f"{name}: needs {nbytes} bytes by its header, the file has {size}")
+    left = size - file.tell()
+    if nbytes > left:
+        raise FormatError(f"{name}: needs {nbytes} bytes by its header, the file has {left}")
     data = bytearray()
     while len(data) < nbytes:
         chunk = file.read(min(_CHUNK_BYTES, nbytes - len(data)))

@@ -64,8 +64,10 @@ def without_unrouted(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     A router never chooses one expert for all of its choices; a capture that was
     never written to has zeros there.
     """
-    # Unsigned ids, which have no -1; what is out of range stays so.
-    experts = np.minimum(array, 2**31 - 1).astype(np.int64)
+    # Unsigned ids have no -1; what is out of range must stay so.
+    if array.dtype == np.uint64:
+        array = np.minimum(array, np.uint64(2**63 - 1))
+    experts = array.astype(np.int64)
     if array.shape[2] > 1:
         experts[(array == array[:, :, :1]).all(axis=2)] = -1
     routed = np.flatnonzero((experts >= 0).any(axis=(0, 2)))

@@ -37,9 +37,12 @@ cdef class ExpertCache:
         Shape of the model, each at least 1.
     capacity : int
         Number of slots, at least 1.
-    policy : {"slru", "slru-lfu", "lru", "lfu", "lfru"}, default "slru"
-        Who is evicted. "slru" keeps a quarter on probation; "slru-lfu" evicts
-        the least accessed expert there.
+    policy : str, default "slru"
+        Who is evicted: "arc", "fifo", "least-stale", "lecar", "lfru", "lfu",
+        "lrfu", "lru", "s3-fifo", "sieve", "slru", "slru-lfu" or "tinylfu".
+        "slru" keeps a quarter on probation; "slru-lfu" evicts the least
+        accessed expert there; the others are the classes of these names with
+        their defaults.
     scope : {"global", "layer"}, default "global"
         Whether layers compete for slots, or each has its share (the remainder
         goes to the first layers).

@@ -10,17 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "moecache"
 
 FLOORS = [
     {"errors", "units", "settings", "layout"},
-    {
-        "_policy",
-        "_lfu",
-        "_slru",
-        "_policies",
-        "_profiler",
-        "_ids",
-        "_prefault",
-        "_pieces",
-        "_reader",
-    }
+    {"_policy", "_policies", "_arc", "_fifo", "_lecar", "_lfu", "_lrfu", "_slru", "_stale"}
+    | {"_tinylfu", "_profiler", "_ids", "_prefault", "_pieces", "_reader"}
     | {"gate", "mappings", "host_memory", "regions"},
     {"_cache", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts"},
@@ -31,11 +22,25 @@ FLOORS = [
 ]
 # Within a floor, in this order only.
 SIDEWAYS = {
+    ("_arc", "_policy"),
+    ("_fifo", "_policy"),
+    ("_lecar", "_policy"),
+    ("_lecar", "_slru"),
     ("_lfu", "_policy"),
+    ("_lrfu", "_policy"),
+    ("_lrfu", "_slru"),
     ("_slru", "_policy"),
+    ("_stale", "_policy"),
+    ("_tinylfu", "_policy"),
     ("_policies", "_policy"),
+    ("_policies", "_arc"),
+    ("_policies", "_fifo"),
+    ("_policies", "_lecar"),
     ("_policies", "_lfu"),
+    ("_policies", "_lrfu"),
     ("_policies", "_slru"),
+    ("_policies", "_stale"),
+    ("_policies", "_tinylfu"),
     ("_reader", "_pieces"),
     ("mappings", "_prefault"),
     ("regions", "_prefault"),

@@ -54,3 +54,41 @@ def test_compiled_and_oracle_evict_the_same(name: str, capacity: int) -> None:
             oracle.unpin(pinned.pop(0))
 
     assert compiled.keys() == oracle.keys()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_one_key_and_one_place_are_enough(name: str) -> None:
+    """The only place changes hands at every miss, and the only key never leaves."""
+    kind: Any = PAIRS[name][0]
+    narrow, single = kind(1, num_keys=4), kind(1, num_keys=1)
+
+    assert [narrow.admit(key) for key in (0, 1, 1, 1, 2, 0)] == [-1, 0, -1, -1, 1, 2]
+    assert [single.admit(0) for _ in range(5)] == [-1] * 5
+    single.discard(0)
+    assert single.admit(0) == -1
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_room_and_the_keys_are_at_least_one(name: str) -> None:
+    """The message names the figure."""
+    kind: Any = PAIRS[name][0]
+
+    with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
+        kind(0, num_keys=8)
+    with pytest.raises(ValueError, match="num_keys must be at least 1, got 0"):
+        kind(1, num_keys=0)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_clear_forgets_everything(name: str) -> None:
+    """A cleared policy decides like a new one, ghosts, counts and hands included."""
+    rng = random.Random(2)
+    trace = [int(60 * rng.random() ** 2) for _ in range(1500)]
+    policy: Any = PAIRS[name][0](12, num_keys=60)
+    first = [policy.admit(key) for key in trace]
+    policy.pin(trace[-1])
+
+    policy.clear()
+
+    assert (policy.keys(), policy.num_pinned) == ([], 0)
+    assert [policy.admit(key) for key in trace] == first

@@ -149,10 +149,11 @@ cdef class S3FifoCache(Policy):
     sends some to the main queue then); the small queue gives a victim whenever
     it has its share, the main queue otherwise; ghosts are as many as the main
     queue's keys and leave in the order they came; whether a key is a ghost is
-    settled when it is missed, before somebody is evicted for it; a key that moves on starts
-    at no uses; a move evicts nobody from the main queue by itself. Only what
-    is evicted from the small queue becomes a ghost, not what is discarded or
-    could not be filled. A prefetched key is like any other, without a use.
+    settled when it is missed, before somebody is evicted for it; a key that
+    moves on starts at no uses; a move evicts nobody from the main queue by
+    itself. Only what is evicted from the small queue becomes a ghost, not what
+    is discarded or could not be filled. A prefetched key is like any other,
+    without a use.
 
     Operations are O(1), a victim search amortised over the uses; it steps over
     held and pinned keys, which keep their place.

@@ -2,6 +2,9 @@
 
 Where they do not, an oracle of this project is changed into libCacheSim's variant and must hit
 as often, so that the difference is known to be that variant and nothing else.
+
+Not among the tests of the sanitizer build: AddressSanitizer stops libcachesim 0.3.5 itself, which
+gives memory from `new` to `free`.
 """
 
 from collections.abc import Callable

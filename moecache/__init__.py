@@ -1,12 +1,19 @@
 """moecache: run mixture-of-experts models larger than your memory."""
 
 from moecache import errors, experts, prefault, sizing, study, units
+from moecache._arc import ArcCache
 from moecache._cache import ExpertCache
+from moecache._echo import Echo, EchoCache
+from moecache._fifo import FifoCache, S3FifoCache, SieveCache
+from moecache._lecar import LecarCache
 from moecache._lfu import LfruCache, LfuCache
+from moecache._lrfu import LrfuCache
 from moecache._policy import LruCache
 from moecache._profiler import AccessProfiler
 from moecache._reader import Reader
 from moecache._slru import SlruCache
+from moecache._stale import LeastStaleCache
+from moecache._tinylfu import TinyLfuCache
 from moecache.errors import (
     CapacityError,
     ConfigError,
@@ -29,20 +36,27 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccessProfiler",
+    "ArcCache",
     "CapacityError",
     "ConfigError",
     "DiskSpeed",
+    "Echo",
+    "EchoCache",
     "ExpertCache",
     "ExpertLayout",
     "ExpertNotFoundError",
     "ExpertRuntime",
     "ExpertStore",
+    "FifoCache",
     "FileStore",
     "FormatError",
     "HostSlots",
     "Lease",
+    "LeastStaleCache",
+    "LecarCache",
     "LfruCache",
     "LfuCache",
+    "LrfuCache",
     "LruCache",
     "MemoryStore",
     "MissingDependencyError",
@@ -51,10 +65,13 @@ __all__ = [
     "ReadingStats",
     "Role",
     "RuntimeStats",
+    "S3FifoCache",
     "SafetensorsStore",
+    "SieveCache",
     "SlotPool",
     "SlruCache",
     "StoreError",
+    "TinyLfuCache",
     "Wave",
     "errors",
     "experts",

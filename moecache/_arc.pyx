@@ -69,12 +69,12 @@ cdef class ArcCache(Policy):
         link(self.nodes, self.list_of(T2), key)
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
-        cdef uint8_t entered = T1
-        if self.ghost[key]:
-            if accessed:
-                self.target = self.target_for(key)
-                entered = T2
+        cdef uint8_t entered
+        if self.ghost[key] and accessed:
+            self.meet_ghost(key)
+        elif self.ghost[key]:
             self.drop_ghost(key)
+        entered = T2 if key == self.returning else T1
         self.clock += 1
         self.nodes[key].stamp = self.clock
         self.nodes[key].segment = entered
@@ -87,7 +87,7 @@ cdef class ArcCache(Policy):
             self.drop_ghost(self.nodes[self.list_of(B1)].previous)
         while self.size + self.num_b1 + self.num_b2 > 2 * <long long>self.capacity:
             self.drop_ghost(self.nodes[self.list_of(B2 if self.num_b2 else B1)].previous)
-        self.expected = self.chosen = -1
+        self.expected = self.returning = self.chosen = -1
 
     cdef void remove(self, int key) noexcept nogil:
         cdef uint8_t left = self.nodes[key].segment
@@ -96,6 +96,9 @@ cdef class ArcCache(Policy):
         self.num_t1 -= left == T1
         # Whoever leaves without having been named is discarded.
         if key == self.chosen:
+            # p moves by the ghosts that there were when the key was missed.
+            if self.expected >= 0 and self.ghost[self.expected]:
+                self.meet_ghost(self.expected)
             self.remember(key, B1 if left == T1 else B2)
         self.chosen = -1
 
@@ -122,7 +125,7 @@ cdef class ArcCache(Policy):
         empty_list(self.nodes, self.list_of(B2))
         self.target = 0.0
         self.num_t1 = self.num_b1 = self.num_b2 = 0
-        self.expected = self.chosen = -1
+        self.expected = self.returning = self.chosen = -1
 
     cdef str audit(self):
         t1, t2 = self.walk(self.list_of(T1)), self.walk(self.list_of(T2))
@@ -150,6 +153,11 @@ cdef class ArcCache(Policy):
         if self.ghost[key] == B2:
             return max(0.0, self.target - max(1.0, <double>self.num_b1 / self.num_b2))
         return self.target
+
+    cdef void meet_ghost(self, int key) noexcept nogil:
+        self.target = self.target_for(key)
+        self.drop_ghost(key)
+        self.returning = key
 
     cdef void remember(self, int key, uint8_t list_number) noexcept nogil:
         # A key that is not in the cache has no other use for its links.

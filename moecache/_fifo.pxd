@@ -23,6 +23,8 @@ cdef class S3FifoCache(Policy):
     cdef uint8_t* ghost    # whether a key that is not in the cache is remembered
     cdef int num_small
     cdef int num_ghosts
+    cdef int expected      # the key that is to be inserted, or -1
+    cdef int returning     # the ghost that somebody was evicted for, or -1
     cdef int chosen        # the victim named last, while nothing has changed since
 
     cdef int search_small(self) noexcept nogil

@@ -148,10 +148,12 @@ cdef class S3FifoCache(Policy):
     no ghost enters the small queue, while the cache fills too (libCacheSim
     sends some to the main queue then); the small queue gives a victim whenever
     it has its share, the main queue otherwise; ghosts are as many as the main
-    queue's keys and leave in the order they came; a key that moves on starts
-    at no uses; a move evicts nobody from the main queue by itself. Only what
-    is evicted from the small queue becomes a ghost, not what is discarded or
-    could not be filled. A prefetched key is like any other, without a use.
+    queue's keys and leave in the order they came; whether a key is a ghost is
+    settled when it is missed, before somebody is evicted for it; a key that
+    moves on starts at no uses; a move evicts nobody from the main queue by
+    itself. Only what is evicted from the small queue becomes a ghost, not what
+    is discarded or could not be filled. A prefetched key is like any other,
+    without a use.
 
     Operations are O(1), a victim search amortised over the uses; it steps over
     held and pinned keys, which keep their place.
@@ -202,15 +204,16 @@ cdef class S3FifoCache(Policy):
         self.uses[key] = 0
         self.size += 1
         self.num_evictable += 1
-        if self.ghost[key]:
-            self.drop_ghost(key)
+        if self.ghost[key] or key == self.returning:
+            if self.ghost[key]:
+                self.drop_ghost(key)
             self.nodes[key].segment = MAIN
             link(self.nodes, self.num_keys + 1, key)
         else:
             self.nodes[key].segment = SMALL
             self.num_small += 1
             link(self.nodes, self.num_keys, key)
-        self.chosen = -1
+        self.chosen = self.expected = self.returning = -1
 
     cdef void remove(self, int key) noexcept nogil:
         cdef bint was_small = self.nodes[key].segment == SMALL
@@ -218,9 +221,17 @@ cdef class S3FifoCache(Policy):
         self.forget(key)
         self.num_small -= was_small
         # Whoever leaves without having been named is discarded.
-        if was_small and key == self.chosen:
-            self.remember(key)
+        if key == self.chosen:
+            # Before the victim becomes a ghost: it may be the one too many.
+            if self.expected >= 0 and self.ghost[self.expected]:
+                self.drop_ghost(self.expected)
+                self.returning = self.expected
+            if was_small:
+                self.remember(key)
         self.chosen = -1
+
+    cdef void expect(self, int key) noexcept nogil:
+        self.expected = key
 
     cdef int victim(self) noexcept nogil:
         # A search moves keys between the queues, after which it would turn to the other one.
@@ -243,7 +254,7 @@ cdef class S3FifoCache(Policy):
         memset(self.ghost, 0, self.num_keys * sizeof(uint8_t))
         empty_list(self.nodes, self.num_keys + 2)
         self.num_small = self.num_ghosts = 0
-        self.chosen = -1
+        self.chosen = self.expected = self.returning = -1
 
     cdef str audit(self):
         small, ghosts = self.walk(self.num_keys), self.walk(self.num_keys + 2)

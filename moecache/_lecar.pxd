@@ -23,6 +23,7 @@ cdef class LecarCache(Policy):
     cdef uint8_t chosen_by
 
     cdef double weight_after(self, int key) noexcept nogil
+    cdef void meet_ghost(self, int key) noexcept nogil
     cdef void next_draw(self) noexcept nogil
     cdef void remember(self, int key, uint8_t expert) noexcept nogil
     cdef void drop_ghost(self, int key) noexcept nogil

@@ -111,12 +111,11 @@ cdef class LecarCache(Policy):
             self.heap.raise_to(key, self.counts[key], self.clock)
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
-        cdef uint64_t count = self.counts[key]
-        if accessed:
-            self.lru_weight = self.weight_after(key)
-        if self.ghost[key] != NOBODY:
-            self.drop_ghost(key)
-        self.counts[key] = count + accessed
+        cdef double weight = self.lru_weight
+        self.meet_ghost(key)
+        if not accessed:
+            self.lru_weight = weight
+        self.counts[key] += accessed
         self.clock += 1
         self.nodes[key].stamp = self.clock
         self.nodes[key].segment = RESIDENT
@@ -133,6 +132,9 @@ cdef class LecarCache(Policy):
         self.forget(key)
         # Whoever leaves without having been named is discarded.
         if key == self.chosen:
+            # Before the victim enters a history: the key may be the one too many there.
+            if self.expected >= 0:
+                self.meet_ghost(self.expected)
             self.remember(key, self.chosen_by)
             self.next_draw()
         else:
@@ -217,6 +219,14 @@ cdef class LecarCache(Policy):
         else:
             lru *= exp(self.learning_rate * regret)
         return min(0.99, max(0.01, lru / (lru + lfu)))
+
+    cdef void meet_ghost(self, int key) noexcept nogil:
+        # Its count stays: the key is about to be inserted.
+        cdef uint64_t count = self.counts[key]
+        if self.ghost[key] != NOBODY:
+            self.lru_weight = self.weight_after(key)
+            self.drop_ghost(key)
+            self.counts[key] = count
 
     cdef void next_draw(self) noexcept nogil:
         # splitmix64 (Steele, Lea and Flood, OOPSLA 2014).

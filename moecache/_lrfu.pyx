@@ -19,8 +19,8 @@ cdef class LrfuCache(Policy):
 
     A use counts 1 and half as much after every `half_life` tokens: the paper's
     weighing function F(x) = (1/2)^(lambda x) with lambda = 1 / half_life, and
-    time in tokens rather than references. A long half-life makes this LFU, a
-    short one LRU. Ties go to the least recently used.
+    time in tokens rather than references. An infinite half-life makes this
+    LFU, a very short one LRU. Ties go to the least recently used.
 
     A token begins when the lowest layer seen so far is visited again; a step
     of many tokens is one, as an expert's use in it is. While the policy is

@@ -163,7 +163,7 @@ def test_what_is_there_or_in_flight_is_not_claimed() -> None:
     assert cache.num_free == 2
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru"])
+@pytest.mark.parametrize("policy", ["arc", "fifo", "lecar", "lru", "s3-fifo", "sieve", "slru"])
 def test_recency_never_evicts_for_a_prefetch(policy: str) -> None:
     """It knows nothing in favour of who is not there."""
     cache = ExpertCache(1, 8, 2, policy=policy)
@@ -174,7 +174,7 @@ def test_recency_never_evicts_for_a_prefetch(policy: str) -> None:
     assert cache.num_evictions == 1
 
 
-@pytest.mark.parametrize("policy", ["lfu", "slru-lfu"])
+@pytest.mark.parametrize("policy", ["lfu", "lrfu", "slru-lfu", "tinylfu"])
 def test_a_claim_evicts_only_who_was_used_less(policy: str) -> None:
     """As often is not enough."""
     cache = ExpertCache(1, 8, 2, policy=policy)

@@ -16,7 +16,7 @@ class OracleArc(OracleLru):
         self.b1: list[int] = []
         self.b2: list[int] = []
         self.p = 0.0
-        self.expected = -1
+        self.expected = self.returning = -1
 
     def clear(self) -> None:
         """Forget everything."""
@@ -24,6 +24,7 @@ class OracleArc(OracleLru):
         for keys in (self.t1, self.t2, self.b1, self.b2):
             keys.clear()
         self.p = 0.0
+        self.expected = self.returning = -1
 
     def expect(self, key: int) -> None:
         """Note who is missed."""
@@ -55,31 +56,43 @@ class OracleArc(OracleLru):
         (self.t1 if key in self.t1 else self.t2).remove(key)
         self.t2.insert(0, key)
 
+    def meet(self, key: int) -> None:
+        """Cases II and III: adapt p and take the key out of the ghosts."""
+        self.p = self.adapted(key)
+        self.returning = key
+        (self.b1 if key in self.b1 else self.b2).remove(key)
+
     def evict(self, key: int) -> None:
         """Make room among the ghosts (case IV) and move the victim there."""
         remembered = True
-        if self.expected not in self.b1 + self.b2:
-            if len(self.t1) + len(self.b1) >= self.capacity:
-                if self.b1:
-                    self.b1.pop()
-                else:
-                    remembered = False
-            elif len(self.t1 + self.t2 + self.b1 + self.b2) >= 2 * self.capacity:
-                self.b2.pop()
+        if self.expected in self.b1 + self.b2:
+            self.meet(self.expected)
+        else:
+            remembered = self.trim()
         ghosts = self.b1 if key in self.t1 else self.b2
         self.remove(key)
         if remembered:
             ghosts.insert(0, key)
 
+    def trim(self) -> bool:
+        """Forget a ghost before a new key comes; return whether the victim becomes one."""
+        if len(self.t1) + len(self.b1) >= self.capacity:
+            if not self.b1:
+                return False
+            self.b1.pop()
+        elif len(self.t1 + self.t2 + self.b1 + self.b2) >= 2 * self.capacity:
+            self.b2.pop()
+        return True
+
     def insert(self, key: int, *, accessed: bool) -> None:
         """Put in a key that is not there."""
         super().insert(key, accessed=accessed)
-        ghost = key in self.b1 + self.b2
-        if ghost and accessed:
-            self.p = self.adapted(key)
-        if ghost:
+        if key in self.b1 + self.b2 and accessed:
+            self.meet(key)
+        elif key in self.b1 + self.b2:
             (self.b1 if key in self.b1 else self.b2).remove(key)
-        if ghost and accessed:
+        returning, self.returning = self.returning, -1
+        if key == returning:
             self.t2.insert(0, key)
             return
         # Room may be left after a key was discarded.
@@ -162,17 +175,24 @@ class OracleLecar(OracleLru):
     def insert(self, key: int, *, accessed: bool) -> None:
         """Put in a key that is not there."""
         super().insert(key, accessed=accessed)
-        if accessed:
-            self.weight = self.weight_after(key)
-        for entries in self.history.values():
-            entries[:] = [entry for entry in entries if entry[0] != key]
+        weight = self.weight
+        self.meet(key)
+        if not accessed:
+            self.weight = weight
         self.now += 1
         self.counts[key] += accessed
+
+    def meet(self, key: int) -> None:
+        """Learn from a miss, and take the key out of its history."""
+        self.weight = self.weight_after(key)
+        for entries in self.history.values():
+            entries[:] = [entry for entry in entries if entry[0] != key]
 
     def evict(self, key: int) -> None:
         """Take out the victim and remember whose it was."""
         count = self.counts[key]
         self.remove(key)
+        self.meet(self.expected)
         self.draw = self.next_draw()
         if self.expert is None:
             return

@@ -91,7 +91,7 @@ class OracleS3Fifo(OracleLru):
         self.main: list[int] = []
         self.ghosts: list[int] = []
         self.uses: dict[int, int] = {}
-        self.named = -1
+        self.named = self.expected = self.returning = -1
 
     def clear(self) -> None:
         """Forget everything."""
@@ -100,6 +100,16 @@ class OracleS3Fifo(OracleLru):
         self.main.clear()
         self.ghosts.clear()
         self.named = -1
+
+    def expect(self, key: int) -> None:
+        """Note who is missed."""
+        self.expected = key
+
+    def meet(self, key: int) -> None:
+        """Take a key that comes back out of the ghosts."""
+        if key in self.ghosts:
+            self.ghosts.remove(key)
+            self.returning = key
 
     def victim(self) -> int:
         """Return who leaves next; the same again as long as nothing changes."""
@@ -143,16 +153,15 @@ class OracleS3Fifo(OracleLru):
         super().insert(key, accessed=accessed)
         self.uses[key] = 0
         self.named = -1
-        if key in self.ghosts:
-            self.ghosts.remove(key)
-            self.main.append(key)
-        else:
-            self.small.append(key)
+        self.meet(key)
+        (self.main if self.returning == key else self.small).append(key)
+        self.returning = -1
 
     def evict(self, key: int) -> None:
         """Take out the victim and remember it if it was small."""
         was_small = key in self.small
         self.remove(key)
+        self.meet(self.expected)
         if was_small and self.capacity > self.room_small:
             self.ghosts.append(key)
             del self.ghosts[: -(self.capacity - self.room_small)]

@@ -30,7 +30,8 @@ check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml \
 		moecache._policy moecache._lfu moecache._slru moecache._profiler moecache._cache \
-		moecache._prefault moecache._reader moecache._route_log
+		moecache._prefault moecache._reader moecache._route_log moecache._replay \
+		moecache._optimum moecache._python_policy
 	$(BIN)/codespell
 
 bench: $(call stamp,test) ## compare with other caches, in one run

@@ -15,6 +15,7 @@ from moecache.errors import (
     MissingDependencyError,
     MoeCacheError,
     StoreError,
+    SweepError,
 )
 from moecache.layout import ExpertLayout, Role
 from moecache.opening import open  # noqa: A004 - moecache.open
@@ -55,6 +56,7 @@ __all__ = [
     "SlotPool",
     "SlruCache",
     "StoreError",
+    "SweepError",
     "Wave",
     "errors",
     "experts",

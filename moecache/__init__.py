@@ -22,6 +22,7 @@ from moecache.errors import (
     MissingDependencyError,
     MoeCacheError,
     StoreError,
+    SweepError,
 )
 from moecache.layout import ExpertLayout, Role
 from moecache.opening import open  # noqa: A004 - moecache.open
@@ -71,6 +72,7 @@ __all__ = [
     "SlotPool",
     "SlruCache",
     "StoreError",
+    "SweepError",
     "TinyLfuCache",
     "Wave",
     "errors",

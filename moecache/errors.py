@@ -4,10 +4,13 @@ MoeCacheError
 ├── ConfigError (ValueError)             a setting or argument that cannot be used
 ├── CapacityError (ValueError)           more experts asked for than there is room
 ├── MissingDependencyError (ImportError) an optional package is not installed
+├── SweepError                           parts of a study's sweep failed
 └── StoreError                           experts cannot be read
     ├── FormatError (ValueError)         the file is damaged or of an unknown form
     └── ExpertNotFoundError (LookupError) the file has no such expert
 """
+
+from typing import Any
 
 
 class MoeCacheError(Exception):
@@ -24,6 +27,24 @@ class CapacityError(MoeCacheError, ValueError):
 
 class MissingDependencyError(MoeCacheError, ImportError):
     """An optional package is not installed."""
+
+
+class SweepError(MoeCacheError):
+    """Parts of a study's sweep failed; the others are in `table`.
+
+    Attributes
+    ----------
+    table : moecache.study.Table
+    failures : list of (dict, Exception)
+        Trace, policy, scope and capacity of each part that failed, and why.
+    """
+
+    def __init__(
+        self, message: str, table: Any, failures: list[tuple[dict[str, Any], Exception]]
+    ) -> None:
+        super().__init__(message)
+        self.table = table
+        self.failures = failures
 
 
 class StoreError(MoeCacheError):

@@ -1,13 +1,27 @@
-"""Recorded routing: read it, record it, study it.
+"""Recorded routing: read it, record it, study it, replay it.
 
 `import moecache` imports this too: what needs more than NumPy is imported where it is used.
 """
 
+from moecache.study import plots
+from moecache.study.advice import Recommendation, recommend
+from moecache.study.curves import MissRatioCurve, miss_ratio_curve
 from moecache.study.importers import from_routed_experts, from_router_logits, load_any
+from moecache.study.prediction import LastToken, Predictor, Recall, recall
+from moecache.study.replay import Replay, replay
 from moecache.study.statistics import TraceStatistics, coactivation, statistics
+from moecache.study.sweeps import sweep
+from moecache.study.table import Table
 from moecache.study.traces import Trace, concatenate, from_log, interleave
 
 __all__ = [
+    "LastToken",
+    "MissRatioCurve",
+    "Predictor",
+    "Recall",
+    "Recommendation",
+    "Replay",
+    "Table",
     "Trace",
     "TraceStatistics",
     "coactivation",
@@ -17,5 +31,11 @@ __all__ = [
     "from_router_logits",
     "interleave",
     "load_any",
+    "miss_ratio_curve",
+    "plots",
+    "recall",
+    "recommend",
+    "replay",
     "statistics",
+    "sweep",
 ]

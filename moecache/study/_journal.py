@@ -1,0 +1,146 @@
+"""The file that a sweep resumes from: a line of JSON per finished cell.
+
+The first line says what the file is. Every line ends with a checksum of what
+stands before it, so that a damaged one is never taken for a result. Only the last
+line can be torn, by a kill in the middle of a write: it lacks its newline, and is cut off.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from moecache.errors import FormatError, StoreError
+
+HEADER = b'{"moecache_sweep": 1}\n'
+_SYNC_SECONDS = 1.0
+_FIGURES = {
+    "num_accesses": int,
+    "num_hits": int,
+    "prefill_hit_rate": (float, type(None)),
+    "decode_hit_rate": (float, type(None)),
+    "seconds": float,
+}
+
+
+class Journal:
+    """Finished cells by key, in memory and in a file. A context manager.
+
+    Parameters
+    ----------
+    path : str or Path
+        Made if it does not exist. One sweep at a time writes to it.
+
+    Raises
+    ------
+    FormatError
+        If the file is something else, or a line is damaged.
+    StoreError
+        If it cannot be read or written, or another sweep is at it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.found: dict[str, dict[str, Any]] = {}
+        try:
+            self._file = self.path.open("a+b", buffering=0)
+        except OSError as error:
+            raise self._refused(error) from error
+        try:
+            self._lock()
+            self._read()
+        except OSError as error:
+            self._file.close()
+            raise self._refused(error) from error
+        except BaseException:
+            self._file.close()
+            raise
+        self._synced = time.monotonic()
+
+    def add(self, key: str, figures: Mapping[str, Any]) -> None:
+        """Append a finished cell. A kill of this process loses it no more, a crash soon."""
+        text = json.dumps({"cell": key, **figures}, allow_nan=False).encode()
+        line = text + b" %08x\n" % zlib.crc32(text)
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if time.monotonic() - self._synced >= _SYNC_SECONDS:
+                self._sync()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def close(self) -> None:
+        """Bring everything to the disk and let go of the file."""
+        if self._file.closed:
+            return
+        try:
+            self._sync()
+        except OSError as error:
+            raise self._refused(error) from error
+        finally:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        """Return the journal."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _refused(self, error: OSError) -> StoreError:
+        return StoreError(f"{self.path}: cannot be resumed from: {error.strerror or error}")
+
+    def _sync(self) -> None:
+        os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreError(f"{self.path}: another sweep is writing to it") from error
+
+    def _read(self) -> None:
+        self._file.seek(0)
+        data = self._file.readall()
+        if not data.startswith(HEADER):
+            if not HEADER.startswith(data):
+                raise FormatError(f"{self.path}: is no file of a sweep; name another to resume")
+            self._file.truncate(0)
+            self._file.write(HEADER)
+            return
+        whole = data.rfind(b"\n") + 1
+        lines = data[len(HEADER) : whole].splitlines()
+        for number, line in enumerate(lines, 2):
+            key, figures = self._parse(line, number)
+            self.found[key] = figures
+        if whole < len(data):
+            self._file.truncate(whole)
+
+    def _parse(self, line: bytes, number: int) -> tuple[str, dict[str, Any]]:
+        text, _, checksum = line.rpartition(b" ")
+        damaged = f"{self.path}: line {number} is damaged; delete it, or the file, and start again"
+        if checksum != b"%08x" % zlib.crc32(text):
+            raise FormatError(damaged)
+        try:
+            figures = json.loads(text)
+            key = figures.pop("cell")
+        except (ValueError, KeyError, AttributeError) as error:
+            raise FormatError(damaged) from error
+        if figures.keys() != _FIGURES.keys() or not all(
+            isinstance(figures[name], kind) for name, kind in _FIGURES.items()
+        ):
+            raise FormatError(damaged)
+        return str(key), figures

@@ -1,0 +1,193 @@
+"""Where a sweep's cells run: in this process, in others, or on a Dask cluster."""
+
+import contextlib
+import multiprocessing
+import pickle
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
+
+from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
+from moecache.study.replay import replay
+from moecache.study.traces import Trace
+
+Figures = dict[str, Any]
+Outcome = Figures | Exception
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One replay of a sweep."""
+
+    trace: str
+    policy: Any
+    scope: str
+    slots: int
+
+
+def run_cell(trace: Trace, policy: Any, scope: str, slots: int) -> Outcome:
+    """Return the figures of a replay, or what it raised."""
+    try:
+        done = replay(trace, policy, slots, scope=scope)
+    except Exception as error:  # noqa: BLE001 - reported with its cell when all are done
+        return error
+    return {
+        "num_accesses": done.num_accesses,
+        "num_hits": done.num_hits,
+        "prefill_hit_rate": done.per_phase.get("prefill"),
+        "decode_hit_rate": done.per_phase.get("decode"),
+        "seconds": done.seconds,
+    }
+
+
+def run_here(cells: Sequence[Cell], traces: Mapping[str, Trace]) -> Iterator[tuple[int, Outcome]]:
+    """Yield number and outcome of each cell, one after the other."""
+    for number, cell in enumerate(cells):
+        yield number, run_cell(traces[cell.trace], cell.policy, cell.scope, cell.slots)
+
+
+def can_be_sent(policies: Sequence[Any]) -> bool:
+    """Return whether other processes can have the policies."""
+    return all(_pickled(policy) is not None for policy in policies)
+
+
+def run_processes(
+    cells: Sequence[Cell], traces: Mapping[str, Trace], processes: int
+) -> Iterator[tuple[int, Outcome]]:
+    """Yield number and outcome of each cell as it is done in one of several processes.
+
+    Raises
+    ------
+    ConfigError
+        If a policy cannot be sent to another process.
+    MoeCacheError
+        If a process died.
+    """
+    packed = {}
+    for cell in cells:
+        packed[id(cell.policy)] = data = _pickled(cell.policy)
+        if data is None:
+            raise ConfigError(
+                f"policy {cell.policy!r} cannot be sent to other processes; define it at the top "
+                "of a module, or use processes=1"
+            )
+    # Not fork: other threads, Dask's and NumPy's among them, may hold locks.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, context, _set_up, (dict(traces),))
+    try:
+        futures = {
+            pool.submit(_work, cell.trace, packed[id(cell.policy)], cell.scope, cell.slots): number
+            for number, cell in enumerate(cells)
+        }
+        for future in as_completed(futures):
+            outcome = future.result()
+            if outcome is None:
+                raise KeyboardInterrupt
+            yield futures[future], outcome
+    except BrokenProcessPool as error:
+        raise MoeCacheError(
+            "a process of the sweep died. Was it short of memory? Use fewer processes. In a "
+            'script, such a sweep must stand below `if __name__ == "__main__":`'
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def run_cluster(
+    cells: Sequence[Cell], traces: Mapping[str, Trace], cluster: Any
+) -> Iterator[tuple[int, Outcome]]:
+    """Yield number and outcome of each cell as a Dask cluster returns it.
+
+    Parameters
+    ----------
+    cluster : str or dask.distributed.Client
+        The scheduler's address, or a client, which stays open.
+
+    Raises
+    ------
+    MissingDependencyError
+        If Dask is not installed.
+    ConfigError
+        If nobody answers at the address.
+    """
+    distributed = import_distributed()
+    with contextlib.ExitStack() as stack:
+        if isinstance(cluster, distributed.Client):
+            client = cluster
+        else:
+            try:
+                client = stack.enter_context(distributed.Client(cluster, set_as_default=False))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"cluster {cluster!r}: no scheduler answers: {error}") from error
+        there = {
+            name: client.scatter(trace, hash=False)
+            for name, trace in traces.items()
+            if any(cell.trace == name for cell in cells)
+        }
+        futures = {
+            client.submit(
+                run_cell, there[cell.trace], cell.policy, cell.scope, cell.slots, pure=False
+            ): number
+            for number, cell in enumerate(cells)
+        }
+        try:
+            for future in distributed.as_completed(list(futures)):
+                error = future.exception()
+                outcome = future.result() if error is None else error
+                yield futures[future], outcome
+        finally:
+            client.cancel([future for future in futures if not future.done()])
+
+
+def import_distributed() -> Any:
+    """Return `dask.distributed`, or raise a MissingDependencyError."""
+    try:
+        from dask import distributed
+    except ImportError as error:
+        raise MissingDependencyError(
+            "sweep(cluster=...) needs Dask; install it with: pip install 'moecache[study]'"
+        ) from error
+    return distributed
+
+
+_traces: dict[str, Trace] = {}
+
+
+def _set_up(traces: dict[str, Trace]) -> None:
+    # Ctrl-C reaches every process of the terminal: idle ones leave it to the parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _traces.update(traces)
+
+
+def _work(trace: str, policy: bytes, scope: str, slots: int) -> Outcome | None:
+    """Return the outcome of a cell, or None if it was interrupted."""
+    try:
+        with _interruptible():
+            return run_cell(_traces[trace], pickle.loads(policy), scope, slots)  # noqa: S301 - its own
+    except KeyboardInterrupt:
+        return None
+    except Exception as error:  # noqa: BLE001 - the policy cannot be unpickled
+        return error
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _pickled(policy: Any) -> bytes | None:
+    try:
+        return pickle.dumps(policy)
+    except Exception:  # noqa: BLE001 - whatever its own methods raise
+        return None

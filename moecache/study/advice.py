@@ -1,0 +1,235 @@
+"""Advice: which policy, and what a given memory buys, from a recorded trace."""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moecache.errors import CapacityError, ConfigError
+from moecache.study._arguments import BELADY, check_scope, cycle_slots, policy_name, total_experts
+from moecache.study.curves import miss_ratio_curve
+from moecache.study.replay import Replay, replay, step_bounds
+from moecache.study.traces import Trace
+from moecache.units import format_bytes, parse_budget, parse_bytes
+
+DEFAULT_POLICIES = ("echo", "haz2", "lfru", "lru", "s3-fifo", "slru")
+_HOW = "(second half of the trace, warmed on the first)"
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to set, and what to expect of it.
+
+    Hit rates are of the trace's second half, after a cache that started empty has
+    seen the first: what to expect once it is warm, of requests like those.
+
+    Attributes
+    ----------
+    policy, scope : str
+        The best of those that were tried.
+    slots, total_experts : int
+    expert_bytes : int
+    hit_rate : float
+    bytes_per_token : float
+        Read per token.
+    optimum : float
+        Belady's hit rate with these slots, which no policy exceeds.
+    lru_below_cycle, lru_above_cycle : float
+        LRU's hit rate, of the whole trace, with one layer's choices less than one token
+        uses over all layers, and with as many as it uses: the cliff.
+    cycle_slots : int
+        Experts that one token uses over all layers.
+    doubled : Recommendation or None
+        The same with twice the memory; None if all experts fit already.
+    candidates : tuple of (policy, scope, hit rate)
+        All that were tried, the best first.
+    """
+
+    policy: str
+    scope: str
+    slots: int
+    total_experts: int
+    expert_bytes: int
+    hit_rate: float
+    bytes_per_token: float
+    optimum: float
+    lru_below_cycle: float
+    lru_above_cycle: float
+    cycle_slots: int
+    doubled: "Recommendation | None"
+    candidates: tuple[tuple[str, str, float], ...]
+
+    def describe(self) -> str:
+        """Return what to do and why, as text."""
+        return "\n".join(f"{name:<10} {text}" for name, text in self._facts())
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>"
+            for name, text in self._facts()
+        )
+        return f"<table><caption>Recommendation</caption>{rows}</table>"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        share = self.slots / self.total_experts
+        size = format_bytes(self.slots * self.expert_bytes)
+        moved = format_bytes(self.bytes_per_token)
+        others = [
+            f"{policy} ({scope}) {rate:.1%}"
+            for policy, scope, rate in self.candidates
+            if (policy, scope) != (self.policy, self.scope)
+        ]
+        cycle = format_bytes(self.cycle_slots * self.expert_bytes)
+        below, above = self.lru_below_cycle, self.lru_above_cycle
+        cliff = f"LRU finds {below:.1%} with one layer's less than that, {above:.1%} with it"
+        facts = {
+            "use": f"policy {self.policy}, scope {self.scope}",
+            "slots": f"{self.slots} of {self.total_experts} experts ({share:.1%}), {size}",
+            "expect": f"{self.hit_rate:.1%} hits, {moved} read per token {_HOW}",
+            "at best": f"{self.optimum:.1%} hits: Belady's optimum, which knows the future",
+            "next best": ", ".join(others[:3]) or "nothing else was tried",
+            "cliff": f"a token uses {self.cycle_slots} experts over all layers ({cycle}); {cliff}",
+        }
+        if self.slots < self.cycle_slots:
+            facts["note"] = f"this is below the cliff: with {cycle} for experts every policy gains"
+        if self.doubled is None:
+            facts["more"] = "would buy nothing: every expert fits"
+        else:
+            more = self.doubled
+            size, moved = (
+                format_bytes(more.slots * more.expert_bytes),
+                format_bytes(more.bytes_per_token),
+            )
+            facts["twice that"] = (
+                f"{size} ({more.slots} slots): {more.hit_rate:.1%} hits, {moved} read per token, "
+                f"with {more.policy}, scope {more.scope}"
+            )
+        return list(facts.items())
+
+
+def recommend(
+    trace: Trace,
+    memory: int | str,
+    *,
+    expert_bytes: int | str | None = None,
+    policies: Sequence[Any] = DEFAULT_POLICIES,
+    scopes: Sequence[str] = ("global", "layer"),
+) -> Recommendation:
+    """Return which policy suits requests like a trace's, and what the memory buys.
+
+    Every policy and scope replays the trace, from an empty cache; what counts is the
+    second half of the steps. One trace says little of other requests: take one that is
+    like yours, of some hundred tokens.
+
+    Parameters
+    ----------
+    trace : Trace
+        Of at least two steps.
+    memory : int or str
+        For experts alone: "4GiB", or a share of all experts, "25%".
+    expert_bytes : int or str, optional
+        Of the widest layer's expert: "3MiB". By default what the trace says in its metadata.
+    policies : names, classes or functions
+        To choose from; of equals the first. As for `replay`.
+    scopes : "global" and "layer"
+        Those that the slots are enough for.
+
+    Raises
+    ------
+    ConfigError
+        If an argument cannot be used, or nobody says how large an expert is.
+    CapacityError
+        If the memory holds no expert.
+    """
+    if trace.num_steps < 2:
+        raise ConfigError(f"{trace!r} has {trace.num_steps} steps; advice needs at least 2")
+    nbytes = _expert_bytes(trace, expert_bytes)
+    for scope in scopes:
+        check_scope(scope)
+    if not policies or not scopes:
+        raise ConfigError("advice needs at least one policy and one scope to choose from")
+    if BELADY in policies:
+        raise ConfigError("belady cannot be used live: it knows the future; leave it out")
+    total = total_experts(trace)
+    budget = parse_budget(memory, total * nbytes)
+    slots = min(total, budget // nbytes)
+    if slots < 1:
+        raise CapacityError(
+            f"a memory of {format_bytes(budget)} holds no expert of {format_bytes(nbytes)}; "
+            f"one token uses {cycle_slots(trace)} over all layers, take more"
+        )
+    doubled = None
+    if slots < total:
+        more = min(total, 2 * budget // nbytes)
+        doubled = _recommend(trace, more, nbytes, policies, scopes, None)
+    return _recommend(trace, slots, nbytes, policies, scopes, doubled)
+
+
+def _recommend(
+    trace: Trace,
+    slots: int,
+    nbytes: int,
+    policies: Sequence[Any],
+    scopes: Sequence[str],
+    doubled: Recommendation | None,
+) -> Recommendation:
+    usable = [scope for scope in scopes if scope == "global" or slots >= trace.num_layers]
+    if not usable:
+        raise CapacityError(
+            f"{slots} slots are fewer than {trace.num_layers} layers; scope 'layer' cannot be "
+            "used, take more memory or let it choose 'global'"
+        )
+    tried = [replay(trace, policy, slots, scope=scope) for policy in policies for scope in usable]
+    # Stable: of equals the one that was named first.
+    ranked = sorted(tried, key=lambda done: -_warm_rate(done))
+    best = ranked[0]
+    half = len(best.hits) // 2
+    rows = trace.num_tokens - int(step_bounds(trace)[half])
+    curve = miss_ratio_curve(trace)
+    cycle = cycle_slots(trace)
+    below = cycle - cycle // trace.num_layers
+    return Recommendation(
+        policy=best.policy,
+        scope=best.scope,
+        slots=slots,
+        total_experts=total_experts(trace),
+        expert_bytes=nbytes,
+        hit_rate=_warm_rate(best),
+        bytes_per_token=int(best.misses[half:].sum(dtype=np.int64)) * nbytes / rows,
+        optimum=_warm_rate(replay(trace, BELADY, slots)),
+        lru_below_cycle=curve.hit_rate(below) if below else 0.0,
+        lru_above_cycle=curve.hit_rate(cycle),
+        cycle_slots=cycle,
+        doubled=doubled,
+        candidates=tuple(
+            (policy_name(done.policy), done.scope, _warm_rate(done)) for done in ranked
+        ),
+    )
+
+
+def _warm_rate(done: Replay) -> float:
+    """Return the hit rate of the second half of the steps."""
+    half = len(done.hits) // 2
+    hits = int(done.hits[half:].sum(dtype=np.int64))
+    accesses = hits + int(done.misses[half:].sum(dtype=np.int64))
+    return hits / accesses if accesses else 0.0
+
+
+def _expert_bytes(trace: Trace, given: int | str | None) -> int:
+    said = trace.metadata.get("expert_bytes") if given is None else given
+    if said is None:
+        raise ConfigError(
+            "the trace does not say how large an expert is; give expert_bytes, for example "
+            "'3MiB' (`moecache inspect CHECKPOINT` shows it)"
+        )
+    if not isinstance(said, (int, str)) or isinstance(said, bool):
+        raise ConfigError(f"expert_bytes {said!r} is no size; write for example '3MiB'")
+    nbytes = parse_bytes(said)
+    if nbytes < 1:
+        raise ConfigError("expert_bytes must be at least 1 byte, got 0")
+    return nbytes

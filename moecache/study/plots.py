@@ -1,0 +1,301 @@
+"""Pictures of traces and replays. Needs matplotlib (the extra `study`).
+
+Every function draws into an Axes, its own or one that is given, and returns it. Nothing is
+shown or saved, and no default of matplotlib is changed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moecache.errors import ConfigError, MissingDependencyError
+from moecache.study._arguments import BELADY, cycle_slots, policy_name, total_experts
+from moecache.study.curves import miss_ratio_curve
+from moecache.study.replay import Replay, replay
+from moecache.study.table import Table
+from moecache.study.traces import Trace
+
+# Okabe and Ito's colours (2008), which the colour-blind tell apart; yellow is too pale for lines.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+_BLACK = "#1A1A1A"
+_GREY = "#767676"
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_FRACTIONS = (0.03125, 0.0625, 0.09375, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
+_GIB = 2**30
+_MIB = 2**20
+
+
+def miss_ratio_curves(
+    trace: Trace,
+    policies: Sequence[Any] = ("lru", "echo", BELADY),
+    *,
+    fractions: Sequence[float] | None = None,
+    scope: str = "global",
+    expert_bytes: int | None = None,
+    ax: Any = None,
+) -> Any:
+    """Draw the miss ratios of policies by the share of the experts that is in memory.
+
+    A grey line stands where one token's experts over all layers would just fit. LRU is drawn
+    at every capacity, the others at `fractions`.
+
+    Parameters
+    ----------
+    trace : Trace
+    policies : names, classes or functions
+        As for `replay`.
+    fractions : sequence of float, optional
+        Capacities as shares of all experts, in (0, 1].
+    scope : {"global", "layer"}, default "global"
+    expert_bytes : int, optional
+        For a second axis in bytes; by default what the trace says.
+    ax : matplotlib Axes, optional
+
+    Returns
+    -------
+    matplotlib Axes
+        With a line per policy, labelled with its name.
+    """
+    total = total_experts(trace)
+    shares = sorted(set(_FRACTIONS if fractions is None else fractions))
+    if fractions is None:
+        least = trace.num_layers if scope == "layer" else 1
+        shares = [share for share in shares if int(total * share) >= least]
+    replays = {
+        policy_name(policy): [replay(trace, policy, share, scope=scope) for share in shares]
+        for policy in policies
+        if policy != "lru"
+    }
+    ax = _axes(ax)
+    styles = _styles([policy_name(policy) for policy in policies])
+    for policy in policies:
+        name = policy_name(policy)
+        if policy == "lru":
+            curve = miss_ratio_curve(trace, scope=scope)
+            style = {**styles[name], "marker": ""}
+            ax.plot(100 * curve.capacities / total, curve.miss_ratios, label=name, **style)
+            continue
+        found = [1 - done.hit_rate for done in replays[name]]
+        slots = [100 * done.capacity / total for done in replays[name]]
+        ax.plot(slots, found, label=name, **styles[name])
+    cycle = 100 * cycle_slots(trace) / total
+    ax.axvline(cycle, color=_GREY, linewidth=1, linestyle=(0, (2, 2)), zorder=0)
+    ax.annotate(
+        f"one token: {cycle_slots(trace)} experts",
+        (cycle, 1),
+        (4, -4),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        color=_GREY,
+        fontsize="small",
+        va="top",
+    )
+    ax.set(xlim=(0, 100 * max(shares, default=1)), ylim=(0, 1), ylabel="miss ratio")
+    ax.set_xlabel(f"share of all {total} experts in memory, %")
+    if "model" in trace.metadata:
+        _title(ax, str(trace.metadata["model"]))
+    nbytes = trace.metadata.get("expert_bytes") if expert_bytes is None else expert_bytes
+    if isinstance(nbytes, int) and nbytes > 0:
+        _bytes_axis(ax, total * nbytes / 100)
+    _legend(ax)
+    return ax
+
+
+def expert_heat_map(trace: Trace, *, by_popularity: bool = False, ax: Any = None) -> Any:
+    """Draw how often each expert of each layer was used.
+
+    Parameters
+    ----------
+    trace : Trace
+    by_popularity : bool, default False
+        Sort each layer's experts, the most used first, rather than by number.
+    ax : matplotlib Axes, optional
+
+    Returns
+    -------
+    matplotlib Axes
+        With one image, [num_layers, num_experts]: uses of each expert.
+    """
+    ax = _axes(ax)
+    counts = np.zeros((trace.num_layers, trace.num_experts), np.int64)
+    for layer in range(trace.num_layers):
+        chosen = trace.experts[:, layer]
+        counts[layer] = np.bincount(chosen[chosen >= 0], minlength=trace.num_experts)
+    if by_popularity:
+        counts = -np.sort(-counts, axis=1)
+    # From light to dark in every kind of sight; cells are not blended with each other.
+    image = ax.imshow(counts, aspect="auto", cmap="cividis_r", interpolation="nearest", vmin=0)
+    ax.set_xlabel("expert, the layer's most used first" if by_popularity else "expert")
+    ax.set_ylabel("layer")
+    places = np.unique(np.linspace(0, trace.num_layers - 1, min(9, trace.num_layers)).astype(int))
+    ax.set_yticks(places, [str(layer) for layer in trace.layers[places]])
+    bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
+    bar.set_label(f"uses in {trace.num_tokens} tokens")
+    bar.outline.set_visible(False)
+    for side in ("top", "right", "bottom", "left"):
+        ax.spines[side].set_visible(False)
+    if "model" in trace.metadata:
+        _title(ax, str(trace.metadata["model"]))
+    return ax
+
+
+def hit_rate_over_time(replays: Mapping[str, Replay], window: int = 32, *, ax: Any = None) -> Any:
+    """Draw hit rates of the last `window` steps, step by step.
+
+    Parameters
+    ----------
+    replays : mapping of names to Replay
+        Of one trace.
+    window : int, default 32
+        Steps.
+    ax : matplotlib Axes, optional
+
+    Returns
+    -------
+    matplotlib Axes
+        With a line per replay.
+    """
+    if not replays:
+        raise ConfigError("there is no replay to draw")
+    ax = _axes(ax)
+    styles = _styles(list(replays), belady=[done.policy == BELADY for done in replays.values()])
+    for name, done in replays.items():
+        rates = done.hit_rate_over_time(window)
+        style = {**styles[name], "marker": ""}
+        ax.plot(np.arange(1, len(rates) + 1), rates, label=name, **style)
+    longest = max(len(done.hits) for done in replays.values())
+    ax.set(xlim=(0, max(1, longest)), ylim=(0, 1))
+    ax.set_xlabel("step")
+    ax.set_ylabel(f"hit rate of the last {window} steps")
+    _legend(ax)
+    return ax
+
+
+def gap_shares(table: Table, *, scope: str = "global", ax: Any = None) -> Any:
+    """Draw how much of the gap from LRU to Belady's optimum each policy closes.
+
+    A group of bars per trace and capacity. Below zero a policy is worse than LRU.
+
+    Parameters
+    ----------
+    table : Table
+        Of a sweep with "lru" and "belady" among its policies.
+    scope : {"global", "layer"}, default "global"
+    ax : matplotlib Axes, optional
+
+    Returns
+    -------
+    matplotlib Axes
+        With bars per policy.
+
+    Raises
+    ------
+    ConfigError
+        If no row has a gap.
+    """
+    rows = [
+        row
+        for row in table.select(scope=scope)
+        if row["gap_share"] is not None and row["policy"] not in {"lru", BELADY}
+    ]
+    if not rows:
+        raise ConfigError(
+            f"no row of scope {scope!r} has a gap; sweep other policies with lru and belady"
+        )
+    ax = _axes(ax)
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    clusters = list(dict.fromkeys((row["trace"], row["capacity"]) for row in rows))
+    shares = {(row["trace"], row["capacity"]): row["fraction"] for row in rows}
+    values = {(row["policy"], row["trace"], row["capacity"]): row["gap_share"] for row in rows}
+    styles = _styles(policies)
+    width = 0.8 / len(policies)
+    for place, policy in enumerate(policies):
+        heights = [100 * values.get((policy, *cluster), np.nan) for cluster in clusters]
+        middles = np.arange(len(clusters)) + (place - (len(policies) - 1) / 2) * width
+        bars = ax.bar(middles, heights, 0.92 * width, label=policy, color=styles[policy]["color"])
+        if len(clusters) * len(policies) <= 24:
+            labels = ["" if np.isnan(height) else f"{height:.0f}" for height in heights]
+            ax.bar_label(bars, labels, padding=2, fontsize="small", color=_BLACK)
+    ax.axhline(0, color=_BLACK, linewidth=0.8)
+    ax.set_xticks(range(len(clusters)), [f"{100 * shares[cluster]:.3g}%" for cluster in clusters])
+    ax.tick_params(axis="x", length=0)
+    ax.set_ylabel("gap from LRU to Belady closed, %")
+    ax.set_xlabel("share of all experts in memory")
+    _name_groups(ax, [trace for trace, _ in clusters])
+    ax.margins(y=0.12)
+    _legend(ax)
+    return ax
+
+
+def _axes(ax: Any) -> Any:
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise MissingDependencyError(
+            "pictures need matplotlib; install it with: pip install 'moecache[study]'"
+        ) from error
+    if ax is None:
+        ax = plt.subplots(figsize=(7, 4.2), layout="constrained")[1]
+    ax.spines["top"].set_visible(False)
+    ax.spines["right"].set_visible(False)
+    return ax
+
+
+def _styles(names: Sequence[str], *, belady: Sequence[bool] = ()) -> dict[str, dict[str, Any]]:
+    """Return colour, marker and dashes by name; Belady is black and dashed everywhere."""
+    bound = belady or [name == BELADY for name in names]
+    styles: dict[str, dict[str, Any]] = {}
+    place = 0
+    for name, is_bound in zip(names, bound, strict=True):
+        if is_bound:
+            styles[name] = {"color": _BLACK, "linestyle": "--", "linewidth": 1.5, "marker": ""}
+            continue
+        styles[name] = {
+            "color": COLORS[place % len(COLORS)],
+            # Beyond six colours the dashes tell.
+            "linestyle": ("-", "-.", ":")[place // len(COLORS) % 3],
+            "linewidth": 1.8,
+            "marker": _MARKERS[place % len(_MARKERS)],
+            "markersize": 4,
+        }
+        place += 1
+    return styles
+
+
+def _title(ax: Any, text: str) -> None:
+    ax.set_title(text, loc="left", fontsize="medium")
+
+
+def _legend(ax: Any) -> None:
+    ax.legend(frameon=False)
+
+
+def _bytes_axis(ax: Any, bytes_per_percent: float) -> None:
+    unit, name = (_GIB, "GiB") if 100 * bytes_per_percent >= _GIB else (_MIB, "MiB")
+    top = ax.secondary_xaxis(
+        "top",
+        functions=(
+            lambda share: share * bytes_per_percent / unit,
+            lambda size: size * unit / bytes_per_percent,
+        ),
+    )
+    top.set_xlabel(name)
+
+
+def _name_groups(ax: Any, traces: Sequence[str]) -> None:
+    """Write the traces' names above their bars, where there are several."""
+    names = list(dict.fromkeys(traces))
+    for number, name in enumerate(names):
+        places = [place for place, trace in enumerate(traces) if trace == name]
+        ax.annotate(
+            name,
+            (sum(places) / len(places), 1),
+            (0, 4),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            fontsize="small",
+        )
+        if number:
+            ax.axvline(places[0] - 0.5, color=_GREY, linewidth=0.6)

@@ -1,0 +1,318 @@
+"""Sweeps: many policies, capacities and traces at once."""
+
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from moecache.errors import CapacityError, ConfigError, SweepError
+from moecache.study._arguments import (
+    BELADY,
+    check_name,
+    check_scope,
+    clip_capacity,
+    is_factory,
+    policy_name,
+    total_experts,
+)
+from moecache.study._journal import Journal
+from moecache.study._workers import (
+    Cell,
+    Figures,
+    Outcome,
+    can_be_sent,
+    run_cluster,
+    run_here,
+    run_processes,
+)
+from moecache.study.importers import load_any
+from moecache.study.table import Table
+from moecache.study.traces import Trace
+
+# A process takes half a second to start; a visit of a layer one or two microseconds.
+_POOL_VISITS = 2_000_000
+
+TraceLike = Trace | str | os.PathLike[str]
+Progress = Callable[[int, int], None]
+
+
+def sweep(
+    traces: TraceLike | Sequence[TraceLike] | Mapping[str, TraceLike],
+    policies: Sequence[Any] | str = ("lru", "echo", BELADY),
+    capacities: Sequence[float | str] | float | str = ("12.5%", "25%", "50%"),
+    *,
+    scopes: Sequence[str] | str = ("global",),
+    processes: int | None = None,
+    cluster: Any = None,
+    resume: str | os.PathLike[str] | None = None,
+    progress: bool | Progress = False,
+) -> Table:
+    """Replay every trace with every policy, scope and capacity.
+
+    Parameters
+    ----------
+    traces : mapping of names to traces or files; or some of them, or one
+        Files of any form that `load_any` knows. Without names, a file's own.
+    policies : names, classes or functions
+        As for `replay`; a single object is none, because its state would go from one
+        cell to the next.
+    capacities : slots, or shares of all experts
+    scopes : "global" and "layer"
+    processes : int, optional
+        How many work side by side; 0 and 1 are this one alone. By default as many as
+        there are processors, and this one alone for what is done in a moment, or
+        if a policy cannot be sent to others. In a script, a sweep with
+        processes must stand below ``if __name__ == "__main__":``.
+    cluster : str or dask.distributed.Client, optional
+        Work on a Dask cluster instead: a scheduler's address, or a client. The workers
+        need this version of moecache. Needs the extra `study`.
+    resume : path, optional
+        A file that keeps finished cells, and gives them to the next sweep that asks for the
+        same: by the trace's routing, policy, scope, slots and version of moecache.
+        A class or function counts as the same while its source is; what it calls is not
+        looked at. Made if need be; a sweep may be killed at any time.
+    progress : bool or callable (done, total), default False
+        True shows a bar on standard error.
+
+    Returns
+    -------
+    Table
+        By trace, scope, capacity and policy, in the order they were given. Capacities
+        that come to the same number of slots are one.
+
+    Raises
+    ------
+    SweepError
+        If cells failed, after all others are done: those are in its `table`.
+    ConfigError
+        If an argument cannot be used; nothing was replayed then.
+    FormatError
+        If a trace, or the file to resume from, is damaged.
+    MissingDependencyError
+        If `cluster` is given and Dask is not installed.
+    """
+    if cluster is not None and processes is not None:
+        raise ConfigError("give processes or a cluster, not both")
+    if processes is not None and (isinstance(processes, bool) or processes < 0):
+        raise ConfigError(f"processes must be 0 or more, got {processes!r}")
+    named = _named_policies(policies)
+    found = {name: _load(trace) for name, trace in _named_traces(traces).items()}
+    shares: Sequence[float | str]
+    shares = [capacities] if isinstance(capacities, (str, int, float)) else list(capacities)
+    chosen = [scopes] if isinstance(scopes, str) else list(scopes)
+    for scope in chosen:
+        check_scope(scope)
+    cells, failures = _plan(found, named, shares, chosen)
+    outcomes: dict[int, Figures] = {}
+    with ExitStack() as stack:
+        journal = None if resume is None else stack.enter_context(Journal(resume))
+        digests = {name: trace.digest for name, trace in found.items()} if journal else {}
+        keys = [_key(cell, digests[cell.trace]) for cell in cells] if journal else []
+        if journal:
+            known = {number: journal.found.get(key) for number, key in enumerate(keys) if key}
+            outcomes = {number: figures for number, figures in known.items() if figures}
+        rest = [number for number in range(len(cells)) if number not in outcomes]
+        report = stack.enter_context(_Reporter(progress, len(cells)))
+        report(len(outcomes))
+        todo = [cells[number] for number in rest]
+        for place, outcome in _run(todo, found, processes, cluster):
+            number = rest[place]
+            if isinstance(outcome, Exception):
+                failures.append((_coordinates(cells[number]), outcome))
+            else:
+                outcomes[number] = outcome
+                if journal and keys[number]:
+                    journal.add(keys[number], outcome)
+            report(len(outcomes))
+    table = Table(_rows(cells, outcomes, found))
+    if failures:
+        where, error = failures[0]
+        spot = ", ".join(f"{name} {value!r}" for name, value in where.items())
+        raise SweepError(
+            f"{len(table)} replays succeeded, {len(failures)} failed; the first with {spot}: "
+            f"{type(error).__name__}: {error}",
+            table,
+            failures,
+        ) from error
+    return table
+
+
+def _run(
+    cells: list[Cell], traces: Mapping[str, Trace], processes: int | None, cluster: Any
+) -> Iterator[tuple[int, Outcome]]:
+    if cluster is not None:
+        return run_cluster(cells, traces, cluster)
+    if processes is None:
+        visits = sum(
+            traces[cell.trace].num_tokens * traces[cell.trace].num_layers for cell in cells
+        )
+        worth = visits >= _POOL_VISITS and can_be_sent([cell.policy for cell in cells])
+        processes = (os.cpu_count() or 1) if worth else 1
+    processes = min(processes, len(cells))
+    if processes <= 1:
+        return run_here(cells, traces)
+    return run_processes(cells, traces, processes)
+
+
+def _plan(
+    traces: Mapping[str, Trace],
+    policies: Mapping[str, Any],
+    capacities: Iterable[float | str],
+    scopes: Iterable[str],
+) -> tuple[list[Cell], list[tuple[dict[str, Any], Exception]]]:
+    cells: dict[tuple[str, str, int, str], Cell] = {}
+    failures: list[tuple[dict[str, Any], Exception]] = []
+    capacities = list(capacities)
+    for name, trace in traces.items():
+        for scope in scopes:
+            for capacity in capacities:
+                try:
+                    slots = clip_capacity(capacity, trace, scope)
+                except CapacityError as error:
+                    where = {"trace": name, "scope": scope, "capacity": capacity}
+                    failures.append((where, error))
+                    continue
+                for label, policy in policies.items():
+                    cells.setdefault((name, scope, slots, label), Cell(name, policy, scope, slots))
+    return list(cells.values()), failures
+
+
+def _coordinates(cell: Cell) -> dict[str, Any]:
+    return {
+        "trace": cell.trace,
+        "policy": policy_name(cell.policy),
+        "scope": cell.scope,
+        "capacity": cell.slots,
+    }
+
+
+def _rows(
+    cells: Sequence[Cell], outcomes: Mapping[int, Figures], traces: Mapping[str, Trace]
+) -> Iterator[dict[str, Any]]:
+    rates = {
+        (cell.trace, cell.scope, cell.slots, cell.policy): _rate(outcomes[number])
+        for number, cell in enumerate(cells)
+        if number in outcomes and cell.policy in ("lru", BELADY)
+    }
+    for number, cell in enumerate(cells):
+        if number not in outcomes:
+            continue
+        figures, trace = outcomes[number], traces[cell.trace]
+        rate = _rate(figures)
+        low = rates.get((cell.trace, cell.scope, cell.slots, "lru"))
+        high = rates.get((cell.trace, cell.scope, cell.slots, BELADY))
+        gap = None
+        if low is not None and high is not None and low != high:
+            gap = (rate - low) / (high - low)
+        yield {
+            **_coordinates(cell),
+            "model": trace.metadata.get("model"),
+            "fraction": cell.slots / total_experts(trace),
+            **figures,
+            "hit_rate": rate,
+            "miss_ratio": 1 - rate,
+            "gap_share": gap,
+        }
+
+
+def _rate(figures: Figures) -> float:
+    accesses = figures["num_accesses"]
+    return figures["num_hits"] / accesses if accesses else 0.0
+
+
+def _named_policies(policies: Sequence[Any] | str) -> dict[str, Any]:
+    chosen = [policies] if isinstance(policies, str) else list(policies)
+    named: dict[str, Any] = {}
+    for policy in chosen:
+        if isinstance(policy, str):
+            check_name(policy)
+        elif not is_factory(policy):
+            raise ConfigError(
+                f"a sweep makes a policy anew for each replay, and {policy_name(policy)} is one "
+                "object; give a class or function, called as factory(capacity, num_keys=...)"
+            )
+        name = policy_name(policy)
+        if named.setdefault(name, policy) is not policy and named[name] != policy:
+            raise ConfigError(f"two policies are called {name!r}; give one another __name__")
+    if not named:
+        raise ConfigError("a sweep needs at least one policy")
+    return named
+
+
+def _named_traces(
+    traces: TraceLike | Sequence[TraceLike] | Mapping[str, TraceLike],
+) -> dict[str, TraceLike]:
+    if isinstance(traces, Mapping):
+        named = dict(traces)
+    else:
+        several = [traces] if isinstance(traces, (Trace, str, os.PathLike)) else list(traces)
+        named = {}
+        for number, trace in enumerate(several):
+            name = (
+                str(trace.metadata.get("model", f"trace {number}"))
+                if isinstance(trace, Trace)
+                else Path(trace).name.partition(".")[0]
+            )
+            if name in named:
+                name = f"trace {number}" if isinstance(trace, Trace) else os.fspath(trace)
+            if name in named:
+                raise ConfigError(f"trace {name!r} is there twice")
+            named[name] = trace
+    if not named:
+        raise ConfigError("a sweep needs at least one trace")
+    return named
+
+
+def _load(trace: TraceLike) -> Trace:
+    return trace if isinstance(trace, Trace) else load_any(trace)
+
+
+def _key(cell: Cell, digest: str) -> str:
+    """Return what a cell's result depends on, or "" if that cannot be told."""
+    from moecache import __version__
+
+    policy = cell.policy
+    if not isinstance(policy, str):
+        name = getattr(policy, "__qualname__", "<")
+        # What is made in a function depends on that function's variables.
+        if "<" in name:
+            return ""
+        try:
+            source = inspect.getsource(policy)
+        except (OSError, TypeError):
+            return ""
+        policy = f"{policy.__module__}.{name}#{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    return f"{digest} {policy} {cell.scope} {cell.slots} {__version__}"
+
+
+class _Reporter:
+    """Tells how far a sweep is: by a bar, a function, or not at all."""
+
+    def __init__(self, progress: bool | Progress, total: int) -> None:
+        self._total = total
+        self._bar: Any = None
+        self._tell = progress if callable(progress) else None
+        if progress is True:
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("replaying", total=total)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done)
+        elif self._tell is not None:
+            self._tell(done, self._total)

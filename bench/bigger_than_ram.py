@@ -27,6 +27,7 @@ import moecache
 from bench.checkpoint import Size, write_checkpoint
 from bench.contestants import BUFFERED, CONTESTANTS
 from bench.limits import MemoryLimit, NoLimitError
+from bench.machine import describe_machine
 from bench.traces import routing_trace
 from moecache import packing, prefault
 from moecache._reader import Reader
@@ -45,11 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     trace = np.ascontiguousarray(trace[:num_tokens])
     if len(trace) < num_tokens:
         arguments.tokens = len(trace) - arguments.warm
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Linux "
-        f"{platform.release()}, Python {platform.python_version()}, NumPy {np.__version__}, "
-        f"moecache {moecache.__version__}, load {os.getloadavg()[0]:.1f}"
-    )
+    print(f"{describe_machine()}, moecache {moecache.__version__}")
     with tempfile.TemporaryDirectory(prefix="moecache-bench-", dir=arguments.dir) as directory:
         folder = Path(directory)
         np.save(folder / "trace.npy", trace)

@@ -1,7 +1,5 @@
 """Options, fixtures and the summary of the benchmarks: the machine first, then ns per access."""
 
-import os
-import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -12,6 +10,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import moecache
+from bench.machine import describe_machine
 from moecache import _cache, prefault
 
 Note = Callable[..., None]
@@ -47,10 +46,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     """Describe the machine and the build."""
     extension = Path(_cache.__file__)
     built = datetime.fromtimestamp(extension.stat().st_mtime, UTC)
-    usable = len(os.sched_getaffinity(0))
     return [
-        f"cpu: {_cpu_model()}, {usable} of {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        f"python: {platform.python_version()}, numpy {np.__version__}",
+        describe_machine(),
         f"moecache: {moecache.__version__}, {extension.name} of {built:%Y-%m-%d %H:%M} UTC",
         f"bench size: {config.getoption('--bench-size')}",
     ]
@@ -136,12 +133,3 @@ def note(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Iterato
 
 def _shown(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()

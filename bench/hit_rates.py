@@ -84,20 +84,17 @@ def gptoss_rates(directory: Path) -> dict[int, tuple[float, float]]:
     """
     trace = Trace.load(directory / "bigmoe-gptoss.npz")
     prompt, decoded = trace.prefill().experts, trace.decode().experts
-    # In the order of their first use.
-    used = [
-        [e for e in dict.fromkeys(rows.ravel().tolist()) if e >= 0]
-        for rows in prompt.swapaxes(0, 1)
-    ]
+    used = [np.unique(rows[rows >= 0]) for rows in prompt.swapaxes(0, 1)]
     experts = np.full((1 + len(decoded), trace.num_layers, max(map(len, used))), -1, np.int16)
     for layer, union in enumerate(used):
         experts[0, layer, : len(union)] = union
-    experts[1:, :, : trace.top_k] = decoded
+    # As a set, in the order of the ids: so did the published LRU move them to the top, and so does
+    # the curve.
+    experts[1:, :, : trace.top_k] = np.sort(decoded)
     phase = np.ones(len(experts), np.uint8)
     phase[0] = 0
     requests = Trace(experts, num_experts=trace.num_experts, phase=phase)
-    # Nothing of the prompt is found, so every hit is a decoded token's. The published LRU moves a
-    # token's experts to the top in the order of their ids, as this curve does.
+    # Nothing of the prompt is found, so every hit is a decoded token's.
     curve = miss_ratio_curve(requests)
     num_decoded = np.count_nonzero(experts[1:] >= 0)
     num_accesses = np.count_nonzero(experts >= 0)

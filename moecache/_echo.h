@@ -47,17 +47,20 @@ ECHO_ALWAYS_INLINE void echo_match_body(
         scores[u] = decay * scores[u] + gain * (float)common[u];
 }
 
-/* Moving averages of a layer's experts, and their cells: popularity by age, both in half-octaves. */
+/* Moving averages of a layer's experts, their last use, and their cells: popularity by age, both
+ * in half-octaves. */
 ECHO_ALWAYS_INLINE void echo_average_body(
     int n, const float *restrict wanted, float fast_rate, float slow_rate, float scale,
-    int32_t token, const int32_t *restrict last, float *restrict fast, float *restrict slow,
+    int32_t token, int32_t *restrict last, float *restrict fast, float *restrict slow,
     uint8_t *restrict cells)
 {
     for (int e = 0; e < n; e++) {
         slow[e] += slow_rate * (wanted[e] - slow[e]);
         fast[e] += fast_rate * (wanted[e] - fast[e]);
         int32_t popularity = echo_half_octave(slow[e] * scale) + 7;
-        int32_t age = echo_half_octave((float)(token - last[e] + 1));
+        int32_t used = wanted[e] != 0.0f ? token : last[e];
+        int32_t age = echo_half_octave((float)(token - used + 1));
+        last[e] = used;
         popularity = popularity < 0 ? 0 : popularity;
         popularity = popularity > 11 ? 11 : popularity;
         age = age > ECHO_AGES - 1 ? ECHO_AGES - 1 : age;
@@ -89,21 +92,23 @@ ECHO_ALWAYS_INLINE void echo_value_body(
 
 #define ECHO_DEFINE(suffix, attribute)                                                        \
     attribute static void echo_match##suffix(                                                 \
-        const uint64_t *masks, const uint64_t *request, int words, float decay, float gain,   \
-        float *scores)                                                                        \
+        const uint64_t *restrict masks, const uint64_t *restrict request, int words,          \
+        float decay, float gain, float *restrict scores)                                      \
     {                                                                                         \
         echo_match_body(masks, request, words, decay, gain, scores);                          \
     }                                                                                         \
     attribute static void echo_average##suffix(                                               \
-        int n, const float *wanted, float fast_rate, float slow_rate, float scale,            \
-        int32_t token, const int32_t *last, float *fast, float *slow, uint8_t *cells)         \
+        int n, const float *restrict wanted, float fast_rate, float slow_rate, float scale,   \
+        int32_t token, int32_t *restrict last, float *restrict fast,                    \
+        float *restrict slow, uint8_t *restrict cells)                                        \
     {                                                                                         \
         echo_average_body(                                                                    \
             n, wanted, fast_rate, slow_rate, scale, token, last, fast, slow, cells);          \
     }                                                                                         \
     attribute static void echo_value##suffix(                                                 \
-        int n, const float *history, const float *fast, const float *votes, float total,      \
-        float prior, float discount, float *own, float *next, float *values)                  \
+        int n, const float *restrict history, const float *restrict fast,                     \
+        const float *restrict votes, float total, float prior, float discount,                \
+        float *restrict own, float *restrict next, float *restrict values)                    \
     {                                                                                         \
         echo_value_body(                                                                      \
             n, history, fast, votes, total, prior, discount, own, next, values);              \
@@ -112,7 +117,7 @@ ECHO_ALWAYS_INLINE void echo_value_body(
 typedef struct {
     void (*match)(const uint64_t *, const uint64_t *, int, float, float, float *);
     void (*average)(
-        int, const float *, float, float, float, int32_t, const int32_t *, float *, float *,
+        int, const float *, float, float, float, int32_t, int32_t *, float *, float *,
         uint8_t *);
     void (*value)(
         int, const float *, const float *, const float *, float, float, float, float *, float *,
@@ -145,32 +150,42 @@ static inline int echo_lowest_bit(uint64_t bits)
 
 /* The `wanted` (at most 16) largest of the ring's scores, the largest first, ties to the lower slot;
  * returns how many there are: -inf is none. */
-static inline int echo_nearest(const float *scores, int wanted, int *slots)
+static inline int echo_nearest(const float *restrict scores, int wanted, int *restrict slots)
 {
-    float kept[16];
-    float lowest = -INFINITY;
-    int count = 0;
-    for (int block = 0; block < ECHO_RING; block += 16) {
-        int any = 0;
-        for (int u = block; u < block + 16; u++)
-            any |= scores[u] > lowest;
-        /* After the first blocks there is seldom one. */
-        if (!any)
+    float best[16], kept[16];
+    float least;
+    int near[ECHO_RING + 1];
+    int count = 0, candidates = 0;
+    /* The largest of every sixteenth score: of these the `wanted`-th bounds what is looked for. */
+    for (int lane = 0; lane < 16; lane++)
+        best[lane] = scores[lane];
+    for (int u = 16; u < ECHO_RING; u += 16)
+        for (int lane = 0; lane < 16; lane++)
+            best[lane] = scores[u + lane] > best[lane] ? scores[u + lane] : best[lane];
+    for (int lane = 1; lane < 16; lane++) {
+        float value = best[lane];
+        int i = lane;
+        for (; i > 0 && best[i - 1] < value; i--)
+            best[i] = best[i - 1];
+        best[i] = value;
+    }
+    least = best[wanted - 1];
+    for (int u = 0; u < ECHO_RING; u++) {
+        near[candidates] = u;
+        candidates += scores[u] >= least;
+    }
+    for (int c = 0; c < candidates; c++) {
+        float score = scores[near[c]];
+        int i;
+        if (score == -INFINITY || (count == wanted && !(score > kept[wanted - 1])))
             continue;
-        for (int u = block; u < block + 16; u++) {
-            int i;
-            if (!(scores[u] > lowest))
-                continue;
-            i = count < wanted ? count++ : wanted - 1;
-            for (; i > 0 && kept[i - 1] < scores[u]; i--) {
-                kept[i] = kept[i - 1];
-                slots[i] = slots[i - 1];
-            }
-            kept[i] = scores[u];
-            slots[i] = u;
-            if (count == wanted)
-                lowest = kept[wanted - 1];
+        i = count < wanted ? count++ : wanted - 1;
+        for (; i > 0 && kept[i - 1] < score; i--) {
+            kept[i] = kept[i - 1];
+            slots[i] = slots[i - 1];
         }
+        kept[i] = score;
+        slots[i] = near[c];
     }
     return count;
 }

@@ -14,7 +14,7 @@ cdef extern from "_echo.h" nogil:
             const uint64_t*, const uint64_t*, int, float, float, float*
         ) noexcept nogil
         void (*average)(
-            int, const float*, float, float, float, int32_t, const int32_t*, float*, float*,
+            int, const float*, float, float, float, int32_t, int32_t*, float*, float*,
             uint8_t*
         ) noexcept nogil
         void (*value)(
@@ -84,8 +84,10 @@ cdef class EchoCache(Policy):
     cdef float* discounts      # [echo.num_layers + 1] by layers until a layer's turn comes
     cdef uint32_t* seen        # [num_layers] the version that `lowest` is of
     cdef int* lowest           # [num_layers] the evictable key of the lowest value, or -1
+    cdef uint64_t* present     # [num_layers, echo.num_words] keys in the cache
+    cdef float* minima         # [num_layers] its value, or infinity
 
     cdef void rescan(self, int layer) noexcept nogil
     cdef void consider(self, int key) noexcept nogil
-    cdef bint below(self, int key, int other) noexcept nogil
+    cdef Py_ssize_t word(self, int key) noexcept nogil
     cdef float value(self, int key) noexcept nogil

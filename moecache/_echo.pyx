@@ -16,7 +16,7 @@ from libc.string cimport memset
 import numpy as np
 
 from moecache._ids cimport as_ids, id_at
-from moecache._policy cimport Policy
+from moecache._policy cimport Node, Policy
 
 cnp.import_array()
 
@@ -345,7 +345,6 @@ cdef class Echo:
     cdef void learn(self, int layer, int32_t token) noexcept nogil:
         cdef Py_ssize_t base = <Py_ssize_t>layer * self.num_experts
         cdef float* table = self.table
-        cdef int32_t* last = self.last + base
         cdef const uint8_t* cells = self.cells + base
         cdef float rate = 1 / (<float>token + 5)
         cdef int e, cell
@@ -357,12 +356,9 @@ cdef class Echo:
                 * (self.wanted[e] - table[cell])
             )
             self.samples[cell] += 1
-        for e in range(self.num_experts):
-            if self.wanted[e] != 0:
-                last[e] = token
         self.loops.average(
             self.num_experts, self.wanted, max(FAST, rate), max(SLOW, rate), self.scale, token,
-            last, self.fast + base, self.slow + base, self.cells + base,
+            self.last + base, self.fast + base, self.slow + base, self.cells + base,
         )
 
     cdef float vote_successors(self, int layer) noexcept nogil:
@@ -491,17 +487,27 @@ cdef class EchoCache(Policy):
         self.discounts = <float*>calloc(echo.num_layers + 1, sizeof(float))
         self.seen = <uint32_t*>calloc(self.num_layers, sizeof(uint32_t))
         self.lowest = <int*>calloc(self.num_layers, sizeof(int))
-        if self.discounts == NULL or self.seen == NULL or self.lowest == NULL:
+        self.minima = <float*>calloc(self.num_layers, sizeof(float))
+        self.present = <uint64_t*>calloc(
+            <size_t>self.num_layers * echo.num_words, sizeof(uint64_t)
+        )
+        if (
+            self.discounts == NULL or self.seen == NULL or self.lowest == NULL
+            or self.minima == NULL or self.present == NULL
+        ):
             raise MemoryError(f"no memory for the minima of {self.num_layers} layers")
         for i in range(echo.num_layers + 1):
             self.discounts[i] = powf(TIME_DISCOUNT, <float>i / echo.num_layers)
         for i in range(self.num_layers):
             self.lowest[i] = -1
+            self.minima[i] = INFINITY
 
     def __dealloc__(self):
         free(self.discounts)
         free(self.seen)
         free(self.lowest)
+        free(self.minima)
+        free(self.present)
 
     cdef void begin_step(
         self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
@@ -514,6 +520,7 @@ cdef class EchoCache(Policy):
         self.nodes[key].segment = RESIDENT
         self.size += 1
         self.num_evictable += 1
+        self.present[self.word(key)] |= <uint64_t>1 << (key % self.num_experts & 63)
         self.consider(key)
 
     cdef void access(self, int key) noexcept nogil:
@@ -524,24 +531,32 @@ cdef class EchoCache(Policy):
     cdef void remove(self, int key) noexcept nogil:
         cdef int layer = key // self.num_experts
         self.forget(key)
+        self.present[self.word(key)] &= ~(<uint64_t>1 << (key % self.num_experts & 63))
         if self.lowest[layer] == key:
             self.rescan(layer)
 
     cdef int victim(self) noexcept nogil:
-        cdef int layer, key, best = -1
-        cdef float value, lowest = 0
+        # A minimum that is held is still a bound: only the lowest of all must be looked at again.
+        cdef int layer, ahead, best
+        cdef float value, lowest
         for layer in range(self.num_layers):
-            key = self.lowest[layer]
-            if self.seen[layer] != self.echo.versions[self.first_layer + layer] or (
-                key >= 0 and self.nodes[key].blocked
-            ):
+            if self.seen[layer] != self.echo.versions[self.first_layer + layer]:
                 self.rescan(layer)
-                key = self.lowest[layer]
-            if key >= 0:
-                value = self.value(key)
-                if best < 0 or value < lowest:
-                    best, lowest = key, value
-        return best
+        while True:
+            best, lowest = -1, INFINITY
+            ahead = self.first_layer - self.echo.layer
+            for layer in range(self.num_layers):
+                value = self.minima[layer] * (
+                    self.discounts[ahead if ahead > 0 else ahead + self.echo.num_layers]
+                )
+                ahead += 1
+                if value < lowest:
+                    best, lowest = layer, value
+            if best < 0:
+                return -1
+            if not self.nodes[self.lowest[best]].blocked:
+                return self.lowest[best]
+            self.rescan(best)
 
     cdef bint prefers(self, int candidate, int resident) noexcept nogil:
         return self.value(candidate) > self.value(resident)
@@ -563,17 +578,26 @@ cdef class EchoCache(Policy):
         cdef int layer
         for layer in range(self.num_layers):
             self.lowest[layer] = -1
+            self.minima[layer] = INFINITY
+        memset(
+            self.present, 0, <size_t>self.num_layers * self.echo.num_words * sizeof(uint64_t)
+        )
         self.echo.forget_all()
 
     cdef str audit(self):
         cdef int layer, key, best
         for layer in range(self.num_layers):
+            if self.lowest[layer] < 0 and self.minima[layer] != INFINITY:
+                return f"layer {layer} has a lowest value, and no key of it"
             if self.seen[layer] != self.echo.versions[self.first_layer + layer]:
                 continue
             best = -1
             for key in range(layer * self.num_experts, (layer + 1) * self.num_experts):
+                bit = self.present[self.word(key)] >> (key % self.num_experts & 63) & 1
+                if bit != (self.nodes[key].segment != 0):
+                    return f"key {key} is in the cache: {bit == 0}, noted is {bit == 1}"
                 if self.nodes[key].segment and not self.nodes[key].blocked:
-                    if best < 0 or self.below(key, best):
+                    if best < 0 or self.value(key) < self.value(best):
                         best = key
             key = self.lowest[layer]
             if key != best and (key < 0 or not self.nodes[key].blocked):
@@ -581,33 +605,50 @@ cdef class EchoCache(Policy):
         return Policy.audit(self)
 
     cdef void rescan(self, int layer) noexcept nogil:
-        cdef int key, best = -1
-        for key in range(layer * self.num_experts, (layer + 1) * self.num_experts):
-            if not self.nodes[key].segment:
-                continue
-            if self.nodes[key].blocked:
-                # Comes back by `unpark`, or `unpin_key`.
-                self.nodes[key].parked = 1
-            elif best < 0 or self.below(key, best):
-                best = key
+        cdef int w, key, base = layer * self.num_experts, best = -1
+        cdef float lowest = INFINITY
+        cdef uint64_t bits
+        cdef Node* nodes = self.nodes + base
+        cdef const uint64_t* present = self.present + <Py_ssize_t>layer * self.echo.num_words
+        cdef const float* values = (
+            self.echo.values + <Py_ssize_t>(self.first_layer + layer) * self.num_experts
+        )
+        for w in range(self.echo.num_words):
+            bits = present[w]
+            while bits:
+                key = 64 * w + echo_lowest_bit(bits)
+                bits &= bits - 1
+                if nodes[key].blocked:
+                    # Comes back by `unpark`, or `unpin_key`.
+                    nodes[key].parked = 1
+                elif values[key] < lowest:
+                    # Ties to the lower key: the victim depends on what is there, not on the way.
+                    best, lowest = base + key, values[key]
         self.lowest[layer] = best
+        self.minima[layer] = lowest
         self.seen[layer] = self.echo.versions[self.first_layer + layer]
 
     cdef void consider(self, int key) noexcept nogil:
         cdef int layer = key // self.num_experts
-        cdef int lowest = self.lowest[layer]
+        cdef float value = self.echo.values[
+            <Py_ssize_t>self.first_layer * self.num_experts + key
+        ]
         # Values that have changed since are compared when a victim is wanted.
         if self.nodes[key].blocked or (
             self.seen[layer] != self.echo.versions[self.first_layer + layer]
         ):
             return
-        if lowest < 0 or self.below(key, lowest):
+        if value < self.minima[layer] or (
+            value == self.minima[layer] and key < self.lowest[layer]
+        ):
             self.lowest[layer] = key
+            self.minima[layer] = value
 
-    cdef bint below(self, int key, int other) noexcept nogil:
-        # Of one layer. Ties by key: the victim depends on what is resident, not on the way there.
-        cdef const float* values = self.echo.values + self.first_layer * self.num_experts
-        return values[key] < values[other] or (values[key] == values[other] and key < other)
+    cdef Py_ssize_t word(self, int key) noexcept nogil:
+        return (
+            <Py_ssize_t>(key // self.num_experts) * self.echo.num_words
+            + (key % self.num_experts >> 6)
+        )
 
     cdef float value(self, int key) noexcept nogil:
         cdef int layer = self.first_layer + key // self.num_experts

@@ -67,10 +67,12 @@ def run_processes(
     MoeCacheError
         If a process died.
     """
-    packed = {}
+    packed: dict[int, bytes] = {}
     for cell in cells:
-        packed[id(cell.policy)] = data = _pickled(cell.policy)
-        if data is None:
+        data = _pickled(cell.policy)
+        if data is not None:
+            packed[id(cell.policy)] = data
+        else:
             raise ConfigError(
                 f"policy {cell.policy!r} cannot be sent to other processes; define it at the top "
                 "of a module, or use processes=1"
@@ -136,9 +138,8 @@ def run_cluster(
         }
         try:
             for future in distributed.as_completed(list(futures)):
-                error = future.exception()
-                outcome = future.result() if error is None else error
-                yield futures[future], outcome
+                failed = future.exception()
+                yield futures[future], future.result() if failed is None else failed
         finally:
             client.cancel([future for future in futures if not future.done()])
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from moecache import __version__
-from moecache.commands import demo, inspect, pack, trace, warm
+from moecache.commands import demo, inspect, pack, replay, trace, warm
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, MoeCacheError
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_parser(commands)
     inspect.add_parser(commands)
     pack.add_parser(commands)
+    replay.add_parser(commands)
     trace.add_parser(commands)
     warm.add_parser(commands)
     return parser

@@ -20,7 +20,7 @@ from moecache.errors import FormatError, StoreError
 
 HEADER = b'{"moecache_sweep": 1}\n'
 _SYNC_SECONDS = 1.0
-_FIGURES = {
+_FIGURES: dict[str, Any] = {
     "num_accesses": int,
     "num_hits": int,
     "prefill_hit_rate": (float, type(None)),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
@@ -67,10 +68,12 @@ def run_processes(
     MoeCacheError
         If a process died.
     """
-    packed = {}
+    packed: dict[int, bytes] = {}
     for cell in cells:
-        packed[id(cell.policy)] = data = _pickled(cell.policy)
-        if data is None:
+        data = _pickled(cell.policy)
+        if data is not None:
+            packed[id(cell.policy)] = data
+        else:
             raise ConfigError(
                 f"policy {cell.policy!r} cannot be sent to other processes; define it at the top "
                 "of a module, or use processes=1"
@@ -79,10 +82,13 @@ def run_processes(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, context, _set_up, (dict(traces),))
     try:
-        futures = {
-            pool.submit(_work, cell.trace, packed[id(cell.policy)], cell.scope, cell.slots): number
-            for number, cell in enumerate(cells)
-        }
+        with _interrupts_wait():
+            futures = {
+                pool.submit(
+                    _work, cell.trace, packed[id(cell.policy)], cell.scope, cell.slots
+                ): number
+                for number, cell in enumerate(cells)
+            }
         for future in as_completed(futures):
             outcome = future.result()
             if outcome is None:
@@ -136,9 +142,8 @@ def run_cluster(
         }
         try:
             for future in distributed.as_completed(list(futures)):
-                error = future.exception()
-                outcome = future.result() if error is None else error
-                yield futures[future], outcome
+                failed = future.exception()
+                yield futures[future], future.result() if failed is None else failed
         finally:
             client.cancel([future for future in futures if not future.done()])
 
@@ -157,9 +162,22 @@ def import_distributed() -> Any:
 _traces: dict[str, Trace] = {}
 
 
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Keep Ctrl-C for later, also in the processes that are started: until `_set_up`."""
+    # Starting this one would let Ctrl-C through again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _set_up(traces: dict[str, Trace]) -> None:
     # Ctrl-C reaches every process of the terminal: idle ones leave it to the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _traces.update(traces)
 
 

@@ -148,7 +148,7 @@ def recommend(
     """
     if trace.num_steps < 2:
         raise ConfigError(f"{trace!r} has {trace.num_steps} steps; advice needs at least 2")
-    nbytes = _expert_bytes(trace, expert_bytes)
+    nbytes = expert_size(trace, expert_bytes)
     for scope in scopes:
         check_scope(scope)
     if not policies or not scopes:
@@ -220,7 +220,14 @@ def _warm_rate(done: Replay) -> float:
     return hits / accesses if accesses else 0.0
 
 
-def _expert_bytes(trace: Trace, given: int | str | None) -> int:
+def expert_size(trace: Trace, given: int | str | None) -> int:
+    """Return the bytes of an expert: those that are given, or what the trace says.
+
+    Raises
+    ------
+    ConfigError
+        If nobody says it, or it is no size.
+    """
     said = trace.metadata.get("expert_bytes") if given is None else given
     if said is None:
         raise ConfigError(

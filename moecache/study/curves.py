@@ -54,7 +54,7 @@ def miss_ratio_curve(trace: Trace, *, scope: str = "global") -> MissRatioCurve:
 
     One pass over the trace (Mattson, Gecsei, Slutz and Traiger 1970, IBM Systems
     Journal 9(2)). Exact for an LRU that looks a request's experts up together and
-    moves them up in the order of their ids; a replay moves hits before misses and
+    then moves them up in the router's order; a replay moves hits before misses and
     differs in the fourth digit. For capacities of at least a step's experts; steps of
     many rows are taken as if all their misses were admitted.
 

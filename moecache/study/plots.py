@@ -22,6 +22,7 @@ _BLACK = "#1A1A1A"
 _GREY = "#767676"
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _FRACTIONS = (0.03125, 0.0625, 0.09375, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
+_LOWEST_GAP = -100
 _GIB = 2**30
 _MIB = 2**20
 
@@ -98,7 +99,7 @@ def miss_ratio_curves(
     nbytes = trace.metadata.get("expert_bytes") if expert_bytes is None else expert_bytes
     if isinstance(nbytes, int) and nbytes > 0:
         _bytes_axis(ax, total * nbytes / 100)
-    _legend(ax)
+    ax.legend(frameon=False)
     return ax
 
 
@@ -124,17 +125,19 @@ def expert_heat_map(trace: Trace, *, by_popularity: bool = False, ax: Any = None
         counts[layer] = np.bincount(chosen[chosen >= 0], minlength=trace.num_experts)
     if by_popularity:
         counts = -np.sort(-counts, axis=1)
-    # From light to dark in every kind of sight; cells are not blended with each other.
-    image = ax.imshow(counts, aspect="auto", cmap="cividis_r", interpolation="nearest", vmin=0)
+    # From white to dark in every kind of sight; cells are not blended with each other.
+    image = ax.imshow(counts, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0)
     ax.set_xlabel("expert, the layer's most used first" if by_popularity else "expert")
     ax.set_ylabel("layer")
-    places = np.unique(np.linspace(0, trace.num_layers - 1, min(9, trace.num_layers)).astype(int))
+    places = np.arange(0, trace.num_layers, -(-trace.num_layers // 10))
     ax.set_yticks(places, [str(layer) for layer in trace.layers[places]])
     bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
     bar.set_label(f"uses in {trace.num_tokens} tokens")
-    bar.outline.set_visible(False)
-    for side in ("top", "right", "bottom", "left"):
-        ax.spines[side].set_visible(False)
+    bar.outline.set(edgecolor=_GREY, linewidth=0.6)
+    ax.spines["top"].set_visible(True)
+    ax.spines["right"].set_visible(True)
+    for spine in ax.spines.values():
+        spine.set(color=_GREY, linewidth=0.6)
     if "model" in trace.metadata:
         _title(ax, str(trace.metadata["model"]))
     return ax
@@ -168,14 +171,16 @@ def hit_rate_over_time(replays: Mapping[str, Replay], window: int = 32, *, ax: A
     ax.set(xlim=(0, max(1, longest)), ylim=(0, 1))
     ax.set_xlabel("step")
     ax.set_ylabel(f"hit rate of the last {window} steps")
-    _legend(ax)
+    ax.legend(frameon=False)
     return ax
 
 
 def gap_shares(table: Table, *, scope: str = "global", ax: Any = None) -> Any:
     """Draw how much of the gap from LRU to Belady's optimum each policy closes.
 
-    A group of bars per trace and capacity. Below zero a policy is worse than LRU.
+    A group of bars per trace and capacity. Below zero a policy is worse than LRU. Where LRU is
+    all but optimal the share says little, and can be far below: bars that leave the picture
+    say how far.
 
     Parameters
     ----------
@@ -213,29 +218,68 @@ def gap_shares(table: Table, *, scope: str = "global", ax: Any = None) -> Any:
     for place, policy in enumerate(policies):
         heights = [100 * values.get((policy, *cluster), np.nan) for cluster in clusters]
         middles = np.arange(len(clusters)) + (place - (len(policies) - 1) / 2) * width
-        bars = ax.bar(middles, heights, 0.92 * width, label=policy, color=styles[policy]["color"])
-        if len(clusters) * len(policies) <= 24:
-            labels = ["" if np.isnan(height) else f"{height:.0f}" for height in heights]
-            ax.bar_label(bars, labels, padding=2, fontsize="small", color=_BLACK)
+        ax.bar(middles, heights, 0.92 * width, label=policy, color=styles[policy]["color"])
+        for x, height in zip(middles, heights, strict=True):
+            if height < _LOWEST_GAP:
+                ax.annotate(
+                    f"{height:.0f}",
+                    (x, _LOWEST_GAP),
+                    (0, 3),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    rotation=90,
+                    fontsize="x-small",
+                    color="white",
+                )
     ax.axhline(0, color=_BLACK, linewidth=0.8)
     ax.set_xticks(range(len(clusters)), [f"{100 * shares[cluster]:.3g}%" for cluster in clusters])
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel("gap from LRU to Belady closed, %")
     ax.set_xlabel("share of all experts in memory")
     _name_groups(ax, [trace for trace, _ in clusters])
-    ax.margins(y=0.12)
-    _legend(ax)
+    known = [100 * row["gap_share"] for row in rows]
+    low = max(min(known), _LOWEST_GAP)
+    ax.set_ylim(1.08 * low if low < 0 else 0, max(10, 1.12 * max(known)))
+    if low == _LOWEST_GAP:
+        ax.set_ylim(bottom=_LOWEST_GAP)
+    ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return ax
 
 
-def _axes(ax: Any) -> Any:
+def blank(rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """Return a figure that pyplot does not know, and its Axes as an array [rows, columns].
+
+    For programs: nothing has to be closed, and no window can open.
+    """
     try:
-        from matplotlib import pyplot as plt
+        from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError(
-            "pictures need matplotlib; install it with: pip install 'moecache[study]'"
-        ) from error
+        raise _missing() from error
+    figure = Figure(figsize=(7 * columns, 4.2 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def check_suffix(path: str) -> None:
+    """Raise a ConfigError if a picture cannot be saved under such a name."""
+    figure, _ = blank()
+    known = sorted(figure.canvas.get_supported_filetypes())
+    if path.rpartition(".")[2].lower() not in known:
+        raise ConfigError(f"{path!r} does not end in one of .{', .'.join(known)}")
+
+
+def _missing() -> MissingDependencyError:
+    return MissingDependencyError(
+        "pictures need matplotlib; install it with: pip install 'moecache[study]'"
+    )
+
+
+def _axes(ax: Any) -> Any:
     if ax is None:
+        try:
+            from matplotlib import pyplot as plt
+        except ImportError as error:
+            raise _missing() from error
         ax = plt.subplots(figsize=(7, 4.2), layout="constrained")[1]
     ax.spines["top"].set_visible(False)
     ax.spines["right"].set_visible(False)
@@ -265,10 +309,6 @@ def _styles(names: Sequence[str], *, belady: Sequence[bool] = ()) -> dict[str, d
 
 def _title(ax: Any, text: str) -> None:
     ax.set_title(text, loc="left", fontsize="medium")
-
-
-def _legend(ax: Any) -> None:
-    ax.legend(frameon=False)
 
 
 def _bytes_axis(ax: Any, bytes_per_percent: float) -> None:

@@ -188,7 +188,8 @@ def replay(
     ----------
     trace : Trace
     policy : str, class, function or object, default "echo"
-        A name that `ExpertCache` knows; "belady", the optimum, which knows the future;
+        A name that `ExpertCache` knows; "belady", the optimum, which knows the future
+        (proven for steps of one row and room for each, at least top_k slots);
         a class or function, called as ``factory(capacity, num_keys=...)`` once for all
         layers, or once for each; or one object, for scope "global". What is
         no compiled policy is driven as `moecache._python_policy.PythonPolicy` says:

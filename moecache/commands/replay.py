@@ -1,0 +1,310 @@
+"""`moecache replay`: recorded routing through every policy, and what memory buys."""
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moecache.commands.paths import printable
+from moecache.commands.replay_tables import print_layers, print_table
+from moecache.errors import CapacityError, ConfigError, StoreError, SweepError
+from moecache.settings import POLICIES, SCOPES
+from moecache.study import plots
+from moecache.study._arguments import BELADY, clip_capacity, total_experts
+from moecache.study.advice import DEFAULT_POLICIES, expert_size, recommend
+from moecache.study.importers import load_any
+from moecache.study.replay import replay
+from moecache.study.sweeps import sweep
+from moecache.study.table import Table
+from moecache.study.traces import Trace
+from moecache.units import format_bytes, parse_budget
+
+_DEFAULT_POLICIES = ("lru", "slru", "lfru", "echo", BELADY)
+_DEFAULT_CAPACITIES = ("12.5%", "25%", "50%")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "replay",
+        help="compare policies and capacities on recorded routing",
+        description="Put routing traces through the cache with several policies and capacities, "
+        "and show the hit rates; belady is the optimum, which knows the future. Reads every form "
+        "of trace that `moecache trace convert` reads. docs/study.md says more.",
+        epilog="examples: moecache replay examples/traces/tiny_moe.npz | "
+        "moecache replay run.npz --policy all --capacity 10%,20%,30% --scope global,layer | "
+        "moecache replay run.npz --memory 4GiB,8GiB --expert-bytes 3MiB | "
+        "moecache replay run.npz --recommend 4GiB | "
+        "moecache replay run.npz --plot curves.png",
+    )
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help="files")
+    parser.add_argument(
+        "--policy",
+        metavar="LIST",
+        help=f"names, or all: {', '.join((*POLICIES, BELADY))} "
+        f"(default: {','.join(_DEFAULT_POLICIES)})",
+    )
+    parser.add_argument("--scope", metavar="LIST", help="global, layer, or both (default: global)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--capacity",
+        metavar="LIST",
+        help="slots, or shares of all experts: 64,25%% (default: 12.5%%,25%%,50%%)",
+    )
+    size.add_argument("--memory", metavar="LIST", help="instead of a capacity, bytes: 2GiB,4GiB")
+    size.add_argument(
+        "--recommend", metavar="MEMORY", help="say what to set for so much memory, and why"
+    )
+    parser.add_argument(
+        "--expert-bytes",
+        metavar="SIZE",
+        help="bytes of an expert, 3MiB (default: what the trace says)",
+    )
+    parser.add_argument("--per-layer", action="store_true", help="the layers' hit rates, too")
+    shown = parser.add_argument_group("output")
+    shown.add_argument("--json", action="store_true", help="all figures, instead of the table")
+    shown.add_argument("--csv", metavar="FILE", help="write the figures there, too")
+    shown.add_argument("--parquet", metavar="FILE", help="the same; needs pandas and pyarrow")
+    shown.add_argument(
+        "--plot", metavar="FILE", help="draw miss ratios by capacity: .png, .svg, .pdf"
+    )
+    where = parser.add_argument_group("for many or long traces")
+    where.add_argument(
+        "--processes", type=int, metavar="N", help="how many work side by side (default: as needed)"
+    )
+    where.add_argument("--cluster", metavar="ADDRESS", help="a Dask scheduler to work for this")
+    where.add_argument("--resume", metavar="FILE", help="keep what is done there, and go on")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Replay, show, write; return the exit code."""
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    if arguments.recommend is not None:
+        return _recommend(console, arguments)
+    _check_workers(arguments)
+    policies = _choose("policy", arguments.policy, (*POLICIES, BELADY), _DEFAULT_POLICIES)
+    scopes = _choose("scope", arguments.scope, SCOPES, ("global",))
+    if arguments.plot:
+        with _naming("--plot"):
+            plots.check_suffix(arguments.plot)
+    traces = _load(arguments.traces)
+    slots = {name: _slots(arguments, trace, scopes) for name, trace in traces.items()}
+    failed: SweepError | None = None
+    try:
+        table = _sweep(arguments, traces, policies, scopes, slots)
+    except SweepError as error:
+        # What went well is shown, then the error.
+        table, failed = error.table, error
+    layers = {}
+    if arguments.per_layer:
+        layers = {
+            (row["trace"], row["scope"], row["capacity"], row["policy"]): replay(
+                traces[row["trace"]], row["policy"], row["capacity"], scope=row["scope"]
+            ).per_layer
+            for row in table
+        }
+    if arguments.json:
+        found = [
+            {**row, "layer_hit_rates": layers[key].tolist()} if key in layers else row
+            for row in table
+            for key in [(row["trace"], row["scope"], row["capacity"], row["policy"])]
+        ]
+        console.print(json.dumps(found, indent=1, allow_nan=False))
+    else:
+        print_table(console, table, traces, _sizes(arguments, traces))
+        print_layers(console, layers, traces)
+    if arguments.csv:
+        table.to_csv(arguments.csv)
+    if arguments.parquet:
+        table.to_parquet(arguments.parquet)
+    if arguments.plot:
+        _plot(arguments, traces, policies, scopes)
+    if failed is not None:
+        raise failed
+    return 0
+
+
+def _recommend(console: Console, arguments: argparse.Namespace) -> int:
+    others = ("per_layer", "csv", "parquet", "plot", "processes", "cluster", "resume")
+    for name in others:
+        if getattr(arguments, name) not in (None, False):
+            raise ConfigError(f"--{name.replace('_', '-')} has no meaning with --recommend")
+    policies = _choose("policy", arguments.policy, POLICIES, DEFAULT_POLICIES)
+    scopes = _choose("scope", arguments.scope, SCOPES, SCOPES)
+    found = []
+    for name, trace in _load(arguments.traces).items():
+        with _naming("--expert-bytes"):
+            size = expert_size(trace, arguments.expert_bytes)
+        with (
+            _naming("--recommend"),
+            console.status("replaying") if console.is_terminal else _still(),
+        ):
+            advice = recommend(
+                trace, arguments.recommend, expert_bytes=size, policies=policies, scopes=scopes
+            )
+        found.append({"trace": name, **asdict(advice)})
+        if not arguments.json:
+            console.print(printable(name), style="bold")
+            console.print(advice.describe())
+    if arguments.json:
+        console.print(json.dumps(found, indent=1, allow_nan=False))
+    return 0
+
+
+def _sweep(
+    arguments: argparse.Namespace,
+    traces: dict[str, Trace],
+    policies: list[str],
+    scopes: list[str],
+    slots: dict[str, list[int]],
+) -> Table:
+    """Sweep trace by trace where slots depend on it, and all at once where they do not."""
+    rounds = [({name: traces[name]}, slots[name]) for name in traces]
+    if len({tuple(chosen) for chosen in slots.values()}) == 1:
+        rounds = [(traces, next(iter(slots.values())))]
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    rows: list[dict[str, Any]] = []
+    errors: list[SweepError] = []
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        for some, chosen in rounds:
+            task = bar.add_task("", total=None)
+            try:
+                table = sweep(
+                    some,
+                    policies,
+                    chosen,
+                    scopes=scopes,
+                    processes=arguments.processes,
+                    cluster=arguments.cluster,
+                    resume=arguments.resume,
+                    progress=lambda done, total, task=task: bar.update(  # type: ignore[misc]
+                        task, completed=done, total=total
+                    ),
+                )
+            except SweepError as error:
+                table = error.table
+                errors.append(error)
+            rows += table.rows
+    if errors:
+        failures = [failure for error in errors for failure in error.failures]
+        raise SweepError(str(errors[0]), Table(rows), failures) from errors[0]
+    return Table(rows)
+
+
+def _slots(arguments: argparse.Namespace, trace: Trace, scopes: list[str]) -> list[int]:
+    """Return the capacities that are asked for, in slots; each scope takes each of them."""
+    option = "--capacity" if arguments.memory is None else "--memory"
+    given = (arguments.capacity or ",".join(_DEFAULT_CAPACITIES)) if option == "--capacity" else ""
+    asked: list[int | str] = [*_split(option, given)] if given else []
+    if option == "--memory":
+        with _naming("--expert-bytes"):
+            size = expert_size(trace, arguments.expert_bytes)
+        with _naming(option):
+            budgets = [
+                parse_budget(text, total_experts(trace) * size)
+                for text in _split(option, arguments.memory)
+            ]
+            asked = [budget // size for budget in budgets]
+            if min(budgets) < size:
+                raise ConfigError(
+                    f"{format_bytes(min(budgets))} holds no expert of {format_bytes(size)}"
+                )
+    with _naming(option):
+        return [max(clip_capacity(slots, trace, scope) for scope in scopes) for slots in asked]
+
+
+def _sizes(arguments: argparse.Namespace, traces: dict[str, Trace]) -> dict[str, int]:
+    """Return the bytes of an expert, of those traces where they are known."""
+    sizes = {}
+    for name, trace in traces.items():
+        if arguments.expert_bytes is not None or "expert_bytes" in trace.metadata:
+            with _naming("--expert-bytes"):
+                sizes[name] = expert_size(trace, arguments.expert_bytes)
+    return sizes
+
+
+def _plot(
+    arguments: argparse.Namespace,
+    traces: dict[str, Trace],
+    policies: list[str],
+    scopes: list[str],
+) -> None:
+    sizes = _sizes(arguments, traces)
+    figure, axes = plots.blank(len(traces), len(scopes))
+    for row, (name, trace) in enumerate(traces.items()):
+        for column, scope in enumerate(scopes):
+            ax = axes[row, column]
+            plots.miss_ratio_curves(
+                trace, policies, scope=scope, expert_bytes=sizes.get(name), ax=ax
+            )
+            if len(scopes) > 1 or scope != "global":
+                ax.set_title(f"{ax.get_title('left') or name}, scope {scope}", loc="left")
+    try:
+        figure.savefig(arguments.plot, dpi=150)
+    except OSError as error:
+        raise StoreError(
+            f"{arguments.plot}: cannot be written: {error.strerror or error}"
+        ) from error
+
+
+def _load(names: Sequence[str]) -> dict[str, Trace]:
+    traces: dict[str, Trace] = {}
+    for name in names:
+        short = Path(name).name.partition(".")[0] or name
+        short = name if short in traces else short
+        if short in traces:
+            raise ConfigError(f"{name} is there twice")
+        traces[short] = load_any(name)
+    return traces
+
+
+def _check_workers(arguments: argparse.Namespace) -> None:
+    if arguments.processes is not None and arguments.processes < 0:
+        raise ConfigError(f"--processes must be 0 or more, got {arguments.processes}")
+    if arguments.processes is not None and arguments.cluster is not None:
+        raise ConfigError("--processes and --cluster exclude each other")
+
+
+def _choose(
+    option: str, given: str | None, known: Sequence[str], default: Sequence[str]
+) -> list[str]:
+    if given is None:
+        return list(default)
+    if given.strip() == "all":
+        return list(known)
+    names = _split(f"--{option}", given)
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--{option}: {name!r} is not one of all, {', '.join(known)}")
+    return names
+
+
+def _split(option: str, given: str) -> list[str]:
+    parts = [part.strip() for part in given.split(",")]
+    if not all(parts):
+        raise ConfigError(f"{option}: {given!r} has an empty entry")
+    return list(dict.fromkeys(parts))
+
+
+@contextlib.contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Name the option in what is said of its value."""
+    try:
+        yield
+    except (ConfigError, CapacityError) as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
+@contextlib.contextmanager
+def _still() -> Iterator[None]:
+    yield

@@ -1,0 +1,364 @@
+"""Sweeps: every cell once, the same wherever it runs, and nothing lost to a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecache.errors import ConfigError, FormatError, MissingDependencyError, StoreError, SweepError
+from moecache.study import Table, Trace, replay, sweep
+from moecache.study._journal import HEADER
+from tests.helpers.routing import ScriptedLru, random_trace
+
+POLICIES = ("lru", "echo", "belady")
+
+
+def traces() -> dict[str, Trace]:
+    """Return two traces of different shapes."""
+    return {"one": random_trace(1, (60, 3, 2), 16), "two": random_trace(2, (40, 2, 3), 24)}
+
+
+def figures(table: Table) -> list[dict[str, Any]]:
+    """Return the rows without the time they took."""
+    return [{**row, "seconds": None} for row in table]
+
+
+class Failing(ScriptedLru):
+    """Fails with more than 20 slots."""
+
+    def __init__(self, capacity: int, *, num_keys: int) -> None:
+        super().__init__(capacity, num_keys=num_keys)
+        if capacity > 20:
+            raise RuntimeError(f"{capacity} slots are too many")
+
+
+def test_a_sweep_is_its_replays() -> None:
+    """A row per trace, scope, capacity and policy, in that order."""
+    table = sweep(traces(), POLICIES, ("25%", 24), scopes=("global", "layer"))
+
+    assert len(table) == 2 * 2 * 2 * 3
+    where = [(row["trace"], row["scope"], row["capacity"], row["policy"]) for row in table]
+    assert where[:4] == [
+        ("one", "global", 12, "lru"),
+        ("one", "global", 12, "echo"),
+        ("one", "global", 12, "belady"),
+        ("one", "global", 24, "lru"),
+    ]
+    assert len(set(where)) == len(where)
+    for row in table:
+        done = replay(traces()[row["trace"]], row["policy"], row["capacity"], scope=row["scope"])
+        assert (row["num_hits"], row["num_accesses"]) == (done.num_hits, done.num_accesses)
+        assert row["hit_rate"] == done.hit_rate == 1 - row["miss_ratio"]
+        assert row["decode_hit_rate"] == done.per_phase["decode"]
+        assert row["prefill_hit_rate"] is None
+        assert row["fraction"] == row["capacity"] / 48
+        assert row["model"].startswith("random")
+
+
+def test_gap_shares_are_between_lru_and_belady() -> None:
+    """LRU closes nothing of the gap, Belady all; without both there is none."""
+    table = sweep(traces()["one"], POLICIES, "25%")
+    low, echo, high = table["hit_rate"]
+    assert table["gap_share"] == [0, (echo - low) / (high - low), 1]
+    assert sweep(traces()["one"], ("lru", "echo"), "25%")["gap_share"] == [None, None]
+    # With everything in memory there is no gap.
+    assert sweep(traces()["one"], POLICIES, 1.0)["gap_share"] == [None] * 3
+
+
+def test_capacities_that_are_the_same_slots_are_one() -> None:
+    """25% of 48 and 12 are one row, and so are two that exceed everything."""
+    assert sweep(traces()["one"], "lru", ("25%", 12, 0.25, 99, 48))["capacity"] == [12, 48]
+
+
+def test_files_are_read_and_named_after_themselves(tmp_path: Path) -> None:
+    """A path, several, and a mapping of names to paths."""
+    for name, trace in traces().items():
+        trace.save(tmp_path / f"{name}.npz")
+    paths = [tmp_path / "one.npz", tmp_path / "two.npz"]
+    expected = sweep(traces(), POLICIES, "25%")
+
+    assert figures(sweep(paths, POLICIES, "25%")) == figures(expected)
+    named = sweep({"x": paths[0]}, "lru", "25%")
+    assert named["trace"] == ["x"]
+    with pytest.raises(ConfigError, match="is there twice"):
+        sweep([paths[0]] * 3, "lru", "25%")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policies": ("lru", "best")}, "policy 'best' is not one of"),
+        ({"policies": ()}, "at least one policy"),
+        ({"traces": {}}, "at least one trace"),
+        ({"capacities": ("25%", "x")}, "capacity 'x' is neither"),
+        ({"scopes": "expert"}, "scope 'expert' is not one of"),
+        ({"processes": -1}, "processes must be 0 or more"),
+        ({"processes": 2, "cluster": "tcp://127.0.0.1:1"}, "processes or a cluster, not both"),
+        ({"policies": (ScriptedLru(3, num_keys=3),)}, "ScriptedLru is one object"),
+        ({"policies": (lambda *_: 0, lambda *_: 1)}, "two policies are called '<lambda>'"),
+        ({"policies": (lambda *_: 0,), "processes": 2}, "cannot be sent to other processes"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    """Before anything is replayed."""
+    given = {"traces": traces(), "policies": POLICIES, "capacities": ("25%", "50%"), **arguments}
+    with pytest.raises(ConfigError, match=message):
+        sweep(given.pop("traces"), given.pop("policies"), given.pop("capacities"), **given)
+
+
+def test_a_failing_cell_is_reported_after_the_others_are_done() -> None:
+    """The error names the cell and has the table of what succeeded."""
+    message = "5 replays succeeded, 1 failed; the first with trace 'two', policy 'Failing', scope "
+    with pytest.raises(SweepError, match=message) as caught:
+        sweep({"two": traces()["two"]}, ("lru", Failing, "belady"), (24, 12))
+    assert len(caught.value.table) == 5
+    where, error = caught.value.failures[0]
+    assert where == {"trace": "two", "policy": "Failing", "scope": "global", "capacity": 24}
+    assert isinstance(error, RuntimeError)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_capacity_that_one_trace_cannot_have_fails_alone() -> None:
+    """Two slots cannot be split over three layers, but over two."""
+    with pytest.raises(SweepError, match="3 replays succeeded, 1 failed") as caught:
+        sweep(traces(), POLICIES, 2, scopes="layer")
+    assert set(caught.value.table["trace"]) == {"two"}
+
+
+def test_processes_give_the_same() -> None:
+    """Two of them, with policies of this file and a failing one."""
+    expected = sweep(traces(), (*POLICIES, ScriptedLru), ("25%", "50%"), processes=0)
+
+    found = sweep(traces(), (*POLICIES, ScriptedLru), ("25%", "50%"), processes=2)
+
+    assert figures(found) == figures(expected)
+
+
+def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A function hears of each cell; True draws on standard error only."""
+    told: list[tuple[int, int]] = []
+    sweep(traces()["one"], POLICIES, "25%", progress=lambda *at: told.append(at))
+    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    sweep(traces()["one"], POLICIES, "25%", progress=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second run replays only what is missing, and the table is the same."""
+    file = tmp_path / "sweep.jsonl"
+    first = sweep(traces(), POLICIES, ("25%", "50%"), resume=file)
+    told: list[tuple[int, int]] = []
+
+    again = sweep(
+        traces(), POLICIES, ("25%", "50%"), resume=file, progress=lambda *at: told.append(at)
+    )
+    more = sweep(
+        traces(), (*POLICIES, "lfu"), "25%", resume=file, progress=lambda *at: told.append(at)
+    )
+
+    assert again.rows == first.rows  # the very seconds
+    assert told == [(12, 12), (6, 8), (7, 8), (8, 8)]
+    assert len(more) == 8
+    # Another trace, and another version, are other cells.
+    told.clear()
+    other = {"one": random_trace(3, (60, 3, 2), 16)}
+    sweep(other, "lru", "25%", resume=file, progress=lambda *at: told.append(at))
+    monkeypatch.setattr("moecache.__version__", "9")
+    sweep(other, "lru", "25%", resume=file, progress=lambda *at: told.append(at))
+    assert told == [(0, 1), (1, 1)] * 2
+
+
+def test_policies_of_ones_own_are_resumed_by_their_source(tmp_path: Path) -> None:
+    """A class at the top of a module is known again; one made in a function is not."""
+    file = tmp_path / "sweep.jsonl"
+
+    class Local(ScriptedLru):
+        pass
+
+    for expected in ([0, 1, 2], [1, 2]):
+        told: list[int] = []
+        sweep(
+            traces()["one"],
+            (ScriptedLru, Local),
+            "25%",
+            resume=file,
+            progress=lambda done, _, told=told: told.append(done),
+        )
+        assert told == expected
+
+
+def test_a_torn_last_line_is_replayed_again(tmp_path: Path) -> None:
+    """Whatever a kill left of the last line; also of the first."""
+    file = tmp_path / "sweep.jsonl"
+    expected = figures(sweep(traces()["one"], POLICIES, "25%", resume=file))
+    whole = file.read_bytes()
+    last = whole[:-1].rfind(b"\n") + 1
+    for length in (0, 5, len(HEADER), last, last + 1, (last + len(whole)) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        assert figures(sweep(traces()["one"], POLICIES, "25%", resume=file)) == expected
+        assert len(file.read_bytes().splitlines()) == 4
+
+
+def test_a_damaged_file_is_an_error_and_stays_as_it_is(tmp_path: Path) -> None:
+    """A bit that flipped, a line that is cut in the middle, or another program's file."""
+    file = tmp_path / "sweep.jsonl"
+    sweep(traces()["one"], POLICIES, "25%", resume=file)
+    whole = file.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    damaged = [
+        (whole.replace(b'"num_hits": ', b'"num_hits": 1', 1), "line 2 is damaged"),
+        (b"".join([lines[0], lines[1][:20] + b"\n", *lines[2:]]), "line 2 is damaged"),
+        (b"".join([lines[0], lines[1], b"\n", *lines[2:]]), "line 3 is damaged"),
+        (b"trace,policy\n", "is no file of a sweep"),
+        (json.dumps({"moecache_sweep": 2}).encode() + b"\n", "is no file of a sweep"),
+        (b"\x00" * 100, "is no file of a sweep"),
+    ]
+    for data, message in damaged:
+        file.write_bytes(data)
+        with pytest.raises(FormatError, match=message):
+            sweep(traces()["one"], POLICIES, "25%", resume=file)
+        assert file.read_bytes() == data
+
+
+def test_a_file_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
+    """A directory, and a file that another sweep writes to."""
+    with pytest.raises(StoreError, match="cannot be resumed from: Is a directory"):
+        sweep(traces()["one"], "lru", "25%", resume=tmp_path)
+    file = tmp_path / "sweep.jsonl"
+
+    def at_work(done: int, total: int) -> None:
+        with pytest.raises(StoreError, match="another sweep is writing"):
+            sweep(traces()["one"], "lru", "25%", resume=file)
+
+    sweep(traces()["one"], "lru", "25%", resume=file, progress=at_work)
+
+
+SWEEP = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from pathlib import Path
+from moecache.study import sweep
+from tests.helpers.routing import random_trace
+
+if __name__ == "__main__":
+    sweep(
+        {{"long": random_trace(5, (400, 6, 4), 32)}}, ("lecar", "echo"), range(8, 190),
+        resume=sys.argv[1], processes=int(sys.argv[2]),
+        progress=lambda done, total: print(done, total, flush=True),
+    )
+"""
+
+
+def start(tmp_path: Path, processes: int) -> "subprocess.Popen[str]":
+    """Start a sweep of some seconds, and wait for its first ten cells."""
+    (tmp_path / "program.py").write_text(SWEEP)
+    child = subprocess.Popen(
+        [sys.executable, tmp_path / "program.py", tmp_path / "sweep.jsonl", str(processes)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        if int(line.split()[0]) >= 10:
+            break
+    return child
+
+
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
+    """After kill -9 every cell that was told is there, and the rest is replayed."""
+    child = start(tmp_path, 1)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.communicate(timeout=60)
+    told: list[int] = []
+
+    trace = {"long": random_trace(5, (400, 6, 4), 32)}
+    table = sweep(
+        trace,
+        ("lecar", "echo"),
+        range(8, 190),
+        resume=tmp_path / "sweep.jsonl",
+        progress=lambda done, _: told.append(done),
+    )
+
+    assert 10 <= told[0] < 364
+    assert len(table) == told[-1] == 364
+    for row in table[:: 364 // 7]:
+        done = replay(trace["long"], row["policy"], row["capacity"])
+        assert row["num_hits"] == done.num_hits
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupt_ends_a_sweep_and_its_processes(tmp_path: Path, processes: int) -> None:
+    """Ctrl-C in a terminal reaches all of them; nothing of the group is left, the file is whole."""
+    child = start(tmp_path, processes)
+    os.killpg(child.pid, signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+
+    assert child.returncode not in (0, None)
+    assert errors.count("KeyboardInterrupt\n") == 1, errors
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(child.pid, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("processes of the sweep are still there")
+    assert (tmp_path / "sweep.jsonl").read_bytes().endswith(b"\n")
+
+
+def test_a_process_that_dies_is_an_error() -> None:
+    """Not a hang, and not a table with holes."""
+    with pytest.raises(Exception, match="a process of the sweep died"):
+        sweep(traces(), ("lru", Dies), ("25%", "50%"), processes=2)
+
+
+class Dies(ScriptedLru):
+    """Takes its process with it."""
+
+    def insert(self, key: int) -> None:
+        """End."""
+        os._exit(3)
+
+
+def test_a_dask_cluster_gives_the_same(tmp_path: Path) -> None:
+    """With a client, and with the scheduler's address; what fails is reported."""
+    distributed = pytest.importorskip("dask.distributed")
+    expected = figures(sweep(traces(), (*POLICIES, ScriptedLru), ("25%", "50%")))
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        found = sweep(
+            traces(),
+            (*POLICIES, ScriptedLru),
+            ("25%", "50%"),
+            cluster=client,
+            resume=tmp_path / "sweep.jsonl",
+        )
+        assert figures(found) == expected
+        assert figures(sweep(traces(), POLICIES, "25%", cluster=cluster.scheduler_address))
+        with pytest.raises(SweepError, match="24 slots are too many"):
+            sweep(traces(), ("lru", Failing), 24, cluster=client)
+        again = sweep(
+            traces(), (*POLICIES, ScriptedLru), ("25%", "50%"), resume=tmp_path / "sweep.jsonl"
+        )
+        assert again.rows == found.rows
+
+
+def test_without_dask_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An extra is named, not a stack trace."""
+    monkeypatch.setitem(sys.modules, "dask", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'moecache\[study\]'"):
+        sweep(traces(), "lru", "25%", cluster="tcp://127.0.0.1:1")

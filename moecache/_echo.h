@@ -57,7 +57,9 @@ ECHO_ALWAYS_INLINE void echo_average_body(
         slow[e] += slow_rate * (wanted[e] - slow[e]);
         fast[e] += fast_rate * (wanted[e] - fast[e]);
         int32_t popularity = echo_half_octave(slow[e] * scale) + 7;
-        int32_t age = echo_half_octave((float)(token - last[e] + 1));
+        /* Where a layer is visited twice, an older row comes after a newer one. */
+        int32_t ago = token > last[e] ? token - last[e] : 0;
+        int32_t age = echo_half_octave((float)(ago + 1));
         popularity = popularity < 0 ? 0 : popularity;
         popularity = popularity > 11 ? 11 : popularity;
         age = age > ECHO_AGES - 1 ? ECHO_AGES - 1 : age;

@@ -4,11 +4,15 @@ Every number is a float32, as in the compiled policy; only `exp` and powers are 
 precision and rounded, which the C library does but for the last bit.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from tests.helpers.oracle_policies import OracleLru
 
 F = np.float32
 Floats = npt.NDArray[np.float32]
@@ -23,7 +27,7 @@ CARRY = F(0.5)  # of a score, to the next token
 TEMPERATURE = F(0.5)  # of votes
 LOWEST = F(-3.0)  # score that a token inherits
 SUCCESSOR_DISCOUNT = 0.7
-DISCOUNT = 0.6  # of a use, per token until it
+GAMMA = F(0.6)  # discount of a use, per token until it
 PRIOR = F(0.2)
 PRIOR_AHEAD = F(0.5)
 RATE_MID = F(0.04)
@@ -53,7 +57,8 @@ class OracleEcho:
         self.num_layers, self.num_experts, self.ring = num_layers, num_experts, ring
         self.k = 0
         self.t = 0
-        self.layer = -1
+        self.layer = 0
+        self.lowest = num_layers
         self.em, self.es = np.zeros(shape, F), np.zeros(shape, F)
         self.last = np.full(shape, NEVER)
         self.cell = np.full(shape, 6 * AGES + AGES - 1)
@@ -62,31 +67,35 @@ class OracleEcho:
         self.counts = np.zeros(POPULARITIES * AGES, int)
         self.scores = np.full(RING, NOBODY)
         self.used = np.zeros((num_layers, RING, num_experts), bool)
-        self.seen = np.zeros(num_layers, bool)
 
-    def observe(self, layer: int, rows: Iterable[Sequence[int]]) -> None:
+    def observe(self, layer: int, rows: npt.ArrayLike) -> None:
         """See what consecutive tokens use at a layer, and value its experts anew."""
-        requests = [self.used_by(row) for row in rows]
+        requests = [self.used_by(row) for row in np.atleast_2d(np.asarray(rows, np.int64))]
+        if self.k == 0:
+            # Nothing is known of a model before its first expert.
+            requests = list(itertools.dropwhile(lambda used: not used.any(), requests))
+        self.lowest = min(self.lowest, layer) if np.size(rows) else self.lowest
+        if not requests or not np.size(rows):
+            return
         if self.k == 0:
             self.start(int(requests[0].sum()))
-        self.layer = layer
-        for i, used in enumerate(requests):
-            is_last = i == len(requests) - 1
-            if layer == 0:
+        for age, used in zip(reversed(range(len(requests))), requests, strict=True):
+            # Any of a step's tokens begins at its lowest layer; at the others they are there.
+            if layer == self.lowest:
                 self.begin_token()
-            token = self.t if layer == 0 else self.t - (len(requests) - 1 - i)
-            if layer == 0 or is_last:
+            token = self.t if layer == self.lowest else max(1, self.t - age)
+            if layer == self.lowest or age == 0:
                 self.score(layer, used)
             self.used[layer, token % RING] = used
             self.learn(layer, token, used)
             self.average(layer, token, used)
+        self.layer = layer
         self.value(layer)
-        self.seen[layer] = True
 
-    def used_by(self, row: Sequence[int]) -> npt.NDArray[np.bool_]:
+    def used_by(self, row: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return which experts a row names."""
         used = np.zeros(self.num_experts, bool)
-        used[[expert for expert in row if 0 <= expert < self.num_experts]] = True
+        used[row[(row >= 0) & (row < self.num_experts)]] = True
         return used
 
     def start(self, k: int) -> None:
@@ -130,7 +139,8 @@ class OracleEcho:
         for mean, rate in (self.es, RATE_SLOW), (self.em, RATE_MID):
             mean[layer] += max(rate, first) * (used.astype(F) - mean[layer])
         popularity = half_octaves(self.es[layer] * (F(self.num_experts) / F(self.k))) + 7
-        age = half_octaves((token - self.last[layer] + 1).astype(F))
+        # An older row may come after a newer one, where a layer is visited twice.
+        age = half_octaves(np.maximum(token - self.last[layer] + 1, 1).astype(F))
         self.cell[layer] = popularity.clip(0, POPULARITIES - 1) * AGES + age.clip(max=AGES - 1)
 
     def nearest(self, n: int) -> list[int]:
@@ -159,9 +169,8 @@ class OracleEcho:
         p = use / (use + np.sqrt((ONE - mean) * (ONE - hazard)))
         votes, total = self.votes(layer)
         q = (votes + PRIOR * p) / (total + PRIOR) if self.ring else p
-        gamma = F(DISCOUNT)
         self.p[layer], self.q[layer] = p, q
-        self.reuse[layer] = q + (ONE - q) * (gamma * p) / (ONE - gamma + gamma * p)
+        self.reuse[layer] = q + (ONE - q) * (GAMMA * p) / (ONE - GAMMA + GAMMA * p)
 
     def chances(self, layer: int) -> Floats:
         """Return how likely each expert of a layer is used next.
@@ -182,17 +191,70 @@ class OracleEcho:
         """Forget the mid-term averages."""
         self.em[:] = self.es
 
-    def keys(self, residents: Iterable[int]) -> dict[int, np.float32]:
-        """Return what each resident is worth now: its reuse, less the wait until its layer."""
-        worth = {}
-        for key in residents:
-            layer, expert = divmod(key, self.num_experts)
-            wait = (layer - self.layer) / self.num_layers
-            factor = F(DISCOUNT ** (wait if wait > 0 else wait + 1))
-            worth[key] = self.reuse[layer, expert] * factor
-        return worth
 
-    def victim(self, residents: Iterable[int]) -> int:
-        """Return the resident of the least worth, of equal ones the lower key, or -1."""
-        worth = self.keys(residents)
-        return min(sorted(worth), key=lambda key: worth[key], default=-1)
+class EchoValues:
+    """What keys are worth to ECHO: their reuse, less the wait until their layer comes round."""
+
+    def __init__(self, echo: Any) -> None:
+        self.echo = echo
+        self.layer = 0
+        self.started = False
+
+    def observe(self, layer: int, rows: npt.ArrayLike) -> None:
+        """Let a request be seen; the waits are counted from its layer."""
+        self.echo.observe(layer, rows)
+        ids = np.asarray(rows)
+        self.started |= bool(((ids >= 0) & (ids < self.echo.num_experts)).any())
+        if self.started and ids.size:
+            self.layer = layer
+
+    def worth(self, key: int, reuse: Floats | None = None) -> np.float32:
+        """Return what a key is worth."""
+        reuse = self.echo.reuse if reuse is None else reuse
+        layer, expert = divmod(key, self.echo.num_experts)
+        wait = F((layer - self.layer) % self.echo.num_layers or self.echo.num_layers)
+        return F(reuse[layer, expert] * F(float(GAMMA) ** float(wait / F(self.echo.num_layers))))
+
+    def victim(self, keys: Iterable[int]) -> int:
+        """Return the key of the least worth, or -1: of equal ones the lower layer's, then key."""
+        reuse = self.echo.reuse
+
+        def rank(key: int) -> tuple[float, ...]:
+            layer, expert = divmod(key, self.echo.num_experts)
+            # Two values of one layer may be worth the same only because that is rounded.
+            return float(self.worth(key, reuse)), layer, float(reuse[layer, expert]), key
+
+        return min(keys, key=rank, default=-1)
+
+    def begin_sequence(self) -> None:
+        """Pass the boundary on."""
+        self.echo.begin_sequence()
+
+
+class OracleEchoCache(OracleLru):
+    """ECHO as a search through all keys; those of one layer are its experts."""
+
+    def __init__(self, capacity: int, values: EchoValues, *, layer: int | None = None) -> None:
+        super().__init__(capacity)
+        self.values = values
+        self.layer = layer
+        self.first = (layer or 0) * values.echo.num_experts
+
+    def begin_step(self, layer: int, rows: npt.ArrayLike = ()) -> None:
+        """See a request."""
+        self.values.observe(layer, rows)
+
+    def begin_sequence(self) -> None:
+        """See a boundary; one of those that share an Echo is enough."""
+        if not self.first:
+            self.values.begin_sequence()
+
+    def victim(self) -> int:
+        """Return who is worth least."""
+        found = self.values.victim(self.first + key for key in self.evictable())
+        return found if found < 0 else found - self.first
+
+    def prefers(self, candidate: int, resident: int) -> bool:
+        """Return whether the candidate is worth more."""
+        worth = self.values.worth
+        return bool(worth(self.first + candidate) > worth(self.first + resident))

@@ -230,6 +230,12 @@ class EchoValues:
         """Pass the boundary on."""
         self.echo.begin_sequence()
 
+    def reset(self) -> None:
+        """Forget everything."""
+        self.echo.reset()
+        self.layer = 0
+        self.started = False
+
 
 class OracleEchoCache(OracleLru):
     """ECHO as a search through all keys; those of one layer are its experts."""
@@ -248,6 +254,11 @@ class OracleEchoCache(OracleLru):
         """See a boundary; one of those that share an Echo is enough."""
         if not self.first:
             self.values.begin_sequence()
+
+    def clear(self) -> None:
+        """Forget everything, and what the others that share the Echo have learned."""
+        super().clear()
+        self.values.reset()
 
     def victim(self) -> int:
         """Return who is worth least."""

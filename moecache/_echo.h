@@ -59,7 +59,9 @@ ECHO_ALWAYS_INLINE void echo_average_body(
         fast[e] += fast_rate * (wanted[e] - fast[e]);
         int32_t popularity = echo_half_octave(slow[e] * scale) + 7;
         int32_t used = wanted[e] != 0.0f ? token : last[e];
-        int32_t age = echo_half_octave((float)(token - used + 1));
+        /* Where a layer is visited twice, an older row comes after a newer one. */
+        int32_t ago = token > used ? token - used : 0;
+        int32_t age = echo_half_octave((float)(ago + 1));
         last[e] = used;
         popularity = popularity < 0 ? 0 : popularity;
         popularity = popularity > 11 ? 11 : popularity;

@@ -101,9 +101,10 @@ class CacheMachine(RuleBasedStateMachine):
             ids.insert(len(ids) // 2, self.cache.num_experts)
         slots = np.full(len(ids) + 1, -7, np.int32)
         misses = np.full(len(ids) + 1, -7, np.int32)
+        rows = 2 if np.ndim(as_form(ids, form)) == 2 else 1
         before = self.visible()
         try:
-            expected, first = self.oracle.acquire(layer, ids, share=share, drop=foreign)
+            expected, first = self.oracle.acquire(layer, ids, rows=rows, share=share, drop=foreign)
         except CapacityError:
             with pytest.raises(CapacityError):
                 self.cache.acquire(
@@ -212,8 +213,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(dice=st.integers(0, 9))
     def reset_profiler(self, dice: int) -> None:
-        """Set the counts to zero, but seldom; begin a sequence, which changes nothing."""
+        """Begin a sequence; set the counts to zero, but seldom."""
         self.cache.begin_sequence()
+        self.oracle.begin_sequence()
         if dice == 0:
             self.cache.profiler.reset()
             self.oracle.reset_counts()
@@ -255,10 +257,22 @@ class ArcMachine(CacheMachine):
     policy = "arc"
 
 
+class EchoMachine(CacheMachine):
+    """ECHO."""
+
+    policy = "echo"
+
+
 class FifoMachine(CacheMachine):
     """FIFO."""
 
     policy = "fifo"
+
+
+class Haz2Machine(CacheMachine):
+    """HAZ2."""
+
+    policy = "haz2"
 
 
 class LeastStaleMachine(CacheMachine):
@@ -323,7 +337,9 @@ class TinyLfuMachine(CacheMachine):
 
 TestLru = CacheMachine.TestCase
 TestArc = ArcMachine.TestCase
+TestEcho = EchoMachine.TestCase
 TestFifo = FifoMachine.TestCase
+TestHaz2 = Haz2Machine.TestCase
 TestLeastStale = LeastStaleMachine.TestCase
 TestLecar = LecarMachine.TestCase
 TestLfru = LfruMachine.TestCase

@@ -1,23 +1,13 @@
 """The policies reach the published hit rates on real routing traces, and agree with cachetools."""
 
-from pathlib import Path
-
 import cachetools
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from moecache._cache import ExpertCache
+from tests.helpers.real_traces import FRACTIONS, NAMES, NUM_EXPERTS, load
 
-TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
-NAMES = ("nvmoe-olmoe", "bigmoe-gemma", "bigmoe-qwen", "sparsify-qwen3-30b")
-FRACTIONS = (0.125, 0.25, 0.5)
-NUM_EXPERTS = {
-    "nvmoe-olmoe": 64,
-    "bigmoe-gemma": 128,
-    "bigmoe-qwen": 128,
-    "sparsify-qwen3-30b": 128,
-}
 # Hit rates at each fraction of all experts, a triple per trace in the order of NAMES.
 TABLE = {
     ("lru", "global"): (
@@ -62,16 +52,6 @@ TIES = {
     ("lru", "layer", "nvmoe-olmoe", 1): 0.00055,
     ("lru", "layer", "bigmoe-gemma", 1): 0.00055,
 }
-
-
-def load(name: str) -> npt.NDArray[np.int32]:
-    """Return the experts of a trace, int32 [tokens, layers, k], without padded tokens."""
-    path = TRACES / f"{name}.npz"
-    if not path.exists():
-        pytest.skip(f"no trace {path}")
-    with np.load(path) as archive:
-        experts = archive["experts"].astype(np.int32)
-    return np.ascontiguousarray(experts[(experts >= 0).all(axis=(1, 2))])
 
 
 def replay(experts: npt.NDArray[np.int32], cache: ExpertCache) -> float:

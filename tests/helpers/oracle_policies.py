@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Callable
 
+import numpy.typing as npt
+
 from moecache.errors import CapacityError
 
 
@@ -83,8 +85,11 @@ class OracleLru:
         """Return the evictable keys of a list, the oldest first."""
         return [k for k in reversed(newest_first) if k not in self.pinned | self.held]
 
-    def begin_step(self, layer: int) -> None:
-        """Note that a layer is visited."""
+    def begin_step(self, layer: int, rows: npt.ArrayLike = ()) -> None:
+        """Note that a layer is visited, and by whom."""
+
+    def begin_sequence(self) -> None:
+        """Note that the next tokens do not continue the last ones."""
 
     def expect(self, key: int) -> None:
         """Note which key the next victim is to make room for."""

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy.typing as npt
+
 from tests.helpers.oracle_policies import OracleLru
 
 
@@ -21,7 +23,7 @@ class OracleLrfu(OracleLru):
         self.token = 0
         self.lowest: int | None = None
 
-    def begin_step(self, layer: int) -> None:
+    def begin_step(self, layer: int, rows: npt.ArrayLike = ()) -> None:
         """Count tokens by their lowest layer."""
         if self.lowest is None or layer <= self.lowest:
             self.lowest = layer
@@ -76,7 +78,7 @@ class OracleLeastStale(OracleLru):
         self.lowest: int | None = None
         self.layer: int | None = None
 
-    def begin_step(self, layer: int) -> None:
+    def begin_step(self, layer: int, rows: npt.ArrayLike = ()) -> None:
         """Count passes by their lowest layer."""
         if self.lowest is None or layer <= self.lowest:
             self.lowest = layer

@@ -4,7 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from moecache._echo import Echo
 from moecache.errors import CapacityError
+from tests.helpers.oracle_echo import EchoValues, OracleEchoCache
 from tests.helpers.oracle_ghosts import OracleArc, OracleLecar
 from tests.helpers.oracle_policies import OracleLfru, OracleLfu, OracleLru, OracleSlru
 from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, OracleTinyLfu
@@ -53,10 +57,20 @@ class OracleCache:
         share, rest = divmod(self.capacity, num_layers)
         shares = [share + (layer < rest) for layer in range(num_layers)]
         sizes = [self.capacity] if self.is_global else shares
+        # The compiled values, whose bits are compared; tests/test_echo_oracle.py is about them.
+        self.values: EchoValues | None = None
+        if policy in ("echo", "haz2"):
+            self.values = EchoValues(Echo(num_layers, num_experts, ring=policy == "echo"))
         self.parts = [self._make_policy(policy, i, size) for i, size in enumerate(sizes)]
 
     def acquire(
-        self, layer: int, ids: Sequence[int], *, share: int = -1, drop: bool = False
+        self,
+        layer: int,
+        ids: Sequence[int],
+        *,
+        rows: int = 1,
+        share: int = -1,
+        drop: bool = False,
     ) -> tuple[list[OracleSlot | None], list[int]]:
         """Return the stay of each id, and what misses_out is to hold."""
         bad = [e for e in ids if not 0 <= e < self.num_experts]
@@ -77,7 +91,7 @@ class OracleCache:
         left = max(0, share - len(hits) - len(joined))
         admitted = len(wanted) if share < 0 else min(len(wanted), left, room)
 
-        part.begin_step(layer)
+        part.begin_step(layer, np.reshape(ids, (rows, -1)))
         for expert in hits + joined:
             self._count(layer, expert, hit=expert in hits)
             part.access(self._local(layer, expert))
@@ -145,6 +159,11 @@ class OracleCache:
         for part in self.parts:
             part.recount()
 
+    def begin_sequence(self) -> None:
+        """Tell the policies."""
+        for part in self.parts:
+            part.begin_sequence()
+
     def fair_share(self, layer: int) -> int:
         """Return the slots a layer has, or would have if all had the same."""
         share = max(1, self.capacity // self.num_layers)
@@ -162,6 +181,8 @@ class OracleCache:
     def _make_policy(self, policy: str, index: int, size: int) -> OracleLru:
         if policy in SIMPLE:
             return SIMPLE[policy](size)
+        if self.values is not None:
+            return OracleEchoCache(size, self.values, layer=None if self.is_global else index)
         if policy == "least-stale":
             return OracleLeastStale(size, num_experts=self.num_experts)
         if size == 1:

@@ -90,7 +90,7 @@ def test_record_makes_a_sequence_per_prompt(
     assert first.phase.tolist() == [0] * 5 + [1] * 3 + [0] * 9 + [1] * 3
     assert first.sequence.tolist() == [0] * 8 + [1] * 12
     assert second.digest == first.digest
-    assert (first.metadata["policy"], second.metadata["policy"]) == ("slru", "lfu")
+    assert (first.metadata["policy"], second.metadata["policy"]) == ("echo", "lfu")
 
 
 def test_the_shipped_trace_is_that_of_its_command(tmp_path: Path) -> None:

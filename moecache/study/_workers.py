@@ -141,7 +141,7 @@ def run_cluster(
             for number, cell in enumerate(cells)
         }
         try:
-            for future in distributed.as_completed(list(futures)):
+            for future in distributed.as_completed(list(futures), loop=client.loop):
                 failed = future.exception()
                 yield futures[future], future.result() if failed is None else failed
         finally:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -122,6 +123,7 @@ def test_a_failing_cell_is_reported_after_the_others_are_done() -> None:
     assert where == {"trace": "two", "policy": "Failing", "scope": "global", "capacity": 24}
     assert isinstance(error, RuntimeError)
     assert isinstance(caught.value.__cause__, RuntimeError)
+    assert pickle.loads(pickle.dumps(caught.value)).failures[0][0] == where
 
 
 def test_a_capacity_that_one_trace_cannot_have_fails_alone() -> None:

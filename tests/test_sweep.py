@@ -15,6 +15,7 @@ import pytest
 from moecache.errors import ConfigError, FormatError, MissingDependencyError, StoreError, SweepError
 from moecache.study import Table, Trace, replay, sweep
 from moecache.study._journal import HEADER
+from moecache.study._workers import can_be_sent
 from tests.helpers.routing import ScriptedLru, random_trace
 
 POLICIES = ("lru", "echo", "belady")
@@ -140,6 +141,15 @@ def test_processes_give_the_same() -> None:
     found = sweep(traces(), (*POLICIES, ScriptedLru), ("25%", "50%"), processes=2)
 
     assert figures(found) == figures(expected)
+
+
+def test_a_program_from_a_pipe_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have to import it."""
+    assert can_be_sent(["lru", ScriptedLru])
+    assert not can_be_sent(["lru", lambda: 0])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
+    assert not can_be_sent(["lru"])
 
 
 def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:

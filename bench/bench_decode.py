@@ -56,7 +56,7 @@ def test_decode(small: bool, table: Table) -> None:
             seconds[policy].append(spent)
     lines = [
         f"{num_tokens} tokens, medians of {rounds}",
-        f"{'':6} {'ms per token':>13} {'of lru':>7} {'hit rate':>9} {'MiB read':>9} {'waited ms':>10}",
+        f"{'':6} {'ms per token':>13} {'of lru':>7} {'hit rate':>9} {'MiB read':>9} {'wait ms':>7}",
     ]
     ratios = {}
     for policy, spent in seconds.items():
@@ -65,7 +65,7 @@ def test_decode(small: bool, table: Table) -> None:
         stats = counted[policy]
         lines.append(
             f"{policy:6} {1e3 * median(spent):13.3f} {ratios[policy]:7.3f} {stats.hit_rate:9.4f} "
-            f"{stats.bytes_read / 2**20:9.1f} {stats.stall_ns / 1e6:10.1f}"
+            f"{stats.bytes_read / 2**20:9.1f} {stats.stall_ns / 1e6:7.1f}"
         )
     table("decode with a quarter of the experts in memory", lines)
     if not small:

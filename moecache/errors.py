@@ -10,7 +10,10 @@ MoeCacheError
     └── ExpertNotFoundError (LookupError) the file has no such expert
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class MoeCacheError(Exception):
@@ -40,11 +43,15 @@ class SweepError(MoeCacheError):
     """
 
     def __init__(
-        self, message: str, table: Any, failures: list[tuple[dict[str, Any], Exception]]
+        self, message: str, table: "Any", failures: "list[tuple[dict[str, Any], Exception]]"
     ) -> None:
         super().__init__(message)
         self.table = table
         self.failures = failures
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        """Survive the way from another process."""
+        return type(self), (str(self), self.table, self.failures)
 
 
 class StoreError(MoeCacheError):

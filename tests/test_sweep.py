@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from moecache.errors import ConfigError, FormatError, MissingDependencyError, StoreError, SweepError
 from moecache.study import Table, Trace, replay, sweep
 from moecache.study._journal import HEADER
+from moecache.study._workers import can_be_sent
 from tests.helpers.routing import ScriptedLru, random_trace
 
 POLICIES = ("lru", "echo", "belady")
@@ -122,6 +124,7 @@ def test_a_failing_cell_is_reported_after_the_others_are_done() -> None:
     assert where == {"trace": "two", "policy": "Failing", "scope": "global", "capacity": 24}
     assert isinstance(error, RuntimeError)
     assert isinstance(caught.value.__cause__, RuntimeError)
+    assert pickle.loads(pickle.dumps(caught.value)).failures[0][0] == where
 
 
 def test_a_capacity_that_one_trace_cannot_have_fails_alone() -> None:
@@ -138,6 +141,15 @@ def test_processes_give_the_same() -> None:
     found = sweep(traces(), (*POLICIES, ScriptedLru), ("25%", "50%"), processes=2)
 
     assert figures(found) == figures(expected)
+
+
+def test_a_program_from_a_pipe_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have to import it."""
+    assert can_be_sent(["lru", ScriptedLru])
+    assert not can_be_sent(["lru", lambda: 0])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
+    assert not can_be_sent(["lru"])
 
 
 def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:

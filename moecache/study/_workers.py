@@ -2,8 +2,10 @@
 
 import contextlib
 import multiprocessing
+import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -52,8 +54,13 @@ def run_here(cells: Sequence[Cell], traces: Mapping[str, Trace]) -> Iterator[tup
 
 
 def can_be_sent(policies: Sequence[Any]) -> bool:
-    """Return whether other processes can have the policies."""
-    return all(_pickled(policy) is not None for policy in policies)
+    """Return whether other processes can be started, and have the policies."""
+    main = sys.modules["__main__"]
+    # A new process imports the program, which it cannot if that came from a pipe.
+    file = None if getattr(main, "__spec__", None) else getattr(main, "__file__", None)
+    return (file is None or os.path.isfile(file)) and all(
+        _pickled(policy) is not None for policy in policies
+    )
 
 
 def run_processes(
@@ -141,7 +148,7 @@ def run_cluster(
             for number, cell in enumerate(cells)
         }
         try:
-            for future in distributed.as_completed(list(futures)):
+            for future in distributed.as_completed(list(futures), loop=client.loop):
                 failed = future.exception()
                 yield futures[future], future.result() if failed is None else failed
         finally:

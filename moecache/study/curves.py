@@ -52,7 +52,7 @@ class MissRatioCurve:
 def miss_ratio_curve(trace: Trace, *, scope: str = "global") -> MissRatioCurve:
     """Return LRU's miss ratio at every capacity, by stack distances.
 
-    One pass over the trace (Mattson, Gecsei, Slutz and Traiger 1970, IBM Systems
+    One pass over the trace (Mattson et al. 1970, IBM Systems
     Journal 9(2)). Exact for an LRU that looks a request's experts up together and
     then moves them up in the router's order; a replay moves hits before misses and
     differs in the fourth digit. For capacities of at least a step's experts; steps of

@@ -1,0 +1,199 @@
+"""`moecache replay`: tables, files, advice, and what it says of wrong values."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from moecache import cli
+from moecache.settings import POLICIES
+from moecache.study import load_any, recommend, replay, sweep
+from tests.helpers.routing import random_trace
+
+ROOT = Path(__file__).parents[1]
+TINY = str(ROOT / "examples" / "traces" / "tiny_moe.npz")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Return the name of a file with a small trace that does not say what an expert takes."""
+    random_trace(shape=(60, 4, 3)).save(tmp_path / "run.npz")
+    return str(tmp_path / "run.npz")
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """Return the cells of a table's rows by the first one."""
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    return {row[0]: row[1:] for row in cells if row}
+
+
+def test_the_table_has_policies_by_capacities(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the defaults: five policies at three shares, Belady last, bytes where known."""
+    assert cli.main(["replay", TINY]) == 0
+    shown = capsys.readouterr()
+
+    rows = rows_of(shown.out)
+    assert list(rows) == ["lru", "slru", "lfru", "echo", "belady (the optimum)"]
+    expected = [replay(load_any(TINY), "echo", share).hit_rate for share in (0.125, 0.25, 0.5)]
+    assert rows["echo"] == [f"{rate:.1%}" for rate in expected]
+    assert "tiny_moe, scope global: hit rates (a token uses 32 of 256 experts, 12.5%)" in shown.out
+    assert "64 slots" in shown.out
+    assert "3.00 MiB" in shown.out
+    assert shown.err == ""
+
+
+def test_policies_capacities_and_scopes_are_lists(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JSON has a row for each, as `sweep` gives them; `all` is every policy."""
+    options = ["--policy", "all", "--capacity", "16,25%", "--scope", "global,layer"]
+    assert cli.main(["replay", trace, *options, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+
+    expected = sweep(trace, (*POLICIES, "belady"), (16, "25%"), scopes=("global", "layer"))
+    assert [{**row, "seconds": 0} for row in rows] == [{**row, "seconds": 0} for row in expected]
+
+
+def test_memory_becomes_slots_of_each_trace(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the trace's own expert size, or the one that is given for all."""
+    options = ["--policy", "lru", "--json"]
+    assert cli.main(["replay", TINY, "--memory", "1MiB,50%", *options]) == 0
+    assert [row["capacity"] for row in json.loads(capsys.readouterr().out)] == [21, 128]
+    given = ["--memory", "64KiB", "--expert-bytes", "2KiB"]
+    assert cli.main(["replay", trace, TINY, *given, *options]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["trace"], row["capacity"]) for row in rows] == [("run", 32), ("tiny_moe", 32)]
+
+
+def test_layers_are_shown_on_request(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row per layer in a table of its own, or a list in JSON."""
+    options = ["--policy", "lru,echo", "--capacity", "24", "--per-layer"]
+    assert cli.main(["replay", trace, *options]) == 0
+    text = capsys.readouterr().out
+    rates = replay(load_any(trace), "echo", 24).per_layer
+    assert [rows_of(text)[str(layer)][1] for layer in range(4)] == [f"{r:.1%}" for r in rates]
+    assert cli.main(["replay", trace, *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[1]["layer_hit_rates"] == rates.tolist()
+
+
+def test_figures_are_written_to_files(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CSV beside the table; a second run resumes."""
+    kept = tmp_path / "kept.jsonl"
+    options = ["--policy", "lru,lfu", "--resume", str(kept), "--csv", str(tmp_path / "t.csv")]
+    assert cli.main(["replay", trace, *options]) == 0
+    first = (tmp_path / "t.csv").read_text()
+    assert cli.main(["replay", trace, *options]) == 0
+
+    assert (tmp_path / "t.csv").read_text() == first
+    assert len(list(csv.DictReader(first.splitlines()))) == 6
+    assert len(kept.read_text().splitlines()) == 7
+
+
+def test_figures_are_written_as_parquet(trace: str, tmp_path: Path) -> None:
+    """With pandas and pyarrow."""
+    pytest.importorskip("pyarrow")
+    pandas = pytest.importorskip("pandas")
+    assert cli.main(["replay", trace, "--parquet", str(tmp_path / "t.parquet")]) == 0
+    assert len(pandas.read_parquet(tmp_path / "t.parquet")) == 15
+
+
+def test_curves_are_drawn(trace: str, tmp_path: Path) -> None:
+    """A picture with an Axes per trace and scope."""
+    pytest.importorskip("matplotlib")
+    name = tmp_path / "curves.png"
+    options = ["--scope", "global,layer", "--plot", str(name)]
+    assert cli.main(["replay", trace, TINY, *options]) == 0
+    assert name.read_bytes().startswith(b"\x89PNG")
+
+
+def test_advice_is_recommends(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As text and as JSON; policies and scopes are those to choose from."""
+    assert cli.main(["replay", TINY, "--recommend", "3MiB"]) == 0
+    advice = recommend(load_any(TINY), "3MiB")
+    assert advice.describe() in capsys.readouterr().out
+    options = ["--expert-bytes", "1KiB", "--policy", "lru,lfu", "--scope", "layer", "--json"]
+    assert cli.main(["replay", trace, "--recommend", "24KiB", *options]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["trace"] == "run"
+    assert found["scope"] == "layer"
+    assert {name for name, _, _ in found["candidates"]} == {"lru", "lfu"}
+
+
+def test_processes_work_side_by_side(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the same table."""
+    assert cli.main(["replay", trace]) == 0
+    alone = capsys.readouterr().out
+    assert cli.main(["replay", trace, "--processes", "2"]) == 0
+    assert capsys.readouterr().out == alone
+
+
+def test_a_cluster_works_for_it(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the scheduler's address."""
+    distributed = pytest.importorskip("dask.distributed")
+    assert cli.main(["replay", trace]) == 0
+    alone = capsys.readouterr().out
+    with distributed.LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+    ) as cluster:
+        assert cli.main(["replay", trace, "--cluster", cluster.scheduler_address]) == 0
+    assert capsys.readouterr().out == alone
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--policy best", "--policy: 'best' is not one of all, arc"),
+        ("--policy lru,,lfu", "--policy: 'lru,,lfu' has an empty entry"),
+        ("--scope expert", "--scope: 'expert' is not one of all, global, layer"),
+        ("--capacity x", "--capacity: capacity 'x' is neither"),
+        ("--capacity 0", "--capacity: capacity '0' of 96 experts is 0 slots"),
+        ("--capacity 2 --scope layer", "--capacity: capacity '2' is 2 slots, but scope 'layer'"),
+        ("--memory 1MiB", "--expert-bytes: the trace does not say how large an expert is"),
+        ("--memory x --expert-bytes 1KiB", "--memory: 'x' is not a size"),
+        ("--memory 1KiB --expert-bytes 1MiB", "--memory: 1.00 KiB holds no expert of 1.00 MiB"),
+        ("--expert-bytes x", "--expert-bytes: 'x' is not a size"),
+        ("--processes -2", "--processes must be 0 or more, got -2"),
+        ("--processes 2 --cluster a:1", "--processes and --cluster exclude each other"),
+        ("--recommend x --expert-bytes 1KiB", "--recommend: 'x' is not a size"),
+        ("--recommend 1MiB", "--expert-bytes: the trace does not say"),
+        ("--recommend 1MiB --plot x.png", "--plot has no meaning with --recommend"),
+        ("--recommend 1MiB --policy belady", "--policy: 'belady' is not one of all"),
+    ],
+)
+def test_wrong_values_name_the_option(
+    trace: str, capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
+    """One line on standard error, nothing on standard output, exit code 2."""
+    assert cli.main(["replay", trace, *options.split()]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"moecache: {message}")
+    assert shown.err.count("\n") == 1
+
+
+def test_wrong_pictures_name_the_option(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is replayed."""
+    pytest.importorskip("matplotlib")
+    assert cli.main(["replay", trace, "--plot", "x.doc"]) == 2
+    assert "--plot: 'x.doc' does not end in one of" in capsys.readouterr().err
+
+
+def test_what_fails_is_a_line(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files that are not there, are no trace, or cannot be written: exit code 1."""
+    other = tmp_path / "other.jsonl"
+    other.write_text("something else\n")
+    for arguments in (
+        [str(tmp_path / "none.npz")],
+        [str(other)],
+        [trace, "--resume", str(other)],
+        [trace, "--csv", str(tmp_path / "nowhere" / "t.csv")],
+    ):
+        assert cli.main(["replay", *arguments]) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+    assert cli.main(["replay", trace, trace, trace]) == 2
+    assert "is there twice" in capsys.readouterr().err

@@ -401,10 +401,11 @@ cdef class ExpertCache:
 
         Policies that look only at recency and counts take no notice.
         """
-        if self.route_log is not None:
-            self.route_log.mark_sequence()
-        for part in self.partitions:
-            (<Policy>part).begin_sequence()
+        with cython.critical_section(self):
+            if self.route_log is not None:
+                self.route_log.mark_sequence()
+            for part in self.partitions:
+                (<Policy>part).begin_sequence()
 
     @property
     def num_resident(self) -> int:

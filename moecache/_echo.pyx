@@ -16,7 +16,7 @@ from libc.string cimport memset
 import numpy as np
 
 from moecache._ids cimport as_ids, id_at
-from moecache._policy cimport Node, Policy
+from moecache._policy cimport MAX_KEYS, Node, Policy
 
 cnp.import_array()
 
@@ -74,6 +74,10 @@ cdef class Echo:
             raise ValueError(
                 f"num_layers must be at least 1 and num_experts 1 to {MAX_EXPERTS}, "
                 f"got {num_layers} and {num_experts}"
+            )
+        if num_layers * <int64_t>num_experts > MAX_KEYS:
+            raise ValueError(
+                f"{num_layers} layers of {num_experts} experts are more than {MAX_KEYS}"
             )
         self.num_layers = num_layers
         self.num_experts = num_experts

@@ -2,8 +2,17 @@ cimport cython
 from libc.stdint cimport int32_t, uint64_t
 
 
+# Policies as pointers: without the GIL no reference can be taken, and the list holds them.
+ctypedef void (*BeginPart)(void*) noexcept nogil
+ctypedef void (*RunPart)(
+    void*, void*, int, const int32_t*, Py_ssize_t, int, bint, int32_t*, int32_t*
+) noexcept nogil
+
+
 @cython.final
 cdef class Visit:
+    cdef BeginPart begin_part
+    cdef RunPart run_part
     cdef int num_layers
     cdef int num_experts
     cdef list partitions

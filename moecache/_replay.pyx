@@ -12,12 +12,6 @@ from moecache._policies cimport make_partitions
 from moecache._policy cimport Policy, hold, unhold
 from moecache._python_policy cimport PythonPolicy
 
-# Policies as pointers: without the GIL no reference can be taken, and the list holds them.
-ctypedef void (*BeginPart)(void*) noexcept nogil
-ctypedef void (*RunPart)(
-    void*, void*, int, const int32_t*, Py_ssize_t, int, bint, int32_t*, int32_t*
-) noexcept nogil
-
 cdef enum:
     SIGNALS_EVERY = 4096  # visits between two looks at Ctrl-C
 
@@ -147,6 +141,8 @@ cdef class Visit:
         self.partitions = partitions
         self.counts_owner = counts
         self.counts = counts
+        self.begin_part = <BeginPart><void*>_begin_part
+        self.run_part = <RunPart><void*>_run_part
         self.policies = <void**>calloc(num_layers, sizeof(void*))
         self.seen = <uint64_t*>calloc(num_experts, sizeof(uint64_t))
         self.uses = <int*>calloc(num_experts, sizeof(int))
@@ -181,13 +177,13 @@ cdef class Visit:
         cdef int layer
         for layer in range(self.num_layers):
             if layer == 0 or self.policies[layer] != self.policies[0]:
-                (<BeginPart>_begin_part)(self.policies[layer])
+                self.begin_part(self.policies[layer])
 
     cdef void run(
         self, int layer, const int32_t* ids, Py_ssize_t rows, int k, bint is_global,
         int32_t* hits_out, int32_t* misses_out,
     ) noexcept nogil:
-        (<RunPart>_run_part)(
+        self.run_part(
             self.policies[layer], <void*>self, layer, ids, rows, k, is_global, hits_out, misses_out
         )
 

@@ -5,7 +5,8 @@ layer), and a hook that moves the clock would have to move every expert's last u
 is the very loop to be tested. By reading: it is set back by a multiple of 2**20, so that a token
 keeps its slot of the ring (mod 256) and its quarter of the experts (mod 4); all last uses move
 alike and stop at "never", which like them is of the highest age; rates are at their floor from
-token 1000 on. Once, by hand, over the whole way: 512 values after it had the bits of those before.
+token 1000 on. Tried once without the ring, over the whole way: the 512 values after it had the
+bits of the 512 before.
 """
 
 import numpy as np

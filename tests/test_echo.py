@@ -5,7 +5,8 @@ layer), and a hook that moves the clock would have to move every expert's last u
 is the very loop to be tested. By reading: it is set back by a multiple of 2**20, so that a token
 keeps its slot of the ring (mod 256) and its quarter of the experts (mod 4); all last uses move
 alike and stop at "never", which like them is of the highest age; rates are at their floor from
-token 1000 on. Once, by hand, over the whole way: 512 values after it had the bits of those before.
+token 1000 on. Tried once without the ring, over the whole way: the 512 values after it had the
+bits of the 512 before.
 """
 
 import numpy as np
@@ -362,3 +363,29 @@ def test_a_cache_of_one_slot_per_layer_works(scope: str, ring: bool) -> None:
             assert cache.slot_table[layer, token % 3] >= 0
             assert cache.num_resident <= capacity
             cache.check()
+
+
+@RINGS
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_a_cache_passes_the_boundary_on(scope: str, ring: bool) -> None:
+    """Other experts stay than if the sequence had gone on."""
+    caches = [
+        ExpertCache(2, 32, 16, policy="echo" if ring else "haz2", scope=scope) for _ in range(2)
+    ]
+    rng = np.random.default_rng(0)
+    slots, misses = np.empty(2, np.int32), np.empty(2, np.int32)
+    num_different = 0
+
+    for token in range(300):
+        if token % 30 == 0:
+            caches[1].begin_sequence()
+        for layer in (0, 1):
+            ids = rng.integers(token // 30, token // 30 + 12, 2)
+            for cache in caches:
+                for index in misses[: cache.acquire(layer, ids, slots, misses)].tolist():
+                    cache.publish(int(slots[index]))
+                cache.release(slots)
+        going, ended = (cache.slot_table >= 0 for cache in caches)
+        num_different += int((going != ended).any())
+
+    assert num_different > 0

@@ -143,7 +143,10 @@ def test_victims_are_those_of_the_specification(
     resident: set[int] = set()
     num_victims = num_ties = 0
 
-    for layer, ids in routing(shape, seed=2):
+    for number, (layer, ids) in enumerate(routing(shape, seed=2)):
+        if number % 37 == 36:
+            cache.begin_sequence()
+            oracle.begin_sequence()
         slots, misses = np.empty(ids.size, np.int32), np.empty(ids.size, np.int32)
         for index in misses[: cache.acquire(layer, ids, slots, misses)].tolist():
             cache.publish(int(slots[index]))

@@ -29,7 +29,7 @@ check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/cython-lint moecache/*.pyx moecache/*.pxd
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml \
-		moecache._policy moecache._arc moecache._echo moecache._fifo moecache._lecar \
+		moecache._policy moecache._arc moecache._echo moecache._echo_cache moecache._fifo moecache._lecar \
 		moecache._lfu moecache._lrfu moecache._slru moecache._stale moecache._tinylfu \
 		moecache._python_policy moecache._profiler moecache._cache moecache._replay \
 		moecache._optimum moecache._prefault moecache._reader moecache._route_log

@@ -24,7 +24,7 @@ from bench.traces import NUM_EXPERTS, NUM_LAYERS, TOP_K, routing_trace
 from moecache import ExpertCache
 
 CAPACITY = NUM_LAYERS * NUM_EXPERTS // 2
-POLICIES = ["slru", "lru", "slru-lfu", "lfu", "lfru"]
+POLICIES = ["lru", "slru", "slru-lfu", "lfu", "lfru", "haz2", "echo"]
 LIBRARIES: dict[str, Callable[[int], Any]] = {
     "cachebox": cachebox.LRUCache,
     "cachetools": cachetools.LRUCache,

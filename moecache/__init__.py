@@ -3,7 +3,8 @@
 from moecache import errors, experts, prefault, sizing, study, units
 from moecache._arc import ArcCache
 from moecache._cache import ExpertCache
-from moecache._echo import Echo, EchoCache
+from moecache._echo import Echo
+from moecache._echo_cache import EchoCache
 from moecache._fifo import FifoCache, S3FifoCache, SieveCache
 from moecache._lecar import LecarCache
 from moecache._lfu import LfruCache, LfuCache

@@ -12,6 +12,7 @@
 
 #define ECHO_RING 256
 #define ECHO_AGES 16
+#define ECHO_TIME_DISCOUNT 0.6f /* per token */
 #define ECHO_ALWAYS_INLINE static inline __attribute__((always_inline))
 
 /* Index of the half-octave of a positive number, as a difference to that of 1. */
@@ -93,21 +94,21 @@ ECHO_ALWAYS_INLINE void echo_value_body(
 }
 
 #define ECHO_DEFINE(suffix, attribute)                                                        \
-    attribute static void echo_match##suffix(                                                 \
+    attribute static inline void echo_match##suffix(                                          \
         const uint64_t *restrict masks, const uint64_t *restrict request, int words,          \
         float decay, float gain, float *restrict scores)                                      \
     {                                                                                         \
         echo_match_body(masks, request, words, decay, gain, scores);                          \
     }                                                                                         \
-    attribute static void echo_average##suffix(                                               \
+    attribute static inline void echo_average##suffix(                                        \
         int n, const float *restrict wanted, float fast_rate, float slow_rate, float scale,   \
-        int32_t token, int32_t *restrict last, float *restrict fast,                    \
+        int32_t token, int32_t *restrict last, float *restrict fast,                          \
         float *restrict slow, uint8_t *restrict cells)                                        \
     {                                                                                         \
         echo_average_body(                                                                    \
             n, wanted, fast_rate, slow_rate, scale, token, last, fast, slow, cells);          \
     }                                                                                         \
-    attribute static void echo_value##suffix(                                                 \
+    attribute static inline void echo_value##suffix(                                          \
         int n, const float *restrict history, const float *restrict fast,                     \
         const float *restrict votes, float total, float prior, float discount,                \
         float *restrict own, float *restrict next, float *restrict values)                    \

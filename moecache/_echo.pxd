@@ -1,13 +1,13 @@
 cimport cython
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 
-from moecache._policy cimport Policy
-
 
 cdef extern from "_echo.h" nogil:
     enum:
         ECHO_RING
         ECHO_AGES
+
+    const float ECHO_TIME_DISCOUNT
 
     ctypedef struct EchoLoops:
         void (*match)(
@@ -73,21 +73,3 @@ cdef class Echo:
     cdef void estimate(self, int layer, float total) noexcept nogil
     cdef void forget_all(self) noexcept nogil
     cdef void blend(self) noexcept nogil
-
-
-@cython.final
-cdef class EchoCache(Policy):
-    cdef readonly Echo echo
-    cdef int first_layer       # of this cache's keys
-    cdef int num_layers
-    cdef int num_experts
-    cdef float* discounts      # [echo.num_layers + 1] by layers until a layer's turn comes
-    cdef uint32_t* seen        # [num_layers] the version that `lowest` is of
-    cdef int* lowest           # [num_layers] the evictable key of the lowest value, or -1
-    cdef uint64_t* present     # [num_layers, echo.num_words] keys in the cache
-    cdef float* minima         # [num_layers] its value, or infinity
-
-    cdef void rescan(self, int layer) noexcept nogil
-    cdef void consider(self, int key) noexcept nogil
-    cdef Py_ssize_t word(self, int key) noexcept nogil
-    cdef float value(self, int key) noexcept nogil

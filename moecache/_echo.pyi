@@ -3,8 +3,6 @@ from typing import Self, final
 import numpy as np
 import numpy.typing as npt
 
-from moecache._policy import Policy
-
 @final
 class Echo:
     def __new__(cls, num_layers: int, num_experts: int, *, ring: bool = True) -> Self: ...
@@ -24,11 +22,3 @@ class Echo:
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]: ...
     def begin_sequence(self) -> None: ...
     def reset(self) -> None: ...
-
-@final
-class EchoCache(Policy):
-    def __new__(
-        cls, capacity: int, *, num_keys: int, echo: Echo, layer: int | None = None
-    ) -> Self: ...
-    @property
-    def echo(self) -> Echo: ...

@@ -1,7 +1,8 @@
 """Policies by name: one for all layers, or one for each."""
 
 from moecache._arc cimport ArcCache
-from moecache._echo cimport Echo, EchoCache
+from moecache._echo cimport Echo
+from moecache._echo_cache cimport EchoCache
 from moecache._fifo cimport FifoCache, S3FifoCache, SieveCache
 from moecache._lecar cimport LecarCache
 from moecache._lfu cimport LfruCache, LfuCache

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pytest
 
 from moecache._cache import ExpertCache
-from moecache._echo import Echo, EchoCache
+from moecache._echo import Echo
+from moecache._echo_cache import EchoCache
 from moecache.errors import CapacityError
 
 RINGS = pytest.mark.parametrize("ring", [True, False], ids=["echo", "haz2"])

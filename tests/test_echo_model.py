@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from moecache._echo import Echo, EchoCache
+from moecache._echo import Echo
+from moecache._echo_cache import EchoCache
 from moecache.errors import CapacityError
 from tests.helpers.oracle_echo import EchoValues, OracleEchoCache
 

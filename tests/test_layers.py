@@ -9,11 +9,12 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "moecache"
 
 # The eviction policies: each derives from `_policy`, and `_policies` makes them by name.
-POLICIES = {"_arc", "_echo", "_fifo", "_lecar", "_lfu", "_lrfu", "_slru", "_stale", "_tinylfu"}
+POLICIES = {"_arc", "_echo_cache", "_fifo", "_lecar", "_lfu", "_lrfu", "_slru", "_stale"}
+POLICIES |= {"_tinylfu"}
 FLOORS = [
     {"errors", "units", "settings", "layout"},
     {"_ids", "_policy", "_python_policy", "_policies", "_profiler", "_route_log", *POLICIES}
-    | {"_prefault", "_pieces", "_reader", "gate", "mappings", "host_memory", "regions"},
+    | {"_echo", "_prefault", "_pieces", "_reader", "gate", "mappings", "host_memory", "regions"},
     {"_cache", "_replay", "_optimum", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts"},
     {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry", "study"},
@@ -26,6 +27,9 @@ SIDEWAYS = {
     *((name, "_policy") for name in (*POLICIES, "_python_policy", "_policies")),
     *(("_policies", name) for name in POLICIES),
     ("_echo", "_ids"),
+    ("_echo", "_policy"),
+    ("_echo_cache", "_echo"),
+    ("_policies", "_echo"),
     ("_lecar", "_slru"),
     ("_lrfu", "_slru"),
     ("_python_policy", "_ids"),

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecache._echo import Echo, EchoCache
+from moecache._echo import Echo
+from moecache._echo_cache import EchoCache
 from moecache._lfu import LfruCache
 from moecache._policy import LruCache
 from moecache._slru import SlruCache

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from moecache._echo import EchoCache
+from moecache._echo_cache import EchoCache
 from moecache._policy import Policy
 from moecache._python_policy import PythonPolicy
 from moecache._slru import SlruCache

@@ -31,6 +31,7 @@ from bench.machine import describe_machine
 from bench.traces import routing_trace
 from moecache import packing, prefault
 from moecache._reader import Reader
+from moecache.study import Trace, replay
 from moecache.units import format_bytes, parse_bytes
 
 HIDDEN = 1024
@@ -332,24 +333,9 @@ def belady(
     slots = max((row.get("slots", 0) for row in summary["rows"]), default=0)
     if not slots:
         return None
-    keys = trace + np.arange(trace.shape[1])[:, None] * num_experts
-    steps = keys.reshape(-1, trace.shape[2])
-    following = np.full(steps.shape, len(steps), np.int64)
-    seen: dict[int, int] = {}
-    for at in range(len(steps) - 1, -1, -1):
-        for j, key in enumerate(steps[at].tolist()):
-            following[at, j] = seen.get(key, len(steps))
-            seen[key] = at
-    resident: dict[int, int] = {}
-    hits = 0
-    for at, step in enumerate(steps.tolist()):
-        hits += at >= num_warm * trace.shape[1] and sum(key in resident for key in step)
-        for key, then in zip(step, following[at].tolist(), strict=True):
-            if key not in resident and len(resident) >= slots:
-                candidates = (k for k in resident if k not in step)
-                del resident[max(candidates, key=resident.__getitem__)]
-            resident[key] = then
-    return hits / (steps.size - num_warm * trace.shape[1] * trace.shape[2])
+    found = replay(Trace(trace, num_experts=num_experts), "belady", slots)
+    hits, misses = found.hits[num_warm:].sum(), found.misses[num_warm:].sum()
+    return float(hits / (hits + misses))
 
 
 def table(summary: dict[str, Any]) -> list[str]:

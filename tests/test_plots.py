@@ -35,7 +35,7 @@ def lines(ax: object) -> dict[str, np.ndarray]:
 
 
 def test_miss_ratio_curves_are_those_of_the_replays() -> None:
-    """LRU at every capacity, the others at the fractions; the line is one token's cycle."""
+    """LRU wherever a step fits, the others at the fractions; the line is one token's cycle."""
     trace = random_trace()
 
     ax = plots.miss_ratio_curves(trace, ("lru", "echo", "belady"), fractions=(0.25, 0.5))
@@ -43,8 +43,8 @@ def test_miss_ratio_curves_are_those_of_the_replays() -> None:
     drawn = lines(ax)
     curve = miss_ratio_curve(trace)
     assert list(drawn) == ["lru", "echo", "belady"]
-    assert drawn["lru"][:, 0].tolist() == (100 * curve.capacities / 96).tolist()
-    assert drawn["lru"][:, 1].tolist() == curve.miss_ratios.tolist()
+    assert drawn["lru"][:, 0].tolist() == (100 * curve.capacities[2:] / 96).tolist()
+    assert drawn["lru"][:, 1].tolist() == curve.miss_ratios[2:].tolist()
     for name in ("echo", "belady"):
         rates = [1 - replay(trace, name, share).hit_rate for share in (0.25, 0.5)]
         assert drawn[name].tolist() == [[25, rates[0]], [50, rates[1]]]
@@ -72,6 +72,17 @@ def test_curves_of_scope_layer_leave_out_what_cannot_be_split() -> None:
     """The default fractions begin where each layer has a slot."""
     ax = plots.miss_ratio_curves(random_trace(), ("echo",), scope="layer")
     assert lines(ax)["echo"][0, 0] == pytest.approx(100 * 6 / 96)
+
+
+def test_below_a_steps_experts_lru_is_replayed() -> None:
+    """There stack distances do not hold: a layer with two slots still finds some of three."""
+    trace = random_trace()
+    drawn = lines(plots.miss_ratio_curves(trace, ("lru",), scope="layer"))["lru"]
+    slots = np.rint(drawn[:, 0] * 96 / 100).astype(int).tolist()
+    assert slots == [6, 9, 12, *range(16, 97, 4)]
+    for place in range(2):
+        done = replay(trace, "lru", slots[place], scope="layer")
+        assert drawn[place, 1] == 1 - done.hit_rate
 
 
 def test_a_given_axes_is_drawn_into() -> None:

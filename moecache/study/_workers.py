@@ -1,17 +1,13 @@
 """Where a sweep's cells run: in this process, in others, or on a Dask cluster."""
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from typing import Any
 
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
@@ -75,6 +71,11 @@ def run_processes(
     MoeCacheError
         If a process died.
     """
+    # Here, because they take a tenth of the time of `import moecache`.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from concurrent.futures.process import BrokenProcessPool
+
     packed: dict[int, bytes] = {}
     for cell in cells:
         data = _pickled(cell.policy)
@@ -172,6 +173,8 @@ _traces: dict[str, Trace] = {}
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
     """Keep Ctrl-C for later, also in the processes that are started: until `_set_up`."""
+    from multiprocessing import resource_tracker
+
     # Starting this one would let Ctrl-C through again.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -39,7 +39,7 @@ def miss_ratio_curves(
     """Draw the miss ratios of policies by the share of the experts that is in memory.
 
     A grey line stands where one token's experts over all layers would just fit. LRU is drawn
-    at every capacity, the others at `fractions`.
+    at every capacity that a step fits into, the others at `fractions`.
 
     Parameters
     ----------
@@ -73,9 +73,8 @@ def miss_ratio_curves(
     for policy in policies:
         name = policy_name(policy)
         if policy == "lru":
-            curve = miss_ratio_curve(trace, scope=scope)
             style = {**styles[name], "marker": ""}
-            ax.plot(100 * curve.capacities / total, curve.miss_ratios, label=name, **style)
+            ax.plot(*_lru_curve(trace, shares, scope), label=name, **style)
             continue
         found = [1 - done.hit_rate for done in replays[name]]
         slots = [100 * done.capacity / total for done in replays[name]]
@@ -208,9 +207,9 @@ def gap_shares(table: Table, *, scope: str = "global", ax: Any = None) -> Any:
         raise ConfigError(
             f"no row of scope {scope!r} has a gap; sweep other policies with lru and belady"
         )
-    ax = _axes(ax)
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     clusters = list(dict.fromkeys((row["trace"], row["capacity"]) for row in rows))
+    ax = _axes(ax, max(7, 2 + 0.7 * len(clusters)))
     shares = {(row["trace"], row["capacity"]): row["fraction"] for row in rows}
     values = {(row["policy"], row["trace"], row["capacity"]): row["gap_share"] for row in rows}
     styles = _styles(policies)
@@ -274,13 +273,29 @@ def _missing() -> MissingDependencyError:
     )
 
 
-def _axes(ax: Any) -> Any:
+def _lru_curve(trace: Trace, shares: Sequence[float], scope: str) -> tuple[Any, Any]:
+    """Return percentages of the experts, and LRU's miss ratios with so many in memory.
+
+    By stack distances, which hold from a step's experts on; by replays below.
+    """
+    total = total_experts(trace)
+    curve = miss_ratio_curve(trace, scope=scope)
+    known = curve.capacities >= trace.top_k * (trace.num_layers if scope == "layer" else 1)
+    least = curve.capacities[known][0]
+    below = [replay(trace, "lru", share, scope=scope) for share in shares]
+    below = [done for done in below if done.capacity < least]
+    slots = np.concatenate(([done.capacity for done in below], curve.capacities[known]))
+    ratios = np.concatenate(([1 - done.hit_rate for done in below], curve.miss_ratios[known]))
+    return 100 * slots / total, ratios
+
+
+def _axes(ax: Any, width: float = 7) -> Any:
     if ax is None:
         try:
             from matplotlib import pyplot as plt
         except ImportError as error:
             raise _missing() from error
-        ax = plt.subplots(figsize=(7, 4.2), layout="constrained")[1]
+        ax = plt.subplots(figsize=(width, 4.2), layout="constrained")[1]
     ax.spines["top"].set_visible(False)
     ax.spines["right"].set_visible(False)
     return ax

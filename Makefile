@@ -13,7 +13,7 @@ comma := ,
 stamp = $(VENV)/.moecache-$1$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 install = PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --editable
 
-.PHONY: demo build test check debug sanitize bench bench-small clean
+.PHONY: demo build test check debug sanitize bench bench-small notebooks clean
 
 demo: build ## generate text with the tiny model, a quarter of its experts in memory
 	$(BIN)/moecache demo
@@ -40,6 +40,10 @@ bench: $(call stamp,test) ## compare with other caches, in one run
 
 bench-small: $(call stamp,test) ## run each benchmark once, small
 	$(BIN)/python -m pytest bench --bench-size=small -q
+
+notebooks: ## execute the notebooks in place; nothing of this machine stays in them
+	$(MAKE) build EXTRAS=study,notebooks
+	$(BIN)/python -m notebooks.execute
 
 # A copy of the package beside the release build, for the tests of the compiled core.
 CORE_TESTS = $(wildcard tests/test_policy*.py tests/test_slru*.py tests/test_profiler.py \

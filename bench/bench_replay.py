@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from bench.conftest import Table
-from bench.traces import NUM_EXPERTS, NUM_LAYERS, TOP_K, routing_trace
+from bench.traces import NUM_EXPERTS, NUM_LAYERS, TOP_K, routing_trace, write_oracle_general
 from moecache.study import Trace
 from moecache.study.replay import replay
 
@@ -32,24 +32,11 @@ PAIRS = (
     ("slru", "SLRU", False),
     ("lfu", "LFU", False),
     ("s3-fifo", "S3FIFO", False),
-    ("tinylfu", "WTinyLFU", False),
+    ("w-tinylfu", "WTinyLFU", False),
     ("lecar", "LeCaR", False),
 )
 ALONE = ("slru-lfu", "lfru", "lrfu", "least-stale", "haz2", "echo")
 THREE_TIMES = ("lru", "slru", "lfu", "sieve", "s3-fifo", "belady")
-
-
-def write_oracle_general(path: Path, keys: np.ndarray) -> None:
-    """Write accesses as libCacheSim's oracleGeneral: time, object, size, next access."""
-    order = np.argsort(keys, kind="stable")
-    following = np.full(len(keys), -1, np.int64)
-    same = keys[order[:-1]] == keys[order[1:]]
-    following[order[:-1][same]] = order[1:][same]
-    rows = np.zeros(len(keys), [("time", "<u4"), ("key", "<u8"), ("size", "<u4"), ("next", "<i8")])
-    rows["time"] = np.arange(len(keys))
-    # Its object 0 is special.
-    rows["key"], rows["size"], rows["next"] = keys + 1, 1, following
-    rows.tofile(path)
 
 
 def timed(run: Callable[[], float]) -> tuple[float, float]:

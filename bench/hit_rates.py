@@ -40,9 +40,10 @@ PUBLISHED = {
     "belady": ".590 .774 .928  .765 .876 .916  .782 .893 .917  .790 .885 .907",
 }
 EXACT = ("lru", "lru, per layer", "lfu", "belady")
-# The published figures have three digits; and their LRU's order within a request is not known:
-# three cells are 0.00053 and 0.00054 off.
-ROUNDING, TOLERANCE = 0.00055, 0.003
+# The published figures have three digits. Four cells are up to 0.00005 further off: LRU, whose
+# order within a request is not published (cachetools, hits first, agrees with ours to the last
+# hit), and one of Belady, where ours is the optimum by exhaustive search (tests/test_replay.py).
+ROUNDING, BEYOND, TOLERANCE = 0.0005, 0.00005, 0.003
 RECALL = {
     "nvmoe-olmoe": (0.73, 0.87),
     "bigmoe-gemma": (0.62, 0.80),
@@ -69,7 +70,7 @@ def rates(traces: dict[str, Trace], policy: str, scope: str) -> list[list[float]
 
 def compare(name: str, found: list[list[float]]) -> list[str]:
     """Return where the published figures are missed."""
-    limit = ROUNDING if name in EXACT else TOLERANCE
+    limit = ROUNDING + BEYOND if name in EXACT else TOLERANCE
     published = np.array(PUBLISHED[name].split(), float).reshape(len(NAMES), len(FRACTIONS))
     return [
         f"{name}, {NAMES[i]} at {FRACTIONS[j]:.1%}: {found[i][j]:.4f}, not {published[i, j]}"
@@ -77,10 +78,12 @@ def compare(name: str, found: list[list[float]]) -> list[str]:
     ]
 
 
-def gptoss_rates(directory: Path) -> dict[int, tuple[float, float]]:
-    """Return LRU's and Belady's hits, in percent of what the decoded tokens ask for.
+def gptoss_rates(directory: Path) -> dict[int, tuple[float, float, float]]:
+    """Return the hits of two LRUs and of Belady, in percent of what the decoded tokens ask for.
 
     The prompt comes first, as one request per layer for all that its tokens use there.
+    The first LRU moves a request's experts to the top in the order of their ids, which gives
+    the published figures; the second moves hits before misses, as a replay and the cache do.
     """
     trace = Trace.load(directory / "bigmoe-gptoss.npz")
     prompt, decoded = trace.prefill().experts, trace.decode().experts
@@ -101,23 +104,28 @@ def gptoss_rates(directory: Path) -> dict[int, tuple[float, float]]:
     found = {}
     for mebibytes in GPTOSS:
         slots = mebibytes * 2**20 // GPTOSS_EXPERT_BYTES
-        lru = curve.hit_rate(slots) * num_accesses / num_decoded
-        found[mebibytes] = (100 * lru, 100 * replay(requests, "belady", slots).per_phase["decode"])
+        by_id = curve.hit_rate(slots) * num_accesses / num_decoded
+        hits_first, belady = (
+            replay(requests, policy, slots).per_phase["decode"] for policy in ("lru", "belady")
+        )
+        found[mebibytes] = (100 * by_id, 100 * hits_first, 100 * belady)
     return found
 
 
-def batch_rates(traces: dict[str, Trace]) -> dict[str, tuple[float, float, float]]:
-    """Return LRU, ECHO and Belady on four parts of one trace, taken as a batch of four."""
+def batch_rates(traces: dict[str, Trace], *, together: bool) -> dict[str, list[float]]:
+    """Return LRU, ECHO and Belady on the four quarters of each trace by turns, at a quarter.
+
+    `together`: four rows are one step, as in a batch, which admits no more than its layer's
+    fair share. Otherwise each row is a step: all that changes is that rows that follow each
+    other are not consecutive tokens.
+    """
     found = {}
     for name, trace in traces.items():
         quarter = trace.num_tokens // 4
-        parts = [trace[i * quarter : (i + 1) * quarter] for i in range(4)]
-        rows = interleave(parts)
-        # One row a step: what a batch costs is that its rows are not consecutive tokens.
-        mixed = Trace(rows.experts, num_experts=rows.num_experts)
-        found[name] = tuple(
-            replay(mixed, policy, 0.25).hit_rate for policy in ("lru", "echo", "belady")
-        )
+        mixed = interleave([trace[i * quarter : (i + 1) * quarter] for i in range(4)])
+        if not together:
+            mixed = Trace(mixed.experts, num_experts=mixed.num_experts)
+        found[name] = [replay(mixed, policy, 0.25).hit_rate for policy in ("lru", "echo", "belady")]
     return found
 
 
@@ -144,14 +152,12 @@ def main(argv: list[str] | None = None) -> int:
         found = rates(traces, policy, scope)
         name = policy if scope == "global" else f"{policy}, per layer"
         results[name] = found
-        table.add_row(name, *(" ".join(f"{rate:.3f}" for rate in row) for row in found))
+        table.add_row(name, *(" ".join(f"{rate:.4f}" for rate in row) for row in found))
         if name in PUBLISHED:
             missed += compare(name, found)
     console.print(table)
 
-    table = Table(
-        "trace", "ECHO @k", "@2k", title="share of the next layer's experts that are named"
-    )
+    table = Table("trace", "ECHO @k", "@2k", title="the next layer's experts, named before")
     for name, trace in traces.items():
         found_recall = recall(trace)
         pair = (found_recall.at_k, found_recall.at_2k)
@@ -165,27 +171,26 @@ def main(argv: list[str] | None = None) -> int:
     console.print(table)
 
     if (arguments.traces / "bigmoe-gptoss.npz").is_file():
-        table = Table("MiB", "LRU", "Belady", title="gpt-oss-120b, decoded tokens, percent")
-        for mebibytes, pair in gptoss_rates(arguments.traces).items():
-            table.add_row(str(mebibytes), *(f"{share:.1f}" for share in pair))
-            results[f"gpt-oss {mebibytes} MiB"] = pair
-            if tuple(round(share, 1) for share in pair) != GPTOSS[mebibytes]:
-                missed.append(f"gpt-oss at {mebibytes} MiB: {pair}, published {GPTOSS[mebibytes]}")
+        table = Table(
+            "MiB", "LRU, by id", "hits first", "Belady", title="gpt-oss-120b, decoded, percent"
+        )
+        for mebibytes, (by_id, hits_first, belady) in gptoss_rates(arguments.traces).items():
+            table.add_row(str(mebibytes), f"{by_id:.1f}", f"{hits_first:.1f}", f"{belady:.1f}")
+            results[f"gpt-oss {mebibytes} MiB"] = (by_id, hits_first, belady)
+            if (round(by_id, 1), round(belady, 1)) != GPTOSS[mebibytes]:
+                missed.append(
+                    f"gpt-oss at {mebibytes} MiB: {by_id}, {belady}, not {GPTOSS[mebibytes]}"
+                )
         console.print(table)
 
-    table = Table(
-        "trace",
-        "LRU",
-        "ECHO",
-        "Belady",
-        "share of the gap",
-        title="four quarters of a trace by turns, at 25 %",
-    )
-    for name, (lru, echo, belady) in batch_rates(traces).items():
-        share = (echo - lru) / (belady - lru)
-        results[f"batch of 4 {name}"] = (lru, echo, belady, share)
-        table.add_row(name, f"{lru:.3f}", f"{echo:.3f}", f"{belady:.3f}", f"{share:.2f}")
-    console.print(table)
+    for together in (False, True):
+        title = "four rows a step" if together else "a row a step"
+        table = Table("trace", "LRU", "ECHO", "Belady", "of the gap", title=f"batch of 4, {title}")
+        for name, (lru, echo, belady) in batch_rates(traces, together=together).items():
+            share = (echo - lru) / (belady - lru)
+            results[f"batch of 4, {title}: {name}"] = (lru, echo, belady, share)
+            table.add_row(name, f"{lru:.3f}", f"{echo:.3f}", f"{belady:.3f}", f"{share:.2f}")
+        console.print(table)
 
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))

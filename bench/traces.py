@@ -1,6 +1,7 @@
-"""Synthetic routing traces with the skew and the stickiness of real ones."""
+"""Synthetic routing traces with the skew and the stickiness of real ones, and their forms."""
 
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 
@@ -104,3 +105,16 @@ def lru_order(trace: np.ndarray, num_experts: int, capacity: int) -> tuple[list[
         keys += hits + misses
         num_hits += len(hits)
     return keys, num_hits
+
+
+def write_oracle_general(path: Path, keys: np.ndarray) -> None:
+    """Write accesses as libCacheSim's oracleGeneral: time, object, size, next access."""
+    order = np.argsort(keys, kind="stable")
+    following = np.full(len(keys), -1, np.int64)
+    same = keys[order[:-1]] == keys[order[1:]]
+    following[order[:-1][same]] = order[1:][same]
+    rows = np.zeros(len(keys), [("time", "<u4"), ("key", "<u8"), ("size", "<u4"), ("next", "<i8")])
+    rows["time"] = np.arange(len(keys))
+    # Its object 0 is special.
+    rows["key"], rows["size"], rows["next"] = keys + 1, 1, following
+    rows.tofile(path)

@@ -14,7 +14,7 @@ from moecache._profiler import AccessProfiler
 from moecache._reader import Reader
 from moecache._slru import SlruCache
 from moecache._stale import LeastStaleCache
-from moecache._tinylfu import TinyLfuCache
+from moecache._tinylfu import WTinyLfuCache
 from moecache.errors import (
     CapacityError,
     ConfigError,
@@ -74,7 +74,7 @@ __all__ = [
     "SlruCache",
     "StoreError",
     "SweepError",
-    "TinyLfuCache",
+    "WTinyLfuCache",
     "Wave",
     "errors",
     "experts",

@@ -42,7 +42,7 @@ cdef class ExpertCache:
         round again; "haz2" the same from each expert's own history alone, at half the
         cost; or one of the known ones: "arc", "fifo", "least-stale", "lecar", "lfru",
         "lfu", "lrfu", "lru", "s3-fifo", "sieve", "slru" (a quarter on probation),
-        "slru-lfu" (evicts the least accessed there), "tinylfu". docs/policies.md
+        "slru-lfu" (evicts the least accessed there), "w-tinylfu". docs/policies.md
         compares them.
     scope : {"global", "layer"}, default "global"
         Whether layers compete for slots, or each has its share (the remainder

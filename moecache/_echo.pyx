@@ -48,8 +48,8 @@ cdef class Echo:
 
     It sees every request of every layer, in the order of the layers; a token begins
     with the lowest one. A step of several rows is as many consecutive tokens: all of
-    them are learned from, only the last is predicted from. It costs about 1.5 us per
-    layer and token with 128 experts, and the same always: no training, no growth.
+    them are learned from, only the last is predicted from. Each layer and
+    token costs the same always, without training or growth: docs/echo.md has figures.
     Not safe for use from two threads at once.
 
     Parameters
@@ -58,7 +58,7 @@ cdef class Echo:
         Shape of the model, each at least 1.
     ring : bool, default True
         Whether similar tokens vote. Without, an expert's own history is all there is:
-        half the cost, and a third of the gain (the policy "haz2").
+        the policy "haz2", at half the cost.
 
     Raises
     ------

@@ -29,7 +29,8 @@ cdef class EchoCache(Policy):
     num_keys : int
         Keys are in [0, num_keys): layer * num_experts + expert, or with `layer` the expert.
     echo : Echo
-        What it learns from. Caches of single layers share one.
+        What it learns from. Caches of single layers share one: `clear` of any of them makes
+        it forget all, and only layer 0's passes the beginning of a sequence on.
     layer : int, optional
         The only layer that this cache is for.
 

@@ -10,7 +10,7 @@ from moecache._lrfu cimport LrfuCache
 from moecache._policy cimport LruCache, Policy
 from moecache._slru cimport SlruCache
 from moecache._stale cimport LeastStaleCache
-from moecache._tinylfu cimport TinyLfuCache
+from moecache._tinylfu cimport WTinyLfuCache
 
 from moecache.errors import ConfigError
 from moecache.settings import POLICIES, SCOPES
@@ -26,7 +26,7 @@ cdef dict SIMPLE = {
     "lru": LruCache,
     "s3-fifo": S3FifoCache,
     "sieve": SieveCache,
-    "tinylfu": TinyLfuCache,
+    "w-tinylfu": WTinyLfuCache,
 }
 
 

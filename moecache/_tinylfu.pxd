@@ -5,7 +5,7 @@ from moecache._policy cimport Policy
 
 
 @cython.final
-cdef class TinyLfuCache(Policy):
+cdef class WTinyLfuCache(Policy):
     cdef readonly int window
     cdef readonly int protected
     cdef int main             # probation and the protected segment together

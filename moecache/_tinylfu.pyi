@@ -3,7 +3,7 @@ from typing import Self, final
 from moecache._policy import Policy
 
 @final
-class TinyLfuCache(Policy):
+class WTinyLfuCache(Policy):
     def __new__(
         cls,
         capacity: int,

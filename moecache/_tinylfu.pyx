@@ -15,7 +15,7 @@ cdef enum:
 
 
 @cython.final
-cdef class TinyLfuCache(Policy):
+cdef class WTinyLfuCache(Policy):
     """W-TinyLFU (Einziger, Friedman and Manes, ACM Trans. Storage 13(4), 2017).
 
     New keys enter a window, an LRU of 1 % of the keys; the rest is a segmented

@@ -28,7 +28,7 @@ POLICIES = (
     "sieve",
     "slru",
     "slru-lfu",
-    "tinylfu",
+    "w-tinylfu",
 )
 SCOPES = ("global", "layer")
 DEFAULT_POLICY = "echo"

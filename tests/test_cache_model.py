@@ -332,7 +332,7 @@ class SlruLfuMachine(CacheMachine):
 class TinyLfuMachine(CacheMachine):
     """W-TinyLFU."""
 
-    policy = "tinylfu"
+    policy = "w-tinylfu"
 
 
 TestLru = CacheMachine.TestCase

@@ -174,7 +174,7 @@ def test_recency_never_evicts_for_a_prefetch(policy: str) -> None:
     assert cache.num_evictions == 1
 
 
-@pytest.mark.parametrize("policy", ["lfu", "lrfu", "slru-lfu", "tinylfu"])
+@pytest.mark.parametrize("policy", ["lfu", "lrfu", "slru-lfu", "w-tinylfu"])
 def test_a_claim_evicts_only_who_was_used_less(policy: str) -> None:
     """As often is not enough."""
     cache = ExpertCache(1, 8, 2, policy=policy)

@@ -9,6 +9,7 @@ gives memory from `new` to `free`.
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import libcachesim
@@ -16,12 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from bench.traces import write_oracle_general
 from moecache._arc import ArcCache
 from moecache._fifo import FifoCache, S3FifoCache, SieveCache
 from moecache._lecar import LecarCache
 from moecache._lfu import LfuCache
 from moecache._policy import LruCache
-from moecache._tinylfu import TinyLfuCache
+from moecache._tinylfu import WTinyLfuCache
+from moecache.study import Trace, replay
 from tests.helpers.oracle_policies import OracleLfu
 from tests.helpers.oracle_queues import OracleS3Fifo
 from tests.test_traces import NUM_EXPERTS, load
@@ -167,7 +170,7 @@ NEAR = {
     "lfu": (LfuCache, libcachesim.LFU, 0.055, CAPACITIES),
     "s3-fifo": (S3FifoCache, libcachesim.S3FIFO, 0.004, CAPACITIES),
     "lecar": (LecarCache, libcachesim.LeCaR, 0.07, CAPACITIES),
-    "tinylfu": (TinyLfuCache, libcachesim.WTinyLFU, 0.008, CAPACITIES[1:]),
+    "w-tinylfu": (WTinyLfuCache, libcachesim.WTinyLFU, 0.008, CAPACITIES[1:]),
 }
 
 
@@ -183,3 +186,19 @@ def test_other_variants_hit_nearly_as_often(policy: str, name: str) -> None:
         expected = libcachesim_hits(make(theirs, capacity), keys)
 
         assert abs(found - expected) <= tolerance * keys.size, (capacity, found, expected)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("name", TRACES)
+def test_belady_hits_as_often(name: str, capacity: int, tmp_path: Path) -> None:
+    """To the last hit, from a trace that says when each key comes again."""
+    keys = trace(name)
+    path = tmp_path / "trace.oracleGeneral"
+    write_oracle_general(path, keys)
+    reader = libcachesim.TraceReader(str(path), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
+    missed, _ = make(libcachesim.Belady, capacity).process_trace(reader)
+    single = Trace(keys.reshape(-1, 1, 1), num_experts=int(keys.max()) + 1)
+
+    found = replay(single, "belady", capacity)
+
+    assert found.num_misses == round(missed * keys.size)

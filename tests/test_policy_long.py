@@ -10,10 +10,10 @@ from moecache._fifo import FifoCache, S3FifoCache, SieveCache
 from moecache._lecar import LecarCache
 from moecache._lrfu import LrfuCache
 from moecache._stale import LeastStaleCache
-from moecache._tinylfu import TinyLfuCache
+from moecache._tinylfu import WTinyLfuCache
 from tests.helpers.oracle_ghosts import OracleArc, OracleLecar
 from tests.helpers.oracle_policies import OracleLru
-from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, OracleTinyLfu
+from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, OracleWTinyLfu
 from tests.helpers.oracle_tokens import OracleLeastStale, OracleLrfu
 
 PAIRS = {
@@ -24,7 +24,7 @@ PAIRS = {
     "lrfu": (LrfuCache, OracleLrfu),
     "s3-fifo": (S3FifoCache, OracleS3Fifo),
     "sieve": (SieveCache, OracleSieve),
-    "tinylfu": (TinyLfuCache, OracleTinyLfu),
+    "w-tinylfu": (WTinyLfuCache, OracleWTinyLfu),
 }
 
 

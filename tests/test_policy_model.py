@@ -14,11 +14,11 @@ from moecache._lfu import LfruCache, LfuCache
 from moecache._lrfu import LrfuCache
 from moecache._policy import LruCache, Policy
 from moecache._stale import LeastStaleCache
-from moecache._tinylfu import TinyLfuCache
+from moecache._tinylfu import WTinyLfuCache
 from moecache.errors import CapacityError
 from tests.helpers.oracle_ghosts import OracleArc, OracleLecar
 from tests.helpers.oracle_policies import OracleLfru, OracleLfu, OracleLru
-from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, OracleTinyLfu
+from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, OracleWTinyLfu
 from tests.helpers.oracle_tokens import OracleLeastStale, OracleLrfu
 
 KEYS = st.integers(0, 15)
@@ -174,8 +174,8 @@ class SieveMachine(PolicyMachine):
 class TinyLfuMachine(PolicyMachine):
     """W-TinyLFU against its oracle."""
 
-    compiled_type = TinyLfuCache
-    oracle_type = OracleTinyLfu
+    compiled_type = WTinyLfuCache
+    oracle_type = OracleWTinyLfu
 
 
 TestLru = PolicyMachine.TestCase

@@ -8,7 +8,7 @@ import pytest
 from moecache._arc import ArcCache
 from moecache._fifo import FifoCache, S3FifoCache, SieveCache
 from moecache._policy import LruCache, Policy
-from moecache._tinylfu import TinyLfuCache
+from moecache._tinylfu import WTinyLfuCache
 
 
 def access(policy: Policy, keys: list[int]) -> list[int]:
@@ -28,7 +28,7 @@ def scan_hits(policy: Policy) -> int:
     return hits
 
 
-@pytest.mark.parametrize("kind", [ArcCache, S3FifoCache, TinyLfuCache])
+@pytest.mark.parametrize("kind", [ArcCache, S3FifoCache, WTinyLfuCache])
 def test_a_scan_does_not_flush_the_hot_keys(kind: Any) -> None:
     """While LRU misses four in ten."""
     assert scan_hits(LruCache(14, num_keys=410)) < 240
@@ -175,7 +175,7 @@ def test_s3_fifo_refuses_a_ratio_out_of_range(ratio: float) -> None:
 
 def test_tinylfu_turns_away_who_is_counted_less() -> None:
     """A newcomer stays in the window until the next one comes, and loses the contest."""
-    policy = TinyLfuCache(4, num_keys=16)
+    policy = WTinyLfuCache(4, num_keys=16)
     assert (policy.window, policy.protected) == (1, 2)
     access(policy, [0, 1, 2, 0, 1, 2, 3])
 
@@ -184,7 +184,7 @@ def test_tinylfu_turns_away_who_is_counted_less() -> None:
 
 def test_tinylfu_admits_who_is_counted_more() -> None:
     """Counts survive eviction: 3 wins when it has come three times."""
-    policy = TinyLfuCache(4, num_keys=16)
+    policy = WTinyLfuCache(4, num_keys=16)
     access(policy, [0, 1, 2, 0, 1, 2])
 
     assert access(policy, [3, 4, 3, 5, 3]) == [3, 4, 3, 5]
@@ -195,14 +195,14 @@ def test_tinylfu_admits_who_is_counted_more() -> None:
 
 def test_tinylfu_gives_a_tie_to_who_is_there() -> None:
     """The candidate leaves."""
-    policy = TinyLfuCache(3, num_keys=16)
+    policy = WTinyLfuCache(3, num_keys=16)
 
     assert access(policy, [0, 1, 2, 3]) == [2]
 
 
 def test_tinylfu_halves_its_counts() -> None:
     """After ten times the capacity, an old favourite is worth half."""
-    fresh, aged = TinyLfuCache(2, num_keys=8), TinyLfuCache(2, num_keys=8)
+    fresh, aged = WTinyLfuCache(2, num_keys=8), WTinyLfuCache(2, num_keys=8)
     access(fresh, [0, 1] + [0] * 12 + [2] * 5)
     access(aged, [0, 1] + [0] * 12 + [2] * 6)  # the 20th use halves: 0 has 6 and 2 has 3
 
@@ -217,4 +217,4 @@ def test_tinylfu_halves_its_counts() -> None:
 def test_tinylfu_refuses_a_ratio_out_of_range(option: str, ratio: float, range_: str) -> None:
     """The message names the option and the figure."""
     with pytest.raises(ValueError, match=rf"{option} must be in {range_}, got {ratio}"):
-        TinyLfuCache(4, num_keys=8, **{option: ratio})
+        WTinyLfuCache(4, num_keys=8, **{option: ratio})

@@ -173,7 +173,7 @@ class OracleS3Fifo(OracleLru):
         self.named = -1
 
 
-class OracleTinyLfu(OracleLru):
+class OracleWTinyLfu(OracleLru):
     """W-TinyLFU with exact counts: a window, probation and a protected segment."""
 
     def __init__(self, capacity: int) -> None:

@@ -11,7 +11,7 @@ from moecache.errors import CapacityError
 from tests.helpers.oracle_echo import EchoValues, OracleEchoCache
 from tests.helpers.oracle_ghosts import OracleArc, OracleLecar
 from tests.helpers.oracle_policies import OracleLfru, OracleLfu, OracleLru, OracleSlru
-from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, OracleTinyLfu
+from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, OracleWTinyLfu
 from tests.helpers.oracle_tokens import OracleLeastStale, OracleLrfu
 
 __all__ = ["OracleCache", "OracleLfru", "OracleLfu", "OracleLru", "OracleSlot", "OracleSlru"]
@@ -26,7 +26,7 @@ SIMPLE: dict[str, type[OracleLru]] = {
     "lru": OracleLru,
     "s3-fifo": OracleS3Fifo,
     "sieve": OracleSieve,
-    "tinylfu": OracleTinyLfu,
+    "w-tinylfu": OracleWTinyLfu,
 }
 
 

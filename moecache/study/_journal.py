@@ -48,6 +48,9 @@ class Journal:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.found: dict[str, dict[str, Any]] = {}
+        # A device or a pipe could be read for ever.
+        if self.path.exists() and not self.path.is_file():
+            raise StoreError(f"{self.path}: is not a regular file; name another to resume")
         try:
             self._file = self.path.open("a+b", buffering=0)
         except OSError as error:
@@ -114,7 +117,9 @@ class Journal:
 
     def _read(self) -> None:
         self._file.seek(0)
-        data = self._file.readall()
+        data = self._file.read(len(HEADER))
+        if data == HEADER:
+            data += self._file.readall()
         if not data.startswith(HEADER):
             if not HEADER.startswith(data):
                 raise FormatError(f"{self.path}: is no file of a sweep; name another to resume")

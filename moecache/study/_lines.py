@@ -245,7 +245,8 @@ def _lines(path: Path, progress: Progress | None) -> Iterator[tuple[str, str]]:
                 if progress is not None and number % _PROGRESS_LINES == 0:
                     progress(done, size)
                 try:
-                    text = line.decode().strip()
+                    # Editors of other systems begin a file with a byte order mark.
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 except UnicodeDecodeError as error:
                     raise FormatError(f"{path}: line {number} is not UTF-8 text") from error
                 if text:

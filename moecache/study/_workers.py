@@ -4,8 +4,10 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,9 @@ from moecache.study.traces import Trace
 
 Figures = dict[str, Any]
 Outcome = Figures | Exception
+
+_ANSWER_SECONDS = 10.0
+_MAX_GREETING_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,7 @@ def run_cluster(
         if isinstance(cluster, distributed.Client):
             client = cluster
         else:
+            _check_scheduler(cluster)
             try:
                 client = stack.enter_context(distributed.Client(cluster, set_as_default=False))
             except (OSError, ValueError) as error:
@@ -165,6 +171,29 @@ def import_distributed() -> Any:
             "sweep(cluster=...) needs Dask; install it with: pip install 'moecache[study]'"
         ) from error
     return distributed
+
+
+def _check_scheduler(address: str) -> None:
+    """Ask before Dask does: its client hangs on what is no address, and on other servers."""
+    try:
+        parts = urllib.parse.urlsplit(address if "://" in address else f"tcp://{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"cluster {address!r}: {error}; write tcp://HOST:PORT") from error
+    if not host or not port:
+        raise ConfigError(f"cluster {address!r} is not an address such as tcp://HOST:PORT")
+    if parts.scheme != "tcp":
+        return
+    try:
+        with socket.create_connection((host, port), timeout=_ANSWER_SECONDS) as connection:
+            # A scheduler speaks first: the number of frames, then their sizes, 8 bytes each.
+            data = connection.recv(8)
+    except OSError as error:
+        raise ConfigError(f"cluster {address!r}: no scheduler answers: {error}") from error
+    if len(data) < 8 or int.from_bytes(data, "little") > _MAX_GREETING_BYTES:
+        raise ConfigError(
+            f"cluster {address!r}: what answers is no Dask scheduler; is it the dashboard's port?"
+        )
 
 
 _traces: dict[str, Trace] = {}

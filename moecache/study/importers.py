@@ -9,6 +9,7 @@
 | `routed-experts` | what vLLM and SGLang return: .npy, .npz, or responses as JSON lines |
 """
 
+import codecs
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -122,9 +123,11 @@ def detect_format(path: str | os.PathLike[str]) -> str:
         If it cannot be read.
     """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise StoreError(f"{path}: is not a regular file; save what comes from a pipe first")
     try:
         with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
+            head = file.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from error
     if head.startswith(b"PK"):

@@ -10,6 +10,8 @@ cdef struct StepHeader:
 
 # What `trace_parts` finds out, and then writes to.
 cdef struct Passes:
+    const char* begin  # of the steps, and their end
+    const char* end
     Py_ssize_t num_rows
     Py_ssize_t top_k
     unsigned char* phase

@@ -2,6 +2,7 @@
 
 cimport cython
 cimport numpy as cnp
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport int16_t, int32_t, int64_t
 from libc.stdlib cimport free, realloc
 
@@ -106,7 +107,8 @@ cdef class RouteLog:
         A pass over the layers begins where the layer's number does not increase,
         the number of rows changes, or a sequence begins. Each of its rows is a row
         of the trace; layers that a pass leaves out are padded with -1, as are ids
-        that are out of range or occur twice in a row.
+        that are out of range or occur twice in a row. What other threads note
+        meanwhile is not in it.
 
         Returns
         -------
@@ -116,10 +118,20 @@ cdef class RouteLog:
             0 for passes of several rows (prefill), 1 for those of one (decode).
         sequence, step : ndarray of int32, shape [num_tokens]
             Which sequence a token belongs to, and which pass.
+
+        Raises
+        ------
+        MemoryError
+            If there is no memory for a copy of the log and the arrays.
         """
         cdef Passes passes
         cdef cnp.ndarray experts, phase, sequence, step
-        passes.phase = NULL
+        cdef bytes noted
+        # Making an array may let another thread run, which appends, clears, or moves the buffer.
+        with cython.critical_section(self):
+            noted = PyBytes_FromStringAndSize(self.data, self.used)
+        passes.begin = PyBytes_AS_STRING(noted)
+        passes.end = passes.begin + len(noted)
         self.scan(&passes, NULL)
         experts = np.full(
             (passes.num_rows, self.num_layers, max(1, passes.top_k)),
@@ -203,15 +215,14 @@ cdef class RouteLog:
 
     cdef void scan(self, Passes* passes, char* experts) noexcept nogil:
         # Counts rows and the widest step first; then, with arrays, writes them.
-        cdef const char* here = self.data
-        cdef const char* end = self.data + self.used
+        cdef const char* here = passes.begin
         cdef const StepHeader* header
         cdef Py_ssize_t first = 0, rows = 0, row, stride = self.num_layers * passes.top_k
         cdef Py_ssize_t width = sizeof(int32_t) if self.wide else sizeof(int16_t)
         cdef int32_t sequence = 0, step = -1, last = -1
         if experts == NULL:
             passes.top_k = 0
-        while here < end:
+        while here < passes.end:
             header = <const StepHeader*>here
             if header.layer < 0:
                 sequence += 1

@@ -1,6 +1,9 @@
 """RouteLog: what is noted, what becomes of it, and what a full log does."""
 
 import random
+import sys
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +133,60 @@ def test_the_log_agrees_with_plain_python() -> None:
 
     assert experts.tolist() == rows
     assert (phase.tolist(), seq.tolist(), numbers.tolist()) == (phases, sequences, steps)
+
+
+def test_steps_noted_while_the_arrays_are_made_are_not_in_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More rows, more choices, a log that was cleared: the arrays have what was there before."""
+    log = RouteLog(2, 64)
+    for layer in range(2):
+        log.record(layer, np.array([[1, 2]]))
+    full = np.full
+
+    def interrupted(*arguments: Any) -> np.ndarray:
+        made: np.ndarray = full(*arguments)
+        log.clear()
+        for _ in range(100):
+            log.record(0, np.zeros((50, 40), np.int32))
+        return made
+
+    monkeypatch.setattr(np, "full", interrupted)
+    experts, phase, _, step = log.trace_parts()
+
+    assert experts.tolist() == [[[1, 2], [1, 2]]]
+    assert (phase.tolist(), step.tolist()) == ([1], [0])
+    assert log.num_steps == 100
+
+
+def test_a_log_is_read_while_another_thread_records() -> None:
+    """Ever wider steps, from a thread that runs between any two calls: each pass is whole."""
+    log = RouteLog(1, 4096)
+    stop = threading.Event()
+
+    def record() -> None:
+        width = 1
+        while not stop.is_set():
+            log.record(0, np.tile(np.arange(width, dtype=np.int32), (2, 1)))
+            width = width % 512 + 1
+            if width == 1:
+                log.clear()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=record)
+    thread.start()
+    try:
+        for _ in range(300):
+            experts, phase, _, step = log.trace_parts()
+            widths = (experts >= 0).sum(2)[:, 0]
+            assert widths.tolist() == (np.arange(len(widths)) // 2 + 1).tolist()
+            assert step.tolist() == (np.arange(len(widths)) // 2).tolist()
+            assert not phase.any()
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(before)
 
 
 def test_a_cache_notes_what_is_acquired() -> None:

@@ -58,6 +58,7 @@ def load_npz(
         phase=trace.phase,
         sequence=trace.sequence,
         step=trace.step,
+        bulk=trace.bulk,
         layers=trace.layers,
         **{**trace.metadata, **metadata},
     )

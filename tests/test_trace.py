@@ -1,8 +1,10 @@
 """Trace: what it takes, what it keeps, and what it makes of a file that lies."""
 
+import copy
 import io
 import json
 import os
+import pickle
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -84,6 +86,30 @@ def test_a_trace_cannot_be_changed_through_its_arrays() -> None:
             array[0] = 1
     with pytest.raises(ValueError, match="read-only"):
         trace[1:].experts[0] = 1
+
+
+def test_a_trace_cannot_be_changed_through_its_names() -> None:
+    """Attributes and metadata are read-only, of the parts of a trace too."""
+    trace = Trace([[[0]], [[1]]], num_experts=4, model="m")
+    for part in (trace, trace[1:], pickle.loads(pickle.dumps(trace)), copy.deepcopy(trace)):
+        for name in ("experts", "metadata", "num_experts", "note"):
+            with pytest.raises(AttributeError, match=f"cannot be changed.*{name}"):
+                setattr(part, name, None)
+        with pytest.raises(AttributeError, match="cannot be changed"):
+            del part.phase
+        with pytest.raises(TypeError):
+            part.metadata["x"] = object()  # type: ignore[index]
+        with pytest.raises(ValueError, match="read-only"):
+            part.bulk[0] = 1
+
+
+@settings(max_examples=10, deadline=None)
+@given(trace=traces())
+def test_copies_and_pickles_are_the_same_trace(trace: Trace) -> None:
+    """Also of another process."""
+    for other in (copy.copy(trace), copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
+        assert other == trace
+        assert other.digest == trace.digest
 
 
 def test_large_models_fit() -> None:

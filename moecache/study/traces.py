@@ -17,9 +17,10 @@ import hashlib
 import html
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +81,8 @@ class Trace:
     experts, phase, sequence, step, bulk, layers : ndarray
         Read-only. `experts` is int16, or int32 if there are more than 32,767.
     num_experts : int
-    metadata : dict
+    metadata : mapping
+        Read-only, as JSON has it.
 
     Raises
     ------
@@ -95,7 +97,7 @@ class Trace:
     step: np.ndarray
     bulk: np.ndarray
     layers: np.ndarray
-    metadata: dict[str, Any]
+    metadata: Mapping[str, Any]
 
     def __init__(
         self,
@@ -179,10 +181,9 @@ class Trace:
             for name, size in zip(_SIZES, experts.shape, strict=True):
                 if meta.pop(name, size) != size:
                     raise ConfigError(f"meta says {name} is not {size}, as experts has it")
-            trace.metadata = clean_metadata({"top_k": trace.top_k, **meta})
+            return trace._with_metadata(meta)
         except ConfigError as error:
             raise FormatError(f"{path}: {error}") from error
-        return trace
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a compressed .npz file, whole or not at all.
@@ -274,6 +275,26 @@ class Trace:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        """Raise: a trace cannot be changed."""
+        raise AttributeError(f"a trace cannot be changed: make another to set {name!r}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        """Raise: a trace cannot be changed."""
+        raise AttributeError(f"a trace cannot be changed: {name!r} stays")
+
+    def __copy__(self) -> Self:
+        """Return the trace itself: it cannot be changed."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled."""
+        return {**vars(self), "metadata": dict(self.metadata)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was pickled, read-only as before."""
+        self._set(**state)
+
     def __repr__(self) -> str:
         model = f" of {self.metadata['model']}" if "model" in self.metadata else ""
         return (
@@ -325,8 +346,6 @@ class Trace:
     ) -> None:
         for array in (experts, phase, sequence, step, bulk, layers):
             array.flags.writeable = False
-        self.experts, self.num_experts, self.layers = experts, num_experts, layers
-        self.phase, self.sequence, self.step, self.bulk = phase, sequence, step, bulk
         vectors = (("phase", phase), ("sequence", sequence), ("step", step), ("bulk", bulk))
         for name, rows in vectors:
             if len(rows) != len(experts):
@@ -335,7 +354,25 @@ class Trace:
             raise ConfigError(
                 f"layers has {len(layers)} numbers, experts has {experts.shape[1]} layers"
             )
-        self.metadata = metadata
+        # Past the __setattr__ that keeps everybody else out.
+        vars(self).update(
+            experts=experts,
+            num_experts=num_experts,
+            phase=phase,
+            sequence=sequence,
+            step=step,
+            bulk=bulk,
+            layers=layers,
+            metadata=MappingProxyType(metadata),
+        )
+
+    def _with_metadata(self, metadata: Mapping[str, Any]) -> Self:
+        # The arrays were checked: they are shared.
+        taken = type(self).__new__(type(self))
+        taken._set(  # noqa: SLF001 - of the same class
+            **{**vars(self), "metadata": clean_metadata({"top_k": self.top_k, **metadata})}
+        )
+        return taken
 
     def _bulk_is_said(self) -> bool:
         # Otherwise the steps' sizes say it.

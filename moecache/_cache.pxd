@@ -40,7 +40,8 @@ cdef class ExpertCache:
     cdef uint64_t* mask         # [num_layers, num_words] resident experts
     cdef int num_words
     cdef uint64_t* seen         # [num_experts] the last call that missed this expert
-    cdef int* uses              # [num_experts] pairs of this call that want it
+    cdef int* uses              # [num_experts] rows of this call that want it
+    cdef Py_ssize_t* last_row   # [num_experts] the last of them
     cdef int* first             # [num_experts] where it came first
     cdef int* missing           # [num_experts] distinct experts that are not resident
     cdef uint64_t* order        # [num_experts] for sorting
@@ -55,6 +56,7 @@ cdef class ExpertCache:
 
     cdef bint is_global
 
+    cdef int share_of(self, int layer) noexcept
     cdef Policy part(self, int layer)
     cdef int local_key(self, int key) noexcept nogil
     cdef void heed_reset(self) noexcept
@@ -65,8 +67,10 @@ cdef class ExpertCache:
     cdef void evict(self, Policy part, int victim, int partition) noexcept nogil
     cdef void free_slot(self, int slot) noexcept nogil
     cdef int count_missing(
-        self, int layer, const void* ids, bint wide, Py_ssize_t n, bint drop
+        self, int layer, const void* ids, bint wide, Py_ssize_t n, Py_ssize_t top_k, bint drop
     ) except -1
+    cdef bint is_bulk(self, int layer, Py_ssize_t rows, Py_ssize_t share) noexcept
+    cdef bint any_valid(self, const void* ids, bint wide, Py_ssize_t n) noexcept
     cdef int plan_claims(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, int num_missing,
         Py_ssize_t share,

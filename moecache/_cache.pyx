@@ -116,6 +116,7 @@ cdef class ExpertCache:
         self.in_flight = <int32_t*>calloc(num_layers * num_experts, sizeof(int32_t))
         self.seen = <uint64_t*>calloc(num_experts, sizeof(uint64_t))
         self.uses = <int*>calloc(num_experts, sizeof(int))
+        self.last_row = <Py_ssize_t*>calloc(num_experts, sizeof(Py_ssize_t))
         self.first = <int*>calloc(num_experts, sizeof(int))
         self.missing = <int*>calloc(num_experts, sizeof(int))
         self.order = <uint64_t*>calloc(num_experts, sizeof(uint64_t))
@@ -123,7 +124,7 @@ cdef class ExpertCache:
             self.abandoned == NULL or self.slots == NULL
             or self.free_slots == NULL or self.in_flight == NULL or self.seen == NULL
             or self.uses == NULL or self.first == NULL or self.missing == NULL
-            or self.order == NULL
+            or self.order == NULL or self.last_row == NULL
         ):
             raise MemoryError(f"no memory for the tables of {capacity} slots")
         memset(self.in_flight, 0xFF, num_layers * num_experts * sizeof(int32_t))
@@ -137,6 +138,7 @@ cdef class ExpertCache:
         free(self.in_flight)
         free(self.seen)
         free(self.uses)
+        free(self.last_row)
         free(self.first)
         free(self.missing)
         free(self.order)
@@ -172,7 +174,7 @@ cdef class ExpertCache:
             `share` left without a slot (slots_out -1).
         share : int, default -1
             Claim slots only until so many of the step's experts have one (those
-            there already count), for the experts that most ids ask for, and no
+            there already count), for the experts that most rows ask for, and no
             more than can be had. -1: claim all or raise.
         ignore_out_of_range : bool, default False
             Drop ids outside [0, num_experts) rather than raise.
@@ -198,6 +200,7 @@ cdef class ExpertCache:
         cdef Py_ssize_t n = cnp.PyArray_SIZE(array)
         cdef int dimensions = cnp.PyArray_NDIM(array)
         cdef Py_ssize_t top_k = cnp.PyArray_DIM(array, dimensions - 1) if dimensions else 1
+        cdef Py_ssize_t rows = n // top_k if top_k else 0
         cdef int num_missing, admitted = 0
         cdef int32_t* out = int32_data(slots_out, n, "slots_out", True)
         cdef int32_t* misses = int32_data(
@@ -205,15 +208,17 @@ cdef class ExpertCache:
         )
         self.checked(layer, 0)
         with cython.critical_section(self):
-            num_missing = self.count_missing(<int>layer, data, wide, n, ignore_out_of_range)
+            num_missing = self.count_missing(
+                <int>layer, data, wide, n, top_k, ignore_out_of_range
+            )
             if num_missing:
                 admitted = self.plan_claims(<int>layer, data, wide, n, num_missing, share)
-            self.part(<int>layer).begin_step(
-                <int>layer, data, wide, n // top_k if top_k else 0, top_k
-            )
+            # A step without experts of ours is none: nor does a replay tell the policy of it.
+            if num_missing or self.any_valid(data, wide, n):
+                self.part(<int>layer).begin_step(<int>layer, data, wide, rows, top_k)
             if self.route_log is not None:
                 self.route_log.append(
-                    <int>layer, data, wide, n // top_k if top_k else 0, top_k
+                    <int>layer, data, wide, rows, top_k, self.is_bulk(<int>layer, rows, share)
                 )
             # The hits first: they must be leased before a victim is chosen.
             self.lease_hits(<int>layer, data, wide, n, out)
@@ -364,9 +369,7 @@ cdef class ExpertCache:
         layers, and later tokens, need.
         """
         self.checked(layer, 0)
-        if self.is_global:
-            return max(1, self.capacity // self.num_layers)
-        return self.part(<int>layer).capacity
+        return self.share_of(<int>layer)
 
     def pin(self, Py_ssize_t layer, Py_ssize_t expert) -> bool:
         """Keep a resident expert until it is unpinned.
@@ -476,6 +479,11 @@ cdef class ExpertCache:
                 problem = part.audit()
                 _require(problem is None, f"partition {index}: {problem}")
 
+    cdef int share_of(self, int layer) noexcept:
+        if self.is_global:
+            return max(1, self.capacity // self.num_layers)
+        return self.part(layer).capacity
+
     cdef Policy part(self, int layer):
         return <Policy>self.partitions[0 if self.is_global else layer]
 
@@ -529,15 +537,18 @@ cdef class ExpertCache:
         self.num_free_slots += 1
 
     cdef int count_missing(
-        self, int layer, const void* ids, bint wide, Py_ssize_t n, bint drop
+        self, int layer, const void* ids, bint wide, Py_ssize_t n, Py_ssize_t top_k, bint drop
     ) except -1:
         # Changes nothing but scratch, so that a bad id leaves the cache as it was.
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, row = 0, row_end = top_k
         cdef int64_t expert
         cdef int count = 0
         cdef const int32_t* table = self.table + layer * self.num_experts
         self.call += 1
         for i in range(n):
+            if i == row_end:
+                row += 1
+                row_end += top_k
             expert = id_at(ids, wide, i)
             if expert < 0 or expert >= self.num_experts:
                 if drop:
@@ -549,10 +560,28 @@ cdef class ExpertCache:
                 self.seen[expert] = self.call
                 self.first[expert] = <int>i
                 self.uses[expert] = 0
+                self.last_row[expert] = -1
                 self.missing[count] = <int>expert
                 count += 1
-            self.uses[expert] += 1
+            # Once per row, as a trace has it: a row with an expert twice is still one token.
+            if self.last_row[expert] != row:
+                self.last_row[expert] = row
+                self.uses[expert] += 1
         return count
+
+    cdef bint is_bulk(self, int layer, Py_ssize_t rows, Py_ssize_t share) noexcept:
+        # With a slot for every expert the fair share is no limit, but the step is the same.
+        cdef Py_ssize_t limit = self.num_experts - 1
+        if rows > 1:
+            limit = max(limit, self.share_of(layer))
+        return 0 <= share <= limit
+
+    cdef bint any_valid(self, const void* ids, bint wide, Py_ssize_t n) noexcept:
+        cdef Py_ssize_t i
+        for i in range(n):
+            if 0 <= id_at(ids, wide, i) < self.num_experts:
+                return True
+        return False
 
     cdef int plan_claims(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, int num_missing,

@@ -1,7 +1,7 @@
 """What a trace allows: Belady's optimum, and LRU at every capacity in one pass."""
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
@@ -32,11 +32,15 @@ cdef class Accesses:
     steps : int64 [num_steps + 1]
         Step s is the rows from steps[s] to steps[s + 1].
     num_experts : int
+    bulk : uint8 [num_steps], optional
+        1 where a step admits no more than its layer's fair share. By default the steps
+        of several rows.
 
     Raises
     ------
     ValueError
-        If an id is out of range, or a step ends before it begins.
+        If an id is out of range, a step ends before it begins, or `bulk` has another
+        length.
     """
 
     cdef int num_layers
@@ -46,11 +50,11 @@ cdef class Accesses:
     cdef int32_t* keys        # [size] layer * num_experts + expert
     cdef int32_t* uses        # [size] rows of the step that ask for it
     cdef Py_ssize_t* bounds   # [num_steps * num_layers + 1] of each visit
-    cdef unsigned char* bulk  # [num_steps] whether a step has several rows
+    cdef unsigned char* bulk  # [num_steps] whether a step keeps to its layer's fair share
 
     def __cinit__(
         self, const int32_t[:, :, ::1] experts not None, const int64_t[::1] steps not None,
-        int num_experts,
+        int num_experts, const uint8_t[::1] bulk=None,
     ):
         cdef Py_ssize_t step, row, position, visit, n = 0
         cdef Py_ssize_t num_rows = experts.shape[0]
@@ -62,6 +66,8 @@ cdef class Accesses:
         self.num_layers = <int>experts.shape[1]
         self.num_experts = num_experts
         self.num_steps = steps.shape[0] - 1
+        if bulk is not None and bulk.shape[0] != self.num_steps:
+            raise ValueError(f"{self.num_steps} steps, {bulk.shape[0]} of bulk")
         for step in range(self.num_steps):
             if not 0 <= steps[step] <= steps[step + 1] <= num_rows:
                 raise ValueError(f"step {step} ends before it begins, or past the trace's end")
@@ -84,7 +90,10 @@ cdef class Accesses:
             visit = 0
             self.bounds[0] = 0
             for step in range(self.num_steps):
-                self.bulk[step] = steps[step + 1] - steps[step] > 1
+                if bulk is None:
+                    self.bulk[step] = steps[step + 1] - steps[step] > 1
+                else:
+                    self.bulk[step] = bulk[step] != 0
                 for layer in range(self.num_layers):
                     for row in range(steps[step], steps[step + 1]):
                         for i in range(k):
@@ -124,8 +133,8 @@ cdef class Accesses:
     ) -> None:
         """Evict whatever is used again the latest (Belady, IBM Systems Journal 5(2), 1966).
 
-        Every miss of a step of one token is admitted, as by any policy; of a step of
-        many the layer's fair share, those that are used again the soonest. A step's own
+        Every miss of a step is admitted, as by any policy; of a bulk step the layer's
+        fair share, those that are used again the soonest. A step's own
         experts are never victims. Blocks, without the GIL.
 
         Parameters

@@ -10,6 +10,7 @@ def replay_policy(
     experts: npt.NDArray[np.int32],
     steps: npt.NDArray[np.int64],
     begins: npt.NDArray[np.uint8],
+    bulk: npt.NDArray[np.uint8],
     num_experts: int,
     capacity: int,
     policy: str | Sequence[Policy],

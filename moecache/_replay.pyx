@@ -20,6 +20,7 @@ def replay_policy(
     const int32_t[:, :, ::1] experts not None,
     const int64_t[::1] steps not None,
     const uint8_t[::1] begins not None,
+    const uint8_t[::1] bulk not None,
     int num_experts,
     int capacity,
     policy,
@@ -30,8 +31,9 @@ def replay_policy(
     """Replay a trace and count hits and misses of each step and layer.
 
     Blocks, without the GIL unless the policy is written in Python. A step's own
-    experts are never victims. Steps of one row admit everything, steps of more
-    rows their layer's fair share, the most used experts first, as `waves` does.
+    experts are never victims. A step admits everything, or, if it is `bulk`, its
+    layer's fair share, the most used experts first. A layer that a step has no id
+    for is not visited.
 
     Parameters
     ----------
@@ -41,6 +43,8 @@ def replay_policy(
         Step s is the rows from steps[s] to steps[s + 1].
     begins : uint8 [num_steps]
         1 where a sequence begins that does not continue the last one.
+    bulk : uint8 [num_steps]
+        1 where a step admits no more than its layer's fair share.
     num_experts, capacity : int
     policy : str, or list of Policy
         A name, or one policy for all layers, or one for each.
@@ -64,8 +68,10 @@ def replay_policy(
     cdef bint is_global = scope == "global"
     cdef const int32_t* ids
     cdef PythonPolicy scripted = None
-    if num_steps < 0 or begins.shape[0] != num_steps:
-        raise ValueError(f"{steps.shape[0]} step bounds and {begins.shape[0]} beginnings")
+    if num_steps < 0 or begins.shape[0] != num_steps or bulk.shape[0] != num_steps:
+        raise ValueError(
+            f"{steps.shape[0]} step bounds, {begins.shape[0]} beginnings, {bulk.shape[0]} bulk"
+        )
     if (
         hits_out.shape[0] != num_steps or misses_out.shape[0] != num_steps
         or hits_out.shape[1] != num_layers or misses_out.shape[1] != num_layers
@@ -101,7 +107,7 @@ def replay_policy(
                         visit.copy_row(row, &experts[begin + row, layer, 0], k)
                     ids = visit.rows
                 visit.run(
-                    layer, ids, steps[step + 1] - begin, k, is_global,
+                    layer, ids, steps[step + 1] - begin, k, bulk[step], is_global,
                     &hits_out[step, layer], &misses_out[step, layer],
                 )
                 visits += 1
@@ -180,11 +186,12 @@ cdef class Visit:
                 self.begin_part(self.policies[layer])
 
     cdef void run(
-        self, int layer, const int32_t* ids, Py_ssize_t rows, int k, bint is_global,
+        self, int layer, const int32_t* ids, Py_ssize_t rows, int k, bint bulk, bint is_global,
         int32_t* hits_out, int32_t* misses_out,
     ) noexcept nogil:
         self.run_part(
-            self.policies[layer], <void*>self, layer, ids, rows, k, is_global, hits_out, misses_out
+            self.policies[layer], <void*>self, layer, ids, rows, k, bulk, is_global,
+            hits_out, misses_out,
         )
 
 
@@ -193,7 +200,7 @@ cdef void _begin_part(Policy part) noexcept nogil:
 
 
 cdef void _run_part(
-    Policy part, Visit visit, int layer, const int32_t* ids, Py_ssize_t rows, int k,
+    Policy part, Visit visit, int layer, const int32_t* ids, Py_ssize_t rows, int k, bint bulk,
     bint is_global, int32_t* hits_out, int32_t* misses_out,
 ) noexcept nogil:
     cdef int base = layer * visit.num_experts if is_global else 0
@@ -220,6 +227,8 @@ cdef void _run_part(
             num_missing += 1
     hits_out[0] = num_hits
     misses_out[0] = num_missing
+    if num_hits + num_missing == 0:
+        return
     part.begin_step(layer, ids, False, rows, k)
     for i in range(num_hits):
         counts[visit.hits[i]] += 1
@@ -227,7 +236,7 @@ cdef void _run_part(
     if num_missing == 0:
         return
     share = visit.num_experts
-    if rows > 1:
+    if bulk:
         share = max(1, part.capacity // visit.num_layers) if is_global else part.capacity
     admitted = min(num_missing, max(0, min(share, part.capacity) - num_hits))
     if repeated:

@@ -1,20 +1,23 @@
 cimport cython
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint32_t
 
 
 cdef struct StepHeader:
     int32_t layer  # -1: a sequence begins here
     int32_t rows
-    int32_t top_k
+    uint32_t width  # 2 * top_k, and 1 if the step kept to its layer's fair share
 
 
 # What `trace_parts` finds out, and then writes to.
 cdef struct Passes:
+    const char* begin  # of the steps, and their end
+    const char* end
     Py_ssize_t num_rows
     Py_ssize_t top_k
     unsigned char* phase
     int32_t* sequence
     int32_t* step
+    unsigned char* bulk
 
 
 @cython.final
@@ -32,7 +35,8 @@ cdef class RouteLog:
     cdef bint between      # no step since the last sequence began
 
     cdef void append(
-        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t top_k
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t top_k,
+        bint bulk,
     ) noexcept nogil
     cdef void mark_sequence(self) noexcept nogil
     cdef Py_ssize_t id_bytes(self, Py_ssize_t n) noexcept nogil

@@ -2,7 +2,8 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport int16_t, int32_t, int64_t
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport int16_t, int32_t, int64_t, uint32_t
 from libc.stdlib cimport free, realloc
 
 import numpy as np
@@ -52,7 +53,7 @@ cdef class RouteLog:
     def __dealloc__(self):
         free(self.data)
 
-    def record(self, Py_ssize_t layer, ids) -> None:
+    def record(self, Py_ssize_t layer, ids, *, bulk=None) -> None:
         """Note a step, as `ExpertCache.acquire` does where it has a log.
 
         Parameters
@@ -60,6 +61,9 @@ cdef class RouteLog:
         layer : int
         ids : ndarray of int32 or int64, shape [..., top_k]
             A row is a token. Ids outside [0, num_experts) are noted as -1.
+        bulk : bool, optional
+            Whether the step admitted no more than its layer's fair share. By default
+            if it has several rows.
 
         Raises
         ------
@@ -72,12 +76,14 @@ cdef class RouteLog:
         cdef Py_ssize_t n = cnp.PyArray_SIZE(array)
         cdef int dimensions = cnp.PyArray_NDIM(array)
         cdef Py_ssize_t top_k = cnp.PyArray_DIM(array, dimensions - 1) if dimensions else 1
+        cdef Py_ssize_t rows = n // top_k if top_k else 0
+        cdef bint shared = rows > 1 if bulk is None else bulk
         if layer < 0 or layer >= self.num_layers:
             raise ValueError(f"layer {layer} is not in [0, {self.num_layers})")
         with cython.critical_section(self):
             self.append(
                 <int>layer, cnp.PyArray_DATA(array), cnp.PyArray_ITEMSIZE(array) == 8,
-                n // top_k if top_k else 0, top_k,
+                rows, top_k, shared,
             )
 
     def begin_sequence(self) -> None:
@@ -104,9 +110,10 @@ cdef class RouteLog:
         """Return the steps as the arrays of a trace.
 
         A pass over the layers begins where the layer's number does not increase,
-        the number of rows changes, or a sequence begins. Each of its rows is a row
-        of the trace; layers that a pass leaves out are padded with -1, as are ids
-        that are out of range or occur twice in a row.
+        the number of rows or `bulk` changes, or a sequence begins. Each of its rows
+        is a row of the trace; layers that a pass leaves out are padded with -1, as
+        are ids that are out of range or occur twice in a row. What other threads
+        note meanwhile is not in it.
 
         Returns
         -------
@@ -116,10 +123,22 @@ cdef class RouteLog:
             0 for passes of several rows (prefill), 1 for those of one (decode).
         sequence, step : ndarray of int32, shape [num_tokens]
             Which sequence a token belongs to, and which pass.
+        bulk : ndarray of uint8, shape [num_tokens]
+            1 for passes that admitted no more than each layer's fair share.
+
+        Raises
+        ------
+        MemoryError
+            If there is no memory for a copy of the log and the arrays.
         """
         cdef Passes passes
-        cdef cnp.ndarray experts, phase, sequence, step
-        passes.phase = NULL
+        cdef cnp.ndarray experts, phase, sequence, step, bulk
+        cdef bytes noted
+        # Making an array may let another thread run, which appends, clears, or moves the buffer.
+        with cython.critical_section(self):
+            noted = PyBytes_FromStringAndSize(self.data, self.used)
+        passes.begin = PyBytes_AS_STRING(noted)
+        passes.end = passes.begin + len(noted)
         self.scan(&passes, NULL)
         experts = np.full(
             (passes.num_rows, self.num_layers, max(1, passes.top_k)),
@@ -129,14 +148,17 @@ cdef class RouteLog:
         phase = np.empty(passes.num_rows, np.uint8)
         sequence = np.empty(passes.num_rows, np.int32)
         step = np.empty(passes.num_rows, np.int32)
+        bulk = np.empty(passes.num_rows, np.uint8)
         passes.phase = <unsigned char*>cnp.PyArray_DATA(phase)
         passes.sequence = <int32_t*>cnp.PyArray_DATA(sequence)
         passes.step = <int32_t*>cnp.PyArray_DATA(step)
+        passes.bulk = <unsigned char*>cnp.PyArray_DATA(bulk)
         self.scan(&passes, <char*>cnp.PyArray_DATA(experts))
-        return experts, phase, sequence, step
+        return experts, phase, sequence, step, bulk
 
     cdef void append(
-        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t top_k
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t top_k,
+        bint bulk,
     ) noexcept nogil:
         cdef Py_ssize_t i, n = rows * top_k
         cdef int64_t expert
@@ -155,7 +177,7 @@ cdef class RouteLog:
             return
         header.layer = layer
         header.rows = <int32_t>rows
-        header.top_k = <int32_t>top_k
+        header.width = 2 * <uint32_t>top_k + bulk
         if self.wide:
             wide_out = <int32_t*>(header + 1)
             for i in range(n):
@@ -198,37 +220,42 @@ cdef class RouteLog:
         header = <StepHeader*>self.reserve(sizeof(StepHeader))
         if header != NULL:
             header.layer = -1
-            header.rows = header.top_k = 0
+            header.rows = 0
+            header.width = 0
             self.between = True
 
     cdef void scan(self, Passes* passes, char* experts) noexcept nogil:
         # Counts rows and the widest step first; then, with arrays, writes them.
-        cdef const char* here = self.data
-        cdef const char* end = self.data + self.used
+        cdef const char* here = passes.begin
         cdef const StepHeader* header
         cdef Py_ssize_t first = 0, rows = 0, row, stride = self.num_layers * passes.top_k
         cdef Py_ssize_t width = sizeof(int32_t) if self.wide else sizeof(int16_t)
+        cdef Py_ssize_t top_k
         cdef int32_t sequence = 0, step = -1, last = -1
+        cdef uint32_t bulk = 0
         if experts == NULL:
             passes.top_k = 0
-        while here < end:
+        while here < passes.end:
             header = <const StepHeader*>here
+            top_k = header.width >> 1
             if header.layer < 0:
                 sequence += 1
                 first += rows
                 rows = 0
             else:
-                if header.layer <= last or header.rows != rows:
+                if header.layer <= last or header.rows != rows or (header.width & 1) != bulk:
                     first += rows
                     rows = header.rows
+                    bulk = header.width & 1
                     step += 1
                     if experts != NULL:
                         for row in range(first, first + rows):
                             passes.phase[row] = rows == 1
                             passes.sequence[row] = sequence
                             passes.step[row] = step
+                            passes.bulk[row] = bulk
                 if experts == NULL:
-                    passes.top_k = max(passes.top_k, header.top_k)
+                    passes.top_k = max(passes.top_k, top_k)
                 else:
                     self.copy_step(
                         header,
@@ -236,7 +263,7 @@ cdef class RouteLog:
                         stride,
                     )
             last = header.layer
-            here += sizeof(StepHeader) + self.id_bytes(header.rows * <Py_ssize_t>header.top_k)
+            here += sizeof(StepHeader) + self.id_bytes(header.rows * top_k)
         passes.num_rows = first + rows
 
     cdef void copy_step(
@@ -246,11 +273,11 @@ cdef class RouteLog:
         cdef const int32_t* wide = <const int32_t*>(header + 1)
         cdef int16_t* narrow_out = <int16_t*>out
         cdef int32_t* wide_out = <int32_t*>out
-        cdef Py_ssize_t row, j, other, here, i = 0
+        cdef Py_ssize_t row, j, other, here, i = 0, top_k = header.width >> 1
         cdef int32_t expert
         for row in range(header.rows):
             here = row * stride
-            for j in range(header.top_k):
+            for j in range(top_k):
                 expert = wide[i] if self.wide else narrow[i]
                 i += 1
                 for other in range(here, here + j):

@@ -56,7 +56,7 @@ def hits(
     else:
         begins = np.zeros(num_tokens, np.uint8)
         replay_policy(
-            experts, steps, begins, num_experts, capacity, policy, "global", found, missed
+            experts, steps, begins, begins, num_experts, capacity, policy, "global", found, missed
         )
     assert found.sum() + missed.sum() == experts.size
     return found

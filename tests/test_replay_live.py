@@ -66,3 +66,104 @@ def test_at_every_capacity(
     found = replay(Trace.load(path), "echo", slots)
 
     assert (found.num_hits, found.num_misses) == (live.num_hits, live.num_misses)
+
+
+def live_and_replayed(runtime: moecache.ExpertRuntime, path: Path) -> tuple[object, object]:
+    """Return what the cache counted, and what a replay of its recording does."""
+    live = runtime.stats()
+    runtime.close()
+    found = replay(Trace.load(path), live.policy, live.capacity, scope=live.scope)
+    return (live.num_hits, live.num_misses), (found.num_hits, found.num_misses)
+
+
+def opened(tiny_moe: Path, path: Path, **options: object) -> moecache.ExpertRuntime:
+    """Open the tiny model (8 layers of 32 experts, top-4) and record."""
+    return moecache.open(tiny_moe, dtype=np.float32, prefault="off", record_trace=path, **options)
+
+
+def routed(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """Return a skewed router's choices, [rows, 4]."""
+    scores = rng.gumbel(size=(rows, 32)) - 1.5 * np.log(1 + np.arange(32))
+    return np.argsort(-scores, axis=1)[:, :4]
+
+
+WAYS = ["lease", "acquire", "waves", "mixed"]
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", ["lru", "echo", "s3-fifo"])
+def test_steps_of_several_rows_replay_as_they_were_admitted(
+    tiny_moe: Path, tmp_path: Path, policy: str, way: str, scope: str
+) -> None:
+    """Leases and bare acquires admit everything, waves their fair share, in one run too."""
+    path, rng = tmp_path / "trace.npz", np.random.default_rng(8)
+    # A fair share of 8: more rows of four would not fit into a layer of its own.
+    runtime = opened(tiny_moe, path, slots=64, policy=policy, scope=scope)
+    for _ in range(60):
+        rows = int(rng.choice([1, 2] if scope == "layer" else [1, 1, 3, 4]))
+        for layer in range(8):
+            ids = routed(rng, rows)
+            chosen = WAYS[rng.integers(3)] if way == "mixed" else way
+            if chosen == "waves":
+                for _wave in runtime.waves(layer, ids):
+                    pass
+            elif chosen == "lease":
+                runtime.lease(layer, ids).close()
+            else:
+                slots = np.empty(ids.size, np.int32)
+                misses = np.empty(ids.size, np.int32)
+                count = runtime.cache.acquire(layer, ids, slots, misses)
+                for index in misses[:count]:
+                    runtime.cache.publish(slots[index])
+                runtime.cache.release(slots)
+
+    live, replayed = live_and_replayed(runtime, path)
+
+    assert replayed == live
+
+
+@pytest.mark.parametrize("policy", ["lru", "echo", "haz2", "least-stale", "lrfu"])
+def test_layers_that_a_pass_leaves_out_are_not_visited(
+    tiny_moe: Path, tmp_path: Path, policy: str
+) -> None:
+    """Early exits, skipped layers, and steps that have nothing but the experts of others."""
+    path, rng = tmp_path / "trace.npz", np.random.default_rng(9)
+    runtime = opened(tiny_moe, path, slots=40, policy=policy)
+    for token in range(300):
+        if token % 50 == 0:
+            runtime.begin_sequence()
+        rows = int(rng.choice([1, 1, 1, 3]))
+        exit_after = rng.integers(1, 9)
+        for layer in range(exit_after):
+            if rng.random() < 0.2:
+                continue
+            ids = routed(rng, rows)
+            if rng.random() < 0.2:
+                ids += 32
+            for _wave in runtime.waves(layer, ids, ignore_out_of_range=True):
+                pass
+
+    live, replayed = live_and_replayed(runtime, path)
+
+    assert replayed == live
+
+
+@pytest.mark.parametrize("policy", ["lru", "echo", "s3-fifo"])
+def test_an_expert_twice_in_a_row_is_asked_for_once(
+    tiny_moe: Path, tmp_path: Path, policy: str
+) -> None:
+    """Padded rows repeat an id: neither live nor replayed does that make it more wanted."""
+    path, rng = tmp_path / "trace.npz", np.random.default_rng(10)
+    runtime = opened(tiny_moe, path, slots=64, policy=policy)
+    for _ in range(150):
+        rows = int(rng.choice([1, 2, 6]))
+        for layer in range(8):
+            ids = routed(rng, rows)
+            ids[:, 2:] = ids[:, rng.integers(4, size=2)]
+            for _wave in runtime.waves(layer, ids):
+                pass
+
+    live, replayed = live_and_replayed(runtime, path)
+
+    assert replayed == live

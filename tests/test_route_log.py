@@ -1,6 +1,9 @@
 """RouteLog: what is noted, what becomes of it, and what a full log does."""
 
 import random
+import sys
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ def test_a_pass_of_one_row_is_a_decoded_token() -> None:
         log.record(0, np.array(ids))
         log.record(1, np.array(ids)[:, ::-1])
 
-    experts, phase, sequence, step = log.trace_parts()
+    experts, phase, sequence, step, _ = log.trace_parts()
 
     assert experts.dtype == np.int16
     assert experts.tolist() == [[[3, 1], [1, 3]], [[0, 7], [7, 0]]]
@@ -36,7 +39,7 @@ def test_rows_that_went_together_share_their_step() -> None:
     for layer in range(2):
         log.record(layer, np.array([[6, 7]]))
 
-    experts, phase, _, step = log.trace_parts()
+    experts, phase, _, step, _ = log.trace_parts()
 
     assert experts[:3, 1].tolist() == prompt.tolist()
     assert phase.tolist() == [0, 0, 0, 1]
@@ -67,7 +70,7 @@ def test_a_sequence_begins_a_pass_and_empty_ones_do_not_count() -> None:
     log.begin_sequence()
     log.record(1, np.array([[2]]))
 
-    experts, _, sequence, step = log.trace_parts()
+    experts, _, sequence, step, _ = log.trace_parts()
 
     assert sequence.tolist() == [0, 1]
     assert step.tolist() == [0, 1]
@@ -106,30 +109,88 @@ def test_the_log_agrees_with_plain_python() -> None:
     rng = random.Random(5)
     log = RouteLog(4, 50)
     rows: list[list[list[int]]] = []
-    steps, phases, sequences = [], [], []
-    step, last, size, sequence, fresh = -1, -1, 0, 0, True
+    steps, phases, sequences, shared = [], [], [], []
+    step, last, kind, sequence, fresh = -1, -1, (0, False), 0, True
     for _ in range(400):
         if rng.random() < 0.1:
             log.begin_sequence()
             sequence += not fresh
-            fresh, last, size = True, -1, 0
+            fresh, last, kind = True, -1, (0, False)
         layer, count = rng.randrange(4), rng.choice([1, 1, 1, 2, 5])
         ids = [rng.sample(range(50), 3) for _ in range(count)]
-        log.record(layer, np.array(ids, rng.choice([np.int32, np.int64])))
-        if layer <= last or count != size:
-            step, size = step + 1, count
+        said = rng.choice([None, None, None, False, True])
+        log.record(layer, np.array(ids, rng.choice([np.int32, np.int64])), bulk=said)
+        bulk = count > 1 if said is None else said
+        if layer <= last or (count, bulk) != kind:
+            step, kind = step + 1, (count, bulk)
             rows += [[[-1] * 3 for _ in range(4)] for _ in range(count)]
             steps += [step] * count
             phases += [int(count == 1)] * count
             sequences += [sequence] * count
+            shared += [bulk] * count
         for row, chosen in zip(rows[-count:], ids, strict=True):
             row[layer] = chosen
         last, fresh = layer, False
 
-    experts, phase, seq, numbers = log.trace_parts()
+    experts, phase, seq, numbers, bulks = log.trace_parts()
 
     assert experts.tolist() == rows
     assert (phase.tolist(), seq.tolist(), numbers.tolist()) == (phases, sequences, steps)
+    assert bulks.tolist() == shared
+
+
+def test_steps_noted_while_the_arrays_are_made_are_not_in_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More rows, more choices, a log that was cleared: the arrays have what was there before."""
+    log = RouteLog(2, 64)
+    for layer in range(2):
+        log.record(layer, np.array([[1, 2]]))
+    full = np.full
+
+    def interrupted(*arguments: Any) -> np.ndarray:
+        made: np.ndarray = full(*arguments)
+        log.clear()
+        for _ in range(100):
+            log.record(0, np.zeros((50, 40), np.int32))
+        return made
+
+    monkeypatch.setattr(np, "full", interrupted)
+    experts, phase, _, step, _ = log.trace_parts()
+
+    assert experts.tolist() == [[[1, 2], [1, 2]]]
+    assert (phase.tolist(), step.tolist()) == ([1], [0])
+    assert log.num_steps == 100
+
+
+def test_a_log_is_read_while_another_thread_records() -> None:
+    """Ever wider steps, from a thread that runs between any two calls: each pass is whole."""
+    log = RouteLog(1, 4096)
+    stop = threading.Event()
+
+    def record() -> None:
+        width = 1
+        while not stop.is_set():
+            log.record(0, np.tile(np.arange(width, dtype=np.int32), (2, 1)))
+            width = width % 512 + 1
+            if width == 1:
+                log.clear()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=record)
+    thread.start()
+    try:
+        for _ in range(300):
+            experts, phase, _, step, _ = log.trace_parts()
+            widths = (experts >= 0).sum(2)[:, 0]
+            assert widths.tolist() == (np.arange(len(widths)) // 2 + 1).tolist()
+            assert step.tolist() == (np.arange(len(widths)) // 2).tolist()
+            assert not phase.any()
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(before)
 
 
 def test_a_cache_notes_what_is_acquired() -> None:
@@ -146,12 +207,35 @@ def test_a_cache_notes_what_is_acquired() -> None:
     cache.route_log = None
     cache.acquire(1, np.array([[1, 0]]), slots[:2].copy(), misses)
 
-    experts, phase, sequence, _ = log.trace_parts()
+    experts, phase, sequence, _, _ = log.trace_parts()
 
     assert experts[:2].tolist() == [[[5, 2]] * 2, [[2, 7]] * 2]
     assert experts[2].tolist() == [[1, 0], [-1, -1]]
     assert phase.tolist() == [0, 0, 1]
     assert sequence.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_a_cache_notes_which_steps_kept_to_their_share(scope: str) -> None:
+    """Leases admit everything, several rows in waves their fair share, whatever that is."""
+    for capacity in (4, 15, 16):
+        cache = ExpertCache(2, 8, capacity, scope=scope)
+        cache.route_log = RouteLog(2, 8)
+        slots, misses = np.empty(2, np.int32), np.empty(2, np.int32)
+        for rows, share in ((2, "fair"), (2, "all"), (1, "fair"), (1, "all"), (1, "most")):
+            for layer in range(2):
+                ids = np.arange(2).reshape(rows, -1)
+                shares = {"fair": cache.fair_share(layer) if rows == 2 else 1, "all": -1}
+                found = cache.acquire(layer, ids, slots, misses, share=shares.get(share, 8))
+                for index in misses[:found]:
+                    if slots[index] >= 0:
+                        cache.publish(slots[index])
+                cache.release(slots)
+
+        *_, step, bulk = cache.route_log.trace_parts()
+
+        assert step.tolist() == [0, 0, 1, 1, 2, 3, 4]
+        assert bulk.tolist() == [1, 1, 0, 0, 1, 0, 0]
 
 
 def test_a_refused_step_is_not_noted() -> None:

@@ -1,8 +1,10 @@
 """Trace: what it takes, what it keeps, and what it makes of a file that lies."""
 
+import copy
 import io
 import json
 import os
+import pickle
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 
 from moecache._route_log import RouteLog
 from moecache.errors import ConfigError, FormatError, StoreError
-from moecache.study import Trace, concatenate, from_log, interleave
+from moecache.study import Trace, concatenate, from_log, interleave, load_any
 from tests.helpers.traces import random_trace, traces
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
@@ -78,11 +80,36 @@ def test_a_trace_cannot_be_changed_through_its_arrays() -> None:
     given_ids[:] = 3
 
     assert trace.experts.max() == 0
-    for array in (trace.experts, trace.phase, trace.sequence, trace.step, trace.layers):
+    vectors = (trace.phase, trace.sequence, trace.step, trace.bulk, trace.layers)
+    for array in (trace.experts, *vectors):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
     with pytest.raises(ValueError, match="read-only"):
         trace[1:].experts[0] = 1
+
+
+def test_a_trace_cannot_be_changed_through_its_names() -> None:
+    """Attributes and metadata are read-only, of the parts of a trace too."""
+    trace = Trace([[[0]], [[1]]], num_experts=4, model="m")
+    for part in (trace, trace[1:], pickle.loads(pickle.dumps(trace)), copy.deepcopy(trace)):
+        for name in ("experts", "metadata", "num_experts", "note"):
+            with pytest.raises(AttributeError, match=f"cannot be changed.*{name}"):
+                setattr(part, name, None)
+        with pytest.raises(AttributeError, match="cannot be changed"):
+            del part.phase
+        with pytest.raises(TypeError):
+            part.metadata["x"] = object()  # type: ignore[index]
+        with pytest.raises(ValueError, match="read-only"):
+            part.bulk[0] = 1
+
+
+@settings(max_examples=10, deadline=None)
+@given(trace=traces())
+def test_copies_and_pickles_are_the_same_trace(trace: Trace) -> None:
+    """Also of another process."""
+    for other in (copy.copy(trace), copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
+        assert other == trace
+        assert other.digest == trace.digest
 
 
 def test_large_models_fit() -> None:
@@ -106,6 +133,30 @@ def test_a_saved_trace_is_the_same_when_loaded(
     assert loaded == trace
     assert loaded.digest == trace.digest
     assert [entry.name for entry in path.parent.iterdir()] == ["one.npz"]
+
+
+def test_which_steps_keep_to_their_share_is_kept(tmp_path: Path) -> None:
+    """By default those of several rows; what is said otherwise goes wherever the rows go."""
+    ids = np.zeros((5, 1, 1), int)
+    usual = Trace(ids, num_experts=2, step=[0, 0, 1, 2, 2])
+    trace = Trace(ids, num_experts=2, step=[0, 0, 1, 2, 2], bulk=[0, 0, 1, 1, 1])
+    usual.save(tmp_path / "usual.npz")
+    trace.save(tmp_path / "said.npz")
+
+    assert usual.bulk.tolist() == [1, 1, 0, 1, 1]
+    assert (usual == trace, usual.digest == trace.digest) == (False, False)
+    assert Trace(ids, num_experts=2, step=usual.step, bulk=usual.bulk).digest == usual.digest
+    for name, stored in (("usual", False), ("said", True)):
+        with zipfile.ZipFile(tmp_path / f"{name}.npz") as archive:
+            assert ("bulk.npy" in archive.namelist()) == stored
+    assert Trace.load(tmp_path / "said.npz") == load_any(tmp_path / "said.npz") == trace
+    assert trace[1:].bulk.tolist() == [0, 1, 1, 1]
+    assert concatenate([trace, usual]).bulk.tolist() == [0, 0, 1, 1, 1, 1, 1, 0, 1, 1]
+    assert interleave([trace, trace[:2]]).bulk.tolist() == [1, 1, 1, 1, 0, 0, 0]
+    with pytest.raises(ConfigError, match="the same for all rows of a step, but is 0 and 1 in st"):
+        Trace(ids, num_experts=2, step=usual.step, bulk=[1, 1, 0, 0, 1])
+    with pytest.raises(ConfigError, match=r"bulk must be in \[0, 1\]"):
+        Trace(ids, num_experts=2, bulk=[2] * 5)
 
 
 def test_the_digest_is_of_the_routing_alone() -> None:

@@ -304,3 +304,17 @@ def test_progress_is_told_while_lines_are_read(tmp_path: Path) -> None:
     size = path.stat().st_size
     assert len(told) == 2
     assert all(0 < done < total == size for done, total in told)
+
+
+def test_a_file_of_our_own_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another time only if it is to be another trace."""
+    random_trace(3).save(tmp_path / "one.npz")
+    checked: list[int] = []
+    monkeypatch.setattr(
+        "moecache.study.traces.check_ids", lambda _, num_experts: checked.append(num_experts)
+    )
+
+    assert load_any(tmp_path / "one.npz").num_experts == 8
+    assert checked == [8]
+    named = load_any(tmp_path / "one.npz", num_experts=9, model="other")
+    assert (named.num_experts, named.metadata["model"], checked) == (9, "other", [8, 8, 9])

@@ -96,7 +96,7 @@ def _as_json(name: str, trace: Trace, figures: TraceStatistics) -> dict[str, Any
         "num_steps": trace.num_steps,
         "num_sequences": len(np.unique(trace.sequence)),
         "num_prefill_tokens": len(trace.prefill()),
-        "metadata": trace.metadata,
+        "metadata": dict(trace.metadata),
         **figures.to_dict(),
     }
 

@@ -11,7 +11,7 @@ from moecache.errors import ConfigError, FormatError
 
 _CHUNK_IDS = 1 << 20
 # Names of a trace's own parameters.
-_RESERVED = {"experts", "num_experts", "phase", "sequence", "step", "layers"}
+_RESERVED = {"experts", "num_experts", "phase", "sequence", "step", "layers", "bulk"}
 
 
 def check_ids(experts: np.ndarray, num_experts: int) -> None:
@@ -60,6 +60,26 @@ def check_order(name: str, array: np.ndarray, least: int) -> None:
         what = "never decrease" if least == 0 else "increase"
         raise ConfigError(
             f"{name} must {what}, but {array[row]} is followed by {array[row + 1]} at {row + 1}"
+        )
+
+
+def several_rows(step: np.ndarray) -> np.ndarray:
+    """Return 1 for each row whose step has others, uint8: those that `waves` limits."""
+    same = np.diff(step) == 0
+    together = np.zeros(len(step), np.uint8)
+    together[1:] |= same
+    together[:-1] |= same
+    return together
+
+
+def check_bulk(bulk: np.ndarray, step: np.ndarray) -> None:
+    """Raise a ConfigError if it is not the same for all rows of a step."""
+    differs = np.flatnonzero((np.diff(bulk) != 0) & (np.diff(step) == 0))
+    if len(differs):
+        row = int(differs[0])
+        raise ConfigError(
+            f"bulk must be the same for all rows of a step, but is {bulk[row]} and "
+            f"{bulk[row + 1]} in step {step[row]}, at {row + 1}"
         )
 
 

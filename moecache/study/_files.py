@@ -1,14 +1,17 @@
-"""Results written to files: whole or not at all."""
+"""Files written whole or not at all."""
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from moecache.errors import StoreError
 
 
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file by renaming a finished one over it.
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Give a file to write to, which is renamed to `path` if nothing was raised.
 
     Raises
     ------
@@ -18,10 +21,23 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
-        partial.write_bytes(data)
+        with partial.open("xb") as file:
+            yield file
         partial.replace(target)
     except OSError as error:
         raise StoreError(f"{target}: cannot be written: {error.strerror or error}") from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file as `whole_file` does.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be written. What was there before is still there.
+    """
+    with whole_file(path) as file:
+        file.write(data)

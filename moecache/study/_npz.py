@@ -5,13 +5,13 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from moecache.errors import FormatError, StoreError
+from moecache.study._files import whole_file
 from moecache.units import format_bytes
 
 if TYPE_CHECKING:
@@ -138,17 +138,8 @@ def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> Non
     StoreError
         If it cannot be written. What was there before is still there.
     """
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
-    try:
-        with partial.open("xb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
-        partial.replace(target)
-    except OSError as error:
-        raise StoreError(f"{target}: cannot be written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def _read_members(path: Path, archive: "zipfile.ZipFile", names: set[str]) -> dict[str, np.ndarray]:

@@ -53,12 +53,15 @@ def load_npz(
 ) -> Trace:
     """Read this package's own form; see `Trace.load`. See `load_any` for the rest."""
     trace = Trace.load(path)
+    if num_experts is None and not metadata:
+        return trace
     return Trace(
         trace.experts,
         num_experts=num_experts or trace.num_experts,
         phase=trace.phase,
         sequence=trace.sequence,
         step=trace.step,
+        bulk=trace.bulk,
         layers=trace.layers,
         **{**trace.metadata, **metadata},
     )

@@ -180,7 +180,7 @@ def replay(
     """Put a trace through a cache and count what is found.
 
     Decides as `ExpertCache` does, miss for miss: rows of one `step` come together,
-    and a step of several rows admits no more than its layer's fair share. Every
+    and a step that is `bulk` admits no more than its layer's fair share. Every
     cache starts empty, and nothing is prefetched. Blocks; other threads run
     meanwhile, unless the policy is written in Python.
 
@@ -211,6 +211,7 @@ def replay(
     """
     slots = clip_capacity(capacity, trace, scope)
     bounds = step_bounds(trace)
+    bulk = trace.bulk[bounds[:-1]]
     experts = np.ascontiguousarray(trace.experts, np.int32)
     shape = (len(bounds) - 1, trace.num_layers)
     hits, misses = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -221,11 +222,11 @@ def replay(
         chosen = make_partitions(policy, trace, slots, scope)
     started = time.perf_counter()
     if chosen == BELADY:
-        Accesses(experts, bounds, trace.num_experts).belady(slots, scope, hits, misses)
+        Accesses(experts, bounds, trace.num_experts, bulk).belady(slots, scope, hits, misses)
     else:
         begins = sequence_begins(trace, bounds)
         replay_policy(
-            experts, bounds, begins, trace.num_experts, slots, chosen, scope, hits, misses
+            experts, bounds, begins, bulk, trace.num_experts, slots, chosen, scope, hits, misses
         )
     seconds = time.perf_counter() - started
     phase = trace.phase[bounds[:-1]]

@@ -8,6 +8,7 @@ The file is an .npz with these arrays:
 | `phase` | uint8 [T] | 0 prefill, 1 decode; absent: all decode |
 | `seq` | int32 [T] | which sequence a token belongs to; absent: all one |
 | `step` | int32 [T] | rows of one number went through the cache together; absent: each alone |
+| `bulk` | uint8 [T] | 1: the step kept to its layer's fair share; absent: if it has several rows |
 | `layers` | int16 or int32 [L] | the model's own layer numbers; absent: 0 to L - 1 |
 | `meta` | text | a JSON object: num_experts, top_k, version, and what says where it is from |
 """
@@ -16,9 +17,10 @@ import hashlib
 import html
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +28,12 @@ import numpy.typing as npt
 from moecache._route_log import RouteLog
 from moecache.errors import ConfigError, FormatError
 from moecache.study._checks import (
+    check_bulk,
     check_ids,
     check_order,
     clean_metadata,
     parse_meta,
+    several_rows,
     vector,
 )
 from moecache.study._npz import read_arrays, write_arrays
@@ -38,7 +42,7 @@ VERSION = 1
 MAX_EXPERTS = 2**20
 PREFILL, DECODE = 0, 1
 
-_ARRAYS = ("experts", "phase", "seq", "step", "layers", "meta")
+_ARRAYS = ("experts", "phase", "seq", "step", "bulk", "layers", "meta")
 # Sizes that some files repeat in `meta`.
 _SIZES = ("T", "L", "K")
 
@@ -61,6 +65,11 @@ class Trace:
     step : array of integers, shape [num_tokens], optional
         Rows of the same number went through the cache together: a chunk of a
         prompt, or a batch. Never decreases. By default every row its own.
+    bulk : array of integers, shape [num_tokens], optional
+        1 where a token's step admitted no more to the cache than its layer's fair
+        share, as steps of several rows do through `waves`; 0 where it admitted
+        everything, as leases do. The same for all rows of a step. By default 1 for
+        steps of several rows.
     layers : array of integers, shape [num_layers], optional
         The model's own layer numbers, increasing. By default 0 to L - 1.
     **metadata
@@ -69,10 +78,11 @@ class Trace:
 
     Attributes
     ----------
-    experts, phase, sequence, step, layers : ndarray
+    experts, phase, sequence, step, bulk, layers : ndarray
         Read-only. `experts` is int16, or int32 if there are more than 32,767.
     num_experts : int
-    metadata : dict
+    metadata : mapping
+        Read-only, as JSON has it.
 
     Raises
     ------
@@ -85,8 +95,9 @@ class Trace:
     phase: np.ndarray
     sequence: np.ndarray
     step: np.ndarray
+    bulk: np.ndarray
     layers: np.ndarray
-    metadata: dict[str, Any]
+    metadata: Mapping[str, Any]
 
     def __init__(
         self,
@@ -96,6 +107,7 @@ class Trace:
         phase: npt.ArrayLike | None = None,
         sequence: npt.ArrayLike | None = None,
         step: npt.ArrayLike | None = None,
+        bulk: npt.ArrayLike | None = None,
         layers: npt.ArrayLike | None = None,
         **metadata: Any,
     ) -> None:
@@ -117,17 +129,19 @@ class Trace:
                 f"{top_k} experts per token are more than the {num_experts} there are"
             )
         check_ids(chosen, int(num_experts))
-        rows = np.arange(num_tokens, dtype=np.int32)
+        steps = vector("step", step, np.arange(num_tokens, dtype=np.int32))
         self._set(
             chosen.astype(np.int16 if num_experts <= 32767 else np.int32, order="C"),
             int(num_experts),
             vector("phase", phase, np.ones(num_tokens, np.uint8), 1),
             vector("sequence", sequence, np.zeros(num_tokens, np.int32)),
-            vector("step", step, rows),
+            steps,
+            vector("bulk", bulk, several_rows(steps), 1),
             vector("layers", layers, np.arange(num_layers, dtype=np.int32)),
             clean_metadata({"top_k": top_k, **metadata}),
         )
         check_order("step", self.step, 0)
+        check_bulk(self.bulk, self.step)
         check_order("layers", self.layers, 1)
 
     @classmethod
@@ -161,15 +175,15 @@ class Trace:
                 phase=arrays.get("phase"),
                 sequence=arrays.get("seq"),
                 step=arrays.get("step"),
+                bulk=arrays.get("bulk"),
                 layers=arrays.get("layers"),
             )
             for name, size in zip(_SIZES, experts.shape, strict=True):
                 if meta.pop(name, size) != size:
                     raise ConfigError(f"meta says {name} is not {size}, as experts has it")
-            trace.metadata = clean_metadata({"top_k": trace.top_k, **meta})
+            return trace._with_metadata(meta)
         except ConfigError as error:
             raise FormatError(f"{path}: {error}") from error
-        return trace
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a compressed .npz file, whole or not at all.
@@ -183,6 +197,8 @@ class Trace:
         arrays = {"experts": self.experts, "phase": self.phase, "seq": self.sequence}
         if not np.array_equal(self.step, np.arange(self.num_tokens)):
             arrays["step"] = self.step
+        if self._bulk_is_said():
+            arrays["bulk"] = self.bulk
         arrays["layers"] = self.layers
         arrays["meta"] = np.array(json.dumps(meta))
         write_arrays(path, arrays)
@@ -212,7 +228,10 @@ class Trace:
         """SHA-256 of the routing, in hex: of everything but `metadata`."""
         found = hashlib.sha256()
         found.update(f"moecache trace {self.num_experts} {self.experts.shape}".encode())
-        for array in (self.experts, self.phase, self.sequence, self.step, self.layers):
+        arrays = [self.experts, self.phase, self.sequence, self.step, self.layers]
+        if self._bulk_is_said():
+            arrays.append(self.bulk)
+        for array in arrays:
             found.update(array.astype("<i4").tobytes())
         return found.hexdigest()
 
@@ -250,10 +269,31 @@ class Trace:
             and np.array_equal(self.phase, other.phase)
             and np.array_equal(self.sequence, other.sequence)
             and np.array_equal(self.step, other.step)
+            and np.array_equal(self.bulk, other.bulk)
             and np.array_equal(self.layers, other.layers)
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        """Raise: a trace cannot be changed."""
+        raise AttributeError(f"a trace cannot be changed: make another to set {name!r}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        """Raise: a trace cannot be changed."""
+        raise AttributeError(f"a trace cannot be changed: {name!r} stays")
+
+    def __copy__(self) -> Self:
+        """Return the trace itself: it cannot be changed."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled."""
+        return {**vars(self), "metadata": dict(self.metadata)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was pickled, read-only as before."""
+        self._set(**state)
 
     def __repr__(self) -> str:
         model = f" of {self.metadata['model']}" if "model" in self.metadata else ""
@@ -300,21 +340,43 @@ class Trace:
         phase: np.ndarray,
         sequence: np.ndarray,
         step: np.ndarray,
+        bulk: np.ndarray,
         layers: np.ndarray,
         metadata: dict[str, Any],
     ) -> None:
-        for array in (experts, phase, sequence, step, layers):
+        for array in (experts, phase, sequence, step, bulk, layers):
             array.flags.writeable = False
-        self.experts, self.num_experts, self.layers = experts, num_experts, layers
-        self.phase, self.sequence, self.step = phase, sequence, step
-        for name, rows in (("phase", phase), ("sequence", sequence), ("step", step)):
+        vectors = (("phase", phase), ("sequence", sequence), ("step", step), ("bulk", bulk))
+        for name, rows in vectors:
             if len(rows) != len(experts):
                 raise ConfigError(f"{name} has {len(rows)} rows, experts has {len(experts)} tokens")
         if len(layers) != experts.shape[1]:
             raise ConfigError(
                 f"layers has {len(layers)} numbers, experts has {experts.shape[1]} layers"
             )
-        self.metadata = metadata
+        # Past the __setattr__ that keeps everybody else out.
+        vars(self).update(
+            experts=experts,
+            num_experts=num_experts,
+            phase=phase,
+            sequence=sequence,
+            step=step,
+            bulk=bulk,
+            layers=layers,
+            metadata=MappingProxyType(metadata),
+        )
+
+    def _with_metadata(self, metadata: Mapping[str, Any]) -> Self:
+        # The arrays were checked: they are shared.
+        taken = type(self).__new__(type(self))
+        taken._set(  # noqa: SLF001 - of the same class
+            **{**vars(self), "metadata": clean_metadata({"top_k": self.top_k, **metadata})}
+        )
+        return taken
+
+    def _bulk_is_said(self) -> bool:
+        # Otherwise the steps' sizes say it.
+        return not np.array_equal(self.bulk, several_rows(self.step))
 
     def _take(self, rows: Any) -> "Trace":
         # Part of a trace needs no check.
@@ -325,6 +387,7 @@ class Trace:
             self.phase[rows],
             self.sequence[rows],
             self.step[rows],
+            self.bulk[rows],
             self.layers,
             dict(self.metadata),
         )
@@ -345,7 +408,7 @@ def from_log(log: RouteLog, *, layers: npt.ArrayLike | None = None, **metadata: 
     **metadata
         As for `Trace`.
     """
-    experts, phase, sequence, step = log.trace_parts()
+    experts, phase, sequence, step, bulk = log.trace_parts()
     if log.num_dropped:
         metadata["num_dropped_steps"] = log.num_dropped
     if experts.shape[2] > log.num_experts:
@@ -358,6 +421,7 @@ def from_log(log: RouteLog, *, layers: npt.ArrayLike | None = None, **metadata: 
         phase=phase,
         sequence=sequence,
         step=step,
+        bulk=bulk,
         layers=layers,
         **metadata,
     )
@@ -381,7 +445,7 @@ def interleave(traces: Sequence[Trace]) -> Trace:
     """Return traces of one model as a batch: a row of each in turn, as one step.
 
     A trace that ends earlier leaves the batch. For measuring what batching does to a
-    cache.
+    cache: the steps are new, and `bulk` where they have several rows.
 
     Raises
     ------
@@ -422,6 +486,7 @@ def _join(traces: Sequence[Trace], rounds: list[np.ndarray], *, together: bool =
         phase=np.concatenate([trace.phase for trace in traces])[order],
         sequence=np.concatenate(sequences)[order],
         step=np.concatenate(rounds if together else steps)[order],
+        bulk=None if together else np.concatenate([trace.bulk for trace in traces])[order],
         layers=first.layers,
         **common,
     )

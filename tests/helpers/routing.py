@@ -18,7 +18,10 @@ from moecache.study.replay import sequence_begins, step_bounds
 def traces(
     draw: st.DrawFn, *, max_tokens: int = 24, max_layers: int = 3, bulk: bool = True
 ) -> Trace:
-    """Draw a small trace: padding, sequences and (if `bulk`) steps of several rows."""
+    """Draw a small trace: padding, sequences and (if `bulk`) steps of several rows.
+
+    Some of which keep to their layer's fair share, some do not.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     num_tokens = draw(st.integers(1, max_tokens))
     num_layers = draw(st.integers(1, max_layers))
@@ -33,11 +36,14 @@ def traces(
                 num_experts, top_k, replace=False, p=weights / weights.sum()
             )
     experts[rng.random(experts.shape) < draw(st.sampled_from([0, 0.1, 0.6]))] = -1
+    kept = rng.random(num_tokens) < draw(st.sampled_from([0.2, 0.8]))
     rises = rng.random(num_tokens) < (draw(st.sampled_from([0.3, 0.7, 1])) if bulk else 1)
+    said = bulk and draw(st.booleans())
     return Trace(
         experts,
         num_experts=num_experts,
         step=np.cumsum(rises) if bulk else None,
+        bulk=kept[np.cumsum(rises) - rises[0]].astype(np.uint8) if said else None,
         sequence=np.cumsum(rng.random(num_tokens) < 0.1),
         phase=rng.integers(0, 2, num_tokens),
     )
@@ -62,9 +68,10 @@ def steps(trace: Trace) -> Iterator[np.ndarray]:
 def through_the_cache(
     trace: Trace, policy: str, capacity: int, scope: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return hits and misses of each step and layer, from ExpertCache driven as by `waves`."""
+    """Return hits and misses of each step and layer, from ExpertCache itself."""
     cache = ExpertCache(trace.num_layers, trace.num_experts, capacity, policy=policy, scope=scope)
-    begins = sequence_begins(trace, step_bounds(trace))
+    bounds = step_bounds(trace)
+    begins, bulk = sequence_begins(trace, bounds), trace.bulk[bounds[:-1]]
     hits = np.zeros((trace.num_steps, trace.num_layers), np.int32)
     misses = np.zeros_like(hits)
     for number, rows in enumerate(steps(trace)):
@@ -74,7 +81,7 @@ def through_the_cache(
             ids = np.ascontiguousarray(rows[:, layer])
             slots = np.full(ids.size, -1, np.int32)
             missing = np.empty(min(ids.size, trace.num_experts), np.int32)
-            share = trace.num_experts if len(rows) == 1 else cache.fair_share(layer)
+            share = cache.fair_share(layer) if bulk[number] else trace.num_experts
             num_missing = cache.acquire(
                 layer, ids, slots, missing, share=share, ignore_out_of_range=True
             )

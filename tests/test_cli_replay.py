@@ -66,6 +66,13 @@ def test_memory_becomes_slots_of_each_trace(trace: str, capsys: pytest.CaptureFi
     assert [(row["trace"], row["capacity"]) for row in rows] == [("run", 32), ("tiny_moe", 32)]
 
 
+def test_a_capacity_may_be_a_decimal(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the message about a wrong one says."""
+    options = ["--policy", "lru", "--capacity", "0.25,25,25%", "--json"]
+    assert cli.main(["replay", trace, *options]) == 0
+    assert [row["capacity"] for row in json.loads(capsys.readouterr().out)] == [24, 25]
+
+
 def test_layers_are_shown_on_request(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A row per layer in a table of its own, or a list in JSON."""
     options = ["--policy", "lru,echo", "--capacity", "24", "--per-layer"]

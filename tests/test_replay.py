@@ -81,17 +81,38 @@ def test_an_empty_trace_has_a_hit_rate_of_zero() -> None:
 
 @pytest.mark.parametrize(
     ("capacity", "slots"),
-    [(3, 3), ("5", 5), ("25%", 24), (0.25, 24), (1.0, 96), (1, 1), (500, 96), ("12.5 %", 12)],
+    [
+        (3, 3),
+        ("5", 5),
+        (np.int64(5), 5),
+        (np.uint8(5), 5),
+        ("25%", 24),
+        (0.25, 24),
+        (np.float32(0.25), 24),
+        (1.0, 96),
+        (1, 1),
+        (500, 96),
+        ("12.5 %", 12),
+    ],
 )
 def test_a_capacity_is_slots_or_a_share(capacity: float | str, slots: int) -> None:
-    """Integers are slots, floats and percentages shares; more than all are all."""
+    """Integers are slots, decimals and percentages shares; more than all are all."""
     assert replay(random_trace(), "lru", capacity).capacity == slots
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"), [("0.25", 24), (" .25", 24), ("1.0", 96), ("1", 1), ("25", 25)]
+)
+def test_a_capacity_in_text_is_what_the_number_is(text: str, slots: int) -> None:
+    """A decimal point makes a share of it, as a shell's argument has to be."""
+    assert replay(random_trace(), "lru", text).capacity == slots
 
 
 def test_a_share_is_taken_as_it_is_written() -> None:
     """0.29 of 100 experts are 29, though the float is a little less."""
     trace = Trace(np.zeros((1, 1, 1), int), num_experts=100)
-    assert replay(trace, "lru", 0.29).capacity == replay(trace, "lru", "29%").capacity == 29
+    for share in (0.29, "29%", "0.29"):
+        assert replay(trace, "lru", share).capacity == 29
 
 
 @pytest.mark.parametrize(
@@ -103,6 +124,9 @@ def test_a_share_is_taken_as_it_is_written() -> None:
         (3, "layer", CapacityError, "3 slots, but scope 'layer' .* take at least 4"),
         (1.5, "global", ConfigError, "not in"),
         ("120%", "global", ConfigError, "not in"),
+        ("1.25", "global", ConfigError, "not in"),
+        ("0.0", "global", ConfigError, "not in"),
+        ("0.001", "global", CapacityError, "is 0 slots"),
         ("much", "global", ConfigError, "neither a number of slots nor a share"),
         (True, "global", ConfigError, "neither"),
         (float("nan"), "global", ConfigError, "neither"),

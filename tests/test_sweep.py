@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moecache.errors import ConfigError, FormatError, MissingDependencyError, StoreError, SweepError
@@ -78,6 +79,17 @@ def test_capacities_that_are_the_same_slots_are_one() -> None:
     assert sweep(traces()["one"], "lru", ("25%", 12, 0.25, 99, 48))["capacity"] == [12, 48]
 
 
+@pytest.mark.parametrize("number", [np.int64, np.uint8, np.int32])
+def test_numbers_of_numpy_are_numbers(number: type) -> None:
+    """Alone or in an array, as capacities and as processes."""
+    expected = figures(sweep(traces()["one"], "lru", 12))
+
+    assert figures(sweep(traces()["one"], "lru", number(12), processes=number(1))) == expected
+    assert figures(sweep(traces()["one"], ScriptedLru, np.array([12], number)))
+    assert sweep(traces()["one"], "lru", np.float32(0.25))["capacity"] == [12]
+    assert len(sweep(traces()["one"], "lru", 12).select(capacity=number(12))) == 1
+
+
 def test_files_are_read_and_named_after_themselves(tmp_path: Path) -> None:
     """A path, several, and a mapping of names to paths."""
     for name, trace in traces().items():
@@ -101,6 +113,13 @@ def test_files_are_read_and_named_after_themselves(tmp_path: Path) -> None:
         ({"capacities": ("25%", "x")}, "capacity 'x' is neither"),
         ({"scopes": "expert"}, "scope 'expert' is not one of"),
         ({"processes": -1}, "processes must be 0 or more"),
+        ({"processes": "2"}, "processes must be 0 or more, got '2'"),
+        ({"processes": 1.5}, "processes must be 0 or more, got 1.5"),
+        ({"processes": True}, "processes must be 0 or more, got True"),
+        ({"capacities": None}, "capacities must be .*, got None"),
+        ({"policies": 3}, "policies must be .*, got 3"),
+        ({"scopes": 3}, "scopes must be .*, got 3"),
+        ({"traces": 3}, "traces must be .*, got 3"),
         ({"processes": 2, "cluster": "tcp://127.0.0.1:1"}, "processes or a cluster, not both"),
         ({"policies": (ScriptedLru(3, num_keys=3),)}, "ScriptedLru is one object"),
         ({"policies": (lambda *_: 0, lambda *_: 1)}, "two policies are called '<lambda>'"),

@@ -193,10 +193,11 @@ def replay(
         a class or function, called as ``factory(capacity, num_keys=...)`` once for all
         layers, or once for each; or one object, for scope "global". What is
         no compiled policy is driven as `moecache._python_policy.PythonPolicy` says:
-        access(key), insert(key), remove(key), victim(held). An object keeps its state:
-        a second replay with it goes on where the first one ended.
+        access(key), insert(key), remove(key), victim(held). A compiled object keeps its
+        keys: a second replay with it goes on where the first one ended. An object
+        written in Python can be replayed once, for the cache around it starts empty.
     capacity : int, float or str, default "25%"
-        Slots, or a share of all experts: 128, 0.25, "25%". More than all are all.
+        Slots, or a share of all experts: 128, 0.25, "0.25", "25%". More than all are all.
     scope : {"global", "layer"}, default "global"
         Whether layers compete for slots, or each has its share.
 

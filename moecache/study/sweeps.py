@@ -2,19 +2,22 @@
 
 import hashlib
 import inspect
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from moecache.errors import CapacityError, ConfigError, SweepError
 from moecache.study._arguments import (
     BELADY,
+    check_factory,
     check_name,
     check_scope,
     clip_capacity,
-    is_factory,
     policy_name,
     total_experts,
 )
@@ -41,7 +44,7 @@ Progress = Callable[[int, int], None]
 
 def sweep(
     traces: TraceLike | Sequence[TraceLike] | Mapping[str, TraceLike],
-    policies: Sequence[Any] | str = ("lru", "echo", BELADY),
+    policies: Sequence[Any] | Callable[..., Any] | str = ("lru", "echo", BELADY),
     capacities: Sequence[float | str] | float | str = ("12.5%", "25%", "50%"),
     *,
     scopes: Sequence[str] | str = ("global",),
@@ -56,8 +59,8 @@ def sweep(
     ----------
     traces : mapping of names to traces or files; or some of them, or one
         Files of any form that `load_any` knows. Without names, a file's own.
-    policies : names, classes or functions
-        As for `replay`; a single object is none, because its state would go from one
+    policies : names, classes or functions; or one
+        As for `replay`; an object is none, because its state would go from one
         cell to the next.
     capacities : slots, or shares of all experts
     scopes : "global" and "layer"
@@ -96,13 +99,11 @@ def sweep(
     """
     if cluster is not None and processes is not None:
         raise ConfigError("give processes or a cluster, not both")
-    if processes is not None and (isinstance(processes, bool) or processes < 0):
-        raise ConfigError(f"processes must be 0 or more, got {processes!r}")
+    processes = _whole(processes)
     named = _named_policies(policies)
     found = {name: _load(trace) for name, trace in _named_traces(traces).items()}
-    shares: Sequence[float | str]
-    shares = [capacities] if isinstance(capacities, (str, int, float)) else list(capacities)
-    chosen = [scopes] if isinstance(scopes, str) else list(scopes)
+    shares = _several("capacities", capacities, (str, int, float, np.number))
+    chosen = _several("scopes", scopes, (str,))
     for scope in chosen:
         check_scope(scope)
     cells, failures = _plan(found, named, shares, chosen)
@@ -223,17 +224,14 @@ def _rate(figures: Figures) -> float:
     return figures["num_hits"] / accesses if accesses else 0.0
 
 
-def _named_policies(policies: Sequence[Any] | str) -> dict[str, Any]:
-    chosen = [policies] if isinstance(policies, str) else list(policies)
+def _named_policies(policies: Sequence[Any] | Callable[..., Any] | str) -> dict[str, Any]:
+    chosen = [policies] if callable(policies) else _several("policies", policies, (str,))
     named: dict[str, Any] = {}
     for policy in chosen:
         if isinstance(policy, str):
             check_name(policy)
-        elif not is_factory(policy):
-            raise ConfigError(
-                f"a sweep makes a policy anew for each replay, and {policy_name(policy)} is one "
-                "object; give a class or function, called as factory(capacity, num_keys=...)"
-            )
+        else:
+            check_factory(policy, "a sweep")
         name = policy_name(policy)
         if named.setdefault(name, policy) is not policy and named[name] != policy:
             raise ConfigError(f"two policies are called {name!r}; give one another __name__")
@@ -248,7 +246,7 @@ def _named_traces(
     if isinstance(traces, Mapping):
         named = dict(traces)
     else:
-        several = [traces] if isinstance(traces, (Trace, str, os.PathLike)) else list(traces)
+        several = _several("traces", traces, (Trace, str, os.PathLike))
         named = {}
         for number, trace in enumerate(several):
             name = (
@@ -264,6 +262,29 @@ def _named_traces(
     if not named:
         raise ConfigError("a sweep needs at least one trace")
     return named
+
+
+def _several(name: str, given: Any, one: tuple[type, ...]) -> list[Any]:
+    """Return a list of what was given, one or several."""
+    if isinstance(given, one):
+        return [given]
+    try:
+        return list(given)
+    except TypeError as error:
+        kinds = ", ".join(kind.__name__ for kind in one)
+        raise ConfigError(f"{name} must be one or several of {kinds}, got {given!r}") from error
+
+
+def _whole(processes: Any) -> int | None:
+    if processes is None:
+        return None
+    try:
+        number = -1 if isinstance(processes, bool) else operator.index(processes)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"processes must be 0 or more, got {processes!r}")
+    return number
 
 
 def _load(trace: TraceLike) -> Trace:

@@ -19,6 +19,7 @@ from moecache.study import (
     miss_ratio_curve,
     recall,
     replay,
+    sweep,
 )
 from moecache.study.replay import sequence_begins, step_bounds
 from tests.helpers.routing import ScriptedLru, random_trace
@@ -51,6 +52,25 @@ def test_a_replay_counts_by_step_layer_and_phase() -> None:
     assert done.hit_rate_over_time(2).tolist() == [0, 0.5, pytest.approx(6 / 7)]
     assert (done.capacity, done.total_experts, done.scope) == (8, 8, "global")
     assert not done.hits.flags.writeable
+
+
+def test_a_step_of_both_phases_counts_in_neither() -> None:
+    """Requests that are batched prefill and decode in one step."""
+    trace = Trace(
+        [[[0]], [[1]], [[0]], [[0]], [[1]]],
+        num_experts=2,
+        step=[0, 0, 1, 1, 2],
+        phase=[0, 0, 1, 0, 1],
+    )
+
+    done = replay(trace, "lru", 2)
+
+    assert done.phase.tolist() == [0, 2, 1]
+    assert done.hits.sum(1).tolist() == [0, 1, 1]
+    assert done.per_phase == {"prefill": 0, "decode": 1}
+    assert replay(trace[2:4], "lru", 2).per_phase == {}
+    row = sweep(trace[:4], "lru", 2)[0]
+    assert (row["prefill_hit_rate"], row["decode_hit_rate"]) == (0, None)
 
 
 def test_bytes_moved_are_those_of_the_misses() -> None:

@@ -143,7 +143,7 @@ def test_a_cluster_works_for_it(trace: str, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["replay", trace]) == 0
     alone = capsys.readouterr().out
     with distributed.LocalCluster(
-        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
     ) as cluster:
         assert cli.main(["replay", trace, "--cluster", cluster.scheduler_address]) == 0
     assert capsys.readouterr().out == alone

@@ -1,7 +1,6 @@
 """Sweeps: many policies, capacities and traces at once."""
 
-import hashlib
-import inspect
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from moecache.study._arguments import (
     policy_name,
     total_experts,
 )
+from moecache.study._identity import identify
 from moecache.study._journal import Journal
 from moecache.study._workers import (
     Cell,
@@ -34,6 +34,8 @@ from moecache.study._workers import (
 from moecache.study.importers import load_any
 from moecache.study.table import Table
 from moecache.study.traces import Trace
+
+logger = logging.getLogger(__name__)
 
 # A process takes half a second to start; a visit of a layer one or two microseconds.
 _POOL_VISITS = 2_000_000
@@ -75,8 +77,11 @@ def sweep(
     resume : path, optional
         A file that keeps finished cells, and gives them to the next sweep that asks for the
         same: by the trace's routing, policy, scope, slots and version of moecache.
-        A class or function counts as the same while its source is; what it calls is not
-        looked at. Made if need be; a sweep may be killed at any time.
+        A class or function of a module counts as the same while its source is; what it
+        calls is not looked at. A partial counts by its function and arguments, if these
+        are plain values. Methods, lambdas and what is made in a function are replayed
+        every time; a warning in the log names them. Made if need be; a sweep may be
+        killed at any time.
     progress : bool or callable (done, total), default False
         True shows a bar on standard error.
 
@@ -113,6 +118,7 @@ def sweep(
         digests = {name: trace.digest for name, trace in found.items()} if journal else {}
         keys = [_key(cell, digests[cell.trace]) for cell in cells] if journal else []
         if journal:
+            _warn(cells, keys)
             known = {number: journal.found.get(key) for number, key in enumerate(keys) if key}
             outcomes = {number: figures for number, figures in known.items() if figures}
         rest = [number for number in range(len(cells)) if number not in outcomes]
@@ -130,15 +136,24 @@ def sweep(
             report(len(outcomes))
     table = Table(_rows(cells, outcomes, found))
     if failures:
-        where, error = failures[0]
-        spot = ", ".join(f"{name} {value!r}" for name, value in where.items())
-        raise SweepError(
-            f"{len(table)} replays succeeded, {len(failures)} failed; the first with {spot}: "
-            f"{type(error).__name__}: {error}",
-            table,
-            failures,
-        ) from error
+        given = "" if resume else "with resume= given from the start, "
+        remedy = f"error.table has the others; {given}the same call repeats only what failed"
+        raise sweep_error(table, failures, remedy) from failures[0][1]
     return table
+
+
+def sweep_error(
+    table: Table, failures: list[tuple[dict[str, Any], Exception]], remedy: str
+) -> SweepError:
+    """Return the error that says what failed first, and what to do."""
+    where, error = failures[0]
+    spot = ", ".join(f"{name} {value!r}" for name, value in where.items())
+    return SweepError(
+        f"{len(table)} replays succeeded, {len(failures)} failed; the first with {spot}: "
+        f"{type(error).__name__}: {error}; {remedy}",
+        table,
+        failures,
+    )
 
 
 def _run(
@@ -216,6 +231,10 @@ def _rows(
             "hit_rate": rate,
             "miss_ratio": 1 - rate,
             "gap_share": gap,
+            "per_layer": [
+                hits / (hits + misses) if hits else 0.0
+                for hits, misses in zip(figures["layer_hits"], figures["layer_misses"], strict=True)
+            ],
         }
 
 
@@ -295,18 +314,19 @@ def _key(cell: Cell, digest: str) -> str:
     """Return what a cell's result depends on, or "" if that cannot be told."""
     from moecache import __version__
 
-    policy = cell.policy
-    if not isinstance(policy, str):
-        name = getattr(policy, "__qualname__", "<")
-        # What is made in a function depends on that function's variables.
-        if "<" in name:
-            return ""
-        try:
-            source = inspect.getsource(policy)
-        except (OSError, TypeError):
-            return ""
-        policy = f"{policy.__module__}.{name}#{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    return f"{digest} {policy} {cell.scope} {cell.slots} {__version__}"
+    policy = identify(cell.policy)
+    return f"{digest} {policy} {cell.scope} {cell.slots} {__version__}" if policy else ""
+
+
+def _warn(cells: Sequence[Cell], keys: Sequence[str]) -> None:
+    lost = [policy_name(cell.policy) for cell, key in zip(cells, keys, strict=True) if not key]
+    if lost:
+        logger.warning(
+            "sweep.not_kept policies=%s cells=%d: they are replayed again next time; take classes "
+            "and functions of a module",
+            ",".join(dict.fromkeys(lost)),
+            len(lost),
+        )
 
 
 class _Reporter:
@@ -318,10 +338,13 @@ class _Reporter:
         self._tell = progress if callable(progress) else None
         if progress is True:
             from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
-            self._bar = Bar(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("replaying", total=total)
+            columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn()
+            console = Console(stderr=True)
+            self._bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True)
+            self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> Self:
         if self._bar is not None:

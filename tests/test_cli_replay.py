@@ -2,16 +2,19 @@
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from moecache import cli
 from moecache.settings import POLICIES
-from moecache.study import load_any, recommend, replay, sweep
+from moecache.study import Replay, Trace, _workers, load_any, plots, recommend, replay, sweep
 from tests.helpers.routing import random_trace
 
 ROOT = Path(__file__).parents[1]
+DRAW = plots.draw_curves
 TINY = str(ROOT / "examples" / "traces" / "tiny_moe.npz")
 
 
@@ -66,6 +69,13 @@ def test_memory_becomes_slots_of_each_trace(trace: str, capsys: pytest.CaptureFi
     assert [(row["trace"], row["capacity"]) for row in rows] == [("run", 32), ("tiny_moe", 32)]
 
 
+def test_a_capacity_may_be_a_decimal(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the message about a wrong one says."""
+    options = ["--policy", "lru", "--capacity", "0.25,25,25%", "--json"]
+    assert cli.main(["replay", trace, *options]) == 0
+    assert [row["capacity"] for row in json.loads(capsys.readouterr().out)] == [24, 25]
+
+
 def test_layers_are_shown_on_request(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A row per layer in a table of its own, or a list in JSON."""
     options = ["--policy", "lru,echo", "--capacity", "24", "--per-layer"]
@@ -100,13 +110,98 @@ def test_figures_are_written_as_parquet(trace: str, tmp_path: Path) -> None:
     assert len(pandas.read_parquet(tmp_path / "t.parquet")) == 15
 
 
-def test_curves_are_drawn(trace: str, tmp_path: Path) -> None:
-    """A picture with an Axes per trace and scope."""
+def test_curves_are_drawn(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An Axes per trace and scope, with points at the sizes asked for, too."""
     pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(
+        plots,
+        "draw_curves",
+        lambda *given, **named: drawn.append((given[1], named)) or DRAW(*given, **named),
+    )
     name = tmp_path / "curves.png"
-    options = ["--scope", "global,layer", "--plot", str(name)]
+    options = ["--scope", "global,layer", "--plot", str(name), "--capacity", "40"]
     assert cli.main(["replay", trace, TINY, *options]) == 0
+
     assert name.read_bytes().startswith(b"\x89PNG")
+    assert "40 slots" in capsys.readouterr().out
+    assert [named["scope"] for _, named in drawn] == ["global", "layer"] * 2
+    points, _ = drawn[1]
+    assert list(points) == ["lru", "slru", "lfru", "echo", "belady"]
+    slots = [6, 9, 12, 18, 24, 36, 40, 48, 60, 72, 96]
+    assert sorted(points["echo"]) == [
+        (at, 1 - replay(load_any(trace), "echo", at, scope="layer").hit_rate) for at in slots
+    ]
+
+
+def test_curves_and_layers_are_of_the_same_sweep(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each cell is replayed once, and all of them are kept to resume from."""
+    pytest.importorskip("matplotlib")
+    kept = tmp_path / "kept.jsonl"
+    made = []
+    monkeypatch.setattr(
+        _workers, "replay", lambda *given, **named: made.append(given) or replay(*given, **named)
+    )
+    options = ["--policy", "lru,echo", "--per-layer", "--plot", str(tmp_path / "t.svg")]
+    options += ["--resume", str(kept)]
+
+    assert cli.main(["replay", trace, *options]) == 0
+    # 12.5, 25 and 50 % are among the 11 sizes that are drawn.
+    assert len(made) == 2 * 11
+    assert len(kept.read_text().splitlines()) == 1 + len(made)
+    monkeypatch.setattr(_workers, "replay", None)
+    assert cli.main(["replay", trace, *options]) == 0
+
+
+def test_curves_need_no_display(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever backend the environment asks for: pyplot is not even imported."""
+    pytest.importorskip("matplotlib")
+    program = (
+        "import sys; from moecache import cli; code = cli.main(sys.argv[1:]); "
+        "assert 'matplotlib.pyplot' not in sys.modules; sys.exit(code)"
+    )
+    monkeypatch.setenv("MPLBACKEND", "TkAgg")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    for suffix in ("png", "pdf"):
+        picture = tmp_path / f"t.{suffix}"
+        done = subprocess.run(
+            [sys.executable, "-c", program, "replay", trace, "--policy", "lru", "--plot", picture],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert picture.stat().st_size
+
+
+def test_what_failed_can_be_repeated_alone(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are shown, and the message has the option."""
+
+    def fails(trace: Trace, policy: str, slots: int, *, scope: str) -> Replay:
+        if (policy, slots) == ("echo", 24):
+            raise MemoryError("no room")
+        return replay(trace, policy, slots, scope=scope)
+
+    monkeypatch.setattr(_workers, "replay", fails)
+    options = ["--policy", "lru,echo"]
+    remedy = "the same command repeats only what failed"
+    assert cli.main(["replay", trace, *options]) == 1
+    shown = capsys.readouterr()
+    assert "5 replays succeeded, 1 failed; the first with trace 'run', policy 'echo'" in shown.err
+    assert f"no room; with --resume from the start, {remedy}\n" in shown.err
+    assert rows_of(shown.out)["echo"][1] == "-"
+    assert cli.main(["replay", trace, *options, "--resume", str(tmp_path / "kept")]) == 1
+    assert f"no room; {remedy}\n" in capsys.readouterr().err
 
 
 def test_advice_is_recommends(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +231,7 @@ def test_a_cluster_works_for_it(trace: str, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["replay", trace]) == 0
     alone = capsys.readouterr().out
     with distributed.LocalCluster(
-        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
     ) as cluster:
         assert cli.main(["replay", trace, "--cluster", cluster.scheduler_address]) == 0
     assert capsys.readouterr().out == alone

@@ -8,7 +8,7 @@ import pytest
 
 from moecache.errors import ConfigError, MissingDependencyError
 from moecache.study import Table, Trace, miss_ratio_curve, plots, replay, sweep
-from tests.helpers.routing import random_trace
+from tests.helpers.routing import ScriptedLru, random_trace
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -83,6 +83,19 @@ def test_below_a_steps_experts_lru_is_replayed() -> None:
     for place in range(2):
         done = replay(trace, "lru", slots[place], scope="layer")
         assert drawn[place, 1] == 1 - done.hit_rate
+
+
+def test_where_a_step_has_several_rows_lru_is_replayed() -> None:
+    """A replay admits a fair share of such a step: one line for it and the others."""
+    single = random_trace()
+    trace = Trace(single.experts, num_experts=24, step=[0, 0, 0, *range(1, 198)])
+
+    drawn = lines(plots.miss_ratio_curves(trace, ("lru", ScriptedLru), fractions=(0.25, 0.5)))
+
+    rates = [1 - replay(trace, "lru", share).hit_rate for share in (0.25, 0.5)]
+    assert (
+        drawn["lru"].tolist() == drawn["ScriptedLru"].tolist() == [[25, rates[0]], [50, rates[1]]]
+    )
 
 
 def test_a_given_axes_is_drawn_into() -> None:

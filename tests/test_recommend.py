@@ -40,8 +40,54 @@ def test_the_best_of_all_that_were_tried_is_recommended() -> None:
     assert advice.slots == 24
     done = replay(trace, advice.policy, 24, scope=advice.scope)
     assert advice.bytes_per_token == done.misses[100:].sum() * 1000 / 100
-    assert advice.optimum == second_half(trace, "belady", 24, "global")
-    assert advice.optimum > advice.hit_rate
+    assert advice.whole_hit_rate == done.hit_rate
+    assert advice.whole_optimum == replay(trace, "belady", 24, scope=advice.scope).hit_rate
+    assert advice.whole_optimum > advice.whole_hit_rate
+
+
+@pytest.mark.parametrize("scopes", [("global",), ("layer",), ("global", "layer")])
+def test_the_optimum_is_of_what_it_is_compared_with(scopes: tuple[str, ...]) -> None:
+    """Both of the whole trace of single rows, where nothing exceeds it; 150 traces."""
+    for seed in range(150):
+        shape = (12, 1 + seed % 3, 1 + seed % 2)
+        trace = random_trace(seed, shape, 6)
+        least = shape[1] * shape[2]
+        slots = least + seed % (6 * shape[1] - least + 1)
+
+        advice = recommend(trace, slots, expert_bytes=1, scopes=scopes)
+
+        assert advice.whole_hit_rate <= advice.whole_optimum
+        text = advice.describe()
+        assert (
+            f"Belady's optimum, which knows the future, {advice.whole_optimum:.1%} of the whole "
+            f"trace, where this policy had {advice.whole_hit_rate:.1%}"
+        ) in text
+        assert "at best" not in text
+
+
+def test_in_the_second_half_alone_a_policy_may_be_ahead_of_belady() -> None:
+    """Who chooses for the whole trace is no bound of a part of it."""
+    trace = random_trace(69, (12, 1, 1), 6)
+    advice = recommend(trace, 2, expert_bytes=1, scopes=("global",))
+    assert advice.hit_rate == 1
+    assert second_half(trace, "belady", 2, "global") == 5 / 6
+    assert advice.whole_hit_rate == advice.whole_optimum == 8 / 12
+
+
+def test_below_the_cliff_the_policy_is_measured_at_it() -> None:
+    """Not every policy gains there: the chosen one's figures are given."""
+    trace = random_trace()
+
+    advice = recommend(trace, 8, expert_bytes=1)
+    beyond = recommend(trace, 12, expert_bytes=1)
+
+    at_cycle = second_half(trace, advice.policy, 12, advice.scope)
+    assert advice.hit_rate_at_cycle == at_cycle
+    text = advice.describe()
+    assert f"with 12 B for experts {advice.policy} found {at_cycle:.1%}, not " in text
+    assert "every policy" not in text
+    assert beyond.hit_rate_at_cycle is None
+    assert "note" not in beyond.describe()
 
 
 def test_the_cliff_is_where_one_token_fits() -> None:
@@ -99,6 +145,12 @@ def test_a_person_can_act_on_it() -> None:
         ("1MiB", {"expert_bytes": 1, "policies": ()}, ConfigError, "at least one policy"),
         ("1MiB", {"expert_bytes": 1, "scopes": ("x",)}, ConfigError, "scope 'x'"),
         (300, {"expert_bytes": 100, "scopes": ("layer",)}, CapacityError, "fewer than 4 layers"),
+        (
+            2400,
+            {"expert_bytes": 100, "policies": (ScriptedLru(24, num_keys=96),)},
+            ConfigError,
+            "advice makes a policy anew for each replay, and ScriptedLru is one object",
+        ),
     ],
 )
 def test_what_cannot_be_advised_is_an_error(

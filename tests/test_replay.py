@@ -19,6 +19,7 @@ from moecache.study import (
     miss_ratio_curve,
     recall,
     replay,
+    sweep,
 )
 from moecache.study.replay import sequence_begins, step_bounds
 from tests.helpers.routing import ScriptedLru, random_trace
@@ -53,6 +54,25 @@ def test_a_replay_counts_by_step_layer_and_phase() -> None:
     assert not done.hits.flags.writeable
 
 
+def test_a_step_of_both_phases_counts_in_neither() -> None:
+    """Requests that are batched prefill and decode in one step."""
+    trace = Trace(
+        [[[0]], [[1]], [[0]], [[0]], [[1]]],
+        num_experts=2,
+        step=[0, 0, 1, 1, 2],
+        phase=[0, 0, 1, 0, 1],
+    )
+
+    done = replay(trace, "lru", 2)
+
+    assert done.phase.tolist() == [0, 2, 1]
+    assert done.hits.sum(1).tolist() == [0, 1, 1]
+    assert done.per_phase == {"prefill": 0, "decode": 1}
+    assert replay(trace[2:4], "lru", 2).per_phase == {}
+    row = sweep(trace[:4], "lru", 2)[0]
+    assert (row["prefill_hit_rate"], row["decode_hit_rate"]) == (0, None)
+
+
 def test_bytes_moved_are_those_of_the_misses() -> None:
     """One size, a size as people write it, or one per layer."""
     done = replay(SMALL, "lru", 8)
@@ -81,17 +101,38 @@ def test_an_empty_trace_has_a_hit_rate_of_zero() -> None:
 
 @pytest.mark.parametrize(
     ("capacity", "slots"),
-    [(3, 3), ("5", 5), ("25%", 24), (0.25, 24), (1.0, 96), (1, 1), (500, 96), ("12.5 %", 12)],
+    [
+        (3, 3),
+        ("5", 5),
+        (np.int64(5), 5),
+        (np.uint8(5), 5),
+        ("25%", 24),
+        (0.25, 24),
+        (np.float32(0.25), 24),
+        (1.0, 96),
+        (1, 1),
+        (500, 96),
+        ("12.5 %", 12),
+    ],
 )
 def test_a_capacity_is_slots_or_a_share(capacity: float | str, slots: int) -> None:
-    """Integers are slots, floats and percentages shares; more than all are all."""
+    """Integers are slots, decimals and percentages shares; more than all are all."""
     assert replay(random_trace(), "lru", capacity).capacity == slots
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"), [("0.25", 24), (" .25", 24), ("1.0", 96), ("1", 1), ("25", 25)]
+)
+def test_a_capacity_in_text_is_what_the_number_is(text: str, slots: int) -> None:
+    """A decimal point makes a share of it, as a shell's argument has to be."""
+    assert replay(random_trace(), "lru", text).capacity == slots
 
 
 def test_a_share_is_taken_as_it_is_written() -> None:
     """0.29 of 100 experts are 29, though the float is a little less."""
     trace = Trace(np.zeros((1, 1, 1), int), num_experts=100)
-    assert replay(trace, "lru", 0.29).capacity == replay(trace, "lru", "29%").capacity == 29
+    for share in (0.29, "29%", "0.29"):
+        assert replay(trace, "lru", share).capacity == 29
 
 
 @pytest.mark.parametrize(
@@ -103,6 +144,9 @@ def test_a_share_is_taken_as_it_is_written() -> None:
         (3, "layer", CapacityError, "3 slots, but scope 'layer' .* take at least 4"),
         (1.5, "global", ConfigError, "not in"),
         ("120%", "global", ConfigError, "not in"),
+        ("1.25", "global", ConfigError, "not in"),
+        ("0.0", "global", ConfigError, "not in"),
+        ("0.001", "global", CapacityError, "is 0 slots"),
         ("much", "global", ConfigError, "neither a number of slots nor a share"),
         (True, "global", ConfigError, "neither"),
         (float("nan"), "global", ConfigError, "neither"),

@@ -1,5 +1,8 @@
 """A replay does what the cache does, and never better than the optimum."""
 
+import gc
+import weakref
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,9 +13,10 @@ from moecache._lfu import LfruCache
 from moecache._policy import LruCache
 from moecache._slru import SlruCache
 from moecache._stale import LeastStaleCache
-from moecache.errors import ConfigError
+from moecache.errors import CapacityError, ConfigError
 from moecache.settings import POLICIES, SCOPES
-from moecache.study import Trace, miss_ratio_curve, replay
+from moecache.study import Trace, concatenate, miss_ratio_curve, replay
+from moecache.study._arguments import _replayed
 from tests.helpers.routing import (
     ScriptedLru,
     most_hits,
@@ -111,16 +115,66 @@ def test_a_policy_in_python_is_driven_like_the_compiled_ones(
     assert replay(trace, LfruCache, capacity, scope=scope).hits.tolist() == lfru.hits.tolist()
 
 
-def test_an_object_keeps_its_state() -> None:
+def test_a_compiled_object_keeps_its_state() -> None:
     """One object serves all layers, and a second replay goes on where the first ended."""
     trace = random_trace()
-    script = ScriptedLru(40, num_keys=96)
     compiled = LruCache(40, num_keys=96)
 
-    assert replay(trace, script, 40).num_hits == replay(trace, "lru", 40).num_hits
     first, second = (replay(trace, compiled, 40) for _ in range(2))
-    assert second.num_hits > first.num_hits
+
+    assert first.num_hits == replay(trace, "lru", 40).num_hits
+    assert second.num_hits == replay(concatenate([trace, trace]), "lru", 40).num_hits - (
+        first.num_hits
+    )
     assert second.policy == "LruCache"
+
+
+class Slotted(ScriptedLru):
+    """Cannot be hashed, and equals everything."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [ScriptedLru, Slotted])
+def test_an_object_in_python_is_replayed_once(kind: type) -> None:
+    """A second replay would begin empty, while the object still has its keys."""
+    trace = random_trace()
+    script = kind(40, num_keys=96)
+
+    assert replay(trace, script, 40).num_hits == replay(trace, "lru", 40).num_hits
+
+    again = "was replayed before.*; give a new one, or a class or function"
+    with pytest.raises(ConfigError, match=again):
+        replay(trace, script, 40)
+    with pytest.raises(ConfigError, match=again):
+        replay(trace, lambda capacity, num_keys: script, 40)
+    assert replay(trace, kind(40, num_keys=96), 40).num_accesses == 2400
+
+
+def test_an_object_that_was_refused_was_not_replayed() -> None:
+    """What is wrong with the other arguments can be corrected."""
+    script = ScriptedLru(24, num_keys=96)
+    with pytest.raises(ConfigError, match="is one object"):
+        replay(random_trace(), script, 24, scope="layer")
+    with pytest.raises(CapacityError):
+        replay(random_trace(), script, 0)
+    assert replay(random_trace(), script, 24).num_hits
+
+
+def test_a_policy_that_is_gone_leaves_nothing_behind() -> None:
+    """An object is known for as long as it lives, and not kept for it."""
+    script = ScriptedLru(24, num_keys=96)
+    gone = weakref.ref(script)
+    replay(random_trace(), script, 24)
+    assert id(script) in _replayed
+    number = id(script)
+    del script
+    gc.collect()
+    assert gone() is None
+    assert number not in _replayed
 
 
 class Raises(ScriptedLru):
@@ -191,6 +245,7 @@ def test_a_factory_gives_each_layer_its_own() -> None:
     """One object for several layers, pinned keys and mixed classes are refused."""
     trace = random_trace()
     shared = LruCache(6, num_keys=24)
+    script = ScriptedLru(6, num_keys=24)
     pinned = LruCache(24, num_keys=96)
     pinned.admit(3)
     pinned.pin(3)
@@ -198,6 +253,8 @@ def test_a_factory_gives_each_layer_its_own() -> None:
 
     with pytest.raises(ConfigError, match="each of 4 layers a new policy"):
         replay(trace, lambda capacity, num_keys: shared, 24, scope="layer")
+    with pytest.raises(ConfigError, match="each of 4 layers a new policy"):
+        replay(trace, lambda capacity, num_keys: script, 24, scope="layer")
     with pytest.raises(ConfigError, match="all of one class"):
         replay(
             trace, lambda size, num_keys: next(kinds)(size, num_keys=num_keys), 24, scope="layer"

@@ -1,5 +1,6 @@
 """Sweeps: every cell once, the same wherever it runs, and nothing lost to a kill."""
 
+import functools
 import json
 import os
 import pickle
@@ -10,8 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from moecache._lfu import LfruCache
+from moecache._policy import LruCache
+from moecache._slru import SlruCache
 from moecache.errors import ConfigError, FormatError, MissingDependencyError, StoreError, SweepError
 from moecache.study import Table, Trace, replay, sweep
 from moecache.study._journal import HEADER
@@ -63,6 +68,20 @@ def test_a_sweep_is_its_replays() -> None:
         assert row["model"].startswith("random")
 
 
+def test_a_sweep_has_the_layers_rates() -> None:
+    """Of each row, wherever it was replayed, and of parts of a table; they are no column."""
+    table = sweep(traces(), POLICIES, ("25%", "50%"))
+
+    for row, rates in zip(table, table.per_layer, strict=True):
+        done = replay(traces()[row["trace"]], row["policy"], row["capacity"])
+        assert rates == done.per_layer.tolist()
+        assert "per_layer" not in row
+    part = table.select(trace="two", policy="lru")
+    assert part.per_layer == [table.per_layer[6], table.per_layer[9]]
+    assert table[9:].per_layer == table.per_layer[9:]
+    assert Table(table.rows).per_layer == [None] * 12
+
+
 def test_gap_shares_are_between_lru_and_belady() -> None:
     """LRU closes nothing of the gap, Belady all; without both there is none."""
     table = sweep(traces()["one"], POLICIES, "25%")
@@ -76,6 +95,17 @@ def test_gap_shares_are_between_lru_and_belady() -> None:
 def test_capacities_that_are_the_same_slots_are_one() -> None:
     """25% of 48 and 12 are one row, and so are two that exceed everything."""
     assert sweep(traces()["one"], "lru", ("25%", 12, 0.25, 99, 48))["capacity"] == [12, 48]
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8, np.int32])
+def test_numbers_of_numpy_are_numbers(number: type) -> None:
+    """Alone or in an array, as capacities and as processes."""
+    expected = figures(sweep(traces()["one"], "lru", 12))
+
+    assert figures(sweep(traces()["one"], "lru", number(12), processes=number(1))) == expected
+    assert figures(sweep(traces()["one"], ScriptedLru, np.array([12], number)))
+    assert sweep(traces()["one"], "lru", np.float32(0.25))["capacity"] == [12]
+    assert len(sweep(traces()["one"], "lru", 12).select(capacity=number(12))) == 1
 
 
 def test_files_are_read_and_named_after_themselves(tmp_path: Path) -> None:
@@ -101,6 +131,13 @@ def test_files_are_read_and_named_after_themselves(tmp_path: Path) -> None:
         ({"capacities": ("25%", "x")}, "capacity 'x' is neither"),
         ({"scopes": "expert"}, "scope 'expert' is not one of"),
         ({"processes": -1}, "processes must be 0 or more"),
+        ({"processes": "2"}, "processes must be 0 or more, got '2'"),
+        ({"processes": 1.5}, "processes must be 0 or more, got 1.5"),
+        ({"processes": True}, "processes must be 0 or more, got True"),
+        ({"capacities": None}, "capacities must be .*, got None"),
+        ({"policies": 3}, "policies must be .*, got 3"),
+        ({"scopes": 3}, "scopes must be .*, got 3"),
+        ({"traces": 3}, "traces must be .*, got 3"),
         ({"processes": 2, "cluster": "tcp://127.0.0.1:1"}, "processes or a cluster, not both"),
         ({"policies": (ScriptedLru(3, num_keys=3),)}, "ScriptedLru is one object"),
         ({"policies": (lambda *_: 0, lambda *_: 1)}, "two policies are called '<lambda>'"),
@@ -116,7 +153,11 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) ->
 
 def test_a_failing_cell_is_reported_after_the_others_are_done() -> None:
     """The error names the cell and has the table of what succeeded."""
-    message = "5 replays succeeded, 1 failed; the first with trace 'two', policy 'Failing', scope "
+    message = (
+        "5 replays succeeded, 1 failed; the first with trace 'two', policy 'Failing', scope .*: "
+        "24 slots are too many; error.table has the others; with resume= given from the start, "
+        "the same call repeats only what failed$"
+    )
     with pytest.raises(SweepError, match=message) as caught:
         sweep({"two": traces()["two"]}, ("lru", Failing, "belady"), (24, 12))
     assert len(caught.value.table) == 5
@@ -125,6 +166,22 @@ def test_a_failing_cell_is_reported_after_the_others_are_done() -> None:
     assert isinstance(error, RuntimeError)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert pickle.loads(pickle.dumps(caught.value)).failures[0][0] == where
+
+
+def test_what_failed_is_repeated_alone(tmp_path: Path) -> None:
+    """With a file to resume from the error says so, and it is so."""
+    told: list[int] = []
+    for done in (5, 5):
+        with pytest.raises(SweepError, match=r"; the same call repeats only what failed$"):
+            sweep(
+                {"two": traces()["two"]},
+                ("lru", Failing, "belady"),
+                (24, 12),
+                resume=tmp_path / "sweep.jsonl",
+                progress=lambda at, _: told.append(at),
+            )
+        assert told[-1] == done
+    assert told == [0, 1, 1, 2, 3, 4, 5, 5, 5]
 
 
 def test_a_capacity_that_one_trace_cannot_have_fails_alone() -> None:
@@ -175,6 +232,7 @@ def test_a_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
     assert again.rows == first.rows  # the very seconds
+    assert again.per_layer == first.per_layer
     assert told == [(12, 12), (6, 8), (7, 8), (8, 8)]
     assert len(more) == 8
     # Another trace, and another version, are other cells.
@@ -186,23 +244,93 @@ def test_a_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert told == [(0, 1), (1, 1)] * 2
 
 
-def test_policies_of_ones_own_are_resumed_by_their_source(tmp_path: Path) -> None:
-    """A class at the top of a module is known again; one made in a function is not."""
-    file = tmp_path / "sweep.jsonl"
+def titled(name: str, policy: Any) -> Any:
+    """Give a policy's result another name."""
+    policy.__name__ = name
+    return policy
+
+
+def slru(capacity: int, *, num_keys: int, share: float = 0.5) -> SlruCache:
+    """Make a segmented LRU whose first segment has that share."""
+    first = max(1, int(capacity * share))
+    return SlruCache(first, max(1, capacity - first), num_keys=num_keys)
+
+
+def test_policies_of_ones_own_are_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Classes and functions of modules, compiled or not, and partials of them are known again."""
+    policies = (
+        ScriptedLru,
+        LruCache,
+        slru,
+        titled("wide", functools.partial(slru, share=0.75)),
+        titled("narrow", functools.partial(slru, share=0.25)),
+        functools.partial(functools.partial(LfruCache)),
+    )
+    told: list[int] = []
+    for _ in range(2):
+        told.clear()
+        table = sweep(
+            traces()["one"],
+            policies,
+            "25%",
+            resume=tmp_path / "sweep.jsonl",
+            progress=lambda done, _: told.append(done),
+        )
+    assert told == [6]
+    assert not caplog.records
+    assert table["num_hits"] == [
+        replay(traces()["one"], policy, "25%").num_hits for policy in policies
+    ]
+
+
+class Maker:
+    """Makes policies; what it does depends on what it has."""
+
+    def make(self, capacity: int, *, num_keys: int) -> ScriptedLru:
+        """Return one."""
+        return ScriptedLru(capacity, num_keys=num_keys)
+
+    __call__ = make
+
+
+def test_what_cannot_be_known_again_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Local classes and functions, methods, objects, and partials with such arguments."""
 
     class Local(ScriptedLru):
         pass
 
-    for expected in ([0, 1, 2], [1, 2]):
-        told: list[int] = []
+    policies = (
+        "lru",
+        Local,
+        lambda capacity, num_keys: ScriptedLru(capacity, num_keys=num_keys),
+        Maker().make,
+        Maker(),
+        titled("part", functools.partial(slru, share=np.float64(0.5))),
+        titled("other", functools.partial(Local)),
+    )
+    told: list[int] = []
+    for first in (0, 2):
+        caplog.clear()
+        told.clear()
         sweep(
             traces()["one"],
-            (ScriptedLru, Local),
-            "25%",
-            resume=file,
-            progress=lambda done, _, told=told: told.append(done),
+            policies,
+            ("25%", "50%"),
+            resume=tmp_path / "sweep.jsonl",
+            progress=lambda done, _: told.append(done),
         )
-        assert told == expected
+        assert told == list(range(first, 15))
+        (record,) = caplog.records
+        assert (record.levelname, record.name) == ("WARNING", "moecache.study.sweeps")
+        assert record.getMessage() == (
+            "sweep.not_kept policies=Local,<lambda>,make,Maker,part,other cells=12: they are "
+            "replayed again next time; take classes and functions of a module"
+        )
+    caplog.clear()
+    sweep(traces()["one"], policies, "25%")
+    assert not caplog.records
 
 
 def test_a_torn_last_line_is_replayed_again(tmp_path: Path) -> None:
@@ -228,7 +356,7 @@ def test_a_damaged_file_is_an_error_and_stays_as_it_is(tmp_path: Path) -> None:
         (b"".join([lines[0], lines[1][:20] + b"\n", *lines[2:]]), "line 2 is damaged"),
         (b"".join([lines[0], lines[1], b"\n", *lines[2:]]), "line 3 is damaged"),
         (b"trace,policy\n", "is no file of a sweep"),
-        (json.dumps({"moecache_sweep": 2}).encode() + b"\n", "is no file of a sweep"),
+        (json.dumps({"moecache_sweep": 1}).encode() + b"\n", "is no file of a sweep"),
         (b"\x00" * 100, "is no file of a sweep"),
     ]
     for data, message in damaged:
@@ -348,7 +476,7 @@ def test_a_dask_cluster_gives_the_same(tmp_path: Path) -> None:
     expected = figures(sweep(traces(), (*POLICIES, ScriptedLru), ("25%", "50%")))
     with (
         distributed.LocalCluster(
-            n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None
+            n_workers=1, threads_per_worker=2, processes=False, dashboard_address=":0"
         ) as cluster,
         distributed.Client(cluster) as client,
     ):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moecache.commands.paths import printable
 from moecache.commands.replay_tables import print_layers, print_table
@@ -19,8 +18,7 @@ from moecache.study import plots
 from moecache.study._arguments import BELADY, clip_capacity, total_experts
 from moecache.study.advice import DEFAULT_POLICIES, expert_size, recommend
 from moecache.study.importers import load_any
-from moecache.study.replay import replay
-from moecache.study.sweeps import sweep
+from moecache.study.sweeps import sweep, sweep_error
 from moecache.study.table import Table
 from moecache.study.traces import Trace
 from moecache.units import format_bytes, parse_budget
@@ -55,7 +53,7 @@ def add_parser(commands: Any) -> None:
     size.add_argument(
         "--capacity",
         metavar="LIST",
-        help="slots, or shares of all experts: 64,25%% (default: 12.5%%,25%%,50%%)",
+        help="slots, or shares of all experts: 64,25%%,0.25 (default: 12.5%%,25%%,50%%)",
     )
     size.add_argument("--memory", metavar="LIST", help="instead of a capacity, bytes: 2GiB,4GiB")
     size.add_argument(
@@ -72,7 +70,10 @@ def add_parser(commands: Any) -> None:
     shown.add_argument("--csv", metavar="FILE", help="write the figures there, too")
     shown.add_argument("--parquet", metavar="FILE", help="the same; needs pandas and pyarrow")
     shown.add_argument(
-        "--plot", metavar="FILE", help="draw miss ratios by capacity: .png, .svg, .pdf"
+        "--plot",
+        metavar="FILE",
+        help="draw miss ratios at 3 to 100%% of the experts (11 sizes, replayed as well) and at "
+        "the sizes asked for: .png, .svg, .pdf",
     )
     where = parser.add_argument_group("for many or long traces")
     where.add_argument(
@@ -96,38 +97,33 @@ def run(arguments: argparse.Namespace) -> int:
             plots.check_suffix(arguments.plot)
     traces = _load(arguments.traces)
     slots = {name: _slots(arguments, trace, scopes) for name, trace in traces.items()}
-    failed: SweepError | None = None
-    try:
-        table = _sweep(arguments, traces, policies, scopes, slots)
-    except SweepError as error:
-        # What went well is shown, then the error.
-        table, failed = error.table, error
-    layers = {}
-    if arguments.per_layer:
-        layers = {
-            (row["trace"], row["scope"], row["capacity"], row["policy"]): replay(
-                traces[row["trace"]], row["policy"], row["capacity"], scope=row["scope"]
-            ).per_layer
-            for row in table
-        }
+    table, failures = _sweep(arguments, traces, policies, scopes, slots)
+    drawn = table
+    if arguments.plot:
+        others = _drawn_slots(traces, scopes, slots)
+        more, failed = _sweep(arguments, traces, policies, scopes, others)
+        drawn, failures = Table.join([table, more]), failures + failed
     if arguments.json:
         found = [
-            {**row, "layer_hit_rates": layers[key].tolist()} if key in layers else row
-            for row in table
-            for key in [(row["trace"], row["scope"], row["capacity"], row["policy"])]
+            {**row, "layer_hit_rates": rates} if arguments.per_layer else row
+            for row, rates in zip(table, table.per_layer, strict=True)
         ]
         console.print(json.dumps(found, indent=1, allow_nan=False))
     else:
         print_table(console, table, traces, _sizes(arguments, traces))
-        print_layers(console, layers, traces)
+        if arguments.per_layer:
+            print_layers(console, table, traces)
     if arguments.csv:
         table.to_csv(arguments.csv)
     if arguments.parquet:
         table.to_parquet(arguments.parquet)
     if arguments.plot:
-        _plot(arguments, traces, policies, scopes)
-    if failed is not None:
-        raise failed
+        _plot(arguments, traces, policies, scopes, drawn)
+    if failures:
+        # What went well is shown by now.
+        given = "" if arguments.resume else "with --resume from the start, "
+        remedy = f"{given}the same command repeats only what failed"
+        raise sweep_error(drawn, failures, remedy) from failures[0][1]
     return 0
 
 
@@ -164,41 +160,48 @@ def _sweep(
     policies: list[str],
     scopes: list[str],
     slots: dict[str, list[int]],
-) -> Table:
-    """Sweep trace by trace where slots depend on it, and all at once where they do not."""
+) -> tuple[Table, list[tuple[dict[str, Any], Exception]]]:
+    """Sweep trace by trace where slots depend on it, and all at once where they do not.
+
+    Returns
+    -------
+    table : Table
+    failures : list of (dict, Exception)
+        As a SweepError has them.
+    """
     rounds = [({name: traces[name]}, slots[name]) for name in traces]
     if len({tuple(chosen) for chosen in slots.values()}) == 1:
         rounds = [(traces, next(iter(slots.values())))]
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    rows: list[dict[str, Any]] = []
-    errors: list[SweepError] = []
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        for some, chosen in rounds:
-            task = bar.add_task("", total=None)
-            try:
-                table = sweep(
-                    some,
-                    policies,
-                    chosen,
-                    scopes=scopes,
-                    processes=arguments.processes,
-                    cluster=arguments.cluster,
-                    resume=arguments.resume,
-                    progress=lambda done, total, task=task: bar.update(  # type: ignore[misc]
-                        task, completed=done, total=total
-                    ),
-                )
-            except SweepError as error:
-                table = error.table
-                errors.append(error)
-            rows += table.rows
-    if errors:
-        failures = [failure for error in errors for failure in error.failures]
-        raise SweepError(str(errors[0]), Table(rows), failures) from errors[0]
-    return Table(rows)
+    tables: list[Table] = []
+    failures: list[tuple[dict[str, Any], Exception]] = []
+    for some, chosen in rounds:
+        try:
+            table = sweep(
+                some,
+                policies,
+                chosen,
+                scopes=scopes,
+                processes=arguments.processes,
+                cluster=arguments.cluster,
+                resume=arguments.resume,
+                progress=Console(stderr=True).is_terminal,
+            )
+        except SweepError as error:
+            table = error.table
+            failures += error.failures
+        tables.append(table)
+    return Table.join(tables), failures
+
+
+def _drawn_slots(
+    traces: dict[str, Trace], scopes: list[str], asked: dict[str, list[int]]
+) -> dict[str, list[int]]:
+    """Return what is drawn besides the sizes that are asked for."""
+    scope = "layer" if "layer" in scopes else "global"
+    return {
+        name: [slots for slots in plots.curve_slots(trace, scope) if slots not in asked[name]]
+        for name, trace in traces.items()
+    }
 
 
 def _slots(arguments: argparse.Namespace, trace: Trace, scopes: list[str]) -> list[int]:
@@ -238,14 +241,27 @@ def _plot(
     traces: dict[str, Trace],
     policies: list[str],
     scopes: list[str],
+    table: Table,
 ) -> None:
     sizes = _sizes(arguments, traces)
     figure, axes = plots.blank(len(traces), len(scopes))
     for row, (name, trace) in enumerate(traces.items()):
         for column, scope in enumerate(scopes):
             ax = axes[row, column]
-            plots.miss_ratio_curves(
-                trace, policies, scope=scope, expert_bytes=sizes.get(name), ax=ax
+            points = {
+                policy: [
+                    (found["capacity"], found["miss_ratio"])
+                    for found in table.select(trace=name, scope=scope, policy=policy)
+                ]
+                for policy in policies
+            }
+            plots.draw_curves(
+                trace,
+                points,
+                lru="lru" in policies,
+                scope=scope,
+                expert_bytes=sizes.get(name),
+                ax=ax,
             )
             if len(scopes) > 1 or scope != "global":
                 ax.set_title(f"{ax.get_title('left') or name}, scope {scope}", loc="left")

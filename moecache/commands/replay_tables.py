@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -12,8 +11,6 @@ from moecache.study._arguments import BELADY, cycle_slots, total_experts
 from moecache.study.table import Table, best_of, groups
 from moecache.study.traces import Trace
 from moecache.units import format_bytes
-
-Key = tuple[str, str, int, str]
 
 
 def print_table(
@@ -43,13 +40,12 @@ def print_table(
         console.print(shown)
 
 
-def print_layers(
-    console: Console, layers: Mapping[Key, np.ndarray], traces: Mapping[str, Trace]
-) -> None:
+def print_layers(console: Console, table: Table, traces: Mapping[str, Trace]) -> None:
     """Print a table of the layers' hit rates per trace, scope and capacity."""
-    blocks: dict[tuple[str, str, int], dict[str, np.ndarray]] = {}
-    for (name, scope, slots, policy), rates in layers.items():
-        blocks.setdefault((name, scope, slots), {})[policy] = rates
+    blocks: dict[tuple[str, str, int], dict[str, list[float]]] = {}
+    for row, rates in zip(table, table.per_layer, strict=True):
+        place = row["trace"], row["scope"], row["capacity"]
+        blocks.setdefault(place, {})[row["policy"]] = rates or []
     for (name, scope, slots), columns in blocks.items():
         trace = traces[name]
         share = slots / total_experts(trace)

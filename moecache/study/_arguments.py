@@ -1,7 +1,9 @@
 """What replays are asked for: policies by name or made by the caller, capacities, scopes."""
 
+import contextlib
 import math
 import re
+import weakref
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, cast
@@ -64,6 +66,8 @@ def parse_capacity(capacity: float | str, total: int, *, scope: str = "global") 
             slots = int(text)
         elif match := re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,20})?)\s*%", text, re.ASCII):
             share = Fraction(match[1]) / 100
+        elif re.fullmatch(r"[0-9]{0,3}\.[0-9]{1,20}", text):
+            share = Fraction(text)
         else:
             raise ConfigError(wrong)
     elif isinstance(capacity, (bool, np.bool_)):
@@ -133,6 +137,15 @@ def is_factory(policy: object) -> bool:
     return isinstance(policy, type) or not callable(getattr(policy, "victim", None))
 
 
+def check_factory(policy: object, who: str) -> None:
+    """Raise a ConfigError for one object, where `who` replays with a policy several times."""
+    if not is_factory(policy):
+        raise ConfigError(
+            f"{who} makes a policy anew for each replay, and {policy_name(policy)} is one "
+            "object; give a class or function, called as factory(capacity, num_keys=...)"
+        )
+
+
 def make_partitions(
     policy: Factory | object, trace: Trace, capacity: int, scope: str
 ) -> list[Policy]:
@@ -141,7 +154,8 @@ def make_partitions(
     Raises
     ------
     ConfigError
-        If it does not fit the trace, the capacity or the scope.
+        If it does not fit the trace, the capacity or the scope, or is an object
+        written in Python that was replayed before.
     """
     if scope == "layer":
         if not is_factory(policy):
@@ -155,26 +169,49 @@ def make_partitions(
     else:
         sizes = [capacity]
         num_keys = total_experts(trace)
-    made = [_make(policy, size, num_keys) for size in sizes]
+    given = [
+        cast("Factory", policy)(size, num_keys=num_keys) if is_factory(policy) else policy
+        for size in sizes
+    ]
+    made = [_wrap(one, size, num_keys) for one, size in zip(given, sizes, strict=True)]
     for part, size in zip(made, sizes, strict=True):
         _check_fit(part, trace, size, num_keys)
     # A compiled loop drives them: all of one kind, and each layer its own.
-    if len({id(part) for part in made}) < len(made) or len({type(part) for part in made}) > 1:
+    if len({id(one) for one in given}) < len(given) or len({type(part) for part in made}) > 1:
         raise ConfigError(
             f"{policy_name(policy)} must give each of {len(made)} layers a new policy, "
             "all of one class"
         )
+    scripts = [one for one in given if not isinstance(one, Policy)]
+    for script in scripts:
+        if id(script) in _replayed:
+            raise ConfigError(
+                f"this object of {type(script).__name__} was replayed before and has keys that the "
+                "next replay's cache has not; give a new one, or a class or function that makes it"
+            )
+    for script in scripts:
+        _remember(script)
     return made
 
 
-def _make(policy: Factory | object, size: int, num_keys: int) -> Policy:
-    made = cast("Factory", policy)(size, num_keys=num_keys) if is_factory(policy) else policy
-    if isinstance(made, Policy):
-        return made
+def _wrap(given: object, size: int, num_keys: int) -> Policy:
+    if isinstance(given, Policy):
+        return given
     try:
-        return PythonPolicy(size, num_keys=num_keys, script=made)
+        return PythonPolicy(size, num_keys=num_keys, script=given)
     except TypeError as error:
         raise ConfigError(str(error)) from error
+
+
+# Policies written in Python that were replayed, by id: they need not be hashable.
+_replayed: dict[int, "weakref.ref[object]"] = {}
+
+
+def _remember(script: object) -> None:
+    number = id(script)
+    # Nothing can be told of what has __slots__ without __weakref__.
+    with contextlib.suppress(TypeError):
+        _replayed[number] = weakref.ref(script, lambda _: _replayed.pop(number, None))
 
 
 def _check_fit(part: Policy, trace: Trace, size: int, num_keys: int) -> None:

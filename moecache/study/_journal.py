@@ -18,13 +18,15 @@ from typing import Any, Self
 
 from moecache.errors import FormatError, StoreError
 
-HEADER = b'{"moecache_sweep": 1}\n'
+HEADER = b'{"moecache_sweep": 2}\n'
 _SYNC_SECONDS = 1.0
 _FIGURES: dict[str, Any] = {
     "num_accesses": int,
     "num_hits": int,
     "prefill_hit_rate": (float, type(None)),
     "decode_hit_rate": (float, type(None)),
+    "layer_hits": list,
+    "layer_misses": list,
     "seconds": float,
 }
 
@@ -122,7 +124,9 @@ class Journal:
             data += self._file.readall()
         if not data.startswith(HEADER):
             if not HEADER.startswith(data):
-                raise FormatError(f"{self.path}: is no file of a sweep; name another to resume")
+                raise FormatError(
+                    f"{self.path}: is no file of a sweep, or an older one's; name another to resume"
+                )
             self._file.truncate(0)
             self._file.write(HEADER)
             return

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.study.replay import replay
 from moecache.study.traces import Trace
@@ -44,6 +46,8 @@ def run_cell(trace: Trace, policy: Any, scope: str, slots: int) -> Outcome:
         "num_hits": done.num_hits,
         "prefill_hit_rate": done.per_phase.get("prefill"),
         "decode_hit_rate": done.per_phase.get("decode"),
+        "layer_hits": done.hits.sum(0, dtype=np.int64).tolist(),
+        "layer_misses": done.misses.sum(0, dtype=np.int64).tolist(),
         "seconds": done.seconds,
     }
 

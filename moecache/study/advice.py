@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from moecache.errors import CapacityError, ConfigError
-from moecache.study._arguments import BELADY, check_scope, cycle_slots, policy_name, total_experts
+from moecache.study._arguments import (
+    BELADY,
+    check_factory,
+    check_scope,
+    cycle_slots,
+    policy_name,
+    total_experts,
+)
 from moecache.study.curves import miss_ratio_curve
 from moecache.study.replay import Replay, replay, step_bounds
 from moecache.study.traces import Trace
@@ -23,7 +30,8 @@ class Recommendation:
     """What to set, and what to expect of it.
 
     Hit rates are of the trace's second half, after a cache that started empty has
-    seen the first: what to expect once it is warm, of requests like those.
+    seen the first: what to expect once it is warm, of requests like those. Those called
+    `whole` are of the whole trace, and to be compared with each other alone.
 
     Attributes
     ----------
@@ -34,13 +42,18 @@ class Recommendation:
     hit_rate : float
     bytes_per_token : float
         Read per token.
-    optimum : float
-        Belady's hit rate with these slots, which no policy exceeds.
+    whole_hit_rate, whole_optimum : float
+        The policy's and Belady's with these slots and this scope. No policy exceeds
+        Belady's where every step has one row and finds room (`top_k` slots; for each
+        layer with scope "layer"); elsewhere that is unproven. In a part of the trace
+        a policy can be ahead of it: Belady chooses for the whole.
     lru_below_cycle, lru_above_cycle : float
         LRU's hit rate, of the whole trace, with one layer's choices less than one token
         uses over all layers, and with as many as it uses: the cliff.
     cycle_slots : int
         Experts that one token uses over all layers.
+    hit_rate_at_cycle : float or None
+        The policy's with that many slots; None if it has them.
     doubled : Recommendation or None
         The same with twice the memory; None if all experts fit already.
     candidates : tuple of (policy, scope, hit rate)
@@ -54,10 +67,12 @@ class Recommendation:
     expert_bytes: int
     hit_rate: float
     bytes_per_token: float
-    optimum: float
+    whole_hit_rate: float
+    whole_optimum: float
     lru_below_cycle: float
     lru_above_cycle: float
     cycle_slots: int
+    hit_rate_at_cycle: float | None
     doubled: "Recommendation | None"
     candidates: tuple[tuple[str, str, float], ...]
 
@@ -91,12 +106,16 @@ class Recommendation:
             "use": f"policy {self.policy}, scope {self.scope}",
             "slots": f"{self.slots} of {self.total_experts} experts ({share:.1%}), {size}",
             "expect": f"{self.hit_rate:.1%} hits, {moved} read per token {_HOW}",
-            "at best": f"{self.optimum:.1%} hits: Belady's optimum, which knows the future",
+            "optimum": f"Belady's optimum, which knows the future, {self.whole_optimum:.1%} of the "
+            f"whole trace, where this policy had {self.whole_hit_rate:.1%}",
             "next best": ", ".join(others[:3]) or "nothing else was tried",
             "cliff": f"a token uses {self.cycle_slots} experts over all layers ({cycle}); {cliff}",
         }
-        if self.slots < self.cycle_slots:
-            facts["note"] = f"this is below the cliff: with {cycle} for experts every policy gains"
+        if self.hit_rate_at_cycle is not None:
+            facts["note"] = (
+                f"this is below the cliff: with {cycle} for experts {self.policy} found "
+                f"{self.hit_rate_at_cycle:.1%}, not {self.hit_rate:.1%}"
+            )
         if self.doubled is None:
             facts["more"] = "would buy nothing: every expert fits"
         else:
@@ -135,7 +154,7 @@ def recommend(
     expert_bytes : int or str, optional
         Of the widest layer's expert: "3MiB". By default what the trace says in its metadata.
     policies : names, classes or functions
-        To choose from; of equals the first. As for `replay`.
+        To choose from; of equals the first. As for `replay`, but for single objects.
     scopes : "global" and "layer"
         Those that the slots are enough for.
 
@@ -153,8 +172,11 @@ def recommend(
         check_scope(scope)
     if not policies or not scopes:
         raise ConfigError("advice needs at least one policy and one scope to choose from")
-    if BELADY in policies:
-        raise ConfigError("belady cannot be used live: it knows the future; leave it out")
+    for policy in policies:
+        if policy == BELADY:
+            raise ConfigError("belady cannot be used live: it knows the future; leave it out")
+        if not isinstance(policy, str):
+            check_factory(policy, "advice")
     total = total_experts(trace)
     budget = parse_budget(memory, total * nbytes)
     slots = min(total, budget // nbytes)
@@ -186,8 +208,9 @@ def _recommend(
         )
     tried = [replay(trace, policy, slots, scope=scope) for policy in policies for scope in usable]
     # Stable: of equals the one that was named first.
-    ranked = sorted(tried, key=lambda done: -_warm_rate(done))
-    best = ranked[0]
+    order = sorted(range(len(tried)), key=lambda number: -_warm_rate(tried[number]))
+    ranked = [tried[number] for number in order]
+    best, chosen = ranked[0], policies[order[0] // len(usable)]
     half = len(best.hits) // 2
     rows = trace.num_tokens - int(step_bounds(trace)[half])
     curve = miss_ratio_curve(trace)
@@ -201,10 +224,14 @@ def _recommend(
         expert_bytes=nbytes,
         hit_rate=_warm_rate(best),
         bytes_per_token=int(best.misses[half:].sum(dtype=np.int64)) * nbytes / rows,
-        optimum=_warm_rate(replay(trace, BELADY, slots)),
+        whole_hit_rate=best.hit_rate,
+        whole_optimum=replay(trace, BELADY, slots, scope=best.scope).hit_rate,
         lru_below_cycle=curve.hit_rate(below) if below else 0.0,
         lru_above_cycle=curve.hit_rate(cycle),
         cycle_slots=cycle,
+        hit_rate_at_cycle=(
+            _warm_rate(replay(trace, chosen, cycle, scope=best.scope)) if slots < cycle else None
+        ),
         doubled=doubled,
         candidates=tuple(
             (policy_name(done.policy), done.scope, _warm_rate(done)) for done in ranked

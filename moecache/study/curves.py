@@ -53,10 +53,12 @@ def miss_ratio_curve(trace: Trace, *, scope: str = "global") -> MissRatioCurve:
     """Return LRU's miss ratio at every capacity, by stack distances.
 
     One pass over the trace (Mattson et al. 1970, IBM Systems
-    Journal 9(2)). Exact for an LRU that looks a request's experts up together and
-    then moves them up in the router's order; a replay moves hits before misses and
-    differs in the fourth digit. For capacities of at least a step's experts; steps of
-    many rows are taken as if all their misses were admitted.
+    Journal 9(2)). Exact for an LRU that looks a request's experts up together,
+    admits all it misses and then moves them up in the router's order, with
+    capacities of at least a step's experts. A replay's rates are others, and there is
+    no bound on the difference: it moves hits before misses, and of a step of several rows
+    admits its layer's fair share alone. For `examples/traces/tiny_moe.npz`, where 92 of
+    568 tokens came in such steps, they are .012 apart at 132 slots.
 
     Parameters
     ----------

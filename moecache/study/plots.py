@@ -13,6 +13,7 @@ from moecache.errors import ConfigError, MissingDependencyError
 from moecache.study._arguments import BELADY, cycle_slots, policy_name, total_experts
 from moecache.study.curves import miss_ratio_curve
 from moecache.study.replay import Replay, replay
+from moecache.study.statistics import expert_counts
 from moecache.study.table import Table
 from moecache.study.traces import Trace
 
@@ -38,8 +39,9 @@ def miss_ratio_curves(
 ) -> Any:
     """Draw the miss ratios of policies by the share of the experts that is in memory.
 
-    A grey line stands where one token's experts over all layers would just fit. LRU is drawn
-    at every capacity that a step fits into, the others at `fractions`.
+    A grey line stands where one token's experts over all layers would just fit. Policies are
+    replayed at `fractions`. Where every step has one row, LRU is drawn by its stack
+    distances instead, at every capacity that a step fits into.
 
     Parameters
     ----------
@@ -58,27 +60,49 @@ def miss_ratio_curves(
     matplotlib Axes
         With a line per policy, labelled with its name.
     """
-    total = total_experts(trace)
-    shares = sorted(set(_FRACTIONS if fractions is None else fractions))
-    if fractions is None:
-        least = trace.num_layers if scope == "layer" else 1
-        shares = [share for share in shares if int(total * share) >= least]
-    replays = {
-        policy_name(policy): [replay(trace, policy, share, scope=scope) for share in shares]
+    sizes: Sequence[float] = curve_slots(trace, scope) if fractions is None else fractions
+    points = {
+        policy_name(policy): [
+            (done.capacity, 1 - done.hit_rate)
+            for done in (replay(trace, policy, size, scope=scope) for size in sizes)
+        ]
         for policy in policies
-        if policy != "lru"
     }
+    return draw_curves(
+        trace, points, lru="lru" in policies, scope=scope, expert_bytes=expert_bytes, ax=ax
+    )
+
+
+def curve_slots(trace: Trace, scope: str) -> list[int]:
+    """Return the slots at which curves are drawn: 11 shares of all experts, as far as they fit."""
+    least = trace.num_layers if scope == "layer" else 1
+    slots = (int(total_experts(trace) * share) for share in _FRACTIONS)
+    return sorted({number for number in slots if number >= least})
+
+
+def draw_curves(
+    trace: Trace,
+    points: Mapping[str, Sequence[tuple[int, float]]],
+    *,
+    lru: bool,
+    scope: str,
+    expert_bytes: int | None,
+    ax: Any,
+) -> Any:
+    """Draw miss ratios that are known: by policy, (slots, miss ratio).
+
+    With `lru` the policy of that name is LRU, and drawn finer where that holds.
+    """
+    total = total_experts(trace)
     ax = _axes(ax)
-    styles = _styles([policy_name(policy) for policy in policies])
-    for policy in policies:
-        name = policy_name(policy)
-        if policy == "lru":
-            style = {**styles[name], "marker": ""}
-            ax.plot(*_lru_curve(trace, shares, scope), label=name, **style)
-            continue
-        found = [1 - done.hit_rate for done in replays[name]]
-        slots = [100 * done.capacity / total for done in replays[name]]
-        ax.plot(slots, found, label=name, **styles[name])
+    styles = _styles(list(points))
+    widest = max((slots for known in points.values() for slots, _ in known), default=total)
+    for name, known in points.items():
+        style = styles[name]
+        if name == "lru" and lru and trace.num_steps == trace.num_tokens:
+            known, style = _refined(trace, known, scope), {**style, "marker": ""}
+        places = sorted(known)
+        ax.plot([100 * at / total for at, _ in places], [y for _, y in places], label=name, **style)
     cycle = 100 * cycle_slots(trace) / total
     ax.axvline(cycle, color=_GREY, linewidth=1, linestyle=(0, (2, 2)), zorder=0)
     ax.annotate(
@@ -91,7 +115,7 @@ def miss_ratio_curves(
         fontsize="small",
         va="top",
     )
-    ax.set(xlim=(0, 100 * max(shares, default=1)), ylim=(0, 1), ylabel="miss ratio")
+    ax.set(xlim=(0, 100 * widest / total), ylim=(0, 1), ylabel="miss ratio")
     ax.set_xlabel(f"share of all {total} experts in memory, %")
     if "model" in trace.metadata:
         _title(ax, str(trace.metadata["model"]))
@@ -118,10 +142,7 @@ def expert_heat_map(trace: Trace, *, by_popularity: bool = False, ax: Any = None
         With one image, [num_layers, num_experts]: uses of each expert.
     """
     ax = _axes(ax)
-    counts = np.zeros((trace.num_layers, trace.num_experts), np.int64)
-    for layer in range(trace.num_layers):
-        chosen = trace.experts[:, layer]
-        counts[layer] = np.bincount(chosen[chosen >= 0], minlength=trace.num_experts)
+    counts = expert_counts(trace)
     if by_popularity:
         counts = -np.sort(-counts, axis=1)
     # From white to dark in every kind of sight; cells are not blended with each other.
@@ -273,20 +294,18 @@ def _missing() -> MissingDependencyError:
     )
 
 
-def _lru_curve(trace: Trace, shares: Sequence[float], scope: str) -> tuple[Any, Any]:
-    """Return percentages of the experts, and LRU's miss ratios with so many in memory.
+def _refined(
+    trace: Trace, known: Sequence[tuple[int, float]], scope: str
+) -> list[tuple[int, float]]:
+    """Return LRU's slots and miss ratios: by stack distances, and as known below a step's experts.
 
-    By stack distances, which hold from a step's experts on; by replays below.
+    There they do not hold, nor where a step has several rows.
     """
-    total = total_experts(trace)
     curve = miss_ratio_curve(trace, scope=scope)
-    known = curve.capacities >= trace.top_k * (trace.num_layers if scope == "layer" else 1)
-    least = curve.capacities[known][0]
-    below = [replay(trace, "lru", share, scope=scope) for share in shares]
-    below = [done for done in below if done.capacity < least]
-    slots = np.concatenate(([done.capacity for done in below], curve.capacities[known]))
-    ratios = np.concatenate(([1 - done.hit_rate for done in below], curve.miss_ratios[known]))
-    return 100 * slots / total, ratios
+    holds = curve.capacities >= trace.top_k * (trace.num_layers if scope == "layer" else 1)
+    slots, ratios = curve.capacities[holds].tolist(), curve.miss_ratios[holds].tolist()
+    below = [(at, ratio) for at, ratio in known if at < slots[0]]
+    return below + list(zip(slots, ratios, strict=True))
 
 
 def _axes(ax: Any, width: float = 7) -> Any:

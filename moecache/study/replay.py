@@ -25,6 +25,7 @@ from moecache.study.traces import DECODE, PREFILL, Trace
 from moecache.units import parse_bytes
 
 PHASES = {"prefill": PREFILL, "decode": DECODE}
+MIXED = 2
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,7 +44,7 @@ class Replay:
         Experts of all layers.
     hits, misses : ndarray of int32, shape [num_steps, num_layers]
     phase : ndarray of uint8, shape [num_steps]
-        Of the step's first row: 0 prefill, 1 decode.
+        0 if all rows of the step are prefill, 1 if all are decode, 2 if it has both.
     seconds : float
         What the replay took.
     """
@@ -84,7 +85,10 @@ class Replay:
 
     @property
     def per_phase(self) -> dict[str, float]:
-        """Hit rate in "prefill" and in "decode", as far as there were accesses."""
+        """Hit rate in "prefill" and in "decode", as far as there were accesses.
+
+        A step with rows of both counts in neither: nobody can say whose an access was.
+        """
         rates = {}
         for name, number in PHASES.items():
             rows = self.phase == number
@@ -193,10 +197,11 @@ def replay(
         a class or function, called as ``factory(capacity, num_keys=...)`` once for all
         layers, or once for each; or one object, for scope "global". What is
         no compiled policy is driven as `moecache._python_policy.PythonPolicy` says:
-        access(key), insert(key), remove(key), victim(held). An object keeps its state:
-        a second replay with it goes on where the first one ended.
+        access(key), insert(key), remove(key), victim(held). A compiled object keeps its
+        keys: a second replay with it goes on where the first one ended. An object
+        written in Python can be replayed once, for the cache around it starts empty.
     capacity : int, float or str, default "25%"
-        Slots, or a share of all experts: 128, 0.25, "25%". More than all are all.
+        Slots, or a share of all experts: 128, 0.25, "0.25", "25%". More than all are all.
     scope : {"global", "layer"}, default "global"
         Whether layers compete for slots, or each has its share.
 
@@ -229,7 +234,7 @@ def replay(
             experts, bounds, begins, bulk, trace.num_experts, slots, chosen, scope, hits, misses
         )
     seconds = time.perf_counter() - started
-    phase = trace.phase[bounds[:-1]]
+    phase = step_phases(trace, bounds)
     for array in (hits, misses, phase):
         array.flags.writeable = False
     return Replay(
@@ -243,6 +248,15 @@ def step_bounds(trace: Trace) -> np.ndarray:
         return np.zeros(1, np.int64)
     changes = np.flatnonzero(np.diff(trace.step)) + 1
     return np.concatenate(([0], changes, [trace.num_tokens])).astype(np.int64)
+
+
+def step_phases(trace: Trace, bounds: np.ndarray) -> np.ndarray:
+    """Return each step's phase, `MIXED` for one whose rows have several: uint8 [num_steps]."""
+    if len(bounds) == 1:
+        return np.zeros(0, np.uint8)
+    low = np.minimum.reduceat(trace.phase, bounds[:-1])
+    high = np.maximum.reduceat(trace.phase, bounds[:-1])
+    return np.where(low == high, low, MIXED).astype(np.uint8)
 
 
 def sequence_begins(trace: Trace, bounds: np.ndarray) -> np.ndarray:

@@ -128,7 +128,7 @@ def statistics(trace: Trace) -> TraceStatistics:
     experts (Miller 1955).
     """
     cells = _Cells(trace)
-    counts = cells.counts
+    counts = expert_counts(trace)
     totals = counts.sum(1)
     frequencies = _ratio(counts, totals[:, None])
     downwards = -np.sort(-counts, axis=1)
@@ -192,6 +192,15 @@ def mean(values: np.ndarray) -> float:
     return float(found.mean()) if found.size else float("nan")
 
 
+def expert_counts(trace: Trace) -> np.ndarray:
+    """Return how often each expert was chosen: int64 [num_layers, num_experts]."""
+    counts = np.zeros((trace.num_layers, trace.num_experts), np.int64)
+    for layer in range(trace.num_layers):
+        chosen = trace.experts[:, layer]
+        counts[layer] = np.bincount(chosen[chosen >= 0], minlength=trace.num_experts)
+    return counts
+
+
 class _Cells:
     """All accesses, by layer and expert, in the order of the tokens."""
 
@@ -201,9 +210,6 @@ class _Cells:
         keys = layers * trace.num_experts + experts
         self.num_tokens = trace.num_tokens
         self.num_layers = trace.num_layers
-        self.counts = np.bincount(keys, minlength=trace.num_layers * trace.num_experts).reshape(
-            trace.num_layers, trace.num_experts
-        )
         order = np.argsort(keys, kind="stable")
         self.layers, self.tokens = layers[order], tokens[order]
         # Tokens until the same expert's next use; 0: never.

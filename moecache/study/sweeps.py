@@ -1,23 +1,26 @@
 """Sweeps: many policies, capacities and traces at once."""
 
-import hashlib
-import inspect
+import logging
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from moecache.errors import CapacityError, ConfigError, SweepError
 from moecache.study._arguments import (
     BELADY,
+    check_factory,
     check_name,
     check_scope,
     clip_capacity,
-    is_factory,
     policy_name,
     total_experts,
 )
+from moecache.study._identity import identify
 from moecache.study._journal import Journal
 from moecache.study._workers import (
     Cell,
@@ -32,6 +35,8 @@ from moecache.study.importers import load_any
 from moecache.study.table import Table
 from moecache.study.traces import Trace
 
+logger = logging.getLogger(__name__)
+
 # A process takes half a second to start; a visit of a layer one or two microseconds.
 _POOL_VISITS = 2_000_000
 
@@ -41,7 +46,7 @@ Progress = Callable[[int, int], None]
 
 def sweep(
     traces: TraceLike | Sequence[TraceLike] | Mapping[str, TraceLike],
-    policies: Sequence[Any] | str = ("lru", "echo", BELADY),
+    policies: Sequence[Any] | Callable[..., Any] | str = ("lru", "echo", BELADY),
     capacities: Sequence[float | str] | float | str = ("12.5%", "25%", "50%"),
     *,
     scopes: Sequence[str] | str = ("global",),
@@ -56,8 +61,8 @@ def sweep(
     ----------
     traces : mapping of names to traces or files; or some of them, or one
         Files of any form that `load_any` knows. Without names, a file's own.
-    policies : names, classes or functions
-        As for `replay`; a single object is none, because its state would go from one
+    policies : names, classes or functions; or one
+        As for `replay`; an object is none, because its state would go from one
         cell to the next.
     capacities : slots, or shares of all experts
     scopes : "global" and "layer"
@@ -72,8 +77,11 @@ def sweep(
     resume : path, optional
         A file that keeps finished cells, and gives them to the next sweep that asks for the
         same: by the trace's routing, policy, scope, slots and version of moecache.
-        A class or function counts as the same while its source is; what it calls is not
-        looked at. Made if need be; a sweep may be killed at any time.
+        A class or function of a module counts as the same while its source is; what it
+        calls is not looked at. A partial counts by its function and arguments, if these
+        are plain values. Methods, lambdas and what is made in a function are replayed
+        every time; a warning in the log names them. Made if need be; a sweep may be
+        killed at any time.
     progress : bool or callable (done, total), default False
         True shows a bar on standard error.
 
@@ -96,13 +104,11 @@ def sweep(
     """
     if cluster is not None and processes is not None:
         raise ConfigError("give processes or a cluster, not both")
-    if processes is not None and (isinstance(processes, bool) or processes < 0):
-        raise ConfigError(f"processes must be 0 or more, got {processes!r}")
+    processes = _whole(processes)
     named = _named_policies(policies)
     found = {name: _load(trace) for name, trace in _named_traces(traces).items()}
-    shares: Sequence[float | str]
-    shares = [capacities] if isinstance(capacities, (str, int, float)) else list(capacities)
-    chosen = [scopes] if isinstance(scopes, str) else list(scopes)
+    shares = _several("capacities", capacities, (str, int, float, np.number))
+    chosen = _several("scopes", scopes, (str,))
     for scope in chosen:
         check_scope(scope)
     cells, failures = _plan(found, named, shares, chosen)
@@ -112,6 +118,7 @@ def sweep(
         digests = {name: trace.digest for name, trace in found.items()} if journal else {}
         keys = [_key(cell, digests[cell.trace]) for cell in cells] if journal else []
         if journal:
+            _warn(cells, keys)
             known = {number: journal.found.get(key) for number, key in enumerate(keys) if key}
             outcomes = {number: figures for number, figures in known.items() if figures}
         rest = [number for number in range(len(cells)) if number not in outcomes]
@@ -129,15 +136,24 @@ def sweep(
             report(len(outcomes))
     table = Table(_rows(cells, outcomes, found))
     if failures:
-        where, error = failures[0]
-        spot = ", ".join(f"{name} {value!r}" for name, value in where.items())
-        raise SweepError(
-            f"{len(table)} replays succeeded, {len(failures)} failed; the first with {spot}: "
-            f"{type(error).__name__}: {error}",
-            table,
-            failures,
-        ) from error
+        given = "" if resume else "with resume= given from the start, "
+        remedy = f"error.table has the others; {given}the same call repeats only what failed"
+        raise sweep_error(table, failures, remedy) from failures[0][1]
     return table
+
+
+def sweep_error(
+    table: Table, failures: list[tuple[dict[str, Any], Exception]], remedy: str
+) -> SweepError:
+    """Return the error that says what failed first, and what to do."""
+    where, error = failures[0]
+    spot = ", ".join(f"{name} {value!r}" for name, value in where.items())
+    return SweepError(
+        f"{len(table)} replays succeeded, {len(failures)} failed; the first with {spot}: "
+        f"{type(error).__name__}: {error}; {remedy}",
+        table,
+        failures,
+    )
 
 
 def _run(
@@ -215,6 +231,10 @@ def _rows(
             "hit_rate": rate,
             "miss_ratio": 1 - rate,
             "gap_share": gap,
+            "per_layer": [
+                hits / (hits + misses) if hits else 0.0
+                for hits, misses in zip(figures["layer_hits"], figures["layer_misses"], strict=True)
+            ],
         }
 
 
@@ -223,17 +243,14 @@ def _rate(figures: Figures) -> float:
     return figures["num_hits"] / accesses if accesses else 0.0
 
 
-def _named_policies(policies: Sequence[Any] | str) -> dict[str, Any]:
-    chosen = [policies] if isinstance(policies, str) else list(policies)
+def _named_policies(policies: Sequence[Any] | Callable[..., Any] | str) -> dict[str, Any]:
+    chosen = [policies] if callable(policies) else _several("policies", policies, (str,))
     named: dict[str, Any] = {}
     for policy in chosen:
         if isinstance(policy, str):
             check_name(policy)
-        elif not is_factory(policy):
-            raise ConfigError(
-                f"a sweep makes a policy anew for each replay, and {policy_name(policy)} is one "
-                "object; give a class or function, called as factory(capacity, num_keys=...)"
-            )
+        else:
+            check_factory(policy, "a sweep")
         name = policy_name(policy)
         if named.setdefault(name, policy) is not policy and named[name] != policy:
             raise ConfigError(f"two policies are called {name!r}; give one another __name__")
@@ -248,7 +265,7 @@ def _named_traces(
     if isinstance(traces, Mapping):
         named = dict(traces)
     else:
-        several = [traces] if isinstance(traces, (Trace, str, os.PathLike)) else list(traces)
+        several = _several("traces", traces, (Trace, str, os.PathLike))
         named = {}
         for number, trace in enumerate(several):
             name = (
@@ -266,6 +283,29 @@ def _named_traces(
     return named
 
 
+def _several(name: str, given: Any, one: tuple[type, ...]) -> list[Any]:
+    """Return a list of what was given, one or several."""
+    if isinstance(given, one):
+        return [given]
+    try:
+        return list(given)
+    except TypeError as error:
+        kinds = ", ".join(kind.__name__ for kind in one)
+        raise ConfigError(f"{name} must be one or several of {kinds}, got {given!r}") from error
+
+
+def _whole(processes: Any) -> int | None:
+    if processes is None:
+        return None
+    try:
+        number = -1 if isinstance(processes, bool) else operator.index(processes)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"processes must be 0 or more, got {processes!r}")
+    return number
+
+
 def _load(trace: TraceLike) -> Trace:
     return trace if isinstance(trace, Trace) else load_any(trace)
 
@@ -274,18 +314,19 @@ def _key(cell: Cell, digest: str) -> str:
     """Return what a cell's result depends on, or "" if that cannot be told."""
     from moecache import __version__
 
-    policy = cell.policy
-    if not isinstance(policy, str):
-        name = getattr(policy, "__qualname__", "<")
-        # What is made in a function depends on that function's variables.
-        if "<" in name:
-            return ""
-        try:
-            source = inspect.getsource(policy)
-        except (OSError, TypeError):
-            return ""
-        policy = f"{policy.__module__}.{name}#{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    return f"{digest} {policy} {cell.scope} {cell.slots} {__version__}"
+    policy = identify(cell.policy)
+    return f"{digest} {policy} {cell.scope} {cell.slots} {__version__}" if policy else ""
+
+
+def _warn(cells: Sequence[Cell], keys: Sequence[str]) -> None:
+    lost = [policy_name(cell.policy) for cell, key in zip(cells, keys, strict=True) if not key]
+    if lost:
+        logger.warning(
+            "sweep.not_kept policies=%s cells=%d: they are replayed again next time; take classes "
+            "and functions of a module",
+            ",".join(dict.fromkeys(lost)),
+            len(lost),
+        )
 
 
 class _Reporter:
@@ -297,10 +338,13 @@ class _Reporter:
         self._tell = progress if callable(progress) else None
         if progress is True:
             from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
-            self._bar = Bar(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("replaying", total=total)
+            columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn()
+            console = Console(stderr=True)
+            self._bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True)
+            self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> Self:
         if self._bar is not None:

@@ -40,12 +40,30 @@ class Table:
     | `capacity`, `fraction` | slots, and their share of all experts |
     | `num_accesses`, `num_hits`, `hit_rate`, `miss_ratio` | |
     | `gap_share` | (hit rate - LRU's) / (Belady's - LRU's); None if either is missing, or no gap |
-    | `prefill_hit_rate`, `decode_hit_rate` | None where the trace has no such rows |
+    | `prefill_hit_rate`, `decode_hit_rate` | of steps all of whose rows are; None without any |
     | `seconds` | what the replay took |
+
+    Attributes
+    ----------
+    rows : list of dict
+    per_layer : list of (list of float, or None)
+        Hit rates of each row's layers, in the rows' order; None if the rows did not come from
+        a sweep. In no file: it is no column.
     """
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
-        self.rows = [{name: row.get(name) for name in COLUMNS} for row in rows]
+        given = list(rows)
+        self.rows = [{name: row.get(name) for name in COLUMNS} for row in given]
+        self.per_layer: list[list[float] | None] = [row.get("per_layer") for row in given]
+
+    @classmethod
+    def join(cls, tables: "Iterable[Table]") -> "Table":
+        """Return one table of several tables' rows."""
+        return cls(
+            {**row, "per_layer": rates}
+            for table in tables
+            for row, rates in zip(table.rows, table.per_layer, strict=True)
+        )
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -67,7 +85,9 @@ class Table:
             if index not in COLUMNS:
                 raise ConfigError(f"column {index!r} is not one of {', '.join(COLUMNS)}")
             return [row[index] for row in self.rows]
-        return Table(self.rows[index]) if isinstance(index, slice) else self.rows[index]
+        if isinstance(index, slice):
+            return Table(self._with_layers(range(len(self))[index]))
+        return self.rows[index]
 
     def select(self, **values: Any) -> "Table":
         """Return the rows that have these values: ``table.select(policy="lru")``.
@@ -78,11 +98,13 @@ class Table:
             if name not in COLUMNS:
                 raise ConfigError(f"column {name!r} is not one of {', '.join(COLUMNS)}")
         return Table(
-            row
-            for row in self.rows
-            if all(
-                row[name] == (_slots(value, row) if name == "capacity" else value)
-                for name, value in values.items()
+            self._with_layers(
+                number
+                for number, row in enumerate(self.rows)
+                if all(
+                    row[name] == (_slots(value, row) if name == "capacity" else value)
+                    for name, value in values.items()
+                )
             )
         )
 
@@ -161,6 +183,10 @@ class Table:
                 lines.append(" ".join([policy.ljust(width), *cells]).rstrip())
             blocks.append("\n".join(lines))
         return "\n\n".join(blocks) or "no rows"
+
+    def _with_layers(self, numbers: Iterable[int]) -> Iterator[dict[str, Any]]:
+        for number in numbers:
+            yield {**self.rows[number], "per_layer": self.per_layer[number]}
 
     def __repr__(self) -> str:
         return f"<Table of {len(self)} replays>"

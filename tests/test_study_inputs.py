@@ -107,3 +107,48 @@ def test_an_address_that_is_none_ends_the_command(address: str, tiny_moe: Path) 
     )
     assert done.returncode == 2
     assert "cluster" in done.stderr
+
+
+def test_a_device_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    """As /dev/stdout is asked for: what comes out of the pipe is the whole table."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    table = sweep({"one": random_trace(1)}, "lru", 2)
+    table.to_csv(pipe)
+    reader.join()
+    assert pipe.is_fifo()
+    assert read[0].startswith("trace,")
+    with pytest.raises(StoreError, match="No space left"):
+        table.to_csv("/dev/full")
+    assert Path("/dev/full").is_char_device()
+
+
+def test_a_link_stays_one_and_its_file_is_written(tmp_path: Path) -> None:
+    """Also one whose file is not there yet."""
+    real, link = tmp_path / "real.npz", tmp_path / "link.npz"
+    link.symlink_to(real)
+    for seed in (1, 2):
+        random_trace(seed).save(link)
+        assert link.is_symlink()
+        assert load_any(real) == random_trace(seed)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "missing/trace.npz", "."])
+def test_a_path_that_cannot_be_written_is_an_error(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of ours, with the path in it."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match="cannot be written"):
+        random_trace(1).save(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_no_text_does_not_lose_a_table(tmp_path: Path) -> None:
+    """A lone surrogate, as file names of other encodings become, is written escaped."""
+    table = sweep({"a\udcff": random_trace(1)}, "lru", 2)
+    table.to_csv(tmp_path / "table.csv")
+    assert "a\\udcff" in (tmp_path / "table.csv").read_text()

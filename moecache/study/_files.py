@@ -1,6 +1,8 @@
 """Files written whole or not at all."""
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,17 +20,36 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     StoreError
         If it cannot be written. What was there before is still there.
     """
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
-        with partial.open("xb") as file:
-            yield file
-        partial.replace(target)
+        if not stat.S_ISREG(_mode(path)):
+            # A device or a pipe is written to; renaming would put a file in its place.
+            with open(path, "wb") as file:
+                yield file
+            return
+        # Through links: the file behind them is the one that is meant.
+        target = Path(os.path.realpath(path))
+        partial = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
+        try:
+            with partial.open("xb") as file:
+                yield file
+            partial.replace(target)
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
     except OSError as error:
-        raise StoreError(f"{target}: cannot be written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+        raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _mode(path: str | os.PathLike[str]) -> int:
+    """Return what is at a path, a regular file if nothing is."""
+    try:
+        return os.stat(path).st_mode
+    except FileNotFoundError:
+        if os.fspath(path) == "":
+            raise
+        return stat.S_IFREG
+    except ValueError as error:  # a NUL in it
+        raise OSError(errno.EINVAL, str(error)) from error
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:

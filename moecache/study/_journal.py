@@ -51,7 +51,7 @@ class Journal:
         self.path = Path(path)
         self.found: dict[str, dict[str, Any]] = {}
         # A device or a pipe could be read for ever.
-        if self.path.exists() and not self.path.is_file():
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
             raise StoreError(f"{self.path}: is not a regular file; name another to resume")
         try:
             self._file = self.path.open("a+b", buffering=0)

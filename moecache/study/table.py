@@ -140,7 +140,7 @@ class Table:
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows)
-        write_whole(path, text.getvalue().encode())
+        write_whole(path, text.getvalue().encode(errors="backslashreplace"))
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as a JSON list of objects."""

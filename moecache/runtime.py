@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,11 @@ from moecache.settings import DEFAULT_LOADER_THREADS
 from moecache.slots import SlotPool
 from moecache.steps import Lease, Wave
 from moecache.stores import ExpertStore
-from moecache.study.recording import Recording
 from moecache.telemetry import ReadingStats, RuntimeStats
 from moecache.units import parse_bytes
+
+if TYPE_CHECKING:
+    from moecache.study.recording import Recording
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +108,7 @@ class ExpertRuntime:
         self._pool_bytes = pool.nbytes
         self.prefault: BackgroundSweep | None = None
         self.disk: DiskSpeed | None = None
-        self._recording: Recording | None = None
+        self._recording: "Recording | None" = None
         self._reads_before: dict[str, int] = {}
         self._reader = reader
         self._loader = SlotLoader(store, pool, cache, loader_threads, reader)
@@ -221,7 +223,7 @@ class ExpertRuntime:
 
     def record_trace(
         self, path: str | os.PathLike[str], *, max_bytes: int | str = "256MiB"
-    ) -> Recording:
+    ) -> "Recording":
         """Note what the router chooses from now on, to be written to a file at the end.
 
         Costs some nanoseconds per id. The end is that of the recording, a context
@@ -248,6 +250,9 @@ class ExpertRuntime:
         MoeCacheError
             If a recording goes on already.
         """
+        # Not with the package: a runtime that records nothing needs none of it.
+        from moecache.study.recording import Recording
+
         self._check_usable()
         name = getattr(self._store, "path", None)
         known = {} if name is None else {"model": Path(os.path.abspath(name)).name}

@@ -125,8 +125,9 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         Called some ten times a second while that goes on.
     record_trace : str or Path, optional
         Note what the router chooses, and write it there on `close`; see
-        `ExpertRuntime.record_trace`. By default MOECACHE_RECORD_TRACE, else nothing
-        is noted.
+        `ExpertRuntime.record_trace`, which can be given more memory than the 256 MiB
+        that this notes at most (`max_bytes=`). By default MOECACHE_RECORD_TRACE, else
+        nothing is noted.
 
     Returns
     -------

@@ -18,7 +18,9 @@ def test_all_lists_the_public_names() -> None:
         and (not isinstance(value, ModuleType) or name in IMPORTED_SUBMODULES)
     }
     assert moecache.__all__ == sorted(moecache.__all__)
-    assert set(moecache.__all__) == public
+    # Imported when it is asked for.
+    assert set(moecache.__all__) == public | {"study"}
+    assert set(moecache.__all__) <= set(dir(moecache))
 
 
 def test_the_studys_names_are_public_too() -> None:
@@ -48,6 +50,20 @@ def test_import_needs_numpy_and_nothing_else() -> None:
         "    sys.modules[name] = None\n"
         "import moecache\n"
         "moecache.ExpertCache(2, 4, 3)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_import_leaves_the_study_for_later() -> None:
+    """What studies traces is imported with the first use of it: a fifth of the time."""
+    code = (
+        "import sys, moecache\n"
+        "assert not [name for name in sys.modules if name.startswith('moecache.study')]\n"
+        "assert 'multiprocessing' not in sys.modules\n"
+        "assert callable(moecache.study.replay)\n"
+        "from moecache import *\n"
+        "assert study is moecache.study\n"
+        "assert not hasattr(moecache, 'studies')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -178,16 +178,21 @@ def test_a_full_log_is_a_warning_and_a_shorter_trace(
 ) -> None:
     """What fitted is written, with the number of steps that did not."""
     with opened(tiny_moe) as runtime:
-        recording = runtime.record_trace(tmp_path / "a.npz")
-        small = moecache.study.recording.RouteLog(8, 32, max_bytes=8 * 20)
-        recording.log = runtime.cache.route_log = small
+        for wrong in (0, -1, "many"):
+            with pytest.raises(ConfigError):
+                runtime.record_trace(tmp_path / "a.npz", max_bytes=wrong)
+        recording = runtime.record_trace(tmp_path / "a.npz", max_bytes=8 * 20)
+        assert recording.log.max_bytes == 160
         for _ in range(3):
             step(runtime, [[0, 1, 2, 3]])
 
     trace = Trace.load(tmp_path / "a.npz")
     assert len(trace) == 1
     assert trace.metadata["num_dropped_steps"] == 16
-    assert "recording.full steps=8 dropped=16" in caplog.text
+    assert "recording.full steps=8 dropped=16 bytes=160 max_bytes=160; give" in caplog.text
+    with opened(tiny_moe) as runtime:
+        large = runtime.record_trace(tmp_path / "b.npz", max_bytes="1GiB")
+        assert large.log.max_bytes == 2**30
 
 
 def test_a_forked_child_writes_nothing(tiny_moe: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Recorded routing: read it, record it, study it, replay it.
 
-`import moecache` imports this too: what needs more than NumPy is imported where it is used.
+`import moecache` leaves it for its first use. What needs more than NumPy is imported where it
+is used.
 """
 
 from moecache.study import plots

@@ -27,6 +27,8 @@ class Recording:
         Written when the recording ends, whole or not at all.
     layers : list of int, optional
         The model's own layer numbers.
+    max_bytes : int, default 256 MiB
+        Bytes of the log after which nothing more is noted.
     **metadata
         Goes into the trace.
 
@@ -42,7 +44,7 @@ class Recording:
     ------
     ConfigError
         If the path is a directory, or in a directory that is not there or cannot be
-        written to.
+        written to; or if max_bytes is below 1.
     MoeCacheError
         If the cache is being recorded already.
     """
@@ -53,13 +55,14 @@ class Recording:
         path: str | os.PathLike[str],
         *,
         layers: list[int] | None = None,
+        max_bytes: int = 256 * 2**20,
         **metadata: Any,
     ) -> None:
         self.path = Path(path)
         _check_writable(self.path)
         if cache.route_log is not None:
             raise MoeCacheError("the cache is being recorded already; close that recording first")
-        self.log = RouteLog(cache.num_layers, cache.num_experts)
+        self.log = RouteLog(cache.num_layers, cache.num_experts, max_bytes=max_bytes)
         self.trace: Trace | None = None
         self.saved = False
         self._cache = cache
@@ -87,10 +90,12 @@ class Recording:
             return
         if self.log.full:
             logger.warning(
-                "recording.full steps=%d dropped=%d bytes=%d; record less at once",
+                "recording.full steps=%d dropped=%d bytes=%d max_bytes=%d; "
+                "give record_trace a larger max_bytes=, or record less at once",
                 self.log.num_steps,
                 self.log.num_dropped,
                 self.log.num_bytes,
+                self.log.max_bytes,
             )
         try:
             self.trace = from_log(self.log, layers=self._layers, **self._metadata)

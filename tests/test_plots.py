@@ -98,6 +98,18 @@ def test_where_a_step_has_several_rows_lru_is_replayed() -> None:
     )
 
 
+def test_the_cliff_is_drawn_as_one() -> None:
+    """Also where LRU is replayed: with one token's experts, and with one layer's less."""
+    rows = np.tile(np.arange(3), (40, 5, 1))
+    trace = Trace(rows, num_experts=24, step=[0, 0, *range(1, 39)])
+
+    drawn = lines(plots.miss_ratio_curves(trace, ("lru",)))["lru"]
+
+    ratios = dict(zip(np.rint(drawn[:, 0] * 120 / 100).tolist(), drawn[:, 1], strict=True))
+    assert ratios[12] > 0.98
+    assert ratios[15] == pytest.approx(1 / 39)
+
+
 def test_a_given_axes_is_drawn_into() -> None:
     """And returned; of a figure that pyplot does not know, too."""
     figure, axes = plots.blank(2, 2)

@@ -72,8 +72,8 @@ def add_parser(commands: Any) -> None:
     shown.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw miss ratios at 3 to 100%% of the experts (11 sizes, replayed as well) and at "
-        "the sizes asked for: .png, .svg, .pdf",
+        help="draw miss ratios at a dozen sizes from 3 to 100%% of the experts, which are "
+        "replayed as well, and at those asked for: .png, .svg, .pdf",
     )
     where = parser.add_argument_group("for many or long traces")
     where.add_argument(

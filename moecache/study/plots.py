@@ -49,7 +49,8 @@ def miss_ratio_curves(
     policies : names, classes or functions
         As for `replay`.
     fractions : sequence of float, optional
-        Capacities as shares of all experts, in (0, 1].
+        Capacities as shares of all experts, in (0, 1]. By default 11 of them, and the two
+        sides of one token's experts.
     scope : {"global", "layer"}, default "global"
     expert_bytes : int, optional
         For a second axis in bytes; by default what the trace says.
@@ -74,10 +75,16 @@ def miss_ratio_curves(
 
 
 def curve_slots(trace: Trace, scope: str) -> list[int]:
-    """Return the slots at which curves are drawn: 11 shares of all experts, as far as they fit."""
+    """Return the slots at which curves are drawn, in order.
+
+    Shares of all experts, and both sides of the cliff: one token's experts over all
+    layers, and one layer's less.
+    """
     least = trace.num_layers if scope == "layer" else 1
-    slots = (int(total_experts(trace) * share) for share in _FRACTIONS)
-    return sorted({number for number in slots if number >= least})
+    cycle = cycle_slots(trace)
+    slots = {int(total_experts(trace) * share) for share in _FRACTIONS}
+    slots |= {cycle, cycle - cycle // trace.num_layers}
+    return sorted(number for number in slots if number >= least)
 
 
 def draw_curves(

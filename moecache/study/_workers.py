@@ -22,6 +22,7 @@ Figures = dict[str, Any]
 Outcome = Figures | Exception
 
 _ANSWER_SECONDS = 10.0
+_SCHEMES = ("tcp", "tls", "ws", "wss", "ucx")
 _MAX_GREETING_BYTES = 2**24
 
 
@@ -184,7 +185,9 @@ def _check_scheduler(address: str) -> None:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigError(f"cluster {address!r}: {error}; write tcp://HOST:PORT") from error
-    if not host or not port:
+    if parts.scheme == "inproc":
+        return
+    if parts.scheme not in _SCHEMES or not host or not port:
         raise ConfigError(f"cluster {address!r} is not an address such as tcp://HOST:PORT")
     if parts.scheme != "tcp":
         return

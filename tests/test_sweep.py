@@ -1,6 +1,7 @@
 """Sweeps: every cell once, the same wherever it runs, and nothing lost to a kill."""
 
 import functools
+import importlib
 import json
 import os
 import pickle
@@ -281,6 +282,30 @@ def test_policies_of_ones_own_are_resumed(tmp_path: Path, caplog: pytest.LogCapt
     assert table["num_hits"] == [
         replay(traces()["one"], policy, "25%").num_hits for policy in policies
     ]
+
+
+def test_a_policy_that_was_changed_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the source of its class, also within a partial."""
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "own_policy.py"
+    lines = "from tests.helpers.routing import ScriptedLru\n\nclass Own(ScriptedLru):\n    a = "
+    for number in ("1", "22"):
+        file.write_text(lines + number + "\n")
+        monkeypatch.delitem(sys.modules, "own_policy", raising=False)
+        importlib.invalidate_caches()
+        own = importlib.import_module("own_policy").Own
+        told: list[int] = []
+        sweep(
+            traces()["one"],
+            (own, titled("part", functools.partial(own))),
+            "25%",
+            resume=tmp_path / "sweep.jsonl",
+            progress=lambda done, _, told=told: told.append(done),
+        )
+        assert told == [0, 1, 2]
+    monkeypatch.delitem(sys.modules, "own_policy")
 
 
 class Maker:

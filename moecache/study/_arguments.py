@@ -211,7 +211,11 @@ def _remember(script: object) -> None:
     number = id(script)
     # Nothing can be told of what has __slots__ without __weakref__.
     with contextlib.suppress(TypeError):
-        _replayed[number] = weakref.ref(script, lambda _: _replayed.pop(number, None))
+        # Bound, for at the interpreter's end the global may be gone before the object is.
+        _replayed[number] = weakref.ref(
+            script,
+            lambda _, known=_replayed: known.pop(number, None),  # type: ignore[misc]
+        )
 
 
 def _check_fit(part: Policy, trace: Trace, size: int, num_keys: int) -> None:

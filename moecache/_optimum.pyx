@@ -1,14 +1,18 @@
 """What a trace allows: Belady's optimum, and LRU at every capacity in one pass."""
 
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
+
+from moecache._policy cimport MAX_KEYS
 
 import numpy as np
 
 cdef enum:
     MAX_LEVELS = 8
+    SIGNALS_EVERY = 4096  # steps between two looks at Ctrl-C
 
 
 cdef extern from *:
@@ -63,6 +67,10 @@ cdef class Accesses:
         cdef int64_t* seen
         if num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+        if experts.shape[1] * <int64_t>num_experts > MAX_KEYS:
+            raise ValueError(
+                f"{experts.shape[1]} layers of {num_experts} experts are more than {MAX_KEYS}"
+            )
         self.num_layers = <int>experts.shape[1]
         self.num_experts = num_experts
         self.num_steps = steps.shape[0] - 1
@@ -201,27 +209,32 @@ cdef class Accesses:
             free(tree)
             raise MemoryError(f"no memory for the stack distances of {self.size} accesses")
         memset(last, 0xFF, self.num_layers * <size_t>self.num_experts * sizeof(int64_t))
-        with nogil:
-            for first in range(1 if is_global else self.num_layers):
-                memset(tree, 0, (self.size + 1) * sizeof(int32_t))
-                _stack(
-                    self, first, self.num_layers if is_global else first + 1, last, tree,
-                    &counts[first, 0], num_keys,
-                )
-        free(last)
-        free(tree)
+        try:
+            with nogil:
+                for first in range(1 if is_global else self.num_layers):
+                    memset(tree, 0, (self.size + 1) * sizeof(int32_t))
+                    _stack(
+                        self, first, self.num_layers if is_global else first + 1, last, tree,
+                        &counts[first, 0], num_keys,
+                    )
+        finally:
+            free(last)
+            free(tree)
         return found
 
 
-cdef void _stack(
+cdef int _stack(
     Accesses trace, int first, int end, int64_t* last, int32_t* tree, int64_t* found,
     int num_keys,
-) noexcept nogil:
+) except -1 nogil:
     # A Fenwick tree over time: 1 where the latest access of a key is.
     cdef Py_ssize_t step, visit, a, live = 0
     cdef int layer
     cdef int64_t before
     for step in range(trace.num_steps):
+        if step % SIGNALS_EVERY == SIGNALS_EVERY - 1:
+            with gil:
+                PyErr_CheckSignals()
         for layer in range(first, end):
             visit = step * trace.num_layers + layer
             for a in range(trace.bounds[visit], trace.bounds[visit + 1]):
@@ -238,6 +251,7 @@ cdef void _stack(
                     _add(tree, trace.size, before, -1)
                 _add(tree, trace.size, a, 1)
                 last[trace.keys[a]] = a
+    return 0
 
 
 cdef inline void _add(int32_t* tree, Py_ssize_t size, Py_ssize_t at, int32_t value) noexcept nogil:
@@ -330,15 +344,18 @@ cdef class Timeline:
             at = 64 * at + moecache_highest_bit(self.levels[level][at])
         return at
 
-    cdef void run(
+    cdef int run(
         self, Accesses trace, int first, int end, int capacity, int share,
         int32_t[:, ::1] hits_out, int32_t[:, ::1] misses_out,
-    ) noexcept nogil:
+    ) except -1 nogil:
         cdef Py_ssize_t step, visit, a, begin, stop
         cdef int layer, hits, missing, allowed, size = 0
         cdef int64_t moment, limit
         cdef int32_t key
         for step in range(trace.num_steps):
+            if step % SIGNALS_EVERY == SIGNALS_EVERY - 1:
+                with gil:
+                    PyErr_CheckSignals()
             for layer in range(first, end):
                 visit = step * trace.num_layers + layer
                 begin, stop = trace.bounds[visit], trace.bounds[visit + 1]
@@ -380,6 +397,7 @@ cdef class Timeline:
         while size:
             self.drop_latest(trace)
             size -= 1
+        return 0
 
     cdef void drop_latest(self, Accesses trace) noexcept nogil:
         cdef int64_t moment = self.latest()

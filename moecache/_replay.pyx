@@ -9,7 +9,7 @@ import numpy as np
 
 from moecache._ids cimport sort_by_uses
 from moecache._policies cimport make_partitions
-from moecache._policy cimport Policy, hold, unhold
+from moecache._policy cimport MAX_KEYS, Policy, hold, unhold
 from moecache._python_policy cimport PythonPolicy
 
 cdef enum:
@@ -77,6 +77,8 @@ def replay_policy(
         or hits_out.shape[1] != num_layers or misses_out.shape[1] != num_layers
     ):
         raise ValueError(f"the results must be [{num_steps}, {num_layers}]")
+    if num_layers * <int64_t>num_experts > MAX_KEYS:
+        raise ValueError(f"{num_layers} layers of {num_experts} experts are more than {MAX_KEYS}")
     _check_ids(experts, num_experts)
     for step in range(num_steps):
         if not 0 <= steps[step] <= steps[step + 1] <= experts.shape[0]:

@@ -286,9 +286,30 @@ def test_what_fails_is_a_line(
         [str(tmp_path / "none.npz")],
         [str(other)],
         [trace, "--resume", str(other)],
-        [trace, "--csv", str(tmp_path / "nowhere" / "t.csv")],
+        [trace, "--csv", str(tmp_path)],
     ):
         assert cli.main(["replay", *arguments]) == 1
         assert capsys.readouterr().err.count("\n") == 1
     assert cli.main(["replay", trace, trace, trace]) == 2
     assert "is there twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--csv", "--parquet", "--plot", "--resume", "--capacity"])
+def test_an_empty_value_is_not_taken_for_none(
+    trace: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell variable that is not set must not lose the output."""
+    assert cli.main(["replay", trace, option, ""]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, f"moecache: {option} is empty" in shown.err) == ("", True)
+
+
+@pytest.mark.parametrize("option", ["--csv", "--parquet", "--plot", "--resume"])
+def test_a_missing_directory_is_found_before_anything_is_replayed(
+    trace: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not after minutes of it."""
+    assert cli.main(["replay", trace, option, str(tmp_path / "nowhere" / "out.png")]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert f"{option}: there is no directory {tmp_path / 'nowhere'}" in shown.err

@@ -90,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.recommend is not None:
         return _recommend(console, arguments)
     _check_workers(arguments)
+    _check_outputs(arguments)
     policies = _choose("policy", arguments.policy, (*POLICIES, BELADY), _DEFAULT_POLICIES)
     scopes = _choose("scope", arguments.scope, SCOPES, ("global",))
     if arguments.plot:
@@ -204,10 +205,24 @@ def _drawn_slots(
     }
 
 
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be written before anything is replayed."""
+    for option in ("csv", "parquet", "plot", "resume"):
+        path = getattr(arguments, option)
+        if path == "":
+            raise ConfigError(f"--{option} is empty; is a shell variable unset?")
+        if path is not None and not Path(path).parent.is_dir():
+            raise ConfigError(f"--{option}: there is no directory {Path(path).parent}")
+
+
 def _slots(arguments: argparse.Namespace, trace: Trace, scopes: list[str]) -> list[int]:
     """Return the capacities that are asked for, in slots; each scope takes each of them."""
     option = "--capacity" if arguments.memory is None else "--memory"
-    given = (arguments.capacity or ",".join(_DEFAULT_CAPACITIES)) if option == "--capacity" else ""
+    default = ",".join(_DEFAULT_CAPACITIES)
+    given = default if arguments.capacity is None else arguments.capacity
+    given = given if option == "--capacity" else ""
+    if arguments.capacity == "":
+        raise ConfigError("--capacity is empty; leave it out for the default")
     asked: list[int | str] = [*_split(option, given)] if given else []
     if option == "--memory":
         with _naming("--expert-bytes"):

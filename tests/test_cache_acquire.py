@@ -66,9 +66,18 @@ def test_the_most_used_missing_experts_come_first() -> None:
     """Ties stay in the order in which they first occur."""
     cache = ExpertCache(1, 8, 8)
 
-    _, misses = acquire(cache, 0, [5, 3, 4, 4, 3, 4, 7])
+    _, misses = acquire(cache, 0, [[5], [3], [4], [4], [3], [4], [7]])
 
     assert misses == [2, 1, 0, 6]
+
+
+def test_an_expert_twice_in_a_row_is_used_once() -> None:
+    """A row is one token: what fills it up makes no expert more wanted."""
+    cache = ExpertCache(1, 8, 8)
+
+    _, misses = acquire(cache, 0, [[5, 3, 3, 3], [4, 5, 3, 0], [5, 4, 0, 0]])
+
+    assert misses == [0, 1, 4, 7]
 
 
 def test_misses_are_claimed_then_joined_then_bypassed() -> None:
@@ -76,7 +85,7 @@ def test_misses_are_claimed_then_joined_then_bypassed() -> None:
     cache = ExpertCache(1, 8, 8)
     flying = cache.claim(0, 6)
 
-    slots, misses = acquire(cache, 0, [1, 6, 2, 2], share=2)
+    slots, misses = acquire(cache, 0, [[1, 6], [2, 2], [2, 2]], share=2)
 
     assert misses == [2, ~1, 0]
     assert slots[1] == flying
@@ -104,7 +113,7 @@ def test_a_share_goes_to_the_most_used() -> None:
     """The others are misses without a slot."""
     cache = ExpertCache(1, 8, 8)
 
-    slots, misses = acquire(cache, 0, [1, 2, 3, 3, 2, 3], share=2)
+    slots, misses = acquire(cache, 0, [[1], [2], [3], [3], [2], [3]], share=2)
 
     assert misses == [2, 1, 0]
     assert slots[0] == -1
@@ -228,11 +237,11 @@ def test_foreign_ids_can_be_dropped() -> None:
         np.array([[3, 1], [1, 0]], np.int32),
         np.array([[3, 1], [1, 0]], np.int64),
         np.asfortranarray(np.array([[3, 1], [1, 0]], np.int64)),
-        np.array([3, 9, 1, 9, 1, 9, 0, 9], np.int32)[::2],
-        np.array([3, 1, 1, 0], ">i4"),
-        np.array([3, 1, 1, 0], np.int16),
-        np.array([3, 1, 1, 0], np.uint8),
-        [3, 1, 1, 0],
+        np.array([[3, 9, 1, 9], [1, 9, 0, 9]], np.int32)[:, ::2],
+        np.array([[[3, 1]], [[1, 0]]], ">i4"),
+        np.array([[3], [1], [1], [0]], np.int16),
+        np.array([[3, 1], [1, 0]], np.uint8),
+        [[3, 1], [1, 0]],
     ],
     ids=["int32", "int64", "fortran", "strided", "big-endian", "int16", "uint8", "list"],
 )

@@ -77,7 +77,9 @@ class OracleCache:
         if bad and not drop:
             raise ValueError(f"expert {bad[0]} is not in [0, {self.num_experts})")
         part = self._part(layer)
-        uses = Counter(e for e in ids if 0 <= e < self.num_experts)
+        by_row = np.reshape(np.array(ids, np.int64), (rows, -1)).tolist()
+        # A row is one token, whatever it repeats.
+        uses = Counter(e for row in by_row for e in dict.fromkeys(row) if 0 <= e < self.num_experts)
         hits = [e for e in uses if self._state(layer, e) == "resident"]
         # Stable: ties stay in the order they came.
         missing = sorted((e for e in uses if e not in hits), key=lambda e: -uses[e])
@@ -91,7 +93,8 @@ class OracleCache:
         left = max(0, share - len(hits) - len(joined))
         admitted = len(wanted) if share < 0 else min(len(wanted), left, room)
 
-        part.begin_step(layer, np.reshape(ids, (rows, -1)))
+        if uses:
+            part.begin_step(layer, np.reshape(ids, (rows, -1)))
         for expert in hits + joined:
             self._count(layer, expert, hit=expert in hits)
             part.access(self._local(layer, expert))

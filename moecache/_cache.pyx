@@ -200,7 +200,7 @@ cdef class ExpertCache:
         cdef Py_ssize_t n = cnp.PyArray_SIZE(array)
         cdef int dimensions = cnp.PyArray_NDIM(array)
         cdef Py_ssize_t top_k = cnp.PyArray_DIM(array, dimensions - 1) if dimensions else 1
-        cdef Py_ssize_t rows = n // top_k if top_k else 0
+        cdef Py_ssize_t rows = 1 if n == top_k else n // max(1, top_k)
         cdef int num_missing, admitted = 0
         cdef int32_t* out = int32_data(slots_out, n, "slots_out", True)
         cdef int32_t* misses = int32_data(
@@ -540,15 +540,12 @@ cdef class ExpertCache:
         self, int layer, const void* ids, bint wide, Py_ssize_t n, Py_ssize_t top_k, bint drop
     ) except -1:
         # Changes nothing but scratch, so that a bad id leaves the cache as it was.
-        cdef Py_ssize_t i, row = 0, row_end = top_k
+        cdef Py_ssize_t i, row
         cdef int64_t expert
         cdef int count = 0
         cdef const int32_t* table = self.table + layer * self.num_experts
         self.call += 1
         for i in range(n):
-            if i == row_end:
-                row += 1
-                row_end += top_k
             expert = id_at(ids, wide, i)
             if expert < 0 or expert >= self.num_experts:
                 if drop:
@@ -564,6 +561,7 @@ cdef class ExpertCache:
                 self.missing[count] = <int>expert
                 count += 1
             # Once per row, as a trace has it: a row with an expert twice is still one token.
+            row = i // top_k
             if self.last_row[expert] != row:
                 self.last_row[expert] = row
                 self.uses[expert] += 1

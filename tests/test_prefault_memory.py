@@ -14,31 +14,37 @@ from tests.helpers.pages import MIB, PAGE, anonymous, mapped, mapped_in, num_cac
 WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
-def vm_flags(address: int) -> set[str]:
-    """Return the kernel's flags of the mapping at an address."""
+def smaps(address: int) -> dict[str, list[str]]:
+    """Return what the kernel says of the mapping at an address, by name."""
+    found: dict[str, list[str]] = {}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        span = line.split()[0]
-        if "-" in span and ":" not in span:
-            start, stop = (int(number, 16) for number in span.split("-"))
+        name, *values = line.split()
+        if "-" in name and ":" not in name:
+            start, stop = (int(number, 16) for number in name.split("-"))
             inside = start <= address < stop
-        elif inside and line.startswith("VmFlags:"):
-            return set(line.split()[1:])
-    return set()
+        elif inside:
+            found[name.rstrip(":")] = values
+    return found
 
 
-def rss_bytes() -> int:
-    """Return how much memory this process has."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+def vm_flags(address: int) -> set[str]:
+    """Return the kernel's flags of the mapping at an address."""
+    return set(smaps(address).get("VmFlags", []))
+
+
+def rss_bytes(mapping: mmap.mmap) -> int:
+    """Return how much memory a mapping has: not the process, whose other parts come and go."""
+    return int(smaps(address_of(mapping)[0])["Rss"][0]) * 1024
 
 
 @pytest.mark.skipif(not can_populate(), reason="needs MADV_POPULATE_WRITE, Linux 5.14")
 def test_memory_that_may_be_written_gets_pages_of_its_own() -> None:
     """Not the one page of zeros that a read gives: the first write would wait for another."""
     with anonymous(8 * MIB, protection=WRITABLE) as mapping:
-        before = rss_bytes()
+        before = rss_bytes(mapping)
         warm(mapping)
-        assert rss_bytes() - before >= 7 * MIB
+        assert rss_bytes(mapping) - before >= 7 * MIB
         assert mapped_in(*address_of(mapping)).all()
         assert not np.frombuffer(mapping, np.uint8).any()
 
@@ -71,9 +77,9 @@ def test_written_pages_are_populated_for_writing_only_where_that_is_asked_for() 
     sizes = []
     for kind in (_prefault.NO_FILE, OWN_MEMORY):
         with anonymous(8 * MIB, protection=WRITABLE) as mapping:
-            before = rss_bytes()
+            before = rss_bytes(mapping)
             assert Sweep().run([(*address_of(mapping), kind, 0)], "populate") == []
-            sizes.append(rss_bytes() - before)
+            sizes.append(rss_bytes(mapping) - before)
     assert sizes[0] < MIB
     assert sizes[1] > 7 * MIB
 

@@ -46,10 +46,11 @@ notebooks: ## execute the notebooks in place; nothing of this machine stays in t
 	$(BIN)/python -m notebooks.execute
 
 # A copy of the package beside the release build, for the tests of the compiled core.
-CORE_TESTS = $(wildcard tests/test_policy*.py tests/test_slru*.py tests/test_profiler.py \
-	tests/test_cache*.py tests/test_echo*.py tests/test_prefault*.py tests/test_reader*.py \
-	tests/test_route_log.py tests/test_replay.py tests/test_replay_policies.py) \
-	tests/test_traces.py
+# Whole traces take minutes there and touch no memory that the others do not.
+CORE_TESTS = $(filter-out tests/test_echo_traces.py, $(wildcard tests/test_policy*.py \
+	tests/test_slru*.py tests/test_profiler.py tests/test_cache*.py tests/test_echo*.py \
+	tests/test_prefault*.py tests/test_reader*.py tests/test_route_log.py tests/test_replay.py \
+	tests/test_replay_policies.py))
 # The first line fails if another build than the one just made would be tested.
 CHECK_BUILD = PYTHONPATH=build/$@ $(BIN)/python -c "import moecache._cache as c; assert 'build/$@' in c.__file__, c"
 RUN_CORE_TESTS = $(BIN)/python -m pytest -q -o pythonpath="build/$@ ." $(CORE_TESTS)

@@ -5,7 +5,7 @@ from libc.stdint cimport uint8_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from moecache._policy cimport Policy, empty_list, link, unlink
+from moecache._policy cimport Policy, empty_list, link, settle, unlink
 
 cdef enum:
     # The paper's lists; those of keys in the cache are segments.
@@ -75,12 +75,8 @@ cdef class ArcCache(Policy):
         elif self.ghost[key]:
             self.drop_ghost(key)
         entered = T2 if key == self.returning else T1
-        self.clock += 1
-        self.nodes[key].stamp = self.clock
-        self.nodes[key].segment = entered
+        settle(self, key, entered)
         self.num_t1 += entered == T1
-        self.size += 1
-        self.num_evictable += 1
         link(self.nodes, self.list_of(entered), key)
         # The paper makes this room first and then evicts; the lists are the same after both.
         while self.num_t1 + self.num_b1 > self.capacity and self.num_b1:

@@ -7,7 +7,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from moecache._echo cimport ECHO_TIME_DISCOUNT, Echo, echo_lowest_bit
-from moecache._policy cimport Node, Policy
+from moecache._policy cimport Node, Policy, settle
 
 cdef enum:
     RESIDENT = 1
@@ -87,11 +87,7 @@ cdef class EchoCache(Policy):
         self.echo.observe_rows(layer, ids, wide, rows, k)
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
-        self.clock += 1
-        self.nodes[key].stamp = self.clock
-        self.nodes[key].segment = RESIDENT
-        self.size += 1
-        self.num_evictable += 1
+        settle(self, key, RESIDENT)
         self.present[self.word(key)] |= <uint64_t>1 << (key % self.num_experts & 63)
         self.consider(key)
 

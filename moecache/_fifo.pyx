@@ -5,7 +5,7 @@ from libc.stdint cimport uint8_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from moecache._policy cimport Policy, empty_list, link, unlink
+from moecache._policy cimport Policy, empty_list, link, settle, unlink
 
 cdef enum:
     RESIDENT = 1
@@ -38,11 +38,7 @@ cdef class FifoCache(Policy):
         self.nodes[key].stamp = self.clock
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
-        self.clock += 1
-        self.nodes[key].stamp = self.clock
-        self.nodes[key].segment = RESIDENT
-        self.size += 1
-        self.num_evictable += 1
+        settle(self, key, RESIDENT)
         link(self.nodes, self.num_keys, key)
 
     cdef void remove(self, int key) noexcept nogil:
@@ -92,12 +88,8 @@ cdef class SieveCache(Policy):
         self.visited[key] = 1
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
-        self.clock += 1
-        self.nodes[key].stamp = self.clock
-        self.nodes[key].segment = RESIDENT
+        settle(self, key, RESIDENT)
         self.visited[key] = 0
-        self.size += 1
-        self.num_evictable += 1
         link(self.nodes, self.num_keys, key)
 
     cdef void remove(self, int key) noexcept nogil:

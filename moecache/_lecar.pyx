@@ -7,7 +7,7 @@ from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from moecache._policy cimport PINNED, Policy, empty_list, link, unlink
+from moecache._policy cimport PINNED, Policy, empty_list, link, settle, unlink
 from moecache._slru cimport CountHeap
 
 cdef enum:
@@ -116,11 +116,7 @@ cdef class LecarCache(Policy):
         if not accessed:
             self.lru_weight = weight
         self.counts[key] += accessed
-        self.clock += 1
-        self.nodes[key].stamp = self.clock
-        self.nodes[key].segment = RESIDENT
-        self.size += 1
-        self.num_evictable += 1
+        settle(self, key, RESIDENT)
         link(self.nodes, self.num_keys, key)
         self.heap.push(key, self.counts[key], self.clock)
         self.expected = self.chosen = -1

@@ -5,7 +5,7 @@ from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from moecache._policy cimport PINNED, Node, Policy, empty_list, link, link_by_stamp, unlink
+from moecache._policy cimport PINNED, Node, Policy, empty_list, link, link_by_stamp, settle, unlink
 
 cdef enum:
     RESIDENT = 1
@@ -60,12 +60,8 @@ cdef class LfuCache(Policy):
             self.drop_if_empty(bucket)
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
-        self.clock += 1
+        settle(self, key, RESIDENT)
         self.counts[key] += accessed
-        self.nodes[key].stamp = self.clock
-        self.nodes[key].segment = RESIDENT
-        self.size += 1
-        self.num_evictable += 1
         self.enter(key, 0)
 
     cdef void remove(self, int key) noexcept nogil:

@@ -78,6 +78,15 @@ cdef inline void unhold(Policy policy, int key) noexcept nogil:
         policy.unpark(key)
 
 
+cdef inline void settle(Policy policy, int key, uint8_t segment) noexcept nogil:
+    # What every insertion does; `forget` undoes it.
+    policy.clock += 1
+    policy.nodes[key].stamp = policy.clock
+    policy.nodes[key].segment = segment
+    policy.size += 1
+    policy.num_evictable += 1
+
+
 cdef inline void empty_list(Node* nodes, int sentinel) noexcept nogil:
     nodes[sentinel].previous = sentinel
     nodes[sentinel].next = sentinel

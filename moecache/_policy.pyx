@@ -257,11 +257,7 @@ cdef class LruCache(Policy):
             link(self.nodes, self.num_keys, key)
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
-        self.clock += 1
-        self.nodes[key].stamp = self.clock
-        self.nodes[key].segment = RESIDENT
-        self.size += 1
-        self.num_evictable += 1
+        settle(self, key, RESIDENT)
         link(self.nodes, self.num_keys, key)
 
     cdef void remove(self, int key) noexcept nogil:

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t
 import numpy as np
 
 from moecache._ids cimport id_at
-from moecache._policy cimport Policy
+from moecache._policy cimport Policy, settle
 
 cdef enum:
     RESIDENT = 1
@@ -94,11 +94,7 @@ cdef class PythonPolicy(Policy):
                     self.fail(error)
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
-        self.clock += 1
-        self.nodes[key].stamp = self.clock
-        self.nodes[key].segment = RESIDENT
-        self.size += 1
-        self.num_evictable += 1
+        settle(self, key, RESIDENT)
         with gil:
             if self.error is None:
                 try:

@@ -4,7 +4,7 @@ cimport cython
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 
-from moecache._policy cimport Policy, empty_list, link, unlink
+from moecache._policy cimport Policy, empty_list, link, settle, unlink
 
 cdef enum:
     RESIDENT = 1
@@ -86,15 +86,11 @@ cdef class LeastStaleCache(Policy):
         link(self.nodes, self.num_keys + key // self.num_experts, key)
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
-        self.clock += 1
-        self.nodes[key].stamp = self.clock
+        settle(self, key, RESIDENT)
         self.used_in[key] = self.current
         # For a layer that is done it was fetched with the next pass in mind.
         if not accessed and key // self.num_experts > self.last_done():
             self.used_in[key] -= 1
-        self.nodes[key].segment = RESIDENT
-        self.size += 1
-        self.num_evictable += 1
         link(self.nodes, self.num_keys + key // self.num_experts, key)
 
     cdef void remove(self, int key) noexcept nogil:

@@ -14,6 +14,7 @@ from rich.progress import track
 
 from moecache.commands.example import (
     Generation,
+    add_runtime_options,
     add_sampling_options,
     check_sampling,
     find_example,
@@ -23,7 +24,6 @@ from moecache.commands.example import (
 from moecache.experts import combine, gated_rows
 from moecache.opening import open  # noqa: A004 - moecache.open
 from moecache.runtime import ExpertRuntime
-from moecache.settings import POLICIES, SCOPES
 from moecache.stores import SafetensorsStore, open_store
 from moecache.units import format_bytes
 
@@ -41,17 +41,9 @@ def add_parser(commands: Any) -> None:
         "differ.",
         epilog="example: moecache demo --memory 1MiB --policy lru",
     )
-    parser.add_argument(
-        "--memory",
-        default="25%",
-        metavar="SIZE",
-        help='memory for experts: "3MiB", or a share of them, "25%%" (default: 25%%)',
-    )
+    add_runtime_options(parser)
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="text to continue")
     add_sampling_options(parser, max_new_tokens=400)
-    parser.add_argument("--policy", choices=POLICIES, help="who is evicted")
-    parser.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
-    parser.add_argument("--model", metavar="DIR", help="another OLMoE checkpoint over bytes")
     parser.add_argument("--report", action="store_true", help="show hit rates layer by layer")
     parser.set_defaults(run=run)
 

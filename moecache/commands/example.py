@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from moecache.errors import ConfigError
+from moecache.settings import POLICIES, SCOPES
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,19 @@ class Generation:
             one.tobytes() == two.tobytes()
             for one, two in zip(self.logits, other.logits, strict=True)
         )
+
+
+def add_runtime_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which model runs, and with how many experts in memory."""
+    parser.add_argument("--model", metavar="DIR", help="another OLMoE checkpoint over bytes")
+    parser.add_argument(
+        "--memory",
+        default="25%",
+        metavar="SIZE",
+        help='memory for experts: "3MiB", or a share of them, "25%%" (default: 25%%)',
+    )
+    parser.add_argument("--policy", choices=POLICIES, help="who is evicted")
+    parser.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:

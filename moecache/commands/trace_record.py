@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Console
 
 from moecache.commands.example import (
+    add_runtime_options,
     add_sampling_options,
     check_sampling,
     find_example,
@@ -18,7 +19,6 @@ from moecache.commands.example import (
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, StoreError
 from moecache.opening import open  # noqa: A004 - moecache.open
-from moecache.settings import POLICIES, SCOPES
 from moecache.stores import open_store
 
 DEFAULT_PROMPTS = (
@@ -40,7 +40,6 @@ def add_parser(actions: Any) -> None:
         epilog='example: moecache trace record tiny.npz --prompt "def main():" --prompt "class A:"',
     )
     parser.add_argument("output", metavar="OUT.npz", help="the file to write")
-    parser.add_argument("--model", metavar="DIR", help="another OLMoE checkpoint over bytes")
     parser.add_argument(
         "--prompt",
         action="append",
@@ -51,14 +50,7 @@ def add_parser(actions: Any) -> None:
         "--prompt-file", action="append", metavar="FILE", help="as --prompt, out of a file"
     )
     add_sampling_options(parser, max_new_tokens=120)
-    parser.add_argument(
-        "--memory",
-        default="25%",
-        metavar="SIZE",
-        help='memory for experts: "3MiB", or a share of them, "25%%" (default: 25%%)',
-    )
-    parser.add_argument("--policy", choices=POLICIES, help="who is evicted")
-    parser.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
+    add_runtime_options(parser)
     parser.add_argument("--quiet", action="store_true", help="do not show the text")
     parser.set_defaults(run=run)
 

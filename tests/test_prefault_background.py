@@ -109,7 +109,7 @@ def test_waiting_has_an_end(memory: mmap.mmap) -> None:
 def test_a_cancel_returns_when_the_sweep_has_stopped(memory: mmap.mmap) -> None:
     """The report says so; a second cancel does nothing."""
     handle = start(memory)
-    assert len(sweeping()) == 3
+    wait_until(lambda: len(sweeping()) == 3)
     handle.cancel()
     handle.cancel()
 

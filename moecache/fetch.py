@@ -1,5 +1,6 @@
 """StoreFetch: loads carried out by a store's own reads, in threads and in callers that wait."""
 
+import enum
 import logging
 import threading
 import time
@@ -15,15 +16,36 @@ from moecache.stores.base import ExpertStore
 logger = logging.getLogger(__name__)
 
 
+class Cause(enum.Enum):
+    """Why an expert is read."""
+
+    DEMAND = "demand"  # a token chose it
+    BULK = "bulk"  # one of many tokens did
+    PREFETCH = "prefetch"  # nobody did so far
+
+
 class Load:
     """One expert on its way into one slot."""
 
-    __slots__ = ("done", "error", "expert", "layer", "orphaned", "slot", "staged", "waiting")
+    __slots__ = (
+        "cause",
+        "done",
+        "error",
+        "expert",
+        "layer",
+        "orphaned",
+        "slot",
+        "staged",
+        "waiting",
+    )
 
-    def __init__(self, layer: int, expert: int, slot: int, *, staged: bool = False) -> None:
+    def __init__(
+        self, layer: int, expert: int, slot: int, cause: Cause, *, staged: bool = False
+    ) -> None:
         self.layer = layer
         self.expert = expert
         self.slot = slot
+        self.cause = cause
         self.staged = staged
         self.orphaned = False  # staged, and nobody waits for it any more
         self.done = False

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -12,12 +12,14 @@ import numpy as np
 from moecache._cache import ExpertCache
 from moecache._reader import Reader
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
-from moecache.fetch import Fetch, Load, StoreFetch
+from moecache.fetch import Cause, Fetch, Load, StoreFetch
 from moecache.reader_fetch import ReaderFetch
 from moecache.slots.base import SlotPool
 from moecache.stores.base import ExpertStore, FileStore
 
 logger = logging.getLogger(__name__)
+
+MakeFetch = Callable[[threading.Lock, Callable[[Load], None]], Fetch]
 
 CLOSE_TIMEOUT_S = 2.0
 MAX_LOGGED_CAUSES = 100
@@ -59,6 +61,10 @@ class SlotLoader:
     reader : Reader, optional
         Reads the store's files, many experts at once; closed with this. Without
         one, `store.read_into` reads one expert at a time in each thread.
+    make_fetch : callable (lock, finish) -> Fetch, optional
+        Who carries out loads, instead of threads or the reader.
+    clock : callable () -> int, optional
+        Nanoseconds; what stalls are measured with.
 
     Raises
     ------
@@ -73,10 +79,14 @@ class SlotLoader:
         cache: ExpertCache,
         num_threads: int,
         reader: Reader | None = None,
+        *,
+        make_fetch: MakeFetch | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._store = store
         self._pool = pool
         self._cache = cache
+        self.clock = clock
         self._lock = threading.Lock()
         self._discards: SimpleQueue[Discard] = SimpleQueue()
         self._unstaged = threading.Condition(self._lock)
@@ -89,16 +99,24 @@ class SlotLoader:
         self._logged: set[tuple[type, str]] = set()
         self.num_staging = len(self._staging)
         self.num_steps = 0
+        self.num_resident_steps = 0  # of them, those that missed nothing
         self.num_reads = 0
         self.num_failed_reads = 0
-        self.bytes_read = 0
+        self.bytes_read = dict.fromkeys(Cause, 0)
         self._fetch: Fetch
-        if reader is None:
+        if make_fetch is not None:
+            self._fetch = make_fetch(self._lock, self._finish)
+        elif reader is None:
             self._fetch = StoreFetch(store, pool, self._lock, self._finish, num_threads)
         elif isinstance(store, FileStore):
             self._fetch = ReaderFetch(reader, store, pool, self._lock, self._finish, num_threads)
         else:
             raise ConfigError(f"a {type(store).__name__} has no files that a reader could read")
+
+    @property
+    def num_in_flight(self) -> int:
+        """Experts that are being read, or wait for it."""
+        return len(self._loads)
 
     def acquire(
         self,
@@ -108,6 +126,7 @@ class SlotLoader:
         misses: np.ndarray,
         arrived: "SimpleQueue[Load]",
         *,
+        cause: Cause,
         share: int,
         ignore_out_of_range: bool = False,
     ) -> tuple[list[Load], list[int]]:
@@ -134,11 +153,14 @@ class SlotLoader:
                 )
                 self.num_steps += 1
                 if count == 0:
+                    self.num_resident_steps += 1
                     return [], []
                 claimed: list[Load] = []
                 joined: list[Load] = []
                 try:
-                    bypassed = self._plan(layer, ids, slots, misses[:count], claimed, joined)
+                    bypassed = self._plan(
+                        layer, ids, slots, misses[:count], cause, claimed, joined
+                    )
                     for load in joined:
                         load.waiting.append(arrived)
                     for load in claimed:
@@ -163,7 +185,13 @@ class SlotLoader:
         self._drain_if_free()
 
     def stage(
-        self, layer: int, experts: Sequence[int], arrived: "SimpleQueue[Load]", *, wait: bool
+        self,
+        layer: int,
+        experts: Sequence[int],
+        arrived: "SimpleQueue[Load]",
+        *,
+        cause: Cause,
+        wait: bool,
     ) -> list[Load]:
         """Start to load the first of `experts` into free staging slots.
 
@@ -188,7 +216,7 @@ class SlotLoader:
                     for expert in experts[: len(self._staging)]:
                         slot = self._staging.pop()
                         self._stagers[slot] = threading.get_ident()
-                        load = Load(layer, expert, slot, staged=True)
+                        load = Load(layer, expert, slot, cause, staged=True)
                         load.waiting.append(arrived)
                         self._submit(load)
                         loads.append(load)
@@ -277,6 +305,7 @@ class SlotLoader:
         ids: np.ndarray,
         slots: np.ndarray,
         misses: np.ndarray,
+        cause: Cause,
         claimed: list[Load],
         joined: list[Load],
     ) -> list[int]:
@@ -294,7 +323,7 @@ class SlotLoader:
             elif slots[position] < 0:
                 bypassed.append(int(flat[position]))
             else:
-                claimed.append(Load(layer, int(flat[position]), int(slots[position])))
+                claimed.append(Load(layer, int(flat[position]), int(slots[position]), cause))
         return bypassed
 
     def _roll_back(
@@ -318,7 +347,7 @@ class SlotLoader:
         slots[:] = -1
 
     def _begin(self, loads: list[Load], arrived: "SimpleQueue[Load]") -> None:
-        started = time.perf_counter_ns()
+        started = self.clock()
         try:
             self._fetch.begin()
         except BaseException:
@@ -326,7 +355,7 @@ class SlotLoader:
             self.discard(Discard(loads, arrived, np.empty(0, np.int32)))
             raise
         if self._fetch.begins_by_reading:
-            self._cache.profiler.record_miss_stall(time.perf_counter_ns() - started)
+            self._cache.profiler.record_miss_stall(self.clock() - started)
 
     def _submit(self, load: Load) -> None:
         self._loads[load.slot] = load
@@ -396,7 +425,7 @@ class SlotLoader:
             load.done = True
             if load.error is None:
                 self.num_reads += 1
-                self.bytes_read += self._store.layout.expert_bytes(load.layer)
+                self.bytes_read[load.cause] += self._store.layout.expert_bytes(load.layer)
             else:
                 self.num_failed_reads += 1
             self._retire(load, filled=load.error is None)

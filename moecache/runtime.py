@@ -281,7 +281,7 @@ class ExpertRuntime:
             num_evictions=cache.num_evictions,
             num_reads=self._loader.num_reads,
             num_failed_reads=self._loader.num_failed_reads,
-            bytes_read=self._loader.bytes_read,
+            bytes_read=sum(self._loader.bytes_read.values()),
             num_stalls=profiler.num_miss_stalls,
             stall_ns=profiler.miss_stall_ns,
             num_resident=cache.num_resident,

@@ -1,7 +1,6 @@
 """Steps, and the waves they are handed out in."""
 
 import functools
-import time
 from collections.abc import Generator, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -10,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from moecache._cache import ExpertCache
-from moecache.fetch import Load
+from moecache.fetch import Cause, Load
 from moecache.loader import Discard, SlotLoader
 
 
@@ -118,6 +117,7 @@ def lease(
             slots.reshape(-1),
             misses,
             arrived,
+            cause=_cause(ids),
             share=-1,
             ignore_out_of_range=ignore_out_of_range,
         )
@@ -162,6 +162,7 @@ def waves(
             slots,
             misses,
             arrived,
+            cause=_cause(ids),
             share=cache.num_experts if one_token else cache.fair_share(layer),
             ignore_out_of_range=ignore_out_of_range,
         )
@@ -195,6 +196,7 @@ class _Step:
         self._layer = layer
         self._top_k = top_k
         self._arrived = arrived
+        self._cause = _cause(ids)
         self._order, starts = _group(ids.reshape(-1))
         self._starts = starts.tolist()
         first = self._order[starts[:-1]]
@@ -240,7 +242,9 @@ class _Step:
     def _stage(self, experts: list[int], *, wait: bool) -> list[int]:
         if not experts:
             return experts
-        loads = self._loader.stage(self._layer, experts, self._arrived, wait=wait)
+        loads = self._loader.stage(
+            self._layer, experts, self._arrived, cause=self._cause, wait=wait
+        )
         self._outstanding.update(loads)
         return experts[len(loads) :]
 
@@ -256,14 +260,18 @@ class _Step:
             self._loader.unstage(staged)
 
 
+def _cause(ids: np.ndarray) -> Cause:
+    return Cause.DEMAND if ids.ndim == 0 or ids.size == ids.shape[-1] else Cause.BULK
+
+
 def _wait(loader: SlotLoader, cache: ExpertCache, arrived: "SimpleQueue[Load]") -> list[Load]:
     """Return at least one load that is done, and every other that is done by then."""
     loader.look()
     done: list[Load] = []
     if arrived.empty():
-        started = time.perf_counter_ns()
+        started = loader.clock()
         done.append(loader.wait(arrived))
-        cache.profiler.record_miss_stall(time.perf_counter_ns() - started)
+        cache.profiler.record_miss_stall(loader.clock() - started)
     try:
         while True:
             done.append(arrived.get_nowait())

@@ -18,6 +18,7 @@ cdef struct Slot:
     int key
     int leases
     int partition
+    bint foreseen  # fetched ahead, and nobody has asked for it since
     SlotState state
 
 
@@ -49,6 +50,9 @@ cdef class ExpertCache:
     cdef uint64_t generation
     cdef int resident_count
     cdef readonly uint64_t num_evictions
+    cdef readonly uint64_t num_foreseen_hits    # foreseen, and then used from its slot
+    cdef readonly uint64_t num_foreseen_late    # foreseen, and asked for while being filled
+    cdef readonly uint64_t num_foreseen_unused  # foreseen, and evicted unused
     cdef object table_owner
     cdef object table_view
     cdef object mask_owner

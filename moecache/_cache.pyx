@@ -8,6 +8,8 @@ from libc.string cimport memset
 
 import numpy as np
 
+from moecache._echo cimport Echo
+from moecache._echo_cache cimport EchoCache
 from moecache._ids cimport as_ids, id_at, int32_data, sort_by_uses
 from moecache._policies cimport make_partitions
 from moecache._policy cimport MAX_KEYS, Policy, hold, unhold
@@ -270,11 +272,22 @@ cdef class ExpertCache:
                         self.abandoned[slot.partition] -= 1
                         self.free_slot(data[i])
 
-    def claim(self, Py_ssize_t layer, Py_ssize_t expert) -> int:
+    def claim(
+        self, Py_ssize_t layer, Py_ssize_t expert, *, bint evict=True, bint foreseen=True
+    ) -> int:
         """Claim a slot for an expert that nobody asked for yet.
 
         Takes a free slot, or that of an expert the policy values less. The
         slot is not leased; publish or abandon it.
+
+        Parameters
+        ----------
+        layer, expert : int
+        evict : bool, default True
+            If false, only a free slot will do.
+        foreseen : bool, default True
+            Count what becomes of it: `num_foreseen_hits`, `num_foreseen_late`,
+            `num_foreseen_unused`.
 
         Returns
         -------
@@ -282,7 +295,7 @@ cdef class ExpertCache:
             The slot, or -1 if the expert is there, in flight, or not worth it.
         """
         cdef Policy part
-        cdef int partition, victim, local
+        cdef int partition, victim, local, slot
         cdef Py_ssize_t key
         self.checked(layer, expert)
         with cython.critical_section(self):
@@ -294,11 +307,15 @@ cdef class ExpertCache:
             partition = 0 if self.is_global else <int>layer
             local = self.local_key(<int>key)
             if self.room_left(part, partition) == 0:
+                if not evict:
+                    return -1
                 part.expect(local)
                 victim = part.victim()
                 if victim < 0 or not part.prefers(local, victim):
                     return -1
-            return self.take_slot(part, partition, <int>layer, <int>expert, False)
+            slot = self.take_slot(part, partition, <int>layer, <int>expert, False)
+            self.slots[slot].foreseen = foreseen
+            return slot
 
     def publish(self, Py_ssize_t slot) -> None:
         """Declare a claimed slot filled: its expert is resident from now on."""
@@ -411,6 +428,17 @@ cdef class ExpertCache:
                 (<Policy>part).begin_sequence()
 
     @property
+    def echo(self) -> Echo | None:
+        """What the policies "echo" and "haz2" learn from; None with any other."""
+        part = self.partitions[0]
+        return (<EchoCache>part).echo if isinstance(part, EchoCache) else None
+
+    @property
+    def num_pinned(self) -> int:
+        """Number of experts that are pinned."""
+        return sum([(<Policy>part).pin_count for part in self.partitions])
+
+    @property
     def num_resident(self) -> int:
         """Number of experts that can be used at once; never above `capacity`."""
         return self.resident_count
@@ -513,6 +541,7 @@ cdef class ExpertCache:
         self.slots[slot].key = key
         self.slots[slot].partition = partition
         self.slots[slot].state = FILLING
+        self.slots[slot].foreseen = False
         self.in_flight[key] = slot
         part.insert(self.local_key(key), accessed)
         hold(part, self.local_key(key))
@@ -524,6 +553,7 @@ cdef class ExpertCache:
         cdef int expert = key % self.num_experts
         cdef int slot = self.table[key]
         part.remove(victim)
+        self.num_foreseen_unused += self.slots[slot].foreseen
         self.table[key] = -1
         self.mask[layer * self.num_words + expert // 64] &= ~(<uint64_t>1 << (expert % 64))
         self.resident_count -= 1
@@ -646,6 +676,9 @@ cdef class ExpertCache:
             totals[expert] += 1
             hits += 1
             part.access(local_base + <int>expert)
+            if slot.foreseen:
+                slot.foreseen = False
+                self.num_foreseen_hits += 1
             slot.leases += 1
             if slot.leases == 1:
                 hold(part, local_base + <int>expert)
@@ -671,6 +704,9 @@ cdef class ExpertCache:
             if slot >= 0:
                 count_miss(self.profiler, layer, base + expert)
                 part.access(self.local_key(base + expert))
+                if self.slots[slot].foreseen:
+                    self.slots[slot].foreseen = False
+                    self.num_foreseen_late += 1
                 self.slots[slot].leases += 1
                 misses[written] = ~self.first[expert]
                 written += 1

@@ -132,6 +132,7 @@ cdef class Reader:
     cdef int _num_free_buffers
     cdef Piece *_pending
     cdef Piece **_pending_end
+    cdef Piece **_urgent_end  # what comes behind it waits for everything else
     cdef int _num_pending
     cdef int _in_flight  # begun and not settled
     cdef int _in_kernel
@@ -163,6 +164,7 @@ cdef class Reader:
         self._ring.descriptor = -1
         self._process = os.getpid()
         self._pending_end = &self._pending
+        self._urgent_end = &self._pending
         self._finished_end = &self._finished
         self._arrived_end = &self._arrived
         self._held = {}
@@ -275,7 +277,7 @@ cdef class Reader:
             free_buffers[i] = num_buffers - 1 - i
         self.depth, self.piece_bytes = depth, piece_bytes
 
-    def submit(self, list loads not None):
+    def submit(self, list loads not None, *, bint deferred=False):
         """Begin to read; returns as soon as the kernel has the first of it.
 
         Parameters
@@ -286,6 +288,9 @@ cdef class Reader:
             file's bytes from `offset` on are those of the roles' parts, one after
             the other. `parts` maps each role to a C-contiguous writable ndarray of
             any dtype, which is kept alive and must not be touched until then.
+        deferred : bool, default False
+            Let everything else go first, also what is submitted later, until `hasten`. What
+            the kernel has been given is read all the same.
 
         Raises
         ------
@@ -323,7 +328,7 @@ cdef class Reader:
                 pthread_mutex_lock(&self._mutex)
                 if not self._closed:
                     begun = True
-                    self._begin(heads, num_loads, first)
+                    self._begin(heads, num_loads, first, deferred)
                 pthread_mutex_unlock(&self._mutex)
             if not begun:
                 free_pieces(&first)
@@ -337,6 +342,13 @@ cdef class Reader:
                     free(heads[i])
             free(ranges)
             free(heads)
+
+    def hasten(self):
+        """Let what was deferred so far wait no longer."""
+        with nogil:
+            pthread_mutex_lock(&self._mutex)
+            self._urgent_end = self._pending_end
+            pthread_mutex_unlock(&self._mutex)
 
     def wait(self, int64_t seen):
         """Block until a load is done, `epoch` is not `seen` any more, or a tenth of a second.
@@ -507,14 +519,16 @@ cdef class Reader:
 
     # The queue. Everything below runs under the mutex and without the GIL.
 
-    cdef void _begin(self, Load **loads, Py_ssize_t count, Piece *pieces) noexcept nogil:
+    cdef void _begin(
+        self, Load **loads, Py_ssize_t count, Piece *pieces, bint deferred
+    ) noexcept nogil:
         cdef Py_ssize_t i
         if pieces != NULL and self._in_flight == 0 and self._num_pending == 0:
             self._busy_since = mc_clock_ns()
         for i in range(count):
             if loads[i].num_missing == 0:  # experts of no bytes
                 self._finish(loads[i])
-        self._append(pieces)
+        self._append(pieces, deferred)
         self._issue()
         if self._needs_help():
             pthread_cond_broadcast(&self._work)
@@ -529,17 +543,27 @@ cdef class Reader:
             return True
         return self._num_pending > self.depth and not self._reaping
 
-    cdef void _append(self, Piece *chain) noexcept nogil:
-        self._pending_end[0] = chain
-        while self._pending_end[0] != NULL:
+    cdef void _append(self, Piece *chain, bint deferred) noexcept nogil:
+        cdef Piece **end = self._pending_end if deferred else self._urgent_end
+        cdef Piece *behind = end[0]
+        cdef bint last = end == self._pending_end
+        end[0] = chain
+        while end[0] != NULL:
             self._num_pending += 1
-            self._pending_end = &self._pending_end[0].next
+            end = &end[0].next
+        end[0] = behind
+        if last:
+            self._pending_end = end
+        if not deferred:
+            self._urgent_end = end
 
     cdef void _put_back(self, Piece *piece) noexcept nogil:
         """To the front: it has its buffer already."""
         piece.next = self._pending
-        if self._pending == NULL:
+        if self._pending_end == &self._pending:
             self._pending_end = &piece.next
+        if self._urgent_end == &self._pending:
+            self._urgent_end = &piece.next
         self._pending = piece
         self._num_pending += 1
 
@@ -555,8 +579,10 @@ cdef class Reader:
             piece.buffer = self._free_buffers[self._num_free_buffers]
             place(piece, self._buffer(piece))
         self._pending = piece.next
-        if self._pending == NULL:
+        if self._pending_end == &piece.next:
             self._pending_end = &self._pending
+        if self._urgent_end == &piece.next:
+            self._urgent_end = &self._pending
         self._num_pending -= 1
         self._in_flight += 1
         self.num_reads += 1
@@ -793,6 +819,7 @@ cdef class Reader:
                 self._num_free_buffers += 1
             free(piece)
         self._pending_end = &self._pending
+        self._urgent_end = &self._pending
         self._num_pending = 0
         pthread_cond_broadcast(&self._work)
         pthread_cond_broadcast(&self._done)

@@ -21,7 +21,8 @@ class Cause(enum.Enum):
 
     DEMAND = "demand"  # a token chose it
     BULK = "bulk"  # one of many tokens did
-    PREFETCH = "prefetch"  # nobody did so far
+    PREFETCH = "prefetch"  # nobody did so far, but somebody may
+    WARM_START = "warm start"  # an earlier run used it
 
 
 class Load:
@@ -36,6 +37,7 @@ class Load:
         "orphaned",
         "slot",
         "staged",
+        "urgent",
         "waiting",
     )
 
@@ -46,6 +48,7 @@ class Load:
         self.expert = expert
         self.slot = slot
         self.cause = cause
+        self.urgent = cause in (Cause.DEMAND, Cause.BULK)  # somebody waits for it, or did
         self.staged = staged
         self.orphaned = False  # staged, and nobody waits for it any more
         self.done = False
@@ -60,7 +63,10 @@ class Load:
 
 
 class Fetch(Protocol):
-    """Who carries out loads. `finish` of the loader is called once for each, in any thread."""
+    """Who carries out loads. `finish` of the loader is called when one is done, in any thread.
+
+    It returns False if the load has to be carried out once more, now urgently.
+    """
 
     # Whether steps that wait for anything have to call `help`, or nothing would happen.
     needs_callers: bool
@@ -76,8 +82,21 @@ class Fetch(Protocol):
     def remove_all(self) -> list[Load]:
         """Take back every load that was not begun; under the loader's lock."""
 
+    @property
+    def quantum_bytes(self) -> int | None:
+        """Bytes of a prefetch that a demand may have to wait for; None: all of it."""
+
     def begin(self) -> None:
         """Begin what is queued, without waiting for it; never under the loader's lock."""
+
+    def prefetch(self, load: Load) -> None:
+        """Carry out a load that nobody waits for, behind all others; never under the lock.
+
+        Returns when it is begun, or done.
+        """
+
+    def hasten(self) -> None:
+        """Let prefetches wait for nothing any more: somebody waits for one; under the lock."""
 
     def look(self) -> None:
         """Take in what has arrived, without waiting; never under the loader's lock."""
@@ -145,7 +164,7 @@ class StoreFetch(LoadQueue):
         store: ExpertStore,
         pool: SlotPool,
         lock: threading.Lock,
-        finish: Callable[[Load], None],
+        finish: Callable[[Load], bool],
         num_threads: int,
     ) -> None:
         super().__init__()
@@ -165,6 +184,18 @@ class StoreFetch(LoadQueue):
 
     def begin(self) -> None:
         """Do nothing: the threads take what is queued."""
+
+    @property
+    def quantum_bytes(self) -> int | None:
+        """Nothing is cut: a read goes on to its end."""
+        return None
+
+    def prefetch(self, load: Load) -> None:
+        """Read it here and now; the caller is a thread that has nothing else to do."""
+        self._carry_out(load)
+
+    def hasten(self) -> None:
+        """Do nothing: it is being read."""
 
     def look(self) -> None:
         """Do nothing: the threads hand on what they have read."""
@@ -197,7 +228,7 @@ class StoreFetch(LoadQueue):
                     load = self._queue.popleft() if self._queue else None
                 if load is None:
                     return arrived.get()
-                self._fill(load)
+                self._carry_out(load)
             except BaseException:
                 # An interrupt between taking the load and filling it: others may wait.
                 if load is not None and not load.done:
@@ -221,13 +252,19 @@ class StoreFetch(LoadQueue):
                     return
                 load = self._queue.popleft()
             try:
-                self._fill(load)
+                self._carry_out(load)
             except BaseException:
                 logger.exception("loader.interrupted expert=%d layer=%d", load.expert, load.layer)
             # Not kept alive until the next one comes.
             del load
 
-    def _fill(self, load: Load) -> None:
+    def _carry_out(self, load: Load) -> None:
+        # Again for a prefetch that failed, and that somebody waits for meanwhile.
+        while not self._fill(load):
+            pass
+
+    def _fill(self, load: Load) -> bool:
+        done = True
         try:
             parts = self._pool.buffers(load.slot, load.layer)
             self._store.read_into(load.layer, load.expert, parts)
@@ -241,7 +278,8 @@ class StoreFetch(LoadQueue):
             self._pool.discard(load.slot)
             raise
         finally:
-            self._finish(load)
+            done = self._finish(load)
+        return done
 
 
 def start_threads(

@@ -1,5 +1,6 @@
 """SlotLoader: slots claimed in the cache, and the loads that fill them."""
 
+import functools
 import logging
 import os
 import threading
@@ -19,7 +20,7 @@ from moecache.stores.base import ExpertStore, FileStore
 
 logger = logging.getLogger(__name__)
 
-MakeFetch = Callable[[threading.Lock, Callable[[Load], None]], Fetch]
+MakeFetch = Callable[[threading.Lock, Callable[[Load], bool]], Fetch]
 
 CLOSE_TIMEOUT_S = 2.0
 MAX_LOGGED_CAUSES = 100
@@ -103,6 +104,15 @@ class SlotLoader:
         self.num_reads = 0
         self.num_failed_reads = 0
         self.bytes_read = dict.fromkeys(Cause, 0)
+        self._prefetches: set[Load] = set()
+        self._num_paused = 0  # steps that wait until no prefetch holds a slot
+        self._num_urgent = 0
+        self._urgent_since = 0
+        self.urgent_ns = 0  # while a load that somebody waits for was under way
+        self.num_urgent_reads = 0
+        self.num_failed_prefetches = 0
+        self.prefetch_bytes_in_flight = 0
+        self.prefetch_done: Callable[[Load], object] = _ignore
         self._fetch: Fetch
         if make_fetch is not None:
             self._fetch = make_fetch(self._lock, self._finish)
@@ -140,6 +150,37 @@ class SlotLoader:
             Experts that `share` left without a slot: to be staged.
         """
         self.look()
+        acquire = functools.partial(
+            self._acquire,
+            *(layer, ids, slots, misses, arrived, cause),
+            share=share,
+            ignore_out_of_range=ignore_out_of_range,
+        )
+        try:
+            return acquire()
+        except CapacityError:
+            # Prefetches may hold slots that the step would have had without them.
+            if not self._prefetches:
+                raise
+        self._num_paused += 1
+        try:
+            self._wait_for_prefetches()
+            return acquire()
+        finally:
+            self._num_paused -= 1
+
+    def _acquire(
+        self,
+        layer: int,
+        ids: np.ndarray,
+        slots: np.ndarray,
+        misses: np.ndarray,
+        arrived: "SimpleQueue[Load]",
+        cause: Cause,
+        *,
+        share: int,
+        ignore_out_of_range: bool,
+    ) -> tuple[list[Load], list[int]]:
         try:
             with self._lock:
                 self._check_open()
@@ -163,6 +204,7 @@ class SlotLoader:
                     )
                     for load in joined:
                         load.waiting.append(arrived)
+                        self._hasten(load)
                     for load in claimed:
                         load.waiting.append(arrived)
                         self._submit(load)
@@ -174,6 +216,53 @@ class SlotLoader:
         loads = claimed + joined
         self._begin(loads, arrived)
         return loads, bypassed
+
+    def prefetch(
+        self,
+        layer: int,
+        expert: int,
+        *,
+        cause: Cause = Cause.PREFETCH,
+        evict: bool = True,
+    ) -> bool:
+        """Read an expert that nobody asked for, behind everything that somebody waits for.
+
+        Where a reader reads, this returns as soon as it has the expert's runs; who looks
+        takes in what it has read. Else the calling thread reads.
+
+        Parameters
+        ----------
+        layer, expert : int
+        cause : Cause, default PREFETCH
+            What its bytes are counted as.
+        evict : bool, default True
+            If false, take free slots only.
+
+        Returns
+        -------
+        bool
+            False if the expert is there or on its way, the policy values it less than
+            whom it would replace, or the runtime is closed.
+        """
+        with self._lock:
+            if self._closed or self._num_paused:
+                return False
+            slot = self._cache.claim(
+                layer, expert, evict=evict, foreseen=cause is Cause.PREFETCH
+            )
+            if slot < 0:
+                return False
+            load = Load(layer, expert, slot, cause)
+            self._loads[slot] = load
+            self._prefetches.add(load)
+            self.prefetch_bytes_in_flight += self._store.layout.expert_bytes(layer)
+        self._fetch.prefetch(load)
+        return True
+
+    @property
+    def quantum_bytes(self) -> int | None:
+        """Bytes of a prefetch that a demand may have to wait for; None: all of it."""
+        return self._fetch.quantum_bytes
 
     def release(self, slots: np.ndarray) -> None:
         """End the leases on slots of the cache, once computations that use them are issued."""
@@ -340,6 +429,7 @@ class SlotLoader:
             if position >= 0 and slots[position] >= 0:
                 dropped = self._loads.pop(int(slots[position]), None)
                 if dropped is not None:
+                    self._settle_urgent(read=False)
                     self._fetch.remove(dropped)
                 self._cache.abandon(int(slots[position]))
         self._cache.release(slots)
@@ -357,12 +447,45 @@ class SlotLoader:
         if self._fetch.begins_by_reading:
             self._cache.profiler.record_miss_stall(self.clock() - started)
 
+    def _wait_for_prefetches(self) -> None:
+        arrived: SimpleQueue[Load] = SimpleQueue()
+        with self._lock:
+            loads = list(self._prefetches)
+            for load in loads:
+                load.waiting.append(arrived)
+                self._hasten(load)
+        for _ in loads:
+            self.wait(arrived)
+
+    def _hasten(self, load: Load) -> None:
+        if not load.urgent:
+            load.urgent = True
+            self._count_urgent()
+            self._fetch.hasten()
+
+    def _count_urgent(self) -> None:
+        if self._num_urgent == 0:
+            self._urgent_since = self.clock()
+        self._num_urgent += 1
+
+    def _settle_urgent(self, *, read: bool) -> None:
+        self._num_urgent -= 1
+        self.num_urgent_reads += read
+        if self._num_urgent == 0:
+            self.urgent_ns += self.clock() - self._urgent_since
+
     def _submit(self, load: Load) -> None:
         self._loads[load.slot] = load
+        self._count_urgent()
         self._fetch.add(load)
 
     def _retire(self, load: Load, *, filled: bool) -> None:
         del self._loads[load.slot]
+        if load.urgent:
+            self._settle_urgent(read=filled)
+        if load in self._prefetches:
+            self._prefetches.discard(load)
+            self.prefetch_bytes_in_flight -= self._store.layout.expert_bytes(load.layer)
         if load.staged:
             return
         if filled:
@@ -418,10 +541,20 @@ class SlotLoader:
             load.orphaned = True
             self._stagers[load.slot] = 0
 
-    def _finish(self, load: Load) -> None:
+    def _finish(self, load: Load) -> bool:
+        """Take in a load that is done; False if it is to be carried out once more."""
         with self._lock:
             if load.done:
-                return
+                return True
+            ahead = load in self._prefetches
+            if ahead and load.error is not None and not self._closed:
+                self.num_failed_prefetches += 1
+                if load.waiting:
+                    # Who joined it shall not fail for what it did not ask for.
+                    self._prefetches.discard(load)
+                    self.prefetch_bytes_in_flight -= self._store.layout.expert_bytes(load.layer)
+                    load.error = None
+                    return False
             load.done = True
             if load.error is None:
                 self.num_reads += 1
@@ -432,10 +565,13 @@ class SlotLoader:
             if load.orphaned:
                 self._return_staging(load.slot)
         self._drain_if_free()
-        if load.error is not None and not load.waiting:
+        if load.error is not None and not load.waiting and not self._closed:
             self._log_failure(load)
         for arrived in load.waiting:
             arrived.put(load)
+        if ahead:
+            self.prefetch_done(load)
+        return True
 
     def _log_failure(self, load: Load) -> None:
         # Nobody waits who could be told. Once per cause: a dead disk fails every read.
@@ -454,3 +590,7 @@ class SlotLoader:
             raise MoeCacheError("this runtime is the parent process's; open one in the child")
         if self._closed:
             raise MoeCacheError("the runtime is closed")
+
+
+def _ignore(load: Load) -> None:
+    """Nobody prefetches."""

@@ -42,7 +42,7 @@ class ReaderFetch(LoadQueue):
         store: FileStore,
         pool: SlotPool,
         lock: threading.Lock,
-        finish: Callable[[Load], None],
+        finish: Callable[[Load], bool],
         num_threads: int,
     ) -> None:
         super().__init__()
@@ -103,6 +103,36 @@ class ReaderFetch(LoadQueue):
                     self._end(load)
                 if not isinstance(error, Exception):
                     raise
+
+    @property
+    def quantum_bytes(self) -> int | None:
+        """Bytes that the kernel has at most: a demand goes before the rest."""
+        return self._reader.depth * self._reader.piece_bytes
+
+    def prefetch(self, load: Load) -> None:
+        """Hand a load to the reader, behind all others; whoever looks takes it in."""
+        with self._lock:
+            self._begun.add(load)
+        entries: list[Any] = []
+        begun = False
+        try:
+            parts = self._pool.buffers(load.slot, load.layer)
+            entries.append(((load, parts), self._store.runs(load.layer, load.expert), parts))
+            begun = True
+            self._reader.submit(entries, deferred=True)  # empties the list once it is begun
+        except BaseException as error:
+            if not begun or entries:
+                if isinstance(error, Exception):
+                    load.error = error.with_traceback(None)
+                else:
+                    load.interrupt()
+                self._end(load)
+            if not isinstance(error, Exception):
+                raise
+
+    def hasten(self) -> None:
+        """Let prefetches go with the others from now on."""
+        self._reader.hasten()
 
     def look(self) -> None:
         """Take in what has arrived."""
@@ -199,6 +229,10 @@ class ReaderFetch(LoadQueue):
         if load.error is not None:
             self._pool.discard(load.slot)
         self._begun.discard(load)
-        self._finish(load)
+        if not self._finish(load):
+            with self._lock:
+                self.add(load)
+            self.begin()
+            return
         # Another thread may wait for this very load, in the kernel.
         self._reader.announce()

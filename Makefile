@@ -13,12 +13,14 @@ comma := ,
 stamp = $(VENV)/.moecache-$1$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 install = PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --editable
 
-.PHONY: demo build test check debug sanitize bench bench-small notebooks clean
+.PHONY: demo build prepare test check debug sanitize bench bench-small notebooks clean
 
 demo: build ## generate text with the tiny model, a quarter of its experts in memory
 	$(BIN)/moecache demo
 
 build: $(call stamp,base)
+
+prepare: $(call stamp,dev) ## install all that the other targets need
 
 test: $(call stamp,test) ## run all tests
 	$(BIN)/python -m pytest -q
@@ -46,8 +48,9 @@ notebooks: ## execute the notebooks in place; nothing of this machine stays in t
 	$(BIN)/python -m notebooks.execute
 
 # A copy of the package beside the release build, for the tests of the compiled core.
-# Whole traces take minutes there and touch no memory that the others do not.
-CORE_TESTS = $(filter-out tests/test_echo_traces.py, $(wildcard tests/test_policy*.py \
+# Whole traces and the pre-fault's pure functions take minutes there and touch no memory that the
+# others do not.
+CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_prefault_gate.py, $(wildcard tests/test_policy*.py \
 	tests/test_slru*.py tests/test_profiler.py tests/test_cache*.py tests/test_echo*.py \
 	tests/test_prefault*.py tests/test_reader*.py tests/test_route_log.py tests/test_replay.py \
 	tests/test_replay_policies.py))

@@ -199,9 +199,7 @@ class SlotLoader:
                 claimed: list[Load] = []
                 joined: list[Load] = []
                 try:
-                    bypassed = self._plan(
-                        layer, ids, slots, misses[:count], cause, claimed, joined
-                    )
+                    bypassed = self._plan(layer, ids, slots, misses[:count], cause, claimed, joined)
                     for load in joined:
                         load.waiting.append(arrived)
                         self._hasten(load)
@@ -247,9 +245,7 @@ class SlotLoader:
         with self._lock:
             if self._closed or self._num_paused:
                 return False
-            slot = self._cache.claim(
-                layer, expert, evict=evict, foreseen=cause is Cause.PREFETCH
-            )
+            slot = self._cache.claim(layer, expert, evict=evict, foreseen=cause is Cause.PREFETCH)
             if slot < 0:
                 return False
             load = Load(layer, expert, slot, cause)

@@ -13,6 +13,7 @@ from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.headroom import check_fits, fits_beside, headroom
 from moecache.host_memory import free_host_bytes
 from moecache.layout import ExpertLayout
+from moecache.predict import Predictor
 from moecache.prefault import BackgroundSweep, Region, warm
 from moecache.reader_fetch import MAX_CONVERTED_BYTES
 from moecache.reading import (
@@ -30,6 +31,7 @@ from moecache.settings import (
     DEFAULT_LOADER_THREADS,
     DEFAULT_POLICY,
     DEFAULT_PREFAULT,
+    DEFAULT_PREFETCH,
     DEFAULT_READ,
     DEFAULT_SCOPE,
     READ_MODES,
@@ -66,6 +68,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
     lock: bool | None = None,
     profile: str | os.PathLike[str] | None = None,
     loader_threads: int | None = None,
+    prefetch: str | Predictor | None = None,
     prefault: str | None = None,
     progress: Progress | None = None,
     record_trace: str | os.PathLike[str] | None = None,
@@ -113,6 +116,12 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         Threads that read; with io_uring, one or none that helps with long
         prompts. By default MOECACHE_LOADER_THREADS, else 2; where direct reads
         find no io_uring, 8.
+    prefetch : {"auto", "echo", "last", "hints", "off"} or Predictor, optional
+        Which experts are read before their layer asks for them: those that ECHO
+        foresees, those of the last token, those that `runtime.hint` names, or those of
+        an object that predicts. "auto": as "echo", as long as tokens are faster with it
+        than without, which is tried from time to time; the report says what was found.
+        By default MOECACHE_PREFETCH, else "auto".
     prefault : {"auto", "background", "off", "force"}, optional
         Back the slots with memory, and bring the experts' part of the file into
         the page cache, so that no request waits for page faults. "force": all of
@@ -208,6 +217,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
             ),
             expert_stats=settings.expert_stats,
             reader=reader,
+            prefetch=_first(prefetch, settings.prefetch, DEFAULT_PREFETCH),
         )
     except BaseException:
         if reader is not None:

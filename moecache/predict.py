@@ -46,13 +46,10 @@ class LastSelection:
         If a number is out of range.
     """
 
-    def __init__(
-        self, num_layers: int, max_active: int | None = None, *, history: int = 1
-    ) -> None:
+    def __init__(self, num_layers: int, max_active: int | None = None, *, history: int = 1) -> None:
         if num_layers < 1 or history not in {1, 2}:
             raise ConfigError(
-                "num_layers must be at least 1 and history 1 or 2, "
-                f"got {num_layers} and {history}"
+                f"num_layers must be at least 1 and history 1 or 2, got {num_layers} and {history}"
             )
         if max_active is not None and max_active < 0:
             raise ConfigError(f"max_active must not be negative, got {max_active}")
@@ -105,8 +102,7 @@ class Frequency:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         if num_layers < 1 or num_experts < 1:
             raise ConfigError(
-                "num_layers and num_experts must be at least 1, "
-                f"got {num_layers} and {num_experts}"
+                f"num_layers and num_experts must be at least 1, got {num_layers} and {num_experts}"
             )
         self._counts = np.zeros((num_layers, num_experts), np.int64)
         self._num_rows = np.zeros(num_layers, np.int64)

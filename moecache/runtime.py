@@ -18,12 +18,14 @@ from moecache._reader import Reader
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
 from moecache.loader import SlotLoader
+from moecache.predict import Predictor
 from moecache.prefault import BackgroundSweep
+from moecache.prefetch import make_prefetcher
 from moecache.reading import DiskSpeed
 from moecache.settings import DEFAULT_LOADER_THREADS
 from moecache.slots import SlotPool
 from moecache.steps import Lease, Wave
-from moecache.stores import ExpertStore
+from moecache.stores import ExpertStore, FileStore
 from moecache.telemetry import ReadingStats, RuntimeStats
 from moecache.units import parse_bytes
 
@@ -58,6 +60,9 @@ class ExpertRuntime:
     reader : Reader, optional
         Reads the store's files, many experts at once; closed with the runtime.
         Without one, `store.read_into` reads one expert at a time in each thread.
+    prefetch : str or Predictor, default "off"
+        Which experts are read before their layer asks, see `moecache.open`; or an object
+        that predicts them.
 
     Attributes
     ----------
@@ -77,6 +82,7 @@ class ExpertRuntime:
         loader_threads: int = DEFAULT_LOADER_THREADS,
         expert_stats: str | os.PathLike[str] | None = None,
         reader: Reader | None = None,
+        prefetch: str | Predictor = "off",
     ) -> None:
         layout = store.layout
         if (cache.num_layers, cache.num_experts) != (layout.num_layers, layout.num_experts):
@@ -112,6 +118,9 @@ class ExpertRuntime:
         self._reads_before: dict[str, int] = {}
         self._reader = reader
         self._loader = SlotLoader(store, pool, cache, loader_threads, reader)
+        # What is read around the page cache is not to be brought into it.
+        cached = isinstance(store, FileStore) and (reader is None or not reader.direct)
+        self._prefetcher = make_prefetcher(self._loader, store, cache, prefetch, reads_ahead=cached)
         logger.info(
             "runtime.opened experts=%d slots=%d slot_bytes=%d policy=%s scope=%s",
             layout.total_experts,
@@ -174,6 +183,7 @@ class ExpertRuntime:
             self._cache,
             layer,
             np.asarray(ids),
+            prefetcher=self._prefetcher,
             ignore_out_of_range=ignore_out_of_range,
         )
 
@@ -206,6 +216,7 @@ class ExpertRuntime:
             self._cache,
             layer,
             np.asarray(ids),
+            prefetcher=self._prefetcher,
             ignore_out_of_range=ignore_out_of_range,
         )
 
@@ -220,6 +231,40 @@ class ExpertRuntime:
     def begin_sequence(self) -> None:
         """Say that the next tokens do not continue the last ones."""
         self._cache.begin_sequence()
+        if self._prefetcher is not None:
+            self._prefetcher.begin_sequence()
+
+    def hint(self, layer: int, ids: npt.ArrayLike, scores: npt.ArrayLike | None = None) -> None:
+        """Say which experts a layer will probably use at its next step.
+
+        For host loops that know more than the past: one that applied the next layer's router
+        to the hidden state already, say. Takes the place of the runtime's own prediction.
+        Does nothing with prefetch="off". Never waits.
+
+        Parameters
+        ----------
+        layer : int
+        ids : array of int, any shape
+            The likeliest first; more than 128 are not looked at.
+        scores : array of float, as many, optional
+            Probabilities of use, such as the router's. Without, places count.
+
+        Raises
+        ------
+        ValueError
+            If the layer or an id is out of range, or scores do not fit.
+        TypeError
+            If ids are not integers.
+        """
+        self._check_usable()
+        if self._prefetcher is None:
+            return
+        chosen = np.asarray(ids)
+        self.layout.check(layer)
+        if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.layout.num_experts:
+            wrong = chosen.min() if chosen.min() < 0 else chosen.max()
+            raise ValueError(f"expert {wrong} is not in [0, {self.layout.num_experts})")
+        self._prefetcher.hint(layer, chosen, scores)
 
     def record_trace(
         self, path: str | os.PathLike[str], *, max_bytes: int | str = "256MiB"
@@ -311,6 +356,8 @@ class ExpertRuntime:
             return
         if self.prefault is not None:
             self.prefault.cancel(0)
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         try:
             self._loader.close()
             if self._recording is not None:

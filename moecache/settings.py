@@ -38,6 +38,8 @@ PREFAULT_MODES = ("auto", "background", "off", "force")
 DEFAULT_PREFAULT = "auto"
 READ_MODES = ("auto", "buffered", "direct", "mmap")
 DEFAULT_READ = "auto"
+PREFETCH_MODES = ("auto", "echo", "hints", "last", "off")
+DEFAULT_PREFETCH = "auto"
 
 PREFIX = "MOECACHE_"
 # Read when the package is built, not when it runs.
@@ -59,6 +61,7 @@ class Settings:
     expert_stats: str | None = None
     prefault: str | None = None
     read: str | None = None
+    prefetch: str | None = None
     reserve: str | None = None
     lock: bool | None = None
     profile: str | None = None
@@ -109,6 +112,7 @@ _EXPECTED = {
     "loader_threads": ("a number of threads", str(DEFAULT_LOADER_THREADS)),
     "prefault": (f"one of {', '.join(PREFAULT_MODES)}", DEFAULT_PREFAULT),
     "read": (f"one of {', '.join(READ_MODES)}", DEFAULT_READ),
+    "prefetch": (f"one of {', '.join(PREFETCH_MODES)}", DEFAULT_PREFETCH),
     "reserve": ("a size such as 2GiB", "512 MiB, trunk and KV cache"),
     "lock": ("one of on, off", "off"),
 }
@@ -154,6 +158,10 @@ def _parse(name: str, text: str) -> str | int | bool | None:
         return text if text in _CHOICES[name] else None
     if name == "lock":
         return {**dict.fromkeys(_OFF, False), **dict.fromkeys(_ON, True)}.get(text.lower())
+    if name == "prefetch":
+        words = {**dict.fromkeys(_OFF, "off"), **dict.fromkeys(_ON, DEFAULT_PREFETCH)}
+        words.update((mode, mode) for mode in PREFETCH_MODES)
+        return words.get(text.lower())
     if name == "prefault":
         return _PREFAULT_WORDS.get(text.lower())
     if name in {"memory", "reserve"}:

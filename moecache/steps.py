@@ -11,6 +11,7 @@ import numpy as np
 from moecache._cache import ExpertCache
 from moecache.fetch import Cause, Load
 from moecache.loader import Discard, SlotLoader
+from moecache.prefetch import Prefetcher
 
 
 class Wave:
@@ -102,6 +103,7 @@ def lease(
     layer: int,
     ids: np.ndarray,
     *,
+    prefetcher: Prefetcher | None = None,
     ignore_out_of_range: bool = False,
 ) -> Lease:
     """Return a lease on all experts of a step, once every one is there."""
@@ -122,6 +124,8 @@ def lease(
             ignore_out_of_range=ignore_out_of_range,
         )
         outstanding.update(loads)
+        if prefetcher is not None:
+            prefetcher.step(layer, ids)
         while outstanding:
             for load in _wait(loader, cache, arrived):
                 outstanding.discard(load)
@@ -139,6 +143,7 @@ def waves(
     layer: int,
     ids: np.ndarray,
     *,
+    prefetcher: Prefetcher | None = None,
     ignore_out_of_range: bool = False,
 ) -> Generator[Wave, None, None]:
     """Yield the waves of a step: what is there first, then what arrives.
@@ -166,6 +171,8 @@ def waves(
             share=cache.num_experts if one_token else cache.fair_share(layer),
             ignore_out_of_range=ignore_out_of_range,
         )
+        if prefetcher is not None:
+            prefetcher.step(layer, ids)
         if loads or bypassed:
             step = _Step(loader, cache, layer, ids, slots, top_k, arrived)
             yield from step.waves(loads, bypassed)

@@ -1,0 +1,396 @@
+"""Prefetcher: reads the experts that the next layer will use, if that pays."""
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections import deque
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+
+from moecache._cache import ExpertCache
+from moecache._echo import Echo
+from moecache._foresight import Foresight
+from moecache.errors import ConfigError
+from moecache.fetch import Cause, Load
+from moecache.loader import SlotLoader
+from moecache.predict import LastSelection, Predictor, SharedEcho
+from moecache.settings import PREFETCH_MODES
+from moecache.stores.base import ExpertStore
+from moecache.switch import Switch
+
+logger = logging.getLogger(__name__)
+
+DEPTH = 8
+# More would only queue behind each other, and before a demand.
+MAX_BYTES_IN_FLIGHT = 16 * 2**20
+CLOSE_TIMEOUT_S = 2.0
+# How often what has arrived is taken in, while the host computes.
+_LOOK_S = 0.0005
+# Tokens over which the time of a read and the time between reads are averaged.
+_AVERAGED = 16
+_MIN_LIKELIHOOD = 0.05
+_MAX_LIKELIHOOD = 0.98
+# A step of so many rows uses most experts: nothing to foresee.
+_MAX_ROWS = 16
+_MAX_GUESSES = 128
+
+
+class Request:
+    """Experts of a layer that may be wanted soon, the likeliest first."""
+
+    __slots__ = ("experts", "layer", "place", "visit")
+
+    def __init__(self, layer: int, experts: list[int], visit: int) -> None:
+        self.layer = layer
+        self.experts = experts
+        self.place = 0
+        self.visit = visit
+
+
+class Prefetcher:
+    """Predicts the next layer's experts after every step, and reads those that are missing.
+
+    Requests wait in a short queue, the newest first; when it is full the oldest is dropped,
+    and one whose layer came meanwhile is worth nothing. Slots are claimed when a read begins,
+    never before, and only free ones or those of experts that the policy values less.
+
+    A read ahead is right with some likelihood p, which is measured (`Foresight`). Being right
+    saves as much of a read as fits into the time in which nothing else is read; being wrong
+    delays a demand by what cannot be overtaken any more. Only what saves more than it costs is
+    read: p * saved > (1 - p) * delay.
+
+    Parameters
+    ----------
+    loader : SlotLoader
+    store : ExpertStore
+    cache : ExpertCache
+    predictor : Predictor or None
+        None: only `hint` names experts.
+    mode : str
+        What it was asked for as, for the report.
+    switch : Switch, optional
+        Says when to fetch. By default always.
+    threaded : bool, default True
+        Work in a thread of its own. Otherwise somebody calls `run_one`.
+    reads_ahead : bool, default False
+        Advise the system of experts that get no slot: they are read through the page cache.
+    """
+
+    def __init__(
+        self,
+        loader: SlotLoader,
+        store: ExpertStore,
+        cache: ExpertCache,
+        predictor: Predictor | None,
+        *,
+        mode: str,
+        switch: Switch | None = None,
+        threaded: bool = True,
+        reads_ahead: bool = False,
+    ) -> None:
+        layout = store.layout
+        if predictor is not None and not isinstance(predictor, Predictor):
+            raise ConfigError(
+                f"prefetch is {predictor!r}, which has no observe, predict and begin_sequence"
+            )
+        self.mode = mode
+        self.foresight = Foresight(cache)
+        self.switch = switch
+        self.num_requests = 0
+        self.num_dropped = 0
+        self.num_stale = 0
+        self.num_issued = 0
+        self.num_hinted = 0
+        self.num_predictor_errors = 0
+        self._loader = loader
+        self._store = store
+        self._cache = cache
+        self._predictor = predictor
+        self._num_layers = layout.num_layers
+        self._total = layout.total_experts
+        self._expert_bytes = [layout.expert_bytes(layer) for layer in range(layout.num_layers)]
+        self._max_bytes = max(MAX_BYTES_IN_FLIGHT, *self._expert_bytes)
+        self._visits = [0] * layout.num_layers
+        self._hinted: set[int] = set()  # layers whose prediction came from outside
+        self._advised = np.zeros(layout.total_experts if reads_ahead else 0, bool)
+        self._failed: set[tuple[int, int]] = set()
+        self._requests: deque[Request] = deque()
+        self._lock = threading.Lock()
+        self._last_layer = layout.num_layers
+        self._min_likelihood = 0.5
+        self._num_tokens = 0
+        self._measured = (loader.clock(), 0, 0, 0)
+        self.closed = False
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._threaded = threaded
+        self._idle = False  # the thread waits for requests
+        self._thread: threading.Thread | None = None
+        loader.prefetch_done = self._on_done
+
+    @property
+    def active(self) -> bool:
+        """Whether predictions are fetched now."""
+        return self.switch is None or self.switch.on
+
+    def step(self, layer: int, ids: np.ndarray) -> None:
+        """Learn from a step, and ask for what the next layer will use; never waits.
+
+        Parameters
+        ----------
+        layer : int
+        ids : ndarray of int32 or int64, shape [..., top_k]
+            What was just looked up.
+        """
+        one_token = ids.ndim == 0 or ids.size == ids.shape[-1]
+        self._visits[layer] += 1
+        if layer <= self._last_layer:
+            self._begin_token()
+        self._last_layer = layer
+        self._hinted.discard(layer)
+        if one_token:
+            self.foresight.score(layer, ids)
+        else:
+            self.foresight.drop(layer)
+            if self.switch is not None:
+                self.switch.skip()
+        predictor = self._predictor
+        if predictor is None:
+            return
+        following = layer + 1 if layer + 1 < self._num_layers else 0
+        try:
+            predictor.observe(layer, ids)
+            if following in self._hinted or ids.size == 0:
+                return
+            rows = 1 if one_token else ids.size // ids.shape[-1]
+            if rows > _MAX_ROWS or self._cache.num_resident == self._total:
+                return
+            if self.switch is not None and self.switch.settled_off:
+                return
+            top_k = ids.shape[-1] if ids.ndim else 1
+            guess, scores = predictor.predict(following, min(2 * top_k, _MAX_GUESSES))
+            self._expect(following, guess, scores)
+        except Exception as error:  # noqa: BLE001 - somebody's own predictor; a guess is no must
+            self.num_predictor_errors += 1
+            if self.num_predictor_errors == 1:
+                logger.warning("prefetch.predictor_failed layer=%d error=%r", layer, error)
+
+    def hint(self, layer: int, ids: npt.ArrayLike, scores: npt.ArrayLike | None = None) -> None:
+        """Take a prediction from outside, for the layer's next step; never waits."""
+        self._hinted.add(layer)
+        self._expect(layer, np.asarray(ids), scores)
+
+    def begin_sequence(self) -> None:
+        """Say that the next tokens do not continue the last ones."""
+        if self._predictor is not None:
+            self._predictor.begin_sequence()
+        if self.switch is not None:
+            self.switch.skip()
+        with self._lock:
+            self.num_stale += len(self._requests)
+            self._requests.clear()
+
+    def run_one(self) -> bool:
+        """Begin to read one expert, the newest request's likeliest; False if there is none now."""
+        while True:
+            with self._lock:
+                if self.closed or self._loader.prefetch_bytes_in_flight >= self._max_bytes:
+                    return False
+                if not self._requests:
+                    return False
+                request = self._requests[-1]
+                if request.visit != self._visits[request.layer]:
+                    self.num_stale += 1
+                    self._requests.pop()
+                    continue
+                layer, expert = request.layer, request.experts[request.place]
+                request.place += 1
+                if request.place == len(request.experts):
+                    self._requests.pop()
+            if (layer, expert) in self._failed:
+                continue
+            if self._loader.prefetch(layer, expert):
+                self.num_issued += 1
+                return True
+            if len(self._advised) and self._advise(layer, expert):
+                return True
+
+    def close(self) -> None:
+        """Stop the thread, within two seconds even if a read hangs; a second call does nothing."""
+        with self._lock:
+            self.closed = True
+            self._requests.clear()
+        self._wake.put(None)
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.warning("prefetch.stuck a read does not return")
+
+    def _expect(self, layer: int, ids: np.ndarray, scores: npt.ArrayLike | None) -> None:
+        wanted = self.foresight.expect(layer, ids, scores, min_likelihood=self._min_likelihood)
+        if wanted is None or not self.active:
+            return
+        request = Request(layer, wanted.tolist(), self._visits[layer])
+        with self._lock:
+            if self.closed:
+                return
+            self.num_requests += 1
+            self._requests.append(request)
+            if len(self._requests) > DEPTH:
+                self._requests.popleft()
+                self.num_dropped += 1
+        if self._idle:
+            self._idle = False
+            self._wake.put(None)
+        elif self._threaded and self._thread is None:
+            self._start()
+
+    def _start(self) -> None:
+        # With the first request: where all is resident there is none.
+        with self._lock:
+            if self._thread is not None or self.closed:
+                return
+            self._thread = threading.Thread(
+                target=_work,
+                args=(weakref.ref(self), self._wake),
+                name="moecache-prefetch",
+                daemon=True,
+            )
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            # The system has no more threads. What is demanded is read all the same.
+            self.closed = True
+            logger.warning("prefetch.no_thread error=%s", error)
+
+    def _begin_token(self) -> None:
+        if self.switch is not None:
+            # Free slots are filled first: what is measured meanwhile says little of later.
+            if self._cache.num_free:
+                self.switch.skip()
+            else:
+                self.switch.begin_token()
+        self._num_tokens += 1
+        if self._num_tokens % _AVERAGED == 0:
+            self._measure()
+
+    def _measure(self) -> None:
+        """Find out from how likely on a read ahead saves more than it costs."""
+        loader = self._loader
+        now = (loader.clock(), loader.urgent_ns, loader.num_urgent_reads, loader.num_steps)
+        total_ns, urgent_ns, num_reads, num_steps = (
+            new - old for new, old in zip(now, self._measured, strict=True)
+        )
+        if num_reads == 0 or num_steps == 0 or urgent_ns <= 0:
+            return
+        self._measured = now
+        read_ns = urgent_ns / num_reads
+        idle_ns = max(0.0, total_ns - urgent_ns) / num_steps
+        saved = min(idle_ns, read_ns)
+        delay = max(0.0, read_ns - idle_ns)
+        if loader.quantum_bytes is not None:
+            delay = min(delay, read_ns * loader.quantum_bytes / max(1, *self._expert_bytes))
+        needed = delay / (delay + saved) if delay + saved else 1.0
+        self._min_likelihood = min(max(needed, _MIN_LIKELIHOOD), _MAX_LIKELIHOOD)
+
+    def _advise(self, layer: int, expert: int) -> bool:
+        """Have the system read an expert into the page cache, once; return whether it was."""
+        number = layer * self._cache.num_experts + expert
+        if (
+            self._advised[number]
+            or self._cache.slot_table[layer, expert] >= 0
+            or self._loader.num_in_flight
+        ):
+            return False
+        self._advised[number] = True
+        self._store.prefetch(layer, [expert])
+        self.num_hinted += 1
+        return True
+
+    def _on_done(self, load: Load) -> None:
+        if load.error is not None and load.cause is Cause.PREFETCH:
+            # A demand may read it all the same; a guess is not worth a second try.
+            self._failed.add((load.layer, load.expert))
+        if self._thread is not None and not self._idle:
+            self._wake.put(None)
+
+    def turn(self) -> float | None:
+        """Do what there is to do; return after how many seconds to look again, None: when woken."""
+        while self.run_one():
+            pass
+        if self._loader.prefetch_bytes_in_flight:
+            self._loader.look()
+            return _LOOK_S
+        self._idle = True
+        # One that came before that was noted woke nobody.
+        return 0.0 if self._requests else None
+
+    def __del__(self) -> None:
+        """End the thread of a runtime that was dropped without `close`."""
+        self._wake.put(None)
+
+
+def _work(reference: "weakref.ref[Prefetcher]", wake: "SimpleQueue[None]") -> None:
+    # Holds the prefetcher only while it works, so that a dropped runtime can go.
+    while (prefetcher := reference()) is not None and not prefetcher.closed:
+        try:
+            timeout = prefetcher.turn()
+        except Exception as error:  # noqa: BLE001 - a guess that fails is no harm
+            logger.warning("prefetch.failed error=%r", error)
+            timeout = _LOOK_S
+        del prefetcher
+        with contextlib.suppress(Empty):
+            wake.get(timeout=timeout)
+
+
+def make_prefetcher(
+    loader: SlotLoader,
+    store: ExpertStore,
+    cache: ExpertCache,
+    prefetch: str | Predictor,
+    *,
+    threaded: bool = True,
+    reads_ahead: bool = False,
+) -> Prefetcher | None:
+    """Return what does as `prefetch` says, or None for "off".
+
+    Raises
+    ------
+    ConfigError
+        If that is neither one of the modes nor a predictor.
+    """
+    predictor: Predictor | None = None
+    switch = None
+    if isinstance(prefetch, str) and prefetch not in PREFETCH_MODES:
+        raise ConfigError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH_MODES)}")
+    if prefetch == "off":
+        return None
+    if not isinstance(prefetch, str):
+        predictor, prefetch = prefetch, type(prefetch).__name__
+    elif prefetch == "last":
+        predictor = LastSelection(cache.num_layers)
+    elif prefetch in {"auto", "echo"}:
+        own = cache.echo
+        predictor = (
+            SharedEcho(own)
+            if own is not None and own.ring
+            else Echo(cache.num_layers, cache.num_experts)
+        )
+    if prefetch == "auto":
+        switch = Switch(
+            loader.clock,
+            lambda: cache.profiler.miss_stall_ns,
+            lambda: sum(loader.bytes_read.values()),
+        )
+    return Prefetcher(
+        loader,
+        store,
+        cache,
+        predictor,
+        mode=prefetch,
+        switch=switch,
+        threaded=threaded,
+        reads_ahead=reads_ahead,
+    )

@@ -31,6 +31,8 @@ CLOSE_TIMEOUT_S = 2.0
 _LOOK_S = 0.0005
 # Tokens over which the time of a read and the time between reads are averaged.
 _AVERAGED = 16
+# Until it is known what a read costs.
+_FIRST_LIKELIHOOD = 0.3
 _MIN_LIKELIHOOD = 0.05
 _MAX_LIKELIHOOD = 0.98
 # A step of so many rows uses most experts: nothing to foresee.
@@ -91,11 +93,8 @@ class Prefetcher:
         threaded: bool = True,
         reads_ahead: bool = False,
     ) -> None:
+        self._wake: SimpleQueue[None] = SimpleQueue()
         layout = store.layout
-        if predictor is not None and not isinstance(predictor, Predictor):
-            raise ConfigError(
-                f"prefetch is {predictor!r}, which has no observe, predict and begin_sequence"
-            )
         self.mode = mode
         self.foresight = Foresight(cache)
         self.switch = switch
@@ -120,11 +119,10 @@ class Prefetcher:
         self._requests: deque[Request] = deque()
         self._lock = threading.Lock()
         self._last_layer = layout.num_layers
-        self._min_likelihood = 0.5
+        self._min_likelihood = _FIRST_LIKELIHOOD
         self._num_tokens = 0
         self._measured = (loader.clock(), 0, 0, 0)
         self.closed = False
-        self._wake: SimpleQueue[None] = SimpleQueue()
         self._threaded = threaded
         self._idle = False  # the thread waits for requests
         self._thread: threading.Thread | None = None
@@ -345,6 +343,18 @@ def _work(reference: "weakref.ref[Prefetcher]", wake: "SimpleQueue[None]") -> No
             wake.get(timeout=timeout)
 
 
+def check_prefetch(prefetch: object) -> None:
+    """Raise ConfigError if it is neither one of the modes nor a predictor."""
+    if isinstance(prefetch, str):
+        if prefetch not in PREFETCH_MODES:
+            raise ConfigError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH_MODES)}")
+    elif not isinstance(prefetch, Predictor) or isinstance(prefetch, type):
+        raise ConfigError(
+            f"prefetch is {prefetch!r}: neither one of {', '.join(PREFETCH_MODES)} nor an object "
+            "with observe, predict and begin_sequence"
+        )
+
+
 def make_prefetcher(
     loader: SlotLoader,
     store: ExpertStore,
@@ -361,10 +371,9 @@ def make_prefetcher(
     ConfigError
         If that is neither one of the modes nor a predictor.
     """
+    check_prefetch(prefetch)
     predictor: Predictor | None = None
     switch = None
-    if isinstance(prefetch, str) and prefetch not in PREFETCH_MODES:
-        raise ConfigError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH_MODES)}")
     if prefetch == "off":
         return None
     if not isinstance(prefetch, str):

@@ -20,7 +20,7 @@ from moecache.layout import ExpertLayout
 from moecache.loader import SlotLoader
 from moecache.predict import Predictor
 from moecache.prefault import BackgroundSweep
-from moecache.prefetch import make_prefetcher
+from moecache.prefetch import check_prefetch, make_prefetcher
 from moecache.reading import DiskSpeed
 from moecache.settings import DEFAULT_LOADER_THREADS
 from moecache.slots import SlotPool
@@ -105,6 +105,7 @@ class ExpertRuntime:
             raise ConfigError(
                 f"loader_threads must be at most {MAX_LOADER_THREADS}, got {loader_threads}"
             )
+        check_prefetch(prefetch)
         self._store = store
         self._pool = pool
         self._cache = cache

@@ -3,8 +3,10 @@
 import statistics
 from collections.abc import Callable
 
+# Before the first trial: predictors learn, and the cache finds its residents.
+WARM_UP = 64
 # Tokens in a row with it or without; the first of them still feels what was before.
-WINDOW = 8
+WINDOW = 16
 _SETTLING = 2
 # Pairs of windows, after which it is decided; a clear loss is one after two.
 _PAIRS = 4
@@ -21,10 +23,10 @@ _TRIMMED = 0.125
 class Switch:
     """Decides between on and off by comparing the time that tokens take.
 
-    Windows of 8 tokens alternate, off first, four times each. Then it stays with what was
-    faster by the trimmed mean, on only if that gained more than 1 %, for 256 tokens; for
-    twice as many each time the answer is confirmed, up to 8,192. A trial in which on is
-    slower by 5 % after two pairs of windows is given up.
+    After 64 tokens windows of 16 alternate, off, on, on, off, until there were four of each.
+    Then it stays with what was faster by the trimmed mean, on only if that gained more than
+    1 %, for 256 tokens; for twice as many each time the answer is confirmed, up to 8,192. A
+    trial in which on is slower by 5 % after two pairs of windows is given up.
 
     Parameters
     ----------
@@ -55,7 +57,7 @@ class Switch:
         self._started: int | None = None  # the current token's
         self._before = (0, 0)
         self._hold = _FIRST_HOLD
-        self._left = 0  # tokens until the next trial
+        self._left = WARM_UP  # tokens until the next trial
         self._place = 0  # in the trial
         self._decision: bool | None = None
         self._samples: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}

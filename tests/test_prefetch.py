@@ -1,0 +1,345 @@
+"""Prefetcher: what it asks for, what it drops, what it leaves alone, and how it ends."""
+
+import gc
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+import moecache
+from moecache.errors import ConfigError, StoreError
+from moecache.prefetch import DEPTH, Prefetcher
+from tests.helpers.pages import wait_until
+from tests.helpers.runtimes import drain, expected
+from tests.helpers.stores import Gate, WrappedStore, nothing, numbered_store
+
+
+class Oracle:
+    """Predicts what it was told."""
+
+    def __init__(self, guesses: dict[int, list[int]], scores: list[float] | None = None) -> None:
+        self.guesses = guesses
+        self.scores = scores
+        self.observed: list[tuple[int, list[int]]] = []
+        self.num_sequences = 0
+
+    def observe(self, layer: int, ids: np.ndarray) -> None:
+        """Note it."""
+        self.observed.append((layer, ids.reshape(-1).tolist()))
+
+    def predict(self, layer: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return what was told."""
+        ids = np.array(self.guesses.get(layer, [])[:n], np.int32)
+        return ids, None if self.scores is None else np.array(self.scores[: len(ids)], np.float32)
+
+    def begin_sequence(self) -> None:
+        """Count it."""
+        self.num_sequences += 1
+
+
+def make_runtime(
+    prefetch: object,
+    capacity: int = 6,
+    *,
+    store: WrappedStore | None = None,
+    policy: str = "lru",
+    loader_threads: int = 1,
+) -> moecache.ExpertRuntime:
+    """Return a runtime over 3 layers of 8 experts whose weights are their keys."""
+    source = store or WrappedStore(numbered_store(), nothing)
+    layout = source.layout
+    cache = moecache.ExpertCache(layout.num_layers, layout.num_experts, capacity, policy=policy)
+    return moecache.ExpertRuntime(
+        source,
+        moecache.slots.HostSlots(layout, capacity + 2),
+        cache,
+        loader_threads=loader_threads,
+        prefetch=prefetch,  # type: ignore[arg-type]
+    )
+
+
+def prefetcher_of(runtime: moecache.ExpertRuntime) -> Prefetcher:
+    """Return the runtime's prefetcher."""
+    found = runtime._prefetcher
+    assert found is not None
+    return found
+
+
+def is_resident(runtime: moecache.ExpertRuntime, layer: int, expert: int) -> bool:
+    """Return whether an expert is in the cache."""
+    return bool(runtime.cache.slot_table[layer, expert] >= 0)
+
+
+def step(runtime: moecache.ExpertRuntime, layer: int, *experts: int) -> None:
+    """Run one token through a layer, and check what its slots hold."""
+    ids = np.array([experts])
+    assert drain(runtime, layer, ids) == expected(layer, ids)
+
+
+def test_the_next_layers_experts_are_there_when_it_asks() -> None:
+    """Read by the prefetcher's thread, counted as hits that were foreseen."""
+    with make_runtime(Oracle({1: [4, 5]})) as runtime:
+        step(runtime, 0, 0, 1)
+        wait_until(lambda: is_resident(runtime, 1, 4) and is_resident(runtime, 1, 5))
+        step(runtime, 1, 4, 5)
+
+        assert runtime.cache.num_foreseen_hits == 2
+        assert runtime.profiler.num_misses == 2
+        assert prefetcher_of(runtime).num_issued == 2
+
+
+def test_what_is_there_is_not_asked_for() -> None:
+    """Nor is a request made of nobody."""
+    with make_runtime(Oracle({1: [4, 5], 2: [6]})) as runtime:
+        for _ in range(3):
+            step(runtime, 1, 4, 5)
+            step(runtime, 2, 6, 7)
+            step(runtime, 0, 0, 1)
+            wait_until(lambda: is_resident(runtime, 1, 4) and is_resident(runtime, 1, 5))
+        prefetcher = prefetcher_of(runtime)
+        wait_until(lambda: not prefetcher._requests)
+
+        assert prefetcher.num_requests <= 2
+        assert prefetcher.num_issued <= 2
+
+
+def test_the_current_layer_is_looked_up_first() -> None:
+    """Its slots are leased before the next layer's are claimed: capacity for one step only."""
+    with make_runtime(Oracle({1: [4, 5]}), capacity=2) as runtime:
+        waves = runtime.waves(0, np.array([[0, 1]]))
+        next(waves)
+        prefetcher = prefetcher_of(runtime)
+        wait_until(lambda: prefetcher.num_requests == 1 and not prefetcher._requests)
+
+        assert prefetcher.num_issued == 0
+        waves.close()
+
+
+def test_the_queue_is_short_newest_first_and_the_oldest_goes() -> None:
+    """Nine requests while the thread is in a read: the first of the nine is dropped."""
+    gate = Gate()
+    store = WrappedStore(numbered_store(3, 64), nothing)
+    with make_runtime("hints", capacity=32, store=store) as runtime:
+        store.before_read = gate
+        runtime.hint(0, [63])
+        assert gate.entered.acquire(timeout=30)
+        for expert in range(DEPTH + 1):
+            runtime.hint(1 + expert % 2, [expert])
+        prefetcher = prefetcher_of(runtime)
+        assert prefetcher.num_dropped == 1
+        gate.opened.set()
+        wait_until(lambda: prefetcher.num_issued == 1 + DEPTH)
+        wait_until(lambda: runtime.cache.num_resident == 1 + DEPTH)
+
+        order = [expert for _, expert in store.reads]
+        assert order == [63, *range(DEPTH, 0, -1)]
+
+
+def test_a_request_is_worth_nothing_once_its_layer_came() -> None:
+    """It is dropped, and counted as stale."""
+    gate = Gate()
+    store = WrappedStore(numbered_store(), nothing)
+    with make_runtime("hints", store=store) as runtime:
+        step(runtime, 1, 0, 1)
+        store.before_read = lambda layer, expert: gate(layer, expert) if layer == 2 else None
+        runtime.hint(2, [7])
+        assert gate.entered.acquire(timeout=30)
+        runtime.hint(1, [5, 6])
+        step(runtime, 1, 0, 1)
+        gate.opened.set()
+        prefetcher = prefetcher_of(runtime)
+        wait_until(lambda: prefetcher.num_stale == 1)
+
+        assert not is_resident(runtime, 1, 5)
+
+
+def test_a_sequence_forgets_requests_and_tells_the_predictor() -> None:
+    """What was foreseen of the last token is no guess of the first."""
+    oracle = Oracle({})
+    with make_runtime(oracle) as runtime:
+        runtime.begin_sequence()
+        assert oracle.num_sequences == 1
+
+
+def test_ids_are_copied() -> None:
+    """A host may reuse its arrays at once."""
+    gate = Gate()
+    store = WrappedStore(numbered_store(), gate)
+    with make_runtime("hints", store=store) as runtime:
+        ids = np.array([3, 4])
+        runtime.hint(0, ids)
+        ids[:] = 7
+        gate.opened.set()
+        wait_until(lambda: is_resident(runtime, 0, 3) and is_resident(runtime, 0, 4))
+        assert not is_resident(runtime, 0, 7)
+
+
+def test_pins_and_leases_stay() -> None:
+    """A storm of guesses evicts neither, whatever it is worth."""
+    with make_runtime("hints", capacity=4) as runtime:
+        step(runtime, 0, 0, 1)
+        assert runtime.cache.pin(0, 0)
+        with runtime.lease(0, np.array([1])):
+            for _ in range(20):
+                runtime.hint(1, range(8))
+                runtime.hint(2, range(8))
+            prefetcher = prefetcher_of(runtime)
+            wait_until(lambda: not prefetcher._requests)
+            runtime.cache.check()
+            assert is_resident(runtime, 0, 0)
+            assert is_resident(runtime, 0, 1)
+
+
+def test_a_demand_joins_a_read_under_way() -> None:
+    """One read, counted as late; and the demand gets it."""
+    gate = Gate()
+    store = WrappedStore(numbered_store(), gate)
+    with make_runtime("hints", store=store) as runtime:
+        runtime.hint(1, [4])
+        assert gate.entered.acquire(timeout=30)
+        waves = runtime.waves(1, np.array([[4]]))
+        threading.Timer(0.05, gate.opened.set).start()
+        assert sum(len(wave) for wave in waves) == 1
+
+        assert store.reads == [(1, 4)]
+        assert runtime.cache.num_foreseen_late == 1
+
+
+def test_a_failing_expert_is_logged_once_and_never_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The others go on; a demand may still read it."""
+
+    def fail(layer: int, expert: int) -> None:
+        if expert == 4:
+            raise StoreError("expert 4 is broken")
+
+    store = WrappedStore(numbered_store(), fail)
+    with make_runtime("hints", store=store) as runtime, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            runtime.hint(1, [4, 5])
+            wait_until(lambda: is_resident(runtime, 1, 5))
+            wait_until(lambda: not prefetcher_of(runtime)._requests)
+        assert [message for message in caplog.messages if "expert=4" in message] == [
+            "loader.read_failed layer=1 expert=4 error=expert 4 is broken"
+        ]
+        assert store.reads.count((1, 4)) == 1
+        assert runtime._loader.num_failed_prefetches == 1
+        store.before_read = nothing
+        step(runtime, 1, 4, 5)
+
+
+def test_a_predictor_that_fails_is_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning; steps go on."""
+
+    class Broken(Oracle):
+        def predict(self, layer: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
+            raise ZeroDivisionError
+
+    with make_runtime(Broken({})) as runtime:
+        for _ in range(3):
+            step(runtime, 0, 0, 1)
+    assert len([text for text in caplog.messages if "predictor_failed" in text]) == 1
+
+
+@pytest.mark.parametrize(
+    "scores", [[float("nan")], [-1.0], [0.5, 0.5]], ids=["nan", "negative", "too many"]
+)
+def test_a_predictor_that_returns_nonsense_is_no_harm(scores: list[float]) -> None:
+    """As one that fails."""
+
+    class Nonsense(Oracle):
+        def predict(self, layer: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
+            return np.array([1], np.int32), np.array(scores, np.float32)
+
+    with make_runtime(Nonsense({})) as runtime:
+        step(runtime, 0, 0, 1)
+        assert prefetcher_of(runtime).num_predictor_errors == 1
+
+
+def test_hints_are_checked() -> None:
+    """Bad ones raise, and nothing is asked for."""
+    with make_runtime("hints") as runtime:
+        for layer, ids, scores in (
+            (3, [0], None),
+            (-1, [0], None),
+            (0, [8], None),
+            (0, [-1], None),
+            (0, [0], [float("inf")]),
+            (0, [0, 1], [1.0]),
+        ):
+            with pytest.raises(ValueError, match=r"layer|expert|score"):
+                runtime.hint(layer, ids, scores)
+        with pytest.raises(TypeError):
+            runtime.hint(0, [0.5])
+        assert prefetcher_of(runtime).num_requests == 0
+
+
+def test_a_hint_takes_the_place_of_the_prediction() -> None:
+    """For the layer's next step, and no longer."""
+    with make_runtime(Oracle({1: [2]})) as runtime:
+        runtime.hint(1, [5])
+        step(runtime, 0, 0, 1)
+        wait_until(lambda: is_resident(runtime, 1, 5))
+        assert not is_resident(runtime, 1, 2)
+        step(runtime, 1, 6, 7)
+        step(runtime, 0, 0, 1)
+        wait_until(lambda: is_resident(runtime, 1, 2))
+
+
+def test_off_takes_hints_and_ignores_them() -> None:
+    """A host need not ask which mode it is."""
+    with make_runtime("off") as runtime:
+        runtime.hint(0, [0])
+        assert runtime.cache.num_resident == 0
+
+
+@pytest.mark.parametrize("prefetch", ["fast", 3, None, object()])
+def test_an_unknown_mode_is_an_error(prefetch: object) -> None:
+    """It names what there is."""
+    with pytest.raises(ConfigError, match=r"auto, echo, hints, last, off|observe, predict"):
+        make_runtime(prefetch)
+
+
+def test_closing_is_bounded_while_a_read_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    """The thread is left behind with a warning, and ends with its read."""
+    gate = Gate()
+    runtime = make_runtime("hints", store=WrappedStore(numbered_store(), gate))
+    runtime.hint(0, [0])
+    assert gate.entered.acquire(timeout=30)
+    runtime.close()
+    runtime.close()
+    assert "prefetch.stuck a read does not return" in caplog.messages
+    gate.opened.set()
+    wait_until(lambda: "moecache-prefetch" not in {one.name for one in threading.enumerate()})
+
+
+def test_a_dropped_runtime_takes_its_thread_with_it() -> None:
+    """Without `close`: nothing refers to it but itself."""
+    runtime = make_runtime("hints", loader_threads=0)
+    runtime.hint(0, [0])
+    del runtime
+    gc.collect()
+    wait_until(lambda: "moecache-prefetch" not in {one.name for one in threading.enumerate()})
+
+
+def test_no_thread_where_nothing_is_missing() -> None:
+    """It starts with the first request."""
+    with make_runtime("echo", capacity=24) as runtime:
+        for layer in range(3):
+            list(runtime.waves(layer, np.arange(8)[:, None]))
+        for _ in range(5):
+            for layer in range(3):
+                step(runtime, layer, 0, 1)
+        assert prefetcher_of(runtime)._thread is None
+
+
+def test_one_slot_does_not_deadlock() -> None:
+    """The prefetcher may hold it when a step comes: it waits, or goes through staging."""
+    with make_runtime("last", capacity=1) as runtime:
+        for number in range(200):
+            step(runtime, number % 3, number % 8, (number + 3) % 8)
+            with runtime.lease(number % 3, np.array([number % 8])):
+                pass
+        runtime.cache.check()

@@ -106,6 +106,21 @@ def parse_bytes_per_s(rate: float | str) -> float:
     return found
 
 
+def format_bytes_per_s(rate: float) -> str:
+    """Return a rate with a decimal unit and three significant digits, as links are sold.
+
+    Examples
+    --------
+    >>> format_bytes_per_s(25 * 10**9), format_bytes_per_s(1_234_567)
+    ('25 GB/s', '1.23 MB/s')
+    """
+    for unit, factor in (("B", 1), ("kB", 10**3), ("MB", 10**6), ("GB", 10**9)):
+        # 999.6 would be printed as 1e+03.
+        if abs(rate) < 999.5 * factor:
+            return f"{rate / factor:.3g} {unit}/s"
+    return f"{rate / 1e12:,.3g} TB/s"
+
+
 def parse_ns(time: int | str) -> int:
     """Return a time in nanoseconds.
 

@@ -166,7 +166,7 @@ def test_the_text_has_the_figures() -> None:
     """One line each, and as a table for notebooks."""
     timing = simulate(single_misses(), "lru", capacity=7, compute_ns=10**6, bandwidth=10**7)
     assert "policy    lru, scope global, prefetch off" in timing.describe()
-    assert "device    9.54 MiB/s, latency 100 ns" in timing.describe()
+    assert "device    10 MB/s, latency 100 ns" in timing.describe()
     assert f"hit rate  42.9%: {timing.num_hits} hits" in timing.describe()
     assert "capacity  7 of 24 experts (29.2%), each 300 B" in timing.describe()
     assert "<caption>Timing</caption>" in timing._repr_html_()

@@ -2,10 +2,11 @@
 
 import html
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from queue import SimpleQueue
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +25,12 @@ from moecache.study.advice import expert_size
 from moecache.study.device import DEFAULT_LATENCY_NS, SimulatedDevice, VirtualClock
 from moecache.study.replay import sequence_begins, step_bounds
 from moecache.study.traces import Trace
-from moecache.units import format_bytes, format_ns, parse_bytes_per_s, parse_ns
+from moecache.units import format_bytes, format_bytes_per_s, format_ns, parse_bytes_per_s, parse_ns
 
 PREFETCH_MODES = ("off",)
 DEFAULT_BANDWIDTH = "25GB/s"
 DEFAULT_COMPUTE_NS = 150_000
+DEFAULT_EXPERT_SHARE = 0.5
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,6 +103,14 @@ class Timing:
         accesses = self.num_hits + self.num_misses
         return self.num_hits / accesses if accesses else 0.0
 
+    def figures(self) -> dict[str, Any]:
+        """Return all figures by name, for tables: `bytes_read` as bytes_demand and so on."""
+        row = {field.name: getattr(self, field.name) for field in fields(self)}
+        del row["bytes_read"]
+        read = {f"bytes_{cause}": count for cause, count in self.bytes_read.items()}
+        rates = ("tokens_per_s", "stall_share", "hit_rate")
+        return {**row, **read, **{name: getattr(self, name) for name in rates}}
+
     def describe(self) -> str:
         """Return the figures as text, a line each."""
         return "\n".join(f"{name:<9} {value}" for name, value in self._facts())
@@ -124,7 +134,7 @@ class Timing:
         share = self.capacity / self.total_experts
         busy = self.link_busy_ns / self.total_ns if self.total_ns else 0.0
         size, total = format_bytes(self.expert_bytes), format_ns(self.total_ns)
-        rate = "at once" if self.bandwidth == np.inf else f"{format_bytes(self.bandwidth)}/s"
+        rate = format_bytes_per_s(self.bandwidth)
         read = (f"{format_bytes(count)} {cause}" for cause, count in self.bytes_read.items())
         waited = f"{format_ns(self.stall_ns)} ({self.stall_share:.1%}), {self.num_stalls} times"
         if self.num_stalls:
@@ -150,7 +160,7 @@ def simulate_time(
     bandwidth: float | str = DEFAULT_BANDWIDTH,
     latency_ns: int | str = DEFAULT_LATENCY_NS,
     compute_ns: int | str = DEFAULT_COMPUTE_NS,
-    expert_share: float = 0.5,
+    expert_share: float = DEFAULT_EXPERT_SHARE,
     expert_bytes: int | str | None = None,
     scope: str = "global",
     staging_slots: int | None = None,

@@ -3,78 +3,13 @@
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from queue import SimpleQueue
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from moecache._cache import ExpertCache
 from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.fetch import Cause, Load
-from moecache.loader import SlotLoader
-from moecache.slots import HostSlots
-from moecache.steps import waves
-from moecache.study.device import SimulatedDevice, VirtualClock, fill_from
-from tests.helpers.stores import FailEachOnce, WrappedStore, nothing, numbered_store
-
-# A byte takes a nanosecond.
-NS_PER_BYTE = 10**9
-SIZES = (1000, 400)  # of an expert, by layer
-
-
-@dataclass
-class Bench:
-    """A device without a loader, and what it did."""
-
-    clock: VirtualClock
-    device: SimulatedDevice
-    arrived: "SimpleQueue[Load]" = field(default_factory=SimpleQueue)
-    finished: list[tuple[int, int]] = field(default_factory=list)  # expert, time
-    spans: list[tuple[int, int, int]] = field(default_factory=list)  # expert, from, to
-
-    def demand(self, *experts: int, layer: int = 0) -> None:
-        """Begin reads that somebody waits for."""
-        for expert in experts:
-            self.device.add(self.load(expert, layer, Cause.DEMAND))
-        self.device.begin()
-
-    def prefetch(self, expert: int, layer: int = 0) -> Load:
-        """Begin a read that nobody waits for."""
-        load = self.load(expert, layer, Cause.PREFETCH)
-        self.device.prefetch(load)
-        return load
-
-    def load(self, expert: int, layer: int, cause: Cause) -> Load:
-        """Return a load that is put into `arrived`."""
-        load = Load(layer, expert, expert, cause)
-        load.waiting.append(self.arrived)
-        return load
-
-    def run_out(self) -> None:
-        """Let everything happen."""
-        while self.clock.skip():
-            pass
-
-
-def bench(**options: object) -> Bench:
-    """Return a device of a byte per nanosecond, latency 100 ns, chunks of 250 bytes."""
-    given: dict[str, object] = {"bandwidth": NS_PER_BYTE, "latency_ns": 100, "chunk_bytes": 250}
-    clock = VirtualClock()
-    device = SimulatedDevice(clock, SIZES.__getitem__, **{**given, **options})  # type: ignore[arg-type]
-    made = Bench(clock, device)
-
-    def finish(load: Load) -> None:
-        load.done = True
-        made.finished.append((load.expert, clock()))
-        for arrived in load.waiting:
-            arrived.put(load)
-
-    device.attach(threading.Lock(), finish)
-    device.observe = lambda load, start, end: made.spans.append((load.expert, start, end))
-    return made
+from moecache.study.clock import VirtualClock
+from tests.helpers.devices import bench
 
 
 def test_a_clock_goes_only_where_it_is_told() -> None:
@@ -152,6 +87,21 @@ def test_a_demand_that_is_ready_at_a_chunk_s_end_takes_it() -> None:
     made.run_out()
 
     assert made.spans[:2] == [(1, 100, 350), (2, 350, 1350)]
+
+
+def test_a_demand_of_the_moment_a_transfer_begins_goes_first() -> None:
+    """Not a byte of the prefetch was sent."""
+    made = bench()
+    load = made.prefetch(1)
+    second = made.prefetch(2)
+    made.clock.advance(100)
+    made.device.hasten(second)
+
+    made.run_out()
+
+    assert made.spans == [(2, 100, 1100), (1, 1100, 2100)]
+    assert made.device.num_overtaken == 0
+    assert load.done
 
 
 def test_nothing_is_cut_in_its_last_chunk() -> None:
@@ -339,7 +289,7 @@ def test_a_lock_held_while_time_passes_is_found() -> None:
 def test_impossible_figures_are_refused(options: dict[str, object], message: str) -> None:
     """By name."""
     with pytest.raises(ConfigError, match=message):
-        bench(**options)
+        bench(**options)  # type: ignore[arg-type]
 
 
 def test_a_device_serves_one_loader() -> None:
@@ -347,171 +297,3 @@ def test_a_device_serves_one_loader() -> None:
     made = bench()
     with pytest.raises(ConfigError, match="one loader"):
         made.device.attach(threading.Lock(), lambda load: None)
-
-
-def reckon(
-    reads: list[tuple[int, int, bool]], latency_ns: int, chunk: int
-) -> tuple[dict[int, int], int]:
-    """Return when each read ends, and how often one is overtaken, nanosecond by nanosecond.
-
-    `reads` are (begun at, bytes, whether it is a demand); a byte takes a nanosecond.
-    """
-    left = [size for _, size, _ in reads]
-    ends: dict[int, int] = {}
-    holder: int | None = None
-    sent = overtaken = now = 0
-    while len(ends) < len(reads):
-        ready = [
-            (not urgent, number)
-            for number, (begun, _, urgent) in enumerate(reads)
-            if begun + latency_ns <= now and number not in ends
-        ]
-        first_is_demand = bool(ready) and not min(ready)[0]
-        if holder is None:
-            holder, sent = (min(ready)[1] if ready else None), 0
-        elif first_is_demand and not reads[holder][2] and sent and sent % chunk == 0:
-            overtaken += 1
-            holder, sent = min(ready)[1], 0
-        now += 1
-        if holder is not None:
-            sent += 1
-            left[holder] -= 1
-            if left[holder] == 0:
-                ends[holder] = now
-                holder = None
-    return ends, overtaken
-
-
-timelines = st.lists(
-    st.tuples(st.integers(0, 300), st.integers(1, 200), st.booleans()), min_size=1, max_size=12
-).map(sorted)
-
-
-def play(reads: list[tuple[int, int, bool]], latency_ns: int, chunk: int) -> Bench:
-    """Begin reads at their times and let everything happen."""
-    made = bench(latency_ns=latency_ns, chunk_bytes=chunk)
-    made.device._expert_bytes = lambda layer: reads[layer][1]
-    for number, (begun, _, urgent) in enumerate(reads):
-        made.clock.advance(begun - made.clock())
-        if urgent:
-            made.demand(number, layer=number)
-        else:
-            made.prefetch(number, layer=number)
-    made.run_out()
-    return made
-
-
-@given(reads=timelines, latency_ns=st.integers(0, 60), chunk=st.integers(1, 80))
-def test_every_read_ends_when_reckoned(
-    reads: list[tuple[int, int, bool]], latency_ns: int, chunk: int
-) -> None:
-    """To the nanosecond, and the same each time."""
-    ends, overtaken = reckon(reads, latency_ns, chunk)
-
-    made = play(reads, latency_ns, chunk)
-
-    assert dict(made.finished) == ends
-    assert made.device.num_overtaken == overtaken
-    assert play(reads, latency_ns, chunk).spans == made.spans
-
-
-@given(reads=timelines, latency_ns=st.integers(0, 60), chunk=st.integers(1, 80))
-def test_the_link_transfers_one_read_at_a_time_and_never_rests(
-    reads: list[tuple[int, int, bool]], latency_ns: int, chunk: int
-) -> None:
-    """Spans do not overlap, have every byte once, and leave no gap while a read is ready."""
-    made = play(reads, latency_ns, chunk)
-
-    sent = dict.fromkeys(range(len(reads)), 0)
-    free_from = 0
-    for number, start, end in made.spans:
-        assert start >= free_from
-        ready = [
-            begun + latency_ns for other, (begun, size, _) in enumerate(reads) if sent[other] < size
-        ]
-        assert start == max(free_from, min(ready))
-        sent[number] += end - start
-        free_from = end
-    assert list(sent.values()) == [size for _, size, _ in reads]
-    assert made.device.busy_ns == sum(sent.values())
-
-
-@given(reads=timelines, latency_ns=st.integers(0, 60), chunk=st.integers(1, 80))
-def test_no_chunk_of_a_prefetch_begins_while_a_demand_is_ready(
-    reads: list[tuple[int, int, bool]], latency_ns: int, chunk: int
-) -> None:
-    """It waits for the rest of one chunk at most."""
-    made = play(reads, latency_ns, chunk)
-
-    ends = dict(made.finished)
-    for number, start, end in made.spans:
-        if reads[number][2]:
-            continue
-        last_chunk = end - 1 - (end - 1 - start) % chunk
-        assert not [
-            other
-            for other, (begun, _, urgent) in enumerate(reads)
-            if urgent and begun + latency_ns <= last_chunk < ends[other]
-        ]
-
-
-def step_slots(loader: SlotLoader, cache: ExpertCache, layer: int, ids: np.ndarray) -> list[int]:
-    """Run a step; return the slots in the order in which they were handed out."""
-    return [slot for wave in waves(loader, cache, layer, ids) for slot, _ in wave]
-
-
-def test_with_a_fill_real_bytes_arrive_under_the_virtual_clock() -> None:
-    """In the slots that a real loader hands out."""
-    store = numbered_store()
-    cache = ExpertCache(3, 8, 4, policy="lru")
-    with HostSlots(store.layout, 6) as pool:
-        clock = VirtualClock()
-        device = SimulatedDevice(
-            clock, store.layout.expert_bytes, bandwidth=10**9, fill=fill_from(store, pool)
-        )
-        loader = SlotLoader(store, pool, cache, 0, make_fetch=device.attach, clock=clock)
-        for layer in range(3):
-            for wave in waves(loader, cache, layer, np.array([1, 5])):
-                for slot, pairs in wave:
-                    expert = (1, 5)[pairs[0]]
-                    assert (pool.expert(slot, layer)["down"] == layer * 8 + expert).all()
-        assert cache.profiler.miss_stall_ns == clock() > 0
-        loader.close()
-
-
-def test_what_a_fill_raises_fails_the_step_and_the_next_one_reads_again() -> None:
-    """The loader sees a failed read like any other."""
-    store = WrappedStore(numbered_store(), FailEachOnce())
-    cache = ExpertCache(3, 8, 4, policy="lru")
-    with HostSlots(store.layout, 6) as pool:
-        clock = VirtualClock()
-        device = SimulatedDevice(
-            clock, store.layout.expert_bytes, bandwidth=10**9, fill=fill_from(store, pool)
-        )
-        loader = SlotLoader(store, pool, cache, 0, make_fetch=device.attach, clock=clock)
-        with pytest.raises(StoreError, match="expert 2 of layer 0"):
-            step_slots(loader, cache, 0, np.array([2]))
-        assert len(step_slots(loader, cache, 0, np.array([2]))) == 1
-        assert (loader.num_reads, loader.num_failed_reads) == (1, 1)
-        cache.check()
-        loader.close()
-
-
-def test_steps_of_many_tokens_go_through_staging() -> None:
-    """With one slot and one for staging, each wave waits for its own read."""
-    store = WrappedStore(numbered_store(), nothing)
-    cache = ExpertCache(3, 8, 1, policy="lru")
-    with HostSlots(store.layout, 2) as pool:
-        clock = VirtualClock()
-        device = SimulatedDevice(
-            clock,
-            store.layout.expert_bytes,
-            bandwidth=10**9,
-            latency_ns=0,
-            fill=fill_from(store, pool),
-        )
-        loader = SlotLoader(store, pool, cache, 0, make_fetch=device.attach, clock=clock)
-        ids = np.arange(8).reshape(4, 2)
-        assert len(step_slots(loader, cache, 1, ids)) == 8
-        assert clock() == 8 * store.layout.expert_bytes(1)
-        loader.close()

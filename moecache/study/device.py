@@ -140,14 +140,16 @@ class SimulatedDevice(LoadQueue):
         self._issue(load, urgent=False)
 
     def hasten(self, load: Load) -> None:
-        """Make a prefetch under way a demand, behind the demands that were there before."""
+        """Make a prefetch under way a demand: it keeps the link, or waits behind other demands."""
         read = self._reads.get(load)
         if read is None or read.urgent:
             return
         read.urgent = True
         self._num_demands += 1
         read.order = self._next_order()
-        if read.is_ready and read is not self._active:
+        if read is self._active:
+            self._send(read)
+        elif read.is_ready:
             heappush(self._demands, (read.order, read))
             self._cut()
 
@@ -258,9 +260,13 @@ class SimulatedDevice(LoadQueue):
             read = found if order == found.order else None
         if read is not None:
             self._active = read
-            self._span_bytes = read.left_bytes
             self._start_ns = self._clock.now_ns
-            self._end_ns = self._start_ns + self._transfer_ns(read.left_bytes)
+            self._send(read)
+
+    def _send(self, read: "_Read") -> None:
+        """Let the link have a read to its end."""
+        self._span_bytes = read.left_bytes
+        self._end_ns = self._start_ns + self._transfer_ns(read.left_bytes)
 
     def _cut(self) -> None:
         """End the transfer of a prefetch with its chunk, if a demand waits for the link."""

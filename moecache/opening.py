@@ -38,7 +38,7 @@ from moecache.settings import (
     Settings,
     parse_prefault,
 )
-from moecache.sizing import RESERVE_BYTES, SizingPlan, plan
+from moecache.sizing import RESERVE_BYTES, SizingPlan, num_staging_slots, plan
 from moecache.slots import HostSlots
 from moecache.stores import SafetensorsStore, open_store
 from moecache.sweep import Progress
@@ -46,7 +46,6 @@ from moecache.units import format_bytes, parse_budget, parse_bytes
 
 logger = logging.getLogger(__name__)
 
-MAX_STAGING_SLOTS = 8
 # Without io_uring there are as many direct reads in flight as threads.
 DIRECT_THREADS = 8
 # What was found out about disks, by device.
@@ -183,7 +182,9 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
             if slots < 1:
                 raise ConfigError(f"slots must be at least 1, got {slots}")
             capacity = min(slots, layout.total_experts)
-            staging = 0 if capacity == layout.total_experts else _staging_slots(layout, capacity)
+            staging = 0
+            if capacity < layout.total_experts:
+                staging = num_staging_slots(layout.top_k, capacity)
         slots_bytes = (capacity + staging) * HostSlots.bytes_per_slot(layout, dtype)
         if way == "auto":
             fits = fits_beside(slots_bytes, reserve_bytes, layout.total_bytes)
@@ -259,7 +260,7 @@ def plan_slots(
         free, reserve = free_host_bytes(), reserve_bytes
     else:
         free, reserve = parse_budget(memory, layout.total_experts * slot_bytes), 0
-    staging = _staging_slots(layout, max(0, free - reserve) // slot_bytes)
+    staging = num_staging_slots(layout.top_k, max(0, free - reserve) // slot_bytes)
     planned = plan(
         layout, free, reserve_bytes=reserve, staging_slots=staging, slot_bytes=slot_bytes
     )
@@ -397,9 +398,3 @@ def _cut_to(regions: list[Region], num_bytes: int) -> list[Region]:
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
-
-
-def _staging_slots(layout: ExpertLayout, num_slots: int) -> int:
-    # Enough for reads to overlap a prompt's computation, and not so many that
-    # the cache of a tight budget suffers.
-    return max(1, min(layout.top_k or MAX_STAGING_SLOTS, MAX_STAGING_SLOTS, num_slots // 8))

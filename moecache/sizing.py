@@ -7,6 +7,7 @@ from moecache.layout import ExpertLayout
 from moecache.units import format_bytes
 
 RESERVE_BYTES = 512 * 2**20
+MAX_STAGING_SLOTS = 8
 
 
 class SizingStatus(Enum):
@@ -111,3 +112,10 @@ def plan(
     else:
         status = SizingStatus.OK
     return SizingPlan(slots, budget, recommended, cycle, total, status, slot_bytes)
+
+
+def num_staging_slots(top_k: int, num_slots: int) -> int:
+    """Return how many slots to have beside a cache of `num_slots`; a `top_k` of 0 is unknown."""
+    # Enough for reads to overlap a prompt's computation, and not so many that
+    # the cache of a tight budget suffers.
+    return max(1, min(top_k or MAX_STAGING_SLOTS, MAX_STAGING_SLOTS, num_slots // 8))

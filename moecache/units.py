@@ -1,5 +1,6 @@
-"""Sizes as people write them: parse_bytes("2GiB"), format_bytes(2**31)."""
+"""Sizes, rates and times as people write them: parse_bytes("2GiB"), format_bytes(2**31)."""
 
+import math
 import re
 from fractions import Fraction
 
@@ -8,6 +9,8 @@ from moecache.errors import ConfigError
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _SIZE = re.compile(r"(\d{1,24}(?:\.\d{1,24})?)\s*([kmgtp]?)(i?)(b?)", re.IGNORECASE | re.ASCII)
+_NS = {"ns": 1, "us": 10**3, "\N{MICRO SIGN}s": 10**3, "ms": 10**6, "s": 10**9}
+_TIME = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(ns|us|\N{MICRO SIGN}s|ms|s)")
 
 
 def parse_bytes(size: int | str) -> int:
@@ -74,3 +77,85 @@ def format_bytes(num_bytes: float) -> str:
         if abs(num_bytes) < 1023.95 or unit == "PiB":
             break
     return f"{num_bytes:.2f} {unit}" if abs(num_bytes) < 10 else f"{num_bytes:.1f} {unit}"
+
+
+def parse_bytes_per_s(rate: float | str) -> float:
+    """Return a rate in bytes per second.
+
+    Parameters
+    ----------
+    rate : int, float or str
+        Bytes per second, or a size as `parse_bytes` takes it, with or without "/s":
+        "25GB/s" is 25 * 10**9. Infinity (a float) is a rate, too.
+
+    Raises
+    ------
+    ConfigError
+        If it is no rate, or is less than one byte per second.
+    """
+    if isinstance(rate, float):
+        if rate >= 1:
+            return rate if rate == math.inf else int(rate)
+        raise ConfigError(f"a rate must be at least 1 byte per second, got {rate}")
+    try:
+        found = parse_bytes(rate.strip().removesuffix("/s") if isinstance(rate, str) else rate)
+    except ConfigError:
+        found = 0
+    if found < 1:
+        raise ConfigError(f"{rate!r} is no rate; write for example 25GB/s or 800MiB/s")
+    return found
+
+
+def format_bytes_per_s(rate: float) -> str:
+    """Return a rate with a decimal unit and three significant digits, as links are sold.
+
+    Examples
+    --------
+    >>> format_bytes_per_s(25 * 10**9), format_bytes_per_s(1_234_567)
+    ('25 GB/s', '1.23 MB/s')
+    """
+    for unit, factor in (("B", 1), ("kB", 10**3), ("MB", 10**6), ("GB", 10**9)):
+        # 999.6 would be printed as 1e+03.
+        if abs(rate) < 999.5 * factor:
+            return f"{rate / factor:.3g} {unit}/s"
+    return f"{rate / 1e12:,.3g} TB/s"
+
+
+def parse_ns(time: int | str) -> int:
+    """Return a time in nanoseconds.
+
+    Parameters
+    ----------
+    time : int or str
+        Nanoseconds, or a number with a unit: "80ns", "150us", "1.5ms", "2s". "0" needs none.
+
+    Raises
+    ------
+    ConfigError
+        If the text is no time, or the time is negative.
+    """
+    if isinstance(time, int) and not isinstance(time, bool):
+        if time < 0:
+            raise ConfigError(f"a time cannot be negative, got {time} ns")
+        return time
+    match = _TIME.fullmatch(time.strip()) if isinstance(time, str) else None
+    if match is not None:
+        return int(Fraction(match[1]) * _NS[match[2]])
+    if isinstance(time, str) and time.strip() == "0":
+        return 0
+    raise ConfigError(f"{time!r} is not a time; write for example 150us, 1.5ms or 2s")
+
+
+def format_ns(ns: float) -> str:
+    """Return a time with a unit and three significant digits.
+
+    Examples
+    --------
+    >>> format_ns(150_000), format_ns(2_340_000_000), format_ns(80)
+    ('150 us', '2.34 s', '80 ns')
+    """
+    for unit, factor in (("ns", 1), ("us", 10**3), ("ms", 10**6)):
+        # 999.6 would be printed as 1e+03.
+        if abs(ns) < 999.5 * factor:
+            return f"{ns / factor:.3g} {unit}"
+    return f"{ns / 1e9:.3g} s" if abs(ns) < 999.5e9 else f"{ns / 1e9:,.0f} s"

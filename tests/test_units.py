@@ -1,11 +1,20 @@
-"""Sizes as people write them."""
+"""Sizes, rates and times as people write them."""
+
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moecache.errors import ConfigError
-from moecache.units import format_bytes, parse_bytes
+from moecache.units import (
+    format_bytes,
+    format_bytes_per_s,
+    format_ns,
+    parse_bytes,
+    parse_bytes_per_s,
+    parse_ns,
+)
 
 
 @pytest.mark.parametrize(
@@ -144,3 +153,85 @@ def test_what_is_written_can_be_read_back(num_bytes: int) -> None:
     again = parse_bytes(format_bytes(num_bytes))
 
     assert again == pytest.approx(num_bytes, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [
+        ("25GB/s", 25 * 10**9),
+        ("25 GB", 25 * 10**9),
+        ("800MiB/s", 800 * 2**20),
+        (10**9, 10**9),
+        (1.5e9, 1_500_000_000),
+        (math.inf, math.inf),
+    ],
+)
+def test_a_rate_is_a_size_per_second(rate: float | str, expected: float) -> None:
+    """With or without the second, or as a number; infinity too."""
+    assert parse_bytes_per_s(rate) == expected
+
+
+@pytest.mark.parametrize("rate", ["", "fast", "25GB/h", "-1GB/s", 0, -5, 0.5, math.nan, True])
+def test_what_is_no_rate_is_refused(rate: float | str) -> None:
+    """Nothing would ever arrive."""
+    with pytest.raises(ConfigError, match="rate"):
+        parse_bytes_per_s(rate)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("80ns", 80),
+        ("150us", 150_000),
+        ("150 \N{MICRO SIGN}s", 150_000),
+        ("1.5ms", 1_500_000),
+        (" 2s ", 2 * 10**9),
+        ("0", 0),
+        (42, 42),
+    ],
+)
+def test_times_are_nanoseconds(text: int | str, expected: int) -> None:
+    """From nanoseconds to seconds; an integer is nanoseconds."""
+    assert parse_ns(text) == expected
+
+
+@pytest.mark.parametrize(
+    "time", ["", "150", "us", "-1us", "1 minute", "1e3us", 1.5, None, True, -1]
+)
+def test_what_is_no_time_is_refused(time: object) -> None:
+    """A number without a unit could be anything."""
+    with pytest.raises(ConfigError, match="time"):
+        parse_ns(time)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ns", "text"),
+    [
+        (0, "0 ns"),
+        (80, "80 ns"),
+        (999.4, "999 ns"),
+        (999.6, "1 us"),
+        (150_000, "150 us"),
+        (2_340_000_000, "2.34 s"),
+        (12_345 * 10**9, "12,345 s"),
+    ],
+)
+def test_times_are_shown_with_three_digits(ns: float, text: str) -> None:
+    """In the unit that suits them."""
+    assert format_ns(ns) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        (12, "12 B/s"),
+        (999.6, "1 kB/s"),
+        (2.5e9, "2.5 GB/s"),
+        (25 * 10**9, "25 GB/s"),
+        (1e13, "10 TB/s"),
+        (math.inf, "inf TB/s"),
+    ],
+)
+def test_rates_are_decimal(rate: float, text: str) -> None:
+    """As links and disks are sold."""
+    assert format_bytes_per_s(rate) == text

@@ -3,21 +3,20 @@
 import argparse
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from moecache.commands.arguments import check_outputs, choose, load_traces, naming, split
 from moecache.commands.paths import printable
 from moecache.commands.replay_tables import print_layers, print_table
-from moecache.errors import CapacityError, ConfigError, StoreError, SweepError
+from moecache.errors import ConfigError, StoreError, SweepError
 from moecache.settings import POLICIES, SCOPES
 from moecache.study import plots
 from moecache.study._arguments import BELADY, clip_capacity, total_experts
 from moecache.study.advice import DEFAULT_POLICIES, expert_size, recommend
-from moecache.study.importers import load_any
 from moecache.study.sweeps import sweep, sweep_error
 from moecache.study.table import Table
 from moecache.study.traces import Trace
@@ -90,13 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.recommend is not None:
         return _recommend(console, arguments)
     _check_workers(arguments)
-    _check_outputs(arguments)
-    policies = _choose("policy", arguments.policy, (*POLICIES, BELADY), _DEFAULT_POLICIES)
-    scopes = _choose("scope", arguments.scope, SCOPES, ("global",))
+    check_outputs(arguments, "csv", "parquet", "plot", "resume")
+    policies = choose("policy", arguments.policy, (*POLICIES, BELADY), _DEFAULT_POLICIES)
+    scopes = choose("scope", arguments.scope, SCOPES, ("global",))
     if arguments.plot:
-        with _naming("--plot"):
+        with naming("--plot"):
             plots.check_suffix(arguments.plot)
-    traces = _load(arguments.traces)
+    traces = load_traces(arguments.traces)
     slots = {name: _slots(arguments, trace, scopes) for name, trace in traces.items()}
     table, failures = _sweep(arguments, traces, policies, scopes, slots)
     drawn = table
@@ -133,14 +132,14 @@ def _recommend(console: Console, arguments: argparse.Namespace) -> int:
     for name in others:
         if getattr(arguments, name) not in (None, False):
             raise ConfigError(f"--{name.replace('_', '-')} has no meaning with --recommend")
-    policies = _choose("policy", arguments.policy, POLICIES, DEFAULT_POLICIES)
-    scopes = _choose("scope", arguments.scope, SCOPES, SCOPES)
+    policies = choose("policy", arguments.policy, POLICIES, DEFAULT_POLICIES)
+    scopes = choose("scope", arguments.scope, SCOPES, SCOPES)
     found = []
-    for name, trace in _load(arguments.traces).items():
-        with _naming("--expert-bytes"):
+    for name, trace in load_traces(arguments.traces).items():
+        with naming("--expert-bytes"):
             size = expert_size(trace, arguments.expert_bytes)
         with (
-            _naming("--recommend"),
+            naming("--recommend"),
             console.status("replaying") if console.is_terminal else _still(),
         ):
             advice = recommend(
@@ -205,16 +204,6 @@ def _drawn_slots(
     }
 
 
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be written before anything is replayed."""
-    for option in ("csv", "parquet", "plot", "resume"):
-        path = getattr(arguments, option)
-        if path == "":
-            raise ConfigError(f"--{option} is empty; is a shell variable unset?")
-        if path is not None and not Path(path).parent.is_dir():
-            raise ConfigError(f"--{option}: there is no directory {Path(path).parent}")
-
-
 def _slots(arguments: argparse.Namespace, trace: Trace, scopes: list[str]) -> list[int]:
     """Return the capacities that are asked for, in slots; each scope takes each of them."""
     option = "--capacity" if arguments.memory is None else "--memory"
@@ -223,21 +212,21 @@ def _slots(arguments: argparse.Namespace, trace: Trace, scopes: list[str]) -> li
     given = given if option == "--capacity" else ""
     if arguments.capacity == "":
         raise ConfigError("--capacity is empty; leave it out for the default")
-    asked: list[int | str] = [*_split(option, given)] if given else []
+    asked: list[int | str] = [*split(option, given)] if given else []
     if option == "--memory":
-        with _naming("--expert-bytes"):
+        with naming("--expert-bytes"):
             size = expert_size(trace, arguments.expert_bytes)
-        with _naming(option):
+        with naming(option):
             budgets = [
                 parse_budget(text, total_experts(trace) * size)
-                for text in _split(option, arguments.memory)
+                for text in split(option, arguments.memory)
             ]
             asked = [budget // size for budget in budgets]
             if min(budgets) < size:
                 raise ConfigError(
                     f"{format_bytes(min(budgets))} holds no expert of {format_bytes(size)}"
                 )
-    with _naming(option):
+    with naming(option):
         return [max(clip_capacity(slots, trace, scope) for scope in scopes) for slots in asked]
 
 
@@ -246,7 +235,7 @@ def _sizes(arguments: argparse.Namespace, traces: dict[str, Trace]) -> dict[str,
     sizes = {}
     for name, trace in traces.items():
         if arguments.expert_bytes is not None or "expert_bytes" in trace.metadata:
-            with _naming("--expert-bytes"):
+            with naming("--expert-bytes"):
                 sizes[name] = expert_size(trace, arguments.expert_bytes)
     return sizes
 
@@ -288,52 +277,11 @@ def _plot(
         ) from error
 
 
-def _load(names: Sequence[str]) -> dict[str, Trace]:
-    traces: dict[str, Trace] = {}
-    for name in names:
-        short = Path(name).name.partition(".")[0] or name
-        short = name if short in traces else short
-        if short in traces:
-            raise ConfigError(f"{name} is there twice")
-        traces[short] = load_any(name)
-    return traces
-
-
 def _check_workers(arguments: argparse.Namespace) -> None:
     if arguments.processes is not None and arguments.processes < 0:
         raise ConfigError(f"--processes must be 0 or more, got {arguments.processes}")
     if arguments.processes is not None and arguments.cluster is not None:
         raise ConfigError("--processes and --cluster exclude each other")
-
-
-def _choose(
-    option: str, given: str | None, known: Sequence[str], default: Sequence[str]
-) -> list[str]:
-    if given is None:
-        return list(default)
-    if given.strip() == "all":
-        return list(known)
-    names = _split(f"--{option}", given)
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"--{option}: {name!r} is not one of all, {', '.join(known)}")
-    return names
-
-
-def _split(option: str, given: str) -> list[str]:
-    parts = [part.strip() for part in given.split(",")]
-    if not all(parts):
-        raise ConfigError(f"{option}: {given!r} has an empty entry")
-    return list(dict.fromkeys(parts))
-
-
-@contextlib.contextmanager
-def _naming(option: str) -> Iterator[None]:
-    """Name the option in what is said of its value."""
-    try:
-        yield
-    except (ConfigError, CapacityError) as error:
-        raise ConfigError(f"{option}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from moecache.study.replay import Replay, replay
 from moecache.study.statistics import TraceStatistics, coactivation, statistics
 from moecache.study.sweeps import sweep
 from moecache.study.table import Table
+from moecache.study.timing import Timing, simulate_time
 from moecache.study.traces import Trace, concatenate, from_log, interleave
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Recommendation",
     "Replay",
     "Table",
+    "Timing",
     "Trace",
     "TraceStatistics",
     "coactivation",
@@ -37,6 +39,7 @@ __all__ = [
     "recall",
     "recommend",
     "replay",
+    "simulate_time",
     "statistics",
     "sweep",
 ]

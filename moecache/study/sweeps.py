@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from moecache.study._arguments import (
 )
 from moecache.study._identity import identify
 from moecache.study._journal import Journal
+from moecache.study._progress import Progress, Reporter
 from moecache.study._workers import (
     Cell,
     Figures,
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 _POOL_VISITS = 2_000_000
 
 TraceLike = Trace | str | os.PathLike[str]
-Progress = Callable[[int, int], None]
 
 
 def sweep(
@@ -122,7 +122,7 @@ def sweep(
             known = {number: journal.found.get(key) for number, key in enumerate(keys) if key}
             outcomes = {number: figures for number, figures in known.items() if figures}
         rest = [number for number in range(len(cells)) if number not in outcomes]
-        report = stack.enter_context(_Reporter(progress, len(cells)))
+        report = stack.enter_context(Reporter(progress, len(cells)))
         report(len(outcomes))
         todo = [cells[number] for number in rest]
         for place, outcome in _run(todo, found, processes, cluster):
@@ -327,36 +327,3 @@ def _warn(cells: Sequence[Cell], keys: Sequence[str]) -> None:
             ",".join(dict.fromkeys(lost)),
             len(lost),
         )
-
-
-class _Reporter:
-    """Tells how far a sweep is: by a bar, a function, or not at all."""
-
-    def __init__(self, progress: bool | Progress, total: int) -> None:
-        self._total = total
-        self._bar: Any = None
-        self._tell = progress if callable(progress) else None
-        if progress is True:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn()
-            console = Console(stderr=True)
-            self._bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True)
-            self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, done: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
-        elif self._tell is not None:
-            self._tell(done, self._total)

@@ -1,0 +1,207 @@
+"""`moecache simulate`: how long recorded routing would take on a machine of given figures."""
+
+import argparse
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, product
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moecache.commands.arguments import check_outputs, choose, load_traces, naming, split
+from moecache.commands.paths import printable
+from moecache.errors import ConfigError
+from moecache.settings import DEFAULT_POLICY, POLICIES, SCOPES
+from moecache.study._arguments import clip_capacity
+from moecache.study._files import write_whole
+from moecache.study.advice import expert_size
+from moecache.study.device import DEFAULT_LATENCY_NS
+from moecache.study.timing import (
+    DEFAULT_BANDWIDTH,
+    DEFAULT_COMPUTE_NS,
+    DEFAULT_EXPERT_SHARE,
+    PREFETCH_MODES,
+    Timing,
+    simulate_time,
+)
+from moecache.study.traces import Trace
+from moecache.units import format_bytes, format_bytes_per_s, format_ns, parse_bytes_per_s, parse_ns
+
+_DEFAULT_CAPACITY = "25%"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "simulate",
+        help="estimate tokens per second on recorded routing",
+        description="Put routing traces through the cache and the loader with reads that take a "
+        "set time, and show tokens per second and what was waited for. Nothing is read, nobody "
+        "waits: the clock is simulated. docs/study.md says what the model leaves out.",
+        epilog="examples: moecache simulate examples/traces/tiny_moe.npz --compute 5us | "
+        "moecache simulate run.npz --expert-bytes 6MB --bandwidth 25GB/s,2.5GB/s | "
+        "moecache simulate run.npz --policy lru,echo --capacity 10%,25% --csv times.csv",
+    )
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help="files")
+    parser.add_argument(
+        "--prefetch",
+        metavar="LIST",
+        help=f"modes, or all: {', '.join(PREFETCH_MODES)} (default: all)",
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="LIST",
+        help=f"names, or all: {', '.join(POLICIES)} (default: {DEFAULT_POLICY})",
+    )
+    parser.add_argument("--scope", choices=SCOPES, default="global", help="default: global")
+    parser.add_argument(
+        "--capacity",
+        metavar="LIST",
+        default=_DEFAULT_CAPACITY,
+        help="slots, or shares of all experts: 64,25%%,0.25 (default: 25%%)",
+    )
+    parser.add_argument(
+        "--expert-bytes",
+        metavar="SIZE",
+        help="bytes of an expert, 6MB (default: what the trace says)",
+    )
+    machine = parser.add_argument_group("the machine")
+    machine.add_argument(
+        "--bandwidth",
+        metavar="LIST",
+        default=DEFAULT_BANDWIDTH,
+        help=f"of the device that experts are read from (default: {DEFAULT_BANDWIDTH})",
+    )
+    machine.add_argument(
+        "--latency",
+        metavar="TIME",
+        default=f"{DEFAULT_LATENCY_NS // 1000}us",
+        help="from a read's beginning to its first byte (default: %(default)s)",
+    )
+    machine.add_argument(
+        "--compute",
+        metavar="TIME",
+        default=f"{DEFAULT_COMPUTE_NS // 1000}us",
+        help="what a layer computes for a token (default: %(default)s)",
+    )
+    machine.add_argument(
+        "--expert-share",
+        type=float,
+        metavar="SHARE",
+        default=DEFAULT_EXPERT_SHARE,
+        help="how much of that is the routed experts' (default: %(default)s)",
+    )
+    shown = parser.add_argument_group("output")
+    shown.add_argument("--json", action="store_true", help="all figures, instead of the table")
+    shown.add_argument("--csv", metavar="FILE", help="write all figures there, too")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate, show, write; return the exit code."""
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+    check_outputs(arguments, "csv")
+    todo = list(_cells(arguments))
+    progress = Console(stderr=True).is_terminal
+    found = [(name, simulate(progress)) for name, simulate in todo]
+    rows = [{"trace": name, **timing.figures()} for name, timing in found]
+    if arguments.json:
+        console.print(json.dumps(rows, indent=1, allow_nan=False))
+    else:
+        for (name, *_), cells in groupby(found, key=_place):
+            _print_table(console, name, [timing for _, timing in cells])
+    if arguments.csv:
+        _write_csv(arguments.csv, rows)
+    return 0
+
+
+def _cells(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[bool], Timing]]]:
+    """Yield the name of a trace and what simulates it, once everything is known to be usable."""
+    policies = choose("policy", arguments.policy, POLICIES, (DEFAULT_POLICY,))
+    modes = choose("prefetch", arguments.prefetch, PREFETCH_MODES, PREFETCH_MODES)
+    bandwidths = split("--bandwidth", arguments.bandwidth)
+    with naming("--bandwidth"):
+        rates = [parse_bytes_per_s(text) for text in bandwidths]
+    with naming("--latency"):
+        latency_ns = parse_ns(arguments.latency)
+    with naming("--compute"):
+        compute_ns = parse_ns(arguments.compute)
+    if not 0 <= arguments.expert_share <= 1:
+        raise ConfigError(f"--expert-share must be in [0, 1], got {arguments.expert_share}")
+    capacities = split("--capacity", arguments.capacity)
+
+    def simulation(
+        trace: Trace, capacity: int, rate: float, policy: str, mode: str, nbytes: int
+    ) -> Callable[[bool], Timing]:
+        return lambda progress: simulate_time(
+            trace,
+            policy,
+            mode,
+            capacity=capacity,
+            bandwidth=rate,
+            latency_ns=latency_ns,
+            compute_ns=compute_ns,
+            expert_share=arguments.expert_share,
+            expert_bytes=nbytes,
+            scope=arguments.scope,
+            progress=progress,
+        )
+
+    for name, trace in load_traces(arguments.traces).items():
+        with naming("--expert-bytes"):
+            nbytes = expert_size(trace, arguments.expert_bytes)
+        with naming("--capacity"):
+            slots = [clip_capacity(text, trace, arguments.scope) for text in capacities]
+        for capacity, rate, policy, mode in product(slots, rates, policies, modes):
+            yield name, simulation(trace, capacity, rate, policy, mode, nbytes)
+
+
+def _place(cell: tuple[str, Timing]) -> tuple[str, int, float]:
+    """Return what the rows of a table have in common."""
+    name, timing = cell
+    return name, timing.capacity, timing.bandwidth
+
+
+def _print_table(console: Console, name: str, timings: Sequence[Timing]) -> None:
+    first = timings[0]
+    console.print(
+        f"{printable(name)}, scope {first.scope}: {first.capacity} slots "
+        f"({first.capacity / first.total_experts:.1%}) of {format_bytes(first.expert_bytes)} "
+        f"at {format_bytes_per_s(first.bandwidth)}, latency {format_ns(first.latency_ns)}, "
+        f"{format_ns(first.compute_ns)} of computing for {first.num_tokens} tokens; "
+        "bytes per token",
+        style="bold",
+    )
+    shown = Table("policy", "prefetch")
+    for column in ("tokens\nper s", "waited", "of off", "hits"):
+        shown.add_column(column, justify="right")
+    causes = [cause for cause in first.bytes_read if any(one.bytes_read[cause] for one in timings)]
+    for cause in causes:
+        shown.add_column(f"{cause}\nMiB", justify="right")
+    without = {timing.policy: timing.stall_ns for timing in timings if timing.prefetch == "off"}
+    for timing in timings:
+        off_ns = without.get(timing.policy)
+        shown.add_row(
+            timing.policy,
+            timing.prefetch,
+            f"{timing.tokens_per_s:.4g}",
+            f"{timing.stall_share:.1%}",
+            f"{timing.stall_ns / off_ns:.1%}" if off_ns else "-",
+            f"{timing.hit_rate:.1%}",
+            *(
+                f"{timing.bytes_read[cause] / 2**20 / max(1, timing.num_tokens):.4g}"
+                for cause in causes
+            ),
+        )
+    console.print(shown)
+
+
+def _write_csv(path: str, rows: Sequence[dict[str, Any]]) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue().encode(errors="backslashreplace"))

@@ -1,0 +1,82 @@
+"""A store and slots of experts that have sizes, but no bytes: what is simulated moves none."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from moecache.errors import MoeCacheError
+from moecache.layout import ExpertLayout
+from moecache.stores.base import Parts
+
+
+class BytelessStore:
+    """An `ExpertStore` that has a layout and nothing else."""
+
+    def __init__(self, layout: ExpertLayout) -> None:
+        self.layout = layout
+
+    def read_into(self, layer: int, expert: int, out: Parts | np.ndarray) -> None:
+        """Raise: there are no bytes."""
+        _refuse()
+
+    def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
+        """Raise: there are no bytes."""
+        _refuse()
+
+    def regions(self, layers: Iterable[int] | None = None) -> list[tuple[int, int]]:
+        """Return that nothing is in memory."""
+        return []
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Do nothing, as hints may."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to give back."""
+
+
+class BytelessSlots:
+    """A `SlotPool` without memory."""
+
+    nbytes = 0
+    fills_in_place = True
+
+    def __init__(self, layout: ExpertLayout, num_slots: int) -> None:
+        self.layout = layout
+        self.num_slots = num_slots
+
+    def regions(self) -> list[tuple[int, int]]:
+        """Return that there is no memory."""
+        return []
+
+    def slab(self, role: str) -> Any:
+        """Raise: there are no bytes."""
+        _refuse()
+
+    def expert(self, slot: int, layer: int) -> Any:
+        """Raise: there are no bytes."""
+        _refuse()
+
+    def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
+        """Raise: there are no bytes."""
+        _refuse()
+
+    def upload(self, slot: int, layer: int, parts: Mapping[str, np.ndarray]) -> object:
+        """Raise: there are no bytes."""
+        _refuse()
+
+    def discard(self, slot: int) -> None:
+        """Do nothing: no buffer was given."""
+
+    def wait(self, ticket: object) -> None:
+        """Do nothing: no upload was begun."""
+
+    def release_after_compute(self, slots: np.ndarray) -> None:
+        """Do nothing: a slot may be taken at once."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to free."""
+
+
+def _refuse() -> NoReturn:
+    raise MoeCacheError("a simulated expert has no bytes")

@@ -1,0 +1,136 @@
+"""SimulatedHost: the live loader, driven by a trace under a virtual clock."""
+
+from collections.abc import Generator
+from itertools import pairwise
+from queue import SimpleQueue
+
+import numpy as np
+
+from moecache._cache import ExpertCache
+from moecache.fetch import Cause, Load
+from moecache.layout import ExpertLayout
+from moecache.loader import SlotLoader
+from moecache.steps import Wave, waves
+from moecache.study._byteless import BytelessSlots, BytelessStore
+from moecache.study.clock import VirtualClock
+from moecache.study.device import SimulatedDevice
+from moecache.study.replay import sequence_begins, step_bounds
+from moecache.study.traces import Trace
+
+
+class SimulatedHost:
+    """A host loop that computes nothing but lets the time pass that it would take.
+
+    Attributes
+    ----------
+    clock : VirtualClock
+    device : SimulatedDevice
+    cache : ExpertCache
+    loader : SlotLoader
+        With the cache, over experts without bytes.
+    stalls_ns : list of int
+        Each wait for a wave.
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        slots: int,
+        staging_slots: int,
+        policy: str,
+        scope: str,
+        bandwidth: float,
+        latency_ns: int,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.device = SimulatedDevice(
+            self.clock, layout.expert_bytes, bandwidth=bandwidth, latency_ns=latency_ns
+        )
+        self.cache = ExpertCache(
+            layout.num_layers, layout.num_experts, slots, policy=policy, scope=scope
+        )
+        self.loader = _TracedLoader(
+            BytelessStore(layout),
+            BytelessSlots(layout, slots + staging_slots),
+            self.cache,
+            0,
+            make_fetch=self.device.attach,
+            clock=self.clock,
+        )
+        self.stalls_ns: list[int] = []
+
+    def run(self, trace: Trace, compute_ns: int, expert_share: float) -> Generator[int, None, None]:
+        """Compute a trace's steps one after the other; yield how many are done."""
+        expert_ns = round(compute_ns * expert_share)
+        bounds = step_bounds(trace)
+        begins = sequence_begins(trace, bounds).tolist()
+        bulk = trace.bulk[bounds[:-1]].tolist()
+        experts = np.ascontiguousarray(trace.experts, np.int32)
+        num_chosen = np.count_nonzero(experts >= 0, axis=2)
+        for step, (start, stop) in enumerate(pairwise(bounds.tolist())):
+            if begins[step]:
+                self.cache.begin_sequence()
+            self.loader.is_bulk = bool(bulk[step])
+            rows = stop - start
+            rest_ns = rows * (compute_ns - expert_ns)
+            for layer, num_pairs in enumerate(num_chosen[start:stop].sum(0).tolist()):
+                self.clock.advance(rest_ns)
+                if num_pairs:
+                    # A row of one token, as a host that decodes has it.
+                    ids = experts[start, layer] if rows == 1 else experts[start:stop, layer]
+                    self._compute_experts(layer, ids, num_pairs, rows * expert_ns)
+            yield step + 1
+
+    def _compute_experts(self, layer: int, ids: np.ndarray, num_pairs: int, time_ns: int) -> None:
+        clock = self.clock
+        done = spent_ns = 0
+        asked_ns = clock.now_ns
+        parts: Generator[Wave, None, None] = waves(
+            self.loader, self.cache, layer, ids, ignore_out_of_range=True
+        )
+        for wave in parts:
+            if clock.now_ns > asked_ns:
+                self.stalls_ns.append(clock.now_ns - asked_ns)
+            done += len(wave.pairs)
+            # Of the whole, so that nothing is lost by rounding.
+            until_ns = time_ns * done // num_pairs
+            clock.advance(until_ns - spent_ns)
+            spent_ns = until_ns
+            asked_ns = clock.now_ns
+
+
+class _TracedLoader(SlotLoader):
+    """Admits what the trace says was admitted, where `waves` goes by the number of rows.
+
+    Attributes
+    ----------
+    is_bulk : bool
+        Whether steps keep to their layer's fair share from now on.
+    """
+
+    is_bulk = False
+
+    def acquire(
+        self,
+        layer: int,
+        ids: np.ndarray,
+        slots: np.ndarray,
+        misses: np.ndarray,
+        arrived: "SimpleQueue[Load]",
+        *,
+        cause: Cause,
+        share: int,
+        ignore_out_of_range: bool = False,
+    ) -> tuple[list[Load], list[int]]:
+        """Lease what is there and start to load the rest, with the trace's own share."""
+        share = self._cache.fair_share(layer) if self.is_bulk else self._cache.num_experts
+        return super().acquire(
+            layer,
+            ids,
+            slots,
+            misses,
+            arrived,
+            cause=cause,
+            share=share,
+            ignore_out_of_range=ignore_out_of_range,
+        )

@@ -95,8 +95,8 @@ class Fetch(Protocol):
         Returns when it is begun, or done.
         """
 
-    def hasten(self) -> None:
-        """Let prefetches wait for nothing any more: somebody waits for one; under the lock."""
+    def hasten(self, load: Load) -> None:
+        """Let a prefetch wait for others no more: somebody waits for it; under the lock."""
 
     def look(self) -> None:
         """Take in what has arrived, without waiting; never under the loader's lock."""
@@ -194,7 +194,7 @@ class StoreFetch(LoadQueue):
         """Read it here and now; the caller is a thread that has nothing else to do."""
         self._carry_out(load)
 
-    def hasten(self) -> None:
+    def hasten(self, load: Load) -> None:
         """Do nothing: it is being read."""
 
     def look(self) -> None:

@@ -457,7 +457,7 @@ class SlotLoader:
         if not load.urgent:
             load.urgent = True
             self._count_urgent()
-            self._fetch.hasten()
+            self._fetch.hasten(load)
 
     def _count_urgent(self) -> None:
         if self._num_urgent == 0:

@@ -130,8 +130,8 @@ class ReaderFetch(LoadQueue):
             if not isinstance(error, Exception):
                 raise
 
-    def hasten(self) -> None:
-        """Let prefetches go with the others from now on."""
+    def hasten(self, load: Load) -> None:  # noqa: ARG002 - one queue of all that was deferred
+        """Let it, and the other prefetches so far, go with the demands."""
         self._reader.hasten()
 
     def look(self) -> None:

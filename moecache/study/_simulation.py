@@ -10,6 +10,7 @@ from moecache._cache import ExpertCache
 from moecache.fetch import Cause, Load
 from moecache.layout import ExpertLayout
 from moecache.loader import SlotLoader
+from moecache.prefetch import make_prefetcher
 from moecache.steps import Wave, waves
 from moecache.study._byteless import BytelessSlots, BytelessStore
 from moecache.study.clock import VirtualClock
@@ -28,6 +29,8 @@ class SimulatedHost:
     cache : ExpertCache
     loader : SlotLoader
         With the cache, over experts without bytes.
+    prefetcher : Prefetcher or None
+        Works whenever the device has nothing to do.
     stalls_ns : list of int
         Each wait for a wave.
     """
@@ -41,6 +44,7 @@ class SimulatedHost:
         scope: str,
         bandwidth: float,
         latency_ns: int,
+        prefetch: str = "off",
     ) -> None:
         self.clock = VirtualClock()
         self.device = SimulatedDevice(
@@ -49,14 +53,18 @@ class SimulatedHost:
         self.cache = ExpertCache(
             layout.num_layers, layout.num_experts, slots, policy=policy, scope=scope
         )
+        store = BytelessStore(layout)
         self.loader = _TracedLoader(
-            BytelessStore(layout),
+            store,
             BytelessSlots(layout, slots + staging_slots),
             self.cache,
             0,
             make_fetch=self.device.attach,
             clock=self.clock,
         )
+        self.prefetcher = make_prefetcher(self.loader, store, self.cache, prefetch, threaded=False)
+        if self.prefetcher is not None:
+            self.device.idle = self.prefetcher.run_one
         self.stalls_ns: list[int] = []
 
     def run(self, trace: Trace, compute_ns: int, expert_share: float) -> Generator[int, None, None]:
@@ -70,6 +78,8 @@ class SimulatedHost:
         for step, (start, stop) in enumerate(pairwise(bounds.tolist())):
             if begins[step]:
                 self.cache.begin_sequence()
+                if self.prefetcher is not None:
+                    self.prefetcher.begin_sequence()
             self.loader.is_bulk = bool(bulk[step])
             rows = stop - start
             rest_ns = rows * (compute_ns - expert_ns)
@@ -86,7 +96,12 @@ class SimulatedHost:
         done = spent_ns = 0
         asked_ns = clock.now_ns
         parts: Generator[Wave, None, None] = waves(
-            self.loader, self.cache, layer, ids, ignore_out_of_range=True
+            self.loader,
+            self.cache,
+            layer,
+            ids,
+            prefetcher=self.prefetcher,
+            ignore_out_of_range=True,
         )
         for wave in parts:
             if clock.now_ns > asked_ns:

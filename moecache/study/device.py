@@ -98,7 +98,7 @@ class SimulatedDevice(LoadQueue):
         self._fill = fill
         self._disturb = disturb
         self._lock: threading.Lock | None = None
-        self._finish: Callable[[Load], None] | None = None
+        self._finish: Callable[[Load], bool] | None = None
         self._reads: dict[Load, _Read] = {}  # begun, and not finished
         self._num_demands = 0  # of them
         self._num_begun = 0
@@ -113,7 +113,7 @@ class SimulatedDevice(LoadQueue):
         self._end_ns = 0
         clock.follow(self)
 
-    def attach(self, lock: threading.Lock, finish: Callable[[Load], None]) -> "SimulatedDevice":
+    def attach(self, lock: threading.Lock, finish: Callable[[Load], bool]) -> "SimulatedDevice":
         """Serve a loader: its `make_fetch`.
 
         Time never passes while anybody holds the loader's lock: a MoeCacheError
@@ -124,6 +124,11 @@ class SimulatedDevice(LoadQueue):
         self._lock = lock
         self._finish = finish
         return self
+
+    @property
+    def quantum_bytes(self) -> int:
+        """What of a prefetch a demand may have to wait for: a chunk."""
+        return self.chunk_bytes
 
     @property
     def num_under_way(self) -> int:
@@ -303,8 +308,8 @@ class SimulatedDevice(LoadQueue):
                 self._fill(load)
             except Exception as error:  # noqa: BLE001 - a waiting step raises it
                 load.error = error.with_traceback(None)
-        if self._finish is not None:
-            self._finish(load)
+        if self._finish is not None and not self._finish(load):
+            self._issue(load, urgent=True)
 
     def _transfer_ns(self, num_bytes: int) -> int:
         if self.bandwidth == math.inf:

@@ -20,7 +20,7 @@ from moecache.study.device import DEFAULT_LATENCY_NS
 from moecache.study.traces import Trace
 from moecache.units import format_bytes, format_bytes_per_s, format_ns, parse_bytes_per_s, parse_ns
 
-PREFETCH_MODES = ("off",)
+PREFETCH_MODES = ("off", "echo", "last", "auto")
 DEFAULT_BANDWIDTH = "25GB/s"
 DEFAULT_COMPUTE_NS = 150_000
 DEFAULT_EXPERT_SHARE = 0.5
@@ -172,7 +172,7 @@ def simulate_time(
     trace : Trace
     policy : str, default "echo"
         A name that `ExpertCache` knows.
-    prefetch : {"off"}
+    prefetch : {"off", "echo", "last", "auto"}
     capacity : int, float or str, default "25%"
         Slots, or a share of all experts, as for `replay`.
     bandwidth : int, float or str, default "25GB/s"
@@ -223,7 +223,7 @@ def simulate_time(
     )
     if staging_slots is None:
         staging_slots = num_staging_slots(trace.top_k, slots)
-    host = SimulatedHost(layout, slots, staging_slots, policy, scope, rate, latency_ns)
+    host = SimulatedHost(layout, slots, staging_slots, policy, scope, rate, latency_ns, prefetch)
     with Reporter(progress, trace.num_steps, "simulating") as report:
         for done in host.run(trace, compute_ns, expert_share):
             report(done)

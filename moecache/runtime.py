@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import re
+import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -16,6 +17,7 @@ from moecache._cache import ExpertCache
 from moecache._profiler import AccessProfiler
 from moecache._reader import Reader
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.fetch import Cause
 from moecache.layout import ExpertLayout
 from moecache.loader import SlotLoader
 from moecache.prefault import BackgroundSweep
@@ -24,7 +26,7 @@ from moecache.settings import DEFAULT_LOADER_THREADS
 from moecache.slots import SlotPool
 from moecache.steps import Lease, Wave
 from moecache.stores import ExpertStore
-from moecache.telemetry import ReadingStats, RuntimeStats
+from moecache.telemetry import PrefetchSource, ReadingStats, RuntimeStats
 from moecache.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -111,6 +113,9 @@ class ExpertRuntime:
         self._recording: "Recording | None" = None
         self._reads_before: dict[str, int] = {}
         self._reader = reader
+        self._prefetcher: PrefetchSource | None = None
+        self._num_sequences = 0
+        self._opened_ns = time.monotonic_ns()
         self._loader = SlotLoader(store, pool, cache, loader_threads, reader)
         logger.info(
             "runtime.opened experts=%d slots=%d slot_bytes=%d policy=%s scope=%s",
@@ -140,6 +145,11 @@ class ExpertRuntime:
     def profiler(self) -> AccessProfiler:
         """Which expert is used how often."""
         return self._cache.profiler
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def waves(
         self, layer: int, ids: npt.ArrayLike, *, ignore_out_of_range: bool = False
@@ -219,6 +229,7 @@ class ExpertRuntime:
 
     def begin_sequence(self) -> None:
         """Say that the next tokens do not continue the last ones."""
+        self._num_sequences += 1
         self._cache.begin_sequence()
 
     def record_trace(
@@ -272,31 +283,50 @@ class ExpertRuntime:
         return self._recording
 
     def stats(self) -> RuntimeStats:
-        """Return the counters as they are now."""
-        profiler, cache = self._cache.profiler, self._cache
+        """Return the counters as they are now; `later - earlier` is what happened between."""
+        cache, loader = self._cache, self._loader
+        profiler = cache.profiler
         return RuntimeStats(
-            num_steps=self._loader.num_steps,
+            num_steps=loader.num_steps,
+            num_resident_steps=loader.num_resident_steps,
+            num_sequences=self._num_sequences,
             num_hits=profiler.num_hits,
             num_misses=profiler.num_misses,
+            hits_by_layer=tuple(profiler.hits_by_layer.tolist()),
+            misses_by_layer=tuple(profiler.misses_by_layer.tolist()),
             num_evictions=cache.num_evictions,
-            num_reads=self._loader.num_reads,
-            num_failed_reads=self._loader.num_failed_reads,
-            bytes_read=sum(self._loader.bytes_read.values()),
+            num_reads=loader.num_reads,
+            num_failed_reads=loader.num_failed_reads,
+            bytes_demand=loader.bytes_read[Cause.DEMAND],
+            bytes_bulk=loader.bytes_read[Cause.BULK],
+            bytes_prefetch=loader.bytes_read[Cause.PREFETCH],
             num_stalls=profiler.num_miss_stalls,
             stall_ns=profiler.miss_stall_ns,
+            stall_histogram=profiler.stall_histogram,
+            num_in_flight=loader.num_in_flight,
             num_resident=cache.num_resident,
+            num_pinned=cache.num_pinned,
             capacity=cache.capacity,
-            staging_slots=self._loader.num_staging,
+            staging_slots=loader.num_staging,
             total_experts=self.layout.total_experts,
             pool_bytes=self._pool_bytes,
             policy=cache.policy,
             scope=cache.scope,
+            opened_ns=self._opened_ns,
+            since_ns=self._opened_ns,
+            taken_ns=time.monotonic_ns(),
+            num_resets=profiler.num_resets,
             reading=self._reading(),
+            prefetch=None if self._prefetcher is None else self._prefetcher.stats(),
         )
 
     def report(self) -> str:
         """Return the counters as text, with a line per layer."""
         return f"{self.stats().describe()}\n{self._cache.profiler.report()}"
+
+    def _repr_html_(self) -> str:
+        """Return the counters as a notebook shows them."""
+        return self.stats()._repr_html_()
 
     def close(self) -> None:
         """Stop the threads, write the report if asked for, free slots and file.

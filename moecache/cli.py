@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from moecache import __version__
-from moecache.commands import demo, inspect, pack, replay, trace, warm
+from moecache.commands import demo, inspect, pack, replay, top, trace, warm
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, MoeCacheError
 
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_parser(commands)
     pack.add_parser(commands)
     replay.add_parser(commands)
+    top.add_parser(commands)
     trace.add_parser(commands)
     warm.add_parser(commands)
     return parser

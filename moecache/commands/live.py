@@ -85,7 +85,8 @@ def render(
         "steps",
         Text(
             f"{now.per_s('steps'):,.0f}/s, "
-            f"{_percent(_share(counts['resident_steps'], counts['steps']))} of them all resident"
+            f"{_percent(_share(counts['resident_steps'], counts['steps']))} of them all resident; "
+            f"{now.per_s('evictions'):,.0f} evictions/s"
         ),
     )
     table.add_row(
@@ -93,7 +94,7 @@ def render(
         Text(
             f"{gauges['resident']:,.0f} of {gauges['experts']:,.0f} resident in "
             f"{gauges['slots']:,.0f} slots, {gauges['pinned']:,.0f} pinned, "
-            f"{gauges['in_flight']:,.0f} in flight; {now.per_s('evictions'):,.0f} evictions/s"
+            f"{gauges['in_flight']:,.0f} in flight"
         ),
     )
     table.add_row(

@@ -1,11 +1,8 @@
 """Prometheus metrics over HTTP: served, and read again."""
 
 import contextlib
-import http.client
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 
 from moecache.commands.paths import printable
@@ -90,6 +87,11 @@ def read_metrics(url: str) -> Sample:
         If prometheus_client is not installed: its parser is used.
     """
     check_prometheus()
+    # A tenth of a command's start, for what only this one does.
+    import http.client
+    import urllib.error
+    import urllib.request
+
     from prometheus_client.parser import text_string_to_metric_families
 
     shown = printable(url)

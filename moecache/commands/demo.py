@@ -54,7 +54,7 @@ def add_parser(commands: Any) -> None:
         "--live",
         action="store_true",
         help="show hit rates by layer, reads and stalls while text is generated; does nothing "
-        "where standard error is no terminal",
+        "where standard error is no terminal, or one that cannot move its cursor",
     )
     parser.add_argument(
         "--metrics",
@@ -160,7 +160,7 @@ def _generate(
     runtime: ExpertRuntime,
     console: Console,
 ) -> Generation:
-    if not arguments.live or not console.is_terminal:
+    if not arguments.live or not console.is_terminal or console.is_dumb_terminal:
         write_text(arguments.prompt)
         generation = generate(loop, model, arguments.prompt, arguments, write_text)
         write_text("\n")

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(render(last, ascii_only=ascii_only))
         return 0
     try:
-        if console.is_terminal:
+        if console.is_terminal and not console.is_dumb_terminal:
             _watch(console, url, last, arguments.interval, ascii_only=ascii_only)
         while True:
             time.sleep(arguments.interval)

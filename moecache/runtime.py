@@ -111,7 +111,7 @@ class ExpertRuntime:
         self.prefault: BackgroundSweep | None = None
         self.disk: DiskSpeed | None = None
         self._recording: "Recording | None" = None
-        self._reads_before: dict[str, int] = {}
+        self._reading_before: ReadingStats | None = None
         self._reader = reader
         self._prefetcher: PrefetchSource | None = None
         self._num_sequences = 0
@@ -360,29 +360,13 @@ class ExpertRuntime:
         """Note what is known about the disk; reads so far were not for requests."""
         self.disk = disk
         if self._reader is not None:
-            self._reads_before = {
-                name: getattr(self._reader, name)
-                for name in ("num_reads", "num_retries", "bytes_read", "bytes_copied", "busy_ns")
-            }
+            self._reading_before = ReadingStats.of(self._reader, None)
 
     def _reading(self) -> ReadingStats | None:
-        reader = self._reader
-        if reader is None:
+        if self._reader is None:
             return None
-        before = self._reads_before
-        return ReadingStats(
-            way="direct" if reader.direct else "buffered",
-            engine=reader.engine,
-            depth=reader.depth,
-            piece_bytes=reader.piece_bytes,
-            staging_bytes=reader.staging_bytes,
-            num_reads=reader.num_reads - before.get("num_reads", 0),
-            num_retries=reader.num_retries - before.get("num_retries", 0),
-            bytes_read=reader.bytes_read - before.get("bytes_read", 0),
-            bytes_copied=reader.bytes_copied - before.get("bytes_copied", 0),
-            busy_ns=reader.busy_ns - before.get("busy_ns", 0),
-            disk_bytes_per_s=None if self.disk is None else self.disk.bytes_per_s,
-        )
+        now = ReadingStats.of(self._reader, None if self.disk is None else self.disk.bytes_per_s)
+        return now if self._reading_before is None else now - self._reading_before
 
     def _write_report(self) -> None:
         if self._expert_stats is not None:

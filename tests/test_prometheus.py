@@ -1,6 +1,8 @@
 """Prometheus: what is exposed is what was counted, and the client's own parser reads it."""
 
+import dataclasses
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -176,6 +178,27 @@ def test_names_follow_the_conventions(runtime: moecache.ExpertRuntime) -> None:
             assert all(sample.name.endswith("_total") for sample in metric.samples)
         else:
             assert not metric.name.endswith("_total")
+
+
+def test_every_metric_is_documented(tiny_moe: Path) -> None:
+    """docs/telemetry.md names each as it is exposed, and none that is not."""
+    text = (ROOT / "docs" / "telemetry.md").read_text()
+    with moecache.open(tiny_moe, "25%", prefault="off") as runtime:
+        runtime._prefetcher = Reads()
+        metrics = list(PrometheusCollector(runtime, per_layer=True).collect())
+    exposed = {metric.name + ("_total" if metric.type == "counter" else "") for metric in metrics}
+    table = [line for line in text.splitlines() if line.startswith("| `moecache_")]
+
+    assert set(re.findall(r"`(moecache_\w+)`", "".join(table))) == exposed
+
+
+def test_every_figure_is_documented() -> None:
+    """Fields and properties of both kinds of snapshots."""
+    text = (ROOT / "docs" / "telemetry.md").read_text()
+    for kind in (moecache.RuntimeStats, PrefetchStats):
+        names = {field.name for field in dataclasses.fields(kind)}
+        names |= {name for name, value in vars(kind).items() if isinstance(value, property)}
+        assert not {name for name in names - {"num_layers"} if f"`{name}`" not in text}
 
 
 def test_a_closed_runtime_does_not_break_a_scrape(runtime: moecache.ExpertRuntime) -> None:

@@ -1,8 +1,9 @@
 """ReadingStats: how experts are read from their files."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
+from moecache._reader import Reader
 from moecache.telemetry._difference import subtracted
 from moecache.units import format_bytes
 
@@ -43,6 +44,23 @@ class ReadingStats:
     bytes_copied: int
     busy_ns: int
     disk_bytes_per_s: float | None
+
+    @classmethod
+    def of(cls, reader: Reader, disk_bytes_per_s: float | None) -> Self:
+        """Return what a reader did so far."""
+        return cls(
+            way="direct" if reader.direct else "buffered",
+            engine=reader.engine,
+            depth=reader.depth,
+            piece_bytes=reader.piece_bytes,
+            staging_bytes=reader.staging_bytes,
+            num_reads=reader.num_reads,
+            num_retries=reader.num_retries,
+            bytes_read=reader.bytes_read,
+            bytes_copied=reader.bytes_copied,
+            busy_ns=reader.busy_ns,
+            disk_bytes_per_s=disk_bytes_per_s,
+        )
 
     @property
     def bytes_per_s(self) -> float:

@@ -3,7 +3,7 @@
 import importlib
 import typing
 
-from moecache import errors, experts, prefault, sizing, units
+from moecache import errors, experts, prefault, sizing, telemetry, units
 from moecache._arc import ArcCache
 from moecache._cache import ExpertCache
 from moecache._echo import Echo
@@ -35,7 +35,7 @@ from moecache.runtime import ExpertRuntime
 from moecache.slots import HostSlots, SlotPool
 from moecache.steps import Lease, Wave
 from moecache.stores import ExpertStore, FileStore, MemoryStore, SafetensorsStore, open_store
-from moecache.telemetry import ReadingStats, RuntimeStats
+from moecache.telemetry import PrefetchStats, ReadingStats, RuntimeStats
 
 if typing.TYPE_CHECKING:
     from moecache import study
@@ -69,6 +69,7 @@ __all__ = [
     "MemoryStore",
     "MissingDependencyError",
     "MoeCacheError",
+    "PrefetchStats",
     "Reader",
     "ReadingStats",
     "Role",
@@ -90,6 +91,7 @@ __all__ = [
     "prefault",
     "sizing",
     "study",
+    "telemetry",
     "units",
 ]
 

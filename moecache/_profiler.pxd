@@ -2,6 +2,11 @@ cimport cython
 from libc.stdint cimport uint64_t
 
 
+cdef enum:
+    # Stalls below 8 ns one by one, then 8 buckets to each doubling, up to 2**41 ns: 37 minutes.
+    NUM_STALL_BUCKETS = 312
+
+
 @cython.final
 cdef class AccessProfiler:
     cdef readonly int num_layers
@@ -13,6 +18,7 @@ cdef class AccessProfiler:
     cdef uint64_t miss_count
     cdef uint64_t stall_ns
     cdef uint64_t stall_count
+    cdef uint64_t[NUM_STALL_BUCKETS] stall_buckets
     cdef uint64_t warm_hits
     cdef uint64_t warm_misses
     cdef uint64_t generation

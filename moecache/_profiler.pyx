@@ -4,7 +4,7 @@ cimport cython
 cimport numpy as cnp
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 import numpy as np
 
@@ -80,6 +80,16 @@ cdef class AccessProfiler:
         self.checked(layer, 0)
         return _rate(self.layer_hits[layer], self.layer_misses[layer])
 
+    @property
+    def hits_by_layer(self) -> np.ndarray:
+        """Accesses that found their expert, uint64 [num_layers]: a copy."""
+        return _copied(self.layer_hits, self.num_layers)
+
+    @property
+    def misses_by_layer(self) -> np.ndarray:
+        """Accesses that did not, uint64 [num_layers]: a copy."""
+        return _copied(self.layer_misses, self.num_layers)
+
     def access_count(self, Py_ssize_t layer, Py_ssize_t expert) -> int:
         """Return how often an expert was accessed."""
         self.checked(layer, expert)
@@ -142,6 +152,13 @@ cdef class AccessProfiler:
             raise ValueError(f"a stall cannot last {nanoseconds} ns")
         self.stall_ns += <uint64_t>nanoseconds
         self.stall_count += 1
+        self.stall_buckets[_stall_bucket(<uint64_t>nanoseconds)] += 1
+
+    @property
+    def stall_histogram(self) -> tuple[int, ...]:
+        """Number of stalls by their length; `stall_bucket_ns` has what each bucket holds."""
+        cdef int bucket
+        return tuple([self.stall_buckets[bucket] for bucket in range(NUM_STALL_BUCKETS)])
 
     @property
     def miss_stall_ns(self) -> int:
@@ -183,11 +200,17 @@ cdef class AccessProfiler:
             lines.append(f"layer {layer}: hit rate {self.layer_hit_rate(layer):.1%}, top {top}")
         return "\n".join(lines)
 
+    @property
+    def num_resets(self) -> int:
+        """How often `reset` was called: counts of before and after one do not compare."""
+        return self.generation
+
     def reset(self) -> None:
         """Set every counter to zero and forget the warm pin."""
         memset(self.totals, 0, self.num_layers * self.num_experts * sizeof(uint64_t))
         memset(self.layer_hits, 0, self.num_layers * sizeof(uint64_t))
         memset(self.layer_misses, 0, self.num_layers * sizeof(uint64_t))
+        memset(self.stall_buckets, 0, sizeof(self.stall_buckets))
         self.hit_count = self.miss_count = self.stall_ns = self.stall_count = 0
         self.warm_hits = self.warm_misses = 0
         self.pinned_pairs = None
@@ -200,6 +223,32 @@ cdef class AccessProfiler:
         if expert < 0 or expert >= self.num_experts:
             raise ValueError(f"expert {expert} is not in [0, {self.num_experts})")
         return 0
+
+
+def stall_bucket_ns(int bucket) -> int:
+    """Return the longest stall that a bucket of `AccessProfiler.stall_histogram` holds, in ns.
+
+    That is less than 12.5 % more than its shortest. The last bucket also holds all that are longer.
+    """
+    if bucket < 0 or bucket >= NUM_STALL_BUCKETS:
+        raise ValueError(f"bucket {bucket} is not in [0, {NUM_STALL_BUCKETS})")
+    if bucket < 8:
+        return bucket
+    return ((<uint64_t>(8 + bucket % 8) + 1) << (bucket // 8 - 1)) - 1
+
+
+cdef int _stall_bucket(uint64_t nanoseconds) noexcept nogil:
+    cdef int doublings = 0
+    while nanoseconds >= 16:
+        nanoseconds >>= 1
+        doublings += 1
+    return <int>min(<uint64_t>(8 * doublings) + nanoseconds, <uint64_t>(NUM_STALL_BUCKETS - 1))
+
+
+cdef object _copied(const uint64_t* counts, int length):
+    copy = np.empty(length, np.uint64)
+    memcpy(cnp.PyArray_DATA(<cnp.ndarray>copy), counts, length * sizeof(uint64_t))
+    return copy
 
 
 cdef double _rate(uint64_t hits, uint64_t misses) noexcept nogil:

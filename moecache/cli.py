@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from moecache import __version__
-from moecache.commands import demo, inspect, pack, replay, simulate, trace, warm
+from moecache.commands import demo, inspect, pack, replay, simulate, top, trace, warm
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, MoeCacheError
 
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     pack.add_parser(commands)
     replay.add_parser(commands)
     simulate.add_parser(commands)
+    top.add_parser(commands)
     trace.add_parser(commands)
     warm.add_parser(commands)
     return parser

@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import re
+import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -16,6 +17,7 @@ from moecache._cache import ExpertCache
 from moecache._profiler import AccessProfiler
 from moecache._reader import Reader
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.fetch import Cause
 from moecache.layout import ExpertLayout
 from moecache.loader import SlotLoader
 from moecache.predict import Predictor
@@ -116,8 +118,10 @@ class ExpertRuntime:
         self.prefault: BackgroundSweep | None = None
         self.disk: DiskSpeed | None = None
         self._recording: "Recording | None" = None
-        self._reads_before: dict[str, int] = {}
+        self._reading_before: ReadingStats | None = None
         self._reader = reader
+        self._num_sequences = 0
+        self._opened_ns = time.monotonic_ns()
         self._loader = SlotLoader(store, pool, cache, loader_threads, reader)
         # What is read around the page cache is not to be brought into it.
         cached = isinstance(store, FileStore) and (reader is None or not reader.direct)
@@ -150,6 +154,11 @@ class ExpertRuntime:
     def profiler(self) -> AccessProfiler:
         """Which expert is used how often."""
         return self._cache.profiler
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def waves(
         self, layer: int, ids: npt.ArrayLike, *, ignore_out_of_range: bool = False
@@ -231,6 +240,7 @@ class ExpertRuntime:
 
     def begin_sequence(self) -> None:
         """Say that the next tokens do not continue the last ones."""
+        self._num_sequences += 1
         self._cache.begin_sequence()
         if self._prefetcher is not None:
             self._prefetcher.begin_sequence()
@@ -318,31 +328,50 @@ class ExpertRuntime:
         return self._recording
 
     def stats(self) -> RuntimeStats:
-        """Return the counters as they are now."""
-        profiler, cache = self._cache.profiler, self._cache
+        """Return the counters as they are now; `later - earlier` is what happened between."""
+        cache, loader = self._cache, self._loader
+        profiler = cache.profiler
         return RuntimeStats(
-            num_steps=self._loader.num_steps,
+            num_steps=loader.num_steps,
+            num_resident_steps=loader.num_resident_steps,
+            num_sequences=self._num_sequences,
             num_hits=profiler.num_hits,
             num_misses=profiler.num_misses,
+            hits_by_layer=tuple(profiler.hits_by_layer.tolist()),
+            misses_by_layer=tuple(profiler.misses_by_layer.tolist()),
             num_evictions=cache.num_evictions,
-            num_reads=self._loader.num_reads,
-            num_failed_reads=self._loader.num_failed_reads,
-            bytes_read=sum(self._loader.bytes_read.values()),
+            num_reads=loader.num_reads,
+            num_failed_reads=loader.num_failed_reads,
+            bytes_demand=loader.bytes_read[Cause.DEMAND],
+            bytes_bulk=loader.bytes_read[Cause.BULK],
+            bytes_prefetch=loader.bytes_read[Cause.PREFETCH],
             num_stalls=profiler.num_miss_stalls,
             stall_ns=profiler.miss_stall_ns,
+            stall_histogram=profiler.stall_histogram,
+            num_in_flight=loader.num_in_flight,
             num_resident=cache.num_resident,
+            num_pinned=cache.num_pinned,
             capacity=cache.capacity,
-            staging_slots=self._loader.num_staging,
+            staging_slots=loader.num_staging,
             total_experts=self.layout.total_experts,
             pool_bytes=self._pool_bytes,
             policy=cache.policy,
             scope=cache.scope,
+            opened_ns=self._opened_ns,
+            since_ns=self._opened_ns,
+            taken_ns=time.monotonic_ns(),
+            num_resets=profiler.num_resets,
             reading=self._reading(),
+            prefetch=None if self._prefetcher is None else self._prefetcher.stats(),
         )
 
     def report(self) -> str:
         """Return the counters as text, with a line per layer."""
         return f"{self.stats().describe()}\n{self._cache.profiler.report()}"
+
+    def _repr_html_(self) -> str:
+        """Return the counters as a notebook shows them."""
+        return self.stats()._repr_html_()
 
     def close(self) -> None:
         """Stop the threads, write the report if asked for, free slots and file.
@@ -378,29 +407,13 @@ class ExpertRuntime:
         """Note what is known about the disk; reads so far were not for requests."""
         self.disk = disk
         if self._reader is not None:
-            self._reads_before = {
-                name: getattr(self._reader, name)
-                for name in ("num_reads", "num_retries", "bytes_read", "bytes_copied", "busy_ns")
-            }
+            self._reading_before = ReadingStats.of(self._reader, None)
 
     def _reading(self) -> ReadingStats | None:
-        reader = self._reader
-        if reader is None:
+        if self._reader is None:
             return None
-        before = self._reads_before
-        return ReadingStats(
-            way="direct" if reader.direct else "buffered",
-            engine=reader.engine,
-            depth=reader.depth,
-            piece_bytes=reader.piece_bytes,
-            staging_bytes=reader.staging_bytes,
-            num_reads=reader.num_reads - before.get("num_reads", 0),
-            num_retries=reader.num_retries - before.get("num_retries", 0),
-            bytes_read=reader.bytes_read - before.get("bytes_read", 0),
-            bytes_copied=reader.bytes_copied - before.get("bytes_copied", 0),
-            busy_ns=reader.busy_ns - before.get("busy_ns", 0),
-            disk_bytes_per_s=None if self.disk is None else self.disk.bytes_per_s,
-        )
+        now = ReadingStats.of(self._reader, None if self.disk is None else self.disk.bytes_per_s)
+        return now if self._reading_before is None else now - self._reading_before
 
     def _write_report(self) -> None:
         if self._expert_stats is not None:

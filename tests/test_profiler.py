@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moecache._profiler import AccessProfiler
+from moecache._profiler import AccessProfiler, stall_bucket_ns
 
 
 @pytest.fixture
@@ -115,6 +115,46 @@ def test_stalls_are_added_up(profiler: AccessProfiler) -> None:
     assert profiler.num_miss_stalls == 2
 
 
+@pytest.mark.parametrize("length_ns", [0, 7, 8, 15, 16, 17, 18, 1000, 123_456_789, 2**41 - 1])
+def test_a_stall_is_counted_with_those_of_its_length(length_ns: int) -> None:
+    """Its bucket ends at it or less than 12.5 % above, and the one before ends below."""
+    profiler = AccessProfiler(1, 1)
+    profiler.record_miss_stall(length_ns)
+
+    bucket = profiler.stall_histogram.index(1)
+
+    assert sum(profiler.stall_histogram) == 1
+    assert length_ns <= stall_bucket_ns(bucket) < max(length_ns * 1.125, length_ns + 1)
+    assert bucket == 0 or stall_bucket_ns(bucket - 1) < length_ns
+
+
+def test_the_last_bucket_has_all_longer_stalls() -> None:
+    """Half an hour and a year are one bucket."""
+    profiler = AccessProfiler(1, 1)
+    for length_ns in (2**41 - 1, 2**41, 10**18):
+        profiler.record_miss_stall(length_ns)
+
+    assert profiler.stall_histogram[-1] == 3
+
+
+@pytest.mark.parametrize("bucket", [-1, 312])
+def test_a_bucket_that_is_not_there_has_no_length(bucket: int) -> None:
+    """The message has the range."""
+    assert len(AccessProfiler(1, 1).stall_histogram) == 312
+    with pytest.raises(ValueError, match=rf"bucket {bucket} is not in \[0, 312\)"):
+        stall_bucket_ns(bucket)
+
+
+def test_layers_have_counts_of_their_own(profiler: AccessProfiler) -> None:
+    """Copies: what is counted later is not in them."""
+    hits, misses = profiler.hits_by_layer, profiler.misses_by_layer
+    profiler.record_hit(2, 0)
+
+    assert hits.dtype == misses.dtype == np.uint64
+    assert (hits.tolist(), misses.tolist()) == ([3, 0, 0], [1, 2, 0])
+    assert profiler.hits_by_layer.tolist() == [3, 0, 1]
+
+
 def test_a_negative_stall_is_an_error(profiler: AccessProfiler) -> None:
     """Nothing is counted then."""
     with pytest.raises(ValueError, match="a stall cannot last -1 ns"):
@@ -167,6 +207,10 @@ def test_reset_sets_everything_to_zero(profiler: AccessProfiler) -> None:
     assert (profiler.num_hits, profiler.num_misses) == (0, 0)
     assert (profiler.miss_stall_ns, profiler.num_miss_stalls) == (0, 0)
     assert not any(profiler.warm_pinned)
+    assert not any(profiler.stall_histogram)
+    assert not profiler.hits_by_layer.any()
+    assert not profiler.misses_by_layer.any()
+    assert profiler.num_resets == 1
     assert profiler.layer_access_count(0) == 0
     profiler.record_warm_pin([(0, 1)])
     assert profiler.warm_pinned == ((0, 1),)

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import moecache
 
-IMPORTED_SUBMODULES = {"errors", "experts", "prefault", "sizing", "study", "units"}
+IMPORTED_SUBMODULES = {"errors", "experts", "prefault", "sizing", "study", "telemetry", "units"}
 
 
 def test_all_lists_the_public_names() -> None:

@@ -1,8 +1,11 @@
 """`moecache demo`: a real model generates text, offloaded and resident, and both agree."""
 
 import argparse
+import contextlib
 import os
 import platform
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +24,8 @@ from moecache.commands.example import (
     generate,
     write_text,
 )
+from moecache.commands.live import LiveView
+from moecache.commands.metrics import served
 from moecache.experts import combine, gated_rows
 from moecache.opening import open  # noqa: A004 - moecache.open
 from moecache.runtime import ExpertRuntime
@@ -45,6 +50,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="text to continue")
     add_sampling_options(parser, max_new_tokens=400)
     parser.add_argument("--report", action="store_true", help="show hit rates layer by layer")
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="show hit rates by layer, reads and stalls while text is generated; does nothing "
+        "where standard error is no terminal, or one that cannot move its cursor",
+    )
+    parser.add_argument(
+        "--metrics",
+        type=int,
+        metavar="PORT",
+        help="serve Prometheus metrics on this port of 127.0.0.1 (0: any that is free), for "
+        "`moecache top`; at the end, on until Ctrl-C. Needs pip install 'moecache[prometheus]'",
+    )
     parser.set_defaults(run=run)
 
 
@@ -66,11 +84,14 @@ def run(arguments: argparse.Namespace) -> int:
             scope=arguments.scope,
             dtype=np.float32,
         ) as runtime,
+        contextlib.ExitStack() as stack,
     ):
+        url = None
+        if arguments.metrics is not None:
+            url = stack.enter_context(served(runtime, arguments.metrics))
+            console.print(f"metrics at {url}")
         model = loop.NumpyMoe(store, loop.through_moecache(runtime))
-        write_text(arguments.prompt)
-        offloaded = generate(loop, model, arguments.prompt, arguments, write_text)
-        write_text("\n")
+        offloaded = _generate(loop, model, arguments, runtime, console)
         peak_bytes = peak_rss_bytes()
         trunk_bytes = model.nbytes
         del model
@@ -78,14 +99,18 @@ def run(arguments: argparse.Namespace) -> int:
         _print_figures(
             console, arguments, runtime, offloaded, (peak_bytes, imports_bytes, trunk_bytes)
         )
-    if not equal:
-        console.print("[bold red]output differs from the fully resident run[/]")
-        return 1
-    console.print(
-        f"[bold green]output equals the fully resident run[/]: {len(offloaded.tokens)} tokens, "
-        "every logit bit by bit"
-    )
-    return 0
+        if equal:
+            console.print(
+                f"[bold green]output equals the fully resident run[/]: {len(offloaded.tokens)} "
+                "tokens, every logit bit by bit"
+            )
+        else:
+            console.print("[bold red]output differs from the fully resident run[/]")
+        if url is not None:
+            console.print(f"metrics at {url} until Ctrl-C")
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.pause()
+    return 0 if equal else 1
 
 
 def resident_experts(store: SafetensorsStore) -> Callable[..., np.ndarray]:
@@ -126,6 +151,36 @@ def peak_rss_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def _generate(
+    loop: ModuleType,
+    model: Any,
+    arguments: argparse.Namespace,
+    runtime: ExpertRuntime,
+    console: Console,
+) -> Generation:
+    if not arguments.live or not console.is_terminal or console.is_dumb_terminal:
+        write_text(arguments.prompt)
+        generation = generate(loop, model, arguments.prompt, arguments, write_text)
+        write_text("\n")
+        return generation
+    # One terminal cannot take both: what goes there too is written when the panel is done.
+    shared = sys.stdout is not None and sys.stdout.isatty()
+    parts: list[str] = []
+    try:
+        with LiveView(console, runtime) as view:
+
+            def show(part: str) -> None:
+                parts.append(part)
+                view.write(part)
+                if not shared:
+                    write_text(part)
+
+            show(arguments.prompt)
+            return generate(loop, model, arguments.prompt, arguments, show)
+    finally:
+        write_text(f"{''.join(parts)}\n" if shared else "\n")
 
 
 def _compare(

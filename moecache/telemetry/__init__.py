@@ -1,0 +1,22 @@
+"""What a runtime did: snapshots, their difference, text, HTML, JSON and Prometheus.
+
+The runtime counts, and nothing else: a snapshot is made when somebody asks for one.
+"""
+
+from moecache.telemetry._prefetch import PrefetchSource, PrefetchStats
+from moecache.telemetry._prometheus import PrometheusCollector, check_prometheus
+from moecache.telemetry._reading import ReadingStats
+from moecache.telemetry._snapshots import RuntimeStats
+from moecache.telemetry._stalls import stall_percentile_ns
+from moecache.telemetry._text import format_ns
+
+__all__ = [
+    "PrefetchSource",
+    "PrefetchStats",
+    "PrometheusCollector",
+    "ReadingStats",
+    "RuntimeStats",
+    "check_prometheus",
+    "format_ns",
+    "stall_percentile_ns",
+]

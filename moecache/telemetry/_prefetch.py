@@ -1,0 +1,132 @@
+"""PrefetchStats: what reading ahead of the router did, and what it was worth."""
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from moecache.telemetry._difference import subtracted
+
+_COUNTERS: Final = (
+    *("num_requests", "num_dropped", "num_stale", "num_issued", "num_useful", "num_late"),
+    *("num_wrong", "num_failed", "num_hinted", "num_used", "num_predicted_k", "num_found_k"),
+    *("num_predicted_2k", "num_found_2k"),
+)
+
+
+@dataclass(frozen=True)
+class PrefetchStats:
+    """Counters of reading ahead at one moment, or over an interval.
+
+    Attributes
+    ----------
+    mode : {"off", "echo", "last", "hints", "auto"}
+        What was asked for.
+    active : bool
+        Whether experts are read ahead now.
+    reason : str
+        Why, in words.
+    num_requests : int
+        Calls that named experts to be read ahead.
+    num_dropped, num_stale : int
+        Requests that a full queue dropped, and those whose layer came first.
+    num_issued : int
+        Experts read ahead, or being so.
+    num_useful, num_late, num_wrong, num_failed : int
+        Of those: used from their slot; asked for while they were being read; evicted
+        unused; not read.
+    num_hinted : int
+        Experts without a slot, whose pages alone the kernel was asked to read.
+    in_flight : int
+        Experts being read ahead.
+    num_used : int
+        Experts that steps used and that had been predicted about: what recall is a share of.
+    num_predicted_k, num_found_k : int
+        Experts predicted, as many as a step uses, and how many of them were used.
+    num_predicted_2k, num_found_2k : int
+        The same among twice as many.
+    """
+
+    mode: str
+    active: bool
+    reason: str
+    num_requests: int = 0
+    num_dropped: int = 0
+    num_stale: int = 0
+    num_issued: int = 0
+    num_useful: int = 0
+    num_late: int = 0
+    num_wrong: int = 0
+    num_failed: int = 0
+    num_hinted: int = 0
+    in_flight: int = 0
+    num_used: int = 0
+    num_predicted_k: int = 0
+    num_found_k: int = 0
+    num_predicted_2k: int = 0
+    num_found_2k: int = 0
+
+    @property
+    def recall_at_k(self) -> float:
+        """Share of the used experts that were predicted; 0.0 before the first."""
+        return _share(self.num_found_k, self.num_used)
+
+    @property
+    def recall_at_2k(self) -> float:
+        """Share of the used experts among twice as many predicted; 0.0 before the first."""
+        return _share(self.num_found_2k, self.num_used)
+
+    @property
+    def precision_at_k(self) -> float:
+        """Share of the predicted experts that were used; 0.0 before the first."""
+        return _share(self.num_found_k, self.num_predicted_k)
+
+    @property
+    def precision_at_2k(self) -> float:
+        """Share of twice as many predicted experts that were used; 0.0 before the first."""
+        return _share(self.num_found_2k, self.num_predicted_2k)
+
+    @property
+    def precision(self) -> float:
+        """Share of the experts read ahead that were asked for, of those whose fate is known.
+
+        0.0 before the first.
+        """
+        asked_for = self.num_useful + self.num_late
+        return _share(asked_for, asked_for + self.num_wrong)
+
+    def __sub__(self, earlier: "PrefetchStats") -> "PrefetchStats":
+        """Return what was counted since an earlier snapshot; the rest is as it is now."""
+        if not isinstance(earlier, PrefetchStats):
+            return NotImplemented
+        return subtracted(self, earlier, _COUNTERS)
+
+    def describe(self) -> str:
+        """Return it as lines of text."""
+        lines = [f"prefetch {self.mode}, {'on' if self.active else 'off'}: {self.reason}"]
+        if self.num_requests or self.num_issued:
+            lines.append(
+                f"  {self.num_requests} requests, {self.num_dropped} dropped, {self.num_stale} "
+                f"stale; {self.num_issued} experts read ahead: {self.num_useful} useful, "
+                f"{self.num_late} late, {self.num_wrong} wrong, {self.num_failed} failed, "
+                f"{self.in_flight} in flight"
+            )
+        if self.num_hinted:
+            lines.append(f"  {self.num_hinted} experts hinted to the page cache")
+        if self.num_used:
+            lines.append(
+                f"  foresight at k: recall {self.recall_at_k:.2f}, precision "
+                f"{self.precision_at_k:.2f}; at 2k: recall {self.recall_at_2k:.2f}, precision "
+                f"{self.precision_at_2k:.2f}"
+            )
+        return "\n".join(lines)
+
+
+class PrefetchSource(Protocol):
+    """What reads ahead, and counts what came of it."""
+
+    def stats(self) -> PrefetchStats:
+        """Return the counters as they are now."""
+        ...
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,256 @@
+"""RuntimeStats: a frozen snapshot of what a runtime did, and what can be made of it."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Final
+
+from moecache._profiler import stall_bucket_ns
+from moecache.errors import ConfigError
+from moecache.telemetry import _html, _text
+from moecache.telemetry._difference import subtracted
+from moecache.telemetry._prefetch import PrefetchStats
+from moecache.telemetry._reading import ReadingStats
+from moecache.telemetry._stalls import stall_percentile_ns
+
+# Of `RuntimeStats.to_dict`: raised when a key goes or changes its meaning.
+JSON_VERSION: Final = 1
+_COUNTERS: Final = (
+    *("num_steps", "num_resident_steps", "num_evictions", "num_reads", "num_failed_reads"),
+    *("bytes_demand", "bytes_bulk", "bytes_prefetch", "num_sequences"),
+)
+# Those that `AccessProfiler.reset` sets to zero.
+_PROFILED: Final = (
+    *("num_hits", "num_misses", "hits_by_layer", "misses_by_layer"),
+    *("num_stalls", "stall_ns", "stall_histogram"),
+)
+
+
+@dataclass(frozen=True)
+class RuntimeStats:
+    """Counters of a runtime at one moment, or with `later - earlier` over an interval.
+
+    Attributes
+    ----------
+    num_steps, num_resident_steps : int
+        Layers of forward calls that asked for experts; those that found all of them.
+    num_sequences : int
+        Calls of `begin_sequence`.
+    num_hits, num_misses : int
+        Distinct experts per step that were, or were not, there.
+    hits_by_layer, misses_by_layer : tuple of int
+        The same for each layer.
+    num_evictions : int
+    num_reads, num_failed_reads : int
+        Experts read from the store. Fewer than misses if steps share a read.
+    bytes_demand, bytes_bulk, bytes_prefetch : int
+        Read from the store into slots, for a step of one token, for one of many, and ahead
+        of any. In host memory an expert is used where it was read to: nothing else is
+        uploaded.
+    num_stalls, stall_ns : int
+        How often and how long steps had nothing to compute and waited.
+    stall_histogram : tuple of int
+        Stalls by their length, see `AccessProfiler.stall_histogram`.
+    num_in_flight : int
+        Experts that are being read, or wait for it.
+    num_resident, num_pinned, capacity, staging_slots, total_experts : int
+        Experts in the cache, those that are never evicted, its slots, slots beside it,
+        experts of the model.
+    pool_bytes : int
+        Memory of all slots.
+    policy, scope : str
+    opened_ns, since_ns, taken_ns : int
+        On the monotonic clock: when the runtime was made, since when these figures count,
+        and when they were taken.
+    num_resets : int
+        How often the profiler was reset.
+    reading : ReadingStats or None
+        None if the store itself reads.
+    prefetch : PrefetchStats or None
+        None if nothing is read ahead.
+    """
+
+    num_steps: int
+    num_resident_steps: int
+    num_sequences: int
+    num_hits: int
+    num_misses: int
+    hits_by_layer: tuple[int, ...]
+    misses_by_layer: tuple[int, ...]
+    num_evictions: int
+    num_reads: int
+    num_failed_reads: int
+    bytes_demand: int
+    bytes_bulk: int
+    bytes_prefetch: int
+    num_stalls: int
+    stall_ns: int
+    stall_histogram: tuple[int, ...]
+    num_in_flight: int
+    num_resident: int
+    num_pinned: int
+    capacity: int
+    staging_slots: int
+    total_experts: int
+    pool_bytes: int
+    policy: str
+    scope: str
+    opened_ns: int
+    since_ns: int
+    taken_ns: int
+    num_resets: int = 0
+    reading: ReadingStats | None = None
+    prefetch: PrefetchStats | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers of the model."""
+        return len(self.hits_by_layer)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of accesses that were hits; 0.0 before the first."""
+        return _rate(self.num_hits, self.num_misses)
+
+    @property
+    def hit_rates(self) -> tuple[float | None, ...]:
+        """The hit rate of each layer; None for one without accesses."""
+        return tuple(
+            _rate(hits, misses) if hits + misses else None
+            for hits, misses in zip(self.hits_by_layer, self.misses_by_layer, strict=True)
+        )
+
+    @property
+    def bytes_read(self) -> int:
+        """From the store into slots, for whatever cause."""
+        return self.bytes_demand + self.bytes_bulk + self.bytes_prefetch
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds in which this was counted: since the runtime was made, or the interval's."""
+        return (self.taken_ns - self.since_ns) / 1e9
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes read per second of `elapsed_s`."""
+        return self._per_s(self.bytes_read)
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps per second of `elapsed_s`."""
+        return self._per_s(self.num_steps)
+
+    @property
+    def stalls_per_s(self) -> float:
+        """Stalls per second of `elapsed_s`."""
+        return self._per_s(self.num_stalls)
+
+    @property
+    def stall_p50_ns(self) -> int:
+        """Length that half of the stalls do not exceed, see `stall_percentile_ns`."""
+        return stall_percentile_ns(self.stall_histogram, 50)
+
+    @property
+    def stall_p99_ns(self) -> int:
+        """Length that 99 % of the stalls do not exceed, see `stall_percentile_ns`."""
+        return stall_percentile_ns(self.stall_histogram, 99)
+
+    def __sub__(self, earlier: "RuntimeStats") -> "RuntimeStats":
+        """Return what was counted between two snapshots of one runtime.
+
+        What is no counter (experts resident, pinned, in flight, slots) is as in the later
+        one. If the profiler was reset in between, its figures are those since then.
+
+        Raises
+        ------
+        ConfigError
+            If they are not of one runtime, not in this order, or one is a difference itself.
+        """
+        if not isinstance(earlier, RuntimeStats):
+            return NotImplemented
+        if self.opened_ns != earlier.opened_ns or self.num_layers != earlier.num_layers:
+            raise ConfigError(
+                "these snapshots are of different runtimes; subtract one that the same "
+                "runtime's stats() gave before"
+            )
+        for one in (self, earlier):
+            if one.since_ns != one.opened_ns:
+                raise ConfigError(
+                    f"a difference over {one.elapsed_s:.3f} s is no snapshot; subtract what "
+                    "stats() gave"
+                )
+        if earlier.taken_ns > self.taken_ns:
+            raise ConfigError(
+                f"the snapshot to subtract is {(earlier.taken_ns - self.taken_ns) / 1e9:.3f} s "
+                "newer than the other; write later - earlier"
+            )
+        reset = self.num_resets != earlier.num_resets
+        return subtracted(
+            self,
+            earlier,
+            _COUNTERS if reset else (*_COUNTERS, *_PROFILED),
+            since_ns=earlier.taken_ns,
+            reading=(
+                self.reading - earlier.reading
+                if self.reading is not None and earlier.reading is not None
+                else self.reading
+            ),
+            prefetch=(
+                self.prefetch - earlier.prefetch
+                if self.prefetch is not None and earlier.prefetch is not None
+                else self.prefetch
+            ),
+        )
+
+    def describe(self) -> str:
+        """Return the snapshot as lines of text."""
+        return _text.describe(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain ints, floats, strings, lists and dicts, with what follows from them.
+
+        `version` is raised when a key goes or changes its meaning. `stall_histogram` has
+        pairs of the longest length of a bucket, in nanoseconds, and its number of stalls,
+        for buckets that have any.
+        """
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in {"reading", "prefetch", "stall_histogram"}
+        }
+        return {
+            "version": JSON_VERSION,
+            **{
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in fields.items()
+            },
+            "stall_histogram": [
+                [stall_bucket_ns(bucket), number]
+                for bucket, number in enumerate(self.stall_histogram)
+                if number
+            ],
+            "stall_p50_ns": self.stall_p50_ns,
+            "stall_p99_ns": self.stall_p99_ns,
+            "hit_rate": self.hit_rate,
+            "hit_rates": list(self.hit_rates),
+            "bytes_read": self.bytes_read,
+            "elapsed_s": self.elapsed_s,
+            "reading": None if self.reading is None else dataclasses.asdict(self.reading),
+            "prefetch": None if self.prefetch is None else dataclasses.asdict(self.prefetch),
+        }
+
+    def to_json(self) -> str:
+        """Return `to_dict` as one line of JSON."""
+        import json
+
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    def _repr_html_(self) -> str:
+        """Return it as a notebook shows it."""
+        return _html.render(self)
+
+    def _per_s(self, number: int) -> float:
+        return number / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+def _rate(hits: int, misses: int) -> float:
+    return hits / (hits + misses) if hits + misses else 0.0

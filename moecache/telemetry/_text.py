@@ -1,0 +1,61 @@
+"""A snapshot as lines of text."""
+
+from typing import TYPE_CHECKING
+
+from moecache.units import format_bytes
+
+if TYPE_CHECKING:
+    from moecache.telemetry._snapshots import RuntimeStats
+
+_CAUSES = ("demand", "bulk", "prefetch")
+
+
+def describe(stats: "RuntimeStats") -> str:
+    """Return the text of `RuntimeStats.describe`."""
+    lines = [
+        (
+            f"experts {stats.num_resident} resident, {stats.num_pinned} pinned, "
+            f"{stats.num_in_flight} in flight, {stats.capacity} slots, "
+            f"{stats.total_experts} in the model; {stats.staging_slots} staging slots; "
+            f"{format_bytes(stats.pool_bytes)} in all"
+        ),
+        f"policy {stats.policy}, scope {stats.scope}, {stats.num_evictions} evictions",
+        (
+            f"steps {stats.num_steps}, {stats.num_resident_steps} of them all resident; "
+            f"{stats.num_sequences} sequences begun; {stats.elapsed_s:.1f} s"
+        ),
+        (f"reads {stats.num_reads} ({describe_bytes(stats)}), {stats.num_failed_reads} failed"),
+    ]
+    if stats.num_stalls:
+        lines.append(
+            f"half of the stalls took at most {format_ns(stats.stall_p50_ns)}, 99 % at most "
+            f"{format_ns(stats.stall_p99_ns)}"
+        )
+    if stats.reading is not None:
+        lines.append(stats.reading.describe())
+    if stats.prefetch is not None:
+        lines.append(stats.prefetch.describe())
+    return "\n".join(lines)
+
+
+def describe_bytes(stats: "RuntimeStats") -> str:
+    """Return the bytes read, and by cause where there are several."""
+    causes = {name: getattr(stats, f"bytes_{name}") for name in _CAUSES}
+    parts = [f"{name} {format_bytes(value)}" for name, value in causes.items() if value]
+    total = format_bytes(stats.bytes_read)
+    return f"{total}: {', '.join(parts)}" if parts else total
+
+
+def format_ns(nanoseconds: float) -> str:
+    """Return a time in the unit that suits it.
+
+    Examples
+    --------
+    >>> format_ns(640), format_ns(81920), format_ns(2.5e6), format_ns(1.3e9)
+    ('640 ns', '81.9 us', '2.50 ms', '1.30 s')
+    """
+    for unit, factor in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if nanoseconds >= factor:
+            value = nanoseconds / factor
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return f"{nanoseconds:.0f} ns"

@@ -1,0 +1,365 @@
+"""`moecache top`, `demo --live` and `demo --metrics`: the panel, its source, its errors."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from moecache import cli
+from moecache.commands.live import render
+from moecache.commands.metrics import metrics_url, read_metrics, served
+from moecache.commands.samples import Sample, sample_metrics, sample_stats
+from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
+from moecache.telemetry import PrefetchStats, PrometheusCollector, RuntimeStats
+from tests.helpers.runtimes import drain, make_runtime
+
+prometheus_client = pytest.importorskip("prometheus_client")
+
+
+@pytest.fixture
+def stats() -> RuntimeStats:
+    """Return a snapshot of two layers' accesses and a few stalls, as of 2 s after opening."""
+    with make_runtime(24, staging=0) as runtime:
+        for ids in ([[1, 2]], [[1, 3]], [[4, 5], [5, 6]]):
+            drain(runtime, 0, np.array(ids))
+            drain(runtime, 1, np.array([[1, 2]]))
+        runtime.profiler.record_miss_stall(3_000_000)
+        found = runtime.stats()
+    return dataclasses.replace(found, taken_ns=found.opened_ns + 2 * 10**9)
+
+
+@contextlib.contextmanager
+def answering(body: bytes, status: int = 200) -> Iterator[str]:
+    """Give the URL of a server that always says the same."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def shown(sample: Sample, recent: Sample | None = None, *, ascii_only: bool = False) -> str:
+    """Return the panel as text on a terminal of 100 columns."""
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(render(sample, recent, ascii_only=ascii_only))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_what_is_served_shows_as_what_is_here(stats: RuntimeStats) -> None:
+    """A scrape gives the counts of the snapshot, but for the fineness of the stalls."""
+
+    class Source:
+        closed = False
+
+        def stats(self) -> RuntimeStats:
+            return stats
+
+    source = Source()
+    collected = PrometheusCollector(source, per_layer=True).collect()
+    here = sample_stats(stats)
+    there = sample_metrics(list(collected), taken_s=here.taken_s)
+
+    assert there is not None
+    assert there.hit_rates == here.hit_rates == list(stats.hit_rates)
+    assert there.hit_rate == stats.hit_rate
+    assert there.policy == here.policy == "lru, scope global"
+    assert there.elapsed_s == here.elapsed_s == pytest.approx(2)
+    for name in here.counts:
+        assert there.counts[name] == here.counts[name], name
+    assert there.gauges == here.gauges
+    assert here.stall_percentile_s(100) == pytest.approx(0.003, rel=0.125)
+    assert 0.0015 < there.stall_percentile_s(100) < 0.006
+
+
+def test_the_panel_has_rates_and_shares(stats: RuntimeStats) -> None:
+    """Hit rate, heat strip, bytes by cause, stalls, steps, experts, prefetch."""
+    prefetch = PrefetchStats("auto", active=True, reason="", num_useful=6, num_late=2, num_wrong=8)
+    text = shown(sample_stats(dataclasses.replace(stats, prefetch=prefetch)))
+
+    assert "moecache, lru, scope global" in text
+    assert f"{stats.hit_rate:.1%} since the start" in text
+    assert f"demand {stats.bytes_demand // 2} B/s" in text
+    assert f"{stats.num_stalls / 2:.0f}/s" in text
+    assert "p99 " in text
+    assert "of them all resident" in text
+    assert "of 24 resident in 24 slots" in text
+    assert "auto, on now; precision 50.0% (6 useful, 2 late, 8 wrong)" in text
+    assert "failed" not in text
+
+
+def test_the_strip_is_one_cell_per_layer(stats: RuntimeStats) -> None:
+    """Its height is the hit rate; blank without an access; digits where there are no blocks."""
+    sample = dataclasses.replace(
+        sample_stats(stats),
+        layer_hits={0: 0, 1: 5, 2: 0, 3: 10},
+        layer_misses={0: 9, 1: 5, 2: 0, 3: 0},
+    )
+
+    assert "▁▅ █  0% to 100%" in shown(sample)
+    assert "05 9  0% to 100%" in shown(sample, ascii_only=True)
+
+
+def test_many_layers_share_cells(stats: RuntimeStats) -> None:
+    """A strip fits into a terminal."""
+    sample = dataclasses.replace(
+        sample_stats(stats),
+        layer_hits=dict.fromkeys(range(300), 1),
+        layer_misses=dict.fromkeys(range(300), 0),
+    )
+
+    assert "█" * 60 + "  100% to 100%" in shown(sample)
+
+
+def test_a_difference_of_samples_has_its_own_rates(stats: RuntimeStats) -> None:
+    """Between two moments; a count that fell means that the server began anew."""
+    earlier = sample_stats(stats)
+    later = dataclasses.replace(
+        earlier,
+        taken_s=earlier.taken_s + 4,
+        counts={**earlier.counts, "hits": earlier.counts["hits"] + 30, "demand": 10**6},
+        layer_hits={**earlier.layer_hits, 0: earlier.layer_hits[0] + 30},
+    )
+
+    between = later.since(earlier)
+
+    assert between.hit_rate == 1.0
+    assert between.hit_rates == [1.0, None, None]
+    assert between.per_s("hits") == 7.5
+    assert between.per_s("stalls") == between.stall_percentile_s(99) == 0
+    assert "100.0% now" in shown(later, between)
+    assert earlier.since(later) is earlier
+
+
+def test_a_server_can_only_give_wrong_numbers() -> None:
+    """No number, negative ones and layers that cannot be do no harm; names are made printable."""
+    text = (
+        "moecache_uptime_seconds 1\n"
+        "moecache_hits_total NaN\nmoecache_misses_total -5\nmoecache_slots +Inf\n"
+        'moecache_layer_hits_total{layer="999999999999"} 1\n'
+        'moecache_layer_hits_total{layer="x"} 1\n'
+        'moecache_stall_seconds_bucket{le="abc"} 1\n'
+        'moecache_runtime_info{policy="\x1b[31m[red]",scope="s"} 1\n'
+    )
+    with answering(text.encode()) as url:
+        sample = read_metrics(url)
+
+    assert sample.hit_rate is None
+    assert sample.hit_rates == []
+    assert "\x1b" not in shown(sample)
+    assert "\\x1b[31m[red], scope s" in shown(sample)
+    assert "per_layer=True" in shown(sample)
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("localhost:9100", "http://localhost:9100/metrics"),
+        ("http://host:9100/", "http://host:9100/metrics"),
+        ("https://host/other?a=b", "https://host/other?a=b"),
+        ("[::1]:9100", "http://[::1]:9100/metrics"),
+    ],
+)
+def test_what_a_url_leaves_out_is_filled_in(text: str, url: str) -> None:
+    """The scheme and the path."""
+    assert metrics_url(text) == url
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ftp://host", "file:///etc/passwd", "http://", "host:99999", "a b:1", "http://[x"]
+)
+def test_what_is_no_url_is_refused(text: str) -> None:
+    """Nothing but http and https is read."""
+    with pytest.raises(ConfigError, match="write for example http://localhost:9100/metrics"):
+        metrics_url(text)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"", 404, "answers 404; is this the path"),
+        (b"", 200, "has no metrics of an open moecache runtime; register"),
+        (b"other_total 1\n", 200, "has no metrics of an open moecache runtime"),
+        (b"<html><body>hello</body></html>", 200, "no Prometheus text"),
+        (b"\xff\xfe", 200, "no Prometheus text"),
+        (b'moecache_hits_total{le="', 200, "no Prometheus text"),
+        (b"#" * (16 * 2**20 + 1), 200, "more than 16 MiB"),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error(body: bytes, status: int, message: str) -> None:
+    """It says what was asked, what was found and what to do."""
+    with answering(body, status) as url, pytest.raises(MoeCacheError, match=message) as caught:
+        read_metrics(url)
+    assert url in str(caught.value)
+
+
+def test_no_server_is_an_error_of_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1; wrong usage is 2."""
+    with answering(b"") as url:
+        pass
+    assert cli.main(["top", url]) == 1
+    assert "no answer: Connection refused; does the server run" in capsys.readouterr().err
+    assert cli.main(["top", "ftp://x"]) == 2
+    assert cli.main(["top", url, "--interval", "0"]) == 2
+    assert "--interval must be 0.1 to 3600 seconds, got 0.0" in capsys.readouterr().err
+
+
+def test_without_the_client_top_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It parses with the client's parser."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'moecache\[prometheus\]'"):
+        read_metrics("http://127.0.0.1:1/metrics")
+
+
+def test_top_once_shows_the_figures_since_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a runtime that is served by this process."""
+    with make_runtime(24, staging=0) as runtime, served(runtime, 0) as url:
+        drain(runtime, 0, np.array([[1, 2]]))
+        drain(runtime, 0, np.array([[1, 3]]))
+        assert cli.main(["top", url, "--once"]) == 0
+
+    assert "25.0% since the start" in capsys.readouterr().out
+
+
+def test_top_without_a_terminal_prints_a_panel_per_interval(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What happened in between; Ctrl-C is its ordinary end."""
+    with make_runtime(24, staging=0) as runtime, served(runtime, 0) as url:
+        drain(runtime, 0, np.array([[1, 2]]))
+        waits = iter(range(2))
+
+        def sleep(_: float) -> None:
+            if next(waits, None) is None:
+                raise KeyboardInterrupt
+            drain(runtime, 0, np.array([[1, 2]]))
+
+        monkeypatch.setattr("moecache.commands.top.time.sleep", sleep)
+        assert cli.main(["top", url]) == 0
+
+    out = capsys.readouterr().out
+    assert "100.0% now, 50.0% since the start" in out
+    assert "100.0% now, 66.7% since the start" in out
+
+
+def test_top_without_a_terminal_ends_with_its_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script is told."""
+    with make_runtime(24, staging=0) as runtime, contextlib.ExitStack() as stack:
+        url = stack.enter_context(served(runtime, 0))
+        monkeypatch.setattr("moecache.commands.top.time.sleep", lambda _: stack.close())
+        assert cli.main(["top", url]) == 1
+
+    assert "no answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_port_that_is_none_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before any text is generated."""
+    assert cli.main(["demo", "--metrics", port]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"from 0 to 65535, got {port}" in captured.err
+
+
+def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the remedy."""
+    with answering(b"") as url:
+        port = re.findall(r":(\d+)/", url)[0]
+        assert cli.main(["demo", "--metrics", port]) == 2
+    assert f"port {port} of 127.0.0.1 cannot be served: Address already" in capsys.readouterr().err
+
+
+def test_demo_serves_its_metrics_until_ctrl_c() -> None:
+    """They are there when it has ended, and the interrupt does not change the exit code."""
+    command = [sys.executable, "-m", "moecache", "demo", "--metrics", "0", "--max-new-tokens", "9"]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "until Ctrl-C" in line:
+                break
+        sample = read_metrics(line.split()[2])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+
+    assert sample.counts["steps"] == 8 * 9
+    assert len(sample.hit_rates) == 8
+
+
+def test_demo_live_shows_nothing_without_a_terminal() -> None:
+    """Text and figures are as without it."""
+    command = [sys.executable, "-m", "moecache", "demo", "--max-new-tokens", "9"]
+    plain, live = (
+        subprocess.run([*command, *options], capture_output=True, text=True, check=True, timeout=60)
+        for options in ([], ["--live"])
+    )
+
+    assert live.stdout == plain.stdout
+    assert "by layer" not in live.stderr
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_demo_live_draws_on_its_terminal(shared: bool) -> None:
+    """The panel on standard error; the text is whole, there too if both are one terminal."""
+    command = [sys.executable, "-m", "moecache", "demo", "--max-new-tokens", "60"]
+    plain = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    drawn, out = on_terminal([*command, "--live"], shared=shared)
+
+    assert "by layer" in drawn
+    assert "moecache, echo" in drawn
+    assert "output equals the fully resident run" in drawn
+    if shared:
+        assert plain in drawn.replace("\r\n", "\n")
+    else:
+        assert out == plain
+
+
+def on_terminal(command: list[str], *, shared: bool) -> tuple[str, str]:
+    """Run a command with standard error, and output if shared, on a terminal; return both."""
+    mine, its = pty.openpty()
+    with subprocess.Popen(
+        ["env", "TERM=xterm-256color", "COLUMNS=100", "LINES=50", *command],
+        stdout=its if shared else subprocess.PIPE,
+        stderr=its,
+    ) as process:
+        os.close(its)
+        parts: list[bytes] = []
+        # Read until nobody has the other end: Linux says so by EIO.
+        with contextlib.suppress(OSError):
+            while part := os.read(mine, 65536):
+                parts.append(part)
+        os.close(mine)
+        out = b"" if process.stdout is None else process.stdout.read()
+        assert process.wait(timeout=60) == 0
+    return b"".join(parts).decode(errors="replace"), out.decode()

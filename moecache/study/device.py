@@ -51,6 +51,8 @@ class SimulatedDevice(LoadQueue):
 
     Attributes
     ----------
+    bandwidth, latency_ns, chunk_bytes, prefetch_depth
+        As given, the bandwidth as a number.
     idle : callable () -> bool, or None
         Called before time passes while no demand is under way and there is room for a
         prefetch, until it returns False. Where a thread would run that prefetches.
@@ -132,8 +134,8 @@ class SimulatedDevice(LoadQueue):
 
     def begin(self) -> None:
         """Begin what is queued as demands."""
-        while self._queue:
-            self._issue(self._queue.popleft(), urgent=True)
+        for load in self.remove_all():
+            self._issue(load, urgent=True)
 
     def prefetch(self, load: Load) -> None:
         """Begin a read that every demand may overtake."""

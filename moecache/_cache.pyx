@@ -409,15 +409,6 @@ cdef class ExpertCache:
                 self.local_key(<int>(layer * self.num_experts + expert))
             )
 
-    @property
-    def num_pinned(self) -> int:
-        """Experts that are kept until they are unpinned."""
-        cdef Policy part
-        cdef int total = 0
-        for part in self.partitions:
-            total += part.pin_count
-        return total
-
     def is_pinned(self, Py_ssize_t layer, Py_ssize_t expert) -> bool:
         """Return whether an expert is pinned."""
         self.checked(layer, expert)

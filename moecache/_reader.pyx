@@ -350,6 +350,26 @@ cdef class Reader:
             self._urgent_end = self._pending_end
             pthread_mutex_unlock(&self._mutex)
 
+    def cancel(self, owner):
+        """Drop the deferred reads of a load that have not begun; it ends with ECANCELED then.
+
+        Parameters
+        ----------
+        owner : object
+            Of the load, or the first item of its owner if that is a tuple. One that is not
+            deferred, or is read to its end, goes on as it is.
+        """
+        cdef int64_t token = -1
+        for number, (held, _) in self._held.items():
+            if held is owner or (type(held) is tuple and held and held[0] is owner):
+                token = number
+                break
+        if token >= 0:
+            with nogil:
+                pthread_mutex_lock(&self._mutex)
+                self._drop_deferred(token)
+                pthread_mutex_unlock(&self._mutex)
+
     def wait(self, int64_t seen):
         """Block until a load is done, `epoch` is not `seen` any more, or a tenth of a second.
 
@@ -566,6 +586,42 @@ cdef class Reader:
             self._urgent_end = &piece.next
         self._pending = piece
         self._num_pending += 1
+
+    cdef void _drop_deferred(self, int64_t token) noexcept nogil:
+        cdef Piece **place = self._urgent_end
+        cdef bint dropped = False
+        cdef Piece *piece
+        while place[0] != NULL:
+            piece = place[0]
+            # Ranges of one read are those of loads that were submitted together.
+            if piece.ranges[0].load.token != token or piece.num_ranges == 0:
+                place = &piece.next
+                continue
+            place[0] = piece.next
+            if self._pending_end == &piece.next:
+                self._pending_end = place
+            self._num_pending -= 1
+            self._drop(piece)
+            dropped = True
+        if dropped:
+            if self._in_flight == 0 and self._num_pending == 0:
+                self.busy_ns += mc_clock_ns() - self._busy_since
+            pthread_cond_broadcast(&self._done)
+
+    cdef void _drop(self, Piece *piece) noexcept nogil:
+        """End a read that was not begun."""
+        cdef int i
+        cdef Load *load
+        for i in range(piece.num_ranges):
+            load = piece.ranges[i].load
+            load.error = ECANCELED
+            load.num_missing -= 1
+            if load.num_missing == 0:
+                self._finish(load)
+        if piece.buffer >= 0:
+            self._free_buffers[self._num_free_buffers] = piece.buffer
+            self._num_free_buffers += 1
+        free(piece)
 
     cdef Piece *_next_piece(self) noexcept nogil:
         """Take the next piece that can be read now, or NULL."""
@@ -801,23 +857,14 @@ cdef class Reader:
     cdef void _close(self, int64_t timeout_ns) noexcept nogil:
         cdef int64_t deadline = mc_clock_ns() + timeout_ns
         cdef Piece *piece
-        cdef Load *load
         cdef int i
+        cdef Load *load
         pthread_mutex_lock(&self._mutex)
         self._closed = True
         while self._pending != NULL:
             piece = self._pending
             self._pending = piece.next
-            for i in range(piece.num_ranges):
-                load = piece.ranges[i].load
-                load.error = ECANCELED
-                load.num_missing -= 1
-                if load.num_missing == 0:
-                    self._finish(load)
-            if piece.buffer >= 0:
-                self._free_buffers[self._num_free_buffers] = piece.buffer
-                self._num_free_buffers += 1
-            free(piece)
+            self._drop(piece)
         self._pending_end = &self._pending
         self._urgent_end = &self._pending
         self._num_pending = 0

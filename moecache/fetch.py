@@ -29,6 +29,7 @@ class Load:
     """One expert on its way into one slot."""
 
     __slots__ = (
+        "cancelled",
         "cause",
         "done",
         "error",
@@ -50,6 +51,7 @@ class Load:
         self.cause = cause
         self.urgent = cause in (Cause.DEMAND, Cause.BULK)  # somebody waits for it, or did
         self.staged = staged
+        self.cancelled = False  # a prefetch whose layer came without it
         self.orphaned = False  # staged, and nobody waits for it any more
         self.done = False
         self.waiting: list[SimpleQueue[Load]] = []
@@ -97,6 +99,13 @@ class Fetch(Protocol):
 
     def hasten(self, load: Load) -> None:
         """Let a prefetch wait for others no more: somebody waits for it; under the lock."""
+
+    def cancel(self, load: Load) -> bool:
+        """Take back a prefetch, as far as it is not read; under the lock.
+
+        True: it is gone, as if it had never begun. False: `finish` will be called for it,
+        with an error if it was not read to its end.
+        """
 
     def look(self) -> None:
         """Take in what has arrived, without waiting; never under the loader's lock."""
@@ -196,6 +205,10 @@ class StoreFetch(LoadQueue):
 
     def hasten(self, load: Load) -> None:
         """Do nothing: it is being read."""
+
+    def cancel(self, load: Load) -> bool:  # noqa: ARG002 - no read is taken back
+        """Do nothing: it is being read."""
+        return False
 
     def look(self) -> None:
         """Do nothing: the threads hand on what they have read."""

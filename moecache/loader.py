@@ -111,6 +111,7 @@ class SlotLoader:
         self.urgent_ns = 0  # while a load that somebody waits for was under way
         self.num_urgent_reads = 0
         self.num_failed_prefetches = 0
+        self.num_cancelled_prefetches = 0
         self.prefetch_bytes_in_flight = 0
         self.prefetch_done: Callable[[Load], object] = _ignore
         self._fetch: Fetch
@@ -122,6 +123,11 @@ class SlotLoader:
             self._fetch = ReaderFetch(reader, store, pool, self._lock, self._finish, num_threads)
         else:
             raise ConfigError(f"a {type(store).__name__} has no files that a reader could read")
+
+    @property
+    def num_prefetches(self) -> int:
+        """Of those in flight, how many nobody had asked for when they began."""
+        return len(self._prefetches)
 
     @property
     def num_in_flight(self) -> int:
@@ -195,6 +201,7 @@ class SlotLoader:
                 self.num_steps += 1
                 if count == 0:
                     self.num_resident_steps += 1
+                    self._cancel_prefetches(layer)
                     return [], []
                 claimed: list[Load] = []
                 joined: list[Load] = []
@@ -203,6 +210,7 @@ class SlotLoader:
                     for load in joined:
                         load.waiting.append(arrived)
                         self._hasten(load)
+                    self._cancel_prefetches(layer)
                     for load in claimed:
                         load.waiting.append(arrived)
                         self._submit(load)
@@ -453,6 +461,23 @@ class SlotLoader:
         for _ in loads:
             self.wait(arrived)
 
+    def _cancel_prefetches(self, layer: int) -> None:
+        """Take back what was read ahead for a layer that came without it."""
+        if not self._prefetches:
+            return
+        wrong = [
+            load
+            for load in self._prefetches
+            if load.layer == layer and not load.urgent and load.cause is Cause.PREFETCH
+        ]
+        for load in wrong:
+            if not load.cancelled:
+                load.cancelled = True
+                self.num_cancelled_prefetches += 1
+                if self._fetch.cancel(load):
+                    load.done = True
+                    self._retire(load, filled=False)
+
     def _hasten(self, load: Load) -> None:
         if not load.urgent:
             load.urgent = True
@@ -544,12 +569,12 @@ class SlotLoader:
                 return True
             ahead = load in self._prefetches
             if ahead and load.error is not None and not self._closed:
-                self.num_failed_prefetches += 1
+                self.num_failed_prefetches += not load.cancelled
                 if load.waiting:
                     # Who joined it shall not fail for what it did not ask for.
                     self._prefetches.discard(load)
                     self.prefetch_bytes_in_flight -= self._store.layout.expert_bytes(load.layer)
-                    load.error = None
+                    load.error, load.cancelled = None, False
                     return False
             load.done = True
             if load.error is None:
@@ -561,7 +586,7 @@ class SlotLoader:
             if load.orphaned:
                 self._return_staging(load.slot)
         self._drain_if_free()
-        if load.error is not None and not load.waiting and not self._closed:
+        if load.error is not None and not (load.waiting or load.cancelled or self._closed):
             self._log_failure(load)
         for arrived in load.waiting:
             arrived.put(load)

@@ -20,6 +20,7 @@ from moecache.predict import LastSelection, Predictor, SharedEcho
 from moecache.settings import PREFETCH_MODES
 from moecache.stores.base import ExpertStore
 from moecache.switch import Switch
+from moecache.telemetry import PrefetchStats
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ _LOOK_S = 0.0005
 _AVERAGED = 16
 # Until it is known what a read costs.
 _FIRST_LIKELIHOOD = 0.3
-_MIN_LIKELIHOOD = 0.05
+# A wrong one replaced an expert that some later token may have wanted.
+_MIN_LIKELIHOOD = 0.25
 _MAX_LIKELIHOOD = 0.98
 # A step of so many rows uses most experts: nothing to foresee.
 _MAX_ROWS = 16
@@ -190,6 +192,32 @@ class Prefetcher:
             self.num_stale += len(self._requests)
             self._requests.clear()
 
+    def stats(self) -> PrefetchStats:
+        """Return the counters as they are now."""
+        loader, cache, foresight = self._loader, self._cache, self.foresight
+        reason = "as it was asked to" if self.switch is None else self.switch.reason
+        return PrefetchStats(
+            mode=self.mode,
+            active=self.active and not self.closed,
+            reason=reason,
+            num_requests=self.num_requests,
+            num_dropped=self.num_dropped,
+            num_stale=self.num_stale,
+            num_issued=self.num_issued,
+            num_useful=cache.num_foreseen_hits,
+            num_late=cache.num_foreseen_late,
+            num_wrong=cache.num_foreseen_unused,
+            num_failed=loader.num_failed_prefetches,
+            num_cancelled=loader.num_cancelled_prefetches,
+            num_hinted=self.num_hinted,
+            in_flight=loader.num_prefetches,
+            num_used=foresight.num_used,
+            num_predicted_k=foresight.num_predicted_k,
+            num_found_k=foresight.num_found_k,
+            num_predicted_2k=foresight.num_predicted_2k,
+            num_found_2k=foresight.num_found_2k,
+        )
+
     def run_one(self) -> bool:
         """Begin to read one expert, the newest request's likeliest; False if there is none now."""
         while True:
@@ -308,7 +336,7 @@ class Prefetcher:
         return True
 
     def _on_done(self, load: Load) -> None:
-        if load.error is not None and load.cause is Cause.PREFETCH:
+        if load.error is not None and not load.cancelled and load.cause is Cause.PREFETCH:
             # A demand may read it all the same; a guess is not worth a second try.
             self._failed.add((load.layer, load.expert))
         if self._thread is not None and not self._idle:

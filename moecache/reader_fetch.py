@@ -134,6 +134,11 @@ class ReaderFetch(LoadQueue):
         """Let it, and the other prefetches so far, go with the demands."""
         self._reader.hasten()
 
+    def cancel(self, load: Load) -> bool:
+        """Drop what of it has not reached the kernel."""
+        self._reader.cancel(load)
+        return False
+
     def look(self) -> None:
         """Take in what has arrived."""
         if self._begun and self._reader.poll():

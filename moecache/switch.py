@@ -4,18 +4,18 @@ import statistics
 from collections.abc import Callable
 
 # Before the first trial: predictors learn, and the cache finds its residents.
-WARM_UP = 64
+WARM_UP = 32
 # Tokens in a row with it or without; the first of them still feels what was before.
 WINDOW = 16
 _SETTLING = 2
-# Pairs of windows, after which it is decided; a clear loss is one after two.
+# Pairs of windows, after which it is decided; what is clear after two is decided then.
 _PAIRS = 4
 # Tokens until it is tried again; twice as many whenever the answer is the same.
 _FIRST_HOLD = 256
 _LONGEST_HOLD = 8192
-# What is gained must be more than noise, and a loss is given up early.
+# What is gained must be more than noise.
 _WORTH_IT = 0.99
-_CLEAR_LOSS = 1.05
+_CLEAR = 0.05
 # Of the times of tokens, those in the middle count: a host pauses, a machine has neighbours.
 _TRIMMED = 0.125
 
@@ -23,10 +23,10 @@ _TRIMMED = 0.125
 class Switch:
     """Decides between on and off by comparing the time that tokens take.
 
-    After 64 tokens windows of 16 alternate, off, on, on, off, until there were four of each.
+    After 32 tokens windows of 16 alternate, off, on, on, off, until there were four of each.
     Then it stays with what was faster by the trimmed mean, on only if that gained more than
     1 %, for 256 tokens; for twice as many each time the answer is confirmed, up to 8,192. A
-    trial in which on is slower by 5 % after two pairs of windows is given up.
+    difference of 5 % after two pairs of windows decides.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class Switch:
         self.on = bool((self._place // WINDOW + 1) // 2 % 2)
         if not half and pairs:
             off, on = (_trimmed_mean(self._samples[state]) for state in (False, True))
-            if pairs == _PAIRS or (pairs > 1 and on > off * _CLEAR_LOSS):
+            if pairs == _PAIRS or (pairs > 1 and abs(on - off) > off * _CLEAR):
                 self._decide(off, on)
 
     def _decide(self, off: float, on: float) -> None:

@@ -51,6 +51,8 @@ class SimulatedDevice(LoadQueue):
 
     Attributes
     ----------
+    bandwidth, latency_ns, chunk_bytes, prefetch_depth
+        As given, the bandwidth as a number.
     idle : callable () -> bool, or None
         Called before time passes while no demand is under way and there is room for a
         prefetch, until it returns False. Where a thread would run that prefetches.
@@ -137,8 +139,8 @@ class SimulatedDevice(LoadQueue):
 
     def begin(self) -> None:
         """Begin what is queued as demands."""
-        while self._queue:
-            self._issue(self._queue.popleft(), urgent=True)
+        for load in self.remove_all():
+            self._issue(load, urgent=True)
 
     def prefetch(self, load: Load) -> None:
         """Begin a read that every demand may overtake."""
@@ -157,6 +159,19 @@ class SimulatedDevice(LoadQueue):
         elif read.is_ready:
             heappush(self._demands, (read.order, read))
             self._cut()
+
+    def cancel(self, load: Load) -> bool:
+        """Take back a prefetch; the link is free at once."""
+        read = self._reads.pop(load, None)
+        if read is None:
+            return False
+        self._num_demands -= read.urgent
+        read.is_dropped = True
+        if read is self._active:
+            self.busy_ns += self._clock.now_ns - self._start_ns
+            self._active = None
+            self._start_next()
+        return True
 
     def look(self) -> None:
         """Take in what is due, without any time passing."""
@@ -222,6 +237,8 @@ class SimulatedDevice(LoadQueue):
                 done.append(active)
         while self._latent and self._latent[0][0] <= now:
             read = heappop(self._latent)[2]
+            if read.is_dropped:
+                continue
             if read.error is None:
                 self._enqueue(read)
             else:
@@ -262,7 +279,7 @@ class SimulatedDevice(LoadQueue):
         while read is None and self._prefetches:
             order, found = heappop(self._prefetches)
             # Those that became demands have another order now.
-            read = found if order == found.order else None
+            read = found if order == found.order and not found.is_dropped else None
         if read is not None:
             self._active = read
             self._start_ns = self._clock.now_ns
@@ -331,7 +348,7 @@ class SimulatedDevice(LoadQueue):
 class _Read:
     """A load under way: what is left of it, and who goes first."""
 
-    __slots__ = ("error", "is_ready", "left_bytes", "load", "order", "urgent")
+    __slots__ = ("error", "is_dropped", "is_ready", "left_bytes", "load", "order", "urgent")
 
     def __init__(
         self, load: Load, order: int, left_bytes: int, error: Exception | None, *, urgent: bool
@@ -342,6 +359,7 @@ class _Read:
         self.error = error
         self.urgent = urgent
         self.is_ready = False  # its latency is over
+        self.is_dropped = False
 
 
 def fill_from(store: ExpertStore, pool: SlotPool) -> Callable[[Load], None]:

@@ -33,6 +33,8 @@ class PrefetchStats:
     num_useful, num_late, num_wrong, num_failed : int
         Of those: used from their slot; asked for while they were being read; evicted
         unused; not read.
+    num_cancelled : int
+        Of those: taken back before they were read, as their layer came without them.
     num_hinted : int
         Experts without a slot, whose pages alone the kernel was asked to read.
     in_flight : int
@@ -56,6 +58,7 @@ class PrefetchStats:
     num_late: int = 0
     num_wrong: int = 0
     num_failed: int = 0
+    num_cancelled: int = 0
     num_hinted: int = 0
     in_flight: int = 0
     num_used: int = 0
@@ -91,7 +94,7 @@ class PrefetchStats:
         0.0 before the first.
         """
         asked_for = self.num_useful + self.num_late
-        return _share(asked_for, asked_for + self.num_wrong)
+        return _share(asked_for, asked_for + self.num_wrong + self.num_cancelled)
 
     def __sub__(self, earlier: "PrefetchStats") -> "PrefetchStats":
         """Return what was counted since an earlier snapshot; the rest is as it is now."""
@@ -106,7 +109,8 @@ class PrefetchStats:
             lines.append(
                 f"  {self.num_requests} requests, {self.num_dropped} dropped, {self.num_stale} "
                 f"stale; {self.num_issued} experts read ahead: {self.num_useful} useful, "
-                f"{self.num_late} late, {self.num_wrong} wrong, {self.num_failed} failed, "
+                f"{self.num_late} late, {self.num_wrong} wrong, {self.num_cancelled} cancelled, "
+                f"{self.num_failed} failed, "
                 f"{self.in_flight} in flight"
             )
         if self.num_hinted:

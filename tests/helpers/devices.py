@@ -55,11 +55,12 @@ def bench(sizes: Sequence[int] = SIZES, **options: object) -> Bench:
     device = SimulatedDevice(clock, sizes.__getitem__, **{**given, **options})  # type: ignore[arg-type]
     made = Bench(clock, device)
 
-    def finish(load: Load) -> None:
+    def finish(load: Load) -> bool:
         load.done = True
         made.finished.append((load.expert, clock()))
         for arrived in load.waiting:
             arrived.put(load)
+        return True
 
     device.attach(threading.Lock(), finish)
     device.observe = lambda load, start, end: made.spans.append((load.expert, start, end))

@@ -418,6 +418,7 @@ def make_prefetcher(
     if prefetch == "auto":
         switch = Switch(
             loader.clock,
+            lambda: cache.profiler.num_misses + cache.num_foreseen_hits,
             lambda: cache.profiler.miss_stall_ns,
             lambda: sum(loader.bytes_read.values()),
         )

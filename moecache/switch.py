@@ -24,7 +24,8 @@ class Switch:
     Windows of 8 tokens alternate, off first, four times each. Then it stays with what was
     faster by the trimmed mean, on only if that gained more than 1 %, for 256 tokens; for
     twice as many each time the answer is confirmed, up to 8,192. A trial in which on is
-    slower by 5 % after two pairs of windows is given up.
+    slower by 5 % after two pairs of windows is given up. Trying what makes tokens up to
+    5 % slower costs less than 0.1 % of 10,000 tokens; what triples their time, 1.92 %.
 
     Parameters
     ----------
@@ -82,6 +83,8 @@ class Switch:
     def _note(self, time_ns: int, stall_ns: int, num_bytes: int) -> None:
         if self._left:
             self._left -= 1
+            if not self._left:
+                self.on = False
             return
         if self._place % WINDOW >= _SETTLING:
             self._samples[self.on].append((time_ns, stall_ns, num_bytes))

@@ -29,7 +29,7 @@ def outcomes(cache: ExpertCache) -> tuple[int, int, int]:
 def test_without_evict_only_a_free_slot_will_do() -> None:
     """With it the same claim takes the slot of an expert that is worth less."""
     cache = ExpertCache(1, 8, 2, policy="lfu")
-    for expert in (7, 7, 0, 1):
+    for expert in (7, 7, 0, 0, 0, 1):
         serve(cache, expert)
     assert cache.num_evictions == 1
     assert cache.claim(0, 7, evict=False) == -1

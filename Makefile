@@ -34,7 +34,7 @@ check: $(call stamp,dev) ## lint, types, stubs, spelling
 		moecache._policy moecache._arc moecache._echo moecache._echo_cache moecache._fifo moecache._lecar \
 		moecache._lfu moecache._lrfu moecache._slru moecache._stale moecache._tinylfu \
 		moecache._python_policy moecache._profiler moecache._cache moecache._replay \
-		moecache._optimum moecache._prefault moecache._reader moecache._route_log
+		moecache._optimum moecache._prefault moecache._reader moecache._route_log moecache._foresight
 	$(BIN)/codespell
 
 bench: $(call stamp,test) ## compare with other caches, in one run
@@ -53,7 +53,7 @@ notebooks: ## execute the notebooks in place; nothing of this machine stays in t
 CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_prefault_gate.py, $(wildcard tests/test_policy*.py \
 	tests/test_slru*.py tests/test_profiler.py tests/test_cache*.py tests/test_echo*.py \
 	tests/test_prefault*.py tests/test_reader*.py tests/test_route_log.py tests/test_replay.py \
-	tests/test_replay_policies.py))
+	tests/test_replay_policies.py tests/test_foresight.py))
 # The first line fails if another build than the one just made would be tested.
 CHECK_BUILD = PYTHONPATH=build/$@ $(BIN)/python -c "import moecache._cache as c; assert 'build/$@' in c.__file__, c"
 RUN_CORE_TESTS = $(BIN)/python -m pytest -q -o pythonpath="build/$@ ." $(CORE_TESTS)

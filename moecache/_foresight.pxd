@@ -15,7 +15,7 @@ cdef class Foresight:
     cdef uint8_t* classes   # [num_layers, MAX_GUESSES] of a guess: how likely it looked
     cdef uint8_t* absent    # [num_layers, MAX_GUESSES] it was neither there nor on its way
     cdef int* num_guesses   # [num_layers]
-    cdef uint64_t* used     # [num_experts] the last call in which it was used
+    cdef uint64_t* used     # [num_experts] the last call in which it was named
     cdef uint64_t call
     cdef double trials[NUM_CLASSES]
     cdef double successes[NUM_CLASSES]

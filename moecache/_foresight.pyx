@@ -73,7 +73,8 @@ cdef class Foresight:
         ----------
         layer : int
         ids : ndarray of int32 or int64, shape [n]
-            The likeliest first. Ids out of range, and those beyond the 128th, are dropped.
+            The likeliest first. Ids out of range, repeated ones, and those beyond the 128th,
+            are dropped.
         scores : ndarray of float, shape [n], optional
             Probabilities of use; more than 1 counts as 1.
         min_likelihood : float, default 0.0
@@ -109,10 +110,14 @@ cdef class Foresight:
             for i in range(n):
                 if not isfinite(values[i]) or values[i] < 0:
                     raise ValueError(f"score {values[i]} is no probability")
+        self.call += 1
         for i in range(n):
             expert = id_at(data, wide, i)
             if expert < 0 or expert >= self.cache.num_experts or count == MAX_GUESSES:
                 continue
+            if self.used[expert] == self.call:
+                continue
+            self.used[expert] = self.call
             if scored:
                 number = <int>(min(values[i], <float>1.0) * (NUM_CLASSES - 1))
             else:

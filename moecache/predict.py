@@ -62,6 +62,8 @@ class LastSelection:
         if not 0 <= layer < len(self._selections):
             return
         rows = np.asarray(ids)
+        if not rows.size:
+            return
         # A copy: the caller's array may change before it is asked for.
         row = (rows.reshape(-1, rows.shape[-1])[-1] if rows.ndim > 1 else rows).astype(np.int32)
         row = row[row >= 0].reshape(-1)
@@ -78,7 +80,8 @@ class LastSelection:
         selection = self._selections[layer]
         if selection is None:
             return np.empty(0, np.int32), None
-        return selection[: n if self._max_active is None else min(n, self._max_active)], None
+        most = n if self._max_active is None else min(n, self._max_active)
+        return selection[:most].copy(), None
 
     def begin_sequence(self) -> None:
         """Forget the selections."""
@@ -91,7 +94,7 @@ class Frequency:
     Parameters
     ----------
     num_layers, num_experts : int
-        Shape of the model, each at least 1.
+        Shape of the model, each at least 1. Layers out of range are ignored.
 
     Raises
     ------
@@ -109,6 +112,8 @@ class Frequency:
 
     def observe(self, layer: int, ids: npt.ArrayLike) -> None:
         """Count what was chosen; ids out of range are dropped."""
+        if not 0 <= layer < len(self._counts):
+            return
         rows = np.asarray(ids)
         valid = rows[(rows >= 0) & (rows < self._counts.shape[1])]
         np.add.at(self._counts[layer], valid, 1)
@@ -116,6 +121,8 @@ class Frequency:
 
     def predict(self, layer: int, n: int) -> Prediction:
         """Return the most used, ties by id, and in what share of the tokens they were used."""
+        if not 0 <= layer < len(self._counts):
+            return np.empty(0, np.int32), np.empty(0, np.float32)
         counts = self._counts[layer]
         order = np.argsort(-counts, kind="stable")[:n]
         order = order[counts[order] > 0].astype(np.int32)

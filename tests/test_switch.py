@@ -1,0 +1,191 @@
+"""Switch: what it decides from the time of tokens, and what finding out costs. No real clock."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from moecache.switch import WINDOW, Switch
+
+TRIAL = 8 * WINDOW  # tokens: four pairs of windows
+GIVEN_UP = 4 * WINDOW
+TOKEN_NS = 10_000_000
+TimeOf = Callable[[bool], float]
+
+
+class Host:
+    """Tokens on a virtual clock, whose times a test chooses."""
+
+    def __init__(self, time_of: TimeOf) -> None:
+        self.time_of = time_of
+        self.now = self.stall_ns = self.num_bytes = 0
+        self.switch = Switch(lambda: self.now, lambda: self.stall_ns, lambda: self.num_bytes)
+        self.states: list[bool] = []  # of each token, whether it was on
+
+    def run(self, num_tokens: int) -> "Host":
+        """Pass so many tokens."""
+        if not self.states:
+            self.switch.begin_token()
+        for _ in range(num_tokens):
+            on = self.switch.on
+            self.states.append(on)
+            taken = int(self.time_of(on))
+            self.now += taken
+            self.stall_ns += taken // 2
+            self.num_bytes += 2**20 if on else 3 * 2**20
+            self.switch.begin_token()
+        return self
+
+    def run_until(self, num_trials: int) -> int:
+        """Pass tokens until so many trials are over; return how many tokens that took."""
+        for count in range(100_000):
+            if self.switch.num_trials == num_trials:
+                return count
+            self.run(1)
+        raise AssertionError("the trial never ends")
+
+
+def factor(on: float) -> TimeOf:
+    """Return tokens that take so many times as long when it is on."""
+    return lambda state: TOKEN_NS * (on if state else 1.0)
+
+
+def test_it_is_off_and_untried_at_first() -> None:
+    """Before the first token nothing was found out."""
+    switch = Host(factor(1)).switch
+    assert (switch.on, switch.reason, switch.num_trials) == (False, "not tried yet", 0)
+    assert not switch.settled_off
+
+
+def test_windows_alternate_so_that_drift_counts_for_both() -> None:
+    """Off, on, on, off, twice; each of 8 tokens."""
+    states = Host(factor(0.9)).run(TRIAL).states
+    windows = [states[start : start + WINDOW] for start in range(0, TRIAL, WINDOW)]
+
+    assert all(len(set(window)) == 1 for window in windows)
+    assert [window[0] for window in windows] == [False, True, True, False] * 2
+
+
+@pytest.mark.parametrize(
+    ("on", "expected"),
+    [(0.5, True), (0.98, True), (0.995, False), (1.0, False), (1.02, False), (3.0, False)],
+)
+def test_it_stays_on_only_if_tokens_are_faster_by_more_than_a_hundredth(
+    on: float, expected: bool
+) -> None:
+    """What is as fast either way stays off."""
+    host = Host(factor(on))
+    host.run_until(1)
+    assert host.switch.on is expected
+    assert host.switch.settled_off is not expected
+
+
+@pytest.mark.parametrize(("on", "tokens"), [(1.04, TRIAL), (1.06, GIVEN_UP), (20.0, GIVEN_UP)])
+def test_a_clear_loss_is_given_up_early(on: float, tokens: int) -> None:
+    """After two pairs of windows, not four."""
+    assert Host(factor(on)).run_until(1) == tokens
+
+
+@pytest.mark.parametrize("on", [0.5, 0.98, 1.0, 1.5])
+def test_the_hold_doubles_while_the_answer_is_the_same(on: float) -> None:
+    """From 256 tokens to 8,192, and no further."""
+    host = Host(factor(on))
+    trial = host.run_until(1)
+
+    holds = [host.run_until(number) - trial for number in range(2, 10)]
+    assert holds == [256, 512, 1024, 2048, 4096, 8192, 8192, 8192]
+
+
+def test_a_later_trial_begins_without_it_too() -> None:
+    """Also where it was on meanwhile: both states are compared anew."""
+    host = Host(factor(0.8))
+    host.run_until(2)
+
+    assert host.states[-TRIAL - 1]
+    windows = host.states[-TRIAL::WINDOW]
+    assert windows == [False, True, True, False] * 2
+
+
+def test_another_answer_is_held_briefly_again() -> None:
+    """What changed once may change back."""
+    host = Host(factor(0.8))
+    host.run_until(3)
+    host.time_of = factor(1.5)
+    host.run_until(4)
+
+    assert not host.switch.on
+    assert host.run_until(5) == 256 + GIVEN_UP
+
+
+def test_about_to_be_tried_is_not_settled() -> None:
+    """Predictions are made again a token before the trial, so that they are there for it."""
+    host = Host(factor(1.5))
+    host.run_until(1)
+    host.run(254)
+    assert host.switch.settled_off
+    host.run(1)
+    assert not host.switch.settled_off
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("on", "expected"), [(0.9, True), (1.02, False), (1.2, False)])
+def test_noise_does_not_flip_it(on: float, expected: bool, seed: int) -> None:
+    """Times that vary by 2 %, and one token of 29 that takes ten times as long."""
+    rng = np.random.default_rng(seed)
+    place = itertools.count(3 * seed)
+
+    def noisy(state: bool) -> float:
+        pause = 10 if next(place) % 29 == 0 else 1
+        return TOKEN_NS * (on if state else 1) * rng.normal(1, 0.02) * pause
+
+    host = Host(noisy)
+    host.run_until(1)
+    assert host.switch.on is expected
+
+
+def test_skipped_tokens_do_not_count() -> None:
+    """A pause of a second in one state only, before every other token."""
+    host = Host(factor(0.9))
+    while host.switch.num_trials == 0:
+        host.run(1)
+        if host.switch.on:
+            host.switch.skip()
+            host.now += 10**9
+            host.switch.begin_token()
+    assert host.switch.on
+    assert "0.900 of the time" in host.switch.reason
+
+
+@pytest.mark.parametrize(("on", "expected"), [(1.0, False), (0.97, True), (1.03, False)])
+@pytest.mark.parametrize("per_token", [0.01, -0.01])
+def test_drift_hits_both_alike(on: float, expected: bool, per_token: float) -> None:
+    """Tokens that get slower, or faster, by a hundredth of the first one's time each."""
+    drift = iter(1 + per_token * np.arange(TRIAL))
+    host = Host(lambda state: TOKEN_NS * (on if state else 1) * next(drift))
+    host.run(TRIAL)
+    assert host.switch.num_trials == 1
+    assert host.switch.on is expected
+
+
+@pytest.mark.parametrize(
+    ("on", "most"),
+    [(1.02, 0.0005), (1.049, 0.001), (1.06, 0.0006), (1.5, 0.005), (2.0, 0.01), (3.0, 0.02)],
+)
+def test_trying_what_does_not_pay_costs_little(on: float, most: float) -> None:
+    """Of 10,000 tokens 192 are tried where the loss is small, 96 where it is above 5 %."""
+    host = Host(factor(on)).run(10_000)
+    loss = host.now / (10_000 * TOKEN_NS) - 1
+
+    assert sum(host.states) == (192 if on <= 1.05 else 96)
+    assert 0 < loss < most
+
+
+def test_the_reason_has_the_figures() -> None:
+    """Time, waiting and bytes, with it and without."""
+    host = Host(factor(0.5))
+    host.run_until(1)
+    assert host.switch.reason == (
+        "with it a token took 0.500 of the time without: "
+        "2.50 instead of 5.00 ms waiting, 1.0 instead of 3.0 MiB read"
+    )

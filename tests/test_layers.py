@@ -56,6 +56,7 @@ SIDEWAYS = {
     ("study", "loader"),
     ("study", "prefetch"),
     ("study", "steps"),
+    ("study", "telemetry"),
     ("opening", "runtime"),
     ("units", "errors"),
     ("settings", "errors"),

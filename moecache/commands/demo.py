@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.memory,
             policy=arguments.policy,
             scope=arguments.scope,
+            prefetch=arguments.prefetch,
             dtype=np.float32,
         ) as runtime,
         contextlib.ExitStack() as stack,
@@ -240,6 +241,8 @@ def _print_figures(
         f"{format_bytes(stats.bytes_read)} read, "
         f"{stats.stall_ns / 1e9:.2f} s waited for"
     )
+    if stats.prefetch is not None:
+        console.print(stats.prefetch.describe())
     console.print(
         f"peak RSS   {format_bytes(peak_bytes)}: imports {format_bytes(imports_bytes)}, "
         f"trunk and KV cache {format_bytes(trunk_bytes)}, slots {format_bytes(stats.pool_bytes)}, "

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.settings import POLICIES, SCOPES
+from moecache.settings import POLICIES, PREFETCH_MODES, SCOPES
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", choices=POLICIES, help="who is evicted")
     parser.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
+    parser.add_argument(
+        "--prefetch",
+        choices=PREFETCH_MODES,
+        help="which experts are read before their layer asks (default: auto, if that is faster)",
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:

@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.memory,
             policy=arguments.policy,
             scope=arguments.scope,
+            prefetch=arguments.prefetch,
             dtype=np.float32,
         ) as runtime,
     ):

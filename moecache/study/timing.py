@@ -18,12 +18,14 @@ from moecache.study._simulation import SimulatedHost
 from moecache.study.advice import expert_size
 from moecache.study.device import DEFAULT_LATENCY_NS
 from moecache.study.traces import Trace
+from moecache.telemetry import PrefetchStats
 from moecache.units import format_bytes, format_bytes_per_s, format_ns, parse_bytes_per_s, parse_ns
 
 PREFETCH_MODES = ("off", "echo", "last", "auto")
 DEFAULT_BANDWIDTH = "25GB/s"
 DEFAULT_COMPUTE_NS = 150_000
 DEFAULT_EXPERT_SHARE = 0.5
+_AHEAD = ("num_issued", "num_useful", "num_late", "num_wrong", "num_cancelled")
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,6 +59,8 @@ class Timing:
         By cause: "demand", "bulk" (steps of several rows), "prefetch".
     link_busy_ns : int
         While the device transferred.
+    prefetch_stats : PrefetchStats or None
+        What was read ahead, and came of it; None with prefetch "off".
     """
 
     policy: str
@@ -79,6 +83,7 @@ class Timing:
     num_misses: int
     bytes_read: Mapping[str, int]
     link_busy_ns: int
+    prefetch_stats: PrefetchStats | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,10 +104,12 @@ class Timing:
     def figures(self) -> dict[str, Any]:
         """Return all figures by name, for tables: `bytes_read` as bytes_demand and so on."""
         row = {field.name: getattr(self, field.name) for field in fields(self)}
-        del row["bytes_read"]
+        del row["bytes_read"], row["prefetch_stats"]
+        stats = self.prefetch_stats
         read = {f"bytes_{cause}": count for cause, count in self.bytes_read.items()}
         rates = ("tokens_per_s", "stall_share", "hit_rate")
-        return {**row, **read, **{name: getattr(self, name) for name in rates}}
+        ahead = {f"prefetch_{name}": getattr(stats, name, 0) for name in _AHEAD}
+        return {**row, **read, **ahead, **{name: getattr(self, name) for name in rates}}
 
     def describe(self) -> str:
         """Return the figures as text, a line each."""
@@ -141,6 +148,11 @@ class Timing:
             ("waited", waited),
             ("hit rate", f"{self.hit_rate:.1%}: {self.num_hits} hits, {self.num_misses} misses"),
             ("read", ", ".join(read)),
+            *(
+                ()
+                if self.prefetch_stats is None
+                else [("ahead", self.prefetch_stats.describe().replace("\n", ";"))]
+            ),
         ]
 
 
@@ -252,4 +264,5 @@ def simulate_time(
             {cause.value: num_bytes for cause, num_bytes in host.loader.bytes_read.items()}
         ),
         link_busy_ns=host.device.busy_ns,
+        prefetch_stats=None if host.prefetcher is None else host.prefetcher.stats(),
     )

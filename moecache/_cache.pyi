@@ -3,6 +3,7 @@ from typing import Self, final
 import numpy as np
 import numpy.typing as npt
 
+from moecache._echo import Echo
 from moecache._profiler import AccessProfiler
 from moecache._route_log import RouteLog
 
@@ -36,6 +37,8 @@ class ExpertCache:
     def route_log(self, value: RouteLog | None) -> None: ...
     @property
     def num_evictions(self) -> int: ...
+    @property
+    def echo(self) -> Echo | None: ...
     @property
     def num_resident(self) -> int: ...
     @property

@@ -8,6 +8,8 @@ from libc.string cimport memset
 
 import numpy as np
 
+from moecache._echo cimport Echo
+from moecache._echo_cache cimport EchoCache
 from moecache._ids cimport as_ids, id_at, int32_data, sort_by_uses
 from moecache._policies cimport make_partitions
 from moecache._policy cimport MAX_KEYS, Policy, hold, unhold
@@ -409,6 +411,12 @@ cdef class ExpertCache:
                 self.route_log.mark_sequence()
             for part in self.partitions:
                 (<Policy>part).begin_sequence()
+
+    @property
+    def echo(self) -> Echo | None:
+        """What the policies "echo" and "haz2" learn from; None with any other."""
+        part = self.partitions[0]
+        return (<EchoCache>part).echo if isinstance(part, EchoCache) else None
 
     @property
     def num_resident(self) -> int:

@@ -21,7 +21,8 @@ class Cause(enum.Enum):
 
     DEMAND = "demand"  # a token chose it
     BULK = "bulk"  # one of many tokens did
-    PREFETCH = "prefetch"  # nobody did so far
+    PREFETCH = "prefetch"  # nobody did so far, but somebody may
+    WARM_START = "warm start"  # an earlier run used it
 
 
 class Load:

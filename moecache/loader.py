@@ -158,9 +158,7 @@ class SlotLoader:
                 claimed: list[Load] = []
                 joined: list[Load] = []
                 try:
-                    bypassed = self._plan(
-                        layer, ids, slots, misses[:count], cause, claimed, joined
-                    )
+                    bypassed = self._plan(layer, ids, slots, misses[:count], cause, claimed, joined)
                     for load in joined:
                         load.waiting.append(arrived)
                     for load in claimed:
@@ -174,6 +172,49 @@ class SlotLoader:
         loads = claimed + joined
         self._begin(loads, arrived)
         return loads, bypassed
+
+    def prefetch(
+        self,
+        layer: int,
+        expert: int,
+        *,
+        cause: Cause = Cause.PREFETCH,
+        evict: bool = True,
+    ) -> bool:
+        """Read an expert that nobody asked for into a slot, and wait for it.
+
+        Parameters
+        ----------
+        layer, expert : int
+        cause : Cause, default PREFETCH
+            What its bytes are counted as.
+        evict : bool, default True
+            If false, take free slots only.
+
+        Returns
+        -------
+        bool
+            False if it is there or on its way, not worth a slot, or the runtime closes.
+        """
+        arrived: SimpleQueue[Load] = SimpleQueue()
+        self.look()
+        try:
+            with self._lock:
+                if self._closed or not (evict or self._cache.num_free):
+                    return False
+                slot = self._cache.claim(layer, expert)
+                if slot < 0:
+                    return False
+                load = Load(layer, expert, slot, cause)
+                load.waiting.append(arrived)
+                self._submit(load)
+        finally:
+            self._drain_if_free()
+        self._fetch.begin()
+        self._fetch.wait(arrived)
+        if load.error is not None and not self._closed:
+            self._log_failure(load)
+        return True
 
     def release(self, slots: np.ndarray) -> None:
         """End the leases on slots of the cache, once computations that use them are issued."""

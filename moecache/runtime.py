@@ -5,8 +5,9 @@ import logging
 import os
 import re
 from collections.abc import Generator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +20,17 @@ from moecache.errors import ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
 from moecache.loader import SlotLoader
 from moecache.prefault import BackgroundSweep
-from moecache.reading import DiskSpeed
-from moecache.settings import DEFAULT_LOADER_THREADS
+from moecache.profiles import Profile
+from moecache.reading import DiskSpeed, disk_of
+from moecache.settings import DEFAULT_LOADER_THREADS, DEFAULT_WARMPIN_AFTER
 from moecache.slots import SlotPool
 from moecache.steps import Lease, Wave
-from moecache.stores import ExpertStore
+from moecache.stores import ExpertStore, FileStore
 from moecache.telemetry import ReadingStats, RuntimeStats
 from moecache.units import parse_bytes
+from moecache.usage import KeptUsage
+from moecache.warm_start import WarmStart
+from moecache.warmpin import WarmPin
 
 if TYPE_CHECKING:
     from moecache.study.recording import Recording
@@ -58,6 +63,9 @@ class ExpertRuntime:
     reader : Reader, optional
         Reads the store's files, many experts at once; closed with the runtime.
         Without one, `store.read_into` reads one expert at a time in each thread.
+    warmpin : int or "auto", default 0
+        Experts of each layer to pin after `warmpin_after` accesses; see `WarmPin`.
+    warmpin_after : int, default 512
 
     Attributes
     ----------
@@ -66,6 +74,8 @@ class ExpertRuntime:
         `close`.
     disk : DiskSpeed or None
         What is known about the disk, if reads go around the page cache.
+    warm_start : WarmStart or None
+        What fills free slots by a profile; cancelled on `close`.
     """
 
     def __init__(
@@ -77,6 +87,8 @@ class ExpertRuntime:
         loader_threads: int = DEFAULT_LOADER_THREADS,
         expert_stats: str | os.PathLike[str] | None = None,
         reader: Reader | None = None,
+        warmpin: int | str = 0,
+        warmpin_after: int = DEFAULT_WARMPIN_AFTER,
     ) -> None:
         layout = store.layout
         if (cache.num_layers, cache.num_experts) != (layout.num_layers, layout.num_experts):
@@ -110,6 +122,10 @@ class ExpertRuntime:
         self.disk: DiskSpeed | None = None
         self._recording: "Recording | None" = None
         self._reads_before: dict[str, int] = {}
+        self.warm_start: WarmStart | None = None
+        self._usage = KeptUsage(layout, cache)
+        pin = WarmPin(cache, layout.top_k, warmpin, warmpin_after)
+        self._warm_pin = pin if pin.n else None
         self._reader = reader
         self._loader = SlotLoader(store, pool, cache, loader_threads, reader)
         logger.info(
@@ -176,6 +192,8 @@ class ExpertRuntime:
             np.asarray(ids),
             ignore_out_of_range=ignore_out_of_range,
         )
+        if self._warm_pin is not None and self._warm_pin.look():
+            self._warm_pin = None
 
     def lease(self, layer: int, ids: npt.ArrayLike, *, ignore_out_of_range: bool = False) -> Lease:
         """Return all experts of a step at once, when the last one has arrived.
@@ -201,6 +219,8 @@ class ExpertRuntime:
             If an expert cannot be read. Nothing stays leased; call again.
         """
         self._check_usable()
+        if self._warm_pin is not None and self._warm_pin.look():
+            self._warm_pin = None
         return steps.lease(
             self._loader,
             self._cache,
@@ -271,6 +291,35 @@ class ExpertRuntime:
         )
         return self._recording
 
+    def use_profile(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:
+        """Go on from what earlier runs kept in a profile, and keep this one there on `close`.
+
+        ECHO's state is restored if it has seen nothing yet, and free slots are filled in
+        the background: see `warm_start`. Of that nothing counts as an access.
+
+        Parameters
+        ----------
+        path : str or Path
+            A profile that cannot be used, or has other models only, is a warning.
+        profile : Profile, optional
+            What was read from there already.
+        """
+        self._check_usable()
+        self.warm_start = self._usage.use(path, profile, self._loader)
+
+    def save_profile(self, path: str | os.PathLike[str]) -> None:
+        """Note how experts were used, and what is known of the disk, for `open(profile=)`.
+
+        Other models and disks that the file has are kept.
+
+        Raises
+        ------
+        StoreError
+            If it cannot be written, or is no profile. What was there before still is.
+        """
+        self._check_usable()
+        self._usage.save(path, self._disks())
+
     def stats(self) -> RuntimeStats:
         """Return the counters as they are now."""
         profiler, cache = self._cache.profiler, self._cache
@@ -311,11 +360,14 @@ class ExpertRuntime:
             return
         if self.prefault is not None:
             self.prefault.cancel(0)
+        if self.warm_start is not None:
+            self.warm_start.cancel(0)
         try:
             self._loader.close()
             if self._recording is not None:
                 self._recording.close()
             self._write_report()
+            self._usage.keep(self._disks())
         finally:
             try:
                 self._pool.close()
@@ -353,6 +405,11 @@ class ExpertRuntime:
             busy_ns=reader.busy_ns - before.get("busy_ns", 0),
             disk_bytes_per_s=None if self.disk is None else self.disk.bytes_per_s,
         )
+
+    def _disks(self) -> dict[str, Any]:
+        if self.disk is None or not isinstance(self._store, FileStore):
+            return {}
+        return {disk_of(self._store): asdict(self.disk)}
 
     def _write_report(self) -> None:
         if self._expert_stats is not None:

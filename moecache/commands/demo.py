@@ -27,6 +27,8 @@ from moecache.runtime import ExpertRuntime
 from moecache.stores import SafetensorsStore, open_store
 from moecache.units import format_bytes
 
+# Of which `--profile` shows the hit rate: later on, every start is warm.
+FIRST_TOKENS = 32
 DEFAULT_PROMPT = 'class Cache:\n    """'
 
 
@@ -44,6 +46,11 @@ def add_parser(commands: Any) -> None:
     add_runtime_options(parser)
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="text to continue")
     add_sampling_options(parser, max_new_tokens=400)
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="start warm from what earlier runs kept there, and keep this run's use of experts",
+    )
     parser.add_argument("--report", action="store_true", help="show hit rates layer by layer")
     parser.set_defaults(run=run)
 
@@ -65,16 +72,33 @@ def run(arguments: argparse.Namespace) -> int:
             policy=arguments.policy,
             scope=arguments.scope,
             dtype=np.float32,
+            profile=arguments.profile,
         ) as runtime,
     ):
+        if runtime.warm_start is not None:
+            # Here what it gains is shown; a server would not wait.
+            runtime.warm_start.wait()
         model = loop.NumpyMoe(store, loop.through_moecache(runtime))
         write_text(arguments.prompt)
-        offloaded = generate(loop, model, arguments.prompt, arguments, write_text)
+        shown: list[float] = []
+
+        def show(text: str) -> None:
+            write_text(text)
+            if len(shown) < FIRST_TOKENS:
+                shown.append(runtime.profiler.hit_rate)
+
+        offloaded = generate(loop, model, arguments.prompt, arguments, show)
         write_text("\n")
         peak_bytes = peak_rss_bytes()
         trunk_bytes = model.nbytes
         del model
         equal = _compare(loop, directory, arguments, offloaded, console)
+        if arguments.profile and shown:
+            start = "cold" if runtime.warm_start is None else "warm"
+            console.print(
+                f"{start} start hit rate {shown[-1]:.1%} of the prompt and the first "
+                f"{len(shown)} tokens"
+            )
         _print_figures(
             console, arguments, runtime, offloaded, (peak_bytes, imports_bytes, trunk_bytes)
         )

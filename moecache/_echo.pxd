@@ -59,6 +59,8 @@ cdef class Echo:
     cdef float* history       # [num_experts] of the table
     cdef float discounts[8]
 
+    cdef list parts(self)
+    cdef void* part(self, str name) except NULL
     cdef int checked(self, Py_ssize_t layer) except -1
     cdef void observe_rows(
         self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k

@@ -11,7 +11,7 @@ cimport numpy as cnp
 from libc.math cimport INFINITY, expf, powf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 import numpy as np
 
@@ -217,6 +217,68 @@ cdef class Echo:
         """Forget everything."""
         self.forget_all()
 
+    def state(self) -> dict[str, np.ndarray]:
+        """Return a copy of all that was learned, for `restore`.
+
+        Returns
+        -------
+        dict of str to ndarray
+            "clock", int64 [4]: top_k of the first request (0 before it), the lowest layer
+            seen, the last one, tokens; "table" and "samples", float32 [192]; "scores",
+            float32 [256]; "fast", "slow", "own", "next_use" and "values", float32
+            [num_layers, num_experts]; "last", int32, and "cells", uint8, of that shape;
+            with a ring "masks", uint64 [num_layers, 256, words].
+        """
+        cdef cnp.ndarray array
+        cdef dict found = {
+            "clock": np.array([self.top_k, self.lowest, self.layer, self.token], np.int64)
+        }
+        for name, dtype, shape in self.parts():
+            array = np.empty(shape, dtype)
+            memcpy(cnp.PyArray_DATA(array), self.part(name), cnp.PyArray_NBYTES(array))
+            found[name] = array
+        return found
+
+    def restore(self, state) -> None:
+        """Go on from what another Echo of this shape had learned, to the last bit.
+
+        Parameters
+        ----------
+        state : mapping of str to ndarray
+            What `state` returned. Copied.
+
+        Raises
+        ------
+        ValueError
+            If an array is missing, of another shape or dtype, or has a value that no Echo
+            could have. Nothing is changed then.
+        """
+        cdef cnp.ndarray array
+        cdef int layer
+        parts = {name: (np.dtype(dtype), shape) for name, dtype, shape in self.parts()}
+        parts["clock"] = (np.dtype(np.int64), (4,))
+        given = {}
+        for name, (dtype, shape) in parts.items():
+            found = state[name] if name in state else None
+            if not isinstance(found, np.ndarray) or (found.dtype, found.shape) != (dtype, shape):
+                what = "nothing" if found is None else (
+                    f"{getattr(found, 'dtype', type(found).__name__)} "
+                    f"{list(getattr(found, 'shape', ()))}"
+                )
+                raise ValueError(f"{name} must be {dtype} {list(shape)}, got {what}")
+            given[name] = np.ascontiguousarray(found)
+        if len(state) != len(parts):
+            raise ValueError(f"unknown parts: {', '.join(sorted(set(state) - set(parts)))}")
+        _check_state(given, self.num_layers, self.num_experts)
+        top_k, lowest, last_layer, token = given["clock"].tolist()
+        self.top_k, self.lowest, self.layer, self.token = top_k, lowest, last_layer, token
+        self.scale = <float>self.num_experts / self.top_k if self.top_k else 0
+        for name, _, _ in self.parts():
+            array = given[name]
+            memcpy(self.part(name), cnp.PyArray_DATA(array), cnp.PyArray_NBYTES(array))
+        for layer in range(self.num_layers):
+            self.versions[layer] += 1
+
     @property
     def num_tokens(self) -> int:
         """Tokens seen, as far as the clock was not set back (every 2**30)."""
@@ -235,6 +297,47 @@ cdef class Echo:
         for i in range(view.shape[0]):
             view[i] = self.values[i]
         return flat.reshape(self.num_layers, self.num_experts)
+
+    cdef list parts(self):
+        # Name, dtype and shape of each array of `state`.
+        experts = (self.num_layers, self.num_experts)
+        cdef list found = [
+            ("table", np.float32, (CELLS,)),
+            ("samples", np.float32, (CELLS,)),
+            ("scores", np.float32, (ECHO_RING,)),
+            *[(name, np.float32, experts) for name in ("fast", "slow", "own", "next_use")],
+            ("values", np.float32, experts),
+            ("last", np.int32, experts),
+            ("cells", np.uint8, experts),
+        ]
+        if self.ring:
+            found.append(("masks", np.uint64, (self.num_layers, ECHO_RING, self.num_words)))
+        return found
+
+    cdef void* part(self, str name) except NULL:
+        if name == "table":
+            return self.table
+        if name == "samples":
+            return self.samples
+        if name == "scores":
+            return self.scores
+        if name == "fast":
+            return self.fast
+        if name == "slow":
+            return self.slow
+        if name == "own":
+            return self.own
+        if name == "next_use":
+            return self.next_use
+        if name == "values":
+            return self.values
+        if name == "last":
+            return self.last
+        if name == "cells":
+            return self.cells
+        if name == "masks":
+            return self.masks
+        raise KeyError(name)
 
     cdef int checked(self, Py_ssize_t layer) except -1:
         if layer < 0 or layer >= self.num_layers:
@@ -442,3 +545,40 @@ cdef class Echo:
                 self.masks, 0,
                 <size_t>self.num_layers * ECHO_RING * self.num_words * sizeof(uint64_t),
             )
+
+
+cdef object _check_state(dict given, int num_layers, int num_experts):
+    """Raise ValueError if a value is one that no Echo could have."""
+    top_k, lowest, layer, token = given["clock"].tolist()
+    # Rounding may leave a quotient of sums a little above 1.
+    most = {"samples": np.finfo(np.float32).max, "next_use": 1.001, "values": 1.001}
+    for name, array in given.items():
+        if array.dtype == np.float32 and name != "scores":
+            # Written so that NaN is out of range, too.
+            _require(
+                ((array >= 0) & (array <= most.get(name, 1))).all(),
+                f"{name} must be between 0 and {most.get(name, 1):.4g}",
+            )
+    scores = given["scores"]
+    _require(((scores < INFINITY) & (scores == scores)).all(), "scores must be below infinity")
+    _require(0 <= top_k <= num_experts, f"top_k {top_k} is not in [0, {num_experts}]")
+    _require(
+        0 <= lowest <= num_layers and (lowest < num_layers or top_k == 0),
+        f"the lowest layer, {lowest}, is not in [0, {num_layers})",
+    )
+    _require(0 <= layer < num_layers, f"layer {layer} is not in [0, {num_layers})")
+    _require(
+        (top_k > 0) <= token <= REBASE, f"the number of tokens, {token}, is not in [0, {REBASE}]"
+    )
+    last = given["last"]
+    _require(((last >= NEVER) & (last <= token)).all(), f"last must be in [{NEVER}, {token}]")
+    _require((given["cells"] < CELLS).all(), f"cells must be below {CELLS}")
+    if "masks" in given and num_experts % 64:
+        # A bit that is no expert's would be voted for past the votes' end.
+        beyond = given["masks"][:, :, -1] >> np.uint64(num_experts % 64)
+        _require(not beyond.any(), f"masks must have no bit from {num_experts} on")
+
+
+cdef object _require(condition, message):
+    if not condition:
+        raise ValueError(f"no state of an Echo: {message}")

@@ -15,6 +15,7 @@ from moecache.host_memory import free_host_bytes
 from moecache.layout import ExpertLayout
 from moecache.predict import Predictor
 from moecache.prefault import BackgroundSweep, Region, warm
+from moecache.profiles import Profile, read_profile
 from moecache.reader_fetch import MAX_CONVERTED_BYTES
 from moecache.reading import (
     STAGING_BYTES,
@@ -22,9 +23,9 @@ from moecache.reading import (
     apply,
     calibrate,
     disk_of,
-    load_profile,
+    keep_speed,
     open_reader,
-    save_profile,
+    speed_of,
 )
 from moecache.runtime import ExpertRuntime
 from moecache.settings import (
@@ -34,6 +35,8 @@ from moecache.settings import (
     DEFAULT_PREFETCH,
     DEFAULT_READ,
     DEFAULT_SCOPE,
+    DEFAULT_WARMPIN,
+    DEFAULT_WARMPIN_AFTER,
     READ_MODES,
     Settings,
     parse_prefault,
@@ -71,6 +74,8 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
     prefault: str | None = None,
     progress: Progress | None = None,
     record_trace: str | os.PathLike[str] | None = None,
+    warmpin: int | str | None = None,
+    warmpin_after: int | None = None,
 ) -> ExpertRuntime:
     """Open a checkpoint's experts for use in a bounded amount of memory.
 
@@ -109,8 +114,11 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         Keep the slots from being swapped out (mlock). By default MOECACHE_LOCK,
         else False.
     profile : str or Path, optional
-        A JSON file that keeps what is found out about the disk, so that the next
-        start need not measure it. By default MOECACHE_PROFILE, else none.
+        A file that keeps what is found out about the disk, so that the next start
+        need not measure it, and how experts were used, so that it starts warm: free
+        slots are filled in the background (`runtime.warm_start`) before anybody asks.
+        Written on `close`. A file that cannot be used is a warning. By default
+        MOECACHE_PROFILE, else none.
     loader_threads : int, optional
         Threads that read; with io_uring, one or none that helps with long
         prompts. By default MOECACHE_LOADER_THREADS, else 2; where direct reads
@@ -136,6 +144,14 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         `ExpertRuntime.record_trace`, which can be given more memory than the 256 MiB
         that this notes at most (`max_bytes=`). By default MOECACHE_RECORD_TRACE, else
         nothing is noted.
+    warmpin : int or "auto", optional
+        Once `warmpin_after` accesses were counted, keep this many experts of each layer
+        for good: the most used of those that are there, the busiest layers' first, at
+        most half the cache. 0: none. "auto": as many as a token uses, unless everything
+        fits; none with the policies "echo" and "haz2". By default MOECACHE_WARMPIN, else
+        "auto".
+    warmpin_after : int, optional
+        By default MOECACHE_WARMPIN_AFTER, else 512.
 
     Returns
     -------
@@ -219,6 +235,8 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
             expert_stats=settings.expert_stats,
             reader=reader,
             prefetch=_first(prefetch, settings.prefetch, DEFAULT_PREFETCH),
+            warmpin=_first(warmpin, settings.warmpin, DEFAULT_WARMPIN),
+            warmpin_after=_first(warmpin_after, settings.warmpin_after, DEFAULT_WARMPIN_AFTER),
         )
     except BaseException:
         if reader is not None:
@@ -226,13 +244,17 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         store.close()
         raise
     try:
+        kept_at = _first(profile, settings.profile)
+        known = None if kept_at is None else read_profile(kept_at)
         if reader is not None and reader.direct:
-            _measure_disk(runtime, reader, store, pool, _first(profile, settings.profile))
+            _measure_disk(runtime, reader, store, pool, kept_at, known)
         mode = parse_prefault(_first(prefault, settings.prefault, DEFAULT_PREFAULT))
         runtime.prefault = _start_prefault(
             runtime, mode, pool, progress, file=reader is None or not reader.direct
         )
         _start_recording(runtime, record_trace, settings.record_trace)
+        if known is not None:
+            runtime.use_profile(kept_at, known)
     except BaseException:
         runtime.close()
         raise
@@ -322,9 +344,10 @@ def _measure_disk(
     store: SafetensorsStore,
     pool: HostSlots,
     profile: str | os.PathLike[str] | None,
+    known: Profile | None,
 ) -> None:
     """Tune the reader to the disk: to what was measured before, or is measured now."""
-    kept = None if profile is None else load_profile(profile, store)
+    kept = None if known is None else speed_of(known.disks, store)
     speed = kept or _disks.get(disk_of(store))
     if speed is not None and not apply(speed, reader):
         speed = None
@@ -332,8 +355,8 @@ def _measure_disk(
         speed = calibrate(reader, store, pool)
     if speed is not None:
         _disks[disk_of(store)] = speed
-        if profile is not None and speed != kept:
-            save_profile(profile, store, speed)
+        if profile is not None and known is not None and speed != kept:
+            keep_speed(profile, store, speed)
     runtime.calibrated(speed)
 
 

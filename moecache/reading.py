@@ -1,20 +1,19 @@
 """How experts are read from their files: which way, and how much at once."""
 
-import contextlib
-import json
 import logging
 import math
 import os
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moecache._reader import ENGINES, Reader
 from moecache.errors import StoreError
+from moecache.profiles import update_profile
 from moecache.slots.base import SlotPool
 from moecache.stores.base import FileStore
 from moecache.units import format_bytes
@@ -43,7 +42,6 @@ _CALIBRATION_S = 0.3
 # What differs less is noise.
 _NOISE = 1.1
 _BLOCK = 4096
-_PROFILE_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -170,10 +168,9 @@ def disk_of(store: FileStore) -> str:
     return ",".join(devices) + (" aligned" if aligned else "")
 
 
-def load_profile(path: str | os.PathLike[str], store: FileStore) -> DiskSpeed | None:
-    """Return what an earlier run noted of this store's disk; a damaged file is a warning."""
-    document = _read_profile(Path(path))
-    entry = document.get("disks", {}).get(disk_of(store))
+def speed_of(disks: Mapping[str, Any], store: FileStore) -> DiskSpeed | None:
+    """Return what a profile has of this store's disk; what no disk could have is a warning."""
+    entry = disks.get(disk_of(store))
     if entry is None:
         return None
     try:
@@ -186,42 +183,17 @@ def load_profile(path: str | os.PathLike[str], store: FileStore) -> DiskSpeed | 
         ):
             raise ValueError(f"{str(entry)[:200]} is no calibration")
     except (TypeError, ValueError, OverflowError, KeyError) as error:
-        logger.warning("reading.profile_ignored path=%s error=%s", path, error)
+        logger.warning("reading.calibration_ignored of the profile: %s", error)
         return None
     return speed
 
 
-def save_profile(path: str | os.PathLike[str], store: FileStore, speed: DiskSpeed) -> None:
-    """Note a calibration for later runs, atomically; a file that cannot be written is a warning."""
-    path = Path(path)
-    document = _read_profile(path)
-    document["version"] = _PROFILE_VERSION
-    document.setdefault("disks", {})[disk_of(store)] = asdict(speed)
-    written = None
+def keep_speed(path: str | os.PathLike[str], store: FileStore, speed: DiskSpeed) -> None:
+    """Note a calibration in a profile; a file that cannot be written is a warning."""
     try:
-        written = path.with_name(f".{path.name}.{os.getpid()}")
-        written.write_text(json.dumps(document, indent=1) + "\n")
-        os.replace(written, path)
-    except (OSError, ValueError) as error:
-        if written is not None:
-            with contextlib.suppress(OSError):
-                written.unlink()
-        logger.warning("reading.profile_not_written path=%s error=%s", path, error)
-
-
-def _read_profile(path: Path) -> dict[str, Any]:
-    try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is no regular file")
-        document = json.loads(path.read_bytes())
-        if document["version"] != _PROFILE_VERSION or not isinstance(document["disks"], dict):
-            raise ValueError("it is of another version")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        logger.warning("reading.profile_ignored path=%s error=%s", path, str(error)[:200])
-        return {}
-    return dict(document)
+        update_profile(path, disks={disk_of(store): asdict(speed)})
+    except StoreError as error:
+        logger.warning("profile.not_written %s", error)
 
 
 def _tune(reader: Reader, queue: tuple[int, int], staging_bytes: int) -> None:

@@ -6,8 +6,9 @@ import os
 import re
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +24,17 @@ from moecache.loader import SlotLoader
 from moecache.predict import Predictor
 from moecache.prefault import BackgroundSweep
 from moecache.prefetch import check_prefetch, make_prefetcher
-from moecache.reading import DiskSpeed
-from moecache.settings import DEFAULT_LOADER_THREADS
+from moecache.profiles import Profile
+from moecache.reading import DiskSpeed, disk_of
+from moecache.settings import DEFAULT_LOADER_THREADS, DEFAULT_WARMPIN_AFTER
 from moecache.slots import SlotPool
 from moecache.steps import Lease, Wave
 from moecache.stores import ExpertStore, FileStore
 from moecache.telemetry import ReadingStats, RuntimeStats
 from moecache.units import parse_bytes
+from moecache.usage import KeptUsage
+from moecache.warm_start import WarmStart
+from moecache.warmpin import WarmPin
 
 if TYPE_CHECKING:
     from moecache.study.recording import Recording
@@ -65,6 +70,9 @@ class ExpertRuntime:
     prefetch : str or Predictor, default "off"
         Which experts are read before their layer asks, see `moecache.open`; or an object
         that predicts them.
+    warmpin : int or "auto", default 0
+        Experts of each layer to pin after `warmpin_after` accesses; see `WarmPin`.
+    warmpin_after : int, default 512
 
     Attributes
     ----------
@@ -73,6 +81,8 @@ class ExpertRuntime:
         `close`.
     disk : DiskSpeed or None
         What is known about the disk, if reads go around the page cache.
+    warm_start : WarmStart or None
+        What fills free slots by a profile; cancelled on `close`.
     """
 
     def __init__(
@@ -85,6 +95,8 @@ class ExpertRuntime:
         expert_stats: str | os.PathLike[str] | None = None,
         reader: Reader | None = None,
         prefetch: str | Predictor = "off",
+        warmpin: int | str = 0,
+        warmpin_after: int = DEFAULT_WARMPIN_AFTER,
     ) -> None:
         layout = store.layout
         if (cache.num_layers, cache.num_experts) != (layout.num_layers, layout.num_experts):
@@ -119,6 +131,10 @@ class ExpertRuntime:
         self.disk: DiskSpeed | None = None
         self._recording: "Recording | None" = None
         self._reading_before: ReadingStats | None = None
+        self.warm_start: WarmStart | None = None
+        self._usage = KeptUsage(layout, cache)
+        pin = WarmPin(cache, layout.top_k, warmpin, warmpin_after)
+        self._warm_pin = pin if pin.n else None
         self._reader = reader
         self._num_sequences = 0
         self._opened_ns = time.monotonic_ns()
@@ -196,6 +212,8 @@ class ExpertRuntime:
             prefetcher=self._prefetcher,
             ignore_out_of_range=ignore_out_of_range,
         )
+        if self._warm_pin is not None and self._warm_pin.look():
+            self._warm_pin = None
 
     def lease(self, layer: int, ids: npt.ArrayLike, *, ignore_out_of_range: bool = False) -> Lease:
         """Return all experts of a step at once, when the last one has arrived.
@@ -221,6 +239,8 @@ class ExpertRuntime:
             If an expert cannot be read. Nothing stays leased; call again.
         """
         self._check_usable()
+        if self._warm_pin is not None and self._warm_pin.look():
+            self._warm_pin = None
         return steps.lease(
             self._loader,
             self._cache,
@@ -327,6 +347,35 @@ class ExpertRuntime:
         )
         return self._recording
 
+    def use_profile(self, path: str | os.PathLike[str], profile: Profile | None = None) -> None:
+        """Go on from what earlier runs kept in a profile, and keep this one there on `close`.
+
+        ECHO's state is restored if it has seen nothing yet, and free slots are filled in
+        the background: see `warm_start`. Of that nothing counts as an access.
+
+        Parameters
+        ----------
+        path : str or Path
+            A profile that cannot be used, or has other models only, is a warning.
+        profile : Profile, optional
+            What was read from there already.
+        """
+        self._check_usable()
+        self.warm_start = self._usage.use(path, profile, self._loader)
+
+    def save_profile(self, path: str | os.PathLike[str]) -> None:
+        """Note how experts were used, and what is known of the disk, for `open(profile=)`.
+
+        Other models and disks that the file has are kept.
+
+        Raises
+        ------
+        StoreError
+            If it cannot be written, or is no profile. What was there before still is.
+        """
+        self._check_usable()
+        self._usage.save(path, self._disks())
+
     def stats(self) -> RuntimeStats:
         """Return the counters as they are now; `later - earlier` is what happened between."""
         cache, loader = self._cache, self._loader
@@ -388,11 +437,14 @@ class ExpertRuntime:
             self.prefault.cancel(0)
         if self._prefetcher is not None:
             self._prefetcher.close()
+        if self.warm_start is not None:
+            self.warm_start.cancel(0)
         try:
             self._loader.close()
             if self._recording is not None:
                 self._recording.close()
             self._write_report()
+            self._usage.keep(self._disks())
         finally:
             try:
                 self._pool.close()
@@ -414,6 +466,11 @@ class ExpertRuntime:
             return None
         now = ReadingStats.of(self._reader, None if self.disk is None else self.disk.bytes_per_s)
         return now if self._reading_before is None else now - self._reading_before
+
+    def _disks(self) -> dict[str, Any]:
+        if self.disk is None or not isinstance(self._store, FileStore):
+            return {}
+        return {disk_of(self._store): asdict(self.disk)}
 
     def _write_report(self) -> None:
         if self._expert_stats is not None:

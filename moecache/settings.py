@@ -40,6 +40,8 @@ READ_MODES = ("auto", "buffered", "direct", "mmap")
 DEFAULT_READ = "auto"
 PREFETCH_MODES = ("auto", "echo", "hints", "last", "off")
 DEFAULT_PREFETCH = "auto"
+DEFAULT_WARMPIN = "auto"
+DEFAULT_WARMPIN_AFTER = 512
 
 PREFIX = "MOECACHE_"
 # Read when the package is built, not when it runs.
@@ -66,6 +68,8 @@ class Settings:
     lock: bool | None = None
     profile: str | None = None
     record_trace: str | None = None
+    warmpin: int | str | None = None
+    warmpin_after: int | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -115,6 +119,8 @@ _EXPECTED = {
     "prefetch": (f"one of {', '.join(PREFETCH_MODES)}", DEFAULT_PREFETCH),
     "reserve": ("a size such as 2GiB", "512 MiB, trunk and KV cache"),
     "lock": ("one of on, off", "off"),
+    "warmpin": ("a number of experts, auto or off", DEFAULT_WARMPIN),
+    "warmpin_after": ("a number of accesses", str(DEFAULT_WARMPIN_AFTER)),
 }
 
 
@@ -154,6 +160,10 @@ _CHOICES = {"policy": POLICIES, "scope": SCOPES, "read": READ_MODES}
 def _parse(name: str, text: str) -> str | int | bool | None:
     if name == "loader_threads":
         return int(text) if re.fullmatch(r"[0-9]{1,3}", text) else None
+    if name in {"warmpin", "warmpin_after"}:
+        if name == "warmpin" and text.lower() in {"auto", *_OFF}:
+            return "auto" if text.lower() == "auto" else 0
+        return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
     if name in _CHOICES:
         return text if text in _CHOICES[name] else None
     if name == "lock":

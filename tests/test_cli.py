@@ -41,6 +41,21 @@ def test_demo_streams_text_and_proves_that_it_is_exact() -> None:
         assert text in done.stderr
 
 
+def test_demo_starts_warm_with_a_profile(tmp_path: Path) -> None:
+    """The second time; the text and its bits are the same."""
+    options = ("demo", "--max-new-tokens", "40", "--profile", str(tmp_path / "demo.profile"))
+    first, second = run(*options), run(*options)
+    assert (first.returncode, second.returncode) == (0, 0), second.stderr
+    assert first.stdout == second.stdout
+    rates = [
+        float(found[1])
+        for done, start in ((first, "cold"), (second, "warm"))
+        if (found := re.search(rf"{start} start hit rate ([\d.]+)% of the prompt", done.stderr))
+    ]
+    assert len(rates) == 2
+    assert rates[1] > rates[0]
+
+
 def test_demo_takes_no_more_memory_than_it_says() -> None:
     """Peak RSS at a quarter of the experts <= imports + trunk + slots + 30 MiB."""
     done = run("demo")

@@ -12,13 +12,13 @@ PACKAGE = Path(__file__).parents[1] / "moecache"
 POLICIES = {"_arc", "_echo_cache", "_fifo", "_lecar", "_lfu", "_lrfu", "_slru", "_stale"}
 POLICIES |= {"_tinylfu"}
 FLOORS = [
-    {"errors", "units", "settings", "layout"},
+    {"errors", "units", "settings", "layout", "files", "profiles"},
     {"_ids", "_policy", "_python_policy", "_policies", "_profiler", "_route_log", *POLICIES}
     | {"_echo", "_prefault", "_pieces", "_reader", "gate", "mappings", "host_memory", "regions"},
     {"_cache", "_replay", "_optimum", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts", "_foresight", "predict"},
     {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry", "study"}
-    | {"prefetch", "switch"},
+    | {"prefetch", "switch", "warmpin", "warm_start", "usage"},
     {"runtime", "opening", "packing"},
     {"commands"},
     {"cli", "__main__"},
@@ -57,11 +57,19 @@ SIDEWAYS = {
     ("study", "prefetch"),
     ("study", "steps"),
     ("study", "telemetry"),
+    ("warm_start", "fetch"),
+    ("warm_start", "loader"),
+    ("usage", "loader"),
+    ("usage", "warm_start"),
     ("opening", "runtime"),
     ("units", "errors"),
     ("settings", "errors"),
     ("settings", "units"),
     ("layout", "errors"),
+    ("files", "errors"),
+    ("profiles", "errors"),
+    ("profiles", "files"),
+    ("profiles", "layout"),
     ("__main__", "cli"),
 }
 SOURCES = sorted(path for pattern in ("*.py", "*.pyx", "*.pxd") for path in PACKAGE.rglob(pattern))

@@ -21,7 +21,10 @@ def record(
     """Generate from several prompts, as sequences of their own; return what the cache counted."""
     with (
         open_store(path) as store,
-        moecache.open(path, dtype=np.float32, record_trace=trace_path, **options) as runtime,
+        # A replay knows no pins.
+        moecache.open(
+            path, dtype=np.float32, record_trace=trace_path, warmpin=0, **options
+        ) as runtime,
     ):
         model = numpy_loop.NumpyMoe(store, numpy_loop.through_moecache(runtime))
         for seed, length in enumerate(PROMPTS):
@@ -78,7 +81,9 @@ def live_and_replayed(runtime: moecache.ExpertRuntime, path: Path) -> tuple[obje
 
 def opened(tiny_moe: Path, path: Path, **options: object) -> moecache.ExpertRuntime:
     """Open the tiny model (8 layers of 32 experts, top-4) and record."""
-    return moecache.open(tiny_moe, dtype=np.float32, prefault="off", record_trace=path, **options)
+    return moecache.open(
+        tiny_moe, dtype=np.float32, prefault="off", record_trace=path, warmpin=0, **options
+    )
 
 
 def routed(rng: np.random.Generator, rows: int) -> np.ndarray:

@@ -32,6 +32,8 @@ from moecache.runtime import ExpertRuntime
 from moecache.stores import SafetensorsStore, open_store
 from moecache.units import format_bytes
 
+# Of which `--profile` shows the hit rate: later on, every start is warm.
+FIRST_TOKENS = 32
 DEFAULT_PROMPT = 'class Cache:\n    """'
 
 
@@ -49,6 +51,11 @@ def add_parser(commands: Any) -> None:
     add_runtime_options(parser)
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="text to continue")
     add_sampling_options(parser, max_new_tokens=400)
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="start warm from what earlier runs kept there, and keep this run's use of experts",
+    )
     parser.add_argument("--report", action="store_true", help="show hit rates layer by layer")
     parser.add_argument(
         "--live",
@@ -84,19 +91,30 @@ def run(arguments: argparse.Namespace) -> int:
             scope=arguments.scope,
             prefetch=arguments.prefetch,
             dtype=np.float32,
+            profile=arguments.profile,
         ) as runtime,
         contextlib.ExitStack() as stack,
     ):
+        if runtime.warm_start is not None:
+            # Here what it gains is shown; a server would not wait.
+            runtime.warm_start.wait()
         url = None
         if arguments.metrics is not None:
             url = stack.enter_context(served(runtime, arguments.metrics))
             console.print(f"metrics at {url}")
         model = loop.NumpyMoe(store, loop.through_moecache(runtime))
-        offloaded = _generate(loop, model, arguments, runtime, console)
+        shown: list[float] = []
+        offloaded = _generate(loop, model, arguments, runtime, console, shown)
         peak_bytes = peak_rss_bytes()
         trunk_bytes = model.nbytes
         del model
         equal = _compare(loop, directory, arguments, offloaded, console)
+        if arguments.profile and shown:
+            start = "cold" if runtime.warm_start is None else "warm"
+            console.print(
+                f"{start} start hit rate {shown[-1]:.1%} of the prompt and the first "
+                f"{len(shown)} tokens"
+            )
         _print_figures(
             console, arguments, runtime, offloaded, (peak_bytes, imports_bytes, trunk_bytes)
         )
@@ -160,10 +178,21 @@ def _generate(
     arguments: argparse.Namespace,
     runtime: ExpertRuntime,
     console: Console,
+    hit_rates: list[float],
 ) -> Generation:
+    """Generate, show the text, and note the hit rate after each of the first tokens."""
+
+    def note() -> None:
+        if len(hit_rates) < FIRST_TOKENS:
+            hit_rates.append(runtime.profiler.hit_rate)
+
+    def write(part: str) -> None:
+        write_text(part)
+        note()
+
     if not arguments.live or not console.is_terminal or console.is_dumb_terminal:
         write_text(arguments.prompt)
-        generation = generate(loop, model, arguments.prompt, arguments, write_text)
+        generation = generate(loop, model, arguments.prompt, arguments, write)
         write_text("\n")
         return generation
     # One terminal cannot take both: what goes there too is written when the panel is done.
@@ -173,6 +202,7 @@ def _generate(
         with LiveView(console, runtime) as view:
 
             def show(part: str) -> None:
+                note()
                 parts.append(part)
                 view.write(part)
                 if not shared:

@@ -14,9 +14,9 @@ from rich.table import Table
 from moecache.commands.arguments import check_outputs, choose, load_traces, naming, split
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError
+from moecache.files import write_whole
 from moecache.settings import DEFAULT_POLICY, POLICIES, SCOPES
 from moecache.study._arguments import clip_capacity
-from moecache.study._files import write_whole
 from moecache.study.advice import expert_size
 from moecache.study.device import DEFAULT_LATENCY_NS
 from moecache.study.timing import (

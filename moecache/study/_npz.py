@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from moecache.errors import FormatError, StoreError
-from moecache.study._files import whole_file
+from moecache.files import whole_file
 from moecache.units import format_bytes
 
 if TYPE_CHECKING:

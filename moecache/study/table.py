@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, overload
 
 from moecache.errors import ConfigError, MissingDependencyError
+from moecache.files import write_whole
 from moecache.study._arguments import BELADY, parse_capacity
-from moecache.study._files import write_whole
 
 COLUMNS = (
     "trace",

@@ -12,8 +12,14 @@ from moecache.errors import StoreError
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[IO[bytes]]:
     """Give a file to write to, which is renamed to `path` if nothing was raised.
+
+    Parameters
+    ----------
+    path : str or Path
+    sync : bool, default False
+        Have it on the disk before it is renamed, so that a power cut leaves one or the other.
 
     Raises
     ------
@@ -32,6 +38,9 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         try:
             with partial.open("xb") as file:
                 yield file
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
             partial.replace(target)
         finally:
             with suppress(OSError):

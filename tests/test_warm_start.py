@@ -1,0 +1,515 @@
+"""Warm start: the second run begins with what the first had learned and used."""
+
+import logging
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moecache
+from moecache.errors import StoreError
+from moecache.profiles import ModelUsage, identity, load_profile, update_profile
+from moecache.settings import POLICIES
+from moecache.usage import usage_of, valuable_keys
+from tests.helpers.checkpoints import Checkpoint, write_checkpoint
+from tests.helpers.readings import hide_settings
+from tests.helpers.runtimes import drain, expected, make_runtime
+from tests.helpers.stores import Gate, WrappedStore, numbered_store
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    hide_settings(monkeypatch)
+    caplog.set_level(logging.WARNING, "moecache")
+
+
+@pytest.fixture(name="model")
+def _model(tmp_path: Path) -> Checkpoint:
+    return write_checkpoint(tmp_path / "model", num_layers=3)
+
+
+def opened(path: Path, **options: Any) -> moecache.ExpertRuntime:
+    """Open a checkpoint with 12 of its experts in memory."""
+    return moecache.open(path, **{"slots": 12, "prefault": "off", **options})
+
+
+def use(runtime: moecache.ExpertRuntime, num_tokens: int = 40, seed: int = 0) -> None:
+    """Ask for skewed experts, token by token."""
+    rng = np.random.default_rng(seed)
+    layout = runtime.layout
+    skew = 0.6 ** np.arange(layout.num_experts)
+    for _ in range(num_tokens):
+        for layer in range(layout.num_layers):
+            ids = rng.choice(layout.num_experts, 2, replace=False, p=skew / skew.sum())
+            for _ in runtime.waves(layer, ids):
+                pass
+
+
+def residents(runtime: moecache.ExpertRuntime) -> set[int]:
+    """Return the keys of what is in the cache."""
+    return set(np.flatnonzero(runtime.cache.slot_table.reshape(-1) >= 0).tolist())
+
+
+def feed(
+    numpy_loop: ModuleType, tiny_moe: Path, runtime: moecache.ExpertRuntime, text: bytes
+) -> np.ndarray:
+    """Run the demo's model over a text, a byte at a time; return [hits, misses] of each."""
+    profiler = runtime.profiler
+    counted = [(profiler.num_hits, profiler.num_misses)]
+    with moecache.open_store(tiny_moe) as store:
+        model = numpy_loop.NumpyMoe(store, numpy_loop.through_moecache(runtime))
+        for byte in text:
+            model.forward(np.array([byte + numpy_loop.BYTE_OFFSET]))
+            counted.append((profiler.num_hits, profiler.num_misses))
+    return np.diff(counted, axis=0)
+
+
+def rate(counted: list[np.ndarray]) -> float:
+    """Return the hit rate of several windows together."""
+    hits, misses = np.concatenate(counted).sum(0)
+    return float(hits / (hits + misses))
+
+
+@pytest.mark.parametrize("policy", ["echo", "lru", "slru"])
+def test_the_second_run_hits_as_often_as_a_warm_one(
+    tiny_moe: Path, numpy_loop: ModuleType, tmp_path: Path, policy: str
+) -> None:
+    """Its first 32 tokens against tokens 200 to 232 of the first run, with a quarter in memory.
+
+    How often a text hits depends on the text, and on how much of it came before, far more
+    than on anything else: both are the same 32 bytes, at the beginning of a sequence. The
+    profile has seen none of them.
+    """
+    source = Path(numpy_loop.__file__ or "").read_bytes()
+    options: dict[str, Any] = {
+        "memory": "25%",
+        "dtype": np.float32,
+        "policy": policy,
+        "prefault": "off",
+        "warmpin": 0,
+    }
+    first, second, cold = [], [], []
+    for number, start in enumerate(range(500, 8000, 1875)):
+        before, text = source[start : start + 200], source[start + 800 : start + 832]
+        path = tmp_path / str(number)
+        with moecache.open(tiny_moe, **options) as runtime:
+            feed(numpy_loop, tiny_moe, runtime, before)
+            runtime.save_profile(path)
+            runtime.begin_sequence()
+            first.append(feed(numpy_loop, tiny_moe, runtime, text))
+        with moecache.open(tiny_moe, profile=path, **options) as runtime:
+            assert runtime.warm_start is not None
+            assert runtime.warm_start.wait(30)
+            second.append(feed(numpy_loop, tiny_moe, runtime, text))
+        with moecache.open(tiny_moe, **options) as runtime:
+            cold.append(feed(numpy_loop, tiny_moe, runtime, text))
+
+    assert rate(second) >= 0.95 * rate(first)
+    if policy == "echo":
+        assert rate(cold) < 0.9 * rate(first)
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_was_there_at_the_end_is_there_at_the_beginning(
+    model: Checkpoint, tmp_path: Path, policy: str, scope: str
+) -> None:
+    """Whatever the policy; and nobody counted an access, a miss or an eviction."""
+    path = tmp_path / "kept.profile"
+    with opened(model.path, policy=policy, scope=scope, profile=path) as runtime:
+        use(runtime)
+        before = residents(runtime)
+    with opened(model.path, policy=policy, scope=scope, profile=path) as runtime:
+        assert runtime.warm_start is not None
+        assert runtime.warm_start.wait(30)
+        assert residents(runtime) == before
+        assert runtime.warm_start.progress == (12, 12)
+        stats = runtime.stats()
+        assert (stats.num_hits, stats.num_misses, stats.num_steps) == (0, 0, 0)
+        assert stats.num_evictions == 0
+        assert not runtime.profiler.counts.any()
+        runtime.cache.check()
+        use(runtime, seed=1)
+        runtime.cache.check()
+
+
+@pytest.mark.parametrize("read", ["buffered", "direct", "mmap"])
+def test_every_way_of_reading_fills_the_slots(model: Checkpoint, tmp_path: Path, read: str) -> None:
+    """With what the file has."""
+    path = tmp_path / "kept.profile"
+    with opened(model.path, profile=path, read=read) as runtime:
+        use(runtime)
+    with opened(model.path, profile=path, read=read) as runtime:
+        assert runtime.warm_start is not None
+        assert runtime.warm_start.wait(30)
+        assert len(residents(runtime)) == 12
+        for key in residents(runtime):
+            layer, expert = divmod(key, runtime.layout.num_experts)
+            slot = int(runtime.cache.slot_table[layer, expert])
+            for role, part in runtime.expert(slot, layer).items():
+                assert part.tobytes() == model.experts[layer][expert][role].tobytes()
+
+
+def test_echo_goes_on_where_it_was(model: Checkpoint, tmp_path: Path) -> None:
+    """As at the beginning of a sequence: the first run's last tokens are over."""
+    path = tmp_path / "kept.profile"
+    with opened(model.path, profile=path) as runtime:
+        use(runtime)
+        assert runtime.cache.echo is not None
+        runtime.begin_sequence()
+        learned = runtime.cache.echo.state()
+    with opened(model.path, profile=path) as runtime:
+        assert runtime.cache.echo is not None
+        found = runtime.cache.echo.state()
+    assert all(found[name].tobytes() == array.tobytes() for name, array in learned.items())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("lru", "echo"), ("echo", "lru"), ("haz2", "echo"), ("echo", "haz2")]
+)
+def test_another_policy_takes_what_it_can(
+    model: Checkpoint, tmp_path: Path, before: str, after: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was there, at least; what ECHO had learned is not lost by a run without it."""
+    path = tmp_path / "kept.profile"
+    with opened(model.path, policy=before, profile=path) as runtime:
+        use(runtime)
+        expected_keys = residents(runtime)
+    learned = load_profile(path).models[identity(runtime.layout)].echo
+    with opened(model.path, policy=after, profile=path) as runtime:
+        assert runtime.warm_start is not None
+        assert runtime.warm_start.wait(30)
+        assert residents(runtime) == expected_keys
+        use(runtime, 2)
+    kept = load_profile(path).models[identity(runtime.layout)]
+    assert kept.policy == after
+    if after == "lru":
+        assert all(np.array_equal(kept.echo[name], array) for name, array in learned.items())
+    assert not caplog.records
+
+
+def usage(
+    counts: list[list[int]], there: list[int], echo: dict[str, np.ndarray] | None = None
+) -> ModelUsage:
+    """Return a usage of 2 layers."""
+    return ModelUsage("lru", np.array(counts, np.uint64), np.array(there, np.int32), echo or {})
+
+
+def test_residents_come_first_then_the_most_used() -> None:
+    """As many as there is room; what was never used is left out; ties by key."""
+    kept = usage([[5, 0, 1, 1], [9, 2, 0, 3]], [2, 1, 7])
+
+    def keys(capacity: int, scope: str = "global") -> list[int]:
+        return valuable_keys(kept, moecache.ExpertCache(2, 4, capacity, policy="lru", scope=scope))
+
+    assert keys(8) == [7, 2, 1, 4, 0, 5, 3]
+    assert keys(4) == [7, 2, 1, 4]
+    assert keys(1) == [7]
+    assert keys(4, "layer") == [7, 2, 1, 4]
+    assert keys(2, "layer") == [7, 2]
+    assert keys(3, "layer") == [7, 2, 1]
+
+
+def test_echos_values_say_who_is_worth_more() -> None:
+    """Rather than how often it was used."""
+    values = np.array([[0.1, 0.9, 0.3, 0], [0.2, 0.5, 0.5, 0]], np.float32)
+    kept = usage([[5, 1, 1, 0], [9, 2, 2, 0]], [0, 4], {"values": values})
+    cache = moecache.ExpertCache(2, 4, 8)
+
+    assert valuable_keys(kept, cache) == [4, 0, 1, 5, 6, 2]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        usage([[1, 2, 3]] * 2, []),
+        usage([[1, 2, 3, 4]] * 3, []),
+        usage([[1, 2, 3, 4]] * 2, [8]),
+        usage([[1, 2, 3, 4]] * 2, [-1]),
+        ModelUsage("lru", np.ones((2, 4), np.uint64), np.zeros((1, 1), np.int32)),
+        ModelUsage("lru", np.ones((2, 4), np.uint64), np.zeros(1, np.float32)),
+        usage([[1, 2, 3, 4]] * 2, [], {"values": np.zeros((4, 2), np.float32)}),
+    ],
+)
+def test_a_usage_of_other_shapes_is_refused(kept: ModelUsage) -> None:
+    """Before anything is done with it."""
+    with pytest.raises(ValueError, match=r"its (counts|residents) are"):
+        valuable_keys(kept, moecache.ExpertCache(2, 4, 4))
+
+
+def test_counts_of_earlier_runs_fade() -> None:
+    """They count half as much with every run; no number is too large."""
+    cache = moecache.ExpertCache(1, 3, 2, policy="lru")
+    cache.profiler.record_hit(0, 1)
+
+    found = usage_of(
+        cache, ModelUsage("lru", np.array([[9, 2, 2**64 - 1]], np.uint64), np.zeros(0, np.int32))
+    )
+
+    assert found.counts.tolist() == [[4, 2, 2**39]]
+
+
+def with_profile(
+    path: Path, runtime: moecache.ExpertRuntime, keys: list[int]
+) -> moecache.ExpertRuntime:
+    """Let a small runtime start from a profile in which these experts were there."""
+    counts = np.zeros((3, 8), np.uint64)
+    counts.flat[keys] = np.arange(len(keys), 0, -1)
+    kept = ModelUsage("lru", counts, np.array(keys, np.int32))
+    update_profile(path, models={identity(runtime.layout): kept})
+    runtime.use_profile(path)
+    return runtime
+
+
+def test_open_does_not_wait_and_close_does_not_hang(tmp_path: Path) -> None:
+    """A read that does not return is left behind; none is begun after it."""
+    gate = Gate()
+    store = WrappedStore(numbered_store(), gate)
+    runtime = with_profile(tmp_path / "p", make_runtime(4, store=store), [1, 2, 3, 4])
+    assert runtime.warm_start is not None
+    assert gate.entered.acquire(timeout=30)
+    assert not runtime.warm_start.done
+    assert not runtime.warm_start.wait(0)
+
+    runtime.close()
+    gate.opened.set()
+
+    assert runtime.warm_start.wait(30)
+    assert len(store.reads) < 4
+
+
+def test_a_request_gets_by_and_takes_what_slots_it_needs(tmp_path: Path) -> None:
+    """While the warm start's read hangs; then the rest takes what is free, evicting nothing."""
+    gate = Gate()
+    hung = threading.Event()
+
+    def before_read(layer: int, expert: int) -> None:
+        if (layer, expert) == (0, 1):
+            hung.set()
+            gate(layer, expert)
+
+    store = WrappedStore(numbered_store(), before_read)
+    with make_runtime(4, store=store, loader_threads=2) as runtime:
+        with_profile(tmp_path / "p", runtime, [1, 2, 3, 4])
+        assert runtime.warm_start is not None
+        assert hung.wait(30)
+        ids = np.array([5, 6])
+        assert drain(runtime, 2, ids) == expected(2, ids)
+        gate.opened.set()
+        assert runtime.warm_start.wait(30)
+        assert residents(runtime) == {1, 2, 21, 22}
+        assert runtime.stats().num_evictions == 0
+        runtime.cache.check()
+
+
+def test_a_request_joins_what_the_warm_start_reads(tmp_path: Path) -> None:
+    """Instead of reading it again."""
+    gate = Gate()
+    store = WrappedStore(numbered_store(), gate)
+    with make_runtime(4, store=store) as runtime:
+        with_profile(tmp_path / "p", runtime, [1])
+        assert gate.entered.acquire(timeout=30)
+        opener = threading.Timer(0.05, gate.opened.set)
+        opener.start()
+        assert drain(runtime, 0, np.array([1])) == {0: 1}
+        opener.join()
+        assert store.reads == [(0, 1)]
+
+
+def test_reads_that_fail_are_left_out_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are brought in; a request for one that failed tries again."""
+    broken = {(0, 1), (0, 3)}
+
+    def before_read(layer: int, expert: int) -> None:
+        if (layer, expert) in broken:
+            raise StoreError("the disk is gone")
+
+    with make_runtime(6, store=WrappedStore(numbered_store(), before_read)) as runtime:
+        with_profile(tmp_path / "p", runtime, [1, 2, 3, 4])
+        assert runtime.warm_start is not None
+        assert runtime.warm_start.wait(30)
+        assert residents(runtime) == {2, 4}
+        assert runtime.stats().num_failed_reads == 2
+        (record,) = caplog.records
+        assert "layer=0 expert=1 error=the disk is gone" in record.getMessage()
+        broken.clear()
+        assert drain(runtime, 0, np.array([1, 3])) == {0: 1, 1: 3}
+        runtime.cache.check()
+
+
+def test_it_can_be_cancelled(tmp_path: Path) -> None:
+    """By itself, or as a context manager; what is there stays."""
+    store = WrappedStore(numbered_store(), lambda *_: time.sleep(0.001))
+    with make_runtime(20, store=store) as runtime:
+        with_profile(tmp_path / "p", runtime, list(range(20)))
+        assert runtime.warm_start is not None
+        with runtime.warm_start as warm:
+            pass
+        assert warm.done
+        assert warm.cancel()
+        assert warm.progress.num_experts == 20
+        assert warm.progress.fraction <= 1
+        assert drain(runtime, 2, np.array([0, 7])) == {0: 16, 1: 23}
+
+
+def test_without_threads_it_starts_cold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning, no error."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with make_runtime(4) as runtime:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with_profile(tmp_path / "p", runtime, [1])
+        assert runtime.warm_start is not None
+        assert runtime.warm_start.wait(0)
+    assert "warm_start.skipped" in caplog.text
+
+
+def test_the_profile_of_another_model_is_one_warning(
+    model: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What this run uses is kept beside it."""
+    path = tmp_path / "kept.profile"
+    other = write_checkpoint(tmp_path / "other", num_layers=2)
+    with opened(other.path, profile=path) as runtime:
+        use(runtime)
+    with opened(model.path, profile=path) as runtime:
+        assert runtime.warm_start is None
+        use(runtime)
+    assert len(load_profile(path).models) == 2
+    (record,) = caplog.records
+    assert f"profile.foreign path={path} has the experts of 1 other models" in record.getMessage()
+
+
+def test_a_damaged_profile_is_one_warning_and_replaced(
+    model: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run starts cold."""
+    path = tmp_path / "kept.profile"
+    with opened(model.path, profile=path) as runtime:
+        use(runtime)
+    path.write_bytes(path.read_bytes()[:-1])
+    with opened(model.path, profile=path) as runtime:
+        assert runtime.warm_start is None
+        use(runtime)
+    (record,) = caplog.records
+    assert f"profile.ignored {path}: is damaged" in record.getMessage()
+    assert list(load_profile(path).models) == [identity(runtime.layout)]
+
+
+def test_an_echo_that_cannot_be_is_one_warning(
+    model: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the right checksum; nothing of it is used."""
+    path = tmp_path / "kept.profile"
+    with opened(model.path, profile=path) as runtime:
+        use(runtime)
+    name = identity(runtime.layout)
+    kept = load_profile(path).models[name]
+    echo = {**kept.echo, "fast": np.full_like(kept.echo["fast"], np.nan)}
+    update_profile(path, models={name: ModelUsage(kept.policy, kept.counts, kept.residents, echo)})
+    with opened(model.path, profile=path) as runtime:
+        assert runtime.warm_start is None
+        assert runtime.cache.echo is not None
+        assert runtime.cache.echo.num_tokens == 0
+    (record,) = caplog.records
+    assert f"profile.ignored {path}: no state of an Echo: fast must be" in record.getMessage()
+
+
+@pytest.mark.parametrize("content", [b"a thesis", b"moecache-profile 2 x\n{}"])
+def test_a_file_that_is_no_profile_is_left_alone(
+    model: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    """At the end, too; one warning."""
+    path = tmp_path / "kept.profile"
+    path.write_bytes(content)
+    with opened(model.path, profile=path) as runtime:
+        use(runtime)
+        with pytest.raises(moecache.FormatError, match=str(path)):
+            runtime.save_profile(path)
+    assert path.read_bytes() == content
+    assert len(caplog.records) == 1
+
+
+def test_a_path_that_cannot_be_written_is_a_warning_on_close(
+    model: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And an error of a call that asks for it."""
+    path = tmp_path / "no" / "such" / "directory"
+    with opened(model.path, profile=path) as runtime:
+        use(runtime)
+        with pytest.raises(StoreError, match="cannot be written"):
+            runtime.save_profile(path)
+    (record,) = caplog.records
+    assert f"profile.not_written {path}: cannot be written" in record.getMessage()
+
+
+def test_a_run_that_used_nothing_changes_nothing(model: Checkpoint, tmp_path: Path) -> None:
+    """Opened and closed again."""
+    path = tmp_path / "kept.profile"
+    opened(model.path, profile=path).close()
+    assert not path.exists()
+    with opened(model.path, profile=path) as runtime:
+        use(runtime)
+    before = path.read_bytes()
+    opened(model.path, profile=path).close()
+    assert path.read_bytes() == before
+
+
+def test_a_profile_is_saved_when_it_is_asked_for(model: Checkpoint, tmp_path: Path) -> None:
+    """Anywhere, as often as wanted; not after the end."""
+    with opened(model.path) as runtime:
+        use(runtime)
+        runtime.save_profile(tmp_path / "one")
+        first = (tmp_path / "one").read_bytes()
+        runtime.save_profile(tmp_path / "one")
+        assert (tmp_path / "one").read_bytes() == first
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "one"]
+    with pytest.raises(moecache.MoeCacheError, match="closed"):
+        runtime.save_profile(tmp_path / "one")
+    with pytest.raises(moecache.MoeCacheError, match="closed"):
+        runtime.use_profile(tmp_path / "one")
+
+
+def test_the_environment_names_a_profile_too(
+    model: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An argument beats it."""
+    monkeypatch.setenv("MOECACHE_PROFILE", str(tmp_path / "environment"))
+    with opened(model.path) as runtime:
+        use(runtime)
+    with opened(model.path, profile=tmp_path / "argument") as runtime:
+        assert runtime.warm_start is None
+        use(runtime)
+    assert (tmp_path / "environment").read_bytes()[:17] == b"moecache-profile "
+    assert (tmp_path / "argument").exists()
+
+
+def test_the_output_of_a_warm_start_is_the_same(
+    tiny_moe: Path,
+    numpy_loop: ModuleType,
+    prompt: bytes,
+    resident_logits: dict[int, list[np.ndarray]],
+    tmp_path: Path,
+) -> None:
+    """Bit for bit, also when tokens come while it goes on."""
+    for _ in range(2):
+        with (
+            moecache.open_store(tiny_moe) as store,
+            moecache.open(
+                tiny_moe, "50%", dtype=np.float32, prefault="off", profile=tmp_path / "p"
+            ) as runtime,
+        ):
+            model = numpy_loop.NumpyMoe(store, numpy_loop.through_moecache(runtime))
+            steps = numpy_loop.generate(model, prompt[:64], 6, temperature=0.7, seed=64)
+            for (_, logits), wanted in zip(steps, resident_logits[64], strict=True):
+                assert logits.tobytes() == wanted.tobytes()

@@ -84,7 +84,12 @@ class CacheMachine(RuleBasedStateMachine):
         masks = [self.cache.resident_mask(layer).tolist() for layer in range(self.layers)]
         counts = self.cache.profiler.counts.tolist()
         numbers = self.cache.num_resident, self.cache.num_free, self.cache.num_evictions
-        return self.cache.slot_table.tolist(), masks, counts, numbers
+        return self.cache.slot_table.tolist(), masks, counts, numbers, self.foreseen()
+
+    def foreseen(self) -> tuple[int, int, int]:
+        """Return what became of experts that were claimed as foreseen."""
+        cache = self.cache
+        return cache.num_foreseen_hits, cache.num_foreseen_late, cache.num_foreseen_unused
 
     @rule(
         layer=st.integers(0, 2),
@@ -183,12 +188,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release(numbers)
         self.oracle.release(slots)
 
-    @rule(place=PLACES)
-    def claim(self, place: tuple[int, int]) -> None:
+    @rule(place=PLACES, evict=st.sampled_from([True, True, False]), foreseen=st.booleans())
+    def claim(self, place: tuple[int, int], evict: bool, foreseen: bool) -> None:
         """Start a prefetch, or not."""
         layer, expert = self.place(*place)
-        slot = self.oracle.claim(layer, expert)
-        self.bind(slot, self.cache.claim(layer, expert))
+        slot = self.oracle.claim(layer, expert, evict=evict, foreseen=foreseen)
+        self.bind(slot, self.cache.claim(layer, expert, evict=evict, foreseen=foreseen))
         if slot is not None:
             self.filling.append(slot)
 
@@ -235,6 +240,12 @@ class CacheMachine(RuleBasedStateMachine):
         assert cache.num_resident == len(resident) <= cache.capacity
         assert cache.num_free == oracle.num_free
         assert cache.num_evictions == oracle.num_evictions
+        assert self.foreseen() == (
+            oracle.num_foreseen_hits,
+            oracle.num_foreseen_late,
+            oracle.num_foreseen_unused,
+        )
+        assert cache.num_pinned == sum(len(part.pinned) for part in oracle.parts)
         assert cache.profiler.counts.tolist() == oracle.counts
         assert cache.profiler.num_hits == oracle.num_hits
         assert cache.profiler.num_misses == oracle.num_misses

@@ -38,6 +38,7 @@ class OracleSlot:
     expert: int
     leases: int = 0
     state: str = "filling"
+    foreseen: bool = False
 
 
 class OracleCache:
@@ -53,6 +54,7 @@ class OracleCache:
         self.abandoned: list[OracleSlot] = []
         self.counts = [[0] * num_experts for _ in range(num_layers)]
         self.num_hits = self.num_misses = self.num_evictions = 0
+        self.num_foreseen_hits = self.num_foreseen_late = self.num_foreseen_unused = 0
         self.is_global = scope == "global"
         share, rest = divmod(self.capacity, num_layers)
         shares = [share + (layer < rest) for layer in range(num_layers)]
@@ -99,7 +101,11 @@ class OracleCache:
             self._count(layer, expert, hit=expert in hits)
             part.access(self._local(layer, expert))
             part.held.add(self._local(layer, expert))
-            self.slots[layer, expert].leases += 1
+            slot = self.slots[layer, expert]
+            self.num_foreseen_hits += slot.foreseen and expert in hits
+            self.num_foreseen_late += slot.foreseen and expert in joined
+            slot.foreseen = False
+            slot.leases += 1
         for expert in wanted:
             self._count(layer, expert, hit=False)
             if expert in wanted[:admitted]:
@@ -109,17 +115,23 @@ class OracleCache:
         first += [ids.index(e) for e in wanted[admitted:]]
         return [self.slots.get((layer, e)) for e in ids], first
 
-    def claim(self, layer: int, expert: int) -> OracleSlot | None:
+    def claim(
+        self, layer: int, expert: int, *, evict: bool = True, foreseen: bool = True
+    ) -> OracleSlot | None:
         """Start a prefetch, if there is room or somebody is worth less."""
         part = self._part(layer)
         if (layer, expert) in self.slots:
             return None
         if self._room_left(layer) == 0:
+            if not evict:
+                return None
             part.expect(self._local(layer, expert))
             victim = part.victim()
             if victim < 0 or not part.prefers(self._local(layer, expert), victim):
                 return None
-        return self._take(layer, expert, accessed=False)
+        slot = self._take(layer, expert, accessed=False)
+        slot.foreseen = foreseen
+        return slot
 
     def publish(self, slot: OracleSlot) -> None:
         """Make a filled expert resident."""
@@ -226,7 +238,9 @@ class OracleCache:
             victim = part.victim()
             part.evict(victim)
             place = divmod(victim, self.num_experts) if self.is_global else (layer, victim)
-            assert self.slots.pop(place).state == "resident"
+            gone = self.slots.pop(place)
+            assert gone.state == "resident"
+            self.num_foreseen_unused += gone.foreseen
             self.num_evictions += 1
         part.insert(self._local(layer, expert), accessed=accessed)
         part.held.add(self._local(layer, expert))

@@ -159,15 +159,17 @@ class SlotLoader:
         try:
             return acquire()
         except CapacityError:
-            # Prefetches may hold slots that the step would have had without them.
-            if not self._prefetches:
-                raise
-        self._num_paused += 1
+            # Prefetches may hold slots that the step would have had without them, or did a
+            # moment ago.
+            with self._lock:
+                self._num_paused += 1
         try:
             self._wait_for_prefetches()
             return acquire()
         finally:
-            self._num_paused -= 1
+            with self._lock:
+                self._num_paused -= 1
+            self._drain_if_free()
 
     def _acquire(
         self,

@@ -120,6 +120,9 @@ class ReaderFetch(LoadQueue):
             entries.append(((load, parts), self._store.runs(load.layer, load.expert), parts))
             begun = True
             self._reader.submit(entries, deferred=True)  # empties the list once it is begun
+            if load.urgent:
+                # Joined before the reader had it.
+                self._reader.hasten()
         except BaseException as error:
             if not begun or entries:
                 if isinstance(error, Exception):

@@ -30,6 +30,7 @@ from moecache.errors import (
 )
 from moecache.layout import ExpertLayout, Role
 from moecache.opening import open  # noqa: A004 - moecache.open
+from moecache.predict import Frequency, LastSelection, Predictor
 from moecache.reading import DiskSpeed, open_reader
 from moecache.runtime import ExpertRuntime
 from moecache.slots import HostSlots, SlotPool
@@ -58,7 +59,9 @@ __all__ = [
     "FifoCache",
     "FileStore",
     "FormatError",
+    "Frequency",
     "HostSlots",
+    "LastSelection",
     "Lease",
     "LeastStaleCache",
     "LecarCache",
@@ -69,6 +72,7 @@ __all__ = [
     "MemoryStore",
     "MissingDependencyError",
     "MoeCacheError",
+    "Predictor",
     "Reader",
     "ReadingStats",
     "Role",

@@ -16,9 +16,9 @@ FLOORS = [
     {"_ids", "_policy", "_python_policy", "_policies", "_profiler", "_route_log", *POLICIES}
     | {"_echo", "_prefault", "_pieces", "_reader", "gate", "mappings", "host_memory", "regions"},
     {"_cache", "_replay", "_optimum", "sizing", "extents", "residency", "sweep", "prefault"},
-    {"stores", "slots", "experts", "_foresight"},
+    {"stores", "slots", "experts", "_foresight", "predict"},
     {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry", "study"}
-    | {"predict", "prefetch", "switch"},
+    | {"prefetch", "switch"},
     {"runtime", "opening", "packing"},
     {"commands"},
     {"cli", "__main__"},
@@ -47,7 +47,6 @@ SIDEWAYS = {
     ("loader", "reader_fetch"),
     ("prefetch", "fetch"),
     ("prefetch", "loader"),
-    ("prefetch", "predict"),
     ("prefetch", "switch"),
     ("steps", "fetch"),
     ("steps", "prefetch"),

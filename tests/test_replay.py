@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from moecache.errors import CapacityError, ConfigError
+from moecache.predict import LastSelection
 from moecache.settings import POLICIES
 from moecache.study import (
-    LastToken,
     Replay,
     Trace,
     interleave,
@@ -35,6 +35,11 @@ SMALL = Trace(
     phase=[0, 1, 1],
     expert_bytes=100,
 )
+
+
+def last_selections(trace: Trace) -> LastSelection:
+    """Return what foresees a token's experts, and then those of the token before."""
+    return LastSelection(trace.num_layers, history=2)
 
 
 def test_a_replay_counts_by_step_layer_and_phase() -> None:
@@ -279,7 +284,7 @@ def test_the_last_token_foresees_what_is_published() -> None:
     """The previous token's set recalls 0.42, 0.36, 0.37 and 0.47 of the next."""
     for name, expected in zip(NAMES, (0.42, 0.36, 0.37, 0.47), strict=True):
         trace = load_any(TRACES / f"{name}.npz").whole_tokens()
-        assert recall(trace, LastToken()).at_k == pytest.approx(expected, abs=0.01)
+        assert recall(trace, last_selections(trace)).at_k == pytest.approx(expected, abs=0.01)
 
 
 def test_recall_counts_what_was_foreseen() -> None:
@@ -288,18 +293,18 @@ def test_recall_counts_what_was_foreseen() -> None:
     turning = Trace((np.arange(30)[:, None, None] + [[[0], [4]]]) % 8, num_experts=8)
 
     for ahead in ("layer", "token"):
-        found = recall(same, LastToken(), ahead=ahead, n=1)
+        found = recall(same, last_selections(same), ahead=ahead, n=1)
         assert (found.at_k, found.at_2k, found.at_n) == (1, 1, 0.5)
         assert found.num_scored == 20 * 4
         assert found.per_layer.tolist() == [1, 1]
-        assert recall(turning, LastToken(), ahead=ahead).at_k == 0
+        assert recall(turning, last_selections(turning), ahead=ahead).at_k == 0
     assert recall(same).at_k == 1
 
 
 def test_recall_starts_anew_with_each_sequence() -> None:
     """Nothing is foreseen of a sequence's first token."""
     trace = Trace(np.zeros((30, 1, 1), int), num_experts=2, sequence=np.arange(30))
-    assert recall(trace, LastToken()).at_k == 0
+    assert recall(trace, last_selections(trace)).at_k == 0
     with pytest.raises(ConfigError, match="ahead 'week' is not one of layer, token"):
         recall(trace, ahead="week")
     with pytest.raises(ConfigError, match="n must be at least 1"):

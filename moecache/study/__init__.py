@@ -8,7 +8,7 @@ from moecache.study import plots
 from moecache.study.advice import Recommendation, recommend
 from moecache.study.curves import MissRatioCurve, miss_ratio_curve
 from moecache.study.importers import from_routed_experts, from_router_logits, load_any
-from moecache.study.prediction import LastToken, Predictor, Recall, recall
+from moecache.study.prediction import Recall, recall
 from moecache.study.replay import Replay, replay
 from moecache.study.statistics import TraceStatistics, coactivation, statistics
 from moecache.study.sweeps import sweep
@@ -16,9 +16,7 @@ from moecache.study.table import Table
 from moecache.study.traces import Trace, concatenate, from_log, interleave
 
 __all__ = [
-    "LastToken",
     "MissRatioCurve",
-    "Predictor",
     "Recall",
     "Recommendation",
     "Replay",

@@ -2,49 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from moecache._echo import Echo
 from moecache.errors import ConfigError
+from moecache.predict import Predictor
 from moecache.study.traces import Trace
 
 _WARM_UP = 64
-
-
-class Predictor(Protocol):
-    """What `recall` asks. `moecache._echo.Echo` is one."""
-
-    def observe(self, layer: int, ids: np.ndarray) -> None:
-        """Learn what a token used at a layer: int32 [n], without padding."""
-
-    def predict(self, layer: int, n: int) -> Any:
-        """Return up to n experts, the likeliest first; or (those, their scores)."""
-
-    def begin_sequence(self) -> None:
-        """Learn that the next token does not continue the last one."""
-
-
-class LastToken:
-    """Predicts that a layer uses what it used the last time, in the router's order."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, np.ndarray] = {}
-
-    def observe(self, layer: int, ids: np.ndarray) -> None:
-        """Remember what a token used, followed by what it did not of the token before."""
-        before = self._last.get(layer, ids)
-        rest = before[~np.isin(before, ids)]
-        self._last[layer] = np.concatenate((ids, rest))[: 2 * len(ids)]
-
-    def predict(self, layer: int, n: int) -> np.ndarray:
-        """Return the last token's experts, then those of the one before."""
-        return self._last.get(layer, np.empty(0, np.int32))[:n]
-
-    def begin_sequence(self) -> None:
-        """Forget the last token."""
-        self._last.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +58,7 @@ def recall(
     ----------
     trace : Trace
     predictor : Predictor, optional
-        By default `Echo`, what ECHO evicts by.
+        By default `Echo`, what ECHO evicts by. One that returns ids alone will do, too.
     ahead : {"layer", "token"}, default "layer"
         When it is asked: just before a layer is visited, knowing the token's earlier
         layers (the first one: the last token), or as soon as the token before

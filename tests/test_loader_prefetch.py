@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -14,10 +13,7 @@ from moecache._cache import ExpertCache
 from moecache.errors import CapacityError, StoreError
 from moecache.fetch import Cause, Load
 from moecache.loader import Discard, SlotLoader
-from moecache.reading import open_reader
 from moecache.slots import HostSlots
-from moecache.stores import FileStore, open_store
-from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
 from tests.helpers.pages import wait_until
 from tests.helpers.stores import FailEachOnce, Gate, WrappedStore, nothing, numbered_store
 
@@ -364,134 +360,3 @@ def test_a_step_that_is_dropped_leaves_the_prefetch_it_joined_alone(
     assert bench.cache.slot_table[0, 1] >= 0
     assert bench.lease(0, 1) == [1.0]
     bench.close()
-
-
-class JoiningSlots(HostSlots):
-    """Slots that call `hook` once, before a read into one begins."""
-
-    hook: Callable[[], object] | None = None
-
-    def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
-        """Return where to read to."""
-        hook, self.hook = self.hook, None
-        if hook is not None:
-            hook()
-        return super().buffers(slot, layer)
-
-
-class FileBench:
-    """A loader over a checkpoint's files, read by callers only, one piece after the other."""
-
-    def __init__(self, model: Checkpoint, capacity: int) -> None:
-        store = open_store(model.path)
-        assert isinstance(store, FileStore)
-        self.model = model
-        self.store = store
-        layout = store.layout
-        self.cache = ExpertCache(layout.num_layers, layout.num_experts, capacity, policy="lru")
-        self.pool = JoiningSlots(layout, capacity)
-        reader = open_reader(store, direct=False, engine="threads")
-        reader.tune(depth=1, piece_bytes=4096, staging_bytes=0)
-        self.loader = SlotLoader(store, self.pool, self.cache, 0, reader)
-        self.done: list[int] = []  # experts that were prefetched
-        self.loader.prefetch_done = lambda load: self.done.append(load.expert)
-
-    def lease(self, layer: int, *experts: int) -> None:
-        """Lease experts and check what stands in their slots."""
-        with steps.lease(self.loader, self.cache, layer, np.array(experts)) as lease:
-            for slot, expert in zip(lease.slots.tolist(), experts, strict=True):
-                found = self.pool.expert(slot, layer)
-                assert same_parts(found, self.model.experts[layer][expert])
-
-    def demand(self, layer: int, expert: int) -> None:
-        """Ask for an expert, and do not wait for it."""
-        slots, misses = np.empty(1, np.int32), np.empty(1, np.int32)
-        self.loader.acquire(
-            layer,
-            *(np.array([expert]), slots, misses, SimpleQueue()),
-            cause=Cause.DEMAND,
-            share=-1,
-        )
-        self.loader.release(slots)
-
-    def close(self) -> None:
-        """Check that nothing is left over, and close everything."""
-        self.loader.close()
-        self.cache.check()
-        assert self.loader.prefetch_bytes_in_flight == 0
-        self.pool.close()
-        self.store.close()
-
-
-@pytest.fixture(name="files")
-def _files(tmp_path: Path) -> Iterator[FileBench]:
-    bench = FileBench(write_checkpoint(tmp_path / "model", num_layers=2), 10)
-    yield bench
-    bench.close()
-
-
-def test_a_demand_overtakes_prefetches_that_a_reader_has(files: FileBench) -> None:
-    """What was begun before it is still to come when it is there."""
-    for expert in (0, 1, 2):
-        assert files.loader.prefetch(0, expert)
-    assert files.loader.prefetch_bytes_in_flight == 3 * files.store.layout.expert_bytes(0)
-    files.lease(1, 5)
-
-    assert files.done == []
-    assert files.loader.num_in_flight == 3
-    files.lease(0, 2)
-    assert sorted(files.done) == [0, 1, 2]
-    files.lease(0, 0, 1, 2)
-    assert files.loader.num_reads == 4
-    assert files.loader.quantum_bytes == 4096
-
-
-def test_a_prefetch_that_is_joined_goes_before_later_demands(files: FileBench) -> None:
-    """Somebody waits for it, too."""
-    assert files.loader.prefetch(0, 0)
-    files.demand(0, 0)
-    files.lease(1, 5)
-    assert files.done == [0]
-
-
-def test_a_prefetch_that_is_joined_before_the_reader_has_it_goes_before_later_demands(
-    files: FileBench,
-) -> None:
-    """The moment between its claim and its submission is no worse than any other."""
-    files.pool.hook = lambda: files.demand(0, 0)
-    assert files.loader.prefetch(0, 0)
-    files.lease(1, 5)
-    assert files.done == [0]
-
-
-def test_close_drops_prefetches_that_a_reader_has(
-    files: FileBench, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Their slots are free again, and nobody is warned."""
-    for expert in (0, 1, 2):
-        assert files.loader.prefetch(0, expert)
-    with caplog.at_level(logging.WARNING):
-        files.loader.close()
-    assert (files.loader.num_in_flight, files.cache.num_free) == (0, 10)
-    assert files.loader.num_failed_prefetches == 0
-    assert not caplog.records
-
-
-def test_a_prefetch_that_meets_close_is_dropped(files: FileBench) -> None:
-    """It was claimed before, and submitted after."""
-    files.pool.hook = files.loader.close
-    assert files.loader.prefetch(0, 0)
-    assert (files.loader.num_in_flight, files.cache.num_free) == (0, 10)
-
-
-def test_a_file_that_was_cut_short_is_read_again_for_who_joined(files: FileBench) -> None:
-    """And it is the demand's error if it is short still."""
-    path = next(files.model.path.glob("*.safetensors"))
-    content = path.read_bytes()
-    assert files.loader.prefetch(1, 11)
-    with path.open("r+b") as file:
-        file.truncate(len(content) // 8)
-    with pytest.raises(StoreError, match="expert 11 of layer 1"):
-        files.lease(1, 11)
-    assert (files.loader.num_failed_prefetches, files.loader.num_failed_reads) == (1, 1)
-    assert files.cache.num_free == 10

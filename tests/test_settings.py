@@ -31,6 +31,7 @@ def test_every_variable_reaches_its_field(caplog: pytest.LogCaptureFixture) -> N
             "MOECACHE_LOADER_THREADS": "3",
             "MOECACHE_EXPERT_STATS": "/tmp/report.txt",
             "MOECACHE_PREFAULT": "background",
+            "MOECACHE_PREFETCH": "last",
         }
     )
 
@@ -40,6 +41,7 @@ def test_every_variable_reaches_its_field(caplog: pytest.LogCaptureFixture) -> N
     assert settings.loader_threads == 3
     assert settings.expert_stats == "/tmp/report.txt"
     assert settings.prefault == "background"
+    assert settings.prefetch == "last"
     assert not caplog.records
 
 
@@ -172,3 +174,27 @@ def test_a_prefault_is_switched_by_many_words(
     """In any case; 0 is off and 1 is force."""
     assert Settings.from_environ({"MOECACHE_PREFAULT": text}).prefault == mode
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        *((mode, mode) for mode in ("auto", "echo", "hints", "last", "off")),
+        *((word, "off") for word in ("0", "false", "No", "DISABLED", "OFF")),
+        *((word, "auto") for word in ("1", "true", "on", "Yes", "enabled")),
+        ("ECHO", "echo"),
+    ],
+)
+def test_a_prefetch_is_switched_by_many_words(
+    text: str, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In any case; on is auto."""
+    assert Settings.from_environ({"MOECACHE_PREFETCH": text}).prefetch == mode
+    assert not caplog.records
+
+
+def test_a_prefetch_that_is_no_mode_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """It names what could be said, and what happens instead."""
+    assert Settings.from_environ({"MOECACHE_PREFETCH": "psychic"}).prefetch is None
+    assert "MOECACHE_PREFETCH='psychic' is not one of auto, echo, hints, last, off" in caplog.text
+    assert "using the default, auto" in caplog.text

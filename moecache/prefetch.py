@@ -188,6 +188,8 @@ class Prefetcher:
             self._predictor.begin_sequence()
         if self.switch is not None:
             self.switch.skip()
+        for layer in range(self._num_layers):
+            self.foresight.drop(layer)
         with self._lock:
             self.num_stale += len(self._requests)
             self._requests.clear()

@@ -28,7 +28,9 @@ def decode(
     """Return the seconds per token after the first, the tokens, and what the cache counted."""
     with (
         open_store(model_path) as store,
-        moecache.open(model_path, "25%", policy=policy, dtype=np.float32) as runtime,
+        moecache.open(
+            model_path, "25%", policy=policy, prefetch="off", dtype=np.float32
+        ) as runtime,
     ):
         model = loop.NumpyMoe(store, loop.through_moecache(runtime))
         tokens = []

@@ -111,7 +111,9 @@ def opened(
             prefault.warm(store.regions(), mode="force")
         yield through_views(store)
         return
-    with moecache.open(store.path, memory="50%", policy="lru", prefault=mode) as runtime:
+    with moecache.open(
+        store.path, memory="50%", policy="lru", prefetch="off", prefault=mode
+    ) as runtime:
         yield numpy_loop.through_moecache(runtime)
 
 

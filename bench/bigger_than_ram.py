@@ -115,7 +115,12 @@ def parser() -> argparse.ArgumentParser:
     add("--warm", type=int, default=48, help="tokens before the measured ones")
     add("--tokens", type=int, default=96, help="measured tokens")
     add("--runs", type=int, default=3, help="runs of each contestant, interleaved; medians count")
-    add("--policies", nargs="*", default=["lfru", "lru"], help="of the own cache")
+    add(
+        "--policies",
+        nargs="*",
+        default=["lfru", "lru"],
+        help='of the own cache; "echo+auto" prefetches',
+    )
     add("--only", nargs="*", choices=CONTESTANTS, help="leave the others out")
     add("--compute", action="store_true", help="multiply with each expert (float32, NumPy)")
     add("--limit-is-set", action="store_true", help="this process is limited already: make none")
@@ -242,7 +247,6 @@ def run_one(
         "reserve": arguments.reserve,
         "num_warm": arguments.warm,
         "compute": arguments.compute,
-        "profile": str(folder / "profile.json"),
         "join": None,
     }
     if arguments.limit_is_set:

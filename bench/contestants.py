@@ -121,13 +121,14 @@ def cached(task: dict[str, Any], *, compute: bool) -> tuple[Touch, Any, Any]:
     if kind == "own-direct-threads":
         original = reading.open_reader
         moecache.opening.open_reader = lambda *a, **k: original(*a, **k, engine="threads")
+    policy, _, prefetch = task["policy"].partition("+")
     runtime = moecache.open(
         task["path"],
         reserve=task["reserve"],
-        policy=task["policy"],
+        policy=policy,
+        prefetch=prefetch or "off",
         read={"own-mmap": "mmap", "own-buffered": "buffered"}.get(kind, "direct"),
         prefault="off",
-        profile=task["profile"],
     )
     hidden = hidden_of(runtime.layout) if compute else None
 

@@ -14,8 +14,10 @@ from moecache._cache import ExpertCache
 from moecache._reader import Reader
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.fetch import Cause, Fetch, Load, StoreFetch
+from moecache.load_counts import LoadCounts
 from moecache.reader_fetch import ReaderFetch
 from moecache.slots.base import SlotPool
+from moecache.staging import StagingSlots
 from moecache.stores.base import ExpertStore, FileStore
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,14 @@ class SlotLoader:
     ------
     ConfigError
         If there is a reader, but the store does not say where experts lie.
+
+    Attributes
+    ----------
+    counts : LoadCounts
+    num_staging : int
+        Slots beside the cache's.
+    prefetch_done : callable (load)
+        Told of every prefetch that ended, well or not; never under the lock.
     """
 
     def __init__(
@@ -92,27 +102,15 @@ class SlotLoader:
         self._discards: SimpleQueue[Discard] = SimpleQueue()
         self._unstaged = threading.Condition(self._lock)
         self._loads: dict[int, Load] = {}
-        self._staging = list(range(cache.capacity, pool.num_slots))
-        self._stagers: dict[int, int] = {}  # staging slot in use -> thread, 0 for an orphan
+        self._staging = StagingSlots(range(cache.capacity, pool.num_slots))
         self._to_announce = False
         self._closed = False
         self._process = os.getpid()
         self._logged: set[tuple[type, str]] = set()
-        self.num_staging = len(self._staging)
-        self.num_steps = 0
-        self.num_resident_steps = 0  # of them, those that missed nothing
-        self.num_reads = 0
-        self.num_failed_reads = 0
-        self.bytes_read = dict.fromkeys(Cause, 0)
         self._prefetches: set[Load] = set()
         self._num_paused = 0  # steps that wait until no prefetch holds a slot
-        self._num_urgent = 0
-        self._urgent_since = 0
-        self.urgent_ns = 0  # while a load that somebody waits for was under way
-        self.num_urgent_reads = 0
-        self.num_failed_prefetches = 0
-        self.num_cancelled_prefetches = 0
-        self.prefetch_bytes_in_flight = 0
+        self.counts = LoadCounts(clock)
+        self.num_staging = self._staging.num_slots
         self.prefetch_done: Callable[[Load], object] = _ignore
         self._fetch: Fetch
         if make_fetch is not None:
@@ -200,9 +198,9 @@ class SlotLoader:
                     share=share,
                     ignore_out_of_range=ignore_out_of_range,
                 )
-                self.num_steps += 1
+                self.counts.num_steps += 1
                 if count == 0:
-                    self.num_resident_steps += 1
+                    self.counts.num_resident_steps += 1
                     self._cancel_prefetches(layer)
                     return [], []
                 claimed: list[Load] = []
@@ -261,7 +259,7 @@ class SlotLoader:
             load = Load(layer, expert, slot, cause)
             self._loads[slot] = load
             self._prefetches.add(load)
-            self.prefetch_bytes_in_flight += self._store.layout.expert_bytes(layer)
+            self.counts.prefetch_bytes_in_flight += self._store.layout.expert_bytes(layer)
         self._fetch.prefetch(load)
         return True
 
@@ -307,16 +305,14 @@ class SlotLoader:
                 self._check_open()
                 # Waiting gives the lock up without looking at discards: look again.
                 self._drain()
-                if self._staging or not wait:
-                    for expert in experts[: len(self._staging)]:
-                        slot = self._staging.pop()
-                        self._stagers[slot] = threading.get_ident()
-                        load = Load(layer, expert, slot, cause, staged=True)
+                if self._staging.num_free or not wait:
+                    for expert in experts[: self._staging.num_free]:
+                        load = Load(layer, expert, self._staging.take(), cause, staged=True)
                         load.waiting.append(arrived)
                         self._submit(load)
                         loads.append(load)
                     break
-                self._check_staging(layer)
+                self._staging.check_wait(layer)
                 if not self._fetch.needs_callers:
                     self._unstaged.wait(0.05)
                     continue
@@ -378,22 +374,6 @@ class SlotLoader:
         if num_stuck:
             logger.warning("loader.stuck reads=%d do not return", num_stuck)
 
-    def _check_staging(self, layer: int) -> None:
-        """Raise CapacityError if waiting for a staging slot could last for ever."""
-        if self.num_staging == 0:
-            raise CapacityError(
-                f"layer {layer} finds every slot in use and there are no staging slots; "
-                "try again, or open with more memory"
-            )
-        # Whoever holds some and waits for more could wait for another who does.
-        mine = list(self._stagers.values()).count(threading.get_ident())
-        if mine:
-            raise CapacityError(
-                f"layer {layer} needs a staging slot, but all {self.num_staging} are in "
-                f"use, {mine} of them by an unfinished step of this thread; finish its "
-                "waves first"
-            )
-
     def _plan(
         self,
         layer: int,
@@ -435,7 +415,7 @@ class SlotLoader:
             if position >= 0 and slots[position] >= 0:
                 dropped = self._loads.pop(int(slots[position]), None)
                 if dropped is not None:
-                    self._settle_urgent(read=False)
+                    self.counts.end_urgent(read=False)
                     self._fetch.remove(dropped)
                 self._cache.abandon(int(slots[position]))
         self._cache.release(slots)
@@ -475,7 +455,7 @@ class SlotLoader:
         for load in wrong:
             if not load.cancelled:
                 load.cancelled = True
-                self.num_cancelled_prefetches += 1
+                self.counts.num_cancelled_prefetches += 1
                 if self._fetch.cancel(load):
                     load.done = True
                     self._retire(load, filled=False)
@@ -483,32 +463,21 @@ class SlotLoader:
     def _hasten(self, load: Load) -> None:
         if not load.urgent:
             load.urgent = True
-            self._count_urgent()
+            self.counts.begin_urgent()
             self._fetch.hasten(load)
-
-    def _count_urgent(self) -> None:
-        if self._num_urgent == 0:
-            self._urgent_since = self.clock()
-        self._num_urgent += 1
-
-    def _settle_urgent(self, *, read: bool) -> None:
-        self._num_urgent -= 1
-        self.num_urgent_reads += read
-        if self._num_urgent == 0:
-            self.urgent_ns += self.clock() - self._urgent_since
 
     def _submit(self, load: Load) -> None:
         self._loads[load.slot] = load
-        self._count_urgent()
+        self.counts.begin_urgent()
         self._fetch.add(load)
 
     def _retire(self, load: Load, *, filled: bool) -> None:
         del self._loads[load.slot]
         if load.urgent:
-            self._settle_urgent(read=filled)
+            self.counts.end_urgent(read=filled)
         if load in self._prefetches:
             self._prefetches.discard(load)
-            self.prefetch_bytes_in_flight -= self._store.layout.expert_bytes(load.layer)
+            self.counts.prefetch_bytes_in_flight -= self._store.layout.expert_bytes(load.layer)
         if load.staged:
             return
         if filled:
@@ -517,8 +486,7 @@ class SlotLoader:
             self._cache.abandon(load.slot)
 
     def _return_staging(self, slot: int) -> None:
-        if self._stagers.pop(slot, None) is not None:
-            self._staging.append(slot)
+        if self._staging.give_back(slot):
             self._unstaged.notify()
             self._to_announce = True
 
@@ -562,7 +530,7 @@ class SlotLoader:
                 self._return_staging(load.slot)
         elif load.staged:
             load.orphaned = True
-            self._stagers[load.slot] = 0
+            self._staging.orphan(load.slot)
 
     def _finish(self, load: Load) -> bool:
         """Take in a load that is done; False if it is to be carried out once more."""
@@ -571,19 +539,17 @@ class SlotLoader:
                 return True
             ahead = load in self._prefetches
             if ahead and load.error is not None and not self._closed:
-                self.num_failed_prefetches += not load.cancelled
+                self.counts.num_failed_prefetches += not load.cancelled
                 if load.waiting:
                     # Who joined it shall not fail for what it did not ask for.
                     self._prefetches.discard(load)
-                    self.prefetch_bytes_in_flight -= self._store.layout.expert_bytes(load.layer)
+                    self.counts.prefetch_bytes_in_flight -= self._store.layout.expert_bytes(
+                        load.layer
+                    )
                     load.error, load.cancelled = None, False
                     return False
             load.done = True
-            if load.error is None:
-                self.num_reads += 1
-                self.bytes_read[load.cause] += self._store.layout.expert_bytes(load.layer)
-            else:
-                self.num_failed_reads += 1
+            self.counts.done(load, self._store.layout.expert_bytes(load.layer))
             self._retire(load, filled=load.error is None)
             if load.orphaned:
                 self._return_staging(load.slot)

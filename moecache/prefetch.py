@@ -209,8 +209,8 @@ class Prefetcher:
             num_useful=cache.num_foreseen_hits,
             num_late=cache.num_foreseen_late,
             num_wrong=cache.num_foreseen_unused,
-            num_failed=loader.num_failed_prefetches,
-            num_cancelled=loader.num_cancelled_prefetches,
+            num_failed=loader.counts.num_failed_prefetches,
+            num_cancelled=loader.counts.num_cancelled_prefetches,
             num_hinted=self.num_hinted,
             in_flight=loader.num_prefetches,
             num_used=foresight.num_used,
@@ -224,7 +224,7 @@ class Prefetcher:
         """Begin to read one expert, the newest request's likeliest; False if there is none now."""
         while True:
             with self._lock:
-                if self.closed or self._loader.prefetch_bytes_in_flight >= self._max_bytes:
+                if self.closed or self._loader.counts.prefetch_bytes_in_flight >= self._max_bytes:
                     return False
                 if not self._requests:
                     return False
@@ -307,7 +307,12 @@ class Prefetcher:
     def _measure(self) -> None:
         """Find out from how likely on a read ahead saves more than it costs."""
         loader = self._loader
-        now = (loader.clock(), loader.urgent_ns, loader.num_urgent_reads, loader.num_steps)
+        now = (
+            loader.clock(),
+            loader.counts.urgent_ns,
+            loader.counts.num_urgent_reads,
+            loader.counts.num_steps,
+        )
         total_ns, urgent_ns, num_reads, num_steps = (
             new - old for new, old in zip(now, self._measured, strict=True)
         )
@@ -348,7 +353,7 @@ class Prefetcher:
         """Do what there is to do; return after how many seconds to look again, None: when woken."""
         while self.run_one():
             pass
-        if self._loader.prefetch_bytes_in_flight:
+        if self._loader.counts.prefetch_bytes_in_flight:
             self._loader.look()
             return _LOOK_S
         self._idle = True
@@ -422,7 +427,7 @@ def make_prefetcher(
             loader.clock,
             lambda: cache.profiler.num_misses + cache.num_foreseen_hits,
             lambda: cache.profiler.miss_stall_ns,
-            lambda: sum(loader.bytes_read.values()),
+            lambda: sum(loader.counts.bytes_read.values()),
         )
     return Prefetcher(
         loader,

@@ -128,19 +128,19 @@ class WarmStart:
         try:
             refused = list(self._keys)
             for _ in range(_MAX_PASSES):
-                seen = self._loader.num_steps
+                seen = self._loader.counts.num_steps
                 refused = [key for key in refused if self._is_refused(key)]
                 self._num_done = len(self._keys) - len(refused)
                 # A request may have been in the way; what else is refused has no room.
-                if not refused or self._is_over or seen == self._loader.num_steps:
+                if not refused or self._is_over or seen == self._loader.counts.num_steps:
                     break
                 time.sleep(_PAUSE_S)
-            seen = self._loader.num_steps
+            seen = self._loader.counts.num_steps
             # Whoever makes a request takes in what has arrived.
             while (
                 self._loader.num_in_flight
                 and not self._cancelled
-                and seen == self._loader.num_steps
+                and seen == self._loader.counts.num_steps
             ):
                 self._look()
             logger.info(

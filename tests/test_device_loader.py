@@ -50,7 +50,7 @@ def test_what_a_fill_raises_fails_the_step_and_the_next_one_reads_again() -> Non
         with pytest.raises(StoreError, match="expert 2 of layer 0"):
             step_slots(loader, cache, 0, np.array([2]))
         assert len(step_slots(loader, cache, 0, np.array([2]))) == 1
-        assert (loader.num_reads, loader.num_failed_reads) == (1, 1)
+        assert (loader.counts.num_reads, loader.counts.num_failed_reads) == (1, 1)
         cache.check()
         loader.close()
 

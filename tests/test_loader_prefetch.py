@@ -52,7 +52,7 @@ class Bench:
         """Check that nothing is left over, and close everything."""
         self.cache.check()
         assert self.loader.num_in_flight == 0
-        assert self.loader.prefetch_bytes_in_flight == 0
+        assert self.loader.counts.prefetch_bytes_in_flight == 0
         self.loader.close()
         self.pool.close()
         self.store.close()
@@ -87,9 +87,9 @@ def test_a_prefetched_expert_is_there_when_it_is_asked_for() -> None:
     assert bench.store.reads == [(1, 3)]
     assert bench.cache.profiler.num_hits == 1
     assert bench.cache.num_foreseen_hits == 1
-    assert bench.loader.bytes_read[Cause.PREFETCH] == NUM_BYTES
-    assert bench.loader.bytes_read[Cause.DEMAND] == 0
-    assert bench.loader.num_urgent_reads == 0
+    assert bench.loader.counts.bytes_read[Cause.PREFETCH] == NUM_BYTES
+    assert bench.loader.counts.bytes_read[Cause.DEMAND] == 0
+    assert bench.loader.counts.num_urgent_reads == 0
     assert [(load.layer, load.expert, load.error) for load in bench.done] == [(1, 3, None)]
     bench.close()
 
@@ -100,7 +100,7 @@ def test_a_warm_start_counts_its_own_bytes_and_foresees_nothing() -> None:
     assert bench.loader.prefetch(0, 2, cause=Cause.WARM_START, evict=False)
     assert not bench.loader.prefetch(0, 3, cause=Cause.WARM_START, evict=False)
     assert bench.lease(0, 2) == [2.0]
-    assert bench.loader.bytes_read[Cause.WARM_START] == NUM_BYTES
+    assert bench.loader.counts.bytes_read[Cause.WARM_START] == NUM_BYTES
     assert bench.cache.num_foreseen_hits == 0
     bench.close()
 
@@ -133,7 +133,7 @@ def test_a_demand_joins_a_prefetch_that_is_being_read(pool: ThreadPoolExecutor) 
     ahead = pool.submit(bench.loader.prefetch, 2, 4)
     assert gate.entered.acquire(timeout=30)
     assert bench.loader.num_in_flight == 1
-    assert bench.loader.prefetch_bytes_in_flight == NUM_BYTES
+    assert bench.loader.counts.prefetch_bytes_in_flight == NUM_BYTES
     assert not bench.loader.prefetch(2, 4)
     demand = pool.submit(bench.lease, 2, 4)
     wait_until(lambda: bench.cache.num_foreseen_late == 1)
@@ -142,8 +142,8 @@ def test_a_demand_joins_a_prefetch_that_is_being_read(pool: ThreadPoolExecutor) 
     assert demand.result(30) == [20.0]
     assert ahead.result(30)
     assert bench.store.reads == [(2, 4)]
-    assert bench.loader.num_urgent_reads == 1
-    assert bench.loader.urgent_ns > 0
+    assert bench.loader.counts.num_urgent_reads == 1
+    assert bench.loader.counts.urgent_ns > 0
     bench.close()
 
 
@@ -186,9 +186,9 @@ def test_a_failing_prefetch_is_read_again_for_who_joined_it(
 
     assert ahead.result(30)
     assert bench.store.reads == [(0, 6), (0, 6)]
-    assert bench.loader.num_failed_prefetches == 1
-    assert bench.loader.num_failed_reads == 0
-    assert bench.loader.num_reads == 1
+    assert bench.loader.counts.num_failed_prefetches == 1
+    assert bench.loader.counts.num_failed_reads == 0
+    assert bench.loader.counts.num_reads == 1
     assert not caplog.records
     bench.close()
 
@@ -212,7 +212,10 @@ def test_a_read_that_fails_again_is_the_demands_error(pool: ThreadPoolExecutor) 
 
     assert ahead.result(30)
     assert len(bench.store.reads) == 2
-    assert (bench.loader.num_failed_prefetches, bench.loader.num_failed_reads) == (1, 1)
+    assert (bench.loader.counts.num_failed_prefetches, bench.loader.counts.num_failed_reads) == (
+        1,
+        1,
+    )
     assert bench.lease(0, 6) == [6.0]
     bench.close()
 
@@ -234,7 +237,7 @@ def test_failing_alone_is_logged_once_per_cause_and_counted(
         "loader.read_failed layer=1 expert=1 error=the disk is gone",
         "loader.read_failed layer=2 expert=7 error=the disk is slow",
     ]
-    assert bench.loader.num_failed_prefetches == 4
+    assert bench.loader.counts.num_failed_prefetches == 4
     assert [load.error is None for load in bench.done] == [False] * 4 + [True]
     assert (bench.cache.num_free, bench.cache.num_resident) == (3, 1)
     assert bench.lease(1, 1) == [9.0]
@@ -260,7 +263,7 @@ def test_a_prefetch_that_ends_after_close_is_no_failure(pool: ThreadPoolExecutor
     bench.loader.close()
     gate.opened.set()
     assert ahead.result(30)
-    assert bench.loader.num_failed_prefetches == 0
+    assert bench.loader.counts.num_failed_prefetches == 0
     bench.close()
 
 
@@ -285,7 +288,7 @@ def test_a_lease_waits_for_slots_that_only_prefetches_hold(pool: ThreadPoolExecu
     assert demand.result(30) == [0.0, 1.0, 2.0]
     assert all(future.result(30) for future in ahead)
     assert bench.cache.num_evictions == 2
-    assert bench.loader.num_steps == 1
+    assert bench.loader.counts.num_steps == 1
     bench.make_worth_it(1, 7)
     assert bench.loader.prefetch(1, 7)
     bench.close()

@@ -71,7 +71,7 @@ class FileBench:
         """Check that nothing is left over, and close everything."""
         self.loader.close()
         self.cache.check()
-        assert self.loader.prefetch_bytes_in_flight == 0
+        assert self.loader.counts.prefetch_bytes_in_flight == 0
         self.pool.close()
         self.store.close()
 
@@ -87,7 +87,7 @@ def test_a_demand_overtakes_prefetches_that_a_reader_has(files: FileBench) -> No
     """What was begun before it is still to come when it is there."""
     for expert in (0, 1, 2):
         assert files.loader.prefetch(0, expert)
-    assert files.loader.prefetch_bytes_in_flight == 3 * files.store.layout.expert_bytes(0)
+    assert files.loader.counts.prefetch_bytes_in_flight == 3 * files.store.layout.expert_bytes(0)
     files.lease(1, 5)
 
     assert files.done == []
@@ -95,7 +95,7 @@ def test_a_demand_overtakes_prefetches_that_a_reader_has(files: FileBench) -> No
     files.lease(0, 2)
     assert sorted(files.done) == [0, 1, 2]
     files.lease(0, 0, 1, 2)
-    assert files.loader.num_reads == 4
+    assert files.loader.counts.num_reads == 4
     assert files.loader.quantum_bytes == 4096
 
 
@@ -126,7 +126,7 @@ def test_close_drops_prefetches_that_a_reader_has(
     with caplog.at_level(logging.WARNING):
         files.loader.close()
     assert (files.loader.num_in_flight, files.cache.num_free) == (0, 10)
-    assert files.loader.num_failed_prefetches == 0
+    assert files.loader.counts.num_failed_prefetches == 0
     assert not caplog.records
 
 
@@ -146,5 +146,8 @@ def test_a_file_that_was_cut_short_is_read_again_for_who_joined(files: FileBench
         file.truncate(len(content) // 8)
     with pytest.raises(StoreError, match="expert 11 of layer 1"):
         files.lease(1, 11)
-    assert (files.loader.num_failed_prefetches, files.loader.num_failed_reads) == (1, 1)
+    assert (files.loader.counts.num_failed_prefetches, files.loader.counts.num_failed_reads) == (
+        1,
+        1,
+    )
     assert files.cache.num_free == 10

@@ -225,7 +225,7 @@ def test_a_failing_expert_is_logged_once_and_never_tried_again(
             "loader.read_failed layer=1 expert=4 error=expert 4 is broken"
         ]
         assert store.reads.count((1, 4)) == 1
-        assert runtime._loader.num_failed_prefetches == 1
+        assert runtime._loader.counts.num_failed_prefetches == 1
         store.before_read = nothing
         step(runtime, 1, 4, 5)
 

@@ -84,8 +84,8 @@ def test_what_a_layer_came_without_is_taken_back() -> None:
     house.prefetcher.hint(1, np.array([1, 2]))
     house.clock.advance(60)
     assert house.step(1, 7) == 10 + EXPERT_BYTES
-    assert house.loader.num_cancelled_prefetches == 2
-    assert house.loader.prefetch_bytes_in_flight == 0
+    assert house.loader.counts.num_cancelled_prefetches == 2
+    assert house.loader.counts.prefetch_bytes_in_flight == 0
     assert house.cache.num_resident == 1
     house.cache.check()
 
@@ -106,7 +106,7 @@ def test_a_storm_delays_no_look_up(storm: bool) -> None:
                 wild = rng.permutation(NUM_EXPERTS)[:6]
                 house.prefetcher.hint(int(rng.integers(3)), wild)
         waits.append(house.step(layer, int(number * 7 % NUM_EXPERTS), compute_ns=20))
-        assert house.loader.prefetch_bytes_in_flight <= 16 * 2**20
+        assert house.loader.counts.prefetch_bytes_in_flight <= 16 * 2**20
     house.cache.check()
     quiet_ns = 10 + EXPERT_BYTES
     assert np.percentile(waits, 99) <= quiet_ns + 16 < 3 * quiet_ns

@@ -261,7 +261,7 @@ def simulate_time(
         num_hits=profiler.num_hits,
         num_misses=profiler.num_misses,
         bytes_read=MappingProxyType(
-            {cause.value: num_bytes for cause, num_bytes in host.loader.bytes_read.items()}
+            {cause.value: num_bytes for cause, num_bytes in host.loader.counts.bytes_read.items()}
         ),
         link_busy_ns=host.device.busy_ns,
         prefetch_stats=None if host.prefetcher is None else host.prefetcher.stats(),

@@ -1,0 +1,60 @@
+"""StagingSlots: slots beside the cache's, for experts that find no room in it."""
+
+import threading
+from collections.abc import Iterable
+
+from moecache.errors import CapacityError
+
+
+class StagingSlots:
+    """Which staging slots are free, and whose step uses the others.
+
+    Every method is called under the loader's lock.
+
+    Parameters
+    ----------
+    slots : iterable of int
+    """
+
+    def __init__(self, slots: Iterable[int]) -> None:
+        self._free = list(slots)
+        self._users: dict[int, int] = {}  # slot -> thread, 0 for an orphan
+        self.num_slots = len(self._free)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody uses."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """Return a free slot, which is the calling thread's then."""
+        slot = self._free.pop()
+        self._users[slot] = threading.get_ident()
+        return slot
+
+    def give_back(self, slot: int) -> bool:
+        """Make a slot free; False if it is."""
+        if self._users.pop(slot, None) is None:
+            return False
+        self._free.append(slot)
+        return True
+
+    def orphan(self, slot: int) -> None:
+        """Say that no step waits for a slot any more, while it is still being filled."""
+        self._users[slot] = 0
+
+    def check_wait(self, layer: int) -> None:
+        """Raise CapacityError if waiting for a slot could last for ever."""
+        if self.num_slots == 0:
+            raise CapacityError(
+                f"layer {layer} finds every slot in use and there are no staging slots; "
+                "try again, or open with more memory"
+            )
+        # Whoever holds some and waits for more could wait for another who does.
+        mine = list(self._users.values()).count(threading.get_ident())
+        if mine:
+            raise CapacityError(
+                f"layer {layer} needs a staging slot, but all {self.num_slots} are in "
+                f"use, {mine} of them by an unfinished step of this thread; finish its "
+                "waves first"
+            )

@@ -22,7 +22,7 @@ class Cause(enum.Enum):
     DEMAND = "demand"  # a token chose it
     BULK = "bulk"  # one of many tokens did
     PREFETCH = "prefetch"  # nobody did so far, but somebody may
-    WARM_START = "warm start"  # an earlier run used it
+    WARM_START = "warm_start"  # an earlier run used it
 
 
 class Load:

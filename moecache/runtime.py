@@ -394,6 +394,7 @@ class ExpertRuntime:
             bytes_demand=loader.counts.bytes_read[Cause.DEMAND],
             bytes_bulk=loader.counts.bytes_read[Cause.BULK],
             bytes_prefetch=loader.counts.bytes_read[Cause.PREFETCH],
+            bytes_warm_start=loader.counts.bytes_read[Cause.WARM_START],
             num_stalls=profiler.num_miss_stalls,
             stall_ns=profiler.miss_stall_ns,
             stall_histogram=profiler.stall_histogram,

@@ -35,7 +35,10 @@ class Reads:
 
     def stats(self) -> PrefetchStats:
         """Return them."""
-        return PrefetchStats("echo", True, "asked for", *range(1, 16))
+        return PrefetchStats("echo", True, "asked for", *range(1, 17))
+
+    def close(self) -> None:
+        """End with the runtime."""
 
 
 def scrape(collector: PrometheusCollector) -> dict[str, float]:
@@ -114,7 +117,7 @@ def test_layers_are_series_only_if_asked_for(runtime: moecache.ExpertRuntime) ->
 
 def test_labels_are_on_every_series(runtime: moecache.ExpertRuntime) -> None:
     """Also on those that have labels of their own."""
-    runtime._prefetcher = Reads()
+    runtime._prefetcher = Reads()  # type: ignore[assignment]
     collector = PrometheusCollector(runtime, per_layer=True, labels={"model": 'a "b"\nc'})
 
     found = scrape(collector)
@@ -131,7 +134,7 @@ def test_a_label_of_our_own_is_refused(runtime: moecache.ExpertRuntime) -> None:
 
 def test_what_is_read_ahead_is_exposed(runtime: moecache.ExpertRuntime) -> None:
     """Each count under its own name."""
-    runtime._prefetcher = Reads()
+    runtime._prefetcher = Reads()  # type: ignore[assignment]
 
     found = scrape(PrometheusCollector(runtime))
 
@@ -145,13 +148,14 @@ def test_what_is_read_ahead_is_exposed(runtime: moecache.ExpertRuntime) -> None:
         ("prefetch_experts_total outcome=late", 6),
         ("prefetch_experts_total outcome=wrong", 7),
         ("prefetch_experts_total outcome=failed", 8),
-        ("prefetch_hinted_experts_total", 9),
-        ("prefetch_in_flight_experts", 10),
-        ("foresight_used_experts_total", 11),
-        ("foresight_predicted_experts_total among=k", 12),
-        ("foresight_found_experts_total among=k", 13),
-        ("foresight_predicted_experts_total among=2k", 14),
-        ("foresight_found_experts_total among=2k", 15),
+        ("prefetch_experts_total outcome=cancelled", 9),
+        ("prefetch_hinted_experts_total", 10),
+        ("prefetch_in_flight_experts", 11),
+        ("foresight_used_experts_total", 12),
+        ("foresight_predicted_experts_total among=k", 13),
+        ("foresight_found_experts_total among=k", 14),
+        ("foresight_predicted_experts_total among=2k", 15),
+        ("foresight_found_experts_total among=2k", 16),
     ):
         assert found[f"moecache_{name}"] == value
 
@@ -170,7 +174,7 @@ def test_reads_of_the_files_are_exposed(tiny_moe: Path) -> None:
 
 def test_names_follow_the_conventions(runtime: moecache.ExpertRuntime) -> None:
     """Counters end in _total, sizes and times in their unit; promtool asks for no more."""
-    runtime._prefetcher = Reads()
+    runtime._prefetcher = Reads()  # type: ignore[assignment]
     for metric in PrometheusCollector(runtime, per_layer=True).collect():
         assert metric.name.startswith("moecache_")
         assert metric.documentation.endswith(".")
@@ -184,7 +188,7 @@ def test_every_metric_is_documented(tiny_moe: Path) -> None:
     """docs/telemetry.md names each as it is exposed, and none that is not."""
     text = (ROOT / "docs" / "telemetry.md").read_text()
     with moecache.open(tiny_moe, "25%", prefault="off") as runtime:
-        runtime._prefetcher = Reads()
+        runtime._prefetcher = Reads()  # type: ignore[assignment]
         metrics = list(PrometheusCollector(runtime, per_layer=True).collect())
     exposed = {metric.name + ("_total" if metric.type == "counter" else "") for metric in metrics}
     table = [line for line in text.splitlines() if line.startswith("| `moecache_")]

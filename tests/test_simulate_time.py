@@ -126,7 +126,7 @@ def test_rows_of_a_step_compute_one_after_the_other() -> None:
 
     assert timing.num_steps == 1
     assert timing.compute_ns == 2 * (COMPUTE_NS + 750)
-    assert timing.bytes_read == {"demand": 0, "bulk": 2 * NBYTES, "prefetch": 0, "warm start": 0}
+    assert timing.bytes_read == {"demand": 0, "bulk": 2 * NBYTES, "prefetch": 0, "warm_start": 0}
 
 
 def test_a_slower_link_and_a_smaller_cache_take_longer() -> None:

@@ -327,9 +327,12 @@ def test_the_prefetchers_figures_are_in_the_snapshot() -> None:
         def stats(self) -> PrefetchStats:
             return prefetch_stats(num_issued=3)
 
+        def close(self) -> None:
+            pass
+
     with make_runtime(4) as runtime:
         assert runtime.stats().prefetch is None
-        runtime._prefetcher = Reads()
+        runtime._prefetcher = Reads()  # type: ignore[assignment]
         assert runtime.stats().prefetch == prefetch_stats(num_issued=3)
 
 

@@ -86,6 +86,7 @@ def test_the_second_run_hits_as_often_as_a_warm_one(
     """
     source = Path(numpy_loop.__file__ or "").read_bytes()
     options: dict[str, Any] = {
+        "prefetch": "off",
         "memory": "25%",
         "dtype": np.float32,
         "policy": policy,

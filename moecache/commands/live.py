@@ -66,7 +66,7 @@ def render(
         table.add_row("by layer", _strip(rates, _DIGITS if ascii_only else _HEIGHTS))
     else:
         table.add_row("by layer", Text("not served; PrometheusCollector(..., per_layer=True)"))
-    causes = ("demand", "bulk", "prefetch")
+    causes = ("demand", "bulk", "prefetch", "warm_start")
     table.add_row(
         "read",
         Text(

@@ -70,7 +70,7 @@ class Sample:
     def precision(self) -> float | None:
         """Share of experts read ahead that were asked for, of those whose fate is known."""
         asked_for = self.counts["useful"] + self.counts["late"]
-        return _share(asked_for, asked_for + self.counts["wrong"])
+        return _share(asked_for, asked_for + self.counts["wrong"] + self.counts["cancelled"])
 
     def per_s(self, name: str) -> float:
         """Return a count per second."""
@@ -122,6 +122,7 @@ def sample_stats(stats: RuntimeStats) -> Sample:
                 "demand": stats.bytes_demand,
                 "bulk": stats.bytes_bulk,
                 "prefetch": stats.bytes_prefetch,
+                "warm_start": stats.bytes_warm_start,
                 "stalls": stats.num_stalls,
                 "stall_s": stats.stall_ns / 1e9,
                 **(
@@ -129,6 +130,7 @@ def sample_stats(stats: RuntimeStats) -> Sample:
                         "useful": prefetch.num_useful,
                         "late": prefetch.num_late,
                         "wrong": prefetch.num_wrong,
+                        "cancelled": prefetch.num_cancelled,
                         "dropped": prefetch.num_dropped,
                     }
                     if prefetch is not None

@@ -3,7 +3,7 @@
 The runtime counts, and nothing else: a snapshot is made when somebody asks for one.
 """
 
-from moecache.telemetry._prefetch import PrefetchSource, PrefetchStats
+from moecache.telemetry._prefetch import PrefetchStats
 from moecache.telemetry._prometheus import PrometheusCollector, check_prometheus
 from moecache.telemetry._reading import ReadingStats
 from moecache.telemetry._snapshots import RuntimeStats
@@ -11,7 +11,6 @@ from moecache.telemetry._stalls import stall_percentile_ns
 from moecache.telemetry._text import format_ns
 
 __all__ = [
-    "PrefetchSource",
     "PrefetchStats",
     "PrometheusCollector",
     "ReadingStats",

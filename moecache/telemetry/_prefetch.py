@@ -1,7 +1,7 @@
 """PrefetchStats: what reading ahead of the router did, and what it was worth."""
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from moecache.telemetry._difference import subtracted
 
@@ -122,14 +122,6 @@ class PrefetchStats:
                 f"{self.precision_at_2k:.2f}"
             )
         return "\n".join(lines)
-
-
-class PrefetchSource(Protocol):
-    """What reads ahead, and counts what came of it."""
-
-    def stats(self) -> PrefetchStats:
-        """Return the counters as they are now."""
-        ...
 
 
 def _share(part: int, whole: int) -> float:

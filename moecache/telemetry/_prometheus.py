@@ -167,6 +167,7 @@ def _runtime_metrics(stats: RuntimeStats, family: _Families) -> Iterator["Metric
             "demand": stats.bytes_demand,
             "bulk": stats.bytes_bulk,
             "prefetch": stats.bytes_prefetch,
+            "warm_start": stats.bytes_warm_start,
         },
         "cause",
     )
@@ -223,6 +224,7 @@ def _prefetch_metrics(prefetch: PrefetchStats, family: _Families) -> Iterator["M
             "useful": prefetch.num_useful,
             "late": prefetch.num_late,
             "wrong": prefetch.num_wrong,
+            "cancelled": prefetch.num_cancelled,
             "failed": prefetch.num_failed,
         },
         "outcome",

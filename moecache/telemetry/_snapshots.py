@@ -16,7 +16,7 @@ from moecache.telemetry._stalls import stall_percentile_ns
 JSON_VERSION: Final = 1
 _COUNTERS: Final = (
     *("num_steps", "num_resident_steps", "num_evictions", "num_reads", "num_failed_reads"),
-    *("bytes_demand", "bytes_bulk", "bytes_prefetch", "num_sequences"),
+    *("bytes_demand", "bytes_bulk", "bytes_prefetch", "bytes_warm_start", "num_sequences"),
 )
 # Those that `AccessProfiler.reset` sets to zero.
 _PROFILED: Final = (
@@ -42,10 +42,10 @@ class RuntimeStats:
     num_evictions : int
     num_reads, num_failed_reads : int
         Experts read from the store. Fewer than misses if steps share a read.
-    bytes_demand, bytes_bulk, bytes_prefetch : int
-        Read from the store into slots, for a step of one token, for one of many, and ahead
-        of any. In host memory an expert is used where it was read to: nothing else is
-        uploaded.
+    bytes_demand, bytes_bulk, bytes_prefetch, bytes_warm_start : int
+        Read from the store into slots: for a step of one token, for one of many, ahead of
+        any, and because an earlier run used them. In host memory an expert is used where it
+        was read to: nothing else is uploaded.
     num_stalls, stall_ns : int
         How often and how long steps had nothing to compute and waited.
     stall_histogram : tuple of int
@@ -82,6 +82,7 @@ class RuntimeStats:
     bytes_demand: int
     bytes_bulk: int
     bytes_prefetch: int
+    bytes_warm_start: int
     num_stalls: int
     stall_ns: int
     stall_histogram: tuple[int, ...]
@@ -122,7 +123,7 @@ class RuntimeStats:
     @property
     def bytes_read(self) -> int:
         """From the store into slots, for whatever cause."""
-        return self.bytes_demand + self.bytes_bulk + self.bytes_prefetch
+        return self.bytes_demand + self.bytes_bulk + self.bytes_prefetch + self.bytes_warm_start
 
     @property
     def elapsed_s(self) -> float:

@@ -7,7 +7,7 @@ from moecache.units import format_bytes
 if TYPE_CHECKING:
     from moecache.telemetry._snapshots import RuntimeStats
 
-_CAUSES = ("demand", "bulk", "prefetch")
+_CAUSES = ("demand", "bulk", "prefetch", "warm_start")
 
 
 def describe(stats: "RuntimeStats") -> str:

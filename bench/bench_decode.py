@@ -29,7 +29,7 @@ def decode(
     with (
         open_store(model_path) as store,
         moecache.open(
-            model_path, "25%", policy=policy, prefetch="off", dtype=np.float32
+            model_path, "25%", policy=policy, prefetch="off", warmpin=0, dtype=np.float32
         ) as runtime,
     ):
         model = loop.NumpyMoe(store, loop.through_moecache(runtime))

@@ -112,7 +112,7 @@ def opened(
         yield through_views(store)
         return
     with moecache.open(
-        store.path, memory="50%", policy="lru", prefetch="off", prefault=mode
+        store.path, memory="50%", policy="lru", prefetch="off", warmpin=0, prefault=mode
     ) as runtime:
         yield numpy_loop.through_moecache(runtime)
 

@@ -127,6 +127,7 @@ def cached(task: dict[str, Any], *, compute: bool) -> tuple[Touch, Any, Any]:
         reserve=task["reserve"],
         policy=policy,
         prefetch=prefetch or "off",
+        warmpin=0,
         read={"own-mmap": "mmap", "own-buffered": "buffered"}.get(kind, "direct"),
         prefault="off",
     )

@@ -21,9 +21,9 @@ def record(
     """Generate from several prompts, as sequences of their own; return what the cache counted."""
     with (
         open_store(path) as store,
-        # A replay knows no pins.
+        # A replay knows no pins and no reads ahead.
         moecache.open(
-            path, dtype=np.float32, record_trace=trace_path, warmpin=0, **options
+            path, dtype=np.float32, record_trace=trace_path, warmpin=0, prefetch="off", **options
         ) as runtime,
     ):
         model = numpy_loop.NumpyMoe(store, numpy_loop.through_moecache(runtime))
@@ -82,7 +82,13 @@ def live_and_replayed(runtime: moecache.ExpertRuntime, path: Path) -> tuple[obje
 def opened(tiny_moe: Path, path: Path, **options: object) -> moecache.ExpertRuntime:
     """Open the tiny model (8 layers of 32 experts, top-4) and record."""
     return moecache.open(
-        tiny_moe, dtype=np.float32, prefault="off", record_trace=path, warmpin=0, **options
+        tiny_moe,
+        dtype=np.float32,
+        prefault="off",
+        record_trace=path,
+        warmpin=0,
+        prefetch="off",
+        **options,
     )
 
 

@@ -356,8 +356,8 @@ cdef class Reader:
         Parameters
         ----------
         owner : object
-            Of the load, or the first item of its owner if that is a tuple. One that is not
-            deferred, or is read to its end, goes on as it is.
+            Of the load, or the first item of its owner if that is a tuple. Reads that are not
+            deferred, have begun, or are shared with another load go on as they are.
         """
         cdef int64_t token = -1
         for number, (held, _) in self._held.items():
@@ -588,18 +588,17 @@ cdef class Reader:
         self._num_pending += 1
 
     cdef void _drop_deferred(self, int64_t token) noexcept nogil:
-        cdef Piece **place = self._urgent_end
+        cdef Piece **link = self._urgent_end
         cdef bint dropped = False
         cdef Piece *piece
-        while place[0] != NULL:
-            piece = place[0]
-            # Ranges of one read are those of loads that were submitted together.
-            if piece.ranges[0].load.token != token or piece.num_ranges == 0:
-                place = &piece.next
+        while link[0] != NULL:
+            piece = link[0]
+            if not self._is_of(piece, token):
+                link = &piece.next
                 continue
-            place[0] = piece.next
+            link[0] = piece.next
             if self._pending_end == &piece.next:
-                self._pending_end = place
+                self._pending_end = link
             self._num_pending -= 1
             self._drop(piece)
             dropped = True
@@ -607,6 +606,14 @@ cdef class Reader:
             if self._in_flight == 0 and self._num_pending == 0:
                 self.busy_ns += mc_clock_ns() - self._busy_since
             pthread_cond_broadcast(&self._done)
+
+    cdef bint _is_of(self, Piece *piece, int64_t token) noexcept nogil:
+        """Whether a read is of one load alone: those submitted together may share one."""
+        cdef int i
+        for i in range(piece.num_ranges):
+            if piece.ranges[i].load.token != token:
+                return False
+        return True
 
     cdef void _drop(self, Piece *piece) noexcept nogil:
         """End a read that was not begun."""

@@ -178,9 +178,22 @@ class Prefetcher:
                 logger.warning("prefetch.predictor_failed layer=%d error=%r", layer, error)
 
     def hint(self, layer: int, ids: npt.ArrayLike, scores: npt.ArrayLike | None = None) -> None:
-        """Take a prediction from outside, for the layer's next step; never waits."""
+        """Take a prediction from outside, for the layer's next step; never waits.
+
+        Raises
+        ------
+        ValueError
+            If the layer or an id is out of range, or scores do not fit.
+        TypeError
+            If ids are not integers.
+        """
+        chosen = np.asarray(ids)
+        self._store.layout.check(layer)
+        if chosen.size and not 0 <= chosen.min() <= chosen.max() < self._cache.num_experts:
+            wrong = chosen.min() if chosen.min() < 0 else chosen.max()
+            raise ValueError(f"expert {wrong} is not in [0, {self._cache.num_experts})")
+        self._expect(layer, chosen, scores)
         self._hinted.add(layer)
-        self._expect(layer, np.asarray(ids), scores)
 
     def begin_sequence(self) -> None:
         """Say that the next tokens do not continue the last ones."""

@@ -1,11 +1,9 @@
 """ExpertRuntime: store, slots and cache behind one object."""
 
-import itertools
 import logging
 import os
-import re
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -290,12 +288,7 @@ class ExpertRuntime:
         self._check_usable()
         if self._prefetcher is None:
             return
-        chosen = np.asarray(ids)
-        self.layout.check(layer)
-        if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.layout.num_experts:
-            wrong = chosen.min() if chosen.min() < 0 else chosen.max()
-            raise ValueError(f"expert {wrong} is not in [0, {self.layout.num_experts})")
-        self._prefetcher.hint(layer, chosen, scores)
+        self._prefetcher.hint(layer, np.asarray(ids), scores)
 
     def record_trace(
         self, path: str | os.PathLike[str], *, max_bytes: int | str = "256MiB"
@@ -327,23 +320,12 @@ class ExpertRuntime:
             If a recording goes on already.
         """
         # Not with the package: a runtime that records nothing needs none of it.
-        from moecache.study.recording import Recording
+        from moecache.study.recording import record
 
         self._check_usable()
-        name = getattr(self._store, "path", None)
-        known = {} if name is None else {"model": Path(os.path.abspath(name)).name}
-        layout = self.layout
-        self._recording = Recording(
-            self._cache,
-            path,
-            layers=_layer_numbers(layout.layer_names),
-            max_bytes=parse_bytes(max_bytes),
-            **known,
-            **({} if layout.top_k is None else {"top_k": layout.top_k}),
-            expert_bytes=max(map(layout.expert_bytes, range(layout.num_layers))),
-            policy=self._cache.policy,
-            scope=self._cache.scope,
-            capacity=self._cache.capacity,
+        model = getattr(self._store, "path", None)
+        self._recording = record(
+            self._cache, self.layout, path, model=model, max_bytes=parse_bytes(max_bytes)
         )
         return self._recording
 
@@ -496,11 +478,3 @@ class ExpertRuntime:
                 "this runtime was opened by the parent process, and its threads did not survive "
                 "the fork; open one in the child"
             )
-
-
-def _layer_numbers(names: Sequence[str]) -> list[int] | None:
-    """Return the numbers in the layers' names, or None if they are not in order."""
-    found = [re.search(r"\d+", name) for name in names]
-    numbers = [int(match[0]) for match in found if match]
-    increasing = all(one < two for one, two in itertools.pairwise(numbers))
-    return numbers if len(numbers) == len(names) and increasing else None

@@ -1,7 +1,10 @@
 """Recording: a cache's steps, written as a trace when it ends."""
 
+import itertools
 import logging
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -9,6 +12,7 @@ from typing import Any, Self
 from moecache._cache import ExpertCache
 from moecache._route_log import RouteLog
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.layout import ExpertLayout
 from moecache.study.traces import Trace, from_log
 
 logger = logging.getLogger(__name__)
@@ -121,6 +125,39 @@ class Recording:
     ) -> None:
         """End the recording, also where something failed."""
         self.close()
+
+
+def record(
+    cache: ExpertCache,
+    layout: ExpertLayout,
+    path: str | os.PathLike[str],
+    *,
+    model: str | os.PathLike[str] | None,
+    max_bytes: int,
+) -> Recording:
+    """Start to record a cache, with what is known of its model in the trace's metadata."""
+    known: dict[str, Any] = {} if model is None else {"model": Path(os.path.abspath(model)).name}
+    if layout.top_k is not None:
+        known["top_k"] = layout.top_k
+    return Recording(
+        cache,
+        path,
+        layers=_layer_numbers(layout.layer_names),
+        max_bytes=max_bytes,
+        **known,
+        expert_bytes=max(map(layout.expert_bytes, range(layout.num_layers))),
+        policy=cache.policy,
+        scope=cache.scope,
+        capacity=cache.capacity,
+    )
+
+
+def _layer_numbers(names: Sequence[str]) -> list[int] | None:
+    """Return the numbers in the layers' names, or None if they are not in order."""
+    found = [re.search(r"\d+", name) for name in names]
+    numbers = [int(match[0]) for match in found if match]
+    increasing = all(one < two for one, two in itertools.pairwise(numbers))
+    return numbers if len(numbers) == len(names) and increasing else None
 
 
 def _check_writable(path: Path) -> None:

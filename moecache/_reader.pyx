@@ -343,12 +343,20 @@ cdef class Reader:
             free(ranges)
             free(heads)
 
-    def hasten(self):
-        """Let what was deferred so far wait no longer."""
-        with nogil:
-            pthread_mutex_lock(&self._mutex)
-            self._urgent_end = self._pending_end
-            pthread_mutex_unlock(&self._mutex)
+    def hasten(self, owner):
+        """Let the deferred reads of a load wait no longer: they go behind the urgent ones.
+
+        Parameters
+        ----------
+        owner : object
+            Of the load, or the first item of its owner if that is a tuple.
+        """
+        cdef int64_t token = self._token_of(owner)
+        if token >= 0:
+            with nogil:
+                pthread_mutex_lock(&self._mutex)
+                self._hasten(token)
+                pthread_mutex_unlock(&self._mutex)
 
     def cancel(self, owner):
         """Drop the deferred reads of a load that have not begun; it ends with ECANCELED then.
@@ -359,11 +367,7 @@ cdef class Reader:
             Of the load, or the first item of its owner if that is a tuple. Reads that are not
             deferred, have begun, or are shared with another load go on as they are.
         """
-        cdef int64_t token = -1
-        for number, (held, _) in self._held.items():
-            if held is owner or (type(held) is tuple and held and held[0] is owner):
-                token = number
-                break
+        cdef int64_t token = self._token_of(owner)
         if token >= 0:
             with nogil:
                 pthread_mutex_lock(&self._mutex)
@@ -492,6 +496,12 @@ cdef class Reader:
 
     # Files and ranges, with the GIL.
 
+    cdef int64_t _token_of(self, owner) except -2:
+        for number, (held, _) in self._held.items():
+            if held is owner or (type(held) is tuple and held and held[0] is owner):
+                return number
+        return -1
+
     cdef _open_direct(self, File *file):
         cdef int descriptor = mc_open_direct(file.cached)
         cdef size_t alignment
@@ -586,6 +596,24 @@ cdef class Reader:
             self._urgent_end = &piece.next
         self._pending = piece
         self._num_pending += 1
+
+    cdef void _hasten(self, int64_t token) noexcept nogil:
+        cdef Piece **link = self._urgent_end
+        cdef Piece *piece
+        while link[0] != NULL:
+            piece = link[0]
+            if not self._is_of(piece, token):
+                link = &piece.next
+                continue
+            if link == self._urgent_end:
+                link = &piece.next
+            else:
+                link[0] = piece.next
+                if self._pending_end == &piece.next:
+                    self._pending_end = link
+                piece.next = self._urgent_end[0]
+                self._urgent_end[0] = piece
+            self._urgent_end = &piece.next
 
     cdef void _drop_deferred(self, int64_t token) noexcept nogil:
         cdef Piece **link = self._urgent_end

@@ -38,6 +38,7 @@ class Load:
         "orphaned",
         "slot",
         "staged",
+        "told",
         "urgent",
         "waiting",
     )
@@ -55,6 +56,7 @@ class Load:
         self.orphaned = False  # staged, and nobody waits for it any more
         self.done = False
         self.waiting: list[SimpleQueue[Load]] = []
+        self.told: list[SimpleQueue[Load]] = []  # when it is over, without asking for it
         self.error: BaseException | None = None
 
     def interrupt(self) -> None:

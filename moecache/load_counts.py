@@ -23,8 +23,10 @@ class LoadCounts:
         From the store, into slots.
     num_urgent_reads, urgent_ns : int
         Reads that somebody waited for, and the time in which one at least was under way.
-    num_failed_prefetches, num_cancelled_prefetches : int
-    prefetch_bytes_in_flight : int
+    num_prefetches, num_failed_prefetches, num_cancelled_prefetches : int
+        Reads ahead that were begun; those that failed, or were taken back, before anybody
+        asked for them.
+    num_prefetches_in_flight, prefetch_bytes_in_flight : int
     """
 
     def __init__(self, clock: Callable[[], int]) -> None:
@@ -38,8 +40,10 @@ class LoadCounts:
         self.bytes_read = dict.fromkeys(Cause, 0)
         self.num_urgent_reads = 0
         self.urgent_ns = 0
+        self.num_prefetches = 0
         self.num_failed_prefetches = 0
         self.num_cancelled_prefetches = 0
+        self.num_prefetches_in_flight = 0
         self.prefetch_bytes_in_flight = 0
 
     def begin_urgent(self) -> None:
@@ -54,6 +58,20 @@ class LoadCounts:
         self.num_urgent_reads += read
         if self._num_urgent == 0:
             self.urgent_ns += self._clock() - self._urgent_since
+
+    def begin_prefetch(self, num_bytes: int) -> None:
+        """Note that a read ahead begins."""
+        self.num_prefetches += 1
+        self.num_prefetches_in_flight += 1
+        self.prefetch_bytes_in_flight += num_bytes
+
+    def end_prefetch(self, load: Load, num_bytes: int) -> None:
+        """Note that a read ahead is over, or somebody's own now."""
+        self.num_prefetches_in_flight -= 1
+        self.prefetch_bytes_in_flight -= num_bytes
+        if load.error is not None and not load.waiting:
+            self.num_failed_prefetches += not load.cancelled
+            self.num_cancelled_prefetches += load.cancelled
 
     def done(self, load: Load, num_bytes: int) -> None:
         """Note what became of a load."""

@@ -123,11 +123,6 @@ class SlotLoader:
             raise ConfigError(f"a {type(store).__name__} has no files that a reader could read")
 
     @property
-    def num_prefetches(self) -> int:
-        """Of those in flight, how many nobody had asked for when they began."""
-        return len(self._prefetches)
-
-    @property
     def num_in_flight(self) -> int:
         """Experts that are being read, or wait for it."""
         return len(self._loads)
@@ -209,8 +204,9 @@ class SlotLoader:
                     bypassed = self._plan(layer, ids, slots, misses[:count], cause, claimed, joined)
                     for load in joined:
                         load.waiting.append(arrived)
-                        self._hasten(load)
                     self._cancel_prefetches(layer)
+                    for load in joined:
+                        self._hasten(load)
                     for load in claimed:
                         load.waiting.append(arrived)
                         self._submit(load)
@@ -259,9 +255,15 @@ class SlotLoader:
             load = Load(layer, expert, slot, cause)
             self._loads[slot] = load
             self._prefetches.add(load)
-            self.counts.prefetch_bytes_in_flight += self._store.layout.expert_bytes(layer)
+            if cause is Cause.PREFETCH:
+                self.counts.begin_prefetch(self._store.layout.expert_bytes(layer))
         self._fetch.prefetch(load)
         return True
+
+    @property
+    def fills_in_place(self) -> bool:
+        """Whether experts are read into their slots, and take no other memory."""
+        return self._pool.fills_in_place
 
     @property
     def quantum_bytes(self) -> int | None:
@@ -434,30 +436,31 @@ class SlotLoader:
             self._cache.profiler.record_miss_stall(self.clock() - started)
 
     def _wait_for_prefetches(self) -> None:
-        arrived: SimpleQueue[Load] = SimpleQueue()
+        """Take back what is read ahead, and wait for what cannot be taken back."""
+        over: SimpleQueue[Load] = SimpleQueue()
         with self._lock:
+            self._cancel_prefetches(None)
             loads = list(self._prefetches)
             for load in loads:
-                load.waiting.append(arrived)
+                load.told.append(over)
                 self._hasten(load)
         for _ in loads:
-            self.wait(arrived)
+            self.wait(over)
 
-    def _cancel_prefetches(self, layer: int) -> None:
-        """Take back what was read ahead for a layer that came without it."""
+    def _cancel_prefetches(self, layer: int | None) -> None:
+        """Take back what is read ahead for a layer that came without it, or for any."""
         if not self._prefetches:
             return
-        wrong = [
-            load
-            for load in self._prefetches
-            if load.layer == layer and not load.urgent and load.cause is Cause.PREFETCH
-        ]
-        for load in wrong:
-            if not load.cancelled:
+        for load in list(self._prefetches):
+            if (
+                (layer is None or load.layer == layer)
+                and not (load.urgent or load.waiting or load.cancelled)
+                and load.cause is Cause.PREFETCH
+            ):
                 load.cancelled = True
-                self.counts.num_cancelled_prefetches += 1
                 if self._fetch.cancel(load):
                     load.done = True
+                    load.error = MoeCacheError("nobody asked for it")
                     self._retire(load, filled=False)
 
     def _hasten(self, load: Load) -> None:
@@ -475,15 +478,19 @@ class SlotLoader:
         del self._loads[load.slot]
         if load.urgent:
             self.counts.end_urgent(read=filled)
-        if load in self._prefetches:
-            self._prefetches.discard(load)
-            self.counts.prefetch_bytes_in_flight -= self._store.layout.expert_bytes(load.layer)
+        self._end_prefetch(load)
         if load.staged:
             return
         if filled:
             self._cache.publish(load.slot)
         else:
             self._cache.abandon(load.slot)
+
+    def _end_prefetch(self, load: Load) -> None:
+        if load in self._prefetches:
+            self._prefetches.discard(load)
+            if load.cause is Cause.PREFETCH:
+                self.counts.end_prefetch(load, self._store.layout.expert_bytes(load.layer))
 
     def _return_staging(self, slot: int) -> None:
         if self._staging.give_back(slot):
@@ -538,17 +545,14 @@ class SlotLoader:
             if load.done:
                 return True
             ahead = load in self._prefetches
-            if ahead and load.error is not None and not self._closed:
-                self.counts.num_failed_prefetches += not load.cancelled
-                if load.waiting:
-                    # Who joined it shall not fail for what it did not ask for.
-                    self._prefetches.discard(load)
-                    self.counts.prefetch_bytes_in_flight -= self._store.layout.expert_bytes(
-                        load.layer
-                    )
-                    load.error, load.cancelled = None, False
-                    return False
+            if ahead and load.error is not None and load.waiting and not self._closed:
+                # Who joined it shall not fail for what it did not ask for.
+                self._end_prefetch(load)
+                load.error, load.cancelled = None, False
+                return False
             load.done = True
+            if load.error is not None and self._closed:
+                load.cancelled = True
             self.counts.done(load, self._store.layout.expert_bytes(load.layer))
             self._retire(load, filled=load.error is None)
             if load.orphaned:
@@ -556,7 +560,7 @@ class SlotLoader:
         self._drain_if_free()
         if load.error is not None and not (load.waiting or load.cancelled or self._closed):
             self._log_failure(load)
-        for arrived in load.waiting:
+        for arrived in (*load.waiting, *load.told):
             arrived.put(load)
         if ahead:
             self.prefetch_done(load)

@@ -103,7 +103,6 @@ class Prefetcher:
         self.num_requests = 0
         self.num_dropped = 0
         self.num_stale = 0
-        self.num_issued = 0
         self.num_hinted = 0
         self.num_predictor_errors = 0
         self._loader = loader
@@ -113,7 +112,9 @@ class Prefetcher:
         self._num_layers = layout.num_layers
         self._total = layout.total_experts
         self._expert_bytes = [layout.expert_bytes(layer) for layer in range(layout.num_layers)]
-        self._max_bytes = max(MAX_BYTES_IN_FLIGHT, *self._expert_bytes)
+        # What is converted takes memory beside its slot.
+        most = MAX_BYTES_IN_FLIGHT if loader.fills_in_place else 1
+        self._max_bytes = max(most, *self._expert_bytes)
         self._visits = [0] * layout.num_layers
         self._hinted: set[int] = set()  # layers whose prediction came from outside
         self._advised = np.zeros(layout.total_experts if reads_ahead else 0, bool)
@@ -121,6 +122,8 @@ class Prefetcher:
         self._requests: deque[Request] = deque()
         self._lock = threading.Lock()
         self._last_layer = layout.num_layers
+        self._counting = threading.Lock()
+        self._was_full = False  # since the sequence began
         self._min_likelihood = _FIRST_LIKELIHOOD
         self._num_tokens = 0
         self._measured = (loader.clock(), 0, 0, 0)
@@ -128,12 +131,25 @@ class Prefetcher:
         self._threaded = threaded
         self._idle = False  # the thread waits for requests
         self._thread: threading.Thread | None = None
-        loader.prefetch_done = self._on_done
+        on_done = weakref.WeakMethod(self._on_done)
+
+        def tell(load: Load) -> None:
+            # No cycle: a runtime that is dropped goes at once, and its thread with it.
+            method = on_done()
+            if method is not None:
+                method(load)
+
+        loader.prefetch_done = tell
 
     @property
     def active(self) -> bool:
         """Whether predictions are fetched now."""
         return self.switch is None or self.switch.on
+
+    @property
+    def num_issued(self) -> int:
+        """Experts whose read ahead was begun."""
+        return self._loader.counts.num_prefetches
 
     def step(self, layer: int, ids: np.ndarray) -> None:
         """Learn from a step, and ask for what the next layer will use; never waits.
@@ -146,8 +162,12 @@ class Prefetcher:
         """
         one_token = ids.ndim == 0 or ids.size == ids.shape[-1]
         self._visits[layer] += 1
-        if layer <= self._last_layer:
-            self._begin_token()
+        if layer <= self._last_layer and self._counting.acquire(blocking=False):
+            # Of several threads one is enough: their tokens are mixed all the same.
+            try:
+                self._begin_token()
+            finally:
+                self._counting.release()
         self._last_layer = layer
         self._hinted.discard(layer)
         if one_token:
@@ -159,9 +179,12 @@ class Prefetcher:
         predictor = self._predictor
         if predictor is None:
             return
+        # Nobody may change what a step goes on with.
+        seen = ids.view()
+        seen.flags.writeable = False
         following = layer + 1 if layer + 1 < self._num_layers else 0
         try:
-            predictor.observe(layer, ids)
+            predictor.observe(layer, seen)
             if following in self._hinted or ids.size == 0:
                 return
             rows = 1 if one_token else ids.size // ids.shape[-1]
@@ -173,9 +196,7 @@ class Prefetcher:
             guess, scores = predictor.predict(following, min(2 * top_k, _MAX_GUESSES))
             self._expect(following, guess, scores)
         except Exception as error:  # noqa: BLE001 - somebody's own predictor; a guess is no must
-            self.num_predictor_errors += 1
-            if self.num_predictor_errors == 1:
-                logger.warning("prefetch.predictor_failed layer=%d error=%r", layer, error)
+            self._note_failure(error)
 
     def hint(self, layer: int, ids: npt.ArrayLike, scores: npt.ArrayLike | None = None) -> None:
         """Take a prediction from outside, for the layer's next step; never waits.
@@ -197,8 +218,12 @@ class Prefetcher:
 
     def begin_sequence(self) -> None:
         """Say that the next tokens do not continue the last ones."""
+        self._was_full = False
         if self._predictor is not None:
-            self._predictor.begin_sequence()
+            try:
+                self._predictor.begin_sequence()
+            except Exception as error:  # noqa: BLE001 - as in a step
+                self._note_failure(error)
         if self.switch is not None:
             self.switch.skip()
         for layer in range(self._num_layers):
@@ -225,12 +250,13 @@ class Prefetcher:
             num_failed=loader.counts.num_failed_prefetches,
             num_cancelled=loader.counts.num_cancelled_prefetches,
             num_hinted=self.num_hinted,
-            in_flight=loader.num_prefetches,
+            in_flight=loader.counts.num_prefetches_in_flight,
             num_used=foresight.num_used,
             num_predicted_k=foresight.num_predicted_k,
             num_found_k=foresight.num_found_k,
             num_predicted_2k=foresight.num_predicted_2k,
             num_found_2k=foresight.num_found_2k,
+            num_predictor_errors=self.num_predictor_errors,
         )
 
     def run_one(self) -> bool:
@@ -253,19 +279,22 @@ class Prefetcher:
             if (layer, expert) in self._failed:
                 continue
             if self._loader.prefetch(layer, expert):
-                self.num_issued += 1
                 return True
             if len(self._advised) and self._advise(layer, expert):
                 return True
 
-    def close(self) -> None:
-        """Stop the thread, within two seconds even if a read hangs; a second call does nothing."""
+    def stop(self) -> None:
+        """Begin no more reads; waits for nothing."""
         with self._lock:
             self.closed = True
             self._requests.clear()
         self._wake.put(None)
-        if self._thread is not None:
-            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Stop, and wait for the thread: so long at most, if a read hangs."""
+        self.stop()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
             if self._thread.is_alive():
                 logger.warning("prefetch.stuck a read does not return")
 
@@ -293,26 +322,35 @@ class Prefetcher:
         with self._lock:
             if self._thread is not None or self.closed:
                 return
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_work,
                 args=(weakref.ref(self), self._wake),
                 name="moecache-prefetch",
                 daemon=True,
             )
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            # The system has no more threads. What is demanded is read all the same.
-            self.closed = True
-            logger.warning("prefetch.no_thread error=%s", error)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # The system has no more threads. What is demanded is read all the same.
+                self.closed = True
+                logger.warning("prefetch.no_thread error=%s", error)
+                return
+            self._thread = thread
+
+    def _note_failure(self, error: Exception) -> None:
+        self.num_predictor_errors += 1
+        if self.num_predictor_errors == 1:
+            logger.warning("prefetch.predictor_failed error=%r", error)
 
     def _begin_token(self) -> None:
         if self.switch is not None:
-            # Free slots are filled first: what is measured meanwhile says little of later.
-            if self._cache.num_free:
-                self.switch.skip()
-            else:
+            # Free slots are filled first: what is measured meanwhile says little of later. Those
+            # that are free for a moment later on do not count.
+            self._was_full = self._was_full or not self._cache.num_free
+            if self._was_full:
                 self.switch.begin_token()
+            else:
+                self.switch.skip()
         self._num_tokens += 1
         if self._num_tokens % _AVERAGED == 0:
             self._measure()

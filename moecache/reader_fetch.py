@@ -54,6 +54,7 @@ class ReaderFetch(LoadQueue):
         self._lock = lock
         self._finish = finish
         self._begun: set[Load] = set()
+        self._ahead: set[Load] = set()  # of them, prefetches
         self._closed = False
         sizes = map(store.layout.expert_bytes, range(store.layout.num_layers))
         widest = max(1, *sizes)
@@ -74,7 +75,8 @@ class ReaderFetch(LoadQueue):
             try:
                 with self._lock:
                     while self._queue and (
-                        self._max_begun is None or len(self._begun) < self._max_begun
+                        self._max_begun is None
+                        or len(self._begun) - len(self._ahead) < self._max_begun
                     ):
                         batch.append(self._queue[0])
                         self._begun.add(self._queue.popleft())
@@ -113,6 +115,7 @@ class ReaderFetch(LoadQueue):
         """Hand a load to the reader, behind all others; whoever looks takes it in."""
         with self._lock:
             self._begun.add(load)
+            self._ahead.add(load)
         entries: list[Any] = []
         begun = False
         try:
@@ -120,9 +123,11 @@ class ReaderFetch(LoadQueue):
             entries.append(((load, parts), self._store.runs(load.layer, load.expert), parts))
             begun = True
             self._reader.submit(entries, deferred=True)  # empties the list once it is begun
+            # Joined, or of no use any more, before the reader had it.
             if load.urgent:
-                # Joined before the reader had it.
-                self._reader.hasten()
+                self._reader.hasten(load)
+            elif load.cancelled:
+                self._reader.cancel(load)
         except BaseException as error:
             if not begun or entries:
                 if isinstance(error, Exception):
@@ -133,9 +138,9 @@ class ReaderFetch(LoadQueue):
             if not isinstance(error, Exception):
                 raise
 
-    def hasten(self, load: Load) -> None:  # noqa: ARG002 - one queue of all that was deferred
-        """Let it, and the other prefetches so far, go with the demands."""
-        self._reader.hasten()
+    def hasten(self, load: Load) -> None:
+        """Let it go with the demands."""
+        self._reader.hasten(load)
 
     def cancel(self, load: Load) -> bool:
         """Drop what of it has not reached the kernel."""
@@ -237,6 +242,7 @@ class ReaderFetch(LoadQueue):
         if load.error is not None:
             self._pool.discard(load.slot)
         self._begun.discard(load)
+        self._ahead.discard(load)
         if not self._finish(load):
             with self._lock:
                 self.add(load)

@@ -1,5 +1,6 @@
 """ExpertRuntime: store, slots and cache behind one object."""
 
+import contextlib
 import logging
 import os
 import time
@@ -210,8 +211,7 @@ class ExpertRuntime:
             prefetcher=self._prefetcher,
             ignore_out_of_range=ignore_out_of_range,
         )
-        if self._warm_pin is not None and self._warm_pin.look():
-            self._warm_pin = None
+        self._look_at_pins()
 
     def lease(self, layer: int, ids: npt.ArrayLike, *, ignore_out_of_range: bool = False) -> Lease:
         """Return all experts of a step at once, when the last one has arrived.
@@ -237,8 +237,7 @@ class ExpertRuntime:
             If an expert cannot be read. Nothing stays leased; call again.
         """
         self._check_usable()
-        if self._warm_pin is not None and self._warm_pin.look():
-            self._warm_pin = None
+        self._look_at_pins()
         return steps.lease(
             self._loader,
             self._cache,
@@ -416,23 +415,24 @@ class ExpertRuntime:
         if os.getpid() != self._process:
             # A forked child: the threads and the report are the parent's.
             return
-        if self.prefault is not None:
-            self.prefault.cancel(0)
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-        if self.warm_start is not None:
-            self.warm_start.cancel(0)
-        try:
-            self._loader.close()
+        until = time.monotonic() + _CLOSE_TIMEOUT_S
+        with contextlib.ExitStack() as stack:
+            # In reverse: an interrupt leaves none of it out.
+            stack.callback(self._store.close)
+            stack.callback(self._pool.close)
+            stack.callback(self._usage.keep, self._disks())
+            stack.callback(self._write_report)
             if self._recording is not None:
-                self._recording.close()
-            self._write_report()
-            self._usage.keep(self._disks())
-        finally:
-            try:
-                self._pool.close()
-            finally:
-                self._store.close()
+                stack.callback(self._recording.close)
+            if self._prefetcher is not None:
+                prefetcher = self._prefetcher
+                prefetcher.stop()
+                stack.callback(lambda: prefetcher.close(max(0.0, until - time.monotonic())))
+            stack.callback(self._loader.close)
+            if self.warm_start is not None:
+                stack.callback(self.warm_start.cancel, 0)
+            if self.prefault is not None:
+                stack.callback(self.prefault.cancel, 0)
         # It holds what it sweeps: a read that hangs does no harm to wait no longer for.
         if self.prefault is not None and not self.prefault.cancel(_CLOSE_TIMEOUT_S):
             logger.warning("runtime.prefault_hangs after=%d s", _CLOSE_TIMEOUT_S)
@@ -454,6 +454,11 @@ class ExpertRuntime:
         if self.disk is None or not isinstance(self._store, FileStore):
             return {}
         return {disk_of(self._store): asdict(self.disk)}
+
+    def _look_at_pins(self) -> None:
+        pin = self._warm_pin  # another thread may be done with it
+        if pin is not None and pin.look():
+            self._warm_pin = None
 
     def _write_report(self) -> None:
         if self._expert_stats is not None:

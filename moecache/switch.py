@@ -1,6 +1,8 @@
 """Switch: tries something on and off in turns, and keeps what is faster."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,15 +27,17 @@ class Switch:
     """Decides between on and off by comparing the time that tokens take.
 
     After 32 tokens windows of 16 alternate, off, on, on, off, until there were four of each.
-    Then it stays with what was faster, on only if that gained more than 1 %, for 256
-    tokens; for twice as many each time the answer is confirmed, up to 8,192. A difference of
-    3 % after two pairs of windows decides. Trying what makes tokens up to 3 % slower costs less
-    than 0.1 % of 10,000 tokens; what doubles their time, 1 %.
+    Then it stays with what was faster: on only if that gained more than 1 % and more than
+    twice the gain's standard error, for 256 tokens; for twice as many each time the answer is
+    confirmed, up to 8,192. A difference of 3 %, and of three standard errors, decides after two
+    pairs of windows. Of 10,000 tokens 384 or fewer are tried with it where it does not pay:
+    what makes tokens 2 % slower costs less than 0.1 %, what doubles their time 2 %.
 
     Tokens differ far more from each other than on from off: by what they miss. So times are
     compared at equal misses: by an analysis of covariance, in which time rises with the number
     of misses by one slope in both states (Fisher 1932, Statistical Methods for Research
-    Workers, 4th edition, section 49.1).
+    Workers, 4th edition, section 49.1). Misses that on itself adds, by whom it evicts, are not
+    seen there: nor may tokens be slower by the plain means, beyond three standard errors.
 
     Parameters
     ----------
@@ -102,12 +106,13 @@ class Switch:
         # Off, on, on, off: what drifts counts for both alike.
         self.on = bool((self._place // WINDOW + 1) // 2 % 2)
         if not half and pairs > 1:
-            gain = gained(self._samples[False], self._samples[True])
-            if pairs == _PAIRS or abs(gain) > _CLEAR:
-                self._decide(gain)
+            found = gained(self._samples[False], self._samples[True])
+            if pairs == _PAIRS or abs(found.share) > max(_CLEAR, 3 * found.error):
+                self._decide(found)
 
-    def _decide(self, gain: float) -> None:
-        self.on = gain > _WORTH_IT
+    def _decide(self, found: "Gain") -> None:
+        gain = found.share
+        self.on = gain > max(_WORTH_IT, 2 * found.error) and not found.is_slower
         self.num_trials += 1
         same = self.on == self._decision
         self._hold = min(2 * self._hold, _LONGEST_HOLD) if same else _FIRST_HOLD
@@ -124,8 +129,27 @@ class Switch:
         self._samples = {False: [], True: []}
 
 
-def gained(off: list[tuple[int, ...]], on: list[tuple[int, ...]]) -> float:
-    """Return the share of a token's time that on saves at equal misses; negative if it costs.
+@dataclass(frozen=True)
+class Gain:
+    """What on saves of a token's time.
+
+    Parameters
+    ----------
+    share : float
+        Saved at equal misses; negative if it costs.
+    error : float
+        Standard error of that.
+    is_slower : bool
+        Whether the plain mean is worse, by more than three standard errors.
+    """
+
+    share: float
+    error: float
+    is_slower: bool
+
+
+def gained(off: list[tuple[int, ...]], on: list[tuple[int, ...]]) -> Gain:
+    """Return what on saves.
 
     Parameters
     ----------
@@ -133,22 +157,45 @@ def gained(off: list[tuple[int, ...]], on: list[tuple[int, ...]]) -> float:
         At least one sample each.
     """
     groups = [np.array(samples, np.float64)[:, :2] for samples in (off, on)]
-    slope = _common_slope(groups)
-    trimmed = []
-    for group in groups:
-        errors = group[:, 0] - slope * group[:, 1]
-        distance = np.abs(errors - np.median(errors))
-        kept = np.sort(
-            np.argsort(distance, kind="stable")[: len(group) - int(len(group) * _TRIMMED)]
-        )
-        trimmed.append(group[kept])
-    slope = _common_slope(trimmed)
-    (off_time, off_misses), (on_time, on_misses) = (group.mean(0) for group in trimmed)
-    difference = off_time - on_time - slope * (off_misses - on_misses)
-    return float(difference / off_time) if off_time else 0.0
+    slope, _ = _common_slope(groups)
+    groups = [_trimmed(group, slope) for group in groups]
+    slope, spread = _common_slope(groups)
+    (off_time, off_misses), (on_time, on_misses) = (group.mean(0) for group in groups)
+    if not off_time:
+        return Gain(0.0, 0.0, is_slower=False)
+    apart = off_misses - on_misses
+    saved = off_time - on_time - slope * apart
+    sizes = [len(group) for group in groups]
+    inverse = sum(1 / size for size in sizes)
+    errors = np.concatenate(
+        [
+            (group[:, 0] - slope * group[:, 1]) - np.mean(group[:, 0] - slope * group[:, 1])
+            for group in groups
+        ]
+    )
+    variance = float(errors @ errors) / max(1, sum(sizes) - 3)
+    error = math.sqrt(variance * (inverse + (apart * apart / spread if spread else 0.0)))
+    plain = math.sqrt(
+        sum(float(group[:, 0].var()) / size for group, size in zip(groups, sizes, strict=True))
+    )
+    return Gain(
+        share=float(saved / off_time),
+        error=float(error / off_time),
+        is_slower=bool(on_time - off_time > 3 * plain and on_time > off_time),
+    )
 
 
-def _common_slope(groups: list[np.ndarray]) -> float:
+def _trimmed(group: np.ndarray, slope: float) -> np.ndarray:
+    """Return the samples that are nearest to their line."""
+    errors = group[:, 0] - slope * group[:, 1]
+    distance = np.abs(errors - np.median(errors))
+    kept = len(group) - int(len(group) * _TRIMMED)
+    nearest: np.ndarray = group[np.sort(np.argsort(distance, kind="stable")[:kept])]
+    return nearest
+
+
+def _common_slope(groups: list[np.ndarray]) -> tuple[float, float]:
+    """Return time per miss within the groups, and the squared spread of the misses."""
     centred = np.concatenate([group - group.mean(0) for group in groups])
-    variance = float(centred[:, 1] @ centred[:, 1])
-    return max(0.0, float(centred[:, 0] @ centred[:, 1]) / variance) if variance else 0.0
+    spread = float(centred[:, 1] @ centred[:, 1])
+    return max(0.0, float(centred[:, 0] @ centred[:, 1]) / spread) if spread else 0.0, spread

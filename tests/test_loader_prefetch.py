@@ -186,7 +186,7 @@ def test_a_failing_prefetch_is_read_again_for_who_joined_it(
 
     assert ahead.result(30)
     assert bench.store.reads == [(0, 6), (0, 6)]
-    assert bench.loader.counts.num_failed_prefetches == 1
+    assert bench.loader.counts.num_failed_prefetches == 0  # it was late: one outcome each
     assert bench.loader.counts.num_failed_reads == 0
     assert bench.loader.counts.num_reads == 1
     assert not caplog.records
@@ -213,7 +213,7 @@ def test_a_read_that_fails_again_is_the_demands_error(pool: ThreadPoolExecutor) 
     assert ahead.result(30)
     assert len(bench.store.reads) == 2
     assert (bench.loader.counts.num_failed_prefetches, bench.loader.counts.num_failed_reads) == (
-        1,
+        0,
         1,
     )
     assert bench.lease(0, 6) == [6.0]

@@ -37,7 +37,10 @@ class Reads:
         """Return them."""
         return PrefetchStats("echo", True, "asked for", *range(1, 17))
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """End with the runtime."""
+
+    def close(self, timeout_s: float) -> None:
         """End with the runtime."""
 
 

@@ -91,7 +91,7 @@ def test_what_somebody_waits_for_goes_on(reader: Reader, contents: list[bytes], 
     order = one_range(contents, 0, LONG)
     submit(reader, order, deferred=how != "urgent")
     if how == "hastened":
-        reader.hasten()
+        reader.hasten(order)
     reader.cancel(object() if how == "unknown" else order)
     assert taken(reader, 1) == [(order, None)]
     assert order.is_right()
@@ -130,7 +130,7 @@ STEPS = st.lists(
             st.sampled_from([0, 1, 700, 70_000, 700_000]),
         ),
         st.tuples(st.just("cancel"), st.integers(0, 9)),
-        st.just(("hasten",)),
+        st.tuples(st.just("hasten"), st.integers(0, 9)),
         st.just(("wait",)),
         st.just(("poll",)),
     ),
@@ -176,8 +176,8 @@ def test_of_any_mixture_each_load_is_done_once(
                 order = orders[rest[0] % len(orders)]
                 reader.cancel(order)
                 cancelled.add(id(order))
-            elif kind == "hasten":
-                reader.hasten()
+            elif kind == "hasten" and orders:
+                reader.hasten(orders[rest[0] % len(orders)])
             elif kind == "wait" and len(found) < len(orders):
                 found += taken(reader, 1)
             elif kind == "poll":

@@ -99,8 +99,10 @@ def test_what_is_hastened_waits_for_nothing_that_comes_later(
 ) -> None:
     """What is deferred afterwards does again."""
     a, b, c, d, e = orders_of(contents, 5)
-    submit(reader, [a, b], deferred=True)
-    reader.hasten()
+    submit(reader, [a], deferred=True)
+    submit(reader, [b], deferred=True)
+    reader.hasten(a)
+    reader.hasten(b)
     submit(reader, [c], deferred=True)
     submit(reader, [d])
     submit(reader, [e], deferred=True)
@@ -108,16 +110,34 @@ def test_what_is_hastened_waits_for_nothing_that_comes_later(
     assert take_all(reader, 5) == [a, b, d, c, e]
 
 
+@pytest.mark.parametrize("which", range(4))
+def test_one_is_hastened_and_the_others_are_not(
+    reader: Reader, contents: list[bytes], which: int
+) -> None:
+    """Wherever it stands, behind the urgent ones; long ones keep the order of their pieces."""
+    reader.tune(depth=1, piece_bytes=4096, staging_bytes=0)
+    *deferred, urgent, later = orders_of(contents, 6)
+    for order in deferred:
+        submit(reader, [order], deferred=True)
+    submit(reader, [urgent])
+    reader.hasten(deferred[which])
+    submit(reader, [later])
+
+    chosen = deferred.pop(which)
+    assert take_all(reader, 6) == [urgent, chosen, later, *deferred]
+
+
 def test_hastening_nothing_changes_nothing(reader: Reader, contents: list[bytes]) -> None:
     """Neither of an empty queue nor of one without deferred reads."""
     a, b, c = orders_of(contents, 3)
-    reader.hasten()
+    reader.hasten(a)
     submit(reader, [a])
-    reader.hasten()
+    reader.hasten(a)
+    reader.hasten(object())
     submit(reader, [b], deferred=True)
     submit(reader, [c])
     assert take_all(reader, 3) == [a, c, b]
-    reader.hasten()
+    reader.hasten(b)
     submit(reader, [b], deferred=True)
     submit(reader, [a])
     assert take_all(reader, 2) == [a, b]
@@ -214,7 +234,7 @@ def test_a_reader_closes_with_deferred_reads_pending(
     with pytest.raises(ValueError, match="the reader is closed"):
         reader.submit(entries, deferred=True)
     assert len(entries) == 1
-    reader.hasten()
+    reader.hasten(orders[7])
 
 
 def test_a_load_that_cannot_be_deferred_begins_nothing(
@@ -241,7 +261,7 @@ STEPS = st.lists(
                 max_size=4,
             ),
         ),
-        st.just(("hasten",)),
+        st.tuples(st.just("hasten"), st.integers(0, 99)),
         st.just(("take",)),
     ),
     max_size=25,
@@ -272,6 +292,7 @@ def test_of_any_mixture_every_byte_is_the_files(
     options = {"depth": depth, "piece_bytes": piece_bytes, "staging_bytes": 3 * PAGE}
     reader = Reader([descriptor], engine=engine, direct=direct, **options)
     left = 0
+    orders: list[Order] = []
     try:
         for kind, *rest in steps:
             if kind == "submit":
@@ -279,8 +300,8 @@ def test_of_any_mixture_every_byte_is_the_files(
                 orders = [one_range(contents, *where, shift=shift) for where in ranges]
                 submit(reader, orders, deferred=deferred)
                 left += len(orders)
-            elif kind == "hasten":
-                reader.hasten()
+            elif kind == "hasten" and orders:
+                reader.hasten(orders[rest[0] % len(orders)])
             elif left:
                 assert one_done(reader).is_right()
                 left -= 1

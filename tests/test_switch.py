@@ -168,7 +168,7 @@ def test_skipped_tokens_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(("on", "expected"), [(0.96, True), (1.0, False), (1.04, False)])
+@pytest.mark.parametrize(("on", "expected"), [(0.9, True), (1.0, False), (1.04, False)])
 def test_tokens_are_compared_at_equal_misses(on: float, expected: bool, seed: int) -> None:
     """Times that vary by a third, as misses do: plain means would be off by 5 % and more."""
     rng = np.random.default_rng(seed)
@@ -189,12 +189,37 @@ def test_the_gain_is_the_distance_of_parallel_lines() -> None:
     """One with a slope of 3 per miss through 100, one through 90; whatever was missed."""
     off = [(100 + 3 * missed, missed) for missed in (0, 1, 2, 3)]
     on = [(90 + 3 * missed, missed) for missed in (10, 12, 14, 18)]
-    assert gained(off, on) == pytest.approx(10 / 104.5)
-    assert gained(off, off) == 0
-    assert gained([(0, 0)], [(0, 0)]) == 0
+    found = gained(off, on)
+    assert found.share == pytest.approx(10 / 104.5)
+    assert found.error == pytest.approx(0)
+    # By the plain means it is slower: 130.5 instead of 104.5.
+    assert found.is_slower
+    assert gained(off, off).share == 0
+    assert gained([(0, 0)], [(0, 0)]).share == 0
 
 
-@pytest.mark.parametrize(("on", "expected"), [(1.0, False), (0.97, True), (1.03, False)])
+def test_what_slows_all_tokens_by_more_misses_is_off() -> None:
+    """A state whose tokens are faster at equal misses, and miss four times as much."""
+    host = Host(factor(1))
+    host.misses_of = lambda: 40 if host.switch.on else 10
+    host.time_of = lambda on: TOKEN_NS * (3.9 if on else 1.0)
+    host.run_until(1)
+    assert not host.switch.on
+
+
+def test_noise_alone_is_no_reason() -> None:
+    """Times that vary by 40 % for no reason, and 5 % that on costs: .3 % in the mean of 20 runs."""
+    lost = []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        host = Host(lambda on, rng=rng: TOKEN_NS * rng.normal(1.05 if on else 1.0, 0.4))  # type: ignore[misc]
+        host.run(3000)
+        lost.append(0.05 * sum(host.states) / 3000)
+    assert np.mean(lost) < 0.005
+    assert max(lost) < 0.02
+
+
+@pytest.mark.parametrize(("on", "expected"), [(1.0, False), (0.85, True), (1.03, False)])
 @pytest.mark.parametrize("per_token", [0.01, -0.01])
 def test_drift_hits_both_alike(on: float, expected: bool, per_token: float) -> None:
     """Tokens that get slower, or faster, by a 400th of the first one's time each."""

@@ -327,7 +327,10 @@ def test_the_prefetchers_figures_are_in_the_snapshot() -> None:
         def stats(self) -> PrefetchStats:
             return prefetch_stats(num_issued=3)
 
-        def close(self) -> None:
+        def stop(self) -> None:
+            pass
+
+        def close(self, timeout_s: float) -> None:
             pass
 
     with make_runtime(4) as runtime:

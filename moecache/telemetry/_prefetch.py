@@ -7,8 +7,9 @@ from moecache.telemetry._difference import subtracted
 
 _COUNTERS: Final = (
     *("num_requests", "num_dropped", "num_stale", "num_issued", "num_useful", "num_late"),
-    *("num_wrong", "num_failed", "num_hinted", "num_used", "num_predicted_k", "num_found_k"),
-    *("num_predicted_2k", "num_found_2k"),
+    *("num_wrong", "num_failed", "num_cancelled", "num_hinted", "num_used"),
+    *("num_predicted_k", "num_found_k", "num_predicted_2k", "num_found_2k"),
+    "num_predictor_errors",
 )
 
 
@@ -45,6 +46,8 @@ class PrefetchStats:
         Experts predicted, as many as a step uses, and how many of them were used.
     num_predicted_2k, num_found_2k : int
         The same among twice as many.
+    num_predictor_errors : int
+        Predictions that raised, or made no sense.
     """
 
     mode: str
@@ -66,6 +69,7 @@ class PrefetchStats:
     num_found_k: int = 0
     num_predicted_2k: int = 0
     num_found_2k: int = 0
+    num_predictor_errors: int = 0
 
     @property
     def recall_at_k(self) -> float:
@@ -115,6 +119,8 @@ class PrefetchStats:
             )
         if self.num_hinted:
             lines.append(f"  {self.num_hinted} experts hinted to the page cache")
+        if self.num_predictor_errors:
+            lines.append(f"  {self.num_predictor_errors} predictions failed: the log has the first")
         if self.num_used:
             lines.append(
                 f"  foresight at k: recall {self.recall_at_k:.2f}, precision "

@@ -181,7 +181,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
             raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")
         widest = max(map(layout.expert_bytes, range(layout.num_layers)))
         # What is converted is read beside its slot first.
-        converted = 0 if dtype is None else max(2 * widest, MAX_CONVERTED_BYTES)
+        converted = 0 if dtype is None else max(2 * widest, MAX_CONVERTED_BYTES) + widest
         room = headroom(store.trunk_bytes, store.config, staging_bytes=STAGING_BYTES + converted)
         left = _first(reserve, settings.reserve)
         reserve_bytes = room.nbytes if left is None else parse_bytes(left)

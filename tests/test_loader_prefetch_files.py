@@ -117,6 +117,33 @@ def test_a_prefetch_that_is_joined_before_the_reader_has_it_goes_before_later_de
     assert files.done == [0]
 
 
+def test_the_layer_takes_back_what_it_came_without(files: FileBench) -> None:
+    """One of four is joined, and hastened alone; what has not begun of the others is dropped."""
+    for expert in (0, 1, 2, 3):
+        assert files.loader.prefetch(0, expert)
+    files.lease(0, 2, 9)
+    files.lease(1, 5)
+    counts = files.loader.counts
+    # The reader may have begun the first one.
+    assert counts.num_cancelled_prefetches >= 2
+    assert counts.num_prefetches == 4
+    resident = set(np.flatnonzero(files.cache.slot_table[0] >= 0).tolist())
+    assert {2, 9} <= resident
+    assert len(resident) == 2 + 3 - counts.num_cancelled_prefetches
+    assert counts.num_prefetches_in_flight == counts.prefetch_bytes_in_flight == 0
+    assert (files.cache.num_foreseen_late, counts.num_failed_prefetches) == (1, 0)
+    files.cache.check()
+
+
+def test_what_is_taken_back_before_the_reader_has_it_is_dropped(files: FileBench) -> None:
+    """The moment between its claim and its submission is no worse than any other."""
+    files.pool.hook = lambda: files.demand(0, 7)
+    assert files.loader.prefetch(0, 0)
+    files.lease(1, 5)
+    assert files.loader.counts.num_cancelled_prefetches == 1
+    assert files.cache.slot_table[0, 0] == -1
+
+
 def test_close_drops_prefetches_that_a_reader_has(
     files: FileBench, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,7 +175,6 @@ def test_a_file_that_was_cut_short_is_read_again_for_who_joined(files: FileBench
         files.lease(1, 11)
     assert (files.loader.counts.num_failed_prefetches, files.loader.counts.num_failed_reads) == (
         0,
-        0,
+        1,
     )
-    assert files.loader.counts.num_cancelled_prefetches == 1
     assert files.cache.num_free == 10

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 import threading
 
 import numpy as np
@@ -343,3 +344,83 @@ def test_one_slot_does_not_deadlock() -> None:
             with runtime.lease(number % 3, np.array([number % 8])):
                 pass
         runtime.cache.check()
+
+
+def test_threads_meet_in_auto_without_harm() -> None:
+    """Their tokens are mixed: nothing can be learned of them, and nothing raised."""
+    runtime = make_runtime("auto", capacity=6, policy="echo")
+    failures: list[BaseException] = []
+
+    def decode(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(400):
+                for layer in range(3):
+                    step(runtime, layer, *rng.permutation(8)[:2].tolist())
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with runtime:
+            threads = [threading.Thread(target=decode, args=(seed,)) for seed in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            runtime.cache.check()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+
+
+def test_each_read_ahead_has_one_outcome() -> None:
+    """Useful, late, wrong, cancelled or failed; or resident and not asked for yet."""
+    rng = np.random.default_rng(0)
+
+    def fail(layer: int, expert: int) -> None:
+        if rng.random() < 0.1:
+            raise StoreError(f"expert {expert} of layer {layer} cannot be read now")
+
+    store = WrappedStore(numbered_store(), fail)
+    with make_runtime("hints", capacity=8, store=store, policy="lfu") as runtime:
+        for number in range(600):
+            runtime.hint((number + 1) % 3, rng.permutation(8)[:3])
+            try:
+                step(runtime, number % 3, *rng.permutation(8)[:2].tolist())
+            except StoreError:
+                continue
+        prefetcher = prefetcher_of(runtime)
+        prefetcher.close()
+        stats = prefetcher.stats()
+        outcomes = stats.num_useful + stats.num_late + stats.num_wrong
+        outcomes += stats.num_cancelled + stats.num_failed
+        assert stats.num_issued > 100
+        assert stats.in_flight == 0
+        assert 0 <= stats.num_issued - outcomes <= runtime.cache.num_resident
+
+
+def test_a_predictor_that_fails_at_a_sequence_is_no_harm() -> None:
+    """It is counted, and what was foreseen is forgotten all the same."""
+
+    class Broken(Oracle):
+        def begin_sequence(self) -> None:
+            raise ZeroDivisionError
+
+    with make_runtime(Broken({1: [4]})) as runtime:
+        runtime.begin_sequence()
+        assert prefetcher_of(runtime).stats().num_predictor_errors == 1
+
+
+def test_a_predictor_cannot_change_the_ids() -> None:
+    """They are the step's own."""
+
+    class Scribbler(Oracle):
+        def observe(self, layer: int, ids: np.ndarray) -> None:
+            ids[...] = 0
+
+    with make_runtime(Scribbler({})) as runtime:
+        step(runtime, 0, 3, 5)
+        assert prefetcher_of(runtime).num_predictor_errors == 1

@@ -128,7 +128,7 @@ def test_the_widest_table_fits_a_terminal_of_80_columns(
     (header,) = (line for line in shown.splitlines() if "policy" in line)
     assert "…" not in shown
     assert header.replace("┃", " ").split() == (
-        "policy ahead per s waited of off hits MiB MiB MiB".split()
+        ["policy", "ahead", "per", "s", "waited", "of", "off", "hits", "MiB", "MiB", "MiB"]
     )
     assert max(map(len, shown.splitlines()[1:])) <= 80
 

@@ -210,7 +210,7 @@ def test_what_a_url_leaves_out_is_filled_in(text: str, url: str) -> None:
 )
 def test_what_is_no_url_is_refused(text: str) -> None:
     """Nothing but http and https is read."""
-    with pytest.raises(ConfigError, match="is no http:// address of metrics; write for example http"):
+    with pytest.raises(ConfigError, match="is no http:// address of metrics; write for"):
         metrics_url(text)
 
 

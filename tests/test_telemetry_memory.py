@@ -4,16 +4,26 @@ import gc
 import sys
 
 import numpy as np
+import pytest
 
 from tests.helpers.runtimes import drain, make_runtime
 from tests.helpers.stores import WrappedStore, nothing, numbered_store
 
 
-def test_100_000_steps_add_no_memory() -> None:
-    """With hits and misses, and nobody asking: one block per step would be 100,000."""
+@pytest.mark.parametrize(("prefetch", "policy"), [("off", "lru"), ("echo", "echo")])
+def test_100_000_steps_add_no_memory(
+    prefetch: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hits and misses, and nobody asking: one block per step would be 100,000.
+
+    Also where the prefetcher reads, whatever became of the guesses before.
+    """
+    monkeypatch.setattr("moecache.prefetch._MAX_LIKELIHOOD", 0.0)
     store = WrappedStore(numbered_store(), nothing)
     usual, others = np.array([[1, 2]]), [np.array([[first, first + 1]]) for first in range(7)]
-    with make_runtime(6, store=store, loader_threads=0) as runtime:
+    with make_runtime(
+        6, store=store, loader_threads=0, policy=policy, prefetch=prefetch
+    ) as runtime:
 
         def run(num_steps: int) -> None:
             for step in range(num_steps):
@@ -30,8 +40,11 @@ def test_100_000_steps_add_no_memory() -> None:
         stats = runtime.stats()
 
     assert stats.num_steps == 101_000
-    assert stats.num_resident_steps >= 90_000
-    assert stats.num_misses >= 10_000
+    assert stats.num_resident_steps >= (90_000 if prefetch == "off" else 50_000)
+    assert stats.num_misses >= (10_000 if prefetch == "off" else 1000)
+    if prefetch != "off":
+        assert stats.prefetch is not None
+        assert stats.prefetch.num_issued >= 10_000
     assert stats.num_sequences == 0
     assert grown < 1000
     assert grown_bytes < 2 * 2**20

@@ -42,9 +42,9 @@ def test_the_table_has_the_speed_and_what_it_waited_for(
     rows = cells_of(shown.out)
     for policy, row in zip(("lru", "echo"), rows, strict=True):
         timing = simulate_time(load_any(trace), policy, expert_bytes="6MB")
-        rate, waited = f"{timing.tokens_per_s:.4g}", f"{timing.stall_share:.1%}"
+        rate, waited = f"{timing.tokens_per_s:.0f}", f"{timing.stall_share:.1%}"
         demand = timing.bytes_read["demand"] / 2**20 / timing.num_tokens
-        assert row[6:] == [f"{demand:.4g}"]
+        assert row[6:] == [f"{demand:.1f}"]
         assert row[:6] == [policy, "off", rate, waited, "100.0%", f"{timing.hit_rate:.1%}"]
     assert (
         "run, scope global: 24 slots (25.0%) of 5.72 MiB at 25 GB/s, latency 10 us, "
@@ -115,6 +115,22 @@ def test_the_trace_may_say_how_large_an_expert_is(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "64 slots (25.0%) of 48.0 KiB" in shown
     assert "bulk" in shown
+
+
+def test_the_widest_table_fits_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing is cut off: the longest name of a policy, a prompt, experts read ahead."""
+    options = ["--compute", "5us", "--policy", "least-stale,echo", "--prefetch", "off,echo"]
+    assert cli.main(["simulate", TINY, *options]) == 0
+    shown = capsys.readouterr().out
+
+    (header,) = (line for line in shown.splitlines() if "policy" in line)
+    assert "…" not in shown
+    assert header.replace("┃", " ").split() == (
+        ["policy", "ahead", "per", "s", "waited", "of", "off", "hits", "MiB", "MiB", "MiB"]
+    )
+    assert max(map(len, shown.splitlines()[1:])) <= 80
 
 
 @pytest.mark.parametrize(

@@ -101,17 +101,26 @@ def test_what_is_served_shows_as_what_is_here(stats: RuntimeStats) -> None:
 
 def test_the_panel_has_rates_and_shares(stats: RuntimeStats) -> None:
     """Hit rate, heat strip, bytes by cause, stalls, steps, experts, prefetch."""
-    prefetch = PrefetchStats("auto", active=True, reason="", num_useful=6, num_late=2, num_wrong=8)
+    prefetch = PrefetchStats(
+        "auto",
+        active=True,
+        reason="",
+        num_useful=6,
+        num_late=2,
+        num_wrong=6,
+        num_cancelled=2,
+    )
     text = shown(sample_stats(dataclasses.replace(stats, prefetch=prefetch)))
 
     assert "moecache, lru, scope global" in text
     assert f"{stats.hit_rate:.1%} since the start" in text
-    assert f"demand {stats.bytes_demand // 2} B/s" in text
+    assert f"{stats.bytes_read / 2:.0f} B/s: demand {stats.bytes_demand // 2} B, bulk" in text
+    assert "warm_start" not in text
     assert f"{stats.num_stalls / 2:.0f}/s" in text
     assert "p99 " in text
     assert "of them all resident" in text
     assert "of 24 resident in 24 slots" in text
-    assert "auto, on now; precision 50.0% (6 useful, 2 late, 8 wrong)" in text
+    assert "auto, on now; precision 50.0% (6 useful, 2 late, 6 wrong, 2 cancelled)" in text
     assert "failed" not in text
 
 
@@ -193,11 +202,15 @@ def test_what_a_url_leaves_out_is_filled_in(text: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ftp://host", "file:///etc/passwd", "http://", "host:99999", "a b:1", "http://[x"]
+    "text",
+    [
+        *("", "ftp://host", "file:///etc/passwd", "/run/server.pid", "12345"),
+        *("http://", "host:99999", "a b:1", "http://[x"),
+    ],
 )
 def test_what_is_no_url_is_refused(text: str) -> None:
     """Nothing but http and https is read."""
-    with pytest.raises(ConfigError, match="write for example http://localhost:9100/metrics"):
+    with pytest.raises(ConfigError, match="is no http:// address of metrics; write for"):
         metrics_url(text)
 
 

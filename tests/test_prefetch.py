@@ -78,6 +78,12 @@ def step(runtime: moecache.ExpertRuntime, layer: int, *experts: int) -> None:
     assert drain(runtime, layer, ids) == expected(layer, ids)
 
 
+@pytest.fixture
+def no_restraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every guess be read that the policy prefers, however often others were wrong."""
+    monkeypatch.setattr("moecache.prefetch._MAX_LIKELIHOOD", 0.0)
+
+
 def test_the_next_layers_experts_are_there_when_it_asks() -> None:
     """Read by the prefetcher's thread, counted as hits that were foreseen."""
     with make_runtime(Oracle({1: [4, 5]})) as runtime:
@@ -156,10 +162,22 @@ def test_a_request_is_worth_nothing_once_its_layer_came() -> None:
 
 
 def test_a_sequence_forgets_requests_and_tells_the_predictor() -> None:
-    """What was foreseen of the last token is no guess of the first."""
-    oracle = Oracle({})
-    with make_runtime(oracle) as runtime:
+    """What was foreseen of the last token is no guess of the first: it is not read."""
+    gate, oracle = Gate(), Oracle({})
+    store = WrappedStore(numbered_store(), gate)
+    with make_runtime(oracle, store=store) as runtime:
+        runtime.hint(2, [7])
+        assert gate.entered.acquire(timeout=30)
+        runtime.hint(1, [5, 6])
+        prefetcher = prefetcher_of(runtime)
+        assert len(prefetcher._requests) == 1
+
         runtime.begin_sequence()
+
+        assert (len(prefetcher._requests), prefetcher.num_stale) == (0, 1)
+        gate.opened.set()
+        wait_until(lambda: is_resident(runtime, 2, 7) and prefetcher._idle)
+        assert store.reads == [(2, 7)]
         assert oracle.num_sequences == 1
 
 
@@ -176,18 +194,26 @@ def test_ids_are_copied() -> None:
         assert not is_resident(runtime, 0, 7)
 
 
+@pytest.mark.usefixtures("no_restraint")
 def test_pins_and_leases_stay() -> None:
-    """A storm of guesses evicts neither, whatever it is worth."""
-    with make_runtime("hints", capacity=4) as runtime:
+    """A storm of guesses evicts neither, whatever it is worth, but everybody else."""
+    with make_runtime("hints", capacity=4, policy="lfu") as runtime:
+        prefetcher = prefetcher_of(runtime)
         step(runtime, 0, 0, 1)
         assert runtime.cache.pin(0, 0)
         with runtime.lease(0, np.array([1])):
+            # In the two other slots: those that are used least come last, and are there.
+            for layer in (1, 2):
+                for expert in (6, 4, 2, 0):
+                    for _ in range(expert + layer):
+                        step(runtime, layer, expert, expert + 1)
+            before = runtime.cache.num_evictions
             for _ in range(20):
-                runtime.hint(1, range(8))
-                runtime.hint(2, range(8))
-            prefetcher = prefetcher_of(runtime)
-            wait_until(lambda: not prefetcher._requests)
+                for layer in (1, 2):
+                    runtime.hint(layer, range(8))
+                    wait_until(lambda: prefetcher._idle)
             runtime.cache.check()
+            assert runtime.cache.num_evictions - before == prefetcher.num_issued >= 6
             assert is_resident(runtime, 0, 0)
             assert is_resident(runtime, 0, 1)
 
@@ -336,14 +362,26 @@ def test_no_thread_where_nothing_is_missing() -> None:
         assert prefetcher_of(runtime)._thread is None
 
 
+@pytest.mark.usefixtures("no_restraint")
 def test_one_slot_does_not_deadlock() -> None:
     """The prefetcher may hold it when a step comes: it waits, or goes through staging."""
-    with make_runtime("last", capacity=1) as runtime:
+    with make_runtime("hints", capacity=1, policy="lfu") as runtime:
+        prefetcher = prefetcher_of(runtime)
+        for layer in range(3):
+            for _ in range(100):
+                step(runtime, layer, 7)
+        before = runtime.cache.num_evictions
         for number in range(200):
-            step(runtime, number % 3, number % 8, (number + 3) % 8)
-            with runtime.lease(number % 3, np.array([number % 8])):
+            step(runtime, number % 3, number % 7, (number + 3) % 7)
+            with runtime.lease(number % 3, np.array([number % 7])):
                 pass
+            # Worth more than anybody else is: it takes the one slot there is.
+            runtime.hint((number + 1) % 3, [7])
+            if number % 4 == 0:
+                wait_until(lambda: prefetcher._idle)
         runtime.cache.check()
+        assert prefetcher.num_issued > 20
+        assert runtime.cache.num_evictions - before > 2 * 20
 
 
 def test_threads_meet_in_auto_without_harm() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import moecache
 from moecache._profiler import AccessProfiler
-from moecache.telemetry import PrefetchStats, RuntimeStats, format_ns, stall_percentile_ns
+from moecache.telemetry import PrefetchStats, RuntimeStats, stall_percentile_ns
 from tests.helpers.runtimes import drain, make_runtime
 
 
@@ -357,12 +357,3 @@ def test_the_difference_of_reading_is_that_of_its_counters(tiny_moe: Path) -> No
     assert between.num_reads == later.reading.num_reads - earlier.reading.num_reads > 0
     assert between.bytes_read == later.reading.bytes_read - earlier.reading.bytes_read > 0
     assert between.depth == later.reading.depth
-
-
-@pytest.mark.parametrize(
-    ("nanoseconds", "text"),
-    [(0, "0 ns"), (640, "640 ns"), (81_920, "81.9 us"), (2.5e6, "2.50 ms"), (1.3e11, "130 s")],
-)
-def test_times_have_the_unit_that_suits(nanoseconds: float, text: str) -> None:
-    """Three digits are enough."""
-    assert format_ns(nanoseconds) == text

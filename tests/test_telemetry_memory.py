@@ -2,24 +2,38 @@
 
 import gc
 import sys
+import time
 
 import numpy as np
+import pytest
 
 from tests.helpers.runtimes import drain, make_runtime
 from tests.helpers.stores import WrappedStore, nothing, numbered_store
 
 
-def test_100_000_steps_add_no_memory() -> None:
-    """With hits and misses, and nobody asking: one block per step would be 100,000."""
+@pytest.mark.parametrize(("prefetch", "policy"), [("off", "lru"), ("echo", "echo")])
+def test_100_000_steps_add_no_memory(
+    prefetch: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hits and misses, and nobody asking: one block per step would be 100,000.
+
+    Also where the prefetcher reads, whatever became of the guesses before.
+    """
+    monkeypatch.setattr("moecache.prefetch._MAX_LIKELIHOOD", 0.0)
     store = WrappedStore(numbered_store(), nothing)
     usual, others = np.array([[1, 2]]), [np.array([[first, first + 1]]) for first in range(7)]
-    with make_runtime(6, store=store, loader_threads=0) as runtime:
+    with make_runtime(
+        6, store=store, loader_threads=0, policy=policy, prefetch=prefetch
+    ) as runtime:
+        prefetcher = runtime._prefetcher
 
         def run(num_steps: int) -> None:
             for step in range(num_steps):
                 asked = runtime.waves(0, usual) if step % 10 else runtime.waves(1, others[step % 7])
                 for _ in asked:
                     pass
+                while step % 10 == 9 and prefetcher is not None and prefetcher._requests:
+                    time.sleep(0)
             store.reads.clear()
             gc.collect()
 
@@ -31,9 +45,14 @@ def test_100_000_steps_add_no_memory() -> None:
 
     assert stats.num_steps == 101_000
     assert stats.num_resident_steps >= 90_000
-    assert stats.num_misses >= 10_000
+    if prefetch == "off":
+        assert stats.num_misses >= 10_000
+    else:
+        assert stats.prefetch is not None
+        assert stats.prefetch.num_issued >= 10_000
+        assert stats.num_evictions >= 10_000
     assert stats.num_sequences == 0
-    assert grown < 1000
+    assert grown < 2000
     assert grown_bytes < 2 * 2**20
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +15,10 @@ from moecache.profiles import ModelUsage, identity, load_profile, update_profile
 from moecache.settings import POLICIES
 from moecache.usage import usage_of, valuable_keys
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
+from tests.helpers.pages import wait_until
 from tests.helpers.readings import hide_settings
 from tests.helpers.runtimes import drain, expected, make_runtime
-from tests.helpers.stores import Gate, WrappedStore, numbered_store
+from tests.helpers.stores import Gate, WrappedStore, nothing, numbered_store
 
 
 @pytest.fixture(autouse=True)
@@ -345,18 +345,38 @@ def test_reads_that_fail_are_left_out_and_logged_once(
 
 
 def test_it_can_be_cancelled(tmp_path: Path) -> None:
-    """By itself, or as a context manager; what is there stays."""
-    store = WrappedStore(numbered_store(), lambda *_: time.sleep(0.001))
+    """It ends with the read that it is in; what is there stays."""
+    gate = Gate()
+    store = WrappedStore(numbered_store(), gate)
     with make_runtime(20, store=store) as runtime:
+        with_profile(tmp_path / "p", runtime, list(range(20)))
+        warm = runtime.warm_start
+        assert warm is not None
+        assert gate.entered.acquire(timeout=30)
+        assert not warm.cancel(0)
+        gate.opened.set()
+        assert warm.wait(30)
+        assert warm.cancel()
+        assert warm.progress == (1, 20)
+        assert store.reads == [(0, 0)]
+        assert drain(runtime, 2, np.array([0, 7])) == {0: 16, 1: 23}
+
+
+def test_leaving_its_context_cancels_it(tmp_path: Path) -> None:
+    """The first read lasts until that was asked for."""
+    store = WrappedStore(numbered_store(), nothing)
+    with make_runtime(20, store=store) as runtime:
+
+        def wait_for_the_end(layer: int, expert: int) -> None:
+            wait_until(lambda: runtime.warm_start is not None and runtime.warm_start._cancelled)
+
+        store.before_read = wait_for_the_end
         with_profile(tmp_path / "p", runtime, list(range(20)))
         assert runtime.warm_start is not None
         with runtime.warm_start as warm:
-            pass
+            assert not warm.done
         assert warm.done
-        assert warm.cancel()
-        assert warm.progress.num_experts == 20
-        assert warm.progress.fraction <= 1
-        assert drain(runtime, 2, np.array([0, 7])) == {0: 16, 1: 23}
+        assert warm.progress == (1, 20)
 
 
 def test_without_threads_it_starts_cold(

@@ -52,8 +52,10 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
     parser.add_argument(
         "--prefetch",
-        choices=PREFETCH_MODES,
-        help="which experts are read before their layer asks (default: auto, if that is faster)",
+        # The demo's loop gives no hints.
+        choices=[mode for mode in PREFETCH_MODES if mode != "hints"],
+        help="whose guesses are read before a layer asks: auto (default), ECHO's, while tokens "
+        "are faster with them; echo, ECHO's; last, the layer's last experts; off, nobody's",
     )
 
 

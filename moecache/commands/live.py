@@ -14,9 +14,9 @@ from rich.text import Text
 from moecache.commands.paths import printable
 from moecache.commands.samples import Sample, sample_stats
 from moecache.runtime import ExpertRuntime
-from moecache.telemetry import format_ns
-from moecache.units import format_bytes
+from moecache.units import format_bytes, format_ns
 
+_CAUSES = ("demand", "bulk", "prefetch", "warm_start")
 _MOST_CELLS = 60
 _WINDOW_S = 1.0
 _REFRESHES_PER_S = 8
@@ -66,14 +66,7 @@ def render(
         table.add_row("by layer", _strip(rates, _DIGITS if ascii_only else _HEIGHTS))
     else:
         table.add_row("by layer", Text("not served; PrometheusCollector(..., per_layer=True)"))
-    causes = ("demand", "bulk", "prefetch", "warm_start")
-    table.add_row(
-        "read",
-        Text(
-            f"{format_bytes(sum(map(now.per_s, causes)))}/s: "
-            + ", ".join(f"{cause} {format_bytes(now.per_s(cause))}/s" for cause in causes)
-        ),
-    )
+    table.add_row("read", Text(_bytes_per_s(now)))
     table.add_row(
         "stalls",
         Text(
@@ -101,8 +94,8 @@ def render(
         "prefetch",
         Text(
             f"{total.prefetch}; precision {_percent(now.precision)} ({counts['useful']:,.0f} "
-            f"useful, {counts['late']:,.0f} late, {counts['wrong']:,.0f} wrong), "
-            f"{counts['dropped']:,.0f} dropped"
+            f"useful, {counts['late']:,.0f} late, {counts['wrong']:,.0f} wrong, "
+            f"{counts['cancelled']:,.0f} cancelled), {counts['dropped']:,.0f} dropped"
             if total.prefetch
             else "none"
         ),
@@ -190,6 +183,13 @@ def _strip(rates: Sequence[float | None], glyphs: str) -> Text:
     if known:
         text.append(f"  {min(known):.0%} to {max(known):.0%}")
     return text
+
+
+def _bytes_per_s(sample: Sample) -> str:
+    rates = {cause: sample.per_s(cause) for cause in _CAUSES}
+    parts = [f"{cause} {format_bytes(rate)}" for cause, rate in rates.items() if rate]
+    total = f"{format_bytes(sum(rates.values()))}/s"
+    return f"{total}: {', '.join(parts)}" if parts else total
 
 
 def _percent(share: float | None) -> str:

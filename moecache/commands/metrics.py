@@ -60,17 +60,20 @@ def metrics_url(text: str) -> str:
     Raises
     ------
     ConfigError
-        If it is none of http or https.
+        If it is none of http or https, or but a number: a process has no address.
     """
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urllib.parse.urlsplit(url)
-        known = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+        host = parts.hostname or ""
+        known = parts.scheme in {"http", "https"} and host and parts.port != 0
+        known = known and not (host.isdigit() and text == host)
     except ValueError:
         known = False
     if not known or any(not c.isprintable() or c.isspace() for c in url):
         raise ConfigError(
-            f"{text!r} is no URL of metrics; write for example http://localhost:9100/metrics"
+            f"{text!r} is no http:// address of metrics; write for example "
+            "http://localhost:9100/metrics"
         )
     path = parts.path if parts.path not in {"", "/"} else "/metrics"
     return urllib.parse.urlunsplit(parts._replace(path=path))

@@ -175,28 +175,41 @@ def _print_table(console: Console, name: str, timings: Sequence[Timing]) -> None
         "bytes per token",
         style="bold",
     )
-    shown = Table("policy", "prefetch")
+    shown = Table()
+    for column in ("policy", "ahead"):
+        shown.add_column(column, no_wrap=True)
     for column in ("tokens\nper s", "waited", "of off", "hits"):
-        shown.add_column(column, justify="right")
+        shown.add_column(column, justify="right", no_wrap=True)
     causes = [cause for cause in first.bytes_read if any(one.bytes_read[cause] for one in timings)]
     for cause in causes:
-        shown.add_column(f"{cause}\nMiB", justify="right")
+        short = "ahead" if cause == "prefetch" else cause
+        shown.add_column(f"{short}\nMiB", justify="right", no_wrap=True)
     without = {timing.policy: timing.stall_ns for timing in timings if timing.prefetch == "off"}
     for timing in timings:
         off_ns = without.get(timing.policy)
         shown.add_row(
             timing.policy,
             timing.prefetch,
-            f"{timing.tokens_per_s:.4g}",
+            _short(timing.tokens_per_s),
             f"{timing.stall_share:.1%}",
             f"{timing.stall_ns / off_ns:.1%}" if off_ns else "-",
             f"{timing.hit_rate:.1%}",
             *(
-                f"{timing.bytes_read[cause] / 2**20 / max(1, timing.num_tokens):.4g}"
+                _short(timing.bytes_read[cause] / 2**20 / max(1, timing.num_tokens))
                 for cause in causes
             ),
         )
+    unlimited = console.options.update(width=1000)
+    if console.measure(shown, options=unlimited).maximum > console.width:
+        shown.padding = (0, 1, 0, 0)
     console.print(shown)
+
+
+def _short(figure: float) -> str:
+    """Return three digits of a figure, without an exponent or more than four decimals."""
+    if figure >= 100:
+        return f"{figure:.0f}"
+    return f"{figure:.{4 if figure < 0.1 else 3 if figure < 1 else 2 if figure < 10 else 1}f}"
 
 
 def _write_csv(path: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -28,7 +28,10 @@ def add_parser(commands: Any) -> None:
         epilog="example: moecache top localhost:9100   (in another terminal: "
         "moecache demo --metrics 9100)",
     )
-    parser.add_argument("url", help="for example http://localhost:9100/metrics, or localhost:9100")
+    parser.add_argument(
+        "url",
+        help="http:// address of the metrics: http://localhost:9100/metrics, or localhost:9100",
+    )
     parser.add_argument(
         "--interval",
         type=float,

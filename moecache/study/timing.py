@@ -56,7 +56,8 @@ class Timing:
     num_hits, num_misses : int
         Distinct experts per step and layer that were there, or were not.
     bytes_read : mapping of str to int
-        By cause: "demand", "bulk" (steps of several rows), "prefetch".
+        By cause: "demand", "bulk" (steps of several rows), "prefetch", and "warm_start",
+        which is always 0 here.
     link_busy_ns : int
         While the device transferred.
     prefetch_stats : PrefetchStats or None

@@ -8,7 +8,6 @@ from moecache.telemetry._prometheus import PrometheusCollector, check_prometheus
 from moecache.telemetry._reading import ReadingStats
 from moecache.telemetry._snapshots import RuntimeStats
 from moecache.telemetry._stalls import stall_percentile_ns
-from moecache.telemetry._text import format_ns
 
 __all__ = [
     "PrefetchStats",
@@ -16,6 +15,5 @@ __all__ = [
     "ReadingStats",
     "RuntimeStats",
     "check_prometheus",
-    "format_ns",
     "stall_percentile_ns",
 ]

@@ -3,8 +3,8 @@
 from html import escape
 from typing import TYPE_CHECKING
 
-from moecache.telemetry._text import describe_bytes, format_ns
-from moecache.units import format_bytes
+from moecache.telemetry._text import describe_bytes
+from moecache.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from moecache.telemetry._snapshots import RuntimeStats

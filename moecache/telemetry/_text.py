@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from moecache.units import format_bytes
+from moecache.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from moecache.telemetry._snapshots import RuntimeStats
@@ -44,18 +44,3 @@ def describe_bytes(stats: "RuntimeStats") -> str:
     parts = [f"{name} {format_bytes(value)}" for name, value in causes.items() if value]
     total = format_bytes(stats.bytes_read)
     return f"{total}: {', '.join(parts)}" if parts else total
-
-
-def format_ns(nanoseconds: float) -> str:
-    """Return a time in the unit that suits it.
-
-    Examples
-    --------
-    >>> format_ns(640), format_ns(81920), format_ns(2.5e6), format_ns(1.3e9)
-    ('640 ns', '81.9 us', '2.50 ms', '1.30 s')
-    """
-    for unit, factor in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
-        if nanoseconds >= factor:
-            value = nanoseconds / factor
-            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-    return f"{nanoseconds:.0f} ns"

@@ -16,6 +16,7 @@ def make_runtime(
     staging: int = 2,
     loader_threads: int = 1,
     policy: str = "lru",
+    prefetch: str = "off",
     expert_stats: Path | None = None,
 ) -> moecache.ExpertRuntime:
     """Return a runtime over 3 layers of 8 experts whose weights are their keys."""
@@ -28,6 +29,7 @@ def make_runtime(
         cache,
         loader_threads=loader_threads,
         expert_stats=expert_stats,
+        prefetch=prefetch,
     )
 
 

@@ -275,6 +275,28 @@ def test_what_is_no_profile_of_ours_is_never_written_over(
     assert reason in record.getMessage()
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o444])
+def test_a_files_permissions_stay(path: Path, mode: int) -> None:
+    """Whoever could not read it still cannot; nor could anybody meanwhile."""
+    path.touch()
+    path.chmod(mode)
+    update_profile(path, models={"a": usage()})
+
+    assert path.stat().st_mode & 0o7777 == mode
+    assert list(load_profile(path).models) == ["a"]
+
+
+def test_a_new_file_has_the_permissions_of_any_new_file(path: Path) -> None:
+    """Those that the umask leaves."""
+    before = os.umask(0o027)
+    try:
+        update_profile(path, models={"a": usage()})
+    finally:
+        os.umask(before)
+
+    assert path.stat().st_mode & 0o7777 == 0o640
+
+
 def test_an_empty_file_is_filled(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As mktemp leaves it."""
     path.touch()

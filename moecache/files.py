@@ -15,6 +15,8 @@ from moecache.errors import StoreError
 def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[IO[bytes]]:
     """Give a file to write to, which is renamed to `path` if nothing was raised.
 
+    A file that is replaced hands down its permissions.
+
     Parameters
     ----------
     path : str or Path
@@ -27,7 +29,8 @@ def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[
         If it cannot be written. What was there before is still there.
     """
     try:
-        if not stat.S_ISREG(_mode(path)):
+        mode = _mode(path)
+        if mode is not None and not stat.S_ISREG(mode):
             # A device or a pipe is written to; renaming would put a file in its place.
             with open(path, "wb") as file:
                 yield file
@@ -36,7 +39,12 @@ def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[
         target = Path(os.path.realpath(path))
         partial = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
         try:
-            with partial.open("xb") as file:
+            # Never open to more than may read the file it replaces, not for a moment.
+            kept = 0o666 if mode is None else mode & 0o777
+            partial.touch(mode=kept | stat.S_IWUSR, exist_ok=False)
+            with partial.open("wb") as file:
+                if mode is not None and os.fstat(file.fileno()).st_mode & 0o777 != kept:
+                    os.fchmod(file.fileno(), kept)
                 yield file
                 if sync:
                     file.flush()
@@ -49,14 +57,14 @@ def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[
         raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _mode(path: str | os.PathLike[str]) -> int:
-    """Return what is at a path, a regular file if nothing is."""
+def _mode(path: str | os.PathLike[str]) -> int | None:
+    """Return the kind and the permissions of what is at a path, None if nothing is."""
     try:
         return os.stat(path).st_mode
     except FileNotFoundError:
         if os.fspath(path) == "":
             raise
-        return stat.S_IFREG
+        return None
     except ValueError as error:  # a NUL in it
         raise OSError(errno.EINVAL, str(error)) from error
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from moecache.errors import FormatError, StoreError
+from moecache.errors import ConfigError, FormatError, StoreError
 from moecache.files import whole_file
 from moecache.layout import ExpertLayout
 
@@ -33,6 +33,8 @@ MAX_BYTES = 256 * 2**20
 _NAME = b"moecache-profile "
 _FIRST_LINE = b"%s%d " % (_NAME, VERSION)
 _DTYPES = ("<u8", "<i8", "<i4", "<f4", "|u1")
+# What `Echo.state` has besides floats.
+_ECHO_DTYPES = {"clock": "i8", "last": "i4", "cells": "u1", "masks": "u8"}
 # Two runtimes of one process that close at once would lose what the other found out.
 _writing = threading.Lock()
 
@@ -82,11 +84,24 @@ def identity(layout: ExpertLayout) -> str:
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
+def check_path(path: object) -> None:
+    """Raise a ConfigError if something is no path of a profile, whatever is there."""
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(name, str):
+        raise ConfigError(f"profile must be a path, a str or Path, got {path!r}")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"profile {name!r} is no text that can be shown; rename it") from error
+
+
 def load_profile(path: str | os.PathLike[str]) -> Profile:
     """Return what a file has; nothing if there is no file, or an empty one.
 
     Raises
     ------
+    ConfigError
+        If the path is none.
     FormatError
         If it is no profile, of another version, or damaged.
     StoreError
@@ -103,6 +118,11 @@ def read_profile(path: str | os.PathLike[str]) -> Profile | None:
     Profile or None
         Empty if there is no file, or a damaged profile. None if the file is none, is of
         another version, or cannot be read: nothing is to be kept there.
+
+    Raises
+    ------
+    ConfigError
+        If the path is none.
     """
     data = None
     try:
@@ -127,6 +147,8 @@ def update_profile(
 
     Raises
     ------
+    ConfigError
+        If the path is none.
     FormatError
         If there is a file that is no profile of this version.
     StoreError
@@ -149,11 +171,15 @@ def update_profile(
 
 
 def _is_ours(data: bytes) -> bool:
-    """Return whether this is a profile of this version, even if cut short or damaged."""
-    return data.startswith(_FIRST_LINE) or _FIRST_LINE.startswith(data)
+    """Return whether this is a profile of this version, even if damaged.
+
+    What is cut short within its name may be a user's own file of a few letters.
+    """
+    return data.startswith(_FIRST_LINE)
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:
+    check_path(path)
     try:
         if not os.fspath(path):
             raise FormatError("the path is empty; name a file")
@@ -195,7 +221,7 @@ def _decode(path: str | os.PathLike[str], data: bytes) -> Profile:
         return Profile()
     first, _, body = data.partition(b"\n")
     if not _is_ours(data):
-        if first.startswith(_NAME):
+        if first.startswith(_NAME) and not _FIRST_LINE.startswith(data):
             raise FormatError(
                 f"{path}: is a moecache profile of another version, "
                 f"{first[len(_NAME) :][:20]!a}; this one writes version {VERSION}"
@@ -216,6 +242,9 @@ def _parse(body: bytes) -> Profile:
     disks, models = known["disks"], {}
     if not isinstance(disks, dict):
         raise TypeError("what it has of disks is no object")
+    for name, disk in disks.items():
+        if not isinstance(disk, dict) or any(isinstance(v, (dict, list)) for v in disk.values()):
+            raise TypeError(f"disk {name!r} is no object of plain values")
     offset = 0
     for model in known["models"]:
         arrays: dict[str, np.ndarray] = {}
@@ -236,9 +265,28 @@ def _parse(body: bytes) -> Profile:
             for name, array in arrays.items()
             if name.startswith("echo.")
         }
-        models[str(model["model"])] = ModelUsage(
-            str(model["policy"]), arrays["counts"], arrays["residents"], echo
-        )
+        usage = ModelUsage(str(model["policy"]), arrays["counts"], arrays["residents"], echo)
+        _check_usage(usage)
+        models[str(model["model"])] = usage
     if offset != len(rest):
         raise ValueError(f"{len(rest) - offset} bytes belong to nothing")
     return Profile(disks, models)
+
+
+def _check_usage(usage: ModelUsage) -> None:
+    """Raise a ValueError for what no runtime writes."""
+    counts, residents = usage.counts, usage.residents
+    if counts.dtype != np.uint64 or counts.ndim != 2:
+        raise ValueError(f"its counts are {counts.dtype} of shape {list(counts.shape)}")
+    if residents.dtype != np.int32 or residents.ndim != 1:
+        raise ValueError(f"its residents are {residents.dtype} of shape {list(residents.shape)}")
+    if ((residents < 0) | (residents >= counts.size)).any():
+        raise ValueError(f"its residents are not all in [0, {counts.size})")
+    for name, array in usage.echo.items():
+        if array.dtype != _ECHO_DTYPES.get(name, "f4"):
+            raise ValueError(f"its {name!r} is {array.dtype}")
+        if name == "values" and array.shape != counts.shape:
+            raise ValueError(f"its {name!r} has the shape {list(array.shape)}")
+        # Infinity is a score that was never set.
+        if array.dtype.kind == "f" and np.isnan(array).any():
+            raise ValueError(f"its {name!r} has values that are no number")

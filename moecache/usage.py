@@ -11,7 +11,14 @@ from moecache._cache import ExpertCache
 from moecache.errors import MoeCacheError
 from moecache.layout import ExpertLayout
 from moecache.loader import SlotLoader
-from moecache.profiles import ModelUsage, Profile, identity, read_profile, update_profile
+from moecache.profiles import (
+    ModelUsage,
+    Profile,
+    check_path,
+    identity,
+    read_profile,
+    update_profile,
+)
 from moecache.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
@@ -31,19 +38,29 @@ class KeptUsage:
         self._cache = cache
         self._earlier: ModelUsage | None = None
         self._path: str | os.PathLike[str] | None = None
+        self._warm_start: WarmStart | None = None
 
     def use(
         self, path: str | os.PathLike[str], profile: Profile | None, loader: SlotLoader
     ) -> WarmStart | None:
         """Go on from what a profile has: what ECHO had learned, and what was in the cache.
 
-        What cannot be used is a warning.
+        What cannot be used is a warning. A warm start that goes on is cancelled: two would
+        take each other's slots.
 
         Returns
         -------
         WarmStart or None
             None if nothing is worth a slot, or none is free.
+
+        Raises
+        ------
+        ConfigError
+            If the path is none.
         """
+        check_path(path)
+        if self._warm_start is not None:
+            self._warm_start.cancel()
         known = read_profile(path) if profile is None else profile
         if known is None:
             return None
@@ -74,13 +91,16 @@ class KeptUsage:
             return None
         self._earlier = usage
         logger.info("profile.resumed path=%s policy=%s experts=%d", path, usage.policy, len(keys))
-        return WarmStart(loader, cache, keys) if keys else None
+        self._warm_start = WarmStart(loader, cache, keys) if keys else None
+        return self._warm_start
 
     def save(self, path: str | os.PathLike[str], disks: Mapping[str, Any]) -> None:
         """Note what is known by now, beside what the file has of others.
 
         Raises
         ------
+        ConfigError
+            If the path is none.
         StoreError
             If it cannot be written, or is no profile. What was there before still is.
         """

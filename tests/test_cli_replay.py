@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moecache import cli
+from moecache.commands.arguments import check_output
 from moecache.settings import POLICIES
 from moecache.study import Replay, Trace, _workers, load_any, plots, recommend, replay, sweep
 from tests.helpers.routing import random_trace
@@ -313,3 +315,34 @@ def test_a_missing_directory_is_found_before_anything_is_replayed(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert f"{option}: there is no directory {tmp_path / 'nowhere'}" in shown.err
+
+
+@pytest.mark.parametrize("way", ["itself", "symlink", "hard link", "other spelling"])
+@pytest.mark.parametrize("option", ["--csv", "--parquet", "--resume"])
+def test_a_trace_is_never_written_over(
+    trace: str, option: str, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By whatever name the output is given."""
+    before, out = Path(trace).read_bytes(), str(tmp_path / "link")
+    if way == "symlink":
+        Path(out).symlink_to(trace)
+    elif way == "hard link":
+        Path(out).hardlink_to(trace)
+    else:
+        out = trace if way == "itself" else f"{tmp_path}/../{tmp_path.name}/{Path(trace).name}"
+    assert cli.main(["replay", trace, option, out]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert f"{option} {out} is the trace as well; name another file" in shown.err
+    assert Path(trace).read_bytes() == before
+
+
+def test_two_outputs_are_two_files(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither of them there yet; a device may be both."""
+    out = str(tmp_path / "out")
+    assert cli.main(["replay", trace, "--csv", out, "--resume", out]) == 2
+    assert f"--resume {out} is --csv as well" in capsys.readouterr().err
+    assert not Path(out).exists()
+    check_output("--csv", os.devnull, {os.devnull: "the trace"})

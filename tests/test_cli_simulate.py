@@ -160,3 +160,11 @@ def test_wrong_values_are_named_before_anything_is_simulated(
     assert shown.out == ""
     assert shown.err.startswith(f"moecache: {message}")
     assert shown.err.count("\n") == 1
+
+
+def test_a_trace_is_never_written_over(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found before anything is simulated."""
+    before = Path(trace).read_bytes()
+    assert cli.main(["simulate", TINY, trace, "--expert-bytes", "1MB", "--csv", trace]) == 2
+    assert f"--csv {trace} is the trace as well" in capsys.readouterr().err
+    assert Path(trace).read_bytes() == before

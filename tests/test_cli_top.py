@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -185,6 +186,103 @@ def test_a_server_can_only_give_wrong_numbers() -> None:
     assert "\x1b" not in shown(sample)
     assert "\\x1b[31m[red], scope s" in shown(sample)
     assert "per_layer=True" in shown(sample)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    ["0000000019999999999999999999", "4096", "00001", "-1", "1_0", "\u0661", " 1", "9" * 5000],
+)
+def test_layers_that_cannot_be_are_left_out(layer: str) -> None:
+    """Not even one too many is made room for, however its number is written."""
+    lines = [f'moecache_layer_hits_total{{layer="{number}"}} 1\n' for number in ("1", layer)]
+    with answering(("moecache_uptime_seconds 1\n" + "".join(lines)).encode()) as url:
+        assert dict(read_metrics(url).layer_hits) == {1: 1.0}
+
+
+@pytest.mark.parametrize("uptime", ["1e-320", "1e-9", "1", "1.7e308"])
+def test_numbers_that_overflow_are_shown_as_some_number(uptime: str) -> None:
+    """Sums of several runtimes' figures, and quotients of them, stay finite."""
+    names = ("hits", "misses", "steps", "resident_steps", "evictions", "failed_expert_reads")
+    served_names = [f"moecache_{name}_total" for name in names]
+    served_names += [f"moecache_stall_seconds_{part}" for part in ("count", "sum")]
+    served_names += [f"moecache_{name}" for name in ("slots", "experts", "resident_experts")]
+    for kind, label in (("read_bytes", "cause"), ("prefetch_experts", "outcome")):
+        values = ("demand", "bulk") if label == "cause" else ("useful", "late", "wrong")
+        served_names += [f'moecache_{kind}_total{{{label}="{value}"}}' for value in values]
+    for name in ("hits", "misses"):
+        served_names.append(f'moecache_layer_{name}_total{{layer="0"}}')
+    served_names += [f'moecache_stall_seconds_bucket{{le="{le}"}}' for le in ("-1e308", "1e308")]
+    served_names += ['moecache_prefetch_active{mode="echo"}']
+    text = "".join(
+        f'{name[:-1]},run="{run}"}} 1.7e308\n'
+        if name.endswith("}")
+        else f'{name}{{run="{run}"}} 1.7e308\n'
+        for name in served_names
+        for run in range(3)
+    )
+    smallest = f"moecache_uptime_seconds {uptime}\nmoecache_steps_total 1e-320\n"
+    with answering(text.encode() + smallest.encode()) as url:
+        sample = read_metrics(url)
+
+    assert sample.hit_rate == 0.5
+    assert sample.precision == pytest.approx(2 / 3)
+    for panel in (shown(sample), shown(sample, sample.since(sample))):
+        assert not re.search(r"\b(nan|inf)", panel)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://me:secret@localhost:9100/metrics",
+        "me:secret@localhost",
+        "ftp://me:secret@localhost",
+        "http://me:se/cret@localhost",
+        "http://me:secret@[x",
+    ],
+)
+def test_a_password_is_refused_and_not_repeated(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Terminals are recorded, and looked over."""
+    assert cli.main(["top", text]) == 2
+    shown_text = "".join(capsys.readouterr())
+    assert "a user and a password cannot be given" in shown_text
+    assert "cret" not in shown_text
+
+
+@pytest.mark.parametrize("text", ["http://h\u00f6st:1/metrics", "localhost:1/\u00fc", "h\udcff"])
+def test_a_url_beyond_ascii_is_refused(text: str) -> None:
+    """It says how it may be written."""
+    with pytest.raises(ConfigError, match="has letters beyond ASCII; write the host as xn--"):
+        metrics_url(text)
+
+
+@pytest.mark.parametrize("start", [b"", b"HTTP/1.0 200 OK\r\n\r\n"], ids=["header", "body"])
+def test_an_answer_that_never_ends_is_given_up(
+    start: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although a byte comes now and then: what is waited for is the whole."""
+    monkeypatch.setattr("moecache.commands.metrics._TIMEOUT_S", 0.5)
+    over = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(start)
+            for _ in range(600):
+                if over.wait(0.05):
+                    break
+                connection.sendall(b"#")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        try:
+            with pytest.raises(MoeCacheError, match=r"no answer: not all of it came in 0\.5 s"):
+                read_metrics(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics")
+        finally:
+            over.set()
+            thread.join()
 
 
 @pytest.mark.parametrize(

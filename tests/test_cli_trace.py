@@ -172,3 +172,23 @@ def test_help_teaches(action: list[str], capsys: pytest.CaptureFixture[str]) -> 
         cli.main(["trace", *action, "--help"])
     assert exit_.value.code == 0
     assert "example: moecache trace " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["convert", "{file}", "{file}"], "the file to read"),
+        (["convert", "{file}", "{link}"], "the file to read"),
+        (["record", "{link}", "--prompt-file", "{file}"], "--prompt-file"),
+    ],
+)
+def test_what_is_read_is_never_written_over(
+    arguments: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through links, too."""
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("[[0, 3]]\n")
+    link.symlink_to(file)
+    assert cli.main(["trace", *(text.format(file=file, link=link) for text in arguments)]) == 2
+    assert f" is {what} as well; name another file" in capsys.readouterr().err
+    assert file.read_text() == "[[0, 3]]\n"

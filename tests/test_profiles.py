@@ -132,7 +132,7 @@ def test_a_file_cut_short_anywhere_is_damaged(path: Path, caplog: pytest.LogCapt
     """At every length: one warning that names file and reason, and it is replaced."""
     update_profile(path, disks={"8": {"depth": 16}}, models={"a": usage(1, "lru")})
     whole = path.read_bytes()
-    for length in range(1, len(whole)):
+    for length in range(len(b"moecache-profile 1 "), len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(moecache.FormatError):
             load_profile(path)
@@ -211,6 +211,8 @@ RESIDENTS = ["residents", "<i4", [1]]
         (model(["counts", "i4,i4", [1, 2]], RESIDENTS), 20),
         (model([None, "<u8", [1, 2]], RESIDENTS), 20),
         (model(["counts", "<u8"], RESIDENTS), 20),
+        ({"disks": {"8": 3}, "models": []}, 0),
+        ({"disks": {"8": {"depth": [16]}}, "models": []}, 0),
     ],
     ids=lambda value: ascii(value)[-90:-20] if len(ascii(value)) > 95 else ascii(value),
 )
@@ -225,6 +227,40 @@ def test_a_content_that_cannot_be_is_damage(
 
     assert read_profile(path) is not None
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("arrays", "num_bytes", "reason"),
+    [
+        ([["counts", "<i8", [1, 2]], RESIDENTS], 20, "counts are int64"),
+        ([["counts", "<f4", [1, 2]], RESIDENTS], 12, "counts are float32"),
+        ([["counts", "<u8", [2]], RESIDENTS], 20, r"counts are uint64 of shape \[2\]"),
+        ([["counts", "<u8", [0, 2]], RESIDENTS], 4, r"residents are not all in \[0, 0\)"),
+        ([COUNTS, ["residents", "<f4", [1]]], 20, "residents are float32"),
+        ([COUNTS, ["residents", "<i4", [1, 1]]], 20, r"residents are int32 of shape \[1, 1\]"),
+        ([COUNTS, RESIDENTS, ["echo.values", "<i4", [1, 2]]], 28, "'values' is int32"),
+        ([COUNTS, RESIDENTS, ["echo.values", "<f4", [2, 1]]], 28, "'values' has the shape"),
+        ([COUNTS, RESIDENTS, ["echo.masks", "<f4", [1]]], 24, "'masks' is float32"),
+    ],
+)
+def test_arrays_that_no_run_writes_are_damage(
+    path: Path, arrays: list[Any], num_bytes: int, reason: str
+) -> None:
+    """Of another dtype, another shape, or naming experts that are not there."""
+    path.write_bytes(sealed(model(*arrays), bytes(num_bytes)))
+
+    with pytest.raises(moecache.FormatError, match=f"is damaged: its {reason}"):
+        load_profile(path)
+
+
+def test_floats_that_are_no_number_are_damage(path: Path) -> None:
+    """No run could have learned them."""
+    echo = {**usage().echo, "fast": np.full((2, 6), np.nan, np.float32)}
+    kept = usage()
+    update_profile(path, models={"a": ModelUsage("echo", kept.counts, kept.residents, echo)})
+
+    with pytest.raises(moecache.FormatError, match="is damaged: its 'fast' has values"):
+        load_profile(path)
 
 
 @given(
@@ -258,6 +294,9 @@ def test_any_json_is_a_profile_or_a_format_error(
         (b'{"version": 1, "disks": {}}', "is no moecache profile"),
         (b"\x93NUMPY", "is no moecache profile"),
         (b"the only copy of a thesis", "is no moecache profile"),
+        (b"m", "is no moecache profile"),
+        (b"moecache-profile", "is no moecache profile"),
+        (b"moecache-profile 1", "is no moecache profile"),
     ],
 )
 def test_what_is_no_profile_of_ours_is_never_written_over(
@@ -273,6 +312,40 @@ def test_what_is_no_profile_of_ours_is_never_written_over(
     (record,) = caplog.records
     assert str(path) in record.getMessage()
     assert reason in record.getMessage()
+
+
+@pytest.mark.parametrize("given_path", [b"p", 3, True, 1.5, Path, "\udcff", "\ud800/p"])
+def test_what_is_no_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_path: Any
+) -> None:
+    """By every function, naming the argument; and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    for call in (load_profile, read_profile, update_profile):
+        with pytest.raises(moecache.ConfigError, match=r"^profile "):
+            call(given_path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o444])
+def test_a_files_permissions_stay(path: Path, mode: int) -> None:
+    """Whoever could not read it still cannot; nor could anybody meanwhile."""
+    path.touch()
+    path.chmod(mode)
+    update_profile(path, models={"a": usage()})
+
+    assert path.stat().st_mode & 0o7777 == mode
+    assert list(load_profile(path).models) == ["a"]
+
+
+def test_a_new_file_has_the_permissions_of_any_new_file(path: Path) -> None:
+    """Those that the umask leaves."""
+    before = os.umask(0o027)
+    try:
+        update_profile(path, models={"a": usage()})
+    finally:
+        os.umask(before)
+
+    assert path.stat().st_mode & 0o7777 == 0o640
 
 
 def test_an_empty_file_is_filled(path: Path, caplog: pytest.LogCaptureFixture) -> None:

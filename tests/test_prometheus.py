@@ -135,6 +135,29 @@ def test_a_label_of_our_own_is_refused(runtime: moecache.ExpertRuntime) -> None:
         PrometheusCollector(runtime, labels={"layer": "x"})
 
 
+@pytest.mark.parametrize(
+    "name", ["", "1st", "__name", "a-b", "a b", "mod\u00e8le", "model\n", 3, None]
+)
+def test_a_name_that_no_label_has_is_refused(runtime: moecache.ExpertRuntime, name: object) -> None:
+    """A scrape that Prometheus cannot read loses every metric of the process."""
+    with pytest.raises(moecache.ConfigError, match="has no name that Prometheus takes"):
+        PrometheusCollector(runtime, labels={name: "x"})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("labels", ["model", ["model"], [("model", "x")], 3, True])
+def test_labels_are_a_mapping(runtime: moecache.ExpertRuntime, labels: object) -> None:
+    """From names to values."""
+    with pytest.raises(moecache.ConfigError, match="labels must be a mapping such as"):
+        PrometheusCollector(runtime, labels=labels)  # type: ignore[arg-type]
+
+
+def test_values_of_labels_are_made_text(runtime: moecache.ExpertRuntime) -> None:
+    """A number is one as text; a scrape does not fail for it."""
+    labels = {"rank": 3, "_other": None, "path": "\udcff"}
+    found = scrape(PrometheusCollector(runtime, labels=labels))  # type: ignore[arg-type]
+    assert found["moecache_slots _other=None path=\\udcff rank=3"] == 24
+
+
 def test_what_is_read_ahead_is_exposed(runtime: moecache.ExpertRuntime) -> None:
     """Each count under its own name."""
     runtime._prefetcher = Reads()  # type: ignore[assignment]
@@ -232,13 +255,39 @@ def test_a_collector_does_not_keep_its_runtime() -> None:
     assert scrape(collector) == {}
 
 
-def test_two_runtimes_of_one_registry_are_told(runtime: moecache.ExpertRuntime) -> None:
-    """The client refuses what it could not tell apart."""
-    registry = prometheus_client.CollectorRegistry(auto_describe=True)
-    registry.register(PrometheusCollector(runtime))
+@pytest.mark.parametrize("auto_describe", [False, True])
+@pytest.mark.parametrize("labels", [None, {"model": "other"}])
+def test_two_runtimes_of_one_registry_are_told(
+    runtime: moecache.ExpertRuntime, auto_describe: bool, labels: dict[str, str] | None
+) -> None:
+    """The client refuses what would stand twice; unregistered, a name may be taken again."""
+    registry = prometheus_client.CollectorRegistry(auto_describe=auto_describe)
+    first, second = PrometheusCollector(runtime), PrometheusCollector(runtime, labels=labels)
+    registry.register(first)
 
     with pytest.raises(ValueError, match="Duplicated timeseries"):
-        registry.register(PrometheusCollector(runtime))
+        registry.register(second)
+
+    registry.unregister(first)
+    registry.register(second)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_what_is_described_is_what_is_collected(
+    runtime: moecache.ExpertRuntime, tiny_moe: Path, per_layer: bool
+) -> None:
+    """By name and kind, and without a series; the same once the runtime is closed."""
+    described = {}
+    with moecache.open(tiny_moe, "25%", prefault="off") as other:
+        other._prefetcher = Reads()  # type: ignore[assignment]
+        collector = PrometheusCollector(other, per_layer=per_layer)
+        collected = {metric.name: metric.type for metric in collector.collect()}
+    for metric in collector.describe():
+        described[metric.name] = metric.type
+        assert metric.samples == []
+
+    assert described == collected
+    assert {metric.name for metric in PrometheusCollector(runtime).collect()} <= described.keys()
 
 
 def test_without_the_client_the_error_names_the_extra() -> None:

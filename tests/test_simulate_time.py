@@ -1,5 +1,6 @@
 """Simulated time: the hits of a replay, and times that can be reckoned by hand."""
 
+import json
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from moecache.errors import CapacityError, ConfigError
 from moecache.settings import POLICIES, SCOPES
 from moecache.study import Timing, Trace, replay, simulate_time
+from moecache.study.timing import PREFETCH_MODES
 from tests.helpers.routing import random_trace, traces
 
 LATENCY_NS, COMPUTE_NS = 100, 1000
@@ -179,17 +181,43 @@ def test_the_text_has_the_figures() -> None:
         ({"policy": "belady"}, "policy 'belady' is not one of arc"),
         ({"prefetch": "psychic"}, "prefetch 'psychic' is not one of off"),
         ({"expert_share": 1.5}, r"expert_share must be in \[0, 1\], got 1.5"),
-        ({"staging_slots": 0}, "staging_slots must be at least 1, got 0"),
+        ({"expert_share": "x"}, r"expert_share must be in \[0, 1\], got 'x'"),
+        ({"expert_share": math.nan}, r"expert_share must be in \[0, 1\], got nan"),
+        ({"staging_slots": 0}, "staging_slots must be an int from 1 to 65,536, got 0"),
+        ({"staging_slots": 10**12}, "staging_slots must be an int from 1 to 65,536, got 1000"),
+        ({"staging_slots": 1.5}, "staging_slots must be an int from 1 to 65,536, got 1.5"),
         ({"expert_bytes": None}, "does not say how large an expert is"),
-        ({"bandwidth": "25 parsecs"}, "'25 parsecs' is no rate"),
-        ({"latency_ns": "soon"}, "'soon' is not a time"),
-        ({"compute_ns": -5}, "a time cannot be negative, got -5 ns"),
+        ({"expert_bytes": 10**30}, r"expert_bytes must be from 1 to 2\*\*50 \(1.00 PiB\), got 1"),
+        ({"expert_bytes": "lots"}, "expert_bytes: 'lots' is not a size"),
+        ({"bandwidth": "25 parsecs"}, "bandwidth: '25 parsecs' is no rate"),
+        ({"bandwidth": 1, "expert_bytes": 2**50}, r"bandwidth must be at least 11.3 GB/s for exp"),
+        ({"latency_ns": "soon"}, "latency_ns: 'soon' is not a time"),
+        ({"latency_ns": 1.5}, "latency_ns: 1.5 is not a time"),
+        ({"latency_ns": 10**40}, r"latency_ns must be from 0 to 10\*\*14 \(100,000 s\), got 1"),
+        ({"compute_ns": 10**40}, r"compute_ns must be from 0 to 10\*\*14 \(100,000 s\), got 1"),
+        ({"compute_ns": 10**5000}, r"compute_ns must be from 0 to .* got an endless number"),
+        ({"compute_ns": -5}, "compute_ns: a time cannot be negative, got -5 ns"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, object], message: str) -> None:
     """With what they may be."""
     with pytest.raises(ConfigError, match=message):
         simulate(single_misses(), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prefetch", PREFETCH_MODES)
+def test_the_longest_times_are_counted(prefetch: str) -> None:
+    """Nothing overflows at the bounds."""
+    options = {"latency_ns": 10**14, "compute_ns": 10**14, "expert_bytes": 2**50}
+    timing = simulate(single_misses(), bandwidth=11_258_999_069, prefetch=prefetch, **options)
+    assert timing.total_ns == timing.compute_ns + timing.stall_ns
+    assert timing.stall_p99_ns >= 10**14
+
+
+def test_figures_of_an_infinite_bandwidth_are_json() -> None:
+    """Which has no infinity."""
+    figures = simulate(single_misses(), bandwidth=math.inf).figures()
+    assert json.loads(json.dumps(figures, allow_nan=False))["bandwidth"] is None
 
 
 def test_too_few_slots_are_refused_as_by_a_replay() -> None:

@@ -379,6 +379,33 @@ def test_leaving_its_context_cancels_it(tmp_path: Path) -> None:
         assert warm.progress == (1, 20)
 
 
+@pytest.mark.parametrize("second", ["the same", "none"])
+def test_the_next_profile_cancels_the_warm_start_of_the_last(tmp_path: Path, second: str) -> None:
+    """At most one runs, and it is the one that `close` cancels."""
+    gate = Gate()
+    store = WrappedStore(numbered_store(), gate)
+    with make_runtime(20, store=store) as runtime:
+        first = with_profile(tmp_path / "p", runtime, list(range(20))).warm_start
+        assert first is not None
+        assert gate.entered.acquire(timeout=30)
+        with pytest.raises(moecache.ConfigError, match="profile must be a path"):
+            runtime.use_profile(3)  # type: ignore[arg-type]
+        assert runtime.warm_start is first
+        assert not first.done
+
+        runtime.use_profile(tmp_path / ("p" if second == "the same" else "nothing"))
+
+        assert first.done
+        assert first.progress.num_done < 20
+        gate.opened.set()
+        if second == "the same":
+            assert runtime.warm_start is not None
+            assert runtime.warm_start is not first
+            assert runtime.warm_start.wait(30)
+        else:
+            assert runtime.warm_start is None
+
+
 def test_without_threads_it_starts_cold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -436,7 +463,7 @@ def test_an_echo_that_cannot_be_is_one_warning(
         use(runtime)
     name = identity(runtime.layout)
     kept = load_profile(path).models[name]
-    echo = {**kept.echo, "fast": np.full_like(kept.echo["fast"], np.nan)}
+    echo = {**kept.echo, "fast": np.full_like(kept.echo["fast"], -2)}
     update_profile(path, models={name: ModelUsage(kept.policy, kept.counts, kept.residents, echo)})
     with opened(model.path, profile=path) as runtime:
         assert runtime.warm_start is None
@@ -444,6 +471,30 @@ def test_an_echo_that_cannot_be_is_one_warning(
         assert runtime.cache.echo.num_tokens == 0
     (record,) = caplog.records
     assert f"profile.ignored {path}: no state of an Echo: fast must be" in record.getMessage()
+
+
+@pytest.mark.parametrize("policy", ["echo", "lru"])
+@pytest.mark.parametrize("kind", ["<i8", "<f4"])
+def test_counts_of_another_kind_are_one_warning(
+    model: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, policy: str
+) -> None:
+    """With the right checksum; the run starts cold, and is kept at its end."""
+    path = tmp_path / "kept.profile"
+    with opened(model.path, policy=policy, profile=path) as runtime:
+        use(runtime)
+    name = identity(runtime.layout)
+    kept = load_profile(path).models[name]
+    wrong = ModelUsage(kept.policy, kept.counts.astype(kind), kept.residents, kept.echo)
+    update_profile(path, models={name: wrong})
+
+    with opened(model.path, policy=policy, profile=path) as runtime:
+        assert runtime.warm_start is None
+        use(runtime)
+        runtime.save_profile(tmp_path / "other")
+
+    (record,) = caplog.records
+    assert f"profile.ignored {path}: is damaged: its counts are" in record.getMessage()
+    assert load_profile(path).models[name].counts.dtype == np.uint64
 
 
 @pytest.mark.parametrize("content", [b"a thesis", b"moecache-profile 2 x\n{}"])

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moecache.errors import CapacityError, ConfigError
@@ -23,13 +25,54 @@ def load_traces(names: Sequence[str]) -> dict[str, Trace]:
 
 
 def check_outputs(arguments: argparse.Namespace, *options: str) -> None:
-    """Refuse what cannot be written before anything is replayed."""
+    """Refuse what cannot be written, or is a trace, before anything is replayed."""
+    taken = dict.fromkeys(arguments.traces, "the trace")
     for option in options:
         path = getattr(arguments, option)
         if path == "":
             raise ConfigError(f"--{option} is empty; is a shell variable unset?")
         if path is not None and not Path(path).parent.is_dir():
             raise ConfigError(f"--{option}: there is no directory {Path(path).parent}")
+        if path is not None:
+            check_output(f"--{option}", path, taken)
+            taken[path] = f"--{option}"
+
+
+def check_output(option: str, path: str, taken: Mapping[str, str]) -> None:
+    """Refuse to write over a file that the same command reads or writes.
+
+    Parameters
+    ----------
+    option : str
+        What the path was given as.
+    path : str
+    taken : mapping of str to str
+        Other paths, and what they are. Links are followed; devices and pipes may be shared.
+
+    Raises
+    ------
+    ConfigError
+        If it is one of them.
+    """
+    for other, name in taken.items():
+        if _is_same_file(path, other):
+            raise ConfigError(f"{option} {path} is {name} as well; name another file")
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    try:
+        # A hard link is the file, too.
+        found = os.stat(one)
+        if not stat.S_ISREG(found.st_mode):
+            return False
+        if os.path.samestat(found, os.stat(other)):
+            return True
+    except (OSError, ValueError):  # not there yet, or no path at all: whoever opens it says so
+        pass
+    try:
+        return os.path.realpath(one) == os.path.realpath(other)
+    except (OSError, ValueError):
+        return False
 
 
 def choose(

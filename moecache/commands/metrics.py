@@ -1,9 +1,11 @@
 """Prometheus metrics over HTTP: served, and read again."""
 
 import contextlib
+import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
+from queue import Empty, SimpleQueue
 
 from moecache.commands.paths import printable
 from moecache.commands.samples import Sample, sample_metrics
@@ -13,6 +15,7 @@ from moecache.telemetry import PrometheusCollector, check_prometheus
 
 _TIMEOUT_S = 10
 _MOST_BYTES = 16 * 2**20
+_PART_BYTES = 64 * 1024
 
 
 @contextlib.contextmanager
@@ -62,7 +65,18 @@ def metrics_url(text: str) -> str:
     ConfigError
         If it is none of http or https, or but a number: a process has no address.
     """
+    if "@" in text:
+        # Not repeated: what stands before it may be a password.
+        raise ConfigError(
+            "a URL of metrics has no @: a user and a password cannot be given; write for example "
+            "http://localhost:9100/metrics"
+        )
     url = text if "://" in text else f"http://{text}"
+    if not url.isascii():
+        raise ConfigError(
+            f"{printable(text)!r} has letters beyond ASCII; write the host as xn--..., and the "
+            "rest as %XX"
+        )
     try:
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname or ""
@@ -93,16 +107,12 @@ def read_metrics(url: str) -> Sample:
     # A tenth of a command's start, for what only this one does.
     import http.client
     import urllib.error
-    import urllib.request
 
     from prometheus_client.parser import text_string_to_metric_families
 
     shown = printable(url)
     try:
-        # The scheme is checked by `metrics_url`.
-        request = urllib.request.Request(url, headers={"Accept": "text/plain"})  # noqa: S310
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-            body = answer.read(_MOST_BYTES + 1)
+        body = _fetch(url)
     except urllib.error.HTTPError as error:
         error.close()
         raise MoeCacheError(
@@ -129,3 +139,43 @@ def read_metrics(url: str) -> Sample:
             "moecache.telemetry.PrometheusCollector(runtime) there"
         )
     return sample
+
+
+def _fetch(url: str) -> bytes:
+    """Return the whole answer, or more than `_MOST_BYTES` of it.
+
+    Raises
+    ------
+    TimeoutError
+        If it is not there in time, however steadily a byte comes after the other.
+    OSError, HTTPException, ValueError
+        As urllib has them.
+    """
+    import urllib.request
+
+    until_s = time.monotonic() + _TIMEOUT_S
+    found: SimpleQueue[bytes | BaseException] = SimpleQueue()
+
+    def fetch() -> None:
+        body = bytearray()
+        try:
+            # The scheme is checked by `metrics_url`.
+            request = urllib.request.Request(url, headers={"Accept": "text/plain"})  # noqa: S310
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+                while len(body) <= _MOST_BYTES and (part := answer.read1(_PART_BYTES)):
+                    body += part
+                    if time.monotonic() > until_s:  # nobody waits for the rest
+                        return
+            found.put(bytes(body))
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            found.put(error)
+
+    # urllib's own timeout is that of each receive; a header may come letter by letter, too.
+    threading.Thread(target=fetch, name="moecache-top-fetch", daemon=True).start()
+    try:
+        answer = found.get(timeout=_TIMEOUT_S)
+    except Empty:
+        raise TimeoutError(f"not all of it came in {_TIMEOUT_S} s") from None
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer

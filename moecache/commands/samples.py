@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class Sample:
 
     def per_s(self, name: str) -> float:
         """Return a count per second."""
-        return self.counts[name] / self.elapsed_s if self.elapsed_s > 0 else 0.0
+        return self.counts[name] / max(self.elapsed_s, _LEAST) if self.elapsed_s > 0 else 0.0
 
     def stall_percentile_s(self, percent: float) -> float:
         """Return the length that so many stalls do not exceed, interpolated; 0.0 without any."""
@@ -180,6 +181,8 @@ _GAUGES = {
     "moecache_experts": "experts",
 }
 _MAX_LAYERS = 4096
+# What a served number is taken for, so that sums and quotients stay finite.
+_LEAST, _MOST = 1e-9, 1e18
 
 
 def sample_metrics(metrics: Iterable[Metric], taken_s: float) -> Sample | None:
@@ -199,6 +202,7 @@ def sample_metrics(metrics: Iterable[Metric], taken_s: float) -> Sample | None:
             # Whoever answers is not to be trusted with more than a wrong number.
             if not math.isfinite(value) or value < 0:
                 continue
+            value = _clamped(value)
             if name in _COUNTS:
                 counts[_COUNTS[name]] += value
             elif name in _LABELLED:
@@ -207,10 +211,10 @@ def sample_metrics(metrics: Iterable[Metric], taken_s: float) -> Sample | None:
                 gauges[_GAUGES[name]] += value
             elif name in {"moecache_layer_hits_total", "moecache_layer_misses_total"}:
                 layer = labels.get("layer", "")
-                if layer.isascii() and layer.isdigit() and int(layer[:9]) < _MAX_LAYERS:
+                if re.fullmatch(r"[0-9]{1,4}", layer) and int(layer) < _MAX_LAYERS:
                     (hits if "hits" in name else misses)[int(layer)] += value
             elif name == "moecache_stall_seconds_bucket" and _is_bound(labels.get("le", "")):
-                below[float(labels["le"])] += value
+                below[_clamped(float(labels["le"]))] += value
             elif name == "moecache_uptime_seconds":
                 uptimes.append(value)
             elif name == "moecache_runtime_info":
@@ -233,9 +237,13 @@ def sample_metrics(metrics: Iterable[Metric], taken_s: float) -> Sample | None:
     )
 
 
+def _clamped(value: float) -> float:
+    return 0.0 if value < _LEAST else min(value, _MOST)
+
+
 def _is_bound(text: str) -> bool:
     try:
-        return math.isfinite(float(text))
+        return math.isfinite(float(text)) and float(text) >= 0
     except ValueError:
         return False
 

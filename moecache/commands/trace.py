@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from moecache.commands import trace_info, trace_record
+from moecache.commands.arguments import check_output
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, FormatError
 from moecache.study.importers import FORMATS, load_any
@@ -65,6 +66,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, option)
         if value is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} must be at least 1, got {value}")
+    check_output("OUT.npz", arguments.output, {arguments.input: "the file to read"})
     names = ("model", "license", "source", "num_layers", "top_k")
     given = {name: getattr(arguments, name) for name in names}
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from moecache.commands.arguments import check_output
 from moecache.commands.example import (
     add_runtime_options,
     add_sampling_options,
@@ -58,7 +59,9 @@ def add_parser(actions: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Generate, record, say what was written; return the exit code."""
     prompts = list(arguments.prompt or ())
-    for name in arguments.prompt_file or ():
+    files = arguments.prompt_file or ()
+    check_output("OUT.npz", arguments.output, dict.fromkeys(files, "--prompt-file"))
+    for name in files:
         try:
             prompts.append(Path(name).read_text(errors="surrogateescape"))
         except OSError as error:

@@ -1,10 +1,12 @@
 """Simulated time: a recorded trace through the live code, with reads that take a set time."""
 
 import html
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,7 +27,15 @@ PREFETCH_MODES = ("off", "echo", "last", "auto")
 DEFAULT_BANDWIDTH = "25GB/s"
 DEFAULT_COMPUTE_NS = 150_000
 DEFAULT_EXPERT_SHARE = 0.5
+# A hundred thousand seconds: what is summed of them is counted in 64 bits.
+MAX_NS = 10**14
+MAX_EXPERT_BYTES = 2**50
+MAX_STAGING_SLOTS = 65_536
 _AHEAD = ("num_issued", "num_useful", "num_late", "num_wrong", "num_cancelled")
+
+
+_Given = TypeVar("_Given")
+_Parsed = TypeVar("_Parsed")
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,8 +113,13 @@ class Timing:
         return self.num_hits / accesses if accesses else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Return all figures by name, for tables: `bytes_read` as bytes_demand and so on."""
+        """Return all figures by name, for tables: `bytes_read` as bytes_demand and so on.
+
+        An infinite `bandwidth` is None: JSON has no such number.
+        """
         row = {field.name: getattr(self, field.name) for field in fields(self)}
+        if math.isinf(self.bandwidth):
+            row["bandwidth"] = None
         del row["bytes_read"], row["prefetch_stats"]
         stats = self.prefetch_stats
         read = {f"bytes_{cause}": count for cause, count in self.bytes_read.items()}
@@ -191,18 +206,19 @@ def simulate_time(
     bandwidth : int, float or str, default "25GB/s"
         Bytes per second of the device, infinity for no time at all.
     latency_ns : int or str, default 10,000
-        From a read's beginning to its first byte; "80us". Of reads that are begun
-        together it passes at the same time.
+        From a read's beginning to its first byte; "80us", at most 10**14. Of reads that
+        are begun together it passes at the same time.
     compute_ns : int or str, default 150,000
-        What one row computes in one layer; "150us". Several rows take so much each.
+        What one row computes in one layer; "150us", at most 10**14. Several rows take so
+        much each.
     expert_share : float, default 0.5
         How much of that is the routed experts' work; the rest passes before the router
         of the layer has spoken.
     expert_bytes : int or str, optional
-        Of every expert, "6MB". By default what the trace says in its metadata.
+        Of every expert, "6MB", at most 2**50. By default what the trace says in its metadata.
     scope : {"global", "layer"}, default "global"
     staging_slots : int, optional
-        Slots beside the cache; by default as many as `moecache.open` makes.
+        Slots beside the cache, at most 65,536; by default as many as `moecache.open` makes.
     progress : bool or callable (done, total), default False
         True shows a bar on standard error; told after each step.
 
@@ -217,17 +233,21 @@ def simulate_time(
         raise ConfigError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
     if prefetch not in PREFETCH_MODES:
         raise ConfigError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH_MODES)}")
-    if not 0 <= expert_share <= 1:
-        raise ConfigError(f"expert_share must be in [0, 1], got {expert_share}")
-    if staging_slots is not None and staging_slots < 1:
-        raise ConfigError(f"staging_slots must be at least 1, got {staging_slots}")
+    if not isinstance(expert_share, Real) or not 0 <= expert_share <= 1:
+        raise ConfigError(f"expert_share must be in [0, 1], got {_shown(expert_share)}")
+    if staging_slots is not None and not (
+        isinstance(staging_slots, Integral) and 1 <= staging_slots <= MAX_STAGING_SLOTS
+    ):
+        raise ConfigError(
+            f"staging_slots must be an int from 1 to {MAX_STAGING_SLOTS:,}, "
+            f"got {_shown(staging_slots)}"
+        )
     slots = clip_capacity(capacity, trace, scope)
-    nbytes = expert_size(trace, expert_bytes)
-    rate, latency_ns, compute_ns = (
-        parse_bytes_per_s(bandwidth),
-        parse_ns(latency_ns),
-        parse_ns(compute_ns),
-    )
+    nbytes = _parse("expert_bytes", lambda given: expert_size(trace, given), expert_bytes)
+    rate = _parse("bandwidth", parse_bytes_per_s, bandwidth)
+    latency_ns = _parse("latency_ns", parse_ns, latency_ns)
+    compute_ns = _parse("compute_ns", parse_ns, compute_ns)
+    _check_times(nbytes, rate, latency_ns=latency_ns, compute_ns=compute_ns)
     layout = ExpertLayout.uniform(
         num_layers=trace.num_layers,
         num_experts=trace.num_experts,
@@ -267,3 +287,38 @@ def simulate_time(
         link_busy_ns=host.device.busy_ns,
         prefetch_stats=None if host.prefetcher is None else host.prefetcher.stats(),
     )
+
+
+def _parse(name: str, parse: Callable[[_Given], _Parsed], given: _Given) -> _Parsed:
+    try:
+        return parse(given)
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if name in text else f"{name}: {text}") from error
+
+
+def _check_times(nbytes: int, rate: float, **times_ns: int) -> None:
+    """Refuse what would take so long that the clock's figures overflow."""
+    for name, ns in times_ns.items():
+        if ns > MAX_NS:
+            raise ConfigError(
+                f"{name} must be from 0 to 10**14 ({format_ns(MAX_NS)}), got {_shown(ns)}"
+            )
+    if nbytes > MAX_EXPERT_BYTES:
+        raise ConfigError(
+            f"expert_bytes must be from 1 to 2**50 ({format_bytes(MAX_EXPERT_BYTES)}), "
+            f"got {_shown(nbytes)}"
+        )
+    if nbytes * 10**9 > MAX_NS * rate:
+        raise ConfigError(
+            f"bandwidth must be at least {format_bytes_per_s(nbytes * 1e9 / MAX_NS)} for experts "
+            f"of {format_bytes(nbytes)}, got {format_bytes_per_s(rate)}: one would take more than "
+            f"{format_ns(MAX_NS)}"
+        )
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # an int of more digits than Python writes
+        return "an endless number"

@@ -1,8 +1,10 @@
 """PrometheusCollector: a runtime's counters for prometheus_client's registry."""
 
+import re
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moecache.errors import ConfigError, MissingDependencyError
 from moecache.telemetry._prefetch import PrefetchStats
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 # Labels that some series have of their own.
 _OWN_LABELS = frozenset({"layer", "cause", "outcome", "among", "le", "policy", "scope", "mode"})
+# Prometheus keeps names that begin with "__" to itself.
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 
 
 class Source(Protocol):
@@ -38,6 +42,7 @@ class PrometheusCollector:
         prometheus_client.REGISTRY.register(PrometheusCollector(runtime))
 
     The runtime is not kept alive. Once it is closed or gone, a scrape finds nothing of it.
+    A registry takes one collector, and refuses a second until the first is unregistered.
     docs/telemetry.md lists the metrics.
 
     Parameters
@@ -46,14 +51,16 @@ class PrometheusCollector:
     per_layer : bool, default False
         Also hits and misses of each layer: two series per layer.
     labels : mapping of str to str, optional
-        Added to every series, for example ``{"model": "olmoe"}``.
+        Added to every series, for example ``{"model": "olmoe"}``; values that are no text
+        are made text.
 
     Raises
     ------
     MissingDependencyError
         If prometheus_client is not installed.
     ConfigError
-        If a label is one that some series have already.
+        If labels are no mapping, or one has a name that Prometheus does not take or that
+        some series have already.
     """
 
     def __init__(
@@ -66,17 +73,22 @@ class PrometheusCollector:
         check_prometheus()
         self._runtime = weakref.ref(runtime)
         self._per_layer = per_layer
-        self._labels = dict(labels or {})
-        taken = sorted(_OWN_LABELS & self._labels.keys())
-        if taken:
-            raise ConfigError(f"label {taken[0]!r} is one of moecache's own; choose another name")
+        self._labels = _checked({} if labels is None else labels)
 
     def collect(self) -> Iterator["Metric"]:
         """Yield the metrics as they are now; nothing if the runtime is closed or gone."""
         runtime = self._runtime()
         if runtime is None or runtime.closed:
             return
-        stats = runtime.stats()
+        yield from self._metrics(runtime.stats())
+
+    def describe(self) -> Iterator["Metric"]:
+        """Yield every metric there can be, without a series: a registry goes by their names."""
+        for metric in self._metrics(_nothing()):
+            metric.samples.clear()
+            yield metric
+
+    def _metrics(self, stats: RuntimeStats) -> Iterator["Metric"]:
         family = _Families(self._labels)
         yield from _runtime_metrics(stats, family)
         if self._per_layer:
@@ -101,6 +113,40 @@ def check_prometheus() -> None:
             "Prometheus metrics need prometheus_client; install it with: "
             "pip install 'moecache[prometheus]'"
         ) from error
+
+
+def _checked(labels: object) -> dict[str, str]:
+    if not isinstance(labels, Mapping):
+        raise ConfigError(f"labels must be a mapping such as {{'model': 'olmoe'}}, got {labels!r}")
+    for name in labels:
+        if not isinstance(name, str) or not _LABEL.fullmatch(name):
+            raise ConfigError(
+                f"label {name!r} has no name that Prometheus takes: letters, digits and _, "
+                "no digit first, and not __ first"
+            )
+        if name in _OWN_LABELS:
+            raise ConfigError(f"label {name!r} is one of moecache's own; choose another name")
+    # What is no Unicode would fail in the middle of a scrape.
+    return {
+        name: str(value).encode(errors="backslashreplace").decode()
+        for name, value in labels.items()
+    }
+
+
+def _nothing() -> RuntimeStats:
+    """Return what has every part there can be, and counted nothing."""
+    zeros: dict[str, Any] = dict.fromkeys((field.name for field in fields(RuntimeStats)), 0)
+    return RuntimeStats(
+        **{
+            **zeros,
+            **dict.fromkeys(("policy", "scope"), ""),
+            **dict.fromkeys(("hits_by_layer", "misses_by_layer"), ()),
+            # Long enough for the longest stall that has a bucket of its own.
+            "stall_histogram": (0,) * 512,
+            "reading": ReadingStats("", "", 0, 0, 0, 0, 0, 0, 0, 0, None),
+            "prefetch": PrefetchStats("", active=False, reason=""),
+        }
+    )
 
 
 class _Families:

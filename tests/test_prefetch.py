@@ -424,13 +424,15 @@ def test_each_read_ahead_has_one_outcome() -> None:
 
     store = WrappedStore(numbered_store(), fail)
     with make_runtime("hints", capacity=8, store=store, policy="lfu") as runtime:
+        prefetcher = prefetcher_of(runtime)
         for number in range(600):
             runtime.hint((number + 1) % 3, rng.permutation(8)[:3])
+            if number % 2:
+                wait_until(lambda: prefetcher._idle)
             try:
                 step(runtime, number % 3, *rng.permutation(8)[:2].tolist())
             except StoreError:
                 continue
-        prefetcher = prefetcher_of(runtime)
         prefetcher.close()
         stats = prefetcher.stats()
         outcomes = stats.num_useful + stats.num_late + stats.num_wrong

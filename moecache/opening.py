@@ -15,7 +15,7 @@ from moecache.host_memory import free_host_bytes
 from moecache.layout import ExpertLayout
 from moecache.predict import Predictor
 from moecache.prefault import BackgroundSweep, Region, warm
-from moecache.profiles import Profile, read_profile
+from moecache.profiles import Profile, check_path, read_profile
 from moecache.reader_fetch import MAX_CONVERTED_BYTES
 from moecache.reading import (
     STAGING_BYTES,
@@ -169,7 +169,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         If the checkpoint cannot be read, or has no experts.
     """
     settings = Settings.from_environ()
-    _check_arguments(device, slots, memory, loader_threads, top_k, progress, lock)
+    _check_arguments(device, slots, memory, loader_threads, top_k, progress, lock, profile)
     way = _first(read, settings.read, DEFAULT_READ)
     if way not in READ_MODES:
         raise ConfigError(f"read {way!r} is not one of {', '.join(READ_MODES)}")
@@ -310,7 +310,10 @@ def _check_arguments(
     top_k: int | None,
     progress: Progress | None,
     lock: bool | None,
+    profile: object,
 ) -> None:
+    if profile is not None:
+        check_path(profile)
     if lock not in {None, True, False}:
         raise ConfigError(f"lock must be True or False, got {lock!r}")
     if device != "cpu":

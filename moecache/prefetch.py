@@ -4,67 +4,42 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections import deque
 from queue import Empty, SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
 
 from moecache._cache import ExpertCache
-from moecache._echo import Echo
 from moecache._foresight import Foresight
-from moecache.errors import ConfigError
+from moecache.break_even import BreakEven
 from moecache.fetch import Cause, Load
 from moecache.loader import SlotLoader
-from moecache.predict import LastSelection, Predictor, SharedEcho
-from moecache.settings import PREFETCH_MODES
+from moecache.predict import Predictor
+from moecache.prefetch_queue import PrefetchQueue
 from moecache.stores.base import ExpertStore
 from moecache.switch import Switch
 from moecache.telemetry import PrefetchStats
 
 logger = logging.getLogger(__name__)
 
-DEPTH = 8
 # More would only queue behind each other, and before a demand.
 MAX_BYTES_IN_FLIGHT = 16 * 2**20
 CLOSE_TIMEOUT_S = 2.0
 # How often what has arrived is taken in, while the host computes.
 _LOOK_S = 0.0005
-# Tokens over which the time of a read and the time between reads are averaged.
-_AVERAGED = 16
-# Until it is known what a read costs.
-_FIRST_LIKELIHOOD = 0.3
-# A wrong one replaced an expert that some later token may have wanted.
-_MIN_LIKELIHOOD = 0.25
-_MAX_LIKELIHOOD = 0.98
 # A step of so many rows uses most experts: nothing to foresee.
 _MAX_ROWS = 16
 _MAX_GUESSES = 128
 
 
-class Request:
-    """Experts of a layer that may be wanted soon, the likeliest first."""
-
-    __slots__ = ("experts", "layer", "place", "visit")
-
-    def __init__(self, layer: int, experts: list[int], visit: int) -> None:
-        self.layer = layer
-        self.experts = experts
-        self.place = 0
-        self.visit = visit
-
-
 class Prefetcher:
     """Predicts the next layer's experts after every step, and reads those that are missing.
 
-    Requests wait in a short queue, the newest first; when it is full the oldest is dropped,
-    and one whose layer came meanwhile is worth nothing. Slots are claimed when a read begins,
-    never before, and only free ones or those of experts that the policy values less.
-
-    A read ahead is right with some likelihood p, which is measured (`Foresight`). Being right
-    saves as much of a read as fits into the time in which nothing else is read; being wrong
-    delays a demand by what cannot be overtaken any more. Only what saves more than it costs is
-    read: p * saved > (1 - p) * delay.
+    Requests wait in a `PrefetchQueue`. Slots are claimed when a read begins, never before,
+    and only free ones or those of experts that the policy values less; no more than 16 MiB, or
+    an expert, are on their way at once. A read ahead is right with some likelihood, which is
+    measured (`Foresight`), and it is begun if that is enough to pay (`BreakEven`). What is still
+    being read when its layer has come without it is taken back by the loader.
 
     Parameters
     ----------
@@ -100,9 +75,7 @@ class Prefetcher:
         self.mode = mode
         self.foresight = Foresight(cache)
         self.switch = switch
-        self.num_requests = 0
-        self.num_dropped = 0
-        self.num_stale = 0
+        self.queue = PrefetchQueue(layout.num_layers)
         self.num_hinted = 0
         self.num_predictor_errors = 0
         self._loader = loader
@@ -111,22 +84,18 @@ class Prefetcher:
         self._predictor = predictor
         self._num_layers = layout.num_layers
         self._total = layout.total_experts
-        self._expert_bytes = [layout.expert_bytes(layer) for layer in range(layout.num_layers)]
+        widths = [layout.expert_bytes(layer) for layer in range(layout.num_layers)]
         # What is converted takes memory beside its slot.
         most = MAX_BYTES_IN_FLIGHT if loader.fills_in_place else 1
-        self._max_bytes = max(most, *self._expert_bytes)
-        self._visits = [0] * layout.num_layers
+        self._max_bytes = max(most, *widths)
         self._hinted: set[int] = set()  # layers whose prediction came from outside
         self._advised = np.zeros(layout.total_experts if reads_ahead else 0, bool)
         self._failed: set[tuple[int, int]] = set()
-        self._requests: deque[Request] = deque()
         self._lock = threading.Lock()
         self._last_layer = layout.num_layers
         self._counting = threading.Lock()
         self._was_full = False  # since the sequence began
-        self._min_likelihood = _FIRST_LIKELIHOOD
-        self._num_tokens = 0
-        self._measured = (loader.clock(), 0, 0, 0)
+        self._break_even = BreakEven(loader, max(widths))
         self.closed = False
         self._threaded = threaded
         self._idle = False  # the thread waits for requests
@@ -161,7 +130,7 @@ class Prefetcher:
             What was just looked up.
         """
         one_token = ids.ndim == 0 or ids.size == ids.shape[-1]
-        self._visits[layer] += 1
+        self.queue.visit(layer)
         if layer <= self._last_layer and self._counting.acquire(blocking=False):
             # Of several threads one is enough: their tokens are mixed all the same.
             try:
@@ -228,9 +197,7 @@ class Prefetcher:
             self.switch.skip()
         for layer in range(self._num_layers):
             self.foresight.drop(layer)
-        with self._lock:
-            self.num_stale += len(self._requests)
-            self._requests.clear()
+        self.queue.clear()
 
     def stats(self) -> PrefetchStats:
         """Return the counters as they are now."""
@@ -240,9 +207,9 @@ class Prefetcher:
             mode=self.mode,
             active=self.active and not self.closed,
             reason=reason,
-            num_requests=self.num_requests,
-            num_dropped=self.num_dropped,
-            num_stale=self.num_stale,
+            num_requests=self.queue.num_requests,
+            num_dropped=self.queue.num_dropped,
+            num_stale=self.queue.num_stale,
             num_issued=self.num_issued,
             num_useful=cache.num_foreseen_hits,
             num_late=cache.num_foreseen_late,
@@ -262,20 +229,12 @@ class Prefetcher:
     def run_one(self) -> bool:
         """Begin to read one expert, the newest request's likeliest; False if there is none now."""
         while True:
-            with self._lock:
-                if self.closed or self._loader.counts.prefetch_bytes_in_flight >= self._max_bytes:
-                    return False
-                if not self._requests:
-                    return False
-                request = self._requests[-1]
-                if request.visit != self._visits[request.layer]:
-                    self.num_stale += 1
-                    self._requests.pop()
-                    continue
-                layer, expert = request.layer, request.experts[request.place]
-                request.place += 1
-                if request.place == len(request.experts):
-                    self._requests.pop()
+            if self.closed or self._loader.counts.prefetch_bytes_in_flight >= self._max_bytes:
+                return False
+            taken = self.queue.take()
+            if taken is None:
+                return False
+            layer, expert = taken
             if (layer, expert) in self._failed:
                 continue
             if self._loader.prefetch(layer, expert):
@@ -283,11 +242,22 @@ class Prefetcher:
             if len(self._advised) and self._advise(layer, expert):
                 return True
 
+    def turn(self) -> float | None:
+        """Do what there is to do; return after how many seconds to look again, None: when woken."""
+        while self.run_one():
+            pass
+        if self._loader.counts.prefetch_bytes_in_flight:
+            self._loader.look()
+            return _LOOK_S
+        self._idle = True
+        # One that came before that was noted woke nobody.
+        return 0.0 if len(self.queue) else None
+
     def stop(self) -> None:
         """Begin no more reads; waits for nothing."""
         with self._lock:
             self.closed = True
-            self._requests.clear()
+        self.queue.clear()
         self._wake.put(None)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -299,18 +269,12 @@ class Prefetcher:
                 logger.warning("prefetch.stuck a read does not return")
 
     def _expect(self, layer: int, ids: np.ndarray, scores: npt.ArrayLike | None) -> None:
-        wanted = self.foresight.expect(layer, ids, scores, min_likelihood=self._min_likelihood)
-        if wanted is None or not self.active:
+        wanted = self.foresight.expect(
+            layer, ids, scores, min_likelihood=self._break_even.likelihood
+        )
+        if wanted is None or not self.active or self.closed:
             return
-        request = Request(layer, wanted.tolist(), self._visits[layer])
-        with self._lock:
-            if self.closed:
-                return
-            self.num_requests += 1
-            self._requests.append(request)
-            if len(self._requests) > DEPTH:
-                self._requests.popleft()
-                self.num_dropped += 1
+        self.queue.put(layer, wanted.tolist())
         if self._idle:
             self._idle = False
             self._wake.put(None)
@@ -351,33 +315,7 @@ class Prefetcher:
                 self.switch.begin_token()
             else:
                 self.switch.skip()
-        self._num_tokens += 1
-        if self._num_tokens % _AVERAGED == 0:
-            self._measure()
-
-    def _measure(self) -> None:
-        """Find out from how likely on a read ahead saves more than it costs."""
-        loader = self._loader
-        now = (
-            loader.clock(),
-            loader.counts.urgent_ns,
-            loader.counts.num_urgent_reads,
-            loader.counts.num_steps,
-        )
-        total_ns, urgent_ns, num_reads, num_steps = (
-            new - old for new, old in zip(now, self._measured, strict=True)
-        )
-        if num_reads == 0 or num_steps == 0 or urgent_ns <= 0:
-            return
-        self._measured = now
-        read_ns = urgent_ns / num_reads
-        idle_ns = max(0.0, total_ns - urgent_ns) / num_steps
-        saved = min(idle_ns, read_ns)
-        delay = max(0.0, read_ns - idle_ns)
-        if loader.quantum_bytes is not None:
-            delay = min(delay, read_ns * loader.quantum_bytes / max(1, *self._expert_bytes))
-        needed = delay / (delay + saved) if delay + saved else 1.0
-        self._min_likelihood = min(max(needed, _MIN_LIKELIHOOD), _MAX_LIKELIHOOD)
+        self._break_even.begin_token()
 
     def _advise(self, layer: int, expert: int) -> bool:
         """Have the system read an expert into the page cache, once; return whether it was."""
@@ -400,17 +338,6 @@ class Prefetcher:
         if self._thread is not None and not self._idle:
             self._wake.put(None)
 
-    def turn(self) -> float | None:
-        """Do what there is to do; return after how many seconds to look again, None: when woken."""
-        while self.run_one():
-            pass
-        if self._loader.counts.prefetch_bytes_in_flight:
-            self._loader.look()
-            return _LOOK_S
-        self._idle = True
-        # One that came before that was noted woke nobody.
-        return 0.0 if self._requests else None
-
     def __del__(self) -> None:
         """End the thread of a runtime that was dropped without `close`."""
         self._wake.put(None)
@@ -427,66 +354,3 @@ def _work(reference: "weakref.ref[Prefetcher]", wake: "SimpleQueue[None]") -> No
         del prefetcher
         with contextlib.suppress(Empty):
             wake.get(timeout=timeout)
-
-
-def check_prefetch(prefetch: object) -> None:
-    """Raise ConfigError if it is neither one of the modes nor a predictor."""
-    if isinstance(prefetch, str):
-        if prefetch not in PREFETCH_MODES:
-            raise ConfigError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH_MODES)}")
-    elif not isinstance(prefetch, Predictor) or isinstance(prefetch, type):
-        raise ConfigError(
-            f"prefetch is {prefetch!r}: neither one of {', '.join(PREFETCH_MODES)} nor an object "
-            "with observe, predict and begin_sequence"
-        )
-
-
-def make_prefetcher(
-    loader: SlotLoader,
-    store: ExpertStore,
-    cache: ExpertCache,
-    prefetch: str | Predictor,
-    *,
-    threaded: bool = True,
-    reads_ahead: bool = False,
-) -> Prefetcher | None:
-    """Return what does as `prefetch` says, or None for "off".
-
-    Raises
-    ------
-    ConfigError
-        If that is neither one of the modes nor a predictor.
-    """
-    check_prefetch(prefetch)
-    predictor: Predictor | None = None
-    switch = None
-    if prefetch == "off":
-        return None
-    if not isinstance(prefetch, str):
-        predictor, prefetch = prefetch, type(prefetch).__name__
-    elif prefetch == "last":
-        predictor = LastSelection(cache.num_layers)
-    elif prefetch in {"auto", "echo"}:
-        own = cache.echo
-        predictor = (
-            SharedEcho(own)
-            if own is not None and own.ring
-            else Echo(cache.num_layers, cache.num_experts)
-        )
-    if prefetch == "auto":
-        switch = Switch(
-            loader.clock,
-            lambda: cache.profiler.num_misses + cache.num_foreseen_hits,
-            lambda: cache.profiler.miss_stall_ns,
-            lambda: sum(loader.counts.bytes_read.values()),
-        )
-    return Prefetcher(
-        loader,
-        store,
-        cache,
-        predictor,
-        mode=prefetch,
-        switch=switch,
-        threaded=threaded,
-        reads_ahead=reads_ahead,
-    )

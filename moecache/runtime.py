@@ -22,7 +22,7 @@ from moecache.layout import ExpertLayout
 from moecache.loader import SlotLoader
 from moecache.predict import Predictor
 from moecache.prefault import BackgroundSweep
-from moecache.prefetch import check_prefetch, make_prefetcher
+from moecache.prefetch_modes import check_prefetch, make_prefetcher
 from moecache.profiles import Profile
 from moecache.reading import DiskSpeed, disk_of
 from moecache.settings import DEFAULT_LOADER_THREADS, DEFAULT_WARMPIN_AFTER
@@ -332,7 +332,8 @@ class ExpertRuntime:
         """Go on from what earlier runs kept in a profile, and keep this one there on `close`.
 
         ECHO's state is restored if it has seen nothing yet, and free slots are filled in
-        the background: see `warm_start`. Of that nothing counts as an access.
+        the background: see `warm_start`. Of that nothing counts as an access. A warm start
+        that still goes on is cancelled.
 
         Parameters
         ----------
@@ -340,6 +341,11 @@ class ExpertRuntime:
             A profile that cannot be used, or has other models only, is a warning.
         profile : Profile, optional
             What was read from there already.
+
+        Raises
+        ------
+        ConfigError
+            If that is no path.
         """
         self._check_usable()
         self.warm_start = self._usage.use(path, profile, self._loader)

@@ -10,7 +10,8 @@ import pytest
 
 import moecache
 from moecache.errors import ConfigError, StoreError
-from moecache.prefetch import DEPTH, Prefetcher
+from moecache.prefetch import Prefetcher
+from moecache.prefetch_queue import DEPTH
 from tests.helpers.pages import wait_until
 from tests.helpers.runtimes import drain, expected
 from tests.helpers.stores import Gate, WrappedStore, nothing, numbered_store
@@ -81,7 +82,7 @@ def step(runtime: moecache.ExpertRuntime, layer: int, *experts: int) -> None:
 @pytest.fixture
 def no_restraint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every guess be read that the policy prefers, however often others were wrong."""
-    monkeypatch.setattr("moecache.prefetch._MAX_LIKELIHOOD", 0.0)
+    monkeypatch.setattr("moecache.break_even._MAX_LIKELIHOOD", 0.0)
 
 
 def test_the_next_layers_experts_are_there_when_it_asks() -> None:
@@ -105,9 +106,9 @@ def test_what_is_there_is_not_asked_for() -> None:
             step(runtime, 0, 0, 1)
             wait_until(lambda: is_resident(runtime, 1, 4) and is_resident(runtime, 1, 5))
         prefetcher = prefetcher_of(runtime)
-        wait_until(lambda: not prefetcher._requests)
+        wait_until(lambda: not prefetcher.queue)
 
-        assert prefetcher.num_requests <= 2
+        assert prefetcher.queue.num_requests <= 2
         assert prefetcher.num_issued <= 2
 
 
@@ -117,7 +118,7 @@ def test_the_current_layer_is_looked_up_first() -> None:
         waves = runtime.waves(0, np.array([[0, 1]]))
         next(waves)
         prefetcher = prefetcher_of(runtime)
-        wait_until(lambda: prefetcher.num_requests == 1 and not prefetcher._requests)
+        wait_until(lambda: prefetcher.queue.num_requests == 1 and not prefetcher.queue)
 
         assert prefetcher.num_issued == 0
         waves.close()
@@ -134,7 +135,7 @@ def test_the_queue_is_short_newest_first_and_the_oldest_goes() -> None:
         for expert in range(DEPTH + 1):
             runtime.hint(1 + expert % 2, [expert])
         prefetcher = prefetcher_of(runtime)
-        assert prefetcher.num_dropped == 1
+        assert prefetcher.queue.num_dropped == 1
         gate.opened.set()
         wait_until(lambda: prefetcher.num_issued == 1 + DEPTH)
         wait_until(lambda: runtime.cache.num_resident == 1 + DEPTH)
@@ -156,7 +157,7 @@ def test_a_request_is_worth_nothing_once_its_layer_came() -> None:
         step(runtime, 1, 0, 1)
         gate.opened.set()
         prefetcher = prefetcher_of(runtime)
-        wait_until(lambda: prefetcher.num_stale == 1)
+        wait_until(lambda: prefetcher.queue.num_stale == 1)
 
         assert not is_resident(runtime, 1, 5)
 
@@ -170,11 +171,11 @@ def test_a_sequence_forgets_requests_and_tells_the_predictor() -> None:
         assert gate.entered.acquire(timeout=30)
         runtime.hint(1, [5, 6])
         prefetcher = prefetcher_of(runtime)
-        assert len(prefetcher._requests) == 1
+        assert len(prefetcher.queue) == 1
 
         runtime.begin_sequence()
 
-        assert (len(prefetcher._requests), prefetcher.num_stale) == (0, 1)
+        assert (len(prefetcher.queue), prefetcher.queue.num_stale) == (0, 1)
         gate.opened.set()
         wait_until(lambda: is_resident(runtime, 2, 7) and prefetcher._idle)
         assert store.reads == [(2, 7)]
@@ -247,7 +248,7 @@ def test_a_failing_expert_is_logged_once_and_never_tried_again(
         for _ in range(3):
             runtime.hint(1, [4, 5])
             wait_until(lambda: is_resident(runtime, 1, 5))
-            wait_until(lambda: not prefetcher_of(runtime)._requests)
+            wait_until(lambda: not prefetcher_of(runtime).queue)
         assert [message for message in caplog.messages if "expert=4" in message] == [
             "loader.read_failed layer=1 expert=4 error=expert 4 is broken"
         ]
@@ -300,7 +301,7 @@ def test_hints_are_checked() -> None:
                 runtime.hint(layer, ids, scores)
         with pytest.raises(TypeError):
             runtime.hint(0, [0.5])
-        assert prefetcher_of(runtime).num_requests == 0
+        assert prefetcher_of(runtime).queue.num_requests == 0
 
 
 def test_a_hint_takes_the_place_of_the_prediction() -> None:

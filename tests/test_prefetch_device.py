@@ -5,7 +5,8 @@ import pytest
 
 from moecache._cache import ExpertCache
 from moecache.loader import SlotLoader
-from moecache.prefetch import Prefetcher, make_prefetcher
+from moecache.prefetch import Prefetcher
+from moecache.prefetch_modes import make_prefetcher
 from moecache.slots import HostSlots
 from moecache.steps import waves
 from moecache.study import Trace
@@ -97,7 +98,7 @@ def test_a_storm_delays_no_look_up(storm: bool, monkeypatch: pytest.MonkeyPatch)
     The device raises if anybody holds the loader's lock while its clock moves.
     """
     # Whatever became of the guesses before.
-    monkeypatch.setattr("moecache.prefetch._MAX_LIKELIHOOD", 0.0)
+    monkeypatch.setattr("moecache.break_even._MAX_LIKELIHOOD", 0.0)
     router, rng = np.random.default_rng(0), np.random.default_rng(1)
     skew = 0.7 ** np.arange(NUM_EXPERTS)
     house = House(12, policy="echo")

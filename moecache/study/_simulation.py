@@ -10,7 +10,7 @@ from moecache._cache import ExpertCache
 from moecache.fetch import Cause, Load
 from moecache.layout import ExpertLayout
 from moecache.loader import SlotLoader
-from moecache.prefetch import make_prefetcher
+from moecache.prefetch_modes import make_prefetcher
 from moecache.steps import Wave, waves
 from moecache.study._byteless import BytelessSlots, BytelessStore
 from moecache.study.clock import VirtualClock

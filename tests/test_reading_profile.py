@@ -152,7 +152,9 @@ def test_a_calibration_that_cannot_be_is_a_warning(
 
     with caplog.at_level(logging.WARNING), open_direct(model, profile=path) as runtime:
         assert same_parts(leased(runtime, 0, 7), model.experts[0][7])
-    assert "reading.calibration_ignored" in caplog.text
+    # What is no plain value damages the profile as a whole.
+    ignored = [one for one in caplog.messages if one.startswith(("reading.cal", "profile.ignored"))]
+    assert len(ignored) == 1
     assert len(measured) == 1
     with open_store(model.path) as store:
         assert reading.speed_of(load_profile(path).disks, store) == measured[0]

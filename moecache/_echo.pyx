@@ -567,11 +567,11 @@ cdef object _check_state(dict given, int num_layers, int num_experts):
         f"the lowest layer, {lowest}, is not in [0, {num_layers})",
     )
     _require(0 <= layer < num_layers, f"layer {layer} is not in [0, {num_layers})")
-    _require(
-        (top_k > 0) <= token <= REBASE, f"the number of tokens, {token}, is not in [0, {REBASE}]"
-    )
+    _require(0 <= token <= REBASE, f"the number of tokens, {token}, is not in [0, {REBASE}]")
     last = given["last"]
-    _require(((last >= NEVER) & (last <= token)).all(), f"last must be in [{NEVER}, {token}]")
+    # Before the lowest layer had a request that counts, later layers' are of the first token.
+    latest = max(token, min(top_k, 1))
+    _require(((last >= NEVER) & (last <= latest)).all(), f"last must be in [{NEVER}, {latest}]")
     _require((given["cells"] < CELLS).all(), f"cells must be below {CELLS}")
     if "masks" in given and num_experts % 64:
         # A bit that is no expert's would be voted for past the votes' end.

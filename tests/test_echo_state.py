@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import moecache
@@ -44,6 +44,7 @@ def learned(num_layers: int = 3, num_experts: int = 70, *, ring: bool = True) ->
     return echo
 
 
+@example(2, 1, False, [(0, [[1, 1, 1]]), (1, [[0, 0, 0]])], [(0, [[0]])], [])  # layer 1 first
 @given(
     num_layers=st.integers(1, 4),
     num_experts=st.sampled_from([1, 4, 63, 64, 65, 128, 130]),

@@ -32,7 +32,7 @@ def test_100_000_steps_add_no_memory(
                 asked = runtime.waves(0, usual) if step % 10 else runtime.waves(1, others[step % 7])
                 for _ in asked:
                     pass
-                while step % 10 == 9 and prefetcher is not None and prefetcher._requests:
+                while step % 10 == 9 and prefetcher is not None and prefetcher.queue:
                     time.sleep(0)
             store.reads.clear()
             gc.collect()

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(path.name for path in (ROOT / "bench").glob("bench_*.py"))
 
@@ -35,18 +33,11 @@ def test_there_is_a_benchmark_of_each_hot_class() -> None:
     assert names <= set(MODULES)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_benchmark_runs_small_without_timing(module: str) -> None:
-    """Each module passes when every benchmark is only called once."""
-    output = run_bench(f"bench/{module}", "--benchmark-disable")
-
-    assert num_done(output) > 0
-
-
 def test_all_benchmarks_run_small_and_show_hit_rates() -> None:
-    """The whole directory passes with timing, and the summary has hit rates."""
-    output = run_bench("bench")
+    """The whole directory passes, something of each module; the summary has hit rates."""
+    output = run_bench("bench", "-vv")
 
     assert num_done(output) > 0
+    assert all(f"bench/{module}::" in output for module in MODULES)
     assert "ns per access" in output
     assert re.search(r"moecache-slru\b.* hit_rate 0\.\d+", output)

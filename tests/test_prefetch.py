@@ -438,7 +438,7 @@ def test_each_read_ahead_has_one_outcome() -> None:
         stats = prefetcher.stats()
         outcomes = stats.num_useful + stats.num_late + stats.num_wrong
         outcomes += stats.num_cancelled + stats.num_failed
-        assert stats.num_issued > 100
+        assert stats.num_issued > 20
         assert stats.in_flight == 0
         assert 0 <= stats.num_issued - outcomes <= runtime.cache.num_resident
 

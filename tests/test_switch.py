@@ -10,6 +10,7 @@ from moecache.switch import WARM_UP, WINDOW, Switch, gained
 
 TRIAL = 8 * WINDOW  # tokens: four pairs of windows
 SHORT = 4 * WINDOW  # what is clear then is decided
+PAIR = 2 * WINDOW  # what is glaring
 TOKEN_NS = 10_000_000
 TimeOf = Callable[[bool], float]
 
@@ -91,14 +92,23 @@ def test_it_stays_on_only_if_tokens_are_faster_by_more_than_a_hundredth(
 
 
 @pytest.mark.parametrize(
-    ("on", "tokens"), [(0.5, SHORT), (0.98, TRIAL), (1.02, TRIAL), (1.04, SHORT), (20.0, SHORT)]
+    ("on", "tokens"),
+    [(0.5, PAIR), (0.9, SHORT), (0.98, TRIAL), (1.02, TRIAL), (1.04, SHORT), (20.0, PAIR)],
 )
 def test_what_is_clear_is_decided_early(on: float, tokens: int) -> None:
-    """After two pairs of windows, not four."""
+    """After two pairs of windows, not four; what is glaring after one."""
     assert Host(factor(on)).run_until(1) == WARM_UP + tokens
 
 
-@pytest.mark.parametrize("on", [0.5, 0.98, 1.0, 1.5])
+def test_a_glaring_loss_is_not_tried_again_so_soon() -> None:
+    """After 1,024 tokens, and twice as many each time."""
+    host = Host(factor(1.6))
+    trial = host.run_until(1) - WARM_UP
+    holds = [host.run_until(number) - trial for number in range(2, 7)]
+    assert holds == [1024, 2048, 4096, 8192, 8192]
+
+
+@pytest.mark.parametrize("on", [0.5, 0.98, 1.0, 1.1])
 def test_the_hold_doubles_while_the_answer_is_the_same(on: float) -> None:
     """From 256 tokens to 8,192, and no further."""
     host = Host(factor(on))
@@ -110,7 +120,7 @@ def test_the_hold_doubles_while_the_answer_is_the_same(on: float) -> None:
 
 def test_a_later_trial_begins_without_it_too() -> None:
     """Also where it was on meanwhile: both states are compared anew."""
-    host = Host(factor(0.8))
+    host = Host(factor(0.85))
     host.run_until(2)
 
     assert host.states[-SHORT - 1]
@@ -119,9 +129,9 @@ def test_a_later_trial_begins_without_it_too() -> None:
 
 def test_another_answer_is_held_briefly_again() -> None:
     """What changed once may change back."""
-    host = Host(factor(0.8))
+    host = Host(factor(0.85))
     host.run_until(3)
-    host.time_of = factor(1.5)
+    host.time_of = factor(1.1)
     host.run_until(4)
 
     assert not host.switch.on
@@ -130,7 +140,7 @@ def test_another_answer_is_held_briefly_again() -> None:
 
 def test_about_to_be_tried_is_not_settled() -> None:
     """Predictions are made again a token before the trial, so that they are there for it."""
-    host = Host(factor(1.5))
+    host = Host(factor(1.1))
     host.run_until(1)
     host.run(254)
     assert host.switch.settled_off
@@ -235,11 +245,12 @@ def test_drift_hits_both_alike(on: float, expected: bool, per_token: float) -> N
     [(1.02, 0.0008), (1.029, 0.0012), (1.04, 0.0008), (1.5, 0.01), (2.0, 0.02)],
 )
 def test_trying_what_does_not_pay_costs_little(on: float, most: float) -> None:
-    """Of 10,000 tokens 384 are tried where the loss is small, 192 where it is above 3 %."""
+    """Of 10,000 tokens 384 are tried, 192 where the loss is clear, 64 where it is glaring."""
     host = Host(factor(on)).run(10_000)
     loss = host.now / (10_000 * TOKEN_NS) - 1
 
-    assert sum(host.states) == (384 if on <= 1.03 else 192)
+    tried = 384 if on <= 1.03 else 192 if on <= 1.2 else 64
+    assert sum(host.states) == tried
     assert 0 < loss < most
 
 

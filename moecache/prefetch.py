@@ -13,7 +13,7 @@ from moecache._cache import ExpertCache
 from moecache._foresight import Foresight
 from moecache.break_even import BreakEven
 from moecache.fetch import Cause, Load
-from moecache.loader import SlotLoader
+from moecache.loader import CLOSE_TIMEOUT_S, SlotLoader
 from moecache.predict import Predictor
 from moecache.prefetch_queue import PrefetchQueue
 from moecache.stores.base import ExpertStore
@@ -24,12 +24,10 @@ logger = logging.getLogger(__name__)
 
 # More would only queue behind each other, and before a demand.
 MAX_BYTES_IN_FLIGHT = 16 * 2**20
-CLOSE_TIMEOUT_S = 2.0
 # How often what has arrived is taken in, while the host computes.
 _LOOK_S = 0.0005
 # A step of so many rows uses most experts: nothing to foresee.
 _MAX_ROWS = 16
-_MAX_GUESSES = 128
 
 
 class Prefetcher:
@@ -76,7 +74,7 @@ class Prefetcher:
         self.foresight = Foresight(cache)
         self.switch = switch
         self.queue = PrefetchQueue(layout.num_layers)
-        self.num_hinted = 0
+        self.num_advised = 0
         self.num_predictor_errors = 0
         self._loader = loader
         self._store = store
@@ -94,7 +92,6 @@ class Prefetcher:
         self._lock = threading.Lock()
         self._last_layer = layout.num_layers
         self._counting = threading.Lock()
-        self._was_full = False  # since the sequence began
         self._break_even = BreakEven(loader, max(widths))
         self.closed = False
         self._threaded = threaded
@@ -129,6 +126,9 @@ class Prefetcher:
         ids : ndarray of int32 or int64, shape [..., top_k]
             What was just looked up.
         """
+        if self._cache.num_resident == self._total:
+            # Nobody leaves any more.
+            return
         one_token = ids.ndim == 0 or ids.size == ids.shape[-1]
         self.queue.visit(layer)
         if layer <= self._last_layer and self._counting.acquire(blocking=False):
@@ -157,12 +157,12 @@ class Prefetcher:
             if following in self._hinted or ids.size == 0:
                 return
             rows = 1 if one_token else ids.size // ids.shape[-1]
-            if rows > _MAX_ROWS or self._cache.num_resident == self._total:
+            if rows > _MAX_ROWS:
                 return
             if self.switch is not None and self.switch.settled_off:
                 return
             top_k = ids.shape[-1] if ids.ndim else 1
-            guess, scores = predictor.predict(following, min(2 * top_k, _MAX_GUESSES))
+            guess, scores = predictor.predict(following, 2 * top_k)
             self._expect(following, guess, scores)
         except Exception as error:  # noqa: BLE001 - somebody's own predictor; a guess is no must
             self._note_failure(error)
@@ -187,7 +187,6 @@ class Prefetcher:
 
     def begin_sequence(self) -> None:
         """Say that the next tokens do not continue the last ones."""
-        self._was_full = False
         if self._predictor is not None:
             try:
                 self._predictor.begin_sequence()
@@ -216,7 +215,7 @@ class Prefetcher:
             num_wrong=cache.num_foreseen_unused,
             num_failed=loader.counts.num_failed_prefetches,
             num_cancelled=loader.counts.num_cancelled_prefetches,
-            num_hinted=self.num_hinted,
+            num_advised=self.num_advised,
             in_flight=loader.counts.num_prefetches_in_flight,
             num_used=foresight.num_used,
             num_predicted_k=foresight.num_predicted_k,
@@ -308,10 +307,8 @@ class Prefetcher:
 
     def _begin_token(self) -> None:
         if self.switch is not None:
-            # Free slots are filled first: what is measured meanwhile says little of later. Those
-            # that are free for a moment later on do not count.
-            self._was_full = self._was_full or not self._cache.num_free
-            if self._was_full:
+            # Free slots are filled first: what is measured meanwhile says little of later.
+            if self._cache.num_evictions:
                 self.switch.begin_token()
             else:
                 self.switch.skip()
@@ -328,7 +325,7 @@ class Prefetcher:
             return False
         self._advised[number] = True
         self._store.prefetch(layer, [expert])
-        self.num_hinted += 1
+        self.num_advised += 1
         return True
 
     def _on_done(self, load: Load) -> None:

@@ -19,7 +19,7 @@ from moecache._reader import Reader
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.fetch import Cause
 from moecache.layout import ExpertLayout
-from moecache.loader import SlotLoader
+from moecache.loader import CLOSE_TIMEOUT_S, SlotLoader
 from moecache.predict import Predictor
 from moecache.prefault import BackgroundSweep
 from moecache.prefetch_modes import check_prefetch, make_prefetcher
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOADER_THREADS = 999
-_CLOSE_TIMEOUT_S = 2
 
 
 class ExpertRuntime:
@@ -421,7 +420,7 @@ class ExpertRuntime:
         if os.getpid() != self._process:
             # A forked child: the threads and the report are the parent's.
             return
-        until = time.monotonic() + _CLOSE_TIMEOUT_S
+        until = time.monotonic() + CLOSE_TIMEOUT_S
         with contextlib.ExitStack() as stack:
             # In reverse: an interrupt leaves none of it out.
             stack.callback(self._store.close)
@@ -440,8 +439,8 @@ class ExpertRuntime:
             if self.prefault is not None:
                 stack.callback(self.prefault.cancel, 0)
         # It holds what it sweeps: a read that hangs does no harm to wait no longer for.
-        if self.prefault is not None and not self.prefault.cancel(_CLOSE_TIMEOUT_S):
-            logger.warning("runtime.prefault_hangs after=%d s", _CLOSE_TIMEOUT_S)
+        if self.prefault is not None and not self.prefault.cancel(CLOSE_TIMEOUT_S):
+            logger.warning("runtime.prefault_hangs after=%d s", CLOSE_TIMEOUT_S)
         logger.info("runtime.closed hit_rate=%.3f", self._cache.profiler.hit_rate)
 
     def calibrated(self, disk: DiskSpeed | None) -> None:

@@ -175,7 +175,7 @@ def test_what_is_read_ahead_is_exposed(runtime: moecache.ExpertRuntime) -> None:
         ("prefetch_experts_total outcome=wrong", 7),
         ("prefetch_experts_total outcome=failed", 8),
         ("prefetch_experts_total outcome=cancelled", 9),
-        ("prefetch_hinted_experts_total", 10),
+        ("prefetch_advised_experts_total", 10),
         ("prefetch_in_flight_experts", 11),
         ("foresight_used_experts_total", 12),
         ("foresight_predicted_experts_total among=k", 13),

@@ -189,7 +189,7 @@ def test_the_text_says_all_of_it(snapshots: tuple[RuntimeStats, RuntimeStats]) -
     stats = dataclasses.replace(
         snapshots[1],
         prefetch=prefetch_stats(
-            num_issued=5, num_useful=3, num_wrong=1, num_used=4, num_found_k=2, num_hinted=7
+            num_issued=5, num_useful=3, num_wrong=1, num_used=4, num_found_k=2, num_advised=7
         ),
     )
     text = stats.describe()
@@ -204,7 +204,7 @@ def test_the_text_says_all_of_it(snapshots: tuple[RuntimeStats, RuntimeStats]) -
         "half of the stalls took at most ",
         "prefetch auto, on: stalls are shorter with it",
         "5 experts read ahead: 3 useful, 0 late, 1 wrong",
-        "7 experts hinted",
+        "7 experts advised",
         "at k: recall 0.50",
     ):
         assert part in text

@@ -7,7 +7,7 @@ from moecache.telemetry._difference import subtracted
 
 _COUNTERS: Final = (
     *("num_requests", "num_dropped", "num_stale", "num_issued", "num_useful", "num_late"),
-    *("num_wrong", "num_failed", "num_cancelled", "num_hinted", "num_used"),
+    *("num_wrong", "num_failed", "num_cancelled", "num_advised", "num_used"),
     *("num_predicted_k", "num_found_k", "num_predicted_2k", "num_found_2k"),
     "num_predictor_errors",
 )
@@ -36,7 +36,7 @@ class PrefetchStats:
         unused; not read.
     num_cancelled : int
         Of those: taken back before they were read, as their layer came without them.
-    num_hinted : int
+    num_advised : int
         Experts without a slot, whose pages alone the kernel was asked to read.
     in_flight : int
         Experts being read ahead.
@@ -62,7 +62,7 @@ class PrefetchStats:
     num_wrong: int = 0
     num_failed: int = 0
     num_cancelled: int = 0
-    num_hinted: int = 0
+    num_advised: int = 0
     in_flight: int = 0
     num_used: int = 0
     num_predicted_k: int = 0
@@ -117,8 +117,8 @@ class PrefetchStats:
                 f"{self.num_failed} failed, "
                 f"{self.in_flight} in flight"
             )
-        if self.num_hinted:
-            lines.append(f"  {self.num_hinted} experts hinted to the page cache")
+        if self.num_advised:
+            lines.append(f"  {self.num_advised} experts advised to the page cache")
         if self.num_predictor_errors:
             lines.append(f"  {self.num_predictor_errors} predictions failed: the log has the first")
         if self.num_used:

@@ -276,7 +276,9 @@ def _prefetch_metrics(prefetch: PrefetchStats, family: _Families) -> Iterator["M
         "outcome",
     )
     yield family.counter(
-        "prefetch_hinted_experts", "Experts hinted to the page cache.", prefetch.num_hinted
+        "prefetch_advised_experts",
+        "Experts whose pages the kernel was advised to read.",
+        prefetch.num_advised,
     )
     yield family.counter("foresight_used_experts", "Experts that steps used.", prefetch.num_used)
     yield family.counter(

@@ -8,75 +8,11 @@ import threading
 import numpy as np
 import pytest
 
-import moecache
-from moecache.errors import ConfigError, StoreError
-from moecache.prefetch import Prefetcher
+from moecache.errors import StoreError
 from moecache.prefetch_queue import DEPTH
 from tests.helpers.pages import wait_until
-from tests.helpers.runtimes import drain, expected
+from tests.helpers.prefetchers import Oracle, is_resident, make_runtime, prefetcher_of, step
 from tests.helpers.stores import Gate, WrappedStore, nothing, numbered_store
-
-
-class Oracle:
-    """Predicts what it was told."""
-
-    def __init__(self, guesses: dict[int, list[int]], scores: list[float] | None = None) -> None:
-        self.guesses = guesses
-        self.scores = scores
-        self.observed: list[tuple[int, list[int]]] = []
-        self.num_sequences = 0
-
-    def observe(self, layer: int, ids: np.ndarray) -> None:
-        """Note it."""
-        self.observed.append((layer, ids.reshape(-1).tolist()))
-
-    def predict(self, layer: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return what was told."""
-        ids = np.array(self.guesses.get(layer, [])[:n], np.int32)
-        return ids, None if self.scores is None else np.array(self.scores[: len(ids)], np.float32)
-
-    def begin_sequence(self) -> None:
-        """Count it."""
-        self.num_sequences += 1
-
-
-def make_runtime(
-    prefetch: object,
-    capacity: int = 6,
-    *,
-    store: WrappedStore | None = None,
-    policy: str = "lru",
-    loader_threads: int = 1,
-) -> moecache.ExpertRuntime:
-    """Return a runtime over 3 layers of 8 experts whose weights are their keys."""
-    source = store or WrappedStore(numbered_store(), nothing)
-    layout = source.layout
-    cache = moecache.ExpertCache(layout.num_layers, layout.num_experts, capacity, policy=policy)
-    return moecache.ExpertRuntime(
-        source,
-        moecache.slots.HostSlots(layout, capacity + 2),
-        cache,
-        loader_threads=loader_threads,
-        prefetch=prefetch,  # type: ignore[arg-type]
-    )
-
-
-def prefetcher_of(runtime: moecache.ExpertRuntime) -> Prefetcher:
-    """Return the runtime's prefetcher."""
-    found = runtime._prefetcher
-    assert found is not None
-    return found
-
-
-def is_resident(runtime: moecache.ExpertRuntime, layer: int, expert: int) -> bool:
-    """Return whether an expert is in the cache."""
-    return bool(runtime.cache.slot_table[layer, expert] >= 0)
-
-
-def step(runtime: moecache.ExpertRuntime, layer: int, *experts: int) -> None:
-    """Run one token through a layer, and check what its slots hold."""
-    ids = np.array([experts])
-    assert drain(runtime, layer, ids) == expected(layer, ids)
 
 
 @pytest.fixture
@@ -182,19 +118,6 @@ def test_a_sequence_forgets_requests_and_tells_the_predictor() -> None:
         assert oracle.num_sequences == 1
 
 
-def test_ids_are_copied() -> None:
-    """A host may reuse its arrays at once."""
-    gate = Gate()
-    store = WrappedStore(numbered_store(), gate)
-    with make_runtime("hints", store=store) as runtime:
-        ids = np.array([3, 4])
-        runtime.hint(0, ids)
-        ids[:] = 7
-        gate.opened.set()
-        wait_until(lambda: is_resident(runtime, 0, 3) and is_resident(runtime, 0, 4))
-        assert not is_resident(runtime, 0, 7)
-
-
 @pytest.mark.usefixtures("no_restraint")
 def test_pins_and_leases_stay() -> None:
     """A storm of guesses evicts neither, whatever it is worth, but everybody else."""
@@ -256,78 +179,6 @@ def test_a_failing_expert_is_logged_once_and_never_tried_again(
         assert runtime._loader.counts.num_failed_prefetches == 1
         store.before_read = nothing
         step(runtime, 1, 4, 5)
-
-
-def test_a_predictor_that_fails_is_no_harm(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning; steps go on."""
-
-    class Broken(Oracle):
-        def predict(self, layer: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
-            raise ZeroDivisionError
-
-    with make_runtime(Broken({})) as runtime:
-        for _ in range(3):
-            step(runtime, 0, 0, 1)
-    assert len([text for text in caplog.messages if "predictor_failed" in text]) == 1
-
-
-@pytest.mark.parametrize(
-    "scores", [[float("nan")], [-1.0], [0.5, 0.5]], ids=["nan", "negative", "too many"]
-)
-def test_a_predictor_that_returns_nonsense_is_no_harm(scores: list[float]) -> None:
-    """As one that fails."""
-
-    class Nonsense(Oracle):
-        def predict(self, layer: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
-            return np.array([1], np.int32), np.array(scores, np.float32)
-
-    with make_runtime(Nonsense({})) as runtime:
-        step(runtime, 0, 0, 1)
-        assert prefetcher_of(runtime).num_predictor_errors == 1
-
-
-def test_hints_are_checked() -> None:
-    """Bad ones raise, and nothing is asked for."""
-    with make_runtime("hints") as runtime:
-        for layer, ids, scores in (
-            (3, [0], None),
-            (-1, [0], None),
-            (0, [8], None),
-            (0, [-1], None),
-            (0, [0], [float("inf")]),
-            (0, [0, 1], [1.0]),
-        ):
-            with pytest.raises(ValueError, match=r"layer|expert|score"):
-                runtime.hint(layer, ids, scores)
-        with pytest.raises(TypeError):
-            runtime.hint(0, [0.5])
-        assert prefetcher_of(runtime).queue.num_requests == 0
-
-
-def test_a_hint_takes_the_place_of_the_prediction() -> None:
-    """For the layer's next step, and no longer."""
-    with make_runtime(Oracle({1: [2]})) as runtime:
-        runtime.hint(1, [5])
-        step(runtime, 0, 0, 1)
-        wait_until(lambda: is_resident(runtime, 1, 5))
-        assert not is_resident(runtime, 1, 2)
-        step(runtime, 1, 6, 7)
-        step(runtime, 0, 0, 1)
-        wait_until(lambda: is_resident(runtime, 1, 2))
-
-
-def test_off_takes_hints_and_ignores_them() -> None:
-    """A host need not ask which mode it is."""
-    with make_runtime("off") as runtime:
-        runtime.hint(0, [0])
-        assert runtime.cache.num_resident == 0
-
-
-@pytest.mark.parametrize("prefetch", ["fast", 3, None, object()])
-def test_an_unknown_mode_is_an_error(prefetch: object) -> None:
-    """It names what there is."""
-    with pytest.raises(ConfigError, match=r"auto, echo, hints, last, off|observe, predict"):
-        make_runtime(prefetch)
 
 
 def test_closing_is_bounded_while_a_read_hangs(caplog: pytest.LogCaptureFixture) -> None:
@@ -441,27 +292,3 @@ def test_each_read_ahead_has_one_outcome() -> None:
         assert stats.num_issued > 20
         assert stats.in_flight == 0
         assert 0 <= stats.num_issued - outcomes <= runtime.cache.num_resident
-
-
-def test_a_predictor_that_fails_at_a_sequence_is_no_harm() -> None:
-    """It is counted, and what was foreseen is forgotten all the same."""
-
-    class Broken(Oracle):
-        def begin_sequence(self) -> None:
-            raise ZeroDivisionError
-
-    with make_runtime(Broken({1: [4]})) as runtime:
-        runtime.begin_sequence()
-        assert prefetcher_of(runtime).stats().num_predictor_errors == 1
-
-
-def test_a_predictor_cannot_change_the_ids() -> None:
-    """They are the step's own."""
-
-    class Scribbler(Oracle):
-        def observe(self, layer: int, ids: np.ndarray) -> None:
-            ids[...] = 0
-
-    with make_runtime(Scribbler({})) as runtime:
-        step(runtime, 0, 3, 5)
-        assert prefetcher_of(runtime).num_predictor_errors == 1

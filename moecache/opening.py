@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Collection
 from typing import Any
 
 import numpy.typing as npt
@@ -76,6 +77,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
     record_trace: str | os.PathLike[str] | None = None,
     warmpin: int | str | None = None,
     warmpin_after: int | None = None,
+    layers: Collection[str] | None = None,
 ) -> ExpertRuntime:
     """Open a checkpoint's experts for use in a bounded amount of memory.
 
@@ -152,6 +154,9 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         "auto".
     warmpin_after : int, optional
         By default MOECACHE_WARMPIN_AFTER, else 512.
+    layers : collection of str, optional
+        Names of the MoE layers that run, if the checkpoint has others too; see
+        `SafetensorsStore`.
 
     Returns
     -------
@@ -173,7 +178,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
     way = _first(read, settings.read, DEFAULT_READ)
     if way not in READ_MODES:
         raise ConfigError(f"read {way!r} is not one of {', '.join(READ_MODES)}")
-    store = open_store(path, top_k=top_k, mapped=way == "mmap")
+    store = open_store(path, top_k=top_k, mapped=way == "mmap", layers=layers)
     reader: Reader | None = None
     try:
         layout = store.layout

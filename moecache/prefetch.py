@@ -79,7 +79,7 @@ class Prefetcher:
         self._loader = loader
         self._store = store
         self._cache = cache
-        self._predictor = predictor
+        self.predictor = predictor
         self._num_layers = layout.num_layers
         self._total = layout.total_experts
         widths = [layout.expert_bytes(layer) for layer in range(layout.num_layers)]
@@ -145,7 +145,7 @@ class Prefetcher:
             self.foresight.drop(layer)
             if self.switch is not None:
                 self.switch.skip()
-        predictor = self._predictor
+        predictor = self.predictor
         if predictor is None:
             return
         # Nobody may change what a step goes on with.
@@ -187,9 +187,9 @@ class Prefetcher:
 
     def begin_sequence(self) -> None:
         """Say that the next tokens do not continue the last ones."""
-        if self._predictor is not None:
+        if self.predictor is not None:
             try:
-                self._predictor.begin_sequence()
+                self.predictor.begin_sequence()
             except Exception as error:  # noqa: BLE001 - as in a step
                 self._note_failure(error)
         if self.switch is not None:

@@ -16,9 +16,15 @@ def check_prefetch(prefetch: object) -> None:
     if isinstance(prefetch, str):
         if prefetch not in PREFETCH_MODES:
             raise ConfigError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH_MODES)}")
-    elif not isinstance(prefetch, Predictor) or isinstance(prefetch, type):
+    else:
+        check_predictor(prefetch)
+
+
+def check_predictor(predictor: object) -> None:
+    """Raise ConfigError if it is no predictor."""
+    if not isinstance(predictor, Predictor) or isinstance(predictor, type):
         raise ConfigError(
-            f"prefetch is {prefetch!r}: neither one of {', '.join(PREFETCH_MODES)} nor an object "
+            f"prefetch is {predictor!r}: neither one of {', '.join(PREFETCH_MODES)} nor an object "
             "with observe, predict and begin_sequence"
         )
 

@@ -22,7 +22,7 @@ from moecache.layout import ExpertLayout
 from moecache.loader import CLOSE_TIMEOUT_S, SlotLoader
 from moecache.predict import Predictor
 from moecache.prefault import BackgroundSweep
-from moecache.prefetch_modes import check_prefetch, make_prefetcher
+from moecache.prefetch_modes import check_predictor, check_prefetch, make_prefetcher
 from moecache.profiles import Profile
 from moecache.reading import DiskSpeed, disk_of
 from moecache.settings import DEFAULT_LOADER_THREADS, DEFAULT_WARMPIN_AFTER
@@ -287,6 +287,33 @@ class ExpertRuntime:
         if self._prefetcher is None:
             return
         self._prefetcher.hint(layer, np.asarray(ids), scores)
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """What names the experts to read ahead; None with prefetch="off" or "hints"."""
+        return None if self._prefetcher is None else self._prefetcher.predictor
+
+    def use_predictor(self, predictor: Predictor, mode: str | None = None) -> None:
+        """Have another predictor name the experts to read ahead.
+
+        "auto" goes on to measure whether that pays. Does nothing with prefetch="off".
+
+        Parameters
+        ----------
+        predictor : Predictor
+        mode : str, optional
+            What `stats().prefetch.mode` is from now on; by default as it was.
+
+        Raises
+        ------
+        ConfigError
+            If it is no predictor.
+        """
+        self._check_usable()
+        check_predictor(predictor)
+        if self._prefetcher is not None:
+            self._prefetcher.predictor = predictor
+            self._prefetcher.mode = mode or self._prefetcher.mode
 
     def record_trace(
         self, path: str | os.PathLike[str], *, max_bytes: int | str = "256MiB"

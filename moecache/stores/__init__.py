@@ -1,6 +1,7 @@
 """Where experts come from."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from moecache.errors import FormatError
@@ -12,7 +13,11 @@ __all__ = ["ExpertStore", "FileStore", "MemoryStore", "SafetensorsStore", "open_
 
 
 def open_store(
-    path: str | os.PathLike[str], *, top_k: int | None = None, mapped: bool = False
+    path: str | os.PathLike[str],
+    *,
+    top_k: int | None = None,
+    mapped: bool = False,
+    layers: Collection[str] | None = None,
 ) -> SafetensorsStore:
     """Open a checkpoint as a store.
 
@@ -23,6 +28,7 @@ def open_store(
     top_k : int, optional
         Experts per token, if config.json does not say or is not there.
     mapped : bool, default False
+    layers : collection of str, optional
         See `SafetensorsStore`.
 
     Raises
@@ -32,4 +38,4 @@ def open_store(
     """
     if Path(path).is_file() and Path(path).suffix != ".safetensors":
         raise FormatError(f"{path}: only .safetensors files and checkpoint directories are read")
-    return SafetensorsStore(path, top_k=top_k, mapped=mapped)
+    return SafetensorsStore(path, top_k=top_k, mapped=mapped, layers=layers)

@@ -8,7 +8,7 @@ put in (`...experts.7.gate_up_proj_bias`).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,7 +80,9 @@ class _Found:
 
 
 def index_experts(
-    tensors: Mapping[str, tuple[int, TensorEntry]], top_k: int
+    tensors: Mapping[str, tuple[int, TensorEntry]],
+    top_k: int,
+    chosen: Collection[str] | None = None,
 ) -> tuple[ExpertLayout, list[list[Piece]]]:
     """Return the layout of a checkpoint's experts and, per layer, where they are.
 
@@ -89,22 +91,31 @@ def index_experts(
     tensors : mapping of tensor name to (file number, entry)
     top_k : int
         Experts per token; 0 if not known.
+    chosen : collection of str, optional
+        Names of the layers to index; by default all.
 
     Raises
     ------
     FormatError
         If experts are missing, differ within a layer, or layers differ in their
         number.
+    ConfigError
+        If a chosen layer is not there.
     """
     layers: dict[str, dict[tuple[str, int, str], _Found]] = {}
     for name, (file, entry) in tensors.items():
         match = _PER_EXPERT.fullmatch(name) or _STACKED.fullmatch(name) or _GRANITE.fullmatch(name)
         if match is None:
             continue
+        if chosen is not None and match["layer"] not in chosen:
+            continue
         role, place = _PIECES[match["piece"]]
         key = (role, place, _suffix(match["kind"]))
         found = layers.setdefault(match["layer"], {})
         _add(name, found, key, match.groupdict().get("expert"), file, entry)
+    for name in chosen or ():
+        if name not in layers:
+            raise ConfigError(f"there is no layer {name!r} with experts")
     names = sorted(layers, key=_natural)
     _check_projections(names, layers)
     num_experts = _count_experts(names, layers)

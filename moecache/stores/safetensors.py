@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,6 +55,9 @@ class SafetensorsStore:
     mapped : bool, default False
         Copy from the mapped files in `read_into`, instead of reading: the kernel
         pages experts in and out, and a file that is cut short kills the process.
+    layers : collection of str, optional
+        Names of the layers to serve, as in `layout.layer_names`; by default all. A
+        checkpoint may have more than a model runs, such as for multi-token prediction.
 
     Raises
     ------
@@ -65,7 +68,12 @@ class SafetensorsStore:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, top_k: int | None = None, mapped: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        top_k: int | None = None,
+        mapped: bool = False,
+        layers: Collection[str] | None = None,
     ) -> None:
         self.path = Path(path)
         self._mapped = mapped
@@ -80,9 +88,9 @@ class SafetensorsStore:
             self._ends[number] = max(self._ends[number], entry.offset + entry.nbytes)
         configured = _find_top_k(self.config) if top_k is None else top_k
         try:
-            self._layout, self._pieces = index_experts(self._tensors, configured)
+            self._layout, self._pieces = index_experts(self._tensors, configured, layers)
         except ConfigError as error:
-            if top_k is not None:
+            if top_k is not None or layers is not None:
                 raise
             raise FormatError(f"{directory / 'config.json'}: {error}") from error
         except FormatError as error:
@@ -107,6 +115,15 @@ class SafetensorsStore:
     def trunk_bytes(self) -> int:
         """Bytes of all tensors that are no experts', as stored."""
         return sum(entry.nbytes for _, entry in self._tensors.values()) - self._layout.total_bytes
+
+    def sources(self, layer: int) -> dict[tuple[str, int], str]:
+        """Return a tensor that holds each piece of a layer's experts, by (role, first byte).
+
+        Of tensors that hold one expert each, that of expert 0.
+        """
+        self._check_open()
+        self._layout.check(layer)
+        return {(piece.role, piece.start): piece.sources[0] for piece in self._pieces[layer]}
 
     @property
     def tensor_names(self) -> list[str]:

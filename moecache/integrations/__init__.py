@@ -1,0 +1,1 @@
+"""Host loops that moecache plugs into; each module needs its host installed."""

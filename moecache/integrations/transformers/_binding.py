@@ -1,0 +1,213 @@
+"""Which layer of a store holds the weights of which experts module."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from moecache.errors import ConfigError, FormatError
+from moecache.integrations.transformers._experts import ROLES, described, find_experts
+from moecache.stores import SafetensorsStore
+
+# What leaves experts as `SafetensorsStore` serves them: one after the other, gate above up.
+_STACKING = ("MergeModulelist", "Concatenate")
+# A stack that was split: `...experts.7.gate_up_proj`.
+_SPLIT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An experts module and where its weights are.
+
+    Parameters
+    ----------
+    path : str
+        Of the module, such as "model.layers.3.mlp.experts".
+    module : Module
+    layer : int
+        In the store.
+    name : str
+        The store's own name of that layer.
+    dtype : torch.dtype
+        In which the model computes with the weights.
+    """
+
+    path: str
+    module: nn.Module
+    layer: int
+    name: str
+    dtype: torch.dtype
+
+
+def bind(model: transformers.PreTrainedModel, store: SafetensorsStore) -> list[Binding]:
+    """Return each experts module of a model with its layer, in the order of the model.
+
+    Every weight is looked for under the names that transformers itself would read it from,
+    and compared in shape: a layer that does not fit is an error.
+
+    Raises
+    ------
+    ConfigError
+        If the model's family is not supported, or the checkpoint is not of this model.
+    """
+    family = type(model).__name__
+    modules = find_experts(model)
+    for path, module in modules.items():
+        _check_interface(family, path, module)
+    if not modules:
+        found = store.layout.num_layers
+        raise ConfigError(
+            f"{family} has no experts module that moecache knows"
+            + (f", but its checkpoint has {found} layers of experts: " if found else "; ")
+            + ("this family is not supported" if found else "is it a mixture-of-experts model?")
+        )
+    targets = _Targets(model, modules)
+    by_path: dict[str, int] = {}
+    for layer in range(store.layout.num_layers):
+        path = targets.path_of(store, layer)
+        if path in modules:
+            if path in by_path:
+                raise FormatError(f"{store.path}: two layers are {path}")
+            _check_weights(store, layer, path, modules[path])
+            by_path[path] = layer
+    for path in modules:
+        if path not in by_path:
+            names = ", ".join(store.layout.layer_names[:3]) or "none"
+            raise ConfigError(
+                f"{store.path}: has no experts for {path} of {family}; it has {names}, ...: "
+                "it is of another model, or stores them in a form that is not supported"
+            )
+    names = store.layout.layer_names
+    return [
+        Binding(path, module, by_path[path], names[by_path[path]], _dtype(model, path, module))
+        for path, module in modules.items()
+    ]
+
+
+class _Targets:
+    """Where transformers puts the tensors of a checkpoint."""
+
+    def __init__(
+        self, model: transformers.PreTrainedModel, modules: dict[str, nn.Module]
+    ) -> None:
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import (
+                WeightConverter,
+                WeightRenaming,
+                rename_source_key,
+            )
+        except ImportError as error:
+            raise ConfigError(
+                f"transformers {transformers.__version__} does not tell how it names the tensors "
+                "of a checkpoint; install one of 5.8 to 5.23"
+            ) from error
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._rename = rename_source_key
+        self._prefix = model.base_model_prefix
+        self._known: dict[str, bool] = {
+            **{name: True for name, _ in model.named_parameters()},
+            **{f"{path}.{name}": True for path, of in modules.items() for name in described(of)},
+        }
+        self._modules = modules
+        self._family = type(model).__name__
+
+    def path_of(self, store: SafetensorsStore, layer: int) -> str | None:
+        """Return the module that a layer's experts belong to, None: one that is not run."""
+        places: dict[str, list[int]] = {}
+        path = None
+        for (role, start), source in sorted(store.sources(layer).items()):
+            target, pattern = self._rename(
+                source, self._renamings, self._converters, self._prefix, self._known
+            )
+            if target not in self._known:
+                target = _SPLIT.sub(".experts.", target)
+            found, _, weight = target.rpartition(".")
+            if found not in self._modules:
+                return None
+            if ROLES.get(weight) != role or (path is not None and found != path):
+                raise ConfigError(
+                    f"{self._family} is not supported: tensor {source!r} is {target}, "
+                    f"not {role} of one module"
+                )
+            path = found
+            if pattern is not None:
+                places.setdefault(role, []).append(self._place(source, pattern))
+        for role, order in places.items():
+            if order != sorted(order):
+                raise ConfigError(f"{self._family} is not supported: {role} is put together anew")
+        return path
+
+    def _place(self, source: str, pattern: str) -> int:
+        """Return the place of a tensor among those that become one weight."""
+        converter = next(entry for entry in self._converters if pattern in entry.source_patterns)
+        for operation in converter.operations:
+            name = type(operation).__name__
+            # One that compares shapes does nothing where they fit, and they are compared here.
+            if name not in _STACKING and not (
+                name == "Transpose" and getattr(operation, "check_dims", False)
+            ):
+                raise ConfigError(
+                    f"{self._family} is not supported: its experts need {name} when they are "
+                    f"read from {source!r}"
+                )
+        return int(converter.source_patterns.index(pattern))
+
+
+def _check_interface(family: str, path: str, module: nn.Module) -> None:
+    from moecache.integrations.transformers._llama4 import is_llama4
+
+    if is_llama4(module):
+        return
+    if not hasattr(module, "_apply_gate") or not hasattr(module, "config"):
+        raise ConfigError(
+            f"{family} is not supported: {type(module).__name__} ({path}) has no experts "
+            "interface, which moecache plugs into"
+        )
+    if getattr(module, "_is_expert_parallel", False):
+        raise ConfigError("experts in a cache cannot be spread over processes (expert parallel)")
+
+
+def _check_weights(store: SafetensorsStore, layer: int, path: str, module: nn.Module) -> None:
+    roles = {role.name: role for role in store.layout.layers[layer]}
+    weights = described(module)
+    expected = {ROLES[name] for name in weights}
+    if roles.keys() != expected:
+        raise ConfigError(
+            f"{store.path}: the experts of {path} are {', '.join(sorted(roles))}, but the model "
+            f"wants {', '.join(sorted(expected))}: quantized checkpoints are not supported"
+        )
+    for name, (shape, _, _) in weights.items():
+        role = roles[ROLES[name]]
+        stored = (store.layout.num_experts, *role.shape)
+        if stored != tuple(shape):
+            raise ConfigError(
+                f"{store.path}: {name} of {path} is {list(stored)}, but the model wants "
+                f"{list(shape)}; experts that are stored transposed are not supported"
+            )
+        if role.dtype.kind not in "fV" or role.dtype.itemsize < 2:
+            raise ConfigError(
+                f"{store.path}: {name} of {path} is {role.dtype}: quantized checkpoints are not "
+                "supported"
+            )
+
+
+def _dtype(model: Any, path: str, module: nn.Module) -> torch.dtype:
+    weights = described(module)
+    dtypes = {dtype for _, dtype, _ in weights.values()}
+    kept: Sequence[str] = [
+        *(model._keep_in_fp32_modules_strict or ()),
+        *((model._keep_in_fp32_modules or ()) if torch.float16 in dtypes else ()),
+    ]
+    for name in weights:
+        if any(re.search(rf"(^|\.){pattern}($|\.)", f"{path}.{name}") for pattern in kept):
+            raise ConfigError(f"{path} is not supported: {name} stays in float32 beside others")
+    if len(dtypes) != 1:
+        raise ConfigError(f"{path} is not supported: its weights are of {len(dtypes)} dtypes")
+    return dtypes.pop()

@@ -1,0 +1,107 @@
+"""Experts modules of a model, with and without their weights."""
+
+import functools
+import math
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from moecache.errors import MoeCacheError
+
+# Weight of an experts module -> role in the store.
+ROLES = {
+    f"{weight}{suffix}": f"{role}{suffix}"
+    for suffix in ("", "_bias")
+    for weight, role in (("gate_up_proj", "gate_up"), ("up_proj", "up"), ("down_proj", "down"))
+}
+_MATRICES = ("gate_up_proj", "up_proj", "down_proj")
+# Under this name a module's weights are known after they are gone.
+_WEIGHTS = "_moecache_weights"
+
+Described = tuple[torch.Size, torch.dtype, bool]
+
+
+class ExpertsNotResidentError(MoeCacheError, AttributeError):
+    """A weight that is in no module was asked for: it is in the slots, or in the file."""
+
+
+class OffloadedExperts(nn.Module):
+    """What an experts module is while its weights are in slots: the same, but for these."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Say where a weight is that is not here."""
+        if name in self.__dict__.get(_WEIGHTS, ()):
+            raise ExpertsNotResidentError(
+                f"{name} of {type(self).__name__} is not in memory as a whole: moecache reads "
+                "single experts from the checkpoint into its slots; for other code than "
+                "experts implementation 'moecache', get them back with model.moecache.detach()"
+            )
+        return super().__getattr__(name)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse: the copy would have no experts."""
+        raise MoeCacheError(
+            "a model whose experts are in a cache cannot be copied; load it again, or give it "
+            "all its experts first with model.moecache.detach()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: what is written would have no experts."""
+        raise MoeCacheError(
+            "a model whose experts are in a cache cannot be pickled: its experts are in the "
+            "checkpoint it was loaded from; give it all of them first with "
+            "model.moecache.detach()"
+        )
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's experts modules by their paths, in the order of its layers."""
+    return {path: module for path, module in model.named_modules() if described(module)}
+
+
+def described(module: nn.Module) -> dict[str, Described]:
+    """Return (shape, dtype, requires_grad) of each expert weight; of other modules nothing."""
+    gone: dict[str, Described] | None = module.__dict__.get(_WEIGHTS)
+    if gone is not None:
+        return gone
+    found = {
+        name: (parameter.shape, parameter.dtype, parameter.requires_grad)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in ROLES
+    }
+    matrices = [shape for name, (shape, _, _) in found.items() if name in _MATRICES]
+    stacked = len(matrices) == 2 and all(len(shape) == 3 for shape in matrices)
+    return found if stacked else {}
+
+
+def strip(module: nn.Module) -> None:
+    """Take its expert weights from a module; does nothing a second time."""
+    if isinstance(module, OffloadedExperts):
+        return
+    weights = described(module)
+    for name in weights:
+        del module._parameters[name]
+    module.__dict__[_WEIGHTS] = weights
+    # As if it had been read from the checkpoint: there is nothing to be initialized.
+    module._is_hf_initialized = True  # type: ignore[assignment]
+    module.__class__ = _offloaded(type(module))
+
+
+def restore(module: nn.Module, weights: dict[str, nn.Parameter]) -> None:
+    """Give a module its weights back."""
+    module.__class__ = type(module).__mro__[2]
+    del module.__dict__[_WEIGHTS]
+    for name, parameter in weights.items():
+        module.register_parameter(name, parameter)
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's expert weights."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in described(module).values())
+
+
+@functools.cache
+def _offloaded(cls: type[nn.Module]) -> type[nn.Module]:
+    # Still an instance of the class that hooks and plans look for, and of its name.
+    return type(cls.__name__, (OffloadedExperts, cls), {"__module__": cls.__module__})

@@ -1,0 +1,281 @@
+"""The routed feed-forward over slots, as transformers' `grouped_mm` computes it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from moecache.errors import MoeCacheError
+from moecache.runtime import ExpertRuntime
+from moecache.steps import Wave
+
+# Under this name an experts module knows its layer.
+LAYER = "_moecache_layer"
+# A multiple of what torch's element-wise kernels take at once, in any dtype.
+_VECTOR = 64
+
+
+class SlotWeights(NamedTuple):
+    """Views of one slot, as products want them: [in, out]."""
+
+    up: torch.Tensor
+    down: torch.Tensor
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+class SlotLayer:
+    """An experts module's weights, wherever they are now.
+
+    Parameters
+    ----------
+    runtime : ExpertRuntime
+    layer : int
+        In the runtime's store.
+    views : dict
+        Views of slots seen so far; layers of the same shapes share one.
+    is_transposed : bool
+        Whether weights are stored [in, out].
+    """
+
+    def __init__(
+        self,
+        runtime: ExpertRuntime,
+        layer: int,
+        views: dict[int, SlotWeights],
+        *,
+        is_transposed: bool,
+    ) -> None:
+        self.runtime = runtime
+        self.layer = layer
+        self.num_products = 0
+        self._views = views
+        self._is_transposed = is_transposed
+
+    def rows(
+        self,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        compute: Callable[[torch.Tensor, Wave, list[SlotWeights], list[int]], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return what `compute` returns for each (token, choice) pair, wave by wave.
+
+        Parameters
+        ----------
+        hidden : Tensor, shape [num_tokens, hidden_size]
+        ids : Tensor of int, shape [num_tokens, top_k]
+        compute : callable
+            Of hidden, a wave, its experts' weights and the number of pairs of each.
+
+        Returns
+        -------
+        Tensor, shape [num_tokens * top_k, hidden_size]
+        """
+        rows: torch.Tensor | None = None
+        num_pairs = ids.numel()
+        for wave in self.runtime.waves(self.layer, ids.numpy()):
+            slots = wave.slots.tolist()
+            weights = [self._views.get(slot) or self._view(slot) for slot in slots]
+            self.num_products += len(slots)
+            counts = np.diff(wave.offsets).tolist()
+            part = compute(hidden, wave, weights, counts)
+            if len(slots) == num_pairs and (wave.pairs[:-1] < wave.pairs[1:]).all():
+                return part  # one token, all there
+            if rows is None:
+                rows = part.new_empty((num_pairs, part.shape[1]))
+            rows[torch.from_numpy(wave.pairs)] = part
+        return hidden.new_empty((0, hidden.shape[1])) if rows is None else rows
+
+    def _view(self, slot: int) -> SlotWeights:
+        parts = {
+            role: as_tensor(array) for role, array in self.runtime.expert(slot, self.layer).items()
+        }
+        up, down = parts.get("gate_up", parts.get("up")), parts["down"]
+        assert up is not None  # noqa: S101 - `bind` looked
+        if not self._is_transposed:
+            up, down = up.t(), down.t()
+        up_bias = parts.get("gate_up_bias", parts.get("up_bias"))
+        view = SlotWeights(up, down, up_bias, parts.get("down_bias"))
+        self._views[slot] = view
+        return view
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """Return a tensor over the memory of an array, which may be of ml_dtypes' bfloat16."""
+    if array.dtype.kind == "V":
+        # torch knows nothing of ml_dtypes.
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+@torch.compiler.disable
+def routed_experts(
+    module: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute a module's experts; what transformers calls as experts implementation "moecache".
+
+    Parameters
+    ----------
+    module : Module
+        Of a model that `load` or `attach` returned.
+    hidden : Tensor, shape [num_tokens, hidden_size]
+    ids : Tensor of int, shape [num_tokens, top_k]
+    weights : Tensor, shape [num_tokens, top_k]
+
+    Returns
+    -------
+    Tensor, shape [num_tokens, hidden_size]
+        Equal to that of "grouped_mm", bit for bit, on the CPU.
+
+    Raises
+    ------
+    MoeCacheError
+        If the model has no runtime, or the tensors are not in the memory of its slots.
+    StoreError
+        If an expert cannot be read; nothing is lost, call again.
+    """
+    layer: SlotLayer | None = module.__dict__.get(LAYER)
+    if layer is None:
+        raise MoeCacheError(
+            "experts implementation 'moecache' needs a cache: load the model with "
+            "moecache.integrations.transformers.load, or give it one with attach"
+        )
+    if hidden.device.type != "cpu":
+        raise MoeCacheError(
+            f"the experts' slots are in RAM, but hidden states on {hidden.device}; "
+            "keep the model on the CPU"
+        )
+    if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
+        out: torch.Tensor = _Differentiable.apply(hidden, weights, ids, module, layer)
+        return out
+    return _forward(module, layer, hidden, ids, weights)
+
+
+def _forward(
+    module: Any,
+    layer: SlotLayer,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    def compute(
+        hidden: torch.Tensor, wave: Wave, experts: list[SlotWeights], counts: list[int]
+    ) -> torch.Tensor:
+        num_pairs = len(wave.pairs)
+        first = experts[0]
+        if hidden.shape[0] == 1:
+            inputs = hidden.to(first.up.dtype).expand(num_pairs, -1)
+        else:
+            tokens = torch.from_numpy(wave.pairs // wave.top_k)
+            inputs = hidden[tokens].to(first.up.dtype)
+        # Element-wise work is done for all of a wave at once, as grouped_mm does.
+        up = _products(inputs, [expert.up for expert in experts], counts)
+        if first.up_bias is not None:
+            up.add_(_biases([expert.up_bias for expert in experts], counts))
+        down = _products(_activated(module, up, wave, ids), [expert.down for expert in experts], counts)
+        if first.down_bias is not None:
+            down.add_(_biases([expert.down_bias for expert in experts], counts))
+        if getattr(module, "has_post_expert_norm", False):
+            down = module.post_expert_norm(down)
+        return down
+
+    rows = layer.rows(hidden, ids, compute)
+    weighted = rows * weights.reshape(-1, 1)
+    return weighted.view(*ids.shape, rows.shape[-1]).sum(dim=1).to(hidden.dtype)
+
+
+def _activated(
+    module: Any, up: torch.Tensor, wave: Wave, ids: torch.Tensor
+) -> torch.Tensor:
+    """Return the activations of a wave's rows."""
+    has_gate = getattr(module, "has_gate", True)
+    activation = module._apply_gate if has_gate else module.act_fn
+    if up.shape[1] // (1 + has_gate) % _VECTOR == 0:
+        return activation(up)
+    # What is left of whole vectors at the end of a tensor may be rounded otherwise: every row
+    # goes to the place that it has when all experts are computed at once, sorted by expert.
+    order = np.argsort(ids.reshape(-1).numpy(), kind="stable")
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    place = torch.from_numpy(places[wave.pairs])
+    rows = up.new_zeros((len(order), up.shape[1]))
+    rows[place] = up
+    return activation(rows)[place]
+
+
+def _products(
+    inputs: torch.Tensor, matrices: list[torch.Tensor], counts: list[int]
+) -> torch.Tensor:
+    out = inputs.new_empty((inputs.shape[0], matrices[0].shape[1]))
+    for matrix, rows, results in zip(
+        matrices, inputs.split(counts), out.split(counts), strict=True
+    ):
+        torch.mm(rows, matrix, out=results)
+    return out
+
+
+def _biases(biases: list[torch.Tensor | None], counts: list[int]) -> torch.Tensor:
+    stacked = torch.stack([bias for bias in biases if bias is not None])
+    return stacked.repeat_interleave(torch.tensor(counts), dim=0)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The same with gradients: slots hold other experts by then, so that backward reads again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        module: nn.Module,
+        layer: SlotLayer,
+    ) -> torch.Tensor:
+        if getattr(module, "has_post_expert_norm", False):
+            raise MoeCacheError(
+                f"{type(module).__name__} cannot be trained through: use torch.no_grad()"
+            )
+        ctx.save_for_backward(hidden, weights, ids)
+        ctx.module, ctx.layer = module, layer
+        return _forward(module, layer, hidden, ids, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weights, ids = ctx.saved_tensors
+        module, layer = ctx.module, ctx.layer
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weights = torch.zeros_like(weights).reshape(-1)
+
+        def compute(
+            hidden: torch.Tensor, wave: Wave, experts: list[SlotWeights], counts: list[int]
+        ) -> torch.Tensor:
+            pairs = torch.from_numpy(wave.pairs)
+            tokens = pairs // wave.top_k
+            inputs = hidden[tokens].detach().requires_grad_()
+            weight = weights.reshape(-1)[pairs].detach().requires_grad_()
+            with torch.enable_grad():
+                outputs = [
+                    _one_expert(module, rows.to(expert.up.dtype), expert)
+                    for rows, expert in zip(inputs.split(counts), experts, strict=True)
+                ]
+                weighted = torch.cat(outputs) * weight[:, None]
+                wanted = grad[tokens].to(weighted.dtype)
+                of_inputs, of_weights = torch.autograd.grad(weighted, (inputs, weight), wanted)
+            grad_hidden.index_add_(0, tokens, of_inputs)
+            grad_weights[pairs] = of_weights
+            return of_inputs
+
+        layer.rows(hidden, ids, compute)
+        return grad_hidden, grad_weights.reshape(weights.shape), None, None, None
+
+
+def _one_expert(module: Any, rows: torch.Tensor, expert: SlotWeights) -> torch.Tensor:
+    up = rows @ expert.up
+    if expert.up_bias is not None:
+        up = up + expert.up_bias
+    acted = module._apply_gate(up) if getattr(module, "has_gate", True) else module.act_fn(up)
+    down = acted @ expert.down
+    return down if expert.down_bias is None else down + expert.down_bias

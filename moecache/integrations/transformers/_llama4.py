@@ -1,0 +1,85 @@
+"""Llama 4, whose experts have no interface: scores go on the input, one expert per token."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from moecache.errors import ConfigError
+from moecache.integrations.transformers._forward import LAYER, SlotLayer, SlotWeights
+from moecache.steps import Wave
+
+
+def is_llama4(module: nn.Module) -> bool:
+    """Return whether a module holds Llama 4's experts."""
+    return any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__)
+
+
+def patch(model: nn.Module, path: str) -> nn.Module:
+    """Have the module around the experts at `path` compute them from slots; return it."""
+    block: Any = model.get_submodule(path.rpartition(".")[0])
+    if block.top_k != 1:
+        raise ConfigError(
+            f"Llama 4 with {block.top_k} experts per token is not supported, only with one"
+        )
+    block.__class__ = _offloaded(type(block))
+    return block  # type: ignore[no-any-return]
+
+
+def unpatch(block: nn.Module) -> None:
+    """Have it compute as before."""
+    block.__class__ = type(block).__mro__[2]
+
+
+class _OffloadedMoe(nn.Module):
+    """`Llama4TextMoe`, but for where its experts are."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's output, and the router's logits, as the original does."""
+        block: Any = self
+        hidden = hidden_states.reshape(-1, block.hidden_dim)
+        scores, logits = block.router(hidden)
+        routed = _routed(block, hidden, scores, logits)
+        out = block.shared_expert(hidden)
+        out.add_(routed)
+        return out, logits
+
+
+@torch.compiler.disable
+def _routed(
+    block: Any, hidden: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
+    layer: SlotLayer = block.experts.__dict__[LAYER]
+    ids = torch.topk(logits, 1, dim=1).indices
+    # The original takes every token through every expert, times a score of 0. Of few rows a
+    # float32 product may round otherwise than of many.
+    whole = hidden.dtype in {torch.float32, torch.float64}
+
+    def compute(
+        hidden: torch.Tensor, wave: Wave, experts: list[SlotWeights], counts: list[int]
+    ) -> torch.Tensor:
+        outputs = []
+        for expert, tokens in zip(experts, torch.from_numpy(wave.pairs).split(counts), strict=True):
+            score = scores[:, ids[tokens[0]]]
+            if whole:
+                outputs.append(_expert(block, hidden * score, expert)[tokens])
+            else:
+                outputs.append(_expert(block, hidden[tokens] * score[tokens], expert))
+        return torch.cat(outputs)
+
+    return layer.rows(hidden, ids, compute)
+
+
+def _expert(block: Any, rows: torch.Tensor, expert: SlotWeights) -> torch.Tensor:
+    gate, up = torch.mm(rows, expert.up).chunk(2, dim=-1)
+    return torch.mm(up * block.experts.act_fn(gate), expert.down)
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _offloaded(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls not in _classes:
+        made = type(cls.__name__, (_OffloadedMoe, cls), {"__module__": cls.__module__})
+        _classes[cls] = made
+    return _classes[cls]

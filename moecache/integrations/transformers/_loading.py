@@ -1,0 +1,273 @@
+"""`load`: a model without its experts, which are read into slots as they are needed."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+import transformers
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moecache.errors import ConfigError
+from moecache.headroom import headroom
+from moecache.integrations.transformers._binding import bind
+from moecache.integrations.transformers._experts import strip
+from moecache.integrations.transformers._offload import IMPLEMENTATION, Offload
+from moecache.opening import open  # noqa: A004 - moecache.open
+from moecache.predict import Predictor
+from moecache.stores import SafetensorsStore, open_store
+from moecache.sweep import Progress
+
+_DTYPES = {
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.float16: np.dtype(np.float16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+}
+# What `from_pretrained` takes, but not together with experts in slots.
+_REFUSED = {
+    "quantization_config": "experts cannot be quantized while they are read",
+    "experts_implementation": 'it is "moecache"',
+    "output_loading_info": "a model is returned",
+    "gguf_file": "only safetensors checkpoints are read",
+    "state_dict": "the experts are read from the checkpoint's files",
+    "tp_plan": "experts in a cache are not spread over processes",
+    "distributed_config": "experts in a cache are not spread over processes",
+}
+_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+@register_quantization_config(IMPLEMENTATION)  # type: ignore[untyped-decorator]
+class MoeCacheConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Says to `from_pretrained(..., quantization_config=)` to leave the experts in the file.
+
+    What it loads is to be given to `attach`; `load` does both.
+    """
+
+    def __init__(self, **_: Any) -> None:
+        self.quant_method = IMPLEMENTATION
+
+
+@register_quantizer(IMPLEMENTATION)  # type: ignore[untyped-decorator]
+class TrunkQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Strips the experts from a model before its weights are read; quantizes nothing."""
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        if not checkpoint_files:
+            raise ConfigError("experts are read from a checkpoint's safetensors files: there are none")
+        directory = Path(checkpoint_files[0]).parent
+        with open_store(_store_path(directory, checkpoint_files)) as store:
+            _check_files(store, checkpoint_files)
+            bindings = bind(model, store)
+            model.__dict__["_moecache_source"] = (
+                store.path,
+                [binding.name for binding in bindings],
+                {binding.dtype for binding in bindings},
+                dict(store.config),
+            )
+        for binding in bindings:
+            strip(binding.module)
+            config = getattr(binding.module, "config", None)
+            if config is not None:
+                config._experts_implementation_internal = IMPLEMENTATION
+        # They are in the checkpoint, and are meant to stay there.
+        model._keys_to_ignore_on_load_unexpected = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            r"\.experts\.((\d+\.)?\w+_proj(_bias)?|\d+\.w[123])(\.weight)?$",
+        }
+
+    def postprocess_model(self, model: Any, **_: Any) -> Any:
+        """Make it an ordinary model again."""
+        self.remove_quantization_config(model)
+        return model
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        """Return False: what is saved would have no experts."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """False: experts are read only."""
+        return False
+
+
+def load(
+    path: str | os.PathLike[str],
+    memory: int | str | None = None,
+    device: str = "cpu",
+    *,
+    slots: int | None = None,
+    policy: str | None = None,
+    scope: str | None = None,
+    prefetch: str | Predictor | None = None,
+    read: str | None = None,
+    reserve: int | str | None = None,
+    lock: bool | None = None,
+    profile: str | os.PathLike[str] | None = None,
+    loader_threads: int | None = None,
+    prefault: str | None = None,
+    progress: Progress | None = None,
+    record_trace: str | os.PathLike[str] | None = None,
+    warmpin: int | str | None = None,
+    warmpin_after: int | None = None,
+    model_class: Any = None,
+    **from_pretrained: Any,
+) -> Any:
+    """Load a mixture-of-experts model with its experts in a bounded amount of memory.
+
+    Only the trunk is read. Experts are read from the checkpoint's own files when a token
+    needs them, and kept in slots. The model is an ordinary one otherwise, and its output
+    that of the same model completely in memory, bit for bit on the CPU (experts
+    implementation "grouped_mm", transformers' default). `model.moecache` has the figures,
+    `detach()` and `close()`.
+
+    Parameters
+    ----------
+    path : str or Path
+        A checkpoint directory, or a name on the model hub.
+    memory : int or str, optional
+        Bytes for experts, such as "4GiB", or a share of them, "25%": what the trunk and
+        the KV cache take comes on top. By default MOECACHE_MEMORY, else what is free
+        when the trunk is loaded, less `reserve`.
+    device : {"cpu"}, default "cpu"
+        Where the slots are.
+    prefetch : {"auto", "router", "echo", "last", "off"} or Predictor, optional
+        Whose guesses are read before a layer asks. "router": those of the next layer's
+        own router, applied to this layer's input. "auto": the same, as long as tokens
+        are faster with it than without. The others as for `moecache.open`. By default
+        MOECACHE_PREFETCH, else "auto".
+    slots, policy, scope, read, reserve, lock, profile, loader_threads, prefault, progress, \
+record_trace, warmpin, warmpin_after
+        See `moecache.open`.
+    model_class : class, optional
+        Whose `from_pretrained` is called; by default `AutoModelForCausalLM`, or where
+        that does not know the model the class that its configuration names.
+    **from_pretrained
+        Passed on, such as `dtype`, `attn_implementation` or `revision`.
+
+    Returns
+    -------
+    PreTrainedModel
+
+    Raises
+    ------
+    ConfigError
+        If the family or the form of the checkpoint is not supported, or an argument
+        cannot be used.
+    CapacityError
+        If the memory does not hold an expert.
+    StoreError
+        If the checkpoint cannot be read.
+    """
+    _check_arguments(device, from_pretrained)
+    hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
+    if model_class is None:
+        model_class = _model_class(path, hub, from_pretrained)
+    model = model_class.from_pretrained(
+        path, quantization_config=MoeCacheConfig(), **from_pretrained
+    )
+    directory, layers, dtypes, config = model.__dict__.pop("_moecache_source")
+    if reserve is None and memory is None and slots is None:
+        reserve = headroom(0, config).nbytes  # the trunk is there already
+    runtime = open(
+        directory,
+        memory,
+        device,
+        slots=slots,
+        policy=policy,
+        scope=scope,
+        dtype=_slot_dtype(directory, layers, dtypes),
+        read=read,
+        reserve=reserve,
+        lock=lock,
+        profile=profile,
+        loader_threads=loader_threads,
+        # Whom the look-ahead takes the place of; he still guesses for the first layer.
+        prefetch="echo" if prefetch == "router" else prefetch,
+        prefault=prefault,
+        progress=progress,
+        record_trace=record_trace,
+        warmpin=warmpin,
+        warmpin_after=warmpin_after,
+        layers=layers,
+    )
+    try:
+        Offload(model, runtime, look_ahead=True if prefetch == "router" else None, owned=True)
+    except BaseException:
+        runtime.close()
+        raise
+    return model
+
+
+def _check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
+    if device != "cpu":
+        raise ConfigError(f'device {device!r} is not supported; the only one so far is "cpu"')
+    for name, reason in _REFUSED.items():
+        if from_pretrained.get(name):
+            raise ConfigError(f"{name} cannot be given to load: {reason}")
+    placed = from_pretrained.get("device_map")
+    if placed not in (None, "cpu", {"": "cpu"}):
+        raise ConfigError(f"device_map {placed!r} is not supported: the trunk stays on the CPU")
+
+
+def _model_class(
+    path: str | os.PathLike[str], hub: dict[str, Any], from_pretrained: dict[str, Any]
+) -> Any:
+    config = from_pretrained.get("config")
+    if not isinstance(config, transformers.PretrainedConfig):
+        trusted = {"trust_remote_code": from_pretrained.get("trust_remote_code")}
+        config = transformers.AutoConfig.from_pretrained(config or path, **hub, **trusted)
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ConfigError(
+            f"{path}: is quantized ({method}), which is not supported; save it in bfloat16 first"
+        )
+    known = transformers.AutoModelForCausalLM
+    if type(config) in known._model_mapping or hasattr(config, "auto_map"):
+        return known
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    return known  # which says what it knows
+
+
+def _store_path(directory: Path, checkpoint_files: list[str]) -> Path:
+    wrong = [file for file in checkpoint_files if not str(file).endswith(".safetensors")]
+    if wrong:
+        raise ConfigError(
+            f"{wrong[0]}: is no safetensors file; save the model again with save_pretrained"
+        )
+    return directory
+
+
+def _check_files(store: SafetensorsStore, checkpoint_files: list[str]) -> None:
+    found = {file.path.name for file in store.files}
+    wanted = {Path(file).name for file in checkpoint_files}
+    if found != wanted:
+        raise ConfigError(
+            f"{store.path}: transformers reads {', '.join(sorted(wanted)[:3])}, but experts would "
+            f"be read from {', '.join(sorted(found)[:3])}: variants are not supported"
+        )
+
+
+def _slot_dtype(
+    directory: Path, layers: list[str], dtypes: set[torch.dtype]
+) -> np.dtype[Any] | None:
+    if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
+        raise ConfigError(f"experts of {', '.join(map(str, dtypes))} are not supported")
+    wanted = _DTYPES[dtypes.pop()]
+    with open_store(directory, layers=layers) as store:
+        stored = {role.dtype for roles in store.layout.layers for role in roles}
+    # Slots that hold the file's bytes are filled without a copy.
+    return None if stored == {wanted} else wanted
+

@@ -1,0 +1,123 @@
+"""RouterLookAhead: the next layer's own router says what it will use."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from moecache.predict import Prediction, Predictor
+
+logger = logging.getLogger(__name__)
+
+
+class RouterLookAhead:
+    """Predicts by applying the next layer's router to what this layer's router got.
+
+    A hidden state changes little from layer to layer, so that the next router, applied one
+    layer early, finds most of what it will choose. The first layer has no layer before it:
+    what comes there is predicted by `fallback`.
+
+    Parameters
+    ----------
+    routers : sequence of Module or None
+        By layer of the store.
+    fallback : Predictor, optional
+    """
+
+    def __init__(
+        self, routers: Sequence[nn.Module | None], fallback: Predictor | None = None
+    ) -> None:
+        self._routers = list(routers)
+        self._fallback = fallback
+        # What each router gets beside the hidden states, such as its layer's correction bias.
+        self._others: list[tuple[Any, ...] | None] = [None] * len(self._routers)
+        self._seen = threading.local()
+        self._hooks = [
+            router.register_forward_pre_hook(self._hook(layer))
+            for layer, router in enumerate(self._routers)
+            if router is not None
+        ]
+
+    def observe(self, layer: int, ids: np.ndarray) -> None:
+        """Let the fallback learn what a step used."""
+        if self._fallback is not None:
+            self._fallback.observe(layer, ids)
+
+    def predict(self, layer: int, n: int) -> Prediction:
+        """Return what the layer's router makes of the layer before's input."""
+        inputs = self._seen.__dict__.pop("inputs", None)
+        router = self._routers[layer]
+        if inputs is None or inputs[0] != layer - 1 or router is None:
+            return self._of_fallback(layer, n)
+        others = self._others[layer]
+        if others is None:
+            return self._of_fallback(layer, n)
+        with torch.no_grad():
+            # Not router(...): hooks that record outputs would take this for the layer's own.
+            return _likeliest(router.forward(inputs[1], *others), n), None
+
+    def begin_sequence(self) -> None:
+        """Tell the fallback."""
+        if self._fallback is not None:
+            self._fallback.begin_sequence()
+
+    def close(self) -> None:
+        """Take the hooks from the routers; a second call does nothing."""
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+
+    def _of_fallback(self, layer: int, n: int) -> Prediction:
+        if self._fallback is None:
+            return np.empty(0, np.int32), None
+        return self._fallback.predict(layer, n)
+
+    def _hook(self, layer: int) -> Any:
+        @torch.compiler.disable
+        def note(router: nn.Module, arguments: tuple[Any, ...]) -> None:
+            # Of each thread its own: two may be at different layers.
+            self._seen.inputs = (layer, arguments[0].detach())
+            self._others[layer] = arguments[1:]
+
+        return note
+
+
+def find_routers(model: Any, paths: Sequence[str]) -> list[nn.Module | None]:
+    """Return the router beside each experts module, None where there is none known."""
+    recorders: list[Any] = []
+    for module in model.modules():
+        recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        if recorder is not None:
+            recorders += recorder if isinstance(recorder, list) else [recorder]
+    kinds = tuple(
+        kind
+        for kind in (getattr(recorder, "target_class", recorder) for recorder in recorders)
+        if isinstance(kind, type)
+    )
+    found: list[nn.Module | None] = []
+    for path in paths:
+        block = model.get_submodule(path.rpartition(".")[0])
+        beside = [child for child in block.children() if isinstance(child, kinds)]
+        found.append(beside[0] if beside else None)
+    if None in found:
+        logger.info("transformers.no_router layers=%d", found.count(None))
+    return found
+
+
+def _likeliest(output: Any, n: int) -> np.ndarray:
+    """Return up to n experts, the chosen first, of what a router returned."""
+    parts = [part for part in (output if isinstance(output, tuple) else (output,))]
+    chosen = [part for part in parts if not part.is_floating_point()]
+    # Of all experts, rather than of the chosen ones: logits or probabilities.
+    scores = max((part for part in parts if part.is_floating_point()), key=lambda p: p.shape[-1])
+    scores = scores.reshape(-1, scores.shape[-1]).float()
+    scores = scores[0] if len(scores) == 1 else torch.softmax(scores, dim=-1).sum(0)
+    ranked = torch.topk(scores, min(n, len(scores))).indices.numpy().astype(np.int32)
+    if not chosen or chosen[0].numel() >= n:
+        return ranked
+    first = chosen[0].reshape(-1).numpy().astype(np.int32)
+    return np.concatenate((first, ranked[~np.isin(ranked, first)]))[:n]

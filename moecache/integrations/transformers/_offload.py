@@ -1,0 +1,342 @@
+"""Offload: what a model has as `model.moecache` while its experts are in slots."""
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+from moecache.errors import CapacityError, ConfigError, MoeCacheError
+from moecache.host_memory import free_host_bytes
+from moecache.integrations.transformers import _llama4
+from moecache.integrations.transformers._binding import Binding, bind
+from moecache.integrations.transformers._experts import (
+    ROLES,
+    described,
+    num_bytes,
+    restore,
+    strip,
+)
+from moecache.integrations.transformers._forward import LAYER, SlotLayer, SlotWeights, as_tensor
+from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
+from moecache.runtime import ExpertRuntime
+from moecache.stores import SafetensorsStore
+from moecache.telemetry import RuntimeStats
+from moecache.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATION = "moecache"
+# What would write or switch without the experts.
+_GUARDED = ("save_pretrained", "set_experts_implementation")
+
+
+class Offload:
+    """The experts of a transformers model, in a bounded number of slots.
+
+    Made by `load` and `attach`; the model has it as `model.moecache`. A context manager:
+    leaving it closes it.
+
+    Attributes
+    ----------
+    runtime : ExpertRuntime
+        Closed with this if `load` opened it.
+    paths : list of str
+        The experts modules, by layer of the runtime.
+    """
+
+    def __init__(
+        self,
+        model: transformers.PreTrainedModel,
+        runtime: ExpertRuntime,
+        *,
+        look_ahead: bool | None,
+        owned: bool,
+    ) -> None:
+        if isinstance(getattr(model, "moecache", None), Offload):
+            raise MoeCacheError("the model's experts are in a cache already; detach() it first")
+        bindings = _bind(model, runtime)
+        self.runtime = runtime
+        self.paths = [binding.path for binding in sorted(bindings, key=lambda b: b.layer)]
+        self._bindings = bindings
+        self._owned = owned
+        self._detached = False
+        self._model = weakref.ref(model)
+        # Llama 4's blocks that were patched; raises before anything was changed.
+        self._blocks = [
+            _llama4.patch(model, binding.path)
+            for binding in bindings
+            if _llama4.is_llama4(binding.module)
+        ]
+        self._configs = list({id(c): c for c in map(_config_of, bindings) if c}.values())
+        self._implementations = [c._experts_implementation_internal for c in self._configs]
+        views: dict[Any, dict[int, SlotWeights]] = {}
+        self._layers: list[SlotLayer] = []
+        for binding in bindings:
+            strip(binding.module)
+            layer = SlotLayer(
+                runtime,
+                binding.layer,
+                views.setdefault(runtime.layout.layers[binding.layer], {}),
+                # Llama 4, which has no such flag, stores [in, out].
+                is_transposed=getattr(binding.module, "is_transposed", bool(self._blocks)),
+            )
+            binding.module.__dict__[LAYER] = layer
+            self._layers.append(layer)
+        for config in self._configs:
+            config._experts_implementation_internal = IMPLEMENTATION
+        self._hooks = [
+            model.register_forward_pre_hook(_sequence_hook(runtime), with_kwargs=True),
+            model.register_state_dict_post_hook(_warn_of_state_dict),
+        ]
+        self._guarded = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+        for module in self._guarded:
+            module.__dict__["save_pretrained"] = functools.partial(_refuse_to_save, runtime)
+            module.__dict__["set_experts_implementation"] = _refuse_to_switch
+        self._look_ahead = self._start_look_ahead(model, look_ahead)
+        model.moecache = self  # type: ignore[assignment]
+
+    @property
+    def num_products(self) -> int:
+        """Expert feed-forwards computed: one for each distinct expert of a step."""
+        return sum(layer.num_products for layer in self._layers)
+
+    def stats(self) -> RuntimeStats:
+        """Return the runtime's counters as they are now."""
+        return self.runtime.stats()
+
+    def report(self) -> str:
+        """Return the counters as text, with a line per layer."""
+        experts = sum(num_bytes(binding.module) for binding in self._bindings)
+        stats = self.stats()
+        model = self._model()
+        trunk = "" if model is None else f"trunk {format_bytes(model.get_memory_footprint())}, "
+        return (
+            f"{trunk}slots {format_bytes(stats.pool_bytes)} for experts of {format_bytes(experts)}"
+            f" in {len(self._bindings)} layers\n{self.runtime.report()}"
+        )
+
+    def detach(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Give the model all its experts back, as if it had been loaded without a cache.
+
+        Reads the whole checkpoint's experts. A second call does nothing. If this fails,
+        the model goes on as before.
+
+        Parameters
+        ----------
+        progress : callable (done_bytes, total_bytes), optional
+            Called after each layer.
+
+        Raises
+        ------
+        CapacityError
+            If they do not fit into memory.
+        StoreError
+            If an expert cannot be read.
+        """
+        if self._detached:
+            return
+        needed = sum(num_bytes(binding.module) for binding in self._bindings)
+        free = free_host_bytes()
+        if needed > free:
+            raise CapacityError(
+                f"all experts take {format_bytes(needed)}, but {format_bytes(free)} are free"
+            )
+        done, weights = 0, []
+        for binding in self._bindings:
+            weights.append(self._read(binding))
+            done += num_bytes(binding.module)
+            if progress is not None:
+                progress(done, needed)
+        self._release()
+        for binding, parameters in zip(self._bindings, weights, strict=True):
+            restore(binding.module, parameters)
+        for config, implementation in zip(self._configs, self._implementations, strict=True):
+            config._experts_implementation_internal = implementation
+        for module in self._guarded:
+            for name in _GUARDED:
+                module.__dict__.pop(name, None)
+        for block in self._blocks:
+            _llama4.unpatch(block)
+        for hook in self._hooks:
+            hook.remove()
+        model = self._model()
+        if model is not None:
+            model.__dict__.pop("moecache", None)
+
+    def close(self) -> None:
+        """Give back slots, file and threads; the model cannot run its experts any more.
+
+        A second call does nothing. A runtime that was given to `attach` stays open.
+        """
+        if not self._detached:
+            self._release()
+
+    def __enter__(self) -> Self:
+        """Return this."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse: threads and files cannot be copied."""
+        raise MoeCacheError(
+            "a model whose experts are in a cache cannot be copied; load it again, or give it "
+            "all its experts first with model.moecache.detach()"
+        )
+
+    def _release(self) -> None:
+        self._detached = True
+        if self._look_ahead is not None:
+            self._look_ahead.close()
+        for binding in self._bindings:
+            binding.module.__dict__.pop(LAYER, None)
+        if self._owned:
+            self.runtime.close()
+
+    def _start_look_ahead(
+        self, model: transformers.PreTrainedModel, wanted: bool | None
+    ) -> RouterLookAhead | None:
+        prefetch = self.runtime.stats().prefetch
+        if prefetch is None or not (prefetch.mode == "auto" if wanted is None else wanted):
+            return None
+        # By layer of the runtime: a model's own order of layers is the order it runs them in.
+        routers = find_routers(model, self.paths)
+        if not any(routers):
+            logger.warning("transformers.no_routers model=%s", type(model).__name__)
+            return None
+        look_ahead = RouterLookAhead(routers, self.runtime.predictor)
+        mode = "auto" if prefetch.mode == "auto" else "router"
+        self.runtime.use_predictor(look_ahead, mode)
+        return look_ahead
+
+    def _read(self, binding: Binding) -> dict[str, nn.Parameter]:
+        store, layer = self.runtime.store, binding.layer
+        weights = {
+            name: torch.empty(shape, dtype=dtype)
+            for name, (shape, dtype, _) in described(binding.module).items()
+        }
+        parts = {
+            role.name: np.empty(role.shape, role.dtype) for role in store.layout.layers[layer]
+        }
+        for expert in range(store.layout.num_experts):
+            store.read_into(layer, expert, parts)
+            for name, tensor in weights.items():
+                tensor[expert].copy_(as_tensor(parts[ROLES[name]]))
+        return {
+            name: nn.Parameter(tensor, requires_grad=described(binding.module)[name][2])
+            for name, tensor in weights.items()
+        }
+
+
+def attach(
+    model: transformers.PreTrainedModel,
+    runtime: ExpertRuntime,
+    *,
+    look_ahead: bool | None = None,
+) -> Offload:
+    """Have a model's experts come from a runtime; what it has of them in memory is given up.
+
+    For models that were loaded otherwise than by `load`: completely, or without experts by
+    `from_pretrained(..., quantization_config=MoeCacheConfig())`.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On the CPU.
+    runtime : ExpertRuntime
+        Of the very checkpoint that the model was loaded from, with slots in the model's
+        dtype (`moecache.open(path, dtype=...)`). Stays the caller's, who closes it.
+    look_ahead : bool, optional
+        Have the next layer's router name the experts that are read ahead. By default if
+        the runtime's prefetch is "auto".
+
+    Returns
+    -------
+    Offload
+        Also `model.moecache`.
+
+    Raises
+    ------
+    ConfigError
+        If the family is not supported, or model and runtime do not fit; the model is as
+        it was.
+    MoeCacheError
+        If the model has a cache already.
+    """
+    return Offload(model, runtime, look_ahead=look_ahead, owned=False)
+
+
+def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[Binding]:
+    store = runtime.store
+    if not isinstance(store, SafetensorsStore):
+        raise ConfigError(
+            f"experts of a {type(store).__name__} cannot be matched with a model; open the "
+            "checkpoint with moecache.open"
+        )
+    bindings = bind(model, store)
+    for binding in bindings:
+        held = {as_tensor(a).dtype for a in runtime.expert(0, binding.layer).values()}
+        if held != {binding.dtype}:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in held)
+            wanted = str(binding.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"the slots hold {names}, the model computes in {wanted}; open the runtime with "
+                f"dtype={wanted!r} (of NumPy or ml_dtypes)"
+            )
+    return bindings
+
+
+def _config_of(binding: Binding) -> Any:
+    return getattr(binding.module, "config", None)
+
+
+def _sequence_hook(runtime: ExpertRuntime) -> Any:
+    @torch.compiler.disable
+    def note(model: nn.Module, arguments: Sequence[Any], named: dict[str, Any]) -> None:
+        # The first forward of a sequence: there is nothing in the KV cache.
+        past = named.get("past_key_values")
+        length = getattr(past, "get_seq_length", None)
+        if (past is None or (length is not None and not length())) and not runtime.closed:
+            runtime.begin_sequence()
+
+    return note
+
+
+def _warn_of_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:
+    logger.warning(
+        "transformers.state_dict_without_experts keys=%d: they are in the checkpoint alone", len(state)
+    )
+
+
+def _refuse_to_save(runtime: ExpertRuntime, *arguments: Any, **named: Any) -> NoReturn:
+    path = getattr(runtime.store, "path", Path())
+    raise MoeCacheError(
+        "what would be saved has no experts, which are in the checkpoint that the model was "
+        f"loaded from ({path}): copy that, or give the model all its experts first with "
+        "model.moecache.detach()"
+    )
+
+
+def _refuse_to_switch(implementation: str | dict[str, str]) -> None:
+    names = implementation.values() if isinstance(implementation, dict) else [implementation]
+    for name in names:
+        if name != IMPLEMENTATION:
+            raise MoeCacheError(
+                f"experts implementation {name!r} needs all experts in memory; get them back "
+                "with model.moecache.detach() first"
+            )

@@ -91,9 +91,7 @@ def bind(model: transformers.PreTrainedModel, store: SafetensorsStore) -> list[B
 class _Targets:
     """Where transformers puts the tensors of a checkpoint."""
 
-    def __init__(
-        self, model: transformers.PreTrainedModel, modules: dict[str, nn.Module]
-    ) -> None:
+    def __init__(self, model: transformers.PreTrainedModel, modules: dict[str, nn.Module]) -> None:
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import (

@@ -174,7 +174,9 @@ def _forward(
         up = _products(inputs, [expert.up for expert in experts], counts)
         if first.up_bias is not None:
             up.add_(_biases([expert.up_bias for expert in experts], counts))
-        down = _products(_activated(module, up, wave, ids), [expert.down for expert in experts], counts)
+        down = _products(
+            _activated(module, up, wave, ids), [expert.down for expert in experts], counts
+        )
         if first.down_bias is not None:
             down.add_(_biases([expert.down_bias for expert in experts], counts))
         if getattr(module, "has_post_expert_norm", False):
@@ -186,9 +188,7 @@ def _forward(
     return weighted.view(*ids.shape, rows.shape[-1]).sum(dim=1).to(hidden.dtype)
 
 
-def _activated(
-    module: Any, up: torch.Tensor, wave: Wave, ids: torch.Tensor
-) -> torch.Tensor:
+def _activated(module: Any, up: torch.Tensor, wave: Wave, ids: torch.Tensor) -> torch.Tensor:
     """Return the activations of a wave's rows."""
     has_gate = getattr(module, "has_gate", True)
     activation = module._apply_gate if has_gate else module.act_fn

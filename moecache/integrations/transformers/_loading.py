@@ -62,7 +62,9 @@ class TrunkQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
         if not checkpoint_files:
-            raise ConfigError("experts are read from a checkpoint's safetensors files: there are none")
+            raise ConfigError(
+                "experts are read from a checkpoint's safetensors files: there are none"
+            )
         directory = Path(checkpoint_files[0]).parent
         with open_store(_store_path(directory, checkpoint_files)) as store:
             _check_files(store, checkpoint_files)
@@ -148,8 +150,8 @@ def load(
 record_trace, warmpin, warmpin_after
         See `moecache.open`.
     model_class : class, optional
-        Whose `from_pretrained` is called; by default `AutoModelForCausalLM`, or where
-        that does not know the model the class that its configuration names.
+        Whose `from_pretrained` is called; by default the class that the checkpoint's
+        config.json names, else `AutoModelForCausalLM`.
     **from_pretrained
         Passed on, such as `dtype`, `attn_implementation` or `revision`.
 
@@ -231,14 +233,13 @@ def _model_class(
         raise ConfigError(
             f"{path}: is quantized ({method}), which is not supported; save it in bfloat16 first"
         )
-    known = transformers.AutoModelForCausalLM
-    if type(config) in known._model_mapping or hasattr(config, "auto_map"):
-        return known
+    if hasattr(config, "auto_map"):
+        return transformers.AutoModelForCausalLM  # code of the checkpoint's own
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
         if found is not None:
             return found
-    return known  # which says what it knows
+    return transformers.AutoModelForCausalLM
 
 
 def _store_path(directory: Path, checkpoint_files: list[str]) -> Path:
@@ -270,4 +271,3 @@ def _slot_dtype(
         stored = {role.dtype for roles in store.layout.layers for role in roles}
     # Slots that hold the file's bytes are filled without a copy.
     return None if stored == {wanted} else wanted
-

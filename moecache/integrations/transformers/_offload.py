@@ -230,9 +230,7 @@ class Offload:
             name: torch.empty(shape, dtype=dtype)
             for name, (shape, dtype, _) in described(binding.module).items()
         }
-        parts = {
-            role.name: np.empty(role.shape, role.dtype) for role in store.layout.layers[layer]
-        }
+        parts = {role.name: np.empty(role.shape, role.dtype) for role in store.layout.layers[layer]}
         for expert in range(store.layout.num_experts):
             store.read_into(layer, expert, parts)
             for name, tensor in weights.items():
@@ -319,7 +317,8 @@ def _sequence_hook(runtime: ExpertRuntime) -> Any:
 
 def _warn_of_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:
     logger.warning(
-        "transformers.state_dict_without_experts keys=%d: they are in the checkpoint alone", len(state)
+        "transformers.state_dict_without_experts keys=%d: they are in the checkpoint alone",
+        len(state),
     )
 
 

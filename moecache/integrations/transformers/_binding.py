@@ -59,26 +59,31 @@ def bind(model: transformers.PreTrainedModel, store: SafetensorsStore) -> list[B
     for path, module in modules.items():
         _check_interface(family, path, module)
     if not modules:
-        found = store.layout.num_layers
+        num_layers = store.layout.num_layers
         raise ConfigError(
             f"{family} has no experts module that moecache knows"
-            + (f", but its checkpoint has {found} layers of experts: " if found else "; ")
-            + ("this family is not supported" if found else "is it a mixture-of-experts model?")
+            + (
+                f", but its checkpoint has {num_layers} layers of experts: this family is not "
+                "supported"
+                if num_layers
+                else "; is it a mixture-of-experts model?"
+            )
         )
     targets = _Targets(model, modules)
     by_path: dict[str, int] = {}
     for layer in range(store.layout.num_layers):
-        path = targets.path_of(store, layer)
-        if path in modules:
-            if path in by_path:
-                raise FormatError(f"{store.path}: two layers are {path}")
-            _check_weights(store, layer, path, modules[path])
-            by_path[path] = layer
+        found = targets.path_of(store, layer)
+        if found is None:
+            continue
+        if found in by_path:
+            raise FormatError(f"{store.path}: two layers are {found}")
+        _check_weights(store, layer, found, modules[found])
+        by_path[found] = layer
     for path in modules:
         if path not in by_path:
-            names = ", ".join(store.layout.layer_names[:3]) or "none"
+            first = ", ".join(store.layout.layer_names[:3]) or "none"
             raise ConfigError(
-                f"{store.path}: has no experts for {path} of {family}; it has {names}, ...: "
+                f"{store.path}: has no experts for {path} of {family}; it has {first}, ...: "
                 "it is of another model, or stores them in a form that is not supported"
             )
     names = store.layout.layer_names
@@ -120,7 +125,7 @@ class _Targets:
         """Return the module that a layer's experts belong to, None: one that is not run."""
         places: dict[str, list[int]] = {}
         path = None
-        for (role, start), source in sorted(store.sources(layer).items()):
+        for (role, _), source in sorted(store.sources(layer).items()):
             target, pattern = self._rename(
                 source, self._renamings, self._converters, self._prefix, self._known
             )

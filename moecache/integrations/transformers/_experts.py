@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any, NoReturn
 
 import torch
@@ -84,7 +85,7 @@ def strip(module: nn.Module) -> None:
         del module._parameters[name]
     module.__dict__[_WEIGHTS] = weights
     # As if it had been read from the checkpoint: there is nothing to be initialized.
-    module._is_hf_initialized = True  # type: ignore[assignment]
+    module.__dict__["_is_hf_initialized"] = True
     module.__class__ = _offloaded(type(module))
 
 
@@ -102,6 +103,7 @@ def num_bytes(module: nn.Module) -> int:
 
 
 @functools.cache
-def _offloaded(cls: type[nn.Module]) -> type[nn.Module]:
+def _offloaded(cls: Hashable) -> Any:
+    assert isinstance(cls, type)
     # Still an instance of the class that hooks and plans look for, and of its name.
     return type(cls.__name__, (OffloadedExperts, cls), {"__module__": cls.__module__})

@@ -92,8 +92,7 @@ class SlotLayer:
         parts = {
             role: as_tensor(array) for role, array in self.runtime.expert(slot, self.layer).items()
         }
-        up, down = parts.get("gate_up", parts.get("up")), parts["down"]
-        assert up is not None  # noqa: S101 - `bind` looked
+        up, down = parts["gate_up"] if "gate_up" in parts else parts["up"], parts["down"]
         if not self._is_transposed:
             up, down = up.t(), down.t()
         up_bias = parts.get("gate_up_bias", parts.get("up_bias"))

@@ -1,5 +1,7 @@
 """Llama 4, whose experts have no interface: scores go on the input, one expert per token."""
 
+import functools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ def patch(model: nn.Module, path: str) -> nn.Module:
             f"Llama 4 with {block.top_k} experts per token is not supported, only with one"
         )
     block.__class__ = _offloaded(type(block))
-    return block  # type: ignore[no-any-return]
+    return block
 
 
 def unpatch(block: nn.Module) -> None:
@@ -75,11 +77,7 @@ def _expert(block: Any, rows: torch.Tensor, expert: SlotWeights) -> torch.Tensor
     return torch.mm(up * block.experts.act_fn(gate), expert.down)
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _offloaded(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _classes:
-        made = type(cls.__name__, (_OffloadedMoe, cls), {"__module__": cls.__module__})
-        _classes[cls] = made
-    return _classes[cls]
+@functools.cache
+def _offloaded(cls: Hashable) -> Any:
+    assert isinstance(cls, type)
+    return type(cls.__name__, (_OffloadedMoe, cls), {"__module__": cls.__module__})

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import torch
 import transformers
-from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moecache.errors import ConfigError
@@ -41,19 +41,19 @@ _REFUSED = {
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
-@register_quantization_config(IMPLEMENTATION)  # type: ignore[untyped-decorator]
-class MoeCacheConfig(QuantizationConfigMixin):  # type: ignore[misc]
+@register_quantization_config(IMPLEMENTATION)
+class MoeCacheConfig(QuantizationConfigMixin):
     """Says to `from_pretrained(..., quantization_config=)` to leave the experts in the file.
 
     What it loads is to be given to `attach`; `load` does both.
     """
 
     def __init__(self, **_: Any) -> None:
-        self.quant_method = IMPLEMENTATION
+        self.quant_method: Any = IMPLEMENTATION
 
 
-@register_quantizer(IMPLEMENTATION)  # type: ignore[untyped-decorator]
-class TrunkQuantizer(HfQuantizer):  # type: ignore[misc]
+@register_quantizer(IMPLEMENTATION)
+class TrunkQuantizer(HfQuantizer):
     """Strips the experts from a model before its weights are read; quantizes nothing."""
 
     requires_calibration = False

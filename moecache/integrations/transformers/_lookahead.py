@@ -78,7 +78,7 @@ class RouterLookAhead:
 
     def _hook(self, layer: int) -> Any:
         @torch.compiler.disable
-        def note(router: nn.Module, arguments: tuple[Any, ...]) -> None:
+        def note(_: nn.Module, arguments: tuple[Any, ...]) -> None:
             # Of each thread its own: two may be at different layers.
             self._seen.inputs = (layer, arguments[0].detach())
             self._others[layer] = arguments[1:]
@@ -100,7 +100,7 @@ def find_routers(model: Any, paths: Sequence[str]) -> list[nn.Module | None]:
     )
     found: list[nn.Module | None] = []
     for path in paths:
-        block = model.get_submodule(path.rpartition(".")[0])
+        block: nn.Module = model.get_submodule(path.rpartition(".")[0])
         beside = [child for child in block.children() if isinstance(child, kinds)]
         found.append(beside[0] if beside else None)
     if None in found:
@@ -110,7 +110,7 @@ def find_routers(model: Any, paths: Sequence[str]) -> list[nn.Module | None]:
 
 def _likeliest(output: Any, n: int) -> np.ndarray:
     """Return up to n experts, the chosen first, of what a router returned."""
-    parts = [part for part in (output if isinstance(output, tuple) else (output,))]
+    parts = output if isinstance(output, tuple) else (output,)
     chosen = [part for part in parts if not part.is_floating_point()]
     # Of all experts, rather than of the chosen ones: logits or probabilities.
     scores = max((part for part in parts if part.is_floating_point()), key=lambda p: p.shape[-1])

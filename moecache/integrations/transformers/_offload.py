@@ -101,7 +101,7 @@ class Offload:
             module.__dict__["save_pretrained"] = functools.partial(_refuse_to_save, runtime)
             module.__dict__["set_experts_implementation"] = _refuse_to_switch
         self._look_ahead = self._start_look_ahead(model, look_ahead)
-        model.moecache = self  # type: ignore[assignment]
+        model.__dict__["moecache"] = self
 
     @property
     def num_products(self) -> int:
@@ -315,14 +315,14 @@ def _sequence_hook(runtime: ExpertRuntime) -> Any:
     return note
 
 
-def _warn_of_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:
+def _warn_of_state_dict(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
     logger.warning(
         "transformers.state_dict_without_experts keys=%d: they are in the checkpoint alone",
         len(state),
     )
 
 
-def _refuse_to_save(runtime: ExpertRuntime, *arguments: Any, **named: Any) -> NoReturn:
+def _refuse_to_save(runtime: ExpertRuntime, *_: Any, **__: Any) -> NoReturn:
     path = getattr(runtime.store, "path", Path())
     raise MoeCacheError(
         "what would be saved has no experts, which are in the checkpoint that the model was "

@@ -1,8 +1,6 @@
 """Experts modules of a model, with and without their weights."""
 
-import functools
 import math
-from collections.abc import Hashable
 from typing import Any, NoReturn
 
 import torch
@@ -86,12 +84,12 @@ def strip(module: nn.Module) -> None:
     module.__dict__[_WEIGHTS] = weights
     # As if it had been read from the checkpoint: there is nothing to be initialized.
     module.__dict__["_is_hf_initialized"] = True
-    module.__class__ = _offloaded(type(module))
+    become(module, OffloadedExperts)
 
 
 def restore(module: nn.Module, weights: dict[str, nn.Parameter]) -> None:
     """Give a module its weights back."""
-    module.__class__ = type(module).__mro__[2]
+    become_again(module)
     del module.__dict__[_WEIGHTS]
     for name, parameter in weights.items():
         module.register_parameter(name, parameter)
@@ -102,8 +100,18 @@ def num_bytes(module: nn.Module) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in described(module).values())
 
 
-@functools.cache
-def _offloaded(cls: Hashable) -> Any:
-    assert isinstance(cls, type)
-    # Still an instance of the class that hooks and plans look for, and of its name.
-    return type(cls.__name__, (OffloadedExperts, cls), {"__module__": cls.__module__})
+def become(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Put what `mixin` does before what a module's own class does."""
+    cls = type(module)
+    if (mixin, cls) not in _mixed:
+        # Still an instance of the class that hooks and plans look for, and of its name.
+        _mixed[mixin, cls] = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    module.__class__ = _mixed[mixin, cls]
+
+
+def become_again(module: nn.Module) -> None:
+    """Give a module the class back that it had before `become`."""
+    module.__class__ = type(module).__bases__[1]
+
+
+_mixed: dict[Any, Any] = {}

@@ -1,13 +1,12 @@
 """Llama 4, whose experts have no interface: scores go on the input, one expert per token."""
 
-import functools
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
 from moecache.errors import ConfigError
+from moecache.integrations.transformers._experts import become
 from moecache.integrations.transformers._forward import LAYER, SlotLayer, SlotWeights
 from moecache.steps import Wave
 
@@ -24,13 +23,8 @@ def patch(model: nn.Module, path: str) -> nn.Module:
         raise ConfigError(
             f"Llama 4 with {block.top_k} experts per token is not supported, only with one"
         )
-    block.__class__ = _offloaded(type(block))
+    become(block, _OffloadedMoe)
     return block
-
-
-def unpatch(block: nn.Module) -> None:
-    """Have it compute as before."""
-    block.__class__ = type(block).__mro__[2]
 
 
 class _OffloadedMoe(nn.Module):
@@ -75,9 +69,3 @@ def _routed(
 def _expert(block: Any, rows: torch.Tensor, expert: SlotWeights) -> torch.Tensor:
     gate, up = torch.mm(rows, expert.up).chunk(2, dim=-1)
     return torch.mm(up * block.experts.act_fn(gate), expert.down)
-
-
-@functools.cache
-def _offloaded(cls: Hashable) -> Any:
-    assert isinstance(cls, type)
-    return type(cls.__name__, (_OffloadedMoe, cls), {"__module__": cls.__module__})

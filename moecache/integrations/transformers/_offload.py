@@ -3,7 +3,7 @@
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -19,6 +19,7 @@ from moecache.integrations.transformers import _llama4
 from moecache.integrations.transformers._binding import Binding, bind
 from moecache.integrations.transformers._experts import (
     ROLES,
+    become_again,
     described,
     num_bytes,
     restore,
@@ -164,7 +165,7 @@ class Offload:
             for name in _GUARDED:
                 module.__dict__.pop(name, None)
         for block in self._blocks:
-            _llama4.unpatch(block)
+            become_again(block)
         for hook in self._hooks:
             hook.remove()
         model = self._model()
@@ -305,7 +306,7 @@ def _config_of(binding: Binding) -> Any:
 
 def _sequence_hook(runtime: ExpertRuntime) -> Any:
     @torch.compiler.disable
-    def note(model: nn.Module, arguments: Sequence[Any], named: dict[str, Any]) -> None:
+    def note(_: nn.Module, __: Any, named: dict[str, Any]) -> None:
         # The first forward of a sequence: there is nothing in the KV cache.
         past = named.get("past_key_values")
         length = getattr(past, "get_seq_length", None)

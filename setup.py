@@ -11,7 +11,7 @@ FLAGS = {
     "release": ["-O3", "-g0"],
     "debug": ["-O0", "-g", "-UNDEBUG", "-DMOECACHE_FAULTS"],
     "sanitize": [
-        *("-O1", "-g", "-DMOECACHE_FAULTS"),
+        *("-O1", "-g1", "-DMOECACHE_FAULTS"),
         *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     ],
 }
@@ -24,6 +24,7 @@ build = os.environ.get("MOECACHE_BUILD", "release")
 if build not in FLAGS:
     raise SystemExit(f"MOECACHE_BUILD={build!r} is not one of {', '.join(FLAGS)}")
 checked = build != "release"
+num_cores = len(os.sched_getaffinity(0))
 
 extensions = [
     Extension(
@@ -41,25 +42,29 @@ extensions = [
 examples = Path("examples")
 model = [path.as_posix() for path in sorted((examples / "tiny_moe").glob("*")) if path.is_file()]
 
-setup(
-    ext_modules=cythonize(
-        extensions,
-        build_dir=f"build/cython-{build}",
-        compiler_directives={
-            "language_level": 3,
-            "boundscheck": checked,
-            "wraparound": False,
-            "initializedcheck": checked,
-            "cdivision": True,
-            # stubtest compares signatures: the stubs are the documentation of types.
-            "embedsignature": False,
-            "autotestdict": False,
-            "auto_pickle": False,
-        },
-    ),
-    data_files=[
-        ("share/moecache", [(examples / "numpy_loop.py").as_posix()]),
-        ("share/moecache/tiny_moe", model),
-        ("share/moecache/traces", [(examples / "traces" / "tiny_moe.npz").as_posix()]),
-    ],
-)
+# Workers that cythonize starts may import this file.
+if __name__ == "__main__":
+    setup(
+        ext_modules=cythonize(
+            extensions,
+            build_dir=f"build/cython-{build}",
+            nthreads=num_cores,
+            compiler_directives={
+                "language_level": 3,
+                "boundscheck": checked,
+                "wraparound": False,
+                "initializedcheck": checked,
+                "cdivision": True,
+                # stubtest compares signatures: the stubs are the documentation of types.
+                "embedsignature": False,
+                "autotestdict": False,
+                "auto_pickle": False,
+            },
+        ),
+        options={"build_ext": {"parallel": num_cores}},
+        data_files=[
+            ("share/moecache", [(examples / "numpy_loop.py").as_posix()]),
+            ("share/moecache/tiny_moe", model),
+            ("share/moecache/traces", [(examples / "traces" / "tiny_moe.npz").as_posix()]),
+        ],
+    )

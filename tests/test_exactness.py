@@ -1,5 +1,6 @@
 """The output does not depend, in any bit, on what is in the cache."""
 
+import itertools
 from pathlib import Path
 from types import ModuleType
 
@@ -35,8 +36,10 @@ def assert_same(logits: list[np.ndarray], expected: list[np.ndarray]) -> None:
         assert one.tobytes() == two.tobytes()
 
 
-@pytest.mark.parametrize("loader_threads", [0, 1, 4])
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(
+    ("turn", "scope", "loader_threads"),
+    [(turn, *pair) for turn, pair in enumerate(itertools.product(SCOPES, (0, 1, 4)))],
+)
 @pytest.mark.parametrize("policy", THOROUGHLY)
 def test_output_equals_resident_output(
     tiny_moe: Path,
@@ -44,24 +47,28 @@ def test_output_equals_resident_output(
     prompt: bytes,
     resident_logits: dict[int, list[np.ndarray]],
     policy: str,
+    turn: int,
     scope: str,
     loader_threads: int,
 ) -> None:
-    """Every capacity from one layer's top-k to everything gives the resident bits."""
+    """Every capacity from one layer's top-k to everything gives the resident bits.
+
+    Each meets another length in the next of the six turns: a policy sees all pairs of them.
+    """
     capacities = (TOP_K, 30, 64, ALL) if scope == "global" else (8, 30, 64, ALL)
-    for capacity in capacities:
-        for length in LENGTHS:
-            with moecache.open(
-                tiny_moe,
-                slots=capacity,
-                policy=policy,
-                scope=scope,
-                dtype=np.float32,
-                loader_threads=loader_threads,
-            ) as runtime:
-                logits = generate(numpy_loop, tiny_moe, runtime, prompt[:length])
-                runtime.cache.check()
-            assert_same(logits, resident_logits[length])
+    for number, capacity in enumerate(capacities):
+        length = LENGTHS[(number + turn) % len(LENGTHS)]
+        with moecache.open(
+            tiny_moe,
+            slots=capacity,
+            policy=policy,
+            scope=scope,
+            dtype=np.float32,
+            loader_threads=loader_threads,
+        ) as runtime:
+            logits = generate(numpy_loop, tiny_moe, runtime, prompt[:length])
+            runtime.cache.check()
+        assert_same(logits, resident_logits[length])
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - set(THOROUGHLY)))

@@ -49,7 +49,7 @@ notebooks: ## execute the notebooks in place; nothing of this machine stays in t
 
 # A copy of the package beside the release build, for the tests of the compiled core.
 # Whole traces and the pre-fault's pure functions take minutes there and touch no memory that the
-# others do not.
+# others do not. Nor do most of the examples of hypothesis, which the release build runs all.
 CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_prefault_gate.py, $(wildcard tests/test_policy*.py \
 	tests/test_slru*.py tests/test_profiler.py tests/test_cache*.py tests/test_echo*.py \
 	tests/test_prefault*.py tests/test_reader*.py tests/test_route_log.py tests/test_replay.py \
@@ -66,7 +66,7 @@ debug: $(call stamp,dev) ## the compiled core unoptimised, with C assertions and
 sanitize: $(call stamp,dev) ## the compiled core under ASan and UBSan
 	MOECACHE_BUILD=sanitize $(BIN)/python setup.py -q build --build-base build/$@-objects --build-lib build/$@
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 $(RUN_CORE_TESTS)
+		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 $(RUN_CORE_TESTS) --hypothesis-profile=brief
 
 clean:
 	rm -rf build dist *.egg-info moecache/*.c moecache/*.so .venv .pytest_cache .mypy_cache .ruff_cache

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from moecache.commands.demo import resident_experts
 from moecache.commands.example import find_example
@@ -16,6 +17,11 @@ ROOT = Path(__file__).parents[1]
 
 # A shell's background job ignores SIGINT, and so would every child that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# For --hypothesis-profile, beside its default of 100.
+settings.register_profile("brief", max_examples=30)
+settings.register_profile("long", max_examples=1000)
 
 
 @pytest.fixture(scope="session")

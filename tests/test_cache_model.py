@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from moecache._cache import ExpertCache
 from moecache.errors import CapacityError
+from tests.helpers.examples import num_examples
 from tests.helpers.oracles import OracleCache, OracleSlot
 
 FORMS = ("int32", "int64", "list", "strided", "2-D", "fortran")
@@ -363,7 +364,7 @@ TestSlruLfu = SlruLfuMachine.TestCase
 TestTinyLfu = TinyLfuMachine.TestCase
 for case in [value for name, value in vars().copy().items() if name.startswith("Test")]:
     case.settings = settings(
-        max_examples=50,
+        max_examples=num_examples(50),
         stateful_step_count=50,
         deadline=None,
         derandomize=True,

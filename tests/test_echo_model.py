@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from moecache._echo import Echo
 from moecache._echo_cache import EchoCache
 from moecache.errors import CapacityError
+from tests.helpers.examples import num_examples
 from tests.helpers.oracle_echo import EchoValues, OracleEchoCache
 
 KEYS = st.integers(0, 400)
@@ -182,7 +183,7 @@ TestEcho = EchoMachine.TestCase
 TestHaz2 = Haz2Machine.TestCase
 for case in (TestEcho, TestHaz2):
     case.settings = settings(
-        max_examples=60,
+        max_examples=num_examples(60),
         stateful_step_count=50,
         deadline=None,
         derandomize=True,

@@ -16,6 +16,7 @@ from moecache._policy import LruCache, Policy
 from moecache._stale import LeastStaleCache
 from moecache._tinylfu import WTinyLfuCache
 from moecache.errors import CapacityError
+from tests.helpers.examples import num_examples
 from tests.helpers.oracle_ghosts import OracleArc, OracleLecar
 from tests.helpers.oracle_policies import OracleLfru, OracleLfu, OracleLru
 from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, OracleWTinyLfu
@@ -23,7 +24,7 @@ from tests.helpers.oracle_tokens import OracleLeastStale, OracleLrfu
 
 KEYS = st.integers(0, 15)
 SETTINGS = settings(
-    max_examples=50,
+    max_examples=num_examples(50),
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

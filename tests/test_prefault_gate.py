@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from moecache import ConfigError, StoreError, host_memory, prefault
 from moecache.host_memory import CgroupLimit
 from moecache.prefault import Region, decide, merge, warm
+from tests.helpers.examples import num_examples
 from tests.helpers.pages import GIB, MIB, NOWHERE, PAGE, anonymous, mapped_in, pages_of
 
 TIB = 2**40
@@ -219,7 +220,7 @@ def _region(number: int) -> tuple[int, int]:
     return min(ends), max(ends) - min(ends)
 
 
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=num_examples(2000), deadline=None)
 @given(st.lists(st.integers(0, 2**16 - 1), max_size=6))
 def test_ranges_are_the_set_of_pages_asked_for(numbers: list[int]) -> None:
     """Whatever the order: the same pages as one by one, no two ranges touching."""

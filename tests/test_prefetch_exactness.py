@@ -17,6 +17,7 @@ from moecache.predict import LastSelection, Predictor
 from moecache.settings import PREFETCH_MODES
 from moecache.slots import HostSlots
 from moecache.stores import open_store
+from tests.helpers.examples import num_examples
 from tests.helpers.runtimes import drain, expected
 from tests.helpers.stores import WrappedStore, numbered_store
 
@@ -115,7 +116,7 @@ def test_the_demos_output_is_the_same_to_the_last_bit(
         assert one.tobytes() == two.tobytes()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=num_examples(25), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     capacity=st.integers(1, 9),

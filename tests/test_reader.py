@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moecache._reader import ENGINES, Reader
+from tests.helpers.examples import num_examples
 from tests.helpers.pages import MIB, PAGE, num_descriptors, write_file
 from tests.helpers.readers import (
     Order,
@@ -92,7 +93,9 @@ def requests(draw: st.DrawFn) -> list[tuple[list[Run], int | None]]:
     return plans
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=num_examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(
     plans=requests(),
     engine=st.sampled_from([None, "threads"]),

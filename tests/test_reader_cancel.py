@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moecache._reader import Reader
+from tests.helpers.examples import num_examples
 from tests.helpers.pages import MIB, PAGE, write_file
 from tests.helpers.readers import Failure, Order, one_range, open_descriptor
 
@@ -138,7 +139,9 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=num_examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(
     steps=STEPS,
     engine=st.sampled_from([None, "threads"]),

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moecache._reader import ENGINES, HAS_FAULTS, Reader, inject_fault
+from tests.helpers.examples import num_examples
 from tests.helpers.pages import MIB, PAGE, write_file
 from tests.helpers.readers import (
     Failure,
@@ -268,7 +269,9 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=num_examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(
     steps=STEPS,
     engine=st.sampled_from([None, "threads"]),

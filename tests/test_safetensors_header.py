@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from moecache.errors import FormatError, StoreError
 from moecache.stores._header import read_header
 from tests.helpers.checkpoints import write_raw
+from tests.helpers.examples import num_examples
 
 DTYPES = ("bool", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8")
 SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -365,7 +366,9 @@ def test_files_of_the_safetensors_library_are_read_as_written(
 
 
 @settings(
-    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=num_examples(300),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(CHANGES, st.integers(0, 400))
 def test_a_damaged_file_is_read_or_refused_and_nothing_else(

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from moecache._slru import SlruCache
 from moecache.errors import CapacityError
+from tests.helpers.examples import num_examples
 from tests.helpers.oracles import OracleSlru
 
 NUM_KEYS = 12
@@ -117,7 +118,7 @@ class SlruMachine(RuleBasedStateMachine):
 
 TestSlru = SlruMachine.TestCase
 TestSlru.settings = settings(
-    max_examples=80,
+    max_examples=num_examples(80),
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

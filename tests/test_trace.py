@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from moecache._route_log import RouteLog
 from moecache.errors import ConfigError, FormatError, StoreError
 from moecache.study import Trace, concatenate, from_log, interleave, load_any
+from tests.helpers.examples import num_examples
 from tests.helpers.traces import random_trace, traces
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "traces"
@@ -103,7 +104,7 @@ def test_a_trace_cannot_be_changed_through_its_names() -> None:
             part.bulk[0] = 1
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=num_examples(10), deadline=None)
 @given(trace=traces())
 def test_copies_and_pickles_are_the_same_trace(trace: Trace) -> None:
     """Also of another process."""
@@ -120,7 +121,7 @@ def test_large_models_fit() -> None:
     assert (large.experts.dtype, large.experts.item()) == (np.int32, 70_000)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(trace=traces())
 def test_a_saved_trace_is_the_same_when_loaded(
     trace: Trace, tmp_path_factory: pytest.TempPathFactory

@@ -41,6 +41,16 @@ def test_demo_streams_text_and_proves_that_it_is_exact() -> None:
         assert text in done.stderr
 
 
+def test_demo_is_exact_whatever_the_threads_of_the_blas(
+    monkeypatch: pytest.MonkeyPatch, prompt: bytes
+) -> None:
+    """A prompt's products are large enough to be split among four of them."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")
+    done = run("demo", "--prompt", prompt.decode(), "--max-new-tokens", "6")
+    assert done.returncode == 0, done.stderr
+    assert "output equals the fully resident run: 6 tokens" in done.stderr
+
+
 def test_demo_starts_warm_with_a_profile(tmp_path: Path) -> None:
     """The second time; the text and its bits are the same."""
     options = ("demo", "--max-new-tokens", "40", "--profile", str(tmp_path / "demo.profile"))

@@ -105,6 +105,14 @@ class Offload:
         model.__dict__["moecache"] = self
 
     @property
+    def model(self) -> transformers.PreTrainedModel:
+        """The model."""
+        model = self._model()
+        if model is None:
+            raise MoeCacheError("the model is gone")
+        return model
+
+    @property
     def num_products(self) -> int:
         """Expert feed-forwards computed: one for each distinct expert of a step."""
         return sum(layer.num_products for layer in self._layers)
@@ -117,10 +125,9 @@ class Offload:
         """Return the counters as text, with a line per layer."""
         experts = sum(num_bytes(binding.module) for binding in self._bindings)
         stats = self.stats()
-        model = self._model()
-        trunk = "" if model is None else f"trunk {format_bytes(model.get_memory_footprint())}, "
+        trunk = format_bytes(self.model.get_memory_footprint())
         return (
-            f"{trunk}slots {format_bytes(stats.pool_bytes)} for experts of {format_bytes(experts)}"
+            f"trunk {trunk}, slots {format_bytes(stats.pool_bytes)} for experts of {format_bytes(experts)}"
             f" in {len(self._bindings)} layers\n{self.runtime.report()}"
         )
 
@@ -168,9 +175,7 @@ class Offload:
             become_again(block)
         for hook in self._hooks:
             hook.remove()
-        model = self._model()
-        if model is not None:
-            model.__dict__.pop("moecache", None)
+        self.model.__dict__.pop("moecache", None)
 
     def close(self) -> None:
         """Give back slots, file and threads; the model cannot run its experts any more.

@@ -1,0 +1,124 @@
+"""Every family's output with experts in slots equals that of the model in memory, bit for bit."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecache.errors import ConfigError
+from tests.helpers.families import FAMILIES, write_checkpoint
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+# transformers' own
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+DOCS = Path(__file__).parents[1] / "docs" / "transformers.md"
+UNSUPPORTED = {"qwen3_vl_moe_hub"}
+SUPPORTED = [name for name in FAMILIES if name not in UNSUPPORTED]
+NUM_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint, and what its model puts out when all of it is in memory."""
+
+    path: Path
+    dtype: Any
+    prompt: Any
+    logits: Any
+    tokens: Any
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Compute in one thread: with matrices this small, two mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(name, dtype) for name in SUPPORTED for dtype in ("bfloat16", "float32")],
+    ids=lambda param: "-".join(param),
+)
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Reference:
+    """Return a family's checkpoint and the output of its fully loaded model."""
+    name, dtype = request.param
+    family = FAMILIES[name]
+    path = write_checkpoint(family, tmp_path_factory.mktemp(name), dtype)
+    model = family.model_class.from_pretrained(path, **family.reference).eval()
+    for parameter in model.parameters():
+        # What is mapped from the file may lie at odd addresses, where float32 products round
+        # otherwise than in memory of torch's own.
+        parameter.data = parameter.data.clone()
+    prompt = torch.arange(12)[None] * 7 % 120
+    return Reference(path, model.dtype, prompt, *_outputs(model, prompt))
+
+
+@pytest.mark.parametrize("size", ["a quarter", "one layer"])
+def test_logits_and_greedy_tokens_equal_those_of_the_model_in_memory(
+    reference: Reference, size: str
+) -> None:
+    """With a quarter of the experts and look-ahead, and with no more than one layer has."""
+    from moecache.integrations.transformers import load
+
+    layout = _layout(reference.path)
+    if size == "a quarter":
+        model = load(reference.path, slots=layout.total_experts // 4, prefetch="router")
+    else:
+        model = load(reference.path, slots=layout.num_experts)
+    with model.moecache as offload:
+        assert model.dtype == reference.dtype
+        assert not [name for name, _ in model.named_parameters() if name.endswith("down_proj")]
+        logits, tokens = _outputs(model, reference.prompt)
+
+        assert torch.equal(logits, reference.logits)
+        assert torch.equal(tokens, reference.tokens)
+        # Nothing was right because all was there.
+        stats = offload.stats()
+        assert stats.num_evictions > 0
+        assert stats.prefetch is not None
+        assert stats.prefetch.num_predictor_errors == 0
+        assert stats.prefetch.num_found_k > 0
+
+
+def test_stacks_that_are_stored_transposed_are_refused(tmp_path: Path) -> None:
+    """The message names the weight and both shapes; transformers would transpose them."""
+    from moecache.integrations.transformers import load
+
+    path = write_checkpoint(FAMILIES["qwen3_vl_moe_hub"], tmp_path, "bfloat16")
+    with pytest.raises(ConfigError, match=r"gate_up_proj .* \[8, 32, 48\], .* \[8, 48, 32\]"):
+        load(path)
+
+
+def test_the_documentation_names_the_families_that_are_tested() -> None:
+    """Its table has a row for each, and none for another."""
+    rows = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    named = [row.split("`")[1] for row in rows]
+    assert sorted(named) == sorted(name for name in SUPPORTED if not name.endswith("_hub"))
+
+
+def _outputs(model: Any, prompt: Any) -> tuple[Any, Any]:
+    with torch.no_grad():
+        logits = model(input_ids=prompt).logits
+        tokens = model.generate(
+            input_ids=prompt,
+            max_new_tokens=NUM_TOKENS,
+            min_new_tokens=NUM_TOKENS,
+            do_sample=False,
+        )
+    return logits, tokens
+
+
+def _layout(path: Path) -> Any:
+    from moecache.stores import open_store
+
+    with open_store(path) as store:
+        return store.layout

@@ -54,21 +54,7 @@ def bind(model: transformers.PreTrainedModel, store: SafetensorsStore) -> list[B
     ConfigError
         If the model's family is not supported, or the checkpoint is not of this model.
     """
-    family = type(model).__name__
-    modules = find_experts(model)
-    for path, module in modules.items():
-        _check_interface(family, path, module)
-    if not modules:
-        num_layers = store.layout.num_layers
-        raise ConfigError(
-            f"{family} has no experts module that moecache knows"
-            + (
-                f", but its checkpoint has {num_layers} layers of experts: this family is not "
-                "supported"
-                if num_layers
-                else "; is it a mixture-of-experts model?"
-            )
-        )
+    family, modules = type(model).__name__, check_family(model)
     targets = _Targets(model, modules)
     by_path: dict[str, int] = {}
     for layer in range(store.layout.num_layers):
@@ -91,6 +77,31 @@ def bind(model: transformers.PreTrainedModel, store: SafetensorsStore) -> list[B
         Binding(path, module, by_path[path], names[by_path[path]], _dtype(model, path, module))
         for path, module in modules.items()
     ]
+
+
+def check_family(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's experts modules, if moecache can compute them.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot, or there are none.
+    """
+    family = type(model).__name__
+    modules = find_experts(model)
+    for path, module in modules.items():
+        _check_interface(family, path, module)
+    if modules:
+        return modules
+    for path, module in model.named_modules():
+        if "experts" in type(module).__name__.lower():
+            raise ConfigError(
+                f"{family} is not supported: {type(module).__name__} ({path}) has its experts "
+                "in another form than two stacks of matrices, gate_up_proj and down_proj"
+            )
+    raise ConfigError(
+        f"{family} has no experts module that moecache knows; is it a mixture-of-experts model?"
+    )
 
 
 class _Targets:
@@ -184,15 +195,22 @@ def _check_weights(store: SafetensorsStore, layer: int, path: str, module: nn.Mo
     if roles.keys() != expected:
         raise ConfigError(
             f"{store.path}: the experts of {path} are {', '.join(sorted(roles))}, but the model "
-            f"wants {', '.join(sorted(expected))}: quantized checkpoints are not supported"
+            f"wants {', '.join(sorted(expected))}: the checkpoint is of another model, or "
+            "quantized, which is not supported"
         )
     for name, (shape, _, _) in weights.items():
         role = roles[ROLES[name]]
         stored = (store.layout.num_experts, *role.shape)
         if stored != tuple(shape):
+            transposed = stored == (shape[0], *reversed(shape[1:]))
             raise ConfigError(
                 f"{store.path}: {name} of {path} is {list(stored)}, but the model wants "
-                f"{list(shape)}; experts that are stored transposed are not supported"
+                f"{list(shape)}: "
+                + (
+                    "experts that are stored transposed are not supported"
+                    if transposed
+                    else "the checkpoint is of another model"
+                )
             )
         if role.dtype.kind not in "fV" or role.dtype.itemsize < 2:
             raise ConfigError(

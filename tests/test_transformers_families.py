@@ -86,7 +86,8 @@ def test_logits_and_greedy_tokens_equal_those_of_the_model_in_memory(
         assert stats.num_evictions > 0
         assert stats.prefetch is not None
         assert stats.prefetch.num_predictor_errors == 0
-        assert stats.prefetch.num_found_k > 0
+        if size == "a quarter":
+            assert stats.prefetch.num_found_k > 0
 
 
 def test_stacks_that_are_stored_transposed_are_refused(tmp_path: Path) -> None:

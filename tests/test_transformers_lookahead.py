@@ -125,7 +125,9 @@ def test_recall_on_the_trained_model_is_in_the_report(tiny_moe: Path) -> None:
     """Most of what a token of real text uses was foreseen; auto and router guess alike."""
     from moecache.integrations.transformers import load
 
-    text = b"def save(self, path):\n    with open(path, 'w') as file:\n        file.write(self.text)\n"
+    text = (
+        b"def save(self, path):\n    with open(path, 'w') as file:\n        file.write(self.text)\n"
+    )
     prompt = torch.tensor([list(text)])
     model = load(tiny_moe, memory="25%", prefetch="router")
     with model.moecache as offload, torch.no_grad():

@@ -19,9 +19,10 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moecache.integrations.transformers._experts import ExpertsNotResidentError, OffloadedExperts
 from moecache.integrations.transformers._forward import routed_experts
+from moecache.integrations.transformers._guards import IMPLEMENTATION
 from moecache.integrations.transformers._loading import MoeCacheConfig, load
 from moecache.integrations.transformers._lookahead import RouterLookAhead
-from moecache.integrations.transformers._offload import IMPLEMENTATION, Offload, attach
+from moecache.integrations.transformers._offload import Offload, attach
 
 ExpertsInterface.register(IMPLEMENTATION, routed_experts)
 

@@ -1,6 +1,7 @@
 """Experts modules of a model, with and without their weights."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,9 @@ ROLES = {
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 # Under this name a module's weights are known after they are gone.
 _WEIGHTS = "_moecache_weights"
+# Under this name it is known what computed them before.
+_BEFORE = "_moecache_before"
+_DEFAULT = "grouped_mm"
 
 Described = tuple[torch.Size, torch.dtype, bool]
 
@@ -40,18 +44,28 @@ class OffloadedExperts(nn.Module):
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Refuse: the copy would have no experts."""
-        raise MoeCacheError(
-            "a model whose experts are in a cache cannot be copied; load it again, or give it "
-            "all its experts first with model.moecache.detach()"
-        )
+        refuse_to_copy()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: what is written would have no experts."""
-        raise MoeCacheError(
-            "a model whose experts are in a cache cannot be pickled: its experts are in the "
-            "checkpoint it was loaded from; give it all of them first with "
-            "model.moecache.detach()"
-        )
+        refuse_to_pickle()
+
+
+def refuse_to_copy() -> NoReturn:
+    """Raise what says why a model cannot be copied."""
+    raise MoeCacheError(
+        "a model whose experts are in a cache cannot be copied; load it again, or give it "
+        "all its experts first with model.moecache.detach()"
+    )
+
+
+def refuse_to_pickle() -> NoReturn:
+    """Raise what says why a model cannot be pickled."""
+    raise MoeCacheError(
+        "a model whose experts are in a cache cannot be pickled: its experts are in the "
+        "checkpoint it was loaded from; give it all of them first with "
+        "model.moecache.detach()"
+    )
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -87,8 +101,25 @@ def strip(module: nn.Module) -> None:
     become(module, OffloadedExperts)
 
 
+def dispatch(modules: Iterable[nn.Module], implementation: str) -> None:
+    """Have modules computed by an implementation; `restore` goes back to the one before."""
+    # Several modules share a configuration: all are asked before one is changed.
+    configs = {module: getattr(module, "config", None) for module in modules}
+    for module, config in configs.items():
+        if config is not None:
+            before = config._experts_implementation_internal
+            before = _DEFAULT if before == implementation else before
+            module.__dict__.setdefault(_BEFORE, before)
+    for config in configs.values():
+        if config is not None:
+            config._experts_implementation_internal = implementation
+
+
 def restore(module: nn.Module, weights: dict[str, nn.Parameter]) -> None:
-    """Give a module its weights back."""
+    """Give a module its weights back, and have it computed as before."""
+    if _BEFORE in module.__dict__:
+        config: Any = module.config
+        config._experts_implementation_internal = module.__dict__.pop(_BEFORE)
     become_again(module)
     del module.__dict__[_WEIGHTS]
     for name, parameter in weights.items():

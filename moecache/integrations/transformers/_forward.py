@@ -138,8 +138,9 @@ def routed_experts(
     layer: SlotLayer | None = module.__dict__.get(LAYER)
     if layer is None:
         raise MoeCacheError(
-            "experts implementation 'moecache' needs a cache: load the model with "
-            "moecache.integrations.transformers.load, or give it one with attach"
+            "experts implementation 'moecache' needs a cache, and this model has none, or one "
+            "that is closed: load the model with moecache.integrations.transformers.load, or "
+            "give it one with attach"
         )
     if hidden.device.type != "cpu":
         raise MoeCacheError(

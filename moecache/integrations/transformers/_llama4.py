@@ -23,7 +23,8 @@ def patch(model: nn.Module, path: str) -> nn.Module:
         raise ConfigError(
             f"Llama 4 with {block.top_k} experts per token is not supported, only with one"
         )
-    become(block, _OffloadedMoe)
+    if not isinstance(block, _OffloadedMoe):
+        become(block, _OffloadedMoe)
     return block
 
 

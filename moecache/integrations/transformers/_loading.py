@@ -14,9 +14,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moecache.errors import ConfigError
 from moecache.headroom import headroom
-from moecache.integrations.transformers._binding import bind
-from moecache.integrations.transformers._experts import strip
-from moecache.integrations.transformers._offload import IMPLEMENTATION, Offload
+from moecache.integrations.transformers._binding import bind, check_family
+from moecache.integrations.transformers._experts import dispatch, strip
+from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
+from moecache.integrations.transformers._offload import Offload
 from moecache.opening import open  # noqa: A004 - moecache.open
 from moecache.predict import Predictor
 from moecache.stores import SafetensorsStore, open_store
@@ -65,6 +66,7 @@ class TrunkQuantizer(HfQuantizer):
             raise ConfigError(
                 "experts are read from a checkpoint's safetensors files: there are none"
             )
+        check_family(model)
         directory = Path(checkpoint_files[0]).parent
         with open_store(_store_path(directory, checkpoint_files)) as store:
             _check_files(store, checkpoint_files)
@@ -77,9 +79,7 @@ class TrunkQuantizer(HfQuantizer):
             )
         for binding in bindings:
             strip(binding.module)
-            config = getattr(binding.module, "config", None)
-            if config is not None:
-                config._experts_implementation_internal = IMPLEMENTATION
+        dispatch([binding.module for binding in bindings], IMPLEMENTATION)
         # They are in the checkpoint, and are meant to stay there.
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
@@ -87,8 +87,9 @@ class TrunkQuantizer(HfQuantizer):
         }
 
     def postprocess_model(self, model: Any, **_: Any) -> Any:
-        """Make it an ordinary model again."""
+        """Make it an ordinary model again, but one that is not saved without its experts."""
         self.remove_quantization_config(model)
+        guard(model, model.__dict__["_moecache_source"][0])
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:

@@ -1,6 +1,5 @@
 """Offload: what a model has as `model.moecache` while its experts are in slots."""
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -21,11 +20,15 @@ from moecache.integrations.transformers._experts import (
     ROLES,
     become_again,
     described,
+    dispatch,
     num_bytes,
+    refuse_to_copy,
+    refuse_to_pickle,
     restore,
     strip,
 )
 from moecache.integrations.transformers._forward import LAYER, SlotLayer, SlotWeights, as_tensor
+from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
 from moecache.runtime import ExpertRuntime
 from moecache.stores import SafetensorsStore
@@ -33,10 +36,6 @@ from moecache.telemetry import RuntimeStats
 from moecache.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-IMPLEMENTATION = "moecache"
-# What would write or switch without the experts.
-_GUARDED = ("save_pretrained", "set_experts_implementation")
 
 
 class Offload:
@@ -61,13 +60,15 @@ class Offload:
         look_ahead: bool | None,
         owned: bool,
     ) -> None:
-        if isinstance(getattr(model, "moecache", None), Offload):
+        before = getattr(model, "moecache", None)
+        if isinstance(before, Offload) and not before.closed:
             raise MoeCacheError("the model's experts are in a cache already; detach() it first")
         bindings = _bind(model, runtime)
         self.runtime = runtime
         self.paths = [binding.path for binding in sorted(bindings, key=lambda b: b.layer)]
         self._bindings = bindings
         self._owned = owned
+        self._released: bool = False
         self._detached = False
         self._model = weakref.ref(model)
         # Llama 4's blocks that were patched; raises before anything was changed.
@@ -76,8 +77,6 @@ class Offload:
             for binding in bindings
             if _llama4.is_llama4(binding.module)
         ]
-        self._configs = list({id(c): c for c in map(_config_of, bindings) if c}.values())
-        self._implementations = [c._experts_implementation_internal for c in self._configs]
         views: dict[Any, dict[int, SlotWeights]] = {}
         self._layers: list[SlotLayer] = []
         for binding in bindings:
@@ -91,18 +90,17 @@ class Offload:
             )
             binding.module.__dict__[LAYER] = layer
             self._layers.append(layer)
-        for config in self._configs:
-            config._experts_implementation_internal = IMPLEMENTATION
-        self._hooks = [
-            model.register_forward_pre_hook(_sequence_hook(runtime), with_kwargs=True),
-            model.register_state_dict_post_hook(_warn_of_state_dict),
-        ]
-        self._guarded = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
-        for module in self._guarded:
-            module.__dict__["save_pretrained"] = functools.partial(_refuse_to_save, runtime)
-            module.__dict__["set_experts_implementation"] = _refuse_to_switch
+        dispatch([binding.module for binding in bindings], IMPLEMENTATION)
+        self._hook = model.register_forward_pre_hook(_SequenceHook(runtime), with_kwargs=True)
+        guard(model, getattr(runtime.store, "path", Path()))
+        model.__dict__.pop("_moecache_source", None)
         self._look_ahead = self._start_look_ahead(model, look_ahead)
         model.__dict__["moecache"] = self
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model's experts cannot come from the slots any more."""
+        return self._released
 
     @property
     def model(self) -> transformers.PreTrainedModel:
@@ -127,8 +125,8 @@ class Offload:
         stats = self.stats()
         trunk = format_bytes(self.model.get_memory_footprint())
         return (
-            f"trunk {trunk}, slots {format_bytes(stats.pool_bytes)} for experts of {format_bytes(experts)}"
-            f" in {len(self._bindings)} layers\n{self.runtime.report()}"
+            f"trunk {trunk}, slots {format_bytes(stats.pool_bytes)} for experts of "
+            f"{format_bytes(experts)} in {len(self._bindings)} layers\n{self.runtime.report()}"
         )
 
     def detach(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -148,9 +146,13 @@ class Offload:
             If they do not fit into memory.
         StoreError
             If an expert cannot be read.
+        MoeCacheError
+            If this was closed before.
         """
         if self._detached:
             return
+        if self._released:
+            raise MoeCacheError("the model's cache is closed; load the model again")
         needed = sum(num_bytes(binding.module) for binding in self._bindings)
         free = free_host_bytes()
         if needed > free:
@@ -166,15 +168,10 @@ class Offload:
         self._release()
         for binding, parameters in zip(self._bindings, weights, strict=True):
             restore(binding.module, parameters)
-        for config, implementation in zip(self._configs, self._implementations, strict=True):
-            config._experts_implementation_internal = implementation
-        for module in self._guarded:
-            for name in _GUARDED:
-                module.__dict__.pop(name, None)
         for block in self._blocks:
             become_again(block)
-        for hook in self._hooks:
-            hook.remove()
+        self._detached = True
+        unguard(self.model)
         self.model.__dict__.pop("moecache", None)
 
     def close(self) -> None:
@@ -182,7 +179,7 @@ class Offload:
 
         A second call does nothing. A runtime that was given to `attach` stays open.
         """
-        if not self._detached:
+        if not self._released:
             self._release()
 
     def __enter__(self) -> Self:
@@ -200,13 +197,15 @@ class Offload:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Refuse: threads and files cannot be copied."""
-        raise MoeCacheError(
-            "a model whose experts are in a cache cannot be copied; load it again, or give it "
-            "all its experts first with model.moecache.detach()"
-        )
+        refuse_to_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: nor can they be pickled."""
+        refuse_to_pickle()
 
     def _release(self) -> None:
-        self._detached = True
+        self._released = True
+        self._hook.remove()
         if self._look_ahead is not None:
             self._look_ahead.close()
         for binding in self._bindings:
@@ -305,43 +304,25 @@ def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[B
     return bindings
 
 
-def _config_of(binding: Binding) -> Any:
-    return getattr(binding.module, "config", None)
+class _SequenceHook:
+    """Tells the runtime of the first forward of a sequence."""
 
+    def __init__(self, runtime: ExpertRuntime) -> None:
+        self._runtime = runtime
 
-def _sequence_hook(runtime: ExpertRuntime) -> Any:
     @torch.compiler.disable
-    def note(_: nn.Module, __: Any, named: dict[str, Any]) -> None:
-        # The first forward of a sequence: there is nothing in the KV cache.
+    def __call__(self, _: nn.Module, __: Any, named: dict[str, Any]) -> None:
+        """Look whether there is anything in the KV cache."""
         past = named.get("past_key_values")
         length = getattr(past, "get_seq_length", None)
-        if (past is None or (length is not None and not length())) and not runtime.closed:
-            runtime.begin_sequence()
+        new = past is None or (length is not None and not length())
+        if new and not self._runtime.closed:
+            self._runtime.begin_sequence()
 
-    return note
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse before anything of the model is copied."""
+        refuse_to_copy()
 
-
-def _warn_of_state_dict(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-    logger.warning(
-        "transformers.state_dict_without_experts keys=%d: they are in the checkpoint alone",
-        len(state),
-    )
-
-
-def _refuse_to_save(runtime: ExpertRuntime, *_: Any, **__: Any) -> NoReturn:
-    path = getattr(runtime.store, "path", Path())
-    raise MoeCacheError(
-        "what would be saved has no experts, which are in the checkpoint that the model was "
-        f"loaded from ({path}): copy that, or give the model all its experts first with "
-        "model.moecache.detach()"
-    )
-
-
-def _refuse_to_switch(implementation: str | dict[str, str]) -> None:
-    names = implementation.values() if isinstance(implementation, dict) else [implementation]
-    for name in names:
-        if name != IMPLEMENTATION:
-            raise MoeCacheError(
-                f"experts implementation {name!r} needs all experts in memory; get them back "
-                "with model.moecache.detach() first"
-            )
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse before anything of the model is pickled."""
+        refuse_to_pickle()

@@ -1,0 +1,80 @@
+"""What a model refuses while its experts are in no module: to be written or copied without them."""
+
+import functools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import transformers
+from torch import nn
+
+from moecache.errors import MoeCacheError
+
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATION = "moecache"
+# What would write or switch without the experts.
+_GUARDED = ("save_pretrained", "push_to_hub", "set_experts_implementation")
+# Under this name a model has its hook.
+_HOOK = "_moecache_state_dict_hook"
+
+
+def guard(model: nn.Module, source: Path) -> None:
+    """Have a model and its parts refuse; a second call says another source at most.
+
+    Parameters
+    ----------
+    model : Module
+    source : Path
+        The checkpoint that has the experts.
+    """
+    for module in _pretrained(model):
+        refuse = functools.partial(_refuse_to_save, source)
+        module.__dict__["save_pretrained"] = refuse
+        # It would make the repository first.
+        module.__dict__["push_to_hub"] = refuse
+        module.__dict__["set_experts_implementation"] = _refuse_to_switch
+        if _HOOK not in module.__dict__:
+            hook = module.register_state_dict_post_hook(_warn_of_state_dict)
+            module.__dict__[_HOOK] = hook
+
+
+def unguard(model: nn.Module) -> None:
+    """Have them do as they were told again."""
+    for module in _pretrained(model):
+        for name in _GUARDED:
+            module.__dict__.pop(name, None)
+        hook = module.__dict__.pop(_HOOK, None)
+        if hook is not None:
+            hook.remove()
+
+
+def _pretrained(model: nn.Module) -> Iterator[Any]:
+    return (m for m in model.modules() if isinstance(m, transformers.PreTrainedModel))
+
+
+def _warn_of_state_dict(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+    if not prefix:
+        logger.warning(
+            "transformers.state_dict_without_experts keys=%d: they are in the checkpoint alone",
+            len(state),
+        )
+
+
+def _refuse_to_save(source: Path, *_: Any, **__: Any) -> NoReturn:
+    raise MoeCacheError(
+        "what would be saved has no experts, which are in the checkpoint that the model was "
+        f"loaded from ({source}): copy that, or give the model all its experts first with "
+        "model.moecache.detach()"
+    )
+
+
+def _refuse_to_switch(implementation: str | dict[str, str]) -> None:
+    names = implementation.values() if isinstance(implementation, dict) else [implementation]
+    for name in names:
+        if name != IMPLEMENTATION:
+            raise MoeCacheError(
+                f"experts implementation {name!r} needs all experts in memory; get them back "
+                "with model.moecache.detach() first"
+            )

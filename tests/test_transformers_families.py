@@ -44,7 +44,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(
     scope="module",
     params=[(name, dtype) for name in SUPPORTED for dtype in ("bfloat16", "float32")],
-    ids=lambda param: "-".join(param),
+    ids="-".join,
 )
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

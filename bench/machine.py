@@ -2,19 +2,10 @@
 
 import os
 import platform
-from pathlib import Path
 
 import numpy as np
 
-
-def cpu_model() -> str:
-    """Return the processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
+from moecache.commands.machine import cpu_model
 
 
 def describe_machine() -> str:

@@ -8,7 +8,18 @@ import sys
 from collections.abc import Sequence
 
 from moecache import __version__
-from moecache.commands import demo, inspect, pack, replay, simulate, top, trace, warm
+from moecache.commands import (
+    bench,
+    demo,
+    generate,
+    inspect,
+    pack,
+    replay,
+    simulate,
+    top,
+    trace,
+    warm,
+)
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, MoeCacheError
 
@@ -52,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"moecache {__version__}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    bench.add_parser(commands)
     demo.add_parser(commands)
+    generate.add_parser(commands)
     inspect.add_parser(commands)
     pack.add_parser(commands)
     replay.add_parser(commands)

@@ -29,6 +29,15 @@ def free_host_bytes() -> int:
     return min([available, *(group.room_bytes for group in cgroup_limits())])
 
 
+def peak_rss_bytes() -> int:
+    """Return the most memory this process has had resident so far."""
+    # Not getrusage's ru_maxrss: it starts from the peak of the process that called exec.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def tightest_limit() -> "CgroupLimit | None":
     """Return the cgroup whose room is less than the machine's available memory, if one is."""
     import psutil

@@ -31,6 +31,7 @@ FLOORS = [
         "usage",
     },
     {"runtime", "opening", "packing"},
+    {"integrations"},
     {"commands"},
     {"cli", "__main__"},
 ]
@@ -142,9 +143,24 @@ def test_imports_go_down(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_optional_packages_stay_in_their_place(path: Path) -> None:
-    """CuPy, torch and transformers each have one importer; there is none so far."""
-    heavy = {name.split(".")[0] for name in imports(path)} & {"torch", "transformers", "cupy"}
+    """torch, transformers and accelerate have one importer; CuPy has none so far."""
+    heavy = {name.split(".")[0] for name in imports(path)}
+    heavy &= {"torch", "transformers", "accelerate", "huggingface_hub", "cupy"}
+    if path.relative_to(PACKAGE).parts[:2] == ("integrations", "transformers"):
+        heavy &= {"cupy"}
     assert not heavy
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_commands_import_integrations_in_functions_only(path: Path) -> None:
+    """`moecache --help` does not wait for torch."""
+    if path.relative_to(PACKAGE).parts[0] in {"commands", "cli.py"}:
+        named = [
+            node.module
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.ImportFrom)
+        ]
+        assert not any(str(name).startswith("moecache.integrations") for name in named)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))

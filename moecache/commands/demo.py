@@ -27,6 +27,7 @@ from moecache.commands.example import (
 from moecache.commands.live import LiveView
 from moecache.commands.metrics import served
 from moecache.experts import combine, gated_rows
+from moecache.host_memory import peak_rss_bytes
 from moecache.opening import open  # noqa: A004 - moecache.open
 from moecache.runtime import ExpertRuntime
 from moecache.stores import SafetensorsStore, open_store
@@ -161,15 +162,6 @@ def resident_experts(store: SafetensorsStore) -> Callable[..., np.ndarray]:
         return combine(rows, weights)
 
     return routed_experts
-
-
-def peak_rss_bytes() -> int:
-    """Return the most memory this process has had resident so far."""
-    # Not getrusage's ru_maxrss: it starts from the peak of the process that called exec.
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _generate(

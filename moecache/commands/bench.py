@@ -1,0 +1,200 @@
+"""`moecache bench`: how fast a model is at several memories, and beside other ways to run it."""
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moecache import prefault
+from moecache.commands.arguments import choose, naming, split
+from moecache.commands.bench_table import print_bench
+from moecache.commands.contestants import Contestant, chosen, differing, run_process
+from moecache.commands.generate import DTYPES, MODEL_PREFETCH_MODES
+from moecache.commands.machine import describe_facts, machine_facts
+from moecache.commands.paths import map_file
+from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError, StoreError
+from moecache.settings import DEFAULT_POLICY, POLICIES, READ_MODES
+from moecache.units import format_bytes, parse_budget
+
+JSON_VERSION = 1
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench",
+        help="measure a model's speed at several memories, and beside other ways to run it",
+        description="Measure how fast a mixture-of-experts model reads a prompt (prefill) and "
+        "generates (decode) with its experts in several amounts of memory and under several "
+        "policies. Every run is a process of its own, and runs of different kinds take turns; "
+        "medians are shown. All of them must generate the same tokens, else the exit code is 1. "
+        "Needs pip install 'moecache[transformers]'.",
+        epilog="examples: moecache bench ./OLMoE-1B-7B | "
+        "moecache bench ./Qwen3-30B-A3B --memories 4GiB,8GiB --policies echo,lru --sample | "
+        "moecache bench ./Qwen3-30B-A3B --compare --cold --json figures.json",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a checkpoint directory, or a name on the Hugging Face hub"
+    )
+    parser.add_argument(
+        "--memories",
+        default="25%,50%,100%",
+        metavar="LIST",
+        help="memory for experts: sizes, or shares of them (default: 25%%,50%%,100%%)",
+    )
+    parser.add_argument(
+        "--policies",
+        metavar="LIST",
+        help=f"who is evicted; names, or all: {', '.join(POLICIES)} (default: {DEFAULT_POLICY})",
+    )
+    parser.add_argument(
+        "--prefetch", choices=MODEL_PREFETCH_MODES, help="whose guesses are read ahead"
+    )
+    parser.add_argument("--read", choices=READ_MODES, help="through the page cache or around it")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="also run the model fully resident, with accelerate's disk_offload, and with a "
+        "device_map that has the experts on disk; rates are shown as shares of the first",
+    )
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="drop the checkpoint from the page cache before each run is loaded, and again "
+        "before what is measured (default: bring it in)",
+    )
+    work = parser.add_argument_group("work")
+    work.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="default: 128")
+    work.add_argument("--new-tokens", type=int, default=64, metavar="N", help="default: 64")
+    work.add_argument(
+        "--warm-up",
+        type=int,
+        default=16,
+        metavar="N",
+        help="tokens to generate after another prompt, before anything is measured (default: 16)",
+    )
+    work.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each, default 3")
+    work.add_argument(
+        "--sample",
+        action="store_true",
+        help="draw tokens at temperature 1 instead of taking the likeliest, after which small "
+        "models repeat themselves",
+    )
+    work.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    work.add_argument("--threads", type=int, metavar="N", help="torch's (default: its own choice)")
+    work.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    parser.add_argument("--json", metavar="FILE", help="write all figures of all runs there")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run everything in turn, show the table; return the exit code."""
+    memories, policies = _check(arguments)
+    if arguments.compare and importlib.util.find_spec("accelerate") is None:
+        raise MissingDependencyError(
+            "--compare needs accelerate; install it with: pip install 'moecache[transformers]'"
+        )
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    facts = machine_facts("torch", "transformers", *(("accelerate",) * arguments.compare))
+    console.print(describe_facts(facts), style="dim")
+    task: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in ("model", "prompt_tokens", "new_tokens", "warm_up", "sample", "seed")
+    }
+    task |= {name: getattr(arguments, name) for name in ("threads", "dtype", "cold", "verbose")}
+    with console.status("looking at the model"):
+        task |= run_process({**task, "kind": "prepare"})
+    files = [Path(file) for file in task["files"]]
+    task["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
+    contestants = chosen(
+        memories, policies, arguments.prefetch, arguments.read, all_=arguments.compare
+    )
+    _run_all(console, contestants, task, arguments.repeats)
+    facts["threads"] = next((run["threads"] for one in contestants for run in one.runs), None)
+    console.print(
+        f"{'prose' if task['text'] else 'random tokens, as there is no tokenizer'}; "
+        f"{facts['threads']} threads, page cache {'cold' if arguments.cold else 'warm'}, "
+        f"checkpoint {format_bytes(task['checkpoint_bytes'])}",
+        style="dim",
+    )
+    others = differing(contestants)
+    if arguments.json:
+        _write(arguments.json, task, facts, contestants, same=not others)
+    print_bench(
+        Console(highlight=False, markup=False, emoji=False), contestants, compare=arguments.compare
+    )
+    for contestant in contestants:
+        if contestant.over:
+            console.print(f"{contestant.name}: {contestant.left_out or contestant.error}")
+    if others:
+        raise MoeCacheError(
+            f"other tokens than {next(one.name for one in contestants if one.runs)} were "
+            f"generated by: {'; '.join(others)}: their figures are of other work"
+        )
+    return 1 if any(contestant.error for contestant in contestants) else 0
+
+
+def _run_all(
+    console: Console, contestants: list[Contestant], task: dict[str, Any], repeats: int
+) -> None:
+    """Run each contestant once, then each once more: what disturbs, disturbs all of them."""
+    files = [Path(file) for file in task["files"]]
+    for repeat in range(repeats):
+        for contestant in contestants:
+            if contestant.over:
+                continue
+            with console.status(f"{contestant.name}, run {repeat + 1} of {repeats}"):
+                regions = [region for file in files if (region := map_file(file)) is not None]
+                if task["cold"]:
+                    prefault.evict(regions)
+                else:
+                    prefault.warm(regions, keep_mapped=False)
+                del regions
+                contestant.run(task)
+
+
+def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return memories and policies; refuse what cannot be used, before anything runs."""
+    for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("warm_up", 0), ("repeats", 1)):
+        if getattr(arguments, name) < least:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be at least {least}, "
+                f"got {getattr(arguments, name)}"
+            )
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed must not be negative, got {arguments.seed}")
+    if arguments.threads is not None and arguments.threads < 1:
+        raise ConfigError(f"--threads must be at least 1, got {arguments.threads}")
+    memories = split("--memories", arguments.memories)
+    with naming("--memories"):
+        for memory in memories:
+            parse_budget(memory, 1)
+    if arguments.json is not None and not Path(arguments.json).parent.is_dir():
+        raise ConfigError(f"--json: there is no directory {Path(arguments.json).parent}")
+    if arguments.json == "":
+        raise ConfigError("--json is empty; is a shell variable unset?")
+    return memories, choose("policies", arguments.policies, POLICIES, (DEFAULT_POLICY,))
+
+
+def _write(
+    path: str,
+    task: dict[str, Any],
+    facts: dict[str, Any],
+    contestants: list[Contestant],
+    *,
+    same: bool,
+) -> None:
+    found = {
+        "version": JSON_VERSION,
+        "machine": facts,
+        "settings": {key: value for key, value in task.items() if key != "verbose"},
+        "same_tokens": same,
+        "contestants": [contestant.to_dict() for contestant in contestants],
+    }
+    try:
+        Path(path).write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from error

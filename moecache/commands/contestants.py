@@ -1,0 +1,175 @@
+"""What `moecache bench` compares, each run in a process of its own."""
+
+import contextlib
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+from moecache.errors import ConfigError, MoeCacheError
+
+_MODULE = "moecache.integrations.transformers._contestant"
+# Of which the median over all runs is shown.
+_FIGURES = (
+    "load_s",
+    "imports_rss_bytes",
+    "peak_rss_bytes",
+    "prefill_s",
+    "prefill_tokens_per_s",
+    "decode_s",
+    "decode_tokens_per_s",
+    "slot_bytes",
+    "prefill_hit_rate",
+    "prefill_bytes_read",
+    "hit_rate",
+    "bytes_per_token",
+    "stall_ms_per_token",
+)
+
+
+@dataclass
+class Contestant:
+    """A way to run the model, and what came of it.
+
+    Attributes
+    ----------
+    name : str
+        As it is shown.
+    task : dict
+        What sets it apart.
+    runs : list of dict
+        What each run measured.
+    left_out : str
+        Why it was not run: it has no room.
+    error : str
+        What it failed with; it is not run again.
+    """
+
+    name: str
+    task: dict[str, Any]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    left_out: str = ""
+    error: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether it is not to be run again."""
+        return bool(self.left_out or self.error)
+
+    def run(self, task: dict[str, Any]) -> None:
+        """Run it once more, with what all contestants are told."""
+        try:
+            found = run_process({**task, **self.task})
+        except MoeCacheError as error:
+            self.error = str(error)
+            return
+        self.left_out = found.get("left_out", "")
+        if not self.left_out:
+            self.runs.append(found)
+
+    def median(self) -> dict[str, float]:
+        """Return the median of each figure that it has."""
+        return {
+            name: statistics.median(run[name] for run in self.runs)
+            for name in _FIGURES
+            if self.runs and name in self.runs[0]
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it for JSON."""
+        return {
+            "name": self.name,
+            **self.task,
+            "median": self.median(),
+            "runs": self.runs,
+            "left_out": self.left_out or None,
+            "error": self.error or None,
+        }
+
+
+def chosen(
+    memories: list[str], policies: list[str], prefetch: str | None, read: str | None, *, all_: bool
+) -> list[Contestant]:
+    """Return what is compared; with `all_` also what one would do without moecache."""
+    others = {
+        "resident": "all resident",
+        "disk_offload": "accelerate disk_offload",
+        "experts_on_disk": "device_map, experts on disk",
+    }
+    return [
+        *(Contestant(name, {"kind": kind}) for kind, name in others.items() if all_),
+        *(
+            Contestant(
+                f"moecache {memory} {policy}",
+                {
+                    "kind": "moecache",
+                    "memory": memory,
+                    "policy": policy,
+                    "prefetch": prefetch,
+                    "read": read,
+                },
+            )
+            for memory in memories
+            for policy in policies
+        ),
+    ]
+
+
+def differing(contestants: list[Contestant]) -> list[str]:
+    """Return who generated other tokens than the first that ran, in any run."""
+    ran = [contestant for contestant in contestants if contestant.runs]
+    return [
+        contestant.name
+        for contestant in ran
+        if any(run["tokens"] != ran[0].runs[0]["tokens"] for run in contestant.runs)
+    ]
+
+
+def run_process(task: dict[str, Any]) -> dict[str, Any]:
+    """Run a task in a process of its own, and return what it found.
+
+    Raises
+    ------
+    ConfigError
+        If it says that the task is wrong.
+    MoeCacheError
+        If it failed.
+    """
+    with tempfile.TemporaryFile("w+") as noise:
+        process = subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-m", _MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if task["verbose"] else noise,
+            text=True,
+        )
+        try:
+            output, _ = process.communicate(json.dumps(task))
+        finally:
+            # Ctrl-C: it got the signal as well, but may be busy.
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        noise.seek(0)
+        said = noise.read()
+    found: Any = None
+    with contextlib.suppress(ValueError, IndexError):
+        found = json.loads(output.splitlines()[-1])
+    if not isinstance(found, dict):
+        raise MoeCacheError(_death(process.returncode, said))
+    if "error" in found:
+        raise (ConfigError if found["usage"] else MoeCacheError)(found["error"])
+    return found
+
+
+def _death(code: int, said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if code == -signal.SIGKILL:
+        return "was killed: the machine ran out of memory, most likely"
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}"
+    return lines[-1] if lines else f"ended with exit code {code} and said nothing"

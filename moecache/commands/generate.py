@@ -1,0 +1,231 @@
+"""`moecache generate`: text by any mixture-of-experts model, in the memory there is."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from moecache.commands.arguments import check_output
+from moecache.commands.live_line import LiveLine
+from moecache.commands.paths import printable
+from moecache.errors import ConfigError
+from moecache.settings import POLICIES, READ_MODES, SCOPES
+from moecache.telemetry import RuntimeStats
+from moecache.units import format_bytes
+
+DTYPES = ("bfloat16", "float16", "float32")
+MODEL_PREFETCH_MODES = ("auto", "router", "echo", "last", "off")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "generate",
+        help="generate text with a mixture-of-experts model larger than your memory",
+        description="Continue a prompt with any mixture-of-experts model that transformers runs, "
+        "with its experts in as much memory as --memory says. The text comes on standard output "
+        "as it is generated, figures on standard error. It is the same text, token by token, as "
+        "that of the model completely in memory. Needs pip install 'moecache[transformers]'.",
+        epilog="examples: moecache generate ./Qwen3-30B-A3B 'Why is the sky blue?' --chat "
+        "--memory 16GiB | moecache generate ./OLMoE-1B-7B 'def main():' --temperature 0 | "
+        "moecache generate ./Mixtral-8x7B --chat - < question.txt > answer.txt",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a checkpoint directory, or a name on the Hugging Face hub"
+    )
+    parser.add_argument(
+        "prompt", metavar="PROMPT", help='the text to continue; "-" reads standard input'
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a question: put it into the model's chat template",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens to generate (default: 256)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="0 takes the likeliest token (default: what the model's generation_config.json says)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    cache = parser.add_argument_group("experts")
+    cache.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help='memory for experts: "16GiB", or a share of them, "25%%"; the trunk comes on top '
+        "(default: what is free, less some reserve)",
+    )
+    cache.add_argument("--policy", choices=POLICIES, help="who is evicted")
+    cache.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
+    cache.add_argument(
+        "--prefetch",
+        choices=MODEL_PREFETCH_MODES,
+        help="whose guesses are read before a layer asks: router, the next layer's own, applied "
+        "to this layer's input; auto (default), the same while tokens are faster with it; echo, "
+        "ECHO's; last, the layer's last experts; off, nobody's",
+    )
+    cache.add_argument(
+        "--read", choices=READ_MODES, help="through the page cache or around it (default: auto)"
+    )
+    cache.add_argument(
+        "--dtype", choices=DTYPES, help="compute in this type (default: the checkpoint's)"
+    )
+    cache.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="start warm from what earlier runs kept there, and keep this run's use of experts",
+    )
+    cache.add_argument(
+        "--record-trace",
+        metavar="FILE",
+        help="write which experts each token chose, for `moecache replay` (.npz)",
+    )
+    parser.add_argument(
+        "--stats", action="store_true", help="show all counters at the end, layer by layer"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load, generate, show the figures; return the exit code."""
+    _check(arguments)
+    from moecache.integrations.transformers import generation
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    generation.check_model(arguments.model)
+    with generation.quiet(verbose=arguments.verbose):
+        prompt = _prompt(arguments)
+        with generation.reading(arguments.model):
+            tokenizer = generation.load_tokenizer(arguments.model)
+        # Before the model: it takes minutes, and the prompt may be wrong.
+        ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
+        with _loaded(console, arguments) as model:
+            runtime = model.moecache.runtime
+            with LiveLine(console, runtime) as line:
+                stream = generation.TextStream(tokenizer, ids, line.write)
+                line.stamps_s = stream.stamps_s
+                try:
+                    generation.continue_tokens(
+                        model,
+                        ids,
+                        stream,
+                        max_new_tokens=arguments.max_new_tokens,
+                        temperature=arguments.temperature,
+                        seed=arguments.seed,
+                    )
+                except KeyboardInterrupt:
+                    stream.end()
+                    raise
+            console.print(_summary(ids.shape[1], stream, runtime.stats()), style="dim")
+            if arguments.stats:
+                console.print(printable_lines(model.moecache.report()))
+    return 0
+
+
+def printable_lines(text: str) -> str:
+    """Return lines without what a terminal would obey."""
+    return "\n".join(map(printable, text.splitlines()))
+
+
+@contextlib.contextmanager
+def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
+    """Load the model, with a bar on a terminal, and close it in the end."""
+    from moecache.integrations.transformers import generation, load
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeElapsedColumn(),
+    )
+    with (
+        Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        ) as progress,
+        generation.reading(arguments.model),
+    ):
+        task = progress.add_task("loading", total=None)
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            progress.update(
+                task, completed=done_bytes, total=total_bytes, description="reading ahead"
+            )
+
+        options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
+        model = load(
+            arguments.model,
+            arguments.memory,
+            policy=arguments.policy,
+            scope=arguments.scope,
+            prefetch=arguments.prefetch,
+            read=arguments.read,
+            profile=arguments.profile,
+            record_trace=arguments.record_trace,
+            progress=show,
+            **options,
+        )
+    with model.moecache:
+        yield model
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be used, before anything is loaded."""
+    if arguments.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
+    temperature = arguments.temperature
+    if temperature not in (None, 0) and not 0.01 <= temperature <= 100:
+        raise ConfigError(f"--temperature must be 0 or between 0.01 and 100, got {temperature}")
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed must not be negative, got {arguments.seed}")
+    taken: dict[str, str] = {}
+    for option in ("profile", "record_trace"):
+        path = getattr(arguments, option)
+        name = f"--{option.replace('_', '-')}"
+        if path == "":
+            raise ConfigError(f"{name} is empty; is a shell variable unset?")
+        if path is not None:
+            if not Path(path).parent.is_dir():
+                raise ConfigError(f"{name}: there is no directory {Path(path).parent}")
+            check_output(name, path, taken)
+            taken[path] = name
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    prompt: str = arguments.prompt
+    if prompt == "-":
+        if sys.stdin is None:
+            raise ConfigError('the prompt is "-", but there is no standard input')
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is no text: {error}") from error
+    if not prompt:
+        raise ConfigError("the prompt is empty; the model needs something to start from")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("the prompt is no UTF-8 text; convert it with iconv") from error
+    return prompt
+
+
+def _summary(prompt_tokens: int, times: Any, stats: RuntimeStats) -> str:
+    tokens = len(times.stamps_s)
+    # Of few tokens there is no rate worth saying.
+    decode = f", {times.tokens_per_s:.1f} tokens/s" if tokens > 1 else ""
+    return (
+        f"{tokens} tokens{decode}; prompt of {prompt_tokens} in {times.prefill_s:.2f} s; hit rate "
+        f"{stats.hit_rate:.1%} with {stats.capacity} of {stats.total_experts} experts in "
+        f"{format_bytes(stats.pool_bytes)}; {format_bytes(stats.bytes_read)} read, "
+        f"{stats.stall_ns / 1e9:.2f} s waited for"
+    )

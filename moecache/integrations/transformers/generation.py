@@ -1,0 +1,292 @@
+"""Text in, text out: what the command line needs of transformers beside the model."""
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation.streamers import BaseStreamer
+
+from moecache.errors import ConfigError, MoeCacheError, StoreError
+
+# A prompt's last tokens: what of the text before a token decides how it is written.
+_CONTEXT_TOKENS = 5
+_REPLACEMENT = "\ufffd"
+
+
+class TokenTimes(BaseStreamer):  # type: ignore[misc]
+    """Notes when each token came; a streamer of `generate`.
+
+    Parameters
+    ----------
+    on_first : callable (), optional
+        Called once the first token is there: the prompt has been read by then.
+
+    Attributes
+    ----------
+    stamps_s : list of float
+        By `time.perf_counter`, one per token.
+    tokens : list of int
+    """
+
+    def __init__(self, on_first: Callable[[], object] | None = None) -> None:
+        self.stamps_s: list[float] = []
+        self.tokens: list[int] = []
+        self._on_first = on_first
+        self._begun_s: float | None = None
+        self._started_s = time.perf_counter()
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds from the prompt to the first token; 0.0 before it."""
+        if not self.stamps_s:
+            return 0.0
+        return self.stamps_s[0] - (self._started_s if self._begun_s is None else self._begun_s)
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from the first token to the last."""
+        return self.stamps_s[-1] - self.stamps_s[0] if self.stamps_s else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second after the first, whose time the prompt took."""
+        return (len(self.stamps_s) - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, at the first call, and then each token."""
+        now = time.perf_counter()
+        if self._begun_s is None:
+            self._begun_s = now
+            return
+        self.stamps_s.append(now)
+        self.tokens += value.reshape(-1).tolist()
+        if len(self.stamps_s) == 1 and self._on_first is not None:
+            self._on_first()
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+class TextStream(TokenTimes):
+    """Hands out text as soon as it is certain, token by token.
+
+    Together it is what the tokenizer makes of all tokens at once: a character of several
+    tokens waits for the last of them, and spaces between words stay.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+    prompt : Tensor, int64 [1, tokens]
+    write : callable (str)
+    """
+
+    def __init__(self, tokenizer: Any, prompt: torch.Tensor, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._write = write
+        self._ids = prompt[0, -_CONTEXT_TOKENS:].tolist()
+        # Tokens before `_shown` are written; those from `_start` on are decoded with what follows.
+        self._start, self._shown = 0, len(self._ids)
+
+    def put(self, value: Any) -> None:
+        """Take a token and write what it makes certain."""
+        prompt = self._begun_s is None
+        super().put(value)
+        if not prompt:
+            self._ids += value.reshape(-1).tolist()
+            self._advance(last=False)
+
+    def end(self) -> None:
+        """Write what is left: of a broken character, its replacement."""
+        self._advance(last=True)
+
+    def _advance(self, *, last: bool) -> None:
+        before = self._decode(self._ids[self._start : self._shown])
+        text = self._decode(self._ids[self._start :])
+        if len(text) > len(before) and (last or not text.endswith(_REPLACEMENT)):
+            self._start, self._shown = self._shown, len(self._ids)
+            self._write(text[len(before) :])
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+
+@contextlib.contextmanager
+def quiet(*, verbose: bool) -> Iterator[None]:
+    """Have transformers say nothing but errors, and show no bars, unless verbose.
+
+    Downloads keep their bar on a terminal: they take minutes.
+    """
+    if verbose:
+        yield
+        return
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    log: Any = transformers.utils.logging
+    level, bars, hub_bars = (
+        log.get_verbosity(),
+        log.is_progress_bar_enabled(),
+        not are_progress_bars_disabled(),
+    )
+    others = [logging.getLogger(name) for name in ("accelerate", "huggingface_hub")]
+    levels = [other.level for other in others]
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    for other in others:
+        other.setLevel(logging.ERROR)
+    if sys.stderr is not None and sys.stderr.isatty():
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        for other, before in zip(others, levels, strict=True):
+            other.setLevel(before)
+        if bars:
+            log.enable_progress_bar()
+        (enable_progress_bars if hub_bars else disable_progress_bars)()
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the model in what transformers says of a directory that it cannot make sense of."""
+    try:
+        yield
+    except MoeCacheError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        first = " ".join(str(error).split()) or type(error).__name__
+        raise StoreError(f"{path}: {first}") from error
+
+
+def check_model(path: str) -> None:
+    """Raise a StoreError if this can be neither a directory nor a name on the hub."""
+    if Path(path).is_dir():
+        return
+    if not path or path.count("/") > 1 or path[0] in "./~" or Path(path).exists():
+        raise StoreError(
+            f"{path!r}: there is no such directory; a model is a directory with config.json and "
+            "safetensors files, or a name on the Hugging Face hub"
+        )
+
+
+def load_tokenizer(path: str) -> Any:
+    """Return the tokenizer of a checkpoint.
+
+    Raises
+    ------
+    StoreError
+        If it has none that transformers can read.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise StoreError(
+            f"{path}: has no tokenizer that transformers can read: {' '.join(str(error).split())}"
+        ) from error
+
+
+def encode(tokenizer: Any, prompt: str, *, chat: bool = False) -> torch.Tensor:
+    """Return a prompt's tokens, int64 [1, tokens].
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+    prompt : str
+    chat : bool, default False
+        Whether it is what a user says: in the form that the model was trained on, with the
+        beginning of an answer.
+
+    Raises
+    ------
+    ConfigError
+        If the tokenizer has no chat template, or the prompt is no token.
+    """
+    if chat:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                "the model's tokenizer has no chat template: it is no chat model, or its "
+                "chat_template.jinja is missing; leave out --chat to continue the text as it is"
+            )
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+        )["input_ids"]
+    else:
+        ids = tokenizer(prompt)["input_ids"]
+        # Tokenizers of encoders close the text, which is to go on here.
+        if ids and ids[-1] == tokenizer.eos_token_id:
+            ids = ids[:-1]
+    if not ids:
+        raise ConfigError("the prompt is empty; the model needs at least one token to start from")
+    return torch.tensor([ids], dtype=torch.int64)
+
+
+def continue_tokens(
+    model: Any,
+    prompt: torch.Tensor,
+    streamer: TokenTimes,
+    *,
+    max_new_tokens: int,
+    temperature: float | None = None,
+    seed: int = 0,
+) -> int:
+    """Generate tokens, and return how many at most: fewer if the context is full.
+
+    Blocks. The tokens go to the streamer.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    prompt : Tensor, int64 [1, tokens]
+    streamer : TokenTimes
+    max_new_tokens : int
+    temperature : float, optional
+        0 takes the likeliest token; by default what generation_config.json says.
+    seed : int
+
+    Raises
+    ------
+    ConfigError
+        If the prompt leaves no room for a token.
+    """
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None:
+        room = context - prompt.shape[1]
+        if room < 1:
+            raise ConfigError(
+                f"the prompt of {prompt.shape[1]} tokens leaves no room for new ones; the model "
+                f"takes {context}"
+            )
+        max_new_tokens = min(max_new_tokens, room)
+    sampling: dict[str, Any] = {}
+    if temperature is not None:
+        sampling = {"do_sample": temperature > 0, "temperature": temperature or None}
+        if not temperature:
+            sampling.update(top_p=None, top_k=None)
+    torch.manual_seed(seed)
+    model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
+        **sampling,
+    )
+    return max_new_tokens

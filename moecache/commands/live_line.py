@@ -72,13 +72,12 @@ class LiveLine:
             write_text(text)
             return
         *lines, pending = (self._pending + text).split("\n")
-        for line in lines:
-            self._console.print(_text(line))
         # Rows that are full, too: what is redrawn must fit on the terminal.
         *rows, last = _text(pending).wrap(self._console, self._console.width) or [Text()]
-        for row in rows:
+        # First: what is printed is drawn together with what is pending.
+        self._pending = last.plain if rows else pending
+        for row in (*map(_text, lines), *rows):
             self._console.print(row)
-        self._pending = pending if not rows else last.plain
 
     def __enter__(self) -> Self:
         """Begin to show the line."""

@@ -1,0 +1,209 @@
+"""transformers models with experts in slots, beside the same model in memory and on disk.
+
+Each contestant runs in a process of its own, with the page cache warm: a prompt of 512 tokens,
+then tokens drawn one by one. All must draw the same tokens. Then the same with reads around the
+page cache, looking ahead and not. Last, in one process, what a prompt does to the hit rate of the
+tokens after it.
+
+DIR is what `python -m bench.qwen3_moe DIR` wrote, whose routing repeats itself as real ones do.
+
+    python -m bench.transformers_speed DIR [--repeats 3] [--threads N] [--json OUT]
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import describe_machine
+from moecache.commands.contestants import Contestant, differing, run_process
+from moecache.stores import open_store
+from moecache.units import format_bytes
+
+# (what, least or most, bound): of "all resident", but for the resident set.
+BOUNDS = {
+    "decode, all experts in slots": (">=", 0.95),
+    "decode, a quarter": (">=", 0.80),
+    "decode, a quarter, of disk_offload's": (">=", 3.0),
+    "prefill, a quarter": (">=", 0.90),
+    "load time, a quarter": ("<=", 0.50),
+    "peak RSS, a quarter, of imports + trunk + slots": ("<=", 1.10),
+    "decode after a prompt, hit rate of that without": (">=", 1.0),
+    "decode around the page cache, auto, of off": (">=", 0.98),
+}
+
+
+def moecache(memory: str, prefetch: str = "auto", read: str = "buffered") -> Contestant:
+    """Return a contestant with experts in slots."""
+    task = {"memory": memory, "policy": "echo", "prefetch": prefetch, "read": read}
+    return Contestant(f"{memory}, {read}, {prefetch}", {"kind": "moecache", **task})
+
+
+def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Run everything; return ratios, medians and runs."""
+    task: dict[str, Any] = {
+        "model": arguments.directory,
+        "prompt_tokens": arguments.prompt_tokens,
+        "new_tokens": arguments.new_tokens,
+        "warm_up": arguments.warm_up,
+        "sample": True,
+        "seed": 0,
+        "threads": arguments.threads,
+        "dtype": None,
+        "cold": False,
+        "verbose": False,
+    }
+    task |= run_process({**task, "kind": "prepare"})
+    task["checkpoint_bytes"] = sum(Path(file).stat().st_size for file in task["files"])
+    resident = Contestant("all resident", {"kind": "resident"})
+    offload = Contestant("accelerate disk_offload", {"kind": "disk_offload"})
+    whole, quarter = moecache("100%"), moecache("25%")
+    direct = {mode: moecache("25%", mode, "direct") for mode in ("off", "router", "auto")}
+    for repeat in range(arguments.repeats):
+        # The slowest once: it is not close.
+        for one in (resident, whole, quarter, *direct.values(), *((offload,) * (repeat == 0))):
+            with console.status(f"{one.name}, run {repeat + 1} of {arguments.repeats}"):
+                for file in task["files"]:
+                    _warm(file)
+                one.run(task)
+                if one.over:
+                    raise SystemExit(f"{one.name}: {one.left_out or one.error}")
+    contestants = [resident, whole, quarter, offload, *direct.values()]
+    others = differing(contestants)
+    if others:
+        raise SystemExit(f"other tokens than {resident.name}: {', '.join(others)}")
+    after, without = hit_rates(arguments.directory, arguments)
+    medians = {one.name: one.median() for one in contestants}
+    base, few = resident.median(), quarter.median()
+    with open_store(arguments.directory) as store:
+        trunk_bytes = store.trunk_bytes
+    rate = "decode_tokens_per_s"
+    expected = few["imports_rss_bytes"] + trunk_bytes + few["slot_bytes"]
+    ratios = {
+        "decode, all experts in slots": whole.median()[rate] / base[rate],
+        "decode, a quarter": few[rate] / base[rate],
+        "decode, a quarter, of disk_offload's": few[rate] / offload.median()[rate],
+        "prefill, a quarter": base["prefill_s"] / few["prefill_s"],
+        "load time, a quarter": few["load_s"] / base["load_s"],
+        "peak RSS, a quarter, of imports + trunk + slots": few["peak_rss_bytes"] / expected,
+        "decode after a prompt, hit rate of that without": after / without,
+        "decode around the page cache, auto, of off": (
+            direct["auto"].median()[rate] / direct["off"].median()[rate]
+        ),
+    }
+    return {
+        "machine": describe_machine(),
+        "threads": resident.runs[0]["threads"],
+        "settings": {key: task[key] for key in ("prompt_tokens", "new_tokens", "warm_up")},
+        "ratios": ratios,
+        "hit_rate_after_prompt": after,
+        "hit_rate_without_prompt": without,
+        "medians": medians,
+        "prefetch": {mode: _prefetch(one) for mode, one in direct.items()},
+    }
+
+
+def hit_rates(directory: str, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Return the hit rate of 32 tokens right after a prompt, and of the same ones without.
+
+    Two equal caches, warmed alike. One model reads the prompt; both go on from the same keys and
+    values, so that the other's cache has not seen it.
+    """
+    import copy
+
+    import torch
+    import transformers
+
+    from moecache.integrations.transformers import load
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    models = [load(directory, "25%", prefetch="off", read="buffered") for _ in range(2)]
+    draw = torch.Generator().manual_seed(1)
+    size = models[0].config.vocab_size
+    warm, prompt = (
+        torch.randint(size, (1, n), generator=draw) for n in (16, arguments.prompt_tokens)
+    )
+    for model in models:
+        torch.manual_seed(2)
+        model.generate(warm, max_new_tokens=arguments.warm_up + 64, do_sample=True, top_k=0)
+    with torch.no_grad():
+        past = models[0](prompt).past_key_values
+    rates = []
+    for model in models:
+        own, before = copy.deepcopy(past), model.moecache.stats()
+        torch.manual_seed(3)
+        token = prompt[:, -1:]
+        for _ in range(32):
+            with torch.no_grad():
+                logits = model(token, past_key_values=own).logits[:, -1]
+            token = torch.multinomial(torch.softmax(logits.float(), -1), 1)
+        rates.append((model.moecache.stats() - before).hit_rate)
+        model.moecache.close()
+    return rates[0], rates[1]
+
+
+def _warm(file: str) -> None:
+    with open(file, "rb") as opened:
+        while opened.read(2**24):
+            pass
+
+
+def _prefetch(contestant: Contestant) -> list[Any]:
+    return [run["stats"].get("prefetch") for run in contestant.runs]
+
+
+def show(found: dict[str, Any], console: Console) -> bool:
+    """Print the figures; return whether every bound holds."""
+    table = Table(
+        "", "load s", "prefill tok/s", "decode tok/s", "hit rate", "read/token", "peak RSS"
+    )
+    for name, median in found["medians"].items():
+        rate = f"{median['hit_rate']:.3f}" if "hit_rate" in median else ""
+        read = format_bytes(round(median["bytes_per_token"])) if "bytes_per_token" in median else ""
+        table.add_row(
+            name,
+            f"{median['load_s']:.2f}",
+            f"{median['prefill_tokens_per_s']:.0f}",
+            f"{median['decode_tokens_per_s']:.2f}",
+            rate,
+            read,
+            format_bytes(round(median["peak_rss_bytes"])),
+        )
+    console.print(table)
+    holds = True
+    for name, (relation, bound) in BOUNDS.items():
+        ratio = found["ratios"][name]
+        kept = ratio >= bound if relation == ">=" else ratio <= bound
+        holds &= kept
+        console.print(f"{'yes' if kept else 'NO ':3} {ratio:6.3f} {relation} {bound}  {name}")
+    return holds
+
+
+def main() -> int:
+    """Measure and print; 1 if a bound is not kept."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("directory")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--warm-up", type=int, default=64)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(describe_machine())
+    found = run(arguments, Console(stderr=True))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if show(found, console) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

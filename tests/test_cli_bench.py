@@ -15,7 +15,7 @@ from moecache.commands import bench, contestants
 from moecache.commands.bench_table import print_bench
 from moecache.commands.contestants import Contestant, differing, run_process
 from moecache.errors import MoeCacheError
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import FAMILIES, write_checkpoint
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -97,7 +97,22 @@ def test_comparison_is_with_what_one_would_do_otherwise(
     assert rows["all resident"].count(" 1.00 ") == 2
     for name in ("accelerate disk_offload", "device_map, experts on disk", "moecache 25% lru"):
         assert name in rows
-    assert "100.0%" in rows["moecache 100% lru"]
+    assert " 12.0 MiB " in rows["moecache 100% lru"]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe_vl"])
+def test_a_model_without_tokenizer_gets_random_tokens(
+    name: str, tmp_path: Path, in_process: list[dict[str, Any]], capsys: Captured
+) -> None:
+    """Other families, all ways to run them: the same tokens."""
+    pytest.importorskip("accelerate")
+    write_checkpoint(FAMILIES[name], tmp_path, "bfloat16")
+    options = ("--memories", "50%", "--repeats", "1", "--sample", "--compare")
+    code = cli.main(["bench", str(tmp_path), *SHORT, *options])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert "random tokens, as there is no tokenizer" in shown.err
+    assert len(in_process) == 5
 
 
 def test_other_tokens_fail_and_are_named(
@@ -167,6 +182,7 @@ def test_compare_without_accelerate_runs_nothing(
 
 def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A signal by its name; else the last line it wrote."""
+    python = sys.executable
     for code, message in (
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "out of memory"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGABRT)", "died of SIGABRT"),
@@ -174,9 +190,9 @@ def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ("", "ended with exit code 0 and said nothing"),
     ):
         script = tmp_path / "script"
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
+        script.write_text(f'#!/bin/sh\nexec {python} -c "{code}"\n')
         script.chmod(0o755)
-        monkeypatch.setattr(contestants.sys, "executable", str(script))
+        monkeypatch.setattr(sys, "executable", str(script))
         with pytest.raises(MoeCacheError, match=message):
             run_process({"verbose": False})
         monkeypatch.undo()

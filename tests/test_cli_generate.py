@@ -12,6 +12,7 @@ from rich.console import Console
 
 from moecache import cli
 from moecache.commands import live_line
+from moecache.commands.example import write_text
 from moecache.commands.live_line import LiveLine
 from moecache.study.traces import Trace
 from tests.helpers.runtimes import make_runtime
@@ -102,6 +103,14 @@ def test_stats_trace_and_profile_are_of_this_run(
     assert profile.stat().st_size > 0
 
 
+def test_a_trace_that_cannot_be_written_is_a_failure(tiny_moe: Path, capsys: Captured) -> None:
+    """The text is there, but the exit code is 1."""
+    assert generate(tiny_moe, "--record-trace", "/dev/full") == 1
+    shown = capsys.readouterr()
+    assert shown.out
+    assert "/dev/full" in shown.err.splitlines()[-1]
+
+
 def test_chat_puts_the_prompt_into_the_template(
     tiny_moe: Path, tmp_path: Path, capsys: Captured
 ) -> None:
@@ -126,7 +135,7 @@ def test_an_interrupt_keeps_the_text_and_closes_the_model(
     import moecache.integrations.transformers as integration
 
     models: list[Any] = []
-    load, write = integration.load, live_line.write_text
+    load, write = integration.load, write_text
 
     def note(*arguments: Any, **options: Any) -> Any:
         models.append(load(*arguments, **options))

@@ -151,7 +151,10 @@ def _run_all(
                 if task["cold"]:
                     prefault.evict(regions)
                 else:
-                    prefault.warm(regions, keep_mapped=False)
+                    report = prefault.warm(regions, keep_mapped=False)
+                    if not report.ran and report.reason != "resident":
+                        # Larger than the page cache: as warm as the runs themselves leave it.
+                        console.print(report.message, style="dim")
                 del regions
                 contestant.run(task)
 

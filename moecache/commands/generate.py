@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from moecache.commands.arguments import check_output
 from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import printable
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, StoreError
 from moecache.settings import POLICIES, READ_MODES, SCOPES
 from moecache.telemetry import RuntimeStats
 from moecache.units import format_bytes
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer = generation.load_tokenizer(arguments.model)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
-        with _loaded(console, arguments) as model:
+        with _loaded(console, arguments) as model, _recorded(model, arguments.record_trace):
             runtime = model.moecache.runtime
             with LiveLine(console, runtime) as line:
                 stream = generation.TextStream(tokenizer, ids, line.write)
@@ -129,13 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
                     raise
             console.print(_summary(ids.shape[1], stream, runtime.stats()), style="dim")
             if arguments.stats:
-                console.print(printable_lines(model.moecache.report()))
+                console.print(_printable_lines(model.moecache.report()))
     return 0
-
-
-def printable_lines(text: str) -> str:
-    """Return lines without what a terminal would obey."""
-    return "\n".join(map(printable, text.splitlines()))
 
 
 @contextlib.contextmanager
@@ -171,12 +166,23 @@ def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
             prefetch=arguments.prefetch,
             read=arguments.read,
             profile=arguments.profile,
-            record_trace=arguments.record_trace,
             progress=show,
             **options,
         )
     with model.moecache:
         yield model
+
+
+@contextlib.contextmanager
+def _recorded(model: Any, path: str | None) -> Iterator[None]:
+    """Record what is chosen meanwhile; fail if it was asked for and cannot be written."""
+    if path is None:
+        yield
+        return
+    with model.moecache.runtime.record_trace(path) as recording:
+        yield
+    if not recording.saved:
+        raise StoreError(f"{path}: the trace was not written; is there room?")
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -229,3 +235,8 @@ def _summary(prompt_tokens: int, times: Any, stats: RuntimeStats) -> str:
         f"{format_bytes(stats.pool_bytes)}; {format_bytes(stats.bytes_read)} read, "
         f"{stats.stall_ns / 1e9:.2f} s waited for"
     )
+
+
+def _printable_lines(text: str) -> str:
+    """Return lines without what a terminal would obey."""
+    return "\n".join(map(printable, text.splitlines()))

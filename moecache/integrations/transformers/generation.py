@@ -20,7 +20,7 @@ _CONTEXT_TOKENS = 5
 _REPLACEMENT = "\ufffd"
 
 
-class TokenTimes(BaseStreamer):  # type: ignore[misc]
+class TokenTimes(BaseStreamer):
     """Notes when each token came; a streamer of `generate`.
 
     Parameters
@@ -131,17 +131,14 @@ def quiet(*, verbose: bool) -> Iterator[None]:
     if verbose:
         yield
         return
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
+    import huggingface_hub.utils
 
+    hub: Any = huggingface_hub.utils
     log: Any = transformers.utils.logging
     level, bars, hub_bars = (
         log.get_verbosity(),
         log.is_progress_bar_enabled(),
-        not are_progress_bars_disabled(),
+        not hub.are_progress_bars_disabled(),
     )
     others = [logging.getLogger(name) for name in ("accelerate", "huggingface_hub")]
     levels = [other.level for other in others]
@@ -150,7 +147,7 @@ def quiet(*, verbose: bool) -> Iterator[None]:
     for other in others:
         other.setLevel(logging.ERROR)
     if sys.stderr is not None and sys.stderr.isatty():
-        enable_progress_bars()
+        hub.enable_progress_bars()
     try:
         yield
     finally:
@@ -159,7 +156,7 @@ def quiet(*, verbose: bool) -> Iterator[None]:
             other.setLevel(before)
         if bars:
             log.enable_progress_bar()
-        (enable_progress_bars if hub_bars else disable_progress_bars)()
+        (hub.enable_progress_bars if hub_bars else hub.disable_progress_bars)()
 
 
 @contextlib.contextmanager
@@ -194,11 +191,17 @@ def load_tokenizer(path: str) -> Any:
         If it has none that transformers can read.
     """
     try:
-        return transformers.AutoTokenizer.from_pretrained(path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise StoreError(
             f"{path}: has no tokenizer that transformers can read: {' '.join(str(error).split())}"
         ) from error
+    # Of a checkpoint without its files transformers makes one that knows no words.
+    if set(tokenizer("0 a")["input_ids"]) <= set(tokenizer.all_special_ids):
+        raise StoreError(
+            f"{path}: has no tokenizer; is tokenizer.json missing? The published model has it"
+        )
+    return tokenizer
 
 
 def encode(tokenizer: Any, prompt: str, *, chat: bool = False) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import gc
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -56,6 +57,21 @@ def resident_logits(
             steps = numpy_loop.generate(model, prompt[:length], 6, temperature=0.7, seed=length)
             logits[length] = [scores for _, scores in steps]
     return logits
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Have torch compute in one thread, and children of transformers stay off the network.
+
+    With matrices as small as those of tests, two threads mostly wait for each other.
+    """
+    torch = pytest.importorskip("torch")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HF_HUB_OFFLINE", "1")
+        yield
+    torch.set_num_threads(num_threads)
 
 
 def pytest_collection_finish() -> None:

@@ -175,7 +175,7 @@ record_trace, warmpin, warmpin_after
     if model_class is None:
         model_class = _model_class(path, hub, from_pretrained)
     model = model_class.from_pretrained(
-        path, quantization_config=MoeCacheConfig(), **from_pretrained
+        path, **{**from_pretrained, "quantization_config": MoeCacheConfig()}
     )
     directory, layers, dtypes, config = model.__dict__.pop("_moecache_source")
     if reserve is None and memory is None and slots is None:

@@ -1,0 +1,277 @@
+"""attach: experts of a model that was loaded otherwise come from a runtime of the caller's."""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import moecache
+from moecache.errors import ConfigError, MoeCacheError
+from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.offloading import generated, load_in_slots, load_whole, realigned
+from tests.helpers.runtimes import make_runtime
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+FAMILY = FAMILIES["qwen3_moe"]
+
+
+@pytest.fixture(name="directory", scope="module")
+def _directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("attach")
+
+
+@pytest.fixture(name="path", scope="module")
+def _path(directory: Path) -> Path:
+    return write_checkpoint(FAMILY, directory / "model", "float32")
+
+
+@pytest.fixture(name="whole", scope="module")
+def _whole(path: Path) -> Any:
+    return load_whole(FAMILY, path)
+
+
+@pytest.fixture(name="model")
+def _model(whole: Any) -> Any:
+    """Return a model that has all its experts."""
+    return copy.deepcopy(whole)
+
+
+@pytest.fixture(name="runtime")
+def _runtime(path: Path) -> Iterator[moecache.ExpertRuntime]:
+    with moecache.open(path, "25%") as runtime:
+        yield runtime
+
+
+def attach(*arguments: Any, **options: Any) -> Any:
+    """Import late: transformers may not be there."""
+    from moecache.integrations.transformers import attach as attach_to
+
+    return attach_to(*arguments, **options)
+
+
+def load_trunk(path: Path) -> Any:
+    """Return what transformers loads when it is told to leave the experts in the file."""
+    from moecache.integrations.transformers import MoeCacheConfig
+
+    return realigned(FAMILY.model_class.from_pretrained(path, quantization_config=MoeCacheConfig()))
+
+
+def test_a_complete_model_gives_up_its_experts(
+    model: Any, whole: Any, runtime: moecache.ExpertRuntime
+) -> None:
+    """Their memory is free, and the output as before."""
+    weights = weakref.ref(model.model.layers[1].mlp.experts.gate_up_proj)
+    num_parameters = model.num_parameters()
+    offload = attach(model, runtime)
+
+    assert weights() is None
+    assert model.num_parameters() < num_parameters / 3
+    assert model.moecache is offload
+    assert offload.runtime is runtime
+    assert torch.equal(generated(model), generated(whole))
+
+
+def test_a_trunk_is_attached_to_a_runtime(
+    path: Path, whole: Any, runtime: moecache.ExpertRuntime
+) -> None:
+    """Which is what `load` does."""
+    model = load_trunk(path)
+    attach(model, runtime)
+
+    assert torch.equal(generated(model), generated(whole))
+    assert not hasattr(model, "_moecache_source")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        generated,
+        lambda model: model.save_pretrained("nowhere"),
+        lambda model: model.push_to_hub("nobody/nothing"),
+        lambda model: model.set_experts_implementation("eager"),
+        copy.deepcopy,
+    ],
+    ids=["generate", "save", "push", "eager", "copy"],
+)
+def test_a_trunk_alone_says_what_it_lacks(path: Path, use: Callable[[Any], Any]) -> None:
+    """Before anything is attached to it."""
+    with pytest.raises(MoeCacheError, match="experts"):
+        use(load_trunk(path))
+
+    assert not Path("nowhere").exists()
+
+
+@pytest.mark.parametrize("trunk_only", [False, True])
+def test_detach_gives_the_experts_back_and_leaves_the_runtime_open(
+    path: Path, model: Any, whole: Any, runtime: moecache.ExpertRuntime, trunk_only: bool
+) -> None:
+    """It is the caller's, who can attach the model again."""
+    model = load_trunk(path) if trunk_only else model
+    attach(model, runtime).detach()
+
+    assert not runtime.closed
+    assert model.config._experts_implementation == "grouped_mm"
+    assert torch.equal(generated(model), generated(whole))
+    assert model.num_parameters() == whole.num_parameters()
+    attach(model, runtime)
+    assert torch.equal(generated(model), generated(whole))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_detach_goes_back_to_the_implementation_before(
+    model: Any, runtime: moecache.ExpertRuntime, implementation: str
+) -> None:
+    """Which need not be the default."""
+    model.set_experts_implementation(implementation)
+    attach(model, runtime).detach()
+
+    assert model.config._experts_implementation == implementation
+
+
+def test_after_close_another_runtime_can_be_attached(
+    path: Path, model: Any, whole: Any, runtime: moecache.ExpertRuntime
+) -> None:
+    """A larger one, say; detach works as if there had been no other."""
+    attach(model, runtime).close()
+    assert not runtime.closed
+    with pytest.raises(MoeCacheError, match="closed"):
+        generated(model)
+
+    with moecache.open(path, "50%") as other:
+        offload = attach(model, other)
+        assert torch.equal(generated(model), generated(whole))
+        offload.detach()
+    assert model.config._experts_implementation == "grouped_mm"
+    assert torch.equal(generated(model), generated(whole))
+
+
+def test_a_model_with_a_cache_gets_no_second_one(
+    model: Any, whole: Any, runtime: moecache.ExpertRuntime
+) -> None:
+    """Neither one that was attached nor one that was loaded."""
+    attach(model, runtime)
+    with pytest.raises(MoeCacheError, match=r"in a cache already; detach\(\) it first"):
+        attach(model, runtime)
+
+    assert torch.equal(generated(model), generated(whole))
+
+
+def test_two_models_share_a_runtime(
+    model: Any, whole: Any, runtime: moecache.ExpertRuntime
+) -> None:
+    """One gets its experts back, the other goes on."""
+    other = copy.deepcopy(whole)
+    attach(model, runtime)
+    attach(other, runtime)
+    model.moecache.detach()
+
+    assert torch.equal(generated(other), generated(whole))
+    assert torch.equal(generated(model), generated(whole))
+
+
+def test_a_runtime_that_is_closed_first_is_an_error(
+    model: Any, runtime: moecache.ExpertRuntime
+) -> None:
+    """Of the model's, which says which."""
+    offload = attach(model, runtime)
+    runtime.close()
+
+    with pytest.raises(MoeCacheError, match="runtime is closed"):
+        generated(model)
+    with pytest.raises(MoeCacheError, match="closed"):
+        offload.detach()
+
+
+def test_experts_of_another_model_are_refused_and_the_model_is_as_it_was(
+    model: Any, whole: Any, directory: Path
+) -> None:
+    """Another family's, and the same family's of other sizes."""
+    wider = {**FAMILY.settings, "moe_intermediate_size": 48}
+    checkpoints = [
+        write_checkpoint(FAMILIES[name], directory / name, "float32")
+        for name in ("gpt_oss", "mixtral")
+    ]
+    config = copy.deepcopy(whole.config)
+    config.moe_intermediate_size = wider["moe_intermediate_size"]
+    type(whole)(config).save_pretrained(directory / "wider")
+    for checkpoint in (*checkpoints, directory / "wider"):
+        with (
+            moecache.open(checkpoint, "50%") as runtime,
+            pytest.raises(ConfigError, match=rf"{checkpoint.name}: .*of another model"),
+        ):
+            attach(model, runtime)
+
+    _check_untouched(model, whole)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_slots_of_another_dtype_are_refused_with_the_remedy(
+    path: Path, model: Any, whole: Any, dtype: Any
+) -> None:
+    """The output would be another one's."""
+    with (
+        moecache.open(path, "25%", dtype=dtype) as runtime,
+        pytest.raises(ConfigError, match="model computes in float32; open the runtime with dtype="),
+    ):
+        attach(model, runtime)
+
+    _check_untouched(model, whole)
+
+
+def test_slots_in_the_models_dtype_are_accepted(path: Path) -> None:
+    """The runtime converts what the file has."""
+    whole = load_whole(FAMILY, path, "bfloat16")
+    model = copy.deepcopy(whole)
+    with moecache.open(path, "25%", dtype=ml_dtypes.bfloat16) as runtime:
+        attach(model, runtime)
+        assert torch.equal(generated(model), generated(whole))
+
+
+def test_a_store_without_files_is_refused(model: Any, whole: Any) -> None:
+    """It does not say which experts are whose."""
+    with (
+        make_runtime(6) as runtime,
+        pytest.raises(ConfigError, match=r"cannot be matched.*moecache\.open"),
+    ):
+        attach(model, runtime)
+
+    _check_untouched(model, whole)
+
+
+def test_what_is_no_mixture_of_experts_is_refused(runtime: moecache.ExpertRuntime) -> None:
+    """A linear layer, say."""
+    with pytest.raises(ConfigError, match="Linear has no experts module"):
+        attach(torch.nn.Linear(2, 2), runtime)
+
+
+def test_closing_what_was_loaded_closes_its_runtime_alone(path: Path, whole: Any) -> None:
+    """What `load` opened is its own."""
+    loaded = load_in_slots(path)
+    other = load_in_slots(path)
+    loaded.moecache.close()
+    with other.moecache:
+        assert loaded.moecache.runtime.closed
+        assert torch.equal(generated(other), generated(whole))
+
+
+def _check_untouched(model: Any, whole: Any) -> None:
+    """Check that a model has its experts, and nothing of a cache."""
+    assert model.config._experts_implementation == "grouped_mm"
+    assert not hasattr(model, "moecache")
+    for (_, module), (_, original) in zip(
+        model.named_modules(), whole.named_modules(), strict=True
+    ):
+        assert type(module) is type(original)
+        assert module.__dict__.keys() == original.__dict__.keys()
+    assert torch.equal(generated(model), generated(whole))

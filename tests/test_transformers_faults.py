@@ -1,0 +1,305 @@
+"""Files that break, disks that are full, processes that end: clear errors, and nothing is lost."""
+
+import errno
+import gc
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moecache
+from moecache.errors import MoeCacheError, StoreError
+from moecache.stores import SafetensorsStore
+from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.offloading import generated, load_in_slots, load_whole, prompt
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+FAMILY = FAMILIES["qwen3_moe"]
+FILE = "model.safetensors"
+_ROOT = str(Path(moecache.__file__).parents[1])
+GENERATE = """
+import sys
+import torch
+torch.set_num_threads(1)
+from tests.helpers.offloading import generated, load_in_slots
+model = load_in_slots(sys.argv[1])
+while True:
+    print(generated(model).tolist(), flush=True)
+    if sys.argv[2] == "once":
+        break
+"""
+
+
+@pytest.fixture(name="path", scope="module")
+def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(FAMILY, tmp_path_factory.mktemp("faults") / "model", "float32")
+
+
+@pytest.fixture(name="whole", scope="module")
+def _whole(path: Path) -> Any:
+    return load_whole(FAMILY, path)
+
+
+@pytest.fixture(name="copied")
+def _copied(path: Path, tmp_path: Path) -> Path:
+    """Return a checkpoint to be damaged."""
+    return shutil.copytree(path, tmp_path / "copied")
+
+
+@pytest.fixture(name="sharded", scope="module")
+def _sharded(whole: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sharded")
+    whole.save_pretrained(directory, max_shard_size="300KB")
+    return directory
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda shard: shard.unlink(),
+        lambda shard: (shard.unlink(), shard.mkdir()),
+        lambda shard: os.truncate(shard, shard.stat().st_size // 2),
+        lambda shard: os.truncate(shard, 0),
+        lambda shard: shard.write_bytes(b"\xff" * 100),
+    ],
+    ids=["missing", "directory", "truncated", "empty", "garbage"],
+)
+def test_a_shard_that_cannot_be_read_is_named_when_the_model_is_loaded(
+    sharded: Path, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    """And nothing of the attempt stays open."""
+    directory = shutil.copytree(sharded, tmp_path / "sharded")
+    shard = sorted(directory.glob("*.safetensors"))[1]
+    damage(shard)
+    before = _in_use()
+
+    with pytest.raises(StoreError, match=shard.name):
+        load_in_slots(directory)
+    assert _in_use() == before
+
+
+@pytest.mark.parametrize("prefetch", ["off", "auto"])
+@pytest.mark.parametrize("read", ["buffered", "direct", "auto"])
+def test_a_file_that_gets_shorter_is_an_error_that_names_it(
+    copied: Path, whole: Any, read: str, prefetch: str
+) -> None:
+    """No hang, no crash; what is resident still runs, and all does when the bytes are back."""
+    model = load_in_slots(copied, read=read, prefetch=prefetch)
+    contents = (copied / FILE).read_bytes()
+    with model.moecache as offload, torch.no_grad():
+        first = model(torch.tensor([[9]])).logits
+        os.truncate(copied / FILE, 4096)
+        with pytest.raises(StoreError, match=rf"{FILE}: expert .* the file has only 4096 now"):
+            generated(model)
+        offload.runtime.cache.check()
+        _write_in_place(copied / FILE, contents)
+
+        assert torch.equal(model(torch.tensor([[9]])).logits, first)
+        assert torch.equal(generated(model), generated(whole))
+
+
+def test_experts_in_slots_need_no_file_any_more(copied: Path, whole: Any) -> None:
+    """All resident, it is not read again, whatever it has become."""
+    model = load_in_slots(copied, "100%")
+    with model.moecache, torch.no_grad():
+        expected = [model(torch.arange(start, start + 64)[None]).logits for start in (0, 64)]
+        assert model.moecache.stats().num_resident == 2 * FAMILY.num_experts
+        os.truncate(copied / FILE, 4096)
+
+        for start, logits in zip((0, 64), expected, strict=True):
+            assert torch.equal(model(torch.arange(start, start + 64)[None]).logits, logits)
+        assert torch.equal(generated(model), generated(whole))
+
+
+def test_a_file_that_is_replaced_stays_the_one_it_was(copied: Path, whole: Any) -> None:
+    """As who downloads a checkpoint again replaces it: the old one is open still."""
+    model = load_in_slots(copied)
+    with model.moecache:
+        (copied / "new").write_bytes(b"short")
+        os.replace(copied / "new", copied / FILE)
+
+        assert torch.equal(generated(model), generated(whole))
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_read_that_fails_is_an_error_and_the_next_call_goes_well(
+    path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Nothing stays claimed or leased, in whatever layer it failed."""
+    failing = _Failing(monkeypatch, times)
+    model = load_in_slots(path, read="mmap", prefetch="off", loader_threads=0)
+    with model.moecache as offload:
+        failing.armed = True
+        for _ in range(times):
+            with pytest.raises(StoreError, match="disk is broken"):
+                generated(model)
+
+        assert torch.equal(generated(model), generated(whole))
+        assert offload.stats().num_failed_reads == times
+        offload.runtime.cache.check()
+
+
+def test_a_read_that_fails_in_backward_is_an_error_and_the_next_goes_well(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts are read again for gradients."""
+    failing = _Failing(monkeypatch, 1)
+    model = load_in_slots(path, None, slots=1, read="mmap", prefetch="off", loader_threads=0)
+    with model.moecache:
+        loss = model(prompt(), labels=prompt()).loss
+        failing.armed = True
+        with pytest.raises(StoreError, match="disk is broken"):
+            loss.backward()
+        model.zero_grad()
+
+        model(prompt(), labels=prompt()).loss.backward()
+        assert bool(torch.isfinite(model.lm_head.weight.grad).all())
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(
+    path: Path, whole: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk is found out at the end, and costs neither text nor model."""
+    model = load_in_slots(path, record_trace="/dev/full")
+    with model.moecache:
+        text = generated(model)
+
+    assert torch.equal(text, generated(whole))
+    (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "/dev/full" in record.message
+    assert "No space left on device" in record.message
+
+
+def test_a_trace_is_refused_at_once_where_nothing_can_be_written(
+    path: Path, tmp_path: Path
+) -> None:
+    """Not after hours; and what was opened for it is closed again."""
+    before = _in_use()
+    with pytest.raises(MoeCacheError, match="there is no directory"):
+        load_in_slots(path, record_trace=tmp_path / "none" / "trace.npz")
+
+    assert _in_use() == before
+
+
+def test_slots_that_no_memory_is_left_for_are_an_error_that_leaves_nothing_open(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trunk was loaded already; it is given back too."""
+
+    def refuse(*arguments: object, **named: object) -> None:
+        raise MemoryError("cannot allocate")
+
+    before = _in_use()
+    with monkeypatch.context() as patched:
+        patched.setattr("moecache.slots.host.mmap.mmap", refuse)
+        with pytest.raises((MemoryError, MoeCacheError)):
+            load_in_slots(path)
+
+    assert _in_use() == before
+    with load_in_slots(path).moecache:
+        pass
+
+
+def test_a_process_that_is_killed_leaves_the_checkpoint_as_it_was(path: Path, whole: Any) -> None:
+    """In the middle of a generation; whoever comes next loads it and goes on."""
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    child = _start(path, "forever")
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()  # it is in its second generation now
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate(timeout=60)
+
+    assert child.returncode == -signal.SIGKILL
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    model = load_in_slots(path)
+    with model.moecache:
+        assert torch.equal(generated(model), generated(whole))
+
+
+def test_two_processes_use_one_checkpoint(path: Path, whole: Any) -> None:
+    """Files are only read."""
+    expected = generated(whole).tolist()
+    child = _start(path, "once")
+    model = load_in_slots(path)
+    with model.moecache:
+        assert generated(model).tolist() == expected
+        output, _ = child.communicate(timeout=120)
+
+    assert json.loads(output.splitlines()[-1]) == expected
+    assert child.returncode == 0
+
+
+def test_a_forked_child_is_told_to_load_its_own(path: Path, whole: Any) -> None:
+    """Threads do not survive a fork; the parent's model is not disturbed."""
+    model = load_in_slots(path)
+    with model.moecache:
+        generated(model)
+        child = os.fork()
+        if child == 0:
+            try:
+                generated(model)
+                os._exit(1)
+            except MoeCacheError as error:
+                os._exit(0 if "fork" in str(error) else 2)
+            except BaseException:  # noqa: BLE001
+                os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert torch.equal(generated(model), generated(whole))
+
+
+class _Failing:
+    """Has a number of expert reads fail, once it is armed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+        self.armed = False
+        self._left = times
+        self._skip = 5
+        read_into = SafetensorsStore.read_into
+
+        def read(store: SafetensorsStore, layer: int, expert: int, parts: Any) -> None:
+            if self.armed and self._left:
+                self._skip -= 1
+                if self._skip < 0:
+                    self._left -= 1
+                    raise StoreError("the disk is broken") from OSError(errno.EIO, "disk")
+            read_into(store, layer, expert, parts)
+
+        monkeypatch.setattr(SafetensorsStore, "read_into", read)
+
+
+def _start(path: Path, how_often: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", GENERATE, str(path), how_often],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=_ROOT,
+    )
+
+
+def _write_in_place(file: Path, contents: bytes) -> None:
+    with file.open("r+b") as opened:
+        opened.write(contents)
+
+
+def _in_use() -> tuple[int, int]:
+    """Return the number of open files and of threads."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()

@@ -1,0 +1,228 @@
+"""What `load` cannot do is refused, with the reason, and leaves nothing open."""
+
+import gc
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecache.errors import CapacityError, ConfigError
+from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.offloading import load_in_slots
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+FAMILY = FAMILIES["qwen3_moe"]
+SIZES = {"vocab_size": 128, "hidden_size": 32}
+
+
+@pytest.fixture(name="path", scope="module")
+def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(FAMILY, tmp_path_factory.mktemp("refusals") / "model", "float32")
+
+
+def _dbrx() -> Any:
+    return transformers.DbrxForCausalLM(
+        transformers.DbrxConfig(
+            d_model=32,
+            n_heads=4,
+            n_layers=2,
+            vocab_size=128,
+            ffn_config={
+                "ffn_hidden_size": 24,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+                "hidden_size": 32,
+            },
+            attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0},
+        )
+    )
+
+
+def _jetmoe() -> Any:
+    return transformers.JetMoeForCausalLM(
+        transformers.JetMoeConfig(
+            **SIZES,
+            num_hidden_layers=2,
+            num_key_value_heads=2,
+            kv_channels=8,
+            intermediate_size=24,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )
+    )
+
+
+def _switch_transformers() -> Any:
+    return transformers.SwitchTransformersForConditionalGeneration(
+        transformers.SwitchTransformersConfig(
+            vocab_size=128,
+            d_model=32,
+            d_kv=8,
+            d_ff=24,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            num_heads=4,
+            num_experts=4,
+        )
+    )
+
+
+def _longcat_flash() -> Any:
+    return transformers.LongcatFlashForCausalLM(
+        transformers.LongcatFlashConfig(
+            **SIZES,
+            num_layers=1,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            ffn_hidden_size=40,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            head_dim=8,
+            v_head_dim=8,
+            moe_topk=2,
+            n_routed_experts=4,
+            zero_expert_num=2,
+            expert_ffn_hidden_size=24,
+        )
+    )
+
+
+def _dense() -> Any:
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            **SIZES,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (_dbrx, "DbrxForCausalLM is not supported: DbrxExperts .* in another form"),
+        (_jetmoe, "JetMoeForCausalLM is not supported: JetMoeParallelExperts .* in another form"),
+        (_switch_transformers, "SwitchTransformersExperts .* in another form"),
+        (_longcat_flash, "LongcatFlashForCausalLM is not supported: .* no experts interface"),
+        (_dense, "Qwen3ForCausalLM has no experts module .* a mixture-of-experts model"),
+    ],
+    ids=["dbrx", "jetmoe", "switch_transformers", "longcat_flash", "dense"],
+)
+def test_a_family_without_support_is_named_with_the_reason(
+    tmp_path: Path, make: Callable[[], Any], reason: str
+) -> None:
+    """When it is loaded, not when it computes."""
+    make().save_pretrained(tmp_path)
+    before = _in_use()
+
+    with pytest.raises(ConfigError, match=reason):
+        load_in_slots(tmp_path)
+    assert _in_use() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config cannot be given"),
+        ({"device": "cuda:0"}, "'cuda:0' is not supported"),
+        ({"device_map": "auto"}, "'auto' is not supported: the trunk stays on the CPU"),
+        ({"device_map": {"": 0}}, "the trunk stays on the CPU"),
+        ({"output_loading_info": True}, "output_loading_info cannot be given to load"),
+        ({"experts_implementation": "eager"}, 'experts_implementation cannot .* it is "moecache"'),
+        ({"gguf_file": "model.gguf"}, "gguf_file cannot .* only safetensors"),
+        ({"state_dict": {"weight": 1}}, "state_dict cannot be given to load"),
+        ({"tp_plan": "auto"}, "tp_plan cannot be given to load"),
+        ({"memory": "lots"}, "'lots' is not a size"),
+        ({"memory": "25%", "slots": 4}, "give either memory or slots"),
+        ({"policy": "best"}, "policy 'best' is not one of"),
+        ({"prefetch": "psychic"}, "prefetch 'psychic' is not one of"),
+        ({"read": "aloud"}, "read 'aloud' is not one of"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_an_argument_that_cannot_be_used_is_named(
+    path: Path, arguments: dict[str, Any], reason: str
+) -> None:
+    """And what was loaded before it was looked at is given back."""
+    before = _in_use()
+    with pytest.raises(ConfigError, match=reason):
+        load_in_slots(path, **{"memory": "25%", **arguments})
+
+    assert _in_use() == before
+
+
+def test_memory_for_less_than_an_expert_is_refused_with_what_is_needed(path: Path) -> None:
+    """An expert, and a place to read another to."""
+    before = _in_use()
+    with pytest.raises(CapacityError, match=r"1\.00 KiB.*22\.5 KiB.*at least 45\.0 KiB"):
+        load_in_slots(path, "1KiB")
+
+    assert _in_use() == before
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4", "gptq"])
+def test_a_quantized_checkpoint_is_refused_by_its_method(
+    path: Path, tmp_path: Path, method: str
+) -> None:
+    """Its experts are not the matrices that would be computed with."""
+    directory = shutil.copytree(path, tmp_path / method)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method}
+    (directory / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ConfigError, match=rf"{method}: is quantized \({method}\)"):
+        load_in_slots(directory)
+
+
+def test_a_checkpoint_of_pickles_is_refused_with_the_remedy(path: Path, tmp_path: Path) -> None:
+    """Parts of it cannot be read."""
+    shutil.copy(path / "config.json", tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(ConfigError, match="no safetensors file; save the model again"):
+        load_in_slots(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device_map": "cpu"},
+        {"device_map": {"": "cpu"}},
+        {"attn_implementation": "eager"},
+        {"low_cpu_mem_usage": True},
+        {"output_loading_info": False},
+        {"quantization_config": None},
+        {"dtype": "auto"},
+    ],
+    ids=str,
+)
+def test_what_changes_nothing_may_be_said(path: Path, options: dict[str, Any]) -> None:
+    """As scripts do that were written for `from_pretrained`."""
+    model = load_in_slots(path, **options)
+    with model.moecache:
+        assert model.dtype == torch.float32
+
+
+def _in_use() -> tuple[int, int]:
+    """Return the number of open files and of threads."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()

@@ -181,6 +181,21 @@ def test_gradients_of_inputs_and_trunk_are_the_whole_models(path: Path, whole: A
         torch.testing.assert_close(gradient, parameters[0][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_what_ran_in_inference_mode_has_gradients_later(path: Path) -> None:
+    """Views of slots that were made there are kept, and are ordinary tensors."""
+    model = load_in_slots(path, "100%")
+    with model.moecache as offload:
+        with torch.inference_mode():
+            generated(model)
+        embedded = model.get_input_embeddings()(prompt()).detach().requires_grad_()
+        model(inputs_embeds=embedded, labels=prompt()).loss.backward()
+        assert embedded.grad.abs().sum() > 0
+        with torch.inference_mode():
+            offload.detach()
+
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
 def test_gradient_checkpointing_gives_the_same_gradients(path: Path) -> None:
     """A layer's forward runs again in its backward: experts come from slots once more."""
     gradients = []

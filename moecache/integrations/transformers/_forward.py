@@ -88,6 +88,8 @@ class SlotLayer:
             rows[torch.from_numpy(wave.pairs)] = part
         return hidden.new_empty((0, hidden.shape[1])) if rows is None else rows
 
+    # Views are kept: one that was made in inference mode could not be differentiated through.
+    @torch.inference_mode(mode=False)
     def _view(self, slot: int) -> SlotWeights:
         parts = {
             role: as_tensor(array) for role, array in self.runtime.expert(slot, self.layer).items()

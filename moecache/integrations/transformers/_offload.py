@@ -229,6 +229,8 @@ class Offload:
         self.runtime.use_predictor(look_ahead, mode)
         return look_ahead
 
+    # Whoever detaches in inference mode has weights that can be trained all the same.
+    @torch.inference_mode(mode=False)
     def _read(self, binding: Binding) -> dict[str, nn.Parameter]:
         store, layer = self.runtime.store, binding.layer
         weights = {

@@ -171,6 +171,26 @@ def test_a_read_that_fails_in_backward_is_an_error_and_the_next_goes_well(
         assert bool(torch.isfinite(model.lm_head.weight.grad).all())
 
 
+def test_an_error_that_somebody_keeps_does_not_keep_the_slots(path: Path, whole: Any) -> None:
+    """A notebook holds the last traceback, and in it the step that failed."""
+    model = load_in_slots(path, None, slots=1)
+    experts = model.model.layers[1].mlp.experts
+
+    def fail(tensor: object) -> None:
+        raise RuntimeError("no product")
+
+    with model.moecache as offload, torch.no_grad():
+        activation, experts.act_fn = experts._modules["act_fn"], torch.nn.Identity()
+        experts.act_fn.register_forward_pre_hook(lambda module, inputs: fail(inputs))
+        with pytest.raises(RuntimeError, match="no product") as kept:
+            model(prompt())
+        experts.act_fn = activation
+
+        assert torch.equal(model(prompt()).logits, whole(prompt()).logits)
+        offload.runtime.cache.check()
+    assert kept.traceback
+
+
 def test_a_trace_that_cannot_be_written_is_a_warning(
     path: Path, whole: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

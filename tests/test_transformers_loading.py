@@ -1,0 +1,157 @@
+"""Where `load` finds a model, as which class, and models of unusual routing."""
+
+import dataclasses
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecache.errors import MoeCacheError
+from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.offloading import generated, load_in_slots, load_whole, prompt
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+FAMILY = FAMILIES["qwen3_moe"]
+
+
+@pytest.fixture(name="path", scope="module")
+def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(FAMILY, tmp_path_factory.mktemp("loading") / "model", "float32")
+
+
+@pytest.fixture(name="whole", scope="module")
+def _whole(path: Path) -> Any:
+    return load_whole(FAMILY, path)
+
+
+@pytest.fixture(name="shards", params=[False, True], ids=["file", "shards"])
+def _shards(
+    request: pytest.FixtureRequest, path: Path, whole: Any, tmp_path: Path
+) -> Iterator[Path]:
+    """Return the checkpoint in one file, and in several."""
+    if not request.param:
+        yield path
+        return
+    whole.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
+    yield tmp_path / "shards"
+
+
+def test_a_name_on_the_hub_is_found_in_the_local_cache(
+    shards: Path, whole: Any, tmp_path: Path
+) -> None:
+    """Whose snapshots are links to files named by their hash."""
+    cached, revision = tmp_path / "hub" / "models--some--model", "0" * 40
+    snapshot = cached / "snapshots" / revision
+    for directory in (snapshot, cached / "blobs", cached / "refs"):
+        directory.mkdir(parents=True)
+    (cached / "refs" / "main").write_text(revision)
+    for number, file in enumerate(shards.iterdir()):
+        shutil.copy(file, cached / "blobs" / f"{number:064d}")
+        os.symlink(f"../../blobs/{number:064d}", snapshot / file.name)
+
+    model = load_in_slots(
+        "some/model",  # type: ignore[arg-type]
+        cache_dir=str(tmp_path / "hub"),
+        local_files_only=True,
+    )
+    with model.moecache:
+        assert torch.equal(generated(model), generated(whole))
+        with pytest.raises(MoeCacheError, match=revision):
+            model.save_pretrained(tmp_path / "saved")
+
+
+def test_a_subfolder_is_loaded(shards: Path, whole: Any, tmp_path: Path) -> None:
+    """The experts are those in it."""
+    shutil.copytree(shards, tmp_path / "parent" / "sub")
+    model = load_in_slots(tmp_path / "parent", subfolder="sub")
+    with model.moecache:
+        assert torch.equal(generated(model), generated(whole))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("AutoModel", "Qwen3MoeModel"),
+        ("AutoModelForCausalLM", "Qwen3MoeForCausalLM"),
+        ("AutoModelForSequenceClassification", "Qwen3MoeForSequenceClassification"),
+    ],
+)
+def test_another_class_is_loaded_from_the_same_checkpoint(
+    path: Path, whole: Any, name: str, expected: str
+) -> None:
+    """Its experts are found wherever its modules are."""
+    model = load_in_slots(path, model_class=getattr(transformers, name))
+    body = model if expected.endswith("MoeModel") else model.model
+    with model.moecache, torch.no_grad():
+        states = body(prompt()).last_hidden_state
+
+    assert type(model).__name__ == expected
+    assert torch.equal(states, whole.model(prompt()).last_hidden_state)
+
+
+def test_the_default_dtype_of_torch_changes_nothing(path: Path, whole: Any) -> None:
+    """A checkpoint says which one it is in."""
+    expected = generated(whole)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = load_in_slots(path)
+        with model.moecache:
+            assert torch.equal(generated(model), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("slots", [1, 8, 32])
+def test_a_router_may_choose_all_experts(tmp_path: Path, slots: int) -> None:
+    """Each token takes every expert of a layer: the worst a cache can be asked for."""
+    family = dataclasses.replace(
+        FAMILY, settings={**FAMILY.settings, "num_experts": 8, "num_experts_per_tok": 8}
+    )
+    path = write_checkpoint(family, tmp_path, "float32")
+    whole, model = load_whole(family, path), load_in_slots(path, None, slots=slots)
+    with model.moecache:
+        assert torch.equal(generated(model), generated(whole))
+        with torch.no_grad():
+            assert torch.equal(model(prompt()).logits, whole(prompt()).logits)
+
+
+def test_a_router_may_choose_one_expert(tmp_path: Path) -> None:
+    """As those of switch-like models do."""
+    family = dataclasses.replace(FAMILY, settings={**FAMILY.settings, "num_experts_per_tok": 1})
+    path = write_checkpoint(family, tmp_path, "float32")
+    whole, model = load_whole(family, path), load_in_slots(path, None, slots=2)
+    with model.moecache:
+        assert torch.equal(generated(model), generated(whole))
+
+
+def test_four_threads_and_the_routers_look_ahead_do_not_get_in_each_others_way(
+    path: Path, whole: Any
+) -> None:
+    """Each thread is at a layer of its own, and what it saw there is its own."""
+    expected = generated(whole)
+    model = load_in_slots(path, prefetch="router")
+    equal: list[bool] = []
+
+    def run() -> None:
+        equal.extend(torch.equal(generated(model), expected) for _ in range(3))
+
+    with model.moecache as offload:
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        offload.runtime.cache.check()
+
+    assert equal == [True] * 12

@@ -173,7 +173,7 @@ record_trace, warmpin, warmpin_after
     _check_arguments(device, from_pretrained)
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     if model_class is None:
-        model_class = _model_class(path, hub, from_pretrained)
+        model_class = find_model_class(path, hub, from_pretrained)
     model = model_class.from_pretrained(
         path, **{**from_pretrained, "quantization_config": MoeCacheConfig()}
     )
@@ -221,7 +221,7 @@ def _check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
         raise ConfigError(f"device_map {placed!r} is not supported: the trunk stays on the CPU")
 
 
-def _model_class(
+def find_model_class(
     path: str | os.PathLike[str], hub: dict[str, Any], from_pretrained: dict[str, Any]
 ) -> Any:
     config = from_pretrained.get("config")

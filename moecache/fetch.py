@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from moecache.errors import MoeCacheError
+from moecache.interrupts import deferred
 from moecache.slots.base import SlotPool
 from moecache.stores.base import ExpertStore
 
@@ -239,11 +240,13 @@ class StoreFetch(LoadQueue):
                 pass
             load = None
             try:
-                with self._lock:
-                    load = self._queue.popleft() if self._queue else None
+                with deferred():
+                    with self._lock:
+                        load = self._queue.popleft() if self._queue else None
+                    if load is not None:
+                        self._carry_out(load)
                 if load is None:
                     return arrived.get()
-                self._carry_out(load)
             except BaseException:
                 # An interrupt between taking the load and filling it: others may wait.
                 if load is not None and not load.done:

@@ -14,6 +14,7 @@ from moecache._cache import ExpertCache
 from moecache._reader import Reader
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.fetch import Cause, Fetch, Load, StoreFetch
+from moecache.interrupts import deferred
 from moecache.load_counts import LoadCounts
 from moecache.reader_fetch import ReaderFetch
 from moecache.slots.base import SlotPool
@@ -274,10 +275,11 @@ class SlotLoader:
         """End the leases on slots of the cache, once computations that use them are issued."""
         if os.getpid() != self._process:
             return
-        with self._lock:
-            self._pool.release_after_compute(slots)
-            self._cache.release(slots)
-        self._drain_if_free()
+        with deferred():
+            with self._lock:
+                self._pool.release_after_compute(slots)
+                self._cache.release(slots)
+            self._drain_if_free()
 
     def stage(
         self,
@@ -286,51 +288,52 @@ class SlotLoader:
         arrived: "SimpleQueue[Load]",
         *,
         cause: Cause,
-        wait: bool,
     ) -> list[Load]:
-        """Start to load the first of `experts` into free staging slots.
+        """Start to load the first of `experts` into free staging slots, as many as there are."""
+        loads: list[Load] = []
+        with self._lock:
+            self._check_open()
+            # Slots that were given back while the lock was taken.
+            self._drain()
+            for expert in experts[: self._staging.num_free]:
+                load = Load(layer, expert, self._staging.take(), cause, staged=True)
+                load.waiting.append(arrived)
+                self._submit(load)
+                loads.append(load)
+        self._begin(loads, arrived)
+        return loads
 
-        Parameters
-        ----------
-        wait : bool
-            Wait for at least one slot. Otherwise return an empty list if none is free.
+    def wait_for_staging(self, layer: int) -> None:
+        """Wait for a moment at least, until a staging slot may be free.
 
         Raises
         ------
         CapacityError
             If waiting could last for ever: an unfinished step of this thread holds some.
         """
-        loads: list[Load] = []
-        while True:
-            seen = self._fetch.epoch
-            with self._lock:
-                self._check_open()
-                # Waiting gives the lock up without looking at discards: look again.
-                self._drain()
-                if self._staging.num_free or not wait:
-                    for expert in experts[: self._staging.num_free]:
-                        load = Load(layer, expert, self._staging.take(), cause, staged=True)
-                        load.waiting.append(arrived)
-                        self._submit(load)
-                        loads.append(load)
-                    break
-                self._staging.check_wait(layer)
-                if not self._fetch.needs_callers:
-                    self._unstaged.wait(0.05)
-                    continue
-            self._fetch.help(seen)
-        self._begin(loads, arrived)
-        return loads
+        seen = self._fetch.epoch
+        with deferred(), self._lock:
+            self._check_open()
+            # Waiting gives the lock up without looking at discards.
+            self._drain()
+            if self._staging.num_free:
+                return
+            self._staging.check_wait(layer)
+            if not self._fetch.needs_callers:
+                self._unstaged.wait(0.05)
+                return
+        self._fetch.help(seen)
 
     def unstage(self, slots: Sequence[int]) -> None:
         """Give staging slots back, once computations that use them are issued."""
         if os.getpid() != self._process:
             return
-        with self._lock:
-            self._pool.release_after_compute(np.asarray(slots, np.int32))
-            for slot in slots:
-                self._return_staging(slot)
-        self._drain_if_free()
+        with deferred():
+            with self._lock:
+                self._pool.release_after_compute(np.asarray(slots, np.int32))
+                for slot in slots:
+                    self._return_staging(slot)
+            self._drain_if_free()
 
     def look(self) -> None:
         """Take in what has arrived, without waiting."""
@@ -351,8 +354,9 @@ class SlotLoader:
         """
         if os.getpid() != self._process:
             return
-        self._discards.put(given_back)
-        self._drain_if_free()
+        with deferred():
+            self._discards.put(given_back)
+            self._drain_if_free()
 
     def close(self) -> None:
         """Stop the threads; a second call does nothing.
@@ -541,6 +545,10 @@ class SlotLoader:
 
     def _finish(self, load: Load) -> bool:
         """Take in a load that is done; False if it is to be carried out once more."""
+        with deferred():
+            return self._take_in(load)
+
+    def _take_in(self, load: Load) -> bool:
         with self._lock:
             if load.done:
                 return True

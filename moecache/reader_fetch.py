@@ -8,6 +8,7 @@ from typing import Any
 from moecache._reader import Reader
 from moecache.errors import MoeCacheError
 from moecache.fetch import Load, LoadQueue, join_threads, start_threads
+from moecache.interrupts import deferred
 from moecache.slots.base import SlotPool
 from moecache.stores import FileStore
 from moecache.stores._file import ReadOnlyFile
@@ -68,6 +69,11 @@ class ReaderFetch(LoadQueue):
 
     def begin(self) -> None:
         """Hand what is queued to the reader, all of it at once."""
+        if self._queue:
+            with deferred():
+                self._begin_queued()
+
+    def _begin_queued(self) -> None:
         while self._queue:
             batch: list[Load] = []
             entries: list[Any] = []
@@ -209,6 +215,10 @@ class ReaderFetch(LoadQueue):
 
     def _settle(self) -> bool:
         """Bring one load that was read into its slot; return whether there was one."""
+        with deferred():
+            return self._settle_one()
+
+    def _settle_one(self) -> bool:
         taken: list[tuple[tuple[Load, Any], tuple[int, int, int] | None]] = []
         try:
             self._reader.take(taken)

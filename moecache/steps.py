@@ -10,6 +10,7 @@ import numpy as np
 
 from moecache._cache import ExpertCache
 from moecache.fetch import Cause, Load
+from moecache.interrupts import deferred
 from moecache.loader import Discard, SlotLoader
 from moecache.prefetch import Prefetcher
 
@@ -73,9 +74,10 @@ class Lease:
 
     def close(self) -> None:
         """End the lease; a second call does nothing."""
-        loader, self._loader = self._loader, None
-        if loader is not None:
-            loader.release(self.slots)
+        with deferred():
+            loader, self._loader = self._loader, None
+            if loader is not None:
+                loader.release(self.slots)
 
     def __del__(self) -> None:
         """End a lease that was dropped."""
@@ -113,19 +115,20 @@ def lease(
     arrived: SimpleQueue[Load] = SimpleQueue()
     outstanding: set[Load] = set()
     try:
-        loads, _ = loader.acquire(
-            layer,
-            ids,
-            slots.reshape(-1),
-            misses,
-            arrived,
-            cause=_cause(ids),
-            share=-1,
-            ignore_out_of_range=ignore_out_of_range,
-        )
-        outstanding.update(loads)
-        if prefetcher is not None:
-            prefetcher.step(layer, ids)
+        with deferred():
+            loads, _ = loader.acquire(
+                layer,
+                ids,
+                slots.reshape(-1),
+                misses,
+                arrived,
+                cause=_cause(ids),
+                share=-1,
+                ignore_out_of_range=ignore_out_of_range,
+            )
+            outstanding.update(loads)
+            if prefetcher is not None:
+                prefetcher.step(layer, ids)
         while outstanding:
             for load in _wait(loader, cache, arrived):
                 outstanding.discard(load)
@@ -161,28 +164,31 @@ def waves(
     loads: list[Load] = []
     step: _Step | None = None
     try:
-        loads, bypassed = loader.acquire(
-            layer,
-            ids,
-            slots,
-            misses,
-            arrived,
-            cause=_cause(ids),
-            share=cache.num_experts if one_token else cache.fair_share(layer),
-            ignore_out_of_range=ignore_out_of_range,
-        )
-        if prefetcher is not None:
-            prefetcher.step(layer, ids)
-        if loads or bypassed:
-            step = _Step(loader, cache, layer, ids, slots, top_k, arrived)
+        with deferred():
+            loads, bypassed = loader.acquire(
+                layer,
+                ids,
+                slots,
+                misses,
+                arrived,
+                cause=_cause(ids),
+                share=cache.num_experts if one_token else cache.fair_share(layer),
+                ignore_out_of_range=ignore_out_of_range,
+            )
+            if prefetcher is not None:
+                prefetcher.step(layer, ids)
+            if loads or bypassed:
+                step = _Step(loader, cache, layer, ids, slots, top_k, arrived, loads)
+        if step is not None:
             yield from step.waves(loads, bypassed)
         elif ids.size:
             yield _whole_step(ids, slots, top_k, one_token=one_token)
     finally:
-        if step is None:
-            loader.discard(Discard(loads, arrived, slots))
-        else:
-            step.close()
+        with deferred():
+            if step is None:
+                loader.discard(Discard(loads, arrived, slots))
+            else:
+                step.close()
 
 
 class _Step:
@@ -197,6 +203,7 @@ class _Step:
         slots: np.ndarray,
         top_k: int,
         arrived: "SimpleQueue[Load]",
+        loads: Sequence[Load],
     ) -> None:
         self._loader = loader
         self._cache = cache
@@ -212,10 +219,9 @@ class _Step:
         self._slots = slots[first]  # slot of each group
         self._leased = set(slots[slots >= 0].tolist())
         self._staged: set[int] = set()  # slots that hold an expert of ours
-        self._outstanding: set[Load] = set()
+        self._outstanding = set(loads)
 
     def waves(self, loads: Sequence[Load], bypassed: list[int]) -> Iterator[Wave]:
-        self._outstanding.update(loads)
         coming = {load.expert for load in loads}
         bypassed = self._stage(bypassed, wait=False)
         ready = [
@@ -232,8 +238,9 @@ class _Step:
             bypassed = self._stage(bypassed, wait=not self._outstanding)
             done = _wait(self._loader, self._cache, self._arrived)
             # All of them are accounted for before one is raised.
-            self._outstanding.difference_update(done)
-            self._staged.update(load.slot for load in done if load.staged)
+            with deferred():
+                self._outstanding.difference_update(done)
+                self._staged.update(load.slot for load in done if load.staged)
             for load in done:
                 if load.error is not None:
                     raise load.error
@@ -243,28 +250,31 @@ class _Step:
             self._finish(self._slots[groups].tolist())
 
     def close(self) -> None:
-        leased = np.array(list(self._leased), np.int32)
-        self._loader.discard(Discard(self._outstanding, self._arrived, leased, self._staged))
+        with deferred():
+            leased = np.array(list(self._leased), np.int32)
+            self._loader.discard(Discard(self._outstanding, self._arrived, leased, self._staged))
 
     def _stage(self, experts: list[int], *, wait: bool) -> list[int]:
-        if not experts:
-            return experts
-        loads = self._loader.stage(
-            self._layer, experts, self._arrived, cause=self._cause, wait=wait
-        )
-        self._outstanding.update(loads)
-        return experts[len(loads) :]
+        while experts:
+            with deferred():
+                loads = self._loader.stage(self._layer, experts, self._arrived, cause=self._cause)
+                self._outstanding.update(loads)
+            if loads or not wait:
+                return experts[len(loads) :]
+            self._loader.wait_for_staging(self._layer)
+        return experts
 
     def _finish(self, slots: list[int]) -> None:
         # A wave is over: what it used may be evicted, or staged over, from here on.
-        leased = [slot for slot in slots if slot in self._leased]
-        staged = [slot for slot in slots if slot in self._staged]
-        self._leased.difference_update(leased)
-        self._staged.difference_update(staged)
-        if leased:
-            self._loader.release(np.array(leased, np.int32))
-        if staged:
-            self._loader.unstage(staged)
+        with deferred():
+            leased = [slot for slot in slots if slot in self._leased]
+            staged = [slot for slot in slots if slot in self._staged]
+            self._leased.difference_update(leased)
+            self._staged.difference_update(staged)
+            if leased:
+                self._loader.release(np.array(leased, np.int32))
+            if staged:
+                self._loader.unstage(staged)
 
 
 def _cause(ids: np.ndarray) -> Cause:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "moecache"
 POLICIES = {"_arc", "_echo_cache", "_fifo", "_lecar", "_lfu", "_lrfu", "_slru", "_stale"}
 POLICIES |= {"_tinylfu"}
 FLOORS = [
-    {"errors", "units", "settings", "layout", "files", "profiles"},
+    {"errors", "units", "settings", "layout", "files", "profiles", "interrupts"},
     {"_ids", "_policy", "_python_policy", "_policies", "_profiler", "_route_log", *POLICIES}
     | {"_echo", "_prefault", "_pieces", "_reader", "gate", "mappings", "host_memory", "regions"},
     {"_cache", "_replay", "_optimum", "sizing", "extents", "residency", "sweep", "prefault"},

@@ -1,0 +1,193 @@
+"""Ctrl-C comes at the end of a section, and whenever it comes, no expert and no slot is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from moecache.interrupts import deferred
+from tests.helpers.checkpoints import write_checkpoint
+
+# Interrupts itself some hundred times, anywhere, while experts are asked for; after each one
+# everything must be as if it had not been.
+CHILD = """
+import os, random, signal, sys, threading
+import numpy as np
+import moecache
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+path, way, num_rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
+options = {
+    "buffered": {"read": "buffered"},
+    "threads": {"read": "mmap"},
+    "alone": {"read": "mmap", "loader_threads": 0},
+    "direct": {"read": "direct"},
+    "ahead": {"read": "buffered", "prefetch": "last"},
+}[way]
+runtime = moecache.open(path, slots=6, prefault="off", **{"prefetch": "off", **options})
+num_experts = runtime.layout.num_experts
+every = np.arange(num_experts).reshape(-1, 3)
+draw, going, sent = random.Random(0), threading.Event(), threading.Event()
+
+def send():
+    while True:
+        going.wait()
+        going.clear()
+        threading.Event().wait(draw.uniform(0, 0.003))
+        os.kill(os.getpid(), signal.SIGINT)
+        sent.set()
+
+threading.Thread(target=send, daemon=True).start()
+num_interrupted = 0
+for number in range(num_rounds):
+    rows = np.random.default_rng(number)
+    sent.clear()
+    try:
+        try:
+            going.set()
+            while not sent.is_set():
+                for layer in range(2):
+                    ids = rows.permutation(num_experts)[:3][None]
+                    if number % 3 == 0:
+                        for wave in runtime.waves(layer, ids):
+                            pass
+                    elif number % 3 == 1:
+                        with runtime.lease(layer, ids):
+                            pass
+                    else:
+                        for wave in runtime.waves(layer, every):
+                            pass
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        sent.wait()
+        for _ in range(100):
+            pass
+    except KeyboardInterrupt:
+        num_interrupted += 1
+    runtime.cache.check()
+    # What was being read goes on to its end, into the cache; somebody looks.
+    while runtime.stats().num_in_flight:
+        for wave in runtime.waves(0, every[:1]):
+            pass
+    # Every slot can be had, those for staging too.
+    for layer in range(2):
+        with runtime.lease(layer, rows.permutation(num_experts)[:6]):
+            pass
+        found = sum(len(wave.pairs) for wave in runtime.waves(layer, every))
+        assert found == every.size, (number, found)
+    runtime.cache.check()
+assert num_interrupted == num_rounds, num_interrupted
+runtime.close()
+"""
+
+
+@pytest.mark.parametrize("way", ["buffered", "threads", "alone", "direct", "ahead"])
+def test_an_interrupt_at_any_moment_loses_nothing(way: str, tmp_path: Path) -> None:
+    """Whatever a step had claimed, leased or staged can be had again; nobody waits for ever."""
+    model = write_checkpoint(tmp_path / "model", num_layers=2)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(model.path), way, "250"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parents[1],
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupt_in_a_section_comes_at_its_end() -> None:
+    """Of nested sections, the outer one's."""
+    lines = []
+
+    def interrupted() -> None:
+        with deferred():
+            with deferred():
+                os.kill(os.getpid(), signal.SIGINT)
+                lines.append("inner")
+            lines.append("outer")
+        lines.append("after")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert lines == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_comes_at_once() -> None:
+    """A section that hangs can be left."""
+    lines = []
+
+    def interrupted() -> None:
+        with deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            lines.append("once")
+            os.kill(os.getpid(), signal.SIGINT)
+            lines.append("twice")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert lines == ["once"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_hosts_own_is_called_once_and_stays() -> None:
+    """It need not raise."""
+    called = []
+
+    def handler(number: int, frame: object) -> None:
+        called.append((number, len(lines)))
+
+    lines = []
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            lines.append("in the section")
+        assert called == [(signal.SIGINT, 1)]
+        with deferred():
+            pass
+        assert called == [(signal.SIGINT, 1)]
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_section_that_fails_fails_as_it_would() -> None:
+    """And leaves the handler as it was."""
+    with pytest.raises(ValueError, match="its own"), deferred():
+        raise ValueError("its own")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_signals_that_are_ignored_stay_ignored() -> None:
+    """There is nothing to come at the end."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_are_let_alone() -> None:
+    """Handlers run in the main thread, and only it may set one."""
+    errors: list[BaseException] = []
+
+    def section() -> None:
+        try:
+            with deferred():
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        except (AssertionError, ValueError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=section)
+    thread.start()
+    thread.join()
+    assert not errors

@@ -5,7 +5,7 @@ end: the result depends neither on the order in which experts arrive nor on
 what was in the cache. transformers' `grouped_mm` has the same form.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +27,7 @@ class ExpertWave(Protocol):
 class WaveSource(Protocol):
     """What hands out waves: a runtime."""
 
-    def waves(self, layer: int, ids: np.ndarray) -> Iterable[ExpertWave]:
+    def waves(self, layer: int, ids: np.ndarray) -> Generator[ExpertWave, None, None]:
         """Yield the waves of a step."""
 
     def expert(self, slot: int, layer: int) -> dict[str, np.ndarray]:
@@ -147,6 +147,11 @@ def feed_forward(
     ndarray of float, shape [num_tokens, hidden_size]
     """
     rows = np.empty((ids.size, hidden.shape[1]), hidden.dtype)
-    for wave in runtime.waves(layer, ids):
-        compute_wave(hidden, wave, lambda slot: runtime.expert(slot, layer), rows, activation)
+    waves = runtime.waves(layer, ids)
+    try:
+        for wave in waves:
+            compute_wave(hidden, wave, lambda slot: runtime.expert(slot, layer), rows, activation)
+    finally:
+        # A traceback that somebody keeps would keep the leases as well.
+        waves.close()
     return combine(rows, weights)

@@ -114,6 +114,7 @@ def lease(
     misses = np.empty(min(ids.size, cache.num_experts), np.int32)
     arrived: SimpleQueue[Load] = SimpleQueue()
     outstanding: set[Load] = set()
+    made: Lease | None = None
     try:
         with deferred():
             loads, _ = loader.acquire(
@@ -134,10 +135,16 @@ def lease(
                 outstanding.discard(load)
                 if load.error is not None:
                     raise load.error
-        return Lease(loader, slots)
+        with deferred():
+            made = Lease(loader, slots)
     except BaseException:
-        loader.discard(Discard(outstanding, arrived, slots))
+        with deferred():
+            if made is None:
+                loader.discard(Discard(outstanding, arrived, slots))
+            else:
+                made.close()
         raise
+    return made
 
 
 def waves(
@@ -163,32 +170,46 @@ def waves(
     one_token = ids.size == top_k
     loads: list[Load] = []
     step: _Step | None = None
-    try:
+    over = False
+
+    def give_back() -> None:
+        nonlocal over
         with deferred():
-            loads, bypassed = loader.acquire(
-                layer,
-                ids,
-                slots,
-                misses,
-                arrived,
-                cause=_cause(ids),
-                share=cache.num_experts if one_token else cache.fair_share(layer),
-                ignore_out_of_range=ignore_out_of_range,
-            )
-            if prefetcher is not None:
-                prefetcher.step(layer, ids)
-            if loads or bypassed:
-                step = _Step(loader, cache, layer, ids, slots, top_k, arrived, loads)
-        if step is not None:
-            yield from step.waves(loads, bypassed)
-        elif ids.size:
-            yield _whole_step(ids, slots, top_k, one_token=one_token)
-    finally:
-        with deferred():
+            if over:
+                return
+            over = True
             if step is None:
                 loader.discard(Discard(loads, arrived, slots))
             else:
                 step.close()
+
+    try:
+        try:
+            with deferred():
+                loads, bypassed = loader.acquire(
+                    layer,
+                    ids,
+                    slots,
+                    misses,
+                    arrived,
+                    cause=_cause(ids),
+                    share=cache.num_experts if one_token else cache.fair_share(layer),
+                    ignore_out_of_range=ignore_out_of_range,
+                )
+                if prefetcher is not None:
+                    prefetcher.step(layer, ids)
+                if loads or bypassed:
+                    step = _Step(loader, cache, layer, ids, slots, top_k, arrived, loads)
+            if step is not None:
+                yield from step.waves(loads, bypassed)
+            elif ids.size:
+                yield _whole_step(ids, slots, top_k, one_token=one_token)
+        finally:
+            give_back()
+    except BaseException:
+        # An interrupt may have come before that began.
+        give_back()
+        raise
 
 
 class _Step:

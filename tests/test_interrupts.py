@@ -15,7 +15,7 @@ from tests.helpers.checkpoints import write_checkpoint
 # Interrupts itself some hundred times, anywhere, while experts are asked for; after each one
 # everything must be as if it had not been.
 CHILD = """
-import os, random, signal, sys, threading
+import os, random, signal, sys
 import numpy as np
 import moecache
 
@@ -31,41 +31,40 @@ options = {
 runtime = moecache.open(path, slots=6, prefault="off", **{"prefetch": "off", **options})
 num_experts = runtime.layout.num_experts
 every = np.arange(num_experts).reshape(-1, 3)
-draw, going, sent = random.Random(0), threading.Event(), threading.Event()
+draw, sent = random.Random(0), False
 
-def send():
-    while True:
-        going.wait()
-        going.clear()
-        threading.Event().wait(draw.uniform(0, 0.003))
-        os.kill(os.getpid(), signal.SIGINT)
-        sent.set()
+def send(number, frame):
+    # From a timer: at any line, where a thread would only come when it is given the GIL.
+    global sent
+    sent = True
+    os.kill(os.getpid(), signal.SIGINT)
 
-threading.Thread(target=send, daemon=True).start()
+signal.signal(signal.SIGALRM, send)
 num_interrupted = 0
 for number in range(num_rounds):
     rows = np.random.default_rng(number)
-    sent.clear()
+    sent = False
     try:
         try:
-            going.set()
-            while not sent.is_set():
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0001, 0.003))
+            while not sent:
                 for layer in range(2):
                     ids = rows.permutation(num_experts)[:3][None]
-                    if number % 3 == 0:
-                        for wave in runtime.waves(layer, ids):
-                            pass
-                    elif number % 3 == 1:
+                    if number % 3 == 1:
                         with runtime.lease(layer, ids):
                             pass
-                    else:
-                        for wave in runtime.waves(layer, every):
+                        continue
+                    chosen = every if number % 3 else ids
+                    waves = runtime.waves(layer, chosen)
+                    try:
+                        for wave in waves:
                             pass
-        except KeyboardInterrupt:
+                    finally:
+                        waves.close()
+        except KeyboardInterrupt as error:
+            if number % 3 != 1:
+                kept = error  # and all frames with it, as a notebook does
             num_interrupted += 1
-        sent.wait()
-        for _ in range(100):
-            pass
     except KeyboardInterrupt:
         num_interrupted += 1
     runtime.cache.check()
@@ -80,7 +79,8 @@ for number in range(num_rounds):
         found = sum(len(wave.pairs) for wave in runtime.waves(layer, every))
         assert found == every.size, (number, found)
     runtime.cache.check()
-assert num_interrupted == num_rounds, num_interrupted
+# Python drops one that comes in a finalizer.
+assert num_interrupted > num_rounds * 0.9, num_interrupted
 runtime.close()
 """
 
@@ -90,7 +90,7 @@ def test_an_interrupt_at_any_moment_loses_nothing(way: str, tmp_path: Path) -> N
     """Whatever a step had claimed, leased or staged can be had again; nobody waits for ever."""
     model = write_checkpoint(tmp_path / "model", num_layers=2)
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(model.path), way, "250"],
+        [sys.executable, "-c", CHILD, str(model.path), way, "400"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -75,17 +75,21 @@ class SlotLayer:
         """
         rows: torch.Tensor | None = None
         num_pairs = ids.numel()
-        for wave in self.runtime.waves(self.layer, ids.numpy()):
-            slots = wave.slots.tolist()
-            weights = [self._views.get(slot) or self._view(slot) for slot in slots]
-            self.num_products += len(slots)
-            counts = np.diff(wave.offsets).tolist()
-            part = compute(hidden, wave, weights, counts)
-            if len(slots) == num_pairs and (wave.pairs[:-1] < wave.pairs[1:]).all():
-                return part  # one token, all there
-            if rows is None:
-                rows = part.new_empty((num_pairs, part.shape[1]))
-            rows[torch.from_numpy(wave.pairs)] = part
+        waves = self.runtime.waves(self.layer, ids.numpy())
+        try:
+            for wave in waves:
+                slots = wave.slots.tolist()
+                weights = [self._views.get(slot) or self._view(slot) for slot in slots]
+                self.num_products += len(slots)
+                part = compute(hidden, wave, weights, np.diff(wave.offsets).tolist())
+                if len(slots) == num_pairs and (wave.pairs[:-1] < wave.pairs[1:]).all():
+                    return part  # one token, all there
+                if rows is None:
+                    rows = part.new_empty((num_pairs, part.shape[1]))
+                rows[torch.from_numpy(wave.pairs)] = part
+        finally:
+            # A traceback that somebody keeps would keep the leases as well.
+            waves.close()
         return hidden.new_empty((0, hidden.shape[1])) if rows is None else rows
 
     # Views are kept: one that was made in inference mode could not be differentiated through.

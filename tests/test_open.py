@@ -119,3 +119,47 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     save_file({"model.norm.weight": np.ones(4, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(moecache.ConfigError, match="no experts"):
         moecache.open(tmp_path)
+
+
+def test_layers_that_do_not_run_take_no_part(tiny_moe: Path) -> None:
+    """Shares of memory are of those that do."""
+    names = [f"model.layers.{number}.mlp" for number in (1, 2)]
+    with moecache.open(tiny_moe, "50%", layers=names) as runtime:
+        assert list(runtime.layout.layer_names) == names
+        assert runtime.layout.total_experts == 64
+    with pytest.raises(moecache.ConfigError, match="no layer 'mtp' with experts"):
+        moecache.open(tiny_moe, layers=["mtp"])
+
+
+class Seven:
+    """Predicts expert 7."""
+
+    def observe(self, layer: int, ids: np.ndarray) -> None:
+        """Learn nothing."""
+
+    def predict(self, layer: int, n: int) -> tuple[np.ndarray, None]:
+        """Return it."""
+        return np.array([7], np.int32), None
+
+    def begin_sequence(self) -> None:
+        """Forget nothing."""
+
+
+def test_another_predictor_can_take_over(tiny_moe: Path) -> None:
+    """It is asked from then on; what is no predictor is refused, and "off" stays off."""
+    with moecache.open(tiny_moe, "25%", prefetch="echo") as runtime:
+        with pytest.raises(moecache.ConfigError, match="neither one of"):
+            runtime.use_predictor("echo")  # type: ignore[arg-type]
+        before = runtime.predictor
+        runtime.use_predictor(Seven(), "seven")
+        assert runtime.predictor is not before
+        for layer in range(2):
+            runtime.lease(layer, np.array([[7, 1, 2, 3]])).close()
+        prefetch = runtime.stats().prefetch
+        assert prefetch is not None
+        assert prefetch.mode == "seven"
+        assert (prefetch.num_used, prefetch.num_found_k) == (4, 1)
+    with moecache.open(tiny_moe, "25%", prefetch="off") as runtime:
+        runtime.use_predictor(Seven())
+        assert runtime.predictor is None
+        assert runtime.stats().prefetch is None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache.errors import ExpertNotFoundError, StoreError
+from moecache.errors import ConfigError, ExpertNotFoundError, StoreError
 from moecache.stores import ExpertStore, SafetensorsStore
 from tests.helpers.checkpoints import (
     FAMILIES,
@@ -183,6 +183,21 @@ def test_any_tensor_can_be_read_by_its_name(tmp_path: Path, num_shards: int) -> 
         assert store.read_tensor("model.embed_tokens.weight").flags.writeable
         with pytest.raises(ExpertNotFoundError, match=r"no tensor 'lm_head\.weight'"):
             store.read_tensor("lm_head.weight")
+
+
+def test_chosen_layers_are_served_alone(small: Checkpoint) -> None:
+    """In the order they run, whatever the order of the names; what there is not is an error."""
+    first, second = small.layer_names
+    with SafetensorsStore(small.path, layers=[second]) as store:
+        assert list(store.layout.layer_names) == [second]
+        parts = {role.name: np.empty(role.shape, role.dtype) for role in store.layout.layers[0]}
+        store.read_into(0, 3, parts)
+        assert all(same_bits(parts[name], array) for name, array in small.experts[1][3].items())
+        assert store.sources(0)["gate_up", 0].startswith(f"{second}.experts.0.")
+    with SafetensorsStore(small.path, layers={second, first}) as store:
+        assert list(store.layout.layer_names) == [first, second]
+    with pytest.raises(ConfigError, match=r"no layer 'model\.layers\.9\.mlp' with experts"):
+        SafetensorsStore(small.path, layers=["model.layers.9.mlp"])
 
 
 def test_one_file_is_a_checkpoint(small: Checkpoint) -> None:

@@ -14,12 +14,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moecache.errors import ConfigError
 from moecache.headroom import headroom
-from moecache.integrations.transformers._binding import bind, check_family
+from moecache.integrations.transformers._binding import Binding, bind, check_family
 from moecache.integrations.transformers._experts import dispatch, strip
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
 from moecache.integrations.transformers._offload import Offload
 from moecache.opening import open  # noqa: A004 - moecache.open
 from moecache.predict import Predictor
+from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
 from moecache.stores import SafetensorsStore, open_store
 from moecache.sweep import Progress
 
@@ -38,6 +39,12 @@ _REFUSED = {
     "state_dict": "the experts are read from the checkpoint's files",
     "tp_plan": "experts in a cache are not spread over processes",
     "distributed_config": "experts in a cache are not spread over processes",
+}
+_NAMES = {
+    "policy": POLICIES,
+    "scope": SCOPES,
+    "read": READ_MODES,
+    "prefetch": ("router", *PREFETCH_MODES),
 }
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -74,7 +81,7 @@ class TrunkQuantizer(HfQuantizer):
             model.__dict__["_moecache_source"] = (
                 store.path,
                 [binding.name for binding in bindings],
-                {binding.dtype for binding in bindings},
+                _slot_dtype(store, bindings),
                 dict(store.config),
             )
         for binding in bindings:
@@ -171,13 +178,15 @@ record_trace, warmpin, warmpin_after
         If the checkpoint cannot be read.
     """
     _check_arguments(device, from_pretrained)
+    # Before the trunk is read, which may take minutes.
+    _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch)
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     if model_class is None:
         model_class = find_model_class(path, hub, from_pretrained)
     model = model_class.from_pretrained(
         path, **{**from_pretrained, "quantization_config": MoeCacheConfig()}
     )
-    directory, layers, dtypes, config = model.__dict__.pop("_moecache_source")
+    directory, layers, dtype, config = model.__dict__.pop("_moecache_source")
     if reserve is None and memory is None and slots is None:
         reserve = headroom(0, config).nbytes  # the trunk is there already
     runtime = open(
@@ -187,7 +196,7 @@ record_trace, warmpin, warmpin_after
         slots=slots,
         policy=policy,
         scope=scope,
-        dtype=_slot_dtype(directory, layers, dtypes),
+        dtype=dtype,
         read=read,
         reserve=reserve,
         lock=lock,
@@ -221,9 +230,22 @@ def _check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
         raise ConfigError(f"device_map {placed!r} is not supported: the trunk stays on the CPU")
 
 
+def _check_names(**given: Any) -> None:
+    for name, value in given.items():
+        if isinstance(value, str) and value not in _NAMES[name]:
+            raise ConfigError(f"{name} {value!r} is not one of {', '.join(_NAMES[name])}")
+
+
 def find_model_class(
     path: str | os.PathLike[str], hub: dict[str, Any], from_pretrained: dict[str, Any]
 ) -> Any:
+    """Return the class whose `from_pretrained` loads a checkpoint.
+
+    Raises
+    ------
+    ConfigError
+        If it is quantized.
+    """
     config = from_pretrained.get("config")
     if not isinstance(config, transformers.PretrainedConfig):
         trusted = {"trust_remote_code": from_pretrained.get("trust_remote_code")}
@@ -262,13 +284,12 @@ def _check_files(store: SafetensorsStore, checkpoint_files: list[str]) -> None:
         )
 
 
-def _slot_dtype(
-    directory: Path, layers: list[str], dtypes: set[torch.dtype]
-) -> np.dtype[Any] | None:
+def _slot_dtype(store: SafetensorsStore, bindings: list[Binding]) -> np.dtype[Any] | None:
+    """Return what experts are converted to when they are read, None: to nothing."""
+    dtypes = {binding.dtype for binding in bindings}
     if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
         raise ConfigError(f"experts of {', '.join(map(str, dtypes))} are not supported")
     wanted = _DTYPES[dtypes.pop()]
-    with open_store(directory, layers=layers) as store:
-        stored = {role.dtype for roles in store.layout.layers for role in roles}
+    stored = {role.dtype for binding in bindings for role in store.layout.layers[binding.layer]}
     # Slots that hold the file's bytes are filled without a copy.
     return None if stored == {wanted} else wanted

@@ -140,6 +140,8 @@ def write_checkpoint(directory: Path, config: Any, *, overlap: float = 0.4, seed
     write_tokenizer(directory, config.vocab_size)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    # Sampling draws from all of the vocabulary: its likeliest tokens alone are a narrower text.
+    (directory / "generation_config.json").write_text('{"top_k": 0}\n')
     return total_bytes
 
 

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -58,6 +59,10 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         "verbose": False,
     }
     task |= run_process({**task, "kind": "prepare"})
+    # Of prose in bytes there are few kinds; all of the vocabulary, as in other text.
+    draw = np.random.default_rng(0)
+    for name in ("prompt", "warm_up_prompt"):
+        task[name] = draw.integers(0, vocabulary(arguments.directory), len(task[name])).tolist()
     task["checkpoint_bytes"] = sum(Path(file).stat().st_size for file in task["files"])
     resident = Contestant("all resident", {"kind": "resident"})
     # Reads all weights for each token: a few tell.
@@ -65,9 +70,18 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     offload = Contestant("accelerate disk_offload", {"kind": "disk_offload", **few_tokens})
     whole, quarter = moecache("100%"), moecache("25%")
     direct = {mode: moecache("25%", mode, "direct") for mode in ("off", "router", "auto")}
+    # A long prompt's activations are the model's, whoever holds its experts.
+    short = moecache("25%")
+    short.name, short.task = "25%, prompt of 16", {**short.task, "prompt": task["prompt"][:16]}
     for repeat in range(arguments.repeats):
         # The slowest once: it is not close.
-        for one in (resident, whole, quarter, *direct.values(), *((offload,) * (repeat == 0))):
+        for one in (
+            resident,
+            whole,
+            quarter,
+            *direct.values(),
+            *((offload, short) * (repeat == 0)),
+        ):
             with console.status(f"{one.name}, run {repeat + 1} of {arguments.repeats}"):
                 for file in task["files"]:
                     _warm(file)
@@ -75,6 +89,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                 if one.over:
                     raise SystemExit(f"{one.name}: {one.left_out or one.error}")
     contestants = [resident, whole, quarter, offload, *direct.values()]
+    medians = {one.name: one.median() for one in (*contestants, short)}
     drawn = resident.runs[0]["tokens"]
     others = [
         one.name
@@ -84,19 +99,19 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     if others:
         raise SystemExit(f"other tokens than {resident.name}: {', '.join(others)}")
     after, without = hit_rates(arguments.directory, arguments)
-    medians = {one.name: one.median() for one in contestants}
     base, few = resident.median(), quarter.median()
     with open_store(arguments.directory) as store:
         trunk_bytes = store.trunk_bytes
     rate = "decode_tokens_per_s"
-    expected = few["imports_rss_bytes"] + trunk_bytes + few["slot_bytes"]
+    small = short.median()
+    expected = small["imports_rss_bytes"] + trunk_bytes + small["slot_bytes"]
     ratios = {
         "decode, all experts in slots": whole.median()[rate] / base[rate],
         "decode, a quarter": few[rate] / base[rate],
         "decode, a quarter, of disk_offload's": few[rate] / offload.median()[rate],
         "prefill, a quarter": base["prefill_s"] / few["prefill_s"],
         "load time, a quarter": few["load_s"] / base["load_s"],
-        "peak RSS, a quarter, of imports + trunk + slots": few["peak_rss_bytes"] / expected,
+        "peak RSS, a quarter, of imports + trunk + slots": small["peak_rss_bytes"] / expected,
         "decode after a prompt, hit rate of that without": after / without,
         "decode around the page cache, auto, of off": (
             direct["auto"].median()[rate] / direct["off"].median()[rate]
@@ -154,6 +169,11 @@ def hit_rates(directory: str, arguments: argparse.Namespace) -> tuple[float, flo
         rates.append((model.moecache.stats() - before).hit_rate)
         model.moecache.close()
     return rates[0], rates[1]
+
+
+def vocabulary(directory: str) -> int:
+    """Return the number of tokens that a checkpoint knows."""
+    return int(json.loads((Path(directory) / "config.json").read_text())["vocab_size"])
 
 
 def _warm(file: str) -> None:

@@ -3,7 +3,7 @@
 Each contestant runs in a process of its own, with the page cache warm: a prompt of 512 tokens,
 then tokens drawn one by one. All must draw the same tokens. Then the same with reads around the
 page cache, looking ahead and not. Last, in one process, what a prompt does to the hit rate of the
-tokens after it.
+tokens after it, and how long one takes, in turns with the model in memory.
 
 DIR is what `python -m bench.qwen3_moe DIR` wrote, whose routing repeats itself as real ones do.
 
@@ -12,7 +12,9 @@ DIR is what `python -m bench.qwen3_moe DIR` wrote, whose routing repeats itself 
 
 import argparse
 import json
+import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,8 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     direct = {mode: moecache("25%", mode, "direct") for mode in ("off", "router", "auto")}
     # A long prompt's activations are the model's, whoever holds its experts.
     short = moecache("25%")
-    short.name, short.task = "25%, prompt of 16", {**short.task, "prompt": task["prompt"][:16]}
+    short.name = "25%, prompt of 16"
+    short.task |= {name: task[name][:16] for name in ("prompt", "warm_up_prompt")}
     for repeat in range(arguments.repeats):
         # The slowest once: it is not close.
         for one in (
@@ -99,6 +102,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     if others:
         raise SystemExit(f"other tokens than {resident.name}: {', '.join(others)}")
     after, without = hit_rates(arguments.directory, arguments)
+    prefill = prefill_ratio(arguments.directory, arguments)
     base, few = resident.median(), quarter.median()
     with open_store(arguments.directory) as store:
         trunk_bytes = store.trunk_bytes
@@ -109,7 +113,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         "decode, all experts in slots": whole.median()[rate] / base[rate],
         "decode, a quarter": few[rate] / base[rate],
         "decode, a quarter, of disk_offload's": few[rate] / offload.median()[rate],
-        "prefill, a quarter": base["prefill_s"] / few["prefill_s"],
+        "prefill, a quarter": prefill,
         "load time, a quarter": few["load_s"] / base["load_s"],
         "peak RSS, a quarter, of imports + trunk + slots": small["peak_rss_bytes"] / expected,
         "decode after a prompt, hit rate of that without": after / without,
@@ -169,6 +173,36 @@ def hit_rates(directory: str, arguments: argparse.Namespace) -> tuple[float, flo
         rates.append((model.moecache.stats() - before).hit_rate)
         model.moecache.close()
     return rates[0], rates[1]
+
+
+def prefill_ratio(directory: str, arguments: argparse.Namespace) -> float:
+    """Return the time of a prompt with all experts in memory, of that with a quarter in slots.
+
+    The two take turns in one process; medians of five after one that is not counted.
+    """
+    import torch
+    import transformers
+
+    from moecache.integrations.transformers import load
+
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(directory),
+        load(directory, "25%", read="buffered"),
+    ]
+    prompt = torch.randint(models[0].config.vocab_size, (1, arguments.prompt_tokens))
+    times: list[list[float]] = [[], []]
+    outputs = []
+    for _ in range(6):
+        for model, taken in zip(models, times, strict=True):
+            started_s = time.perf_counter()
+            with torch.inference_mode():
+                outputs.append(model(prompt).logits)
+            taken.append(time.perf_counter() - started_s)
+    if not all(torch.equal(outputs[0], output) for output in outputs):
+        raise SystemExit("the logits of a prompt differ")
+    models[1].moecache.close()
+    whole_s, quarter_s = (statistics.median(taken[1:]) for taken in times)
+    return whole_s / quarter_s
 
 
 def vocabulary(directory: str) -> int:

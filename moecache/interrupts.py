@@ -20,7 +20,7 @@ class deferred:  # noqa: N801 - reads as what it does, like contextlib.suppress
     What is claimed and not yet noted, or noted and not yet given back, would be lost. A second
     interrupt comes at once: the section may hang. Sections nest. Does nothing in other threads
     than the main one, where no interrupt comes, and where SIGINT has no handler in Python.
-    About 1 us.
+    Putting a handler back forgets what `signal.siginterrupt` said of SIGINT. About 1 us.
 
     Examples
     --------
@@ -44,7 +44,10 @@ class deferred:  # noqa: N801 - reads as what it does, like contextlib.suppress
         _real[:] = (before,)
         # From here on nothing comes in between: the next line is done when an interrupt is noted.
         self._before = before
-        _signal.signal(signal.SIGINT, _note)
+        try:
+            _signal.signal(signal.SIGINT, _note)
+        except ValueError:  # embedded: Python's main thread is another than `threading`'s
+            self._before = None
 
     def __exit__(
         self,
@@ -56,7 +59,15 @@ class deferred:  # noqa: N801 - reads as what it does, like contextlib.suppress
         before = self._before
         if before is None:
             return
-        _signal.signal(signal.SIGINT, before)
+        try:
+            _signal.signal(signal.SIGINT, before)
+        except BaseException:
+            # A second interrupt was handled on the way in, before anything was put back.
+            _signal.signal(signal.SIGINT, before)
+            _noted.clear()
+            raise
+        finally:
+            _real.clear()  # a loop's handler keeps its loop
         if _noted:
             frame = _noted.pop()
             _noted.clear()

@@ -27,7 +27,7 @@ MAX_BYTES_IN_FLIGHT = 16 * 2**20
 # How often what has arrived is taken in, while the host computes.
 _LOOK_S = 0.0005
 # A step of so many rows uses most experts: nothing to foresee.
-_MAX_ROWS = 16
+MAX_ROWS = 16
 
 
 class Prefetcher:
@@ -157,7 +157,7 @@ class Prefetcher:
             if following in self._hinted or ids.size == 0:
                 return
             rows = 1 if one_token else ids.size // ids.shape[-1]
-            if rows > _MAX_ROWS:
+            if rows > MAX_ROWS:
                 return
             if self.switch is not None and self.switch.settled_off:
                 return

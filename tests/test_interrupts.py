@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moecache import interrupts
 from moecache.interrupts import deferred
 from tests.helpers.checkpoints import write_checkpoint
 
@@ -134,6 +135,28 @@ def test_a_second_interrupt_comes_at_once() -> None:
         interrupted()
     assert lines == ["once"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_on_the_way_out_leaves_the_handler_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Setting a handler handles what is pending first, by the one there was."""
+    real = interrupts._signal.signal
+    left = 1
+
+    def interrupted(number: int, handler: object) -> object:
+        nonlocal left
+        if handler is signal.default_int_handler and left:
+            left -= 1
+            raise KeyboardInterrupt
+        return real(number, handler)
+
+    monkeypatch.setattr(interrupts._signal, "signal", interrupted)
+    with pytest.raises(KeyboardInterrupt), deferred():
+        pass
+    assert left == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not interrupts._real
 
 
 def test_a_handler_of_the_hosts_own_is_called_once_and_stays() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from moecache.errors import ConfigError, FormatError
 from moecache.integrations.transformers._experts import ROLES, described, find_experts
+from moecache.integrations.transformers._llama4 import is_llama4
 from moecache.stores import SafetensorsStore
 
 # What leaves experts as `SafetensorsStore` serves them: one after the other, gate above up.
@@ -118,7 +119,7 @@ class _Targets:
         except ImportError as error:
             raise ConfigError(
                 f"transformers {transformers.__version__} does not tell how it names the tensors "
-                "of a checkpoint; install one of 5.8 to 5.23"
+                "of a checkpoint; install 5.8 or later"
             ) from error
         mapping = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -175,8 +176,6 @@ class _Targets:
 
 
 def _check_interface(family: str, path: str, module: nn.Module) -> None:
-    from moecache.integrations.transformers._llama4 import is_llama4
-
     if is_llama4(module):
         return
     if not hasattr(module, "_apply_gate") or not hasattr(module, "config"):

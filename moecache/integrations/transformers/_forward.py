@@ -86,7 +86,7 @@ class SlotLayer:
                     return part  # one token, all there
                 if rows is None:
                     rows = part.new_empty((num_pairs, part.shape[1]))
-                rows[torch.from_numpy(wave.pairs)] = part
+                rows[pairs_of(wave)] = part
         finally:
             # A traceback that somebody keeps would keep the leases as well.
             waves.close()
@@ -94,6 +94,10 @@ class SlotLayer:
 
     # Views are kept: one that was made in inference mode could not be differentiated through.
     @torch.inference_mode(mode=False)
+    def clear(self) -> None:
+        """Let go of the slots' memory."""
+        self._views.clear()
+
     def _view(self, slot: int) -> SlotWeights:
         parts = {
             role: as_tensor(array) for role, array in self.runtime.expert(slot, self.layer).items()
@@ -105,6 +109,34 @@ class SlotLayer:
         view = SlotWeights(up, down, up_bias, parts.get("down_bias"))
         self._views[slot] = view
         return view
+
+
+def pairs_of(wave: Wave) -> torch.Tensor:
+    """Return a wave's pairs; torch takes no arrays that are read-only, as one token's are."""
+    pairs = wave.pairs
+    return torch.from_numpy(pairs if pairs.flags.writeable else pairs.copy())
+
+
+def layer_of(module: nn.Module, hidden: torch.Tensor) -> SlotLayer:
+    """Return where an experts module's weights are.
+
+    Raises
+    ------
+    MoeCacheError
+        If the model has no runtime, or hidden states are not in the memory of its slots.
+    """
+    layer: SlotLayer | None = module.__dict__.get(LAYER)
+    if layer is None:
+        raise MoeCacheError(
+            "experts implementation 'moecache' needs a cache: load the model with "
+            "moecache.integrations.transformers.load, or give it one with attach"
+        )
+    if hidden.device.type != "cpu":
+        raise MoeCacheError(
+            f"the experts' slots are in RAM, but hidden states on {hidden.device}; "
+            "keep the model on the CPU"
+        )
+    return layer
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
@@ -141,18 +173,7 @@ def routed_experts(
     StoreError
         If an expert cannot be read; nothing is lost, call again.
     """
-    layer: SlotLayer | None = module.__dict__.get(LAYER)
-    if layer is None:
-        raise MoeCacheError(
-            "experts implementation 'moecache' needs a cache, and this model has none, or one "
-            "that is closed: load the model with moecache.integrations.transformers.load, or "
-            "give it one with attach"
-        )
-    if hidden.device.type != "cpu":
-        raise MoeCacheError(
-            f"the experts' slots are in RAM, but hidden states on {hidden.device}; "
-            "keep the model on the CPU"
-        )
+    layer = layer_of(module, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
         out: torch.Tensor = _Differentiable.apply(hidden, weights, ids, module, layer)
         return out
@@ -258,7 +279,7 @@ class _Differentiable(torch.autograd.Function):
         def compute(
             hidden: torch.Tensor, wave: Wave, experts: list[SlotWeights], counts: list[int]
         ) -> torch.Tensor:
-            pairs = torch.from_numpy(wave.pairs)
+            pairs = pairs_of(wave)
             tokens = pairs // wave.top_k
             inputs = hidden[tokens].detach().requires_grad_()
             weight = weights.reshape(-1)[pairs].detach().requires_grad_()

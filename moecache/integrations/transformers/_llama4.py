@@ -1,13 +1,13 @@
 """Llama 4, whose experts have no interface: scores go on the input, one expert per token."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, MoeCacheError
 from moecache.integrations.transformers._experts import become
-from moecache.integrations.transformers._forward import LAYER, SlotLayer, SlotWeights
+from moecache.integrations.transformers._forward import SlotWeights, layer_of, pairs_of
 from moecache.steps import Wave
 
 
@@ -46,7 +46,33 @@ class _OffloadedMoe(nn.Module):
 def _routed(
     block: Any, hidden: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor
 ) -> torch.Tensor:
-    layer: SlotLayer = block.experts.__dict__[LAYER]
+    if torch.is_grad_enabled() and (hidden.requires_grad or scores.requires_grad):
+        out: torch.Tensor = _NotDifferentiable.apply(hidden, scores, logits, block)
+        return out
+    return _forward(block, hidden, scores, logits)
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """By then the slots hold other experts: an error rather than wrong gradients."""
+
+    @staticmethod
+    def forward(
+        _: Any, hidden: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor, block: Any
+    ) -> torch.Tensor:
+        return _forward(block, hidden, scores, logits)
+
+    @staticmethod
+    def backward(_: Any, *__: torch.Tensor) -> NoReturn:
+        raise MoeCacheError(
+            "Llama 4 cannot be trained through with its experts in slots; give it all of them "
+            "first with model.moecache.detach()"
+        )
+
+
+def _forward(
+    block: Any, hidden: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
+    layer = layer_of(block.experts, hidden)
     ids = torch.topk(logits, 1, dim=1).indices
     # The original takes every token through every expert, times a score of 0. Of few rows a
     # float32 product may round otherwise than of many.
@@ -56,7 +82,7 @@ def _routed(
         hidden: torch.Tensor, wave: Wave, experts: list[SlotWeights], counts: list[int]
     ) -> torch.Tensor:
         outputs = []
-        for expert, tokens in zip(experts, torch.from_numpy(wave.pairs).split(counts), strict=True):
+        for expert, tokens in zip(experts, pairs_of(wave).split(counts), strict=True):
             score = scores[:, ids[tokens[0]]]
             if whole:
                 outputs.append(_expert(block, hidden * score, expert)[tokens])

@@ -18,6 +18,7 @@ from moecache.integrations.transformers._binding import Binding, bind, check_fam
 from moecache.integrations.transformers._experts import dispatch, strip
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
 from moecache.integrations.transformers._offload import Offload
+from moecache.integrations.transformers.generation import check_model
 from moecache.opening import open  # noqa: A004 - moecache.open
 from moecache.predict import Predictor
 from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
@@ -44,7 +45,8 @@ _NAMES = {
     "policy": POLICIES,
     "scope": SCOPES,
     "read": READ_MODES,
-    "prefetch": ("router", *PREFETCH_MODES),
+    # Nobody would give hints.
+    "prefetch": ("router", *(mode for mode in PREFETCH_MODES if mode != "hints")),
 }
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -90,6 +92,7 @@ class TrunkQuantizer(HfQuantizer):
         # They are in the checkpoint, and are meant to stay there.
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
+            r"^__moecache_padding__\.",  # of packed checkpoints
             r"\.experts\.((\d+\.)?\w+_proj(_bias)?|\d+\.w[123])(\.weight)?$",
         }
 
@@ -180,6 +183,7 @@ record_trace, warmpin, warmpin_after
     _check_arguments(device, from_pretrained)
     # Before the trunk is read, which may take minutes.
     _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch)
+    check_model(os.fspath(path))
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     if model_class is None:
         model_class = find_model_class(path, hub, from_pretrained)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from moecache.predict import Prediction, Predictor
+from moecache.prefetch import MAX_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,15 @@ class RouterLookAhead:
     def _hook(self, layer: int) -> Any:
         @torch.compiler.disable
         def note(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            # Of each thread its own: two may be at different layers.
-            self._seen.inputs = (layer, arguments[0].detach())
+            self._seen.inputs = None
+            if not arguments:
+                return
+            hidden = arguments[0]
             self._others[layer] = arguments[1:]
+            # Nobody asks after a step of many; it is not kept.
+            if hidden.numel() <= MAX_ROWS * hidden.shape[-1]:
+                # Of each thread its own: two may be at different layers.
+                self._seen.inputs = (layer, hidden.detach())
 
         return note
 
@@ -121,6 +128,7 @@ def _likeliest(output: Any, n: int) -> np.ndarray:
     n = min(n, len(values))
     if chosen and chosen[0].numel() < n:
         ids = chosen[0].reshape(-1).numpy()
+        # 64 apart, as float32 numbers of that size are.
         values[ids] = np.arange(-1e9 - 64 * len(ids), -1e9, 64)[: len(ids)]
     likeliest = np.argpartition(values, n - 1)[:n]
     return likeliest[np.argsort(values[likeliest])].astype(np.int32)

@@ -30,6 +30,7 @@ from moecache.integrations.transformers._experts import (
 from moecache.integrations.transformers._forward import LAYER, SlotLayer, SlotWeights, as_tensor
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
+from moecache.interrupts import deferred
 from moecache.runtime import ExpertRuntime
 from moecache.stores import SafetensorsStore
 from moecache.telemetry import RuntimeStats
@@ -49,7 +50,7 @@ class Offload:
     runtime : ExpertRuntime
         Closed with this if `load` opened it.
     paths : list of str
-        The experts modules, by layer of the runtime.
+        The experts modules, in the order of the model.
     """
 
     def __init__(
@@ -65,37 +66,29 @@ class Offload:
             raise MoeCacheError("the model's experts are in a cache already; detach() it first")
         bindings = _bind(model, runtime)
         self.runtime = runtime
-        self.paths = [binding.path for binding in sorted(bindings, key=lambda b: b.layer)]
+        self.paths = [binding.path for binding in bindings]
         self._bindings = bindings
         self._owned = owned
         self._released: bool = False
         self._detached = False
         self._model = weakref.ref(model)
-        # Llama 4's blocks that were patched; raises before anything was changed.
-        self._blocks = [
-            _llama4.patch(model, binding.path)
-            for binding in bindings
-            if _llama4.is_llama4(binding.module)
-        ]
-        views: dict[Any, dict[int, SlotWeights]] = {}
-        self._layers: list[SlotLayer] = []
-        for binding in bindings:
-            strip(binding.module)
-            layer = SlotLayer(
-                runtime,
-                binding.layer,
-                views.setdefault(runtime.layout.layers[binding.layer], {}),
-                # Llama 4, which has no such flag, stores [in, out].
-                is_transposed=getattr(binding.module, "is_transposed", bool(self._blocks)),
-            )
-            binding.module.__dict__[LAYER] = layer
-            self._layers.append(layer)
-        dispatch([binding.module for binding in bindings], IMPLEMENTATION)
-        self._hook = model.register_forward_pre_hook(_SequenceHook(runtime), with_kwargs=True)
-        guard(model, getattr(runtime.store, "path", Path()))
-        model.__dict__.pop("_moecache_source", None)
-        self._look_ahead = self._start_look_ahead(model, look_ahead)
-        model.__dict__["moecache"] = self
+        self._look_ahead: RouterLookAhead | None = None
+        # What may fail comes first, and an interrupt last: the model is changed as a whole.
+        routers = self._routers(model, look_ahead)
+        with deferred():
+            # Llama 4's blocks that were patched; raises before anything was changed.
+            self._blocks = [
+                _llama4.patch(model, binding.path)
+                for binding in bindings
+                if _llama4.is_llama4(binding.module)
+            ]
+            self._layers = self._strip()
+            dispatch([binding.module for binding in bindings], IMPLEMENTATION)
+            self._hook = model.register_forward_pre_hook(_SequenceHook(runtime), with_kwargs=True)
+            guard(model, getattr(runtime.store, "path", Path()))
+            model.__dict__.pop("_moecache_source", None)
+            self._start_look_ahead(routers)
+            model.__dict__["moecache"] = self
 
     @property
     def closed(self) -> bool:
@@ -165,14 +158,15 @@ class Offload:
             done += num_bytes(binding.module)
             if progress is not None:
                 progress(done, needed)
-        self._release()
-        for binding, parameters in zip(self._bindings, weights, strict=True):
-            restore(binding.module, parameters)
-        for block in self._blocks:
-            become_again(block)
-        self._detached = True
-        unguard(self.model)
-        self.model.__dict__.pop("moecache", None)
+        with deferred():
+            for binding, parameters in zip(self._bindings, weights, strict=True):
+                restore(binding.module, parameters)
+            for block in self._blocks:
+                become_again(block)
+            self._detached = True
+            unguard(self.model)
+            self.model.__dict__.pop("moecache", None)
+            self._release()
 
     def close(self) -> None:
         """Give back slots, file and threads; the model cannot run its experts any more.
@@ -208,26 +202,65 @@ class Offload:
         self._hook.remove()
         if self._look_ahead is not None:
             self._look_ahead.close()
+            # A runtime that goes on guesses as before; another model's guesses are let alone.
+            predictor, mode = self._before
+            ours = self.runtime.predictor is self._look_ahead
+            if ours and predictor is not None and not self.runtime.closed:
+                self.runtime.use_predictor(predictor, mode)
         for binding in self._bindings:
             binding.module.__dict__.pop(LAYER, None)
+        for layer in self._layers:
+            layer.clear()
         if self._owned:
             self.runtime.close()
 
-    def _start_look_ahead(
+    def _strip(self) -> list[SlotLayer]:
+        views: dict[Any, dict[int, SlotWeights]] = {}
+        layers = []
+        for binding in self._bindings:
+            strip(binding.module)
+            layer = SlotLayer(
+                self.runtime,
+                binding.layer,
+                views.setdefault(self.runtime.layout.layers[binding.layer], {}),
+                # Llama 4, which has no such flag, stores [in, out].
+                is_transposed=getattr(binding.module, "is_transposed", bool(self._blocks)),
+            )
+            binding.module.__dict__[LAYER] = layer
+            layers.append(layer)
+        return layers
+
+    def _routers(
         self, model: transformers.PreTrainedModel, wanted: bool | None
-    ) -> RouterLookAhead | None:
+    ) -> list[nn.Module | None]:
+        """Return the routers to look ahead with, by layer of the runtime; none if not to."""
         prefetch = self.runtime.stats().prefetch
         if prefetch is None or not (prefetch.mode == "auto" if wanted is None else wanted):
-            return None
-        # By layer of the runtime: a model's own order of layers is the order it runs them in.
-        routers = find_routers(model, self.paths)
-        if not any(routers):
+            return []
+        routers: list[nn.Module | None] = [None] * self.runtime.layout.num_layers
+        found = find_routers(model, self.paths)
+        for binding, router in zip(self._bindings, found, strict=True):
+            routers[binding.layer] = router
+        if not any(found):
             logger.warning("transformers.no_routers model=%s", type(model).__name__)
-            return None
-        look_ahead = RouterLookAhead(routers, self.runtime.predictor)
+            return []
+        if len(self._bindings) < len(routers):
+            logger.warning(
+                "transformers.layers_that_do_not_run runtime=%d model=%d open the runtime with "
+                "layers=, or the first layer is not foreseen",
+                len(routers),
+                len(self._bindings),
+            )
+        return routers
+
+    def _start_look_ahead(self, routers: list[nn.Module | None]) -> None:
+        prefetch, before = self.runtime.stats().prefetch, self.runtime.predictor
+        if not routers or prefetch is None:
+            return
+        self._before = (before, prefetch.mode)
+        self._look_ahead = RouterLookAhead(routers, before)
         mode = "auto" if prefetch.mode == "auto" else "router"
-        self.runtime.use_predictor(look_ahead, mode)
-        return look_ahead
+        self.runtime.use_predictor(self._look_ahead, mode)
 
     # Whoever detaches in inference mode has weights that can be trained all the same.
     @torch.inference_mode(mode=False)

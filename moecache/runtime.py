@@ -202,15 +202,19 @@ class ExpertRuntime:
             If an expert cannot be read. All leases are ended; call again.
         """
         self._check_usable()
-        self._look_at_pins()
-        yield from steps.waves(
-            self._loader,
-            self._cache,
-            layer,
-            np.asarray(ids),
-            prefetcher=self._prefetcher,
-            ignore_out_of_range=ignore_out_of_range,
-        )
+        try:
+            yield from steps.waves(
+                self._loader,
+                self._cache,
+                layer,
+                np.asarray(ids),
+                prefetcher=self._prefetcher,
+                ignore_out_of_range=ignore_out_of_range,
+            )
+        finally:
+            # After a step that is closed at its last wave, too.
+            if not self._closed:
+                self._look_at_pins()
 
     def lease(self, layer: int, ids: npt.ArrayLike, *, ignore_out_of_range: bool = False) -> Lease:
         """Return all experts of a step at once, when the last one has arrived.

@@ -92,12 +92,12 @@ class SlotLayer:
             waves.close()
         return hidden.new_empty((0, hidden.shape[1])) if rows is None else rows
 
-    # Views are kept: one that was made in inference mode could not be differentiated through.
-    @torch.inference_mode(mode=False)
     def clear(self) -> None:
         """Let go of the slots' memory."""
         self._views.clear()
 
+    # Views are kept: one that was made in inference mode could not be differentiated through.
+    @torch.inference_mode(mode=False)
     def _view(self, slot: int) -> SlotWeights:
         parts = {
             role: as_tensor(array) for role, array in self.runtime.expert(slot, self.layer).items()
@@ -128,8 +128,9 @@ def layer_of(module: nn.Module, hidden: torch.Tensor) -> SlotLayer:
     layer: SlotLayer | None = module.__dict__.get(LAYER)
     if layer is None:
         raise MoeCacheError(
-            "experts implementation 'moecache' needs a cache: load the model with "
-            "moecache.integrations.transformers.load, or give it one with attach"
+            "experts implementation 'moecache' needs a cache, and this model has none, or one "
+            "that is closed: load the model with moecache.integrations.transformers.load, or "
+            "give it one with attach"
         )
     if hidden.device.type != "cpu":
         raise MoeCacheError(

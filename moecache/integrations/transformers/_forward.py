@@ -56,22 +56,21 @@ class SlotLayer:
 
     def rows(
         self,
-        hidden: torch.Tensor,
         ids: torch.Tensor,
-        compute: Callable[[torch.Tensor, Wave, list[SlotWeights], list[int]], torch.Tensor],
-    ) -> torch.Tensor:
+        compute: Callable[[Wave, list[SlotWeights], list[int]], torch.Tensor],
+    ) -> torch.Tensor | None:
         """Return what `compute` returns for each (token, choice) pair, wave by wave.
 
         Parameters
         ----------
-        hidden : Tensor, shape [num_tokens, hidden_size]
         ids : Tensor of int, shape [num_tokens, top_k]
         compute : callable
-            Of hidden, a wave, its experts' weights and the number of pairs of each.
+            Of a wave, its experts' weights and the number of pairs of each.
 
         Returns
         -------
         Tensor, shape [num_tokens * top_k, hidden_size]
+            None if there is no pair.
         """
         rows: torch.Tensor | None = None
         num_pairs = ids.numel()
@@ -81,7 +80,7 @@ class SlotLayer:
                 slots = wave.slots.tolist()
                 weights = [self._views.get(slot) or self._view(slot) for slot in slots]
                 self.num_products += len(slots)
-                part = compute(hidden, wave, weights, np.diff(wave.offsets).tolist())
+                part = compute(wave, weights, np.diff(wave.offsets).tolist())
                 if len(slots) == num_pairs and (wave.pairs[:-1] < wave.pairs[1:]).all():
                     return part  # one token, all there
                 if rows is None:
@@ -90,7 +89,7 @@ class SlotLayer:
         finally:
             # A traceback that somebody keeps would keep the leases as well.
             waves.close()
-        return hidden.new_empty((0, hidden.shape[1])) if rows is None else rows
+        return rows
 
     def clear(self) -> None:
         """Let go of the slots' memory."""
@@ -188,9 +187,11 @@ def _forward(
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    def compute(
-        hidden: torch.Tensor, wave: Wave, experts: list[SlotWeights], counts: list[int]
-    ) -> torch.Tensor:
+    activation, num_inputs = _activation(module)
+    places: np.ndarray | None = None  # the same for all waves of the step
+
+    def compute(wave: Wave, experts: list[SlotWeights], counts: list[int]) -> torch.Tensor:
+        nonlocal places
         num_pairs = len(wave.pairs)
         first = experts[0]
         if hidden.shape[0] == 1:
@@ -202,35 +203,52 @@ def _forward(
         up = _products(inputs, [expert.up for expert in experts], counts)
         if first.up_bias is not None:
             up.add_(_biases([expert.up_bias for expert in experts], counts))
-        down = _products(
-            _activated(module, up, wave, ids), [expert.down for expert in experts], counts
-        )
+        if up.shape[1] // num_inputs % _VECTOR == 0:
+            acted = activation(up)
+        else:
+            places = _places(ids) if places is None else places
+            acted = _activated(activation, up, places[wave.pairs], ids.numel())
+        down = _products(acted, [expert.down for expert in experts], counts)
         if first.down_bias is not None:
             down.add_(_biases([expert.down_bias for expert in experts], counts))
         if getattr(module, "has_post_expert_norm", False):
             down = module.post_expert_norm(down)
         return down
 
-    rows = layer.rows(hidden, ids, compute)
+    rows = layer.rows(ids, compute)
+    if rows is None:
+        return hidden.new_zeros(hidden.shape)
     weighted = rows * weights.reshape(-1, 1)
     return weighted.view(*ids.shape, rows.shape[-1]).sum(dim=1).to(hidden.dtype)
 
 
-def _activated(module: Any, up: torch.Tensor, wave: Wave, ids: torch.Tensor) -> torch.Tensor:
-    """Return the activations of a wave's rows."""
-    has_gate = getattr(module, "has_gate", True)
-    activation = module._apply_gate if has_gate else module.act_fn
-    if up.shape[1] // (1 + has_gate) % _VECTOR == 0:
-        return activation(up)
-    # What is left of whole vectors at the end of a tensor may be rounded otherwise: every row
-    # goes to the place that it has when all experts are computed at once, sorted by expert.
+def _activation(module: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
+    """Return a module's activation, and how many inputs it has for an output."""
+    return (module._apply_gate, 2) if getattr(module, "has_gate", True) else (module.act_fn, 1)
+
+
+def _activated(
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    up: torch.Tensor,
+    places: np.ndarray,
+    num_pairs: int,
+) -> torch.Tensor:
+    """Return the activations of a wave's rows, each as it is at its place among all pairs.
+
+    What is left of whole vectors at the end of a tensor may be rounded otherwise.
+    """
+    place = torch.from_numpy(places)
+    rows = up.new_zeros((num_pairs, up.shape[1]))
+    rows[place] = up
+    return activation(rows)[place]
+
+
+def _places(ids: torch.Tensor) -> np.ndarray:
+    """Return the place of each pair when all experts are computed at once, sorted."""
     order = np.argsort(ids.reshape(-1).numpy(), kind="stable")
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
-    place = torch.from_numpy(places[wave.pairs])
-    rows = up.new_zeros((len(order), up.shape[1]))
-    rows[place] = up
-    return activation(rows)[place]
+    return places
 
 
 def _products(
@@ -277,9 +295,7 @@ class _Differentiable(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden)
         grad_weights = torch.zeros_like(weights).reshape(-1)
 
-        def compute(
-            hidden: torch.Tensor, wave: Wave, experts: list[SlotWeights], counts: list[int]
-        ) -> torch.Tensor:
+        def compute(wave: Wave, experts: list[SlotWeights], counts: list[int]) -> torch.Tensor:
             pairs = pairs_of(wave)
             tokens = pairs // wave.top_k
             inputs = hidden[tokens].detach().requires_grad_()
@@ -296,7 +312,7 @@ class _Differentiable(torch.autograd.Function):
             grad_weights[pairs] = of_weights
             return of_inputs
 
-        layer.rows(hidden, ids, compute)
+        layer.rows(ids, compute)
         return grad_hidden, grad_weights.reshape(weights.shape), None, None, None
 
 
@@ -304,6 +320,6 @@ def _one_expert(module: Any, rows: torch.Tensor, expert: SlotWeights) -> torch.T
     up = rows @ expert.up
     if expert.up_bias is not None:
         up = up + expert.up_bias
-    acted = module._apply_gate(up) if getattr(module, "has_gate", True) else module.act_fn(up)
-    down = acted @ expert.down
+    activation, _ = _activation(module)
+    down = activation(up) @ expert.down
     return down if expert.down_bias is None else down + expert.down_bias

@@ -78,9 +78,7 @@ def _forward(
     # float32 product may round otherwise than of many.
     whole = hidden.dtype in {torch.float32, torch.float64}
 
-    def compute(
-        hidden: torch.Tensor, wave: Wave, experts: list[SlotWeights], counts: list[int]
-    ) -> torch.Tensor:
+    def compute(wave: Wave, experts: list[SlotWeights], counts: list[int]) -> torch.Tensor:
         outputs = []
         for expert, tokens in zip(experts, pairs_of(wave).split(counts), strict=True):
             score = scores[:, ids[tokens[0]]]
@@ -90,7 +88,8 @@ def _forward(
                 outputs.append(_expert(block, hidden[tokens] * score[tokens], expert))
         return torch.cat(outputs)
 
-    return layer.rows(hidden, ids, compute)
+    rows = layer.rows(ids, compute)
+    return hidden.new_empty(hidden.shape) if rows is None else rows
 
 
 def _expert(block: Any, rows: torch.Tensor, expert: SlotWeights) -> torch.Tensor:

@@ -52,7 +52,9 @@ class SlotLoader:
 
     Ties cache, pool and store together: a claim in the cache and the load that
     fills it are made under one lock, so that a step which joins a claim always
-    finds its load. No byte moves under the lock.
+    finds its load. No byte moves under the lock. What claims or gives back
+    (`acquire`, `stage`, `release`, `unstage`, `discard`) is called in a
+    section of the caller's that defers interrupts.
 
     Parameters
     ----------
@@ -275,11 +277,10 @@ class SlotLoader:
         """End the leases on slots of the cache, once computations that use them are issued."""
         if os.getpid() != self._process:
             return
-        with deferred():
-            with self._lock:
-                self._pool.release_after_compute(slots)
-                self._cache.release(slots)
-            self._drain_if_free()
+        with self._lock:
+            self._pool.release_after_compute(slots)
+            self._cache.release(slots)
+        self._drain_if_free()
 
     def stage(
         self,
@@ -328,12 +329,11 @@ class SlotLoader:
         """Give staging slots back, once computations that use them are issued."""
         if os.getpid() != self._process:
             return
-        with deferred():
-            with self._lock:
-                self._pool.release_after_compute(np.asarray(slots, np.int32))
-                for slot in slots:
-                    self._return_staging(slot)
-            self._drain_if_free()
+        with self._lock:
+            self._pool.release_after_compute(np.asarray(slots, np.int32))
+            for slot in slots:
+                self._return_staging(slot)
+        self._drain_if_free()
 
     def look(self) -> None:
         """Take in what has arrived, without waiting."""
@@ -354,9 +354,8 @@ class SlotLoader:
         """
         if os.getpid() != self._process:
             return
-        with deferred():
-            self._discards.put(given_back)
-            self._drain_if_free()
+        self._discards.put(given_back)
+        self._drain_if_free()
 
     def close(self) -> None:
         """Stop the threads; a second call does nothing.

@@ -81,8 +81,10 @@ class Lease:
 
     def __del__(self) -> None:
         """End a lease that was dropped."""
-        loader, self._loader = self._loader, None
-        if loader is not None:
+        if self._loader is None:
+            return
+        with deferred():
+            loader, self._loader = self._loader, None
             loader.discard(Discard((), SimpleQueue(), self.slots))
 
     def __enter__(self) -> Self:
@@ -201,7 +203,7 @@ def waves(
                 if loads or bypassed:
                     step = _Step(loader, cache, layer, ids, slots, top_k, arrived, loads)
             if step is not None:
-                yield from step.waves(loads, bypassed)
+                yield from step.waves(bypassed)
             elif ids.size:
                 yield _whole_step(ids, slots, top_k, one_token=one_token)
         finally:
@@ -242,8 +244,8 @@ class _Step:
         self._staged: set[int] = set()  # slots that hold an expert of ours
         self._outstanding = set(loads)
 
-    def waves(self, loads: Sequence[Load], bypassed: list[int]) -> Iterator[Wave]:
-        coming = {load.expert for load in loads}
+    def waves(self, bypassed: list[int]) -> Iterator[Wave]:
+        coming = {load.expert for load in self._outstanding}
         bypassed = self._stage(bypassed, wait=False)
         ready = [
             group
@@ -271,9 +273,8 @@ class _Step:
             self._finish(self._slots[groups].tolist())
 
     def close(self) -> None:
-        with deferred():
-            leased = np.array(list(self._leased), np.int32)
-            self._loader.discard(Discard(self._outstanding, self._arrived, leased, self._staged))
+        leased = np.array(list(self._leased), np.int32)
+        self._loader.discard(Discard(self._outstanding, self._arrived, leased, self._staged))
 
     def _stage(self, experts: list[int], *, wait: bool) -> list[int]:
         while experts:

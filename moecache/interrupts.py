@@ -48,6 +48,7 @@ class deferred:  # noqa: N801 - reads as what it does, like contextlib.suppress
             _signal.signal(signal.SIGINT, _note)
         except ValueError:  # embedded: Python's main thread is another than `threading`'s
             self._before = None
+            _real.clear()
 
     def __exit__(
         self,

@@ -159,6 +159,19 @@ def test_a_second_interrupt_on_the_way_out_leaves_the_handler_as_it_was(
     assert not interrupts._real
 
 
+def test_where_no_handler_may_be_set_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a host whose main thread is another: the section runs, the interrupt comes at once."""
+
+    def refuse(number: int, handler: object) -> None:
+        raise ValueError("signal only works in main thread of the main interpreter")
+
+    monkeypatch.setattr(interrupts._signal, "signal", refuse)
+    with pytest.raises(KeyboardInterrupt), deferred():
+        assert not interrupts._real
+        os.kill(os.getpid(), signal.SIGINT)
+    assert not interrupts._noted
+
+
 def test_a_handler_of_the_hosts_own_is_called_once_and_stays() -> None:
     """It need not raise."""
     called = []

@@ -29,7 +29,26 @@ class ExpertsNotResidentError(MoeCacheError, AttributeError):
     """A weight that is in no module was asked for: it is in the slots, or in the file."""
 
 
-class OffloadedExperts(nn.Module):
+class NotCopied:
+    """What is in a model whose experts are in a cache, and cannot be in two."""
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse: a copy would have no experts, and threads and files cannot be copied."""
+        raise MoeCacheError(
+            "a model whose experts are in a cache cannot be copied; load it again, or give it "
+            "all its experts first with model.moecache.detach()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: nor can they be pickled."""
+        raise MoeCacheError(
+            "a model whose experts are in a cache cannot be pickled: its experts are in the "
+            "checkpoint it was loaded from; give it all of them first with "
+            "model.moecache.detach()"
+        )
+
+
+class OffloadedExperts(NotCopied, nn.Module):
     """What an experts module is while its weights are in slots: the same, but for these."""
 
     def __getattr__(self, name: str) -> Any:
@@ -41,31 +60,6 @@ class OffloadedExperts(nn.Module):
                 "experts implementation 'moecache', get them back with model.moecache.detach()"
             )
         return super().__getattr__(name)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refuse: the copy would have no experts."""
-        refuse_to_copy()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: what is written would have no experts."""
-        refuse_to_pickle()
-
-
-def refuse_to_copy() -> NoReturn:
-    """Raise what says why a model cannot be copied."""
-    raise MoeCacheError(
-        "a model whose experts are in a cache cannot be copied; load it again, or give it "
-        "all its experts first with model.moecache.detach()"
-    )
-
-
-def refuse_to_pickle() -> NoReturn:
-    """Raise what says why a model cannot be pickled."""
-    raise MoeCacheError(
-        "a model whose experts are in a cache cannot be pickled: its experts are in the "
-        "checkpoint it was loaded from; give it all of them first with "
-        "model.moecache.detach()"
-    )
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,12 +18,11 @@ from moecache.integrations.transformers import _llama4
 from moecache.integrations.transformers._binding import Binding, bind
 from moecache.integrations.transformers._experts import (
     ROLES,
+    NotCopied,
     become_again,
     described,
     dispatch,
     num_bytes,
-    refuse_to_copy,
-    refuse_to_pickle,
     restore,
     strip,
 )
@@ -39,7 +38,7 @@ from moecache.units import format_bytes
 logger = logging.getLogger(__name__)
 
 
-class Offload:
+class Offload(NotCopied):
     """The experts of a transformers model, in a bounded number of slots.
 
     Made by `load` and `attach`; the model has it as `model.moecache`. A context manager:
@@ -49,8 +48,6 @@ class Offload:
     ----------
     runtime : ExpertRuntime
         Closed with this if `load` opened it.
-    paths : list of str
-        The experts modules, in the order of the model.
     """
 
     def __init__(
@@ -64,14 +61,15 @@ class Offload:
         before = getattr(model, "moecache", None)
         if isinstance(before, Offload) and not before.closed:
             raise MoeCacheError("the model's experts are in a cache already; detach() it first")
-        bindings = _bind(model, runtime)
         self.runtime = runtime
-        self.paths = [binding.path for binding in bindings]
-        self._bindings = bindings
+        self._bindings = _bind(model, runtime)
         self._owned = owned
         self._released: bool = False
         self._detached = False
         self._model = weakref.ref(model)
+        prefetch = runtime.stats().prefetch
+        # What guesses without the model, and as which mode.
+        self._before = runtime.predictor, None if prefetch is None else prefetch.mode
         self._look_ahead: RouterLookAhead | None = None
         # What may fail comes first, and an interrupt last: the model is changed as a whole.
         routers = self._routers(model, look_ahead)
@@ -79,11 +77,11 @@ class Offload:
             # Llama 4's blocks that were patched; raises before anything was changed.
             self._blocks = [
                 _llama4.patch(model, binding.path)
-                for binding in bindings
+                for binding in self._bindings
                 if _llama4.is_llama4(binding.module)
             ]
             self._layers = self._strip()
-            dispatch([binding.module for binding in bindings], IMPLEMENTATION)
+            dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
             self._hook = model.register_forward_pre_hook(_SequenceHook(runtime), with_kwargs=True)
             guard(model, getattr(runtime.store, "path", Path()))
             model.__dict__.pop("_moecache_source", None)
@@ -102,6 +100,11 @@ class Offload:
         if model is None:
             raise MoeCacheError("the model is gone")
         return model
+
+    @property
+    def paths(self) -> list[str]:
+        """The experts modules, in the order of the model."""
+        return [binding.path for binding in self._bindings]
 
     @property
     def num_products(self) -> int:
@@ -189,14 +192,6 @@ class Offload:
         """Close it."""
         self.close()
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refuse: threads and files cannot be copied."""
-        refuse_to_copy()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: nor can they be pickled."""
-        refuse_to_pickle()
-
     def _release(self) -> None:
         self._released = True
         self._hook.remove()
@@ -234,8 +229,8 @@ class Offload:
         self, model: transformers.PreTrainedModel, wanted: bool | None
     ) -> list[nn.Module | None]:
         """Return the routers to look ahead with, by layer of the runtime; none if not to."""
-        prefetch = self.runtime.stats().prefetch
-        if prefetch is None or not (prefetch.mode == "auto" if wanted is None else wanted):
+        _, mode = self._before
+        if mode is None or not (mode == "auto" if wanted is None else wanted):
             return []
         routers: list[nn.Module | None] = [None] * self.runtime.layout.num_layers
         found = find_routers(model, self.paths)
@@ -254,13 +249,10 @@ class Offload:
         return routers
 
     def _start_look_ahead(self, routers: list[nn.Module | None]) -> None:
-        prefetch, before = self.runtime.stats().prefetch, self.runtime.predictor
-        if not routers or prefetch is None:
-            return
-        self._before = (before, prefetch.mode)
-        self._look_ahead = RouterLookAhead(routers, before)
-        mode = "auto" if prefetch.mode == "auto" else "router"
-        self.runtime.use_predictor(self._look_ahead, mode)
+        if routers:
+            predictor, mode = self._before
+            self._look_ahead = RouterLookAhead(routers, predictor)
+            self.runtime.use_predictor(self._look_ahead, "auto" if mode == "auto" else "router")
 
     # Whoever detaches in inference mode has weights that can be trained all the same.
     @torch.inference_mode(mode=False)
@@ -339,7 +331,7 @@ def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[B
     return bindings
 
 
-class _SequenceHook:
+class _SequenceHook(NotCopied):
     """Tells the runtime of the first forward of a sequence."""
 
     def __init__(self, runtime: ExpertRuntime) -> None:
@@ -353,11 +345,3 @@ class _SequenceHook:
         new = past is None or (length is not None and not length())
         if new and not self._runtime.closed:
             self._runtime.begin_sequence()
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refuse before anything of the model is copied."""
-        refuse_to_copy()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse before anything of the model is pickled."""
-        refuse_to_pickle()

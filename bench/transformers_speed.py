@@ -23,7 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import describe_machine
+from moecache import prefault
 from moecache.commands.contestants import Contestant, run_process
+from moecache.commands.paths import map_file
 from moecache.stores import open_store
 from moecache.units import format_bytes
 
@@ -63,9 +65,12 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     task |= run_process({**task, "kind": "prepare"})
     # Of prose in bytes there are few kinds; all of the vocabulary, as in other text.
     draw = np.random.default_rng(0)
+    with open_store(arguments.directory) as store:
+        vocab_size, trunk_bytes = store.config["vocab_size"], store.trunk_bytes
     for name in ("prompt", "warm_up_prompt"):
-        task[name] = draw.integers(0, vocabulary(arguments.directory), len(task[name])).tolist()
-    task["checkpoint_bytes"] = sum(Path(file).stat().st_size for file in task["files"])
+        task[name] = draw.integers(0, vocab_size, len(task[name])).tolist()
+    files = [Path(file) for file in task["files"]]
+    task["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
     resident = Contestant("all resident", {"kind": "resident"})
     # Reads all weights for each token: a few tell.
     few_tokens = {"new_tokens": min(8, arguments.new_tokens), "warm_up": 1}
@@ -86,8 +91,11 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
             *((offload, short) * (repeat == 0)),
         ):
             with console.status(f"{one.name}, run {repeat + 1} of {arguments.repeats}"):
-                for file in task["files"]:
-                    _warm(file)
+                regions = [region for file in files if (region := map_file(file)) is not None]
+                report = prefault.warm(regions, keep_mapped=False)
+                if not report.ran and report.reason != "resident":
+                    console.print(report.message)
+                del regions
                 one.run(task)
                 if one.over:
                     raise SystemExit(f"{one.name}: {one.left_out or one.error}")
@@ -104,8 +112,6 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     after, without = hit_rates(arguments.directory, arguments)
     prefill = prefill_ratio(arguments.directory, arguments)
     base, few = resident.median(), quarter.median()
-    with open_store(arguments.directory) as store:
-        trunk_bytes = store.trunk_bytes
     rate = "decode_tokens_per_s"
     small = short.median()
     expected = small["imports_rss_bytes"] + trunk_bytes + small["slot_bytes"]
@@ -203,17 +209,6 @@ def prefill_ratio(directory: str, arguments: argparse.Namespace) -> float:
     models[1].moecache.close()
     whole_s, quarter_s = (statistics.median(taken[1:]) for taken in times)
     return whole_s / quarter_s
-
-
-def vocabulary(directory: str) -> int:
-    """Return the number of tokens that a checkpoint knows."""
-    return int(json.loads((Path(directory) / "config.json").read_text())["vocab_size"])
-
-
-def _warm(file: str) -> None:
-    with open(file, "rb") as opened:
-        while opened.read(2**24):
-            pass
 
 
 def _prefetch(contestant: Contestant) -> list[Any]:

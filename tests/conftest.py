@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import settings
 from moecache.commands.demo import resident_experts
 from moecache.commands.example import find_example
 from moecache.stores import open_store
+from tests.helpers import families, offloading
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,6 +59,20 @@ def resident_logits(
             steps = numpy_loop.generate(model, prompt[:length], 6, temperature=0.7, seed=length)
             logits[length] = [scores for _, scores in steps]
     return logits
+
+
+@pytest.fixture(scope="session")
+def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a small Qwen3-MoE in float32, to be read only."""
+    pytest.importorskip("transformers")
+    directory = tmp_path_factory.mktemp("qwen3_moe") / "model"
+    return families.write_checkpoint(families.FAMILIES["qwen3_moe"], directory, "float32")
+
+
+@pytest.fixture(scope="session")
+def whole_model(qwen3_moe: Path) -> Any:
+    """Return the model of `qwen3_moe` with all its experts in memory; it stays as it is."""
+    return offloading.load_whole(families.FAMILIES["qwen3_moe"], qwen3_moe)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import importlib.util
 import io
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ SHORT = ("--prompt-tokens", "12", "--new-tokens", "6", "--warm-up", "2", "--thre
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+def in_process(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> list[dict[str, Any]]:
     """Run contestants here, which imports nothing anew; return the tasks they were given."""
     from moecache.integrations.transformers import _contestant
 
@@ -46,9 +45,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
 
     monkeypatch.setattr(bench, "run_process", run)
     monkeypatch.setattr(contestants, "run_process", run)
-    num_threads = torch.get_num_threads()
-    yield tasks
-    torch.set_num_threads(num_threads)
+    return tasks
 
 
 def test_a_run_is_measured_in_a_process_of_its_own(

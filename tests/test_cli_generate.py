@@ -2,7 +2,6 @@
 
 import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,14 @@ from tests.helpers.runtimes import make_runtime
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-# transformers' own
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
 
 PROMPT = "def main(argv=None):\n    "
 NUM_TOKENS = 24
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread: with matrices this small, two mostly wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The tiny checkpoints of families: complete, finite, and routed to more than one expert."""
 
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,12 @@ from tests.helpers.families import FAMILIES, Family, write_checkpoint
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-# transformers' own
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
 
 PROMPT = [5, 17, 99, 3, 64, 28, 77, 41]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread: with matrices this small, two mostly wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -26,30 +26,15 @@ pytestmark = [
 FAMILY = FAMILIES["qwen3_moe"]
 
 
-@pytest.fixture(name="directory", scope="module")
-def _directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("attach")
-
-
-@pytest.fixture(name="path", scope="module")
-def _path(directory: Path) -> Path:
-    return write_checkpoint(FAMILY, directory / "model", "float32")
-
-
-@pytest.fixture(name="whole", scope="module")
-def _whole(path: Path) -> Any:
-    return load_whole(FAMILY, path)
-
-
 @pytest.fixture(name="model")
-def _model(whole: Any) -> Any:
+def _model(whole_model: Any) -> Any:
     """Return a model that has all its experts."""
-    return copy.deepcopy(whole)
+    return copy.deepcopy(whole_model)
 
 
 @pytest.fixture(name="runtime")
-def _runtime(path: Path) -> Iterator[moecache.ExpertRuntime]:
-    with moecache.open(path, "25%") as runtime:
+def _runtime(qwen3_moe: Path) -> Iterator[moecache.ExpertRuntime]:
+    with moecache.open(qwen3_moe, "25%") as runtime:
         yield runtime
 
 
@@ -68,7 +53,7 @@ def load_trunk(path: Path) -> Any:
 
 
 def test_a_complete_model_gives_up_its_experts(
-    model: Any, whole: Any, runtime: moecache.ExpertRuntime
+    model: Any, whole_model: Any, runtime: moecache.ExpertRuntime
 ) -> None:
     """Their memory is free, and the output as before."""
     weights = weakref.ref(model.model.layers[1].mlp.experts.gate_up_proj)
@@ -79,17 +64,17 @@ def test_a_complete_model_gives_up_its_experts(
     assert model.num_parameters() < num_parameters / 3
     assert model.moecache is offload
     assert offload.runtime is runtime
-    assert torch.equal(generated(model), generated(whole))
+    assert torch.equal(generated(model), generated(whole_model))
 
 
 def test_a_trunk_is_attached_to_a_runtime(
-    path: Path, whole: Any, runtime: moecache.ExpertRuntime
+    qwen3_moe: Path, whole_model: Any, runtime: moecache.ExpertRuntime
 ) -> None:
     """Which is what `load` does."""
-    model = load_trunk(path)
+    model = load_trunk(qwen3_moe)
     attach(model, runtime)
 
-    assert torch.equal(generated(model), generated(whole))
+    assert torch.equal(generated(model), generated(whole_model))
     assert not hasattr(model, "_moecache_source")
 
 
@@ -104,28 +89,28 @@ def test_a_trunk_is_attached_to_a_runtime(
     ],
     ids=["generate", "save", "push", "eager", "copy"],
 )
-def test_a_trunk_alone_says_what_it_lacks(path: Path, use: Callable[[Any], Any]) -> None:
+def test_a_trunk_alone_says_what_it_lacks(qwen3_moe: Path, use: Callable[[Any], Any]) -> None:
     """Before anything is attached to it."""
     with pytest.raises(MoeCacheError, match="experts"):
-        use(load_trunk(path))
+        use(load_trunk(qwen3_moe))
 
     assert not Path("nowhere").exists()
 
 
 @pytest.mark.parametrize("trunk_only", [False, True])
 def test_detach_gives_the_experts_back_and_leaves_the_runtime_open(
-    path: Path, model: Any, whole: Any, runtime: moecache.ExpertRuntime, trunk_only: bool
+    qwen3_moe: Path, model: Any, whole_model: Any, runtime: moecache.ExpertRuntime, trunk_only: bool
 ) -> None:
     """It is the caller's, who can attach the model again."""
-    model = load_trunk(path) if trunk_only else model
+    model = load_trunk(qwen3_moe) if trunk_only else model
     attach(model, runtime).detach()
 
     assert not runtime.closed
     assert model.config._experts_implementation == "grouped_mm"
-    assert torch.equal(generated(model), generated(whole))
-    assert model.num_parameters() == whole.num_parameters()
+    assert torch.equal(generated(model), generated(whole_model))
+    assert model.num_parameters() == whole_model.num_parameters()
     attach(model, runtime)
-    assert torch.equal(generated(model), generated(whole))
+    assert torch.equal(generated(model), generated(whole_model))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
@@ -140,7 +125,7 @@ def test_detach_goes_back_to_the_implementation_before(
 
 
 def test_after_close_another_runtime_can_be_attached(
-    path: Path, model: Any, whole: Any, runtime: moecache.ExpertRuntime
+    qwen3_moe: Path, model: Any, whole_model: Any, runtime: moecache.ExpertRuntime
 ) -> None:
     """A larger one, say; detach works as if there had been no other."""
     attach(model, runtime).close()
@@ -148,36 +133,36 @@ def test_after_close_another_runtime_can_be_attached(
     with pytest.raises(MoeCacheError, match="closed"):
         generated(model)
 
-    with moecache.open(path, "50%") as other:
+    with moecache.open(qwen3_moe, "50%") as other:
         offload = attach(model, other)
-        assert torch.equal(generated(model), generated(whole))
+        assert torch.equal(generated(model), generated(whole_model))
         offload.detach()
     assert model.config._experts_implementation == "grouped_mm"
-    assert torch.equal(generated(model), generated(whole))
+    assert torch.equal(generated(model), generated(whole_model))
 
 
 def test_a_model_with_a_cache_gets_no_second_one(
-    model: Any, whole: Any, runtime: moecache.ExpertRuntime
+    model: Any, whole_model: Any, runtime: moecache.ExpertRuntime
 ) -> None:
     """Neither one that was attached nor one that was loaded."""
     attach(model, runtime)
     with pytest.raises(MoeCacheError, match=r"in a cache already; detach\(\) it first"):
         attach(model, runtime)
 
-    assert torch.equal(generated(model), generated(whole))
+    assert torch.equal(generated(model), generated(whole_model))
 
 
 def test_two_models_share_a_runtime(
-    model: Any, whole: Any, runtime: moecache.ExpertRuntime
+    model: Any, whole_model: Any, runtime: moecache.ExpertRuntime
 ) -> None:
     """One gets its experts back, the other goes on."""
-    other = copy.deepcopy(whole)
+    other = copy.deepcopy(whole_model)
     attach(model, runtime)
     attach(other, runtime)
     model.moecache.detach()
 
-    assert torch.equal(generated(other), generated(whole))
-    assert torch.equal(generated(model), generated(whole))
+    assert torch.equal(generated(other), generated(whole_model))
+    assert torch.equal(generated(model), generated(whole_model))
 
 
 def test_a_runtime_that_is_closed_first_is_an_error(
@@ -194,51 +179,51 @@ def test_a_runtime_that_is_closed_first_is_an_error(
 
 
 def test_experts_of_another_model_are_refused_and_the_model_is_as_it_was(
-    model: Any, whole: Any, directory: Path
+    model: Any, whole_model: Any, tmp_path: Path
 ) -> None:
     """Another family's, and the same family's of other sizes."""
     wider = {**FAMILY.settings, "moe_intermediate_size": 48}
     checkpoints = [
-        write_checkpoint(FAMILIES[name], directory / name, "float32")
+        write_checkpoint(FAMILIES[name], tmp_path / name, "float32")
         for name in ("gpt_oss", "mixtral")
     ]
-    config = copy.deepcopy(whole.config)
+    config = copy.deepcopy(whole_model.config)
     config.moe_intermediate_size = wider["moe_intermediate_size"]
-    type(whole)(config).save_pretrained(directory / "wider")
-    for checkpoint in (*checkpoints, directory / "wider"):
+    type(whole_model)(config).save_pretrained(tmp_path / "wider")
+    for checkpoint in (*checkpoints, tmp_path / "wider"):
         with (
             moecache.open(checkpoint, "50%") as runtime,
             pytest.raises(ConfigError, match=rf"{checkpoint.name}: .*of another model"),
         ):
             attach(model, runtime)
 
-    _check_untouched(model, whole)
+    _check_untouched(model, whole_model)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_slots_of_another_dtype_are_refused_with_the_remedy(
-    path: Path, model: Any, whole: Any, dtype: Any
+    qwen3_moe: Path, model: Any, whole_model: Any, dtype: Any
 ) -> None:
     """The output would be another one's."""
     with (
-        moecache.open(path, "25%", dtype=dtype) as runtime,
+        moecache.open(qwen3_moe, "25%", dtype=dtype) as runtime,
         pytest.raises(ConfigError, match="model computes in float32; open the runtime with dtype="),
     ):
         attach(model, runtime)
 
-    _check_untouched(model, whole)
+    _check_untouched(model, whole_model)
 
 
-def test_slots_in_the_models_dtype_are_accepted(path: Path) -> None:
+def test_slots_in_the_models_dtype_are_accepted(qwen3_moe: Path) -> None:
     """The runtime converts what the file has."""
-    whole = load_whole(FAMILY, path, "bfloat16")
+    whole = load_whole(FAMILY, qwen3_moe, "bfloat16")
     model = copy.deepcopy(whole)
-    with moecache.open(path, "25%", dtype=ml_dtypes.bfloat16) as runtime:
+    with moecache.open(qwen3_moe, "25%", dtype=ml_dtypes.bfloat16) as runtime:
         attach(model, runtime)
         assert torch.equal(generated(model), generated(whole))
 
 
-def test_a_store_without_files_is_refused(model: Any, whole: Any) -> None:
+def test_a_store_without_files_is_refused(model: Any, whole_model: Any) -> None:
     """It does not say which experts are whose."""
     with (
         make_runtime(6) as runtime,
@@ -246,7 +231,7 @@ def test_a_store_without_files_is_refused(model: Any, whole: Any) -> None:
     ):
         attach(model, runtime)
 
-    _check_untouched(model, whole)
+    _check_untouched(model, whole_model)
 
 
 def test_what_is_no_mixture_of_experts_is_refused(runtime: moecache.ExpertRuntime) -> None:
@@ -255,14 +240,16 @@ def test_what_is_no_mixture_of_experts_is_refused(runtime: moecache.ExpertRuntim
         attach(torch.nn.Linear(2, 2), runtime)
 
 
-def test_closing_what_was_loaded_closes_its_runtime_alone(path: Path, whole: Any) -> None:
+def test_closing_what_was_loaded_closes_its_runtime_alone(
+    qwen3_moe: Path, whole_model: Any
+) -> None:
     """What `load` opened is its own."""
-    loaded = load_in_slots(path)
-    other = load_in_slots(path)
+    loaded = load_in_slots(qwen3_moe)
+    other = load_in_slots(qwen3_moe)
     loaded.moecache.close()
     with other.moecache:
         assert loaded.moecache.runtime.closed
-        assert torch.equal(generated(other), generated(whole))
+        assert torch.equal(generated(other), generated(whole_model))
 
 
 def _check_untouched(model: Any, whole: Any) -> None:

@@ -1,6 +1,5 @@
 """Every family's output with experts in slots equals that of the model in memory, bit for bit."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,14 @@ import pytest
 
 from moecache.errors import ConfigError
 from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.offloading import load_whole
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-# transformers' own
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
 
 DOCS = Path(__file__).parents[1] / "docs" / "transformers.md"
 UNSUPPORTED = {"qwen3_vl_moe_hub"}
@@ -32,15 +34,6 @@ class Reference:
     tokens: Any
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread: with matrices this small, two mostly wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.fixture(
     scope="module",
     params=[(name, dtype) for name in SUPPORTED for dtype in ("bfloat16", "float32")],
@@ -53,11 +46,7 @@ def reference(
     name, dtype = request.param
     family = FAMILIES[name]
     path = write_checkpoint(family, tmp_path_factory.mktemp(name), dtype)
-    model = family.model_class.from_pretrained(path, **family.reference).eval()
-    for parameter in model.parameters():
-        # What is mapped from the file may lie at odd addresses, where float32 products round
-        # otherwise than in memory of torch's own.
-        parameter.data = parameter.data.clone()
+    model = load_whole(family, path, dtype)
     prompt = torch.arange(12)[None] * 7 % 120
     return Reference(path, model.dtype, prompt, *_outputs(model, prompt))
 

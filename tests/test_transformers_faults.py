@@ -19,8 +19,8 @@ import pytest
 import moecache
 from moecache.errors import MoeCacheError, StoreError
 from moecache.stores import SafetensorsStore
-from tests.helpers.families import FAMILIES, write_checkpoint
-from tests.helpers.offloading import generated, load_in_slots, load_whole, prompt
+from tests.helpers.families import FAMILIES
+from tests.helpers.offloading import generated, load_in_slots, prompt
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -45,26 +45,16 @@ while True:
 """
 
 
-@pytest.fixture(name="path", scope="module")
-def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(FAMILY, tmp_path_factory.mktemp("faults") / "model", "float32")
-
-
-@pytest.fixture(name="whole", scope="module")
-def _whole(path: Path) -> Any:
-    return load_whole(FAMILY, path)
-
-
 @pytest.fixture(name="copied")
-def _copied(path: Path, tmp_path: Path) -> Path:
+def _copied(qwen3_moe: Path, tmp_path: Path) -> Path:
     """Return a checkpoint to be damaged."""
-    return shutil.copytree(path, tmp_path / "copied")
+    return shutil.copytree(qwen3_moe, tmp_path / "copied")
 
 
 @pytest.fixture(name="sharded", scope="module")
-def _sharded(whole: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _sharded(whole_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sharded")
-    whole.save_pretrained(directory, max_shard_size="300KB")
+    whole_model.save_pretrained(directory, max_shard_size="300KB")
     return directory
 
 
@@ -96,7 +86,7 @@ def test_a_shard_that_cannot_be_read_is_named_when_the_model_is_loaded(
 @pytest.mark.parametrize("prefetch", ["off", "auto"])
 @pytest.mark.parametrize("read", ["buffered", "direct", "auto"])
 def test_a_file_that_gets_shorter_is_an_error_that_names_it(
-    copied: Path, whole: Any, read: str, prefetch: str
+    copied: Path, whole_model: Any, read: str, prefetch: str
 ) -> None:
     """No hang, no crash; what is resident still runs, and all does when the bytes are back."""
     model = load_in_slots(copied, read=read, prefetch=prefetch)
@@ -110,10 +100,10 @@ def test_a_file_that_gets_shorter_is_an_error_that_names_it(
         _write_in_place(copied / FILE, contents)
 
         assert torch.equal(model(torch.tensor([[9]])).logits, first)
-        assert torch.equal(generated(model), generated(whole))
+        assert torch.equal(generated(model), generated(whole_model))
 
 
-def test_experts_in_slots_need_no_file_any_more(copied: Path, whole: Any) -> None:
+def test_experts_in_slots_need_no_file_any_more(copied: Path, whole_model: Any) -> None:
     """All resident, it is not read again, whatever it has become."""
     model = load_in_slots(copied, "100%")
     with model.moecache, torch.no_grad():
@@ -123,43 +113,43 @@ def test_experts_in_slots_need_no_file_any_more(copied: Path, whole: Any) -> Non
 
         for start, logits in zip((0, 64), expected, strict=True):
             assert torch.equal(model(torch.arange(start, start + 64)[None]).logits, logits)
-        assert torch.equal(generated(model), generated(whole))
+        assert torch.equal(generated(model), generated(whole_model))
 
 
-def test_a_file_that_is_replaced_stays_the_one_it_was(copied: Path, whole: Any) -> None:
+def test_a_file_that_is_replaced_stays_the_one_it_was(copied: Path, whole_model: Any) -> None:
     """As who downloads a checkpoint again replaces it: the old one is open still."""
     model = load_in_slots(copied)
     with model.moecache:
         (copied / "new").write_bytes(b"short")
         os.replace(copied / "new", copied / FILE)
 
-        assert torch.equal(generated(model), generated(whole))
+        assert torch.equal(generated(model), generated(whole_model))
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_read_that_fails_is_an_error_and_the_next_call_goes_well(
-    path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch, times: int
+    qwen3_moe: Path, whole_model: Any, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     """Nothing stays claimed or leased, in whatever layer it failed."""
     failing = _Failing(monkeypatch, times)
-    model = load_in_slots(path, read="mmap", prefetch="off", loader_threads=0)
+    model = load_in_slots(qwen3_moe, read="mmap", prefetch="off", loader_threads=0)
     with model.moecache as offload:
         failing.armed = True
         for _ in range(times):
             with pytest.raises(StoreError, match="disk is broken"):
                 generated(model)
 
-        assert torch.equal(generated(model), generated(whole))
+        assert torch.equal(generated(model), generated(whole_model))
         assert offload.stats().num_failed_reads == times
         offload.runtime.cache.check()
 
 
 def test_a_read_that_fails_in_backward_is_an_error_and_the_next_goes_well(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts are read again for gradients."""
     failing = _Failing(monkeypatch, 1)
-    model = load_in_slots(path, None, slots=1, read="mmap", prefetch="off", loader_threads=0)
+    model = load_in_slots(qwen3_moe, None, slots=1, read="mmap", prefetch="off", loader_threads=0)
     with model.moecache:
         loss = model(prompt(), labels=prompt()).loss
         failing.armed = True
@@ -171,9 +161,11 @@ def test_a_read_that_fails_in_backward_is_an_error_and_the_next_goes_well(
         assert bool(torch.isfinite(model.lm_head.weight.grad).all())
 
 
-def test_an_error_that_somebody_keeps_does_not_keep_the_slots(path: Path, whole: Any) -> None:
+def test_an_error_that_somebody_keeps_does_not_keep_the_slots(
+    qwen3_moe: Path, whole_model: Any
+) -> None:
     """A notebook holds the last traceback, and in it the step that failed."""
-    model = load_in_slots(path, None, slots=1)
+    model = load_in_slots(qwen3_moe, None, slots=1)
     experts = model.model.layers[1].mlp.experts
 
     def fail(tensor: object) -> None:
@@ -186,38 +178,38 @@ def test_an_error_that_somebody_keeps_does_not_keep_the_slots(path: Path, whole:
             model(prompt())
         experts.act_fn = activation
 
-        assert torch.equal(model(prompt()).logits, whole(prompt()).logits)
+        assert torch.equal(model(prompt()).logits, whole_model(prompt()).logits)
         offload.runtime.cache.check()
     assert kept.traceback
 
 
 def test_a_trace_that_cannot_be_written_is_a_warning(
-    path: Path, whole: Any, caplog: pytest.LogCaptureFixture
+    qwen3_moe: Path, whole_model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A full disk is found out at the end, and costs neither text nor model."""
-    model = load_in_slots(path, record_trace="/dev/full")
+    model = load_in_slots(qwen3_moe, record_trace="/dev/full")
     with model.moecache:
         text = generated(model)
 
-    assert torch.equal(text, generated(whole))
+    assert torch.equal(text, generated(whole_model))
     (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert "/dev/full" in record.message
     assert "No space left on device" in record.message
 
 
 def test_a_trace_is_refused_at_once_where_nothing_can_be_written(
-    path: Path, tmp_path: Path
+    qwen3_moe: Path, tmp_path: Path
 ) -> None:
     """Not after hours; and what was opened for it is closed again."""
     before = _in_use()
     with pytest.raises(MoeCacheError, match="there is no directory"):
-        load_in_slots(path, record_trace=tmp_path / "none" / "trace.npz")
+        load_in_slots(qwen3_moe, record_trace=tmp_path / "none" / "trace.npz")
 
     assert _in_use() == before
 
 
 def test_slots_that_no_memory_is_left_for_are_an_error_that_leaves_nothing_open(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trunk was loaded already; it is given back too."""
 
@@ -228,17 +220,19 @@ def test_slots_that_no_memory_is_left_for_are_an_error_that_leaves_nothing_open(
     with monkeypatch.context() as patched:
         patched.setattr("moecache.slots.host.mmap.mmap", refuse)
         with pytest.raises((MemoryError, MoeCacheError)):
-            load_in_slots(path)
+            load_in_slots(qwen3_moe)
 
     assert _in_use() == before
-    with load_in_slots(path).moecache:
+    with load_in_slots(qwen3_moe).moecache:
         pass
 
 
-def test_a_process_that_is_killed_leaves_the_checkpoint_as_it_was(path: Path, whole: Any) -> None:
+def test_a_process_that_is_killed_leaves_the_checkpoint_as_it_was(
+    qwen3_moe: Path, whole_model: Any
+) -> None:
     """In the middle of a generation; whoever comes next loads it and goes on."""
-    before = {file.name: file.read_bytes() for file in path.iterdir()}
-    child = _start(path, "forever")
+    before = {file.name: file.read_bytes() for file in qwen3_moe.iterdir()}
+    child = _start(qwen3_moe, "forever")
     try:
         assert child.stdout is not None
         child.stdout.readline()  # it is in its second generation now
@@ -247,17 +241,17 @@ def test_a_process_that_is_killed_leaves_the_checkpoint_as_it_was(path: Path, wh
         child.communicate(timeout=60)
 
     assert child.returncode == -signal.SIGKILL
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
-    model = load_in_slots(path)
+    assert {file.name: file.read_bytes() for file in qwen3_moe.iterdir()} == before
+    model = load_in_slots(qwen3_moe)
     with model.moecache:
-        assert torch.equal(generated(model), generated(whole))
+        assert torch.equal(generated(model), generated(whole_model))
 
 
-def test_two_processes_use_one_checkpoint(path: Path, whole: Any) -> None:
+def test_two_processes_use_one_checkpoint(qwen3_moe: Path, whole_model: Any) -> None:
     """Files are only read."""
-    expected = generated(whole).tolist()
-    child = _start(path, "once")
-    model = load_in_slots(path)
+    expected = generated(whole_model).tolist()
+    child = _start(qwen3_moe, "once")
+    model = load_in_slots(qwen3_moe)
     with model.moecache:
         assert generated(model).tolist() == expected
         output, _ = child.communicate(timeout=120)
@@ -266,9 +260,9 @@ def test_two_processes_use_one_checkpoint(path: Path, whole: Any) -> None:
     assert child.returncode == 0
 
 
-def test_a_forked_child_is_told_to_load_its_own(path: Path, whole: Any) -> None:
+def test_a_forked_child_is_told_to_load_its_own(qwen3_moe: Path, whole_model: Any) -> None:
     """Threads do not survive a fork; the parent's model is not disturbed."""
-    model = load_in_slots(path)
+    model = load_in_slots(qwen3_moe)
     with model.moecache:
         generated(model)
         child = os.fork()
@@ -281,7 +275,7 @@ def test_a_forked_child_is_told_to_load_its_own(path: Path, whole: Any) -> None:
             except BaseException:  # noqa: BLE001
                 os._exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert torch.equal(generated(model), generated(whole))
+        assert torch.equal(generated(model), generated(whole_model))
 
 
 class _Failing:

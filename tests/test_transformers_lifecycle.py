@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from moecache.errors import MoeCacheError
-from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.families import FAMILIES
 from tests.helpers.offloading import generated, load_in_slots, load_whole, prompt
 
 torch = pytest.importorskip("torch")
@@ -27,28 +27,18 @@ pytestmark = [
 FAMILY = FAMILIES["qwen3_moe"]
 
 
-@pytest.fixture(name="path", scope="module")
-def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(FAMILY, tmp_path_factory.mktemp("lifecycle") / "model", "float32")
-
-
-@pytest.fixture(name="whole", scope="module")
-def _whole(path: Path) -> Any:
-    return load_whole(FAMILY, path)
-
-
 @pytest.fixture(name="shared", scope="module")
-def _shared(path: Path) -> Iterator[Any]:
+def _shared(qwen3_moe: Path) -> Iterator[Any]:
     """Return a model in slots that is left as it is."""
-    model = load_in_slots(path)
+    model = load_in_slots(qwen3_moe)
     yield model
     model.moecache.close()
 
 
 @pytest.fixture(name="model")
-def _model(path: Path) -> Iterator[Any]:
+def _model(qwen3_moe: Path) -> Iterator[Any]:
     """Return a model in slots to do anything with."""
-    model = load_in_slots(path)
+    model = load_in_slots(qwen3_moe)
     offload = model.moecache
     yield model
     offload.close()
@@ -102,7 +92,9 @@ def test_a_layer_without_experts_is_copied_as_ever(shared: Any) -> None:
 
 
 @pytest.mark.parametrize("inner", [False, True])
-def test_other_experts_implementations_are_refused(shared: Any, whole: Any, inner: bool) -> None:
+def test_other_experts_implementations_are_refused(
+    shared: Any, whole_model: Any, inner: bool
+) -> None:
     """They need all weights; the one it has may be set again."""
     model = shared.model if inner else shared
     for name in ("eager", "grouped_mm", {"": "eager"}):
@@ -110,7 +102,7 @@ def test_other_experts_implementations_are_refused(shared: Any, whole: Any, inne
             model.set_experts_implementation(name)
     model.set_experts_implementation("moecache")
 
-    assert torch.equal(generated(shared), generated(whole))
+    assert torch.equal(generated(shared), generated(whole_model))
 
 
 def test_a_weight_that_is_asked_for_says_where_it_is(shared: Any) -> None:
@@ -138,56 +130,58 @@ def test_a_state_dict_warns_once_that_it_has_no_experts(
 
 
 def test_configurations_are_saved_as_the_checkpoint_has_them(
-    shared: Any, path: Path, tmp_path: Path
+    shared: Any, qwen3_moe: Path, tmp_path: Path
 ) -> None:
     """Nothing of moecache is in them."""
     shared.config.save_pretrained(tmp_path)
     shared.generation_config.save_pretrained(tmp_path)
     saved, original = (
-        json.loads((directory / "config.json").read_text()) for directory in (tmp_path, path)
+        json.loads((directory / "config.json").read_text()) for directory in (tmp_path, qwen3_moe)
     )
 
     assert saved == original
     assert "moecache" not in (tmp_path / "generation_config.json").read_text()
 
 
-def test_a_model_is_an_ordinary_one_to_its_users(shared: Any, whole: Any) -> None:
+def test_a_model_is_an_ordinary_one_to_its_users(shared: Any, whole_model: Any) -> None:
     """Of its class, on its device, not quantized; its trunk's parameters are its own."""
-    trunk = {name for name, _ in whole.named_parameters() if ".experts." not in name}
+    trunk = {name for name, _ in whole_model.named_parameters() if ".experts." not in name}
 
-    assert type(shared) is type(whole)
-    assert shared.device == whole.device
+    assert type(shared) is type(whole_model)
+    assert shared.device == whole_model.device
     assert not getattr(shared, "is_quantized", False)
     assert {name for name, _ in shared.named_parameters()} == trunk
     experts = shared.model.layers[1].mlp.experts
-    assert isinstance(experts, type(whole.model.layers[1].mlp.experts))
+    assert isinstance(experts, type(whole_model.model.layers[1].mlp.experts))
 
 
-def test_detach_gives_an_ordinary_model_back(model: Any, whole: Any, tmp_path: Path) -> None:
+def test_detach_gives_an_ordinary_model_back(model: Any, whole_model: Any, tmp_path: Path) -> None:
     """Equal output, weights and implementation; it is saved, copied and switched as ever."""
     model.moecache.detach()
 
     assert not hasattr(model, "moecache")
     assert model.config._experts_implementation == "grouped_mm"
-    assert torch.equal(generated(model), generated(whole))
-    assert torch.equal(generated(copy.deepcopy(model)), generated(whole))
-    assert torch.equal(generated(pickle.loads(pickle.dumps(model))), generated(whole))
+    assert torch.equal(generated(model), generated(whole_model))
+    assert torch.equal(generated(copy.deepcopy(model)), generated(whole_model))
+    assert torch.equal(generated(pickle.loads(pickle.dumps(model))), generated(whole_model))
     model.save_pretrained(tmp_path / "saved")
     saved = load_whole(FAMILY, tmp_path / "saved").state_dict()
-    assert saved.keys() == whole.state_dict().keys()
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in whole.state_dict().items())
+    assert saved.keys() == whole_model.state_dict().keys()
+    assert all(
+        torch.equal(tensor, saved[name]) for name, tensor in whole_model.state_dict().items()
+    )
     model.set_experts_implementation("eager")
-    torch.testing.assert_close(model(prompt()).logits, whole(prompt()).logits)
+    torch.testing.assert_close(model(prompt()).logits, whole_model(prompt()).logits)
 
 
 def test_nothing_of_the_cache_stays_in_a_detached_model(
-    model: Any, whole: Any, caplog: pytest.LogCaptureFixture
+    model: Any, whole_model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No hook, no attribute, no class."""
     model.moecache.detach()
 
     for (name, module), (_, original) in zip(
-        model.named_modules(), whole.named_modules(), strict=True
+        model.named_modules(), whole_model.named_modules(), strict=True
     ):
         assert type(module) is type(original), name
         assert not [key for key in module.__dict__ if "moecache" in key], name
@@ -210,7 +204,7 @@ def test_detach_and_close_may_be_called_twice(model: Any) -> None:
 
 
 def test_a_detach_that_fails_leaves_the_model_as_it_was(
-    model: Any, whole: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, whole_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too little memory, or a file that cannot be read."""
     monkeypatch.setattr(
@@ -219,7 +213,7 @@ def test_a_detach_that_fails_leaves_the_model_as_it_was(
     with pytest.raises(MoeCacheError, match=r"all experts take 720.* are free"):
         model.moecache.detach()
 
-    assert torch.equal(generated(model), generated(whole))
+    assert torch.equal(generated(model), generated(whole_model))
     with pytest.raises(MoeCacheError, match="would be saved"):
         model.save_pretrained("nowhere")
 
@@ -240,28 +234,30 @@ def test_a_closed_model_says_so(model: Any) -> None:
     assert "slots" in offload.report()
 
 
-def test_leaving_the_context_closes(path: Path) -> None:
+def test_leaving_the_context_closes(qwen3_moe: Path) -> None:
     """As a file's would."""
-    model = load_in_slots(path)
+    model = load_in_slots(qwen3_moe)
     with model.moecache as offload:
         assert not offload.runtime.closed
 
     assert offload.runtime.closed
 
 
-def test_one_checkpoint_is_loaded_twice(shared: Any, model: Any, whole: Any) -> None:
+def test_one_checkpoint_is_loaded_twice(shared: Any, model: Any, whole_model: Any) -> None:
     """The models have nothing in common but the file."""
-    assert torch.equal(generated(shared), generated(whole))
-    assert torch.equal(generated(model), generated(whole))
+    assert torch.equal(generated(shared), generated(whole_model))
+    assert torch.equal(generated(model), generated(whole_model))
     model.moecache.close()
-    assert torch.equal(generated(shared), generated(whole))
+    assert torch.equal(generated(shared), generated(whole_model))
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_model_without_references_is_collected_with_its_runtime(path: Path, closed: bool) -> None:
+def test_a_model_without_references_is_collected_with_its_runtime(
+    qwen3_moe: Path, closed: bool
+) -> None:
     """Files and threads are given back, whether it was closed or not."""
     before = _in_use()
-    model = load_in_slots(path)
+    model = load_in_slots(qwen3_moe)
     generated(model)
     if closed:
         model.moecache.close()
@@ -273,21 +269,21 @@ def test_a_model_without_references_is_collected_with_its_runtime(path: Path, cl
     assert _in_use() == before
 
 
-def test_a_trunk_in_another_dtype_runs_and_goes_back(model: Any, whole: Any) -> None:
+def test_a_trunk_in_another_dtype_runs_and_goes_back(model: Any, whole_model: Any) -> None:
     """`to` converts what is in the model; the slots stay as they are."""
     model.to(torch.bfloat16)
     assert model(prompt()).logits.dtype == torch.bfloat16
-    logits = whole(prompt()).logits
+    logits = whole_model(prompt()).logits
     assert (model(prompt()).logits - logits).abs().max() < 0.1 * logits.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_experts_are_converted_to_the_dtype_that_is_asked_for(path: Path, dtype: Any) -> None:
+def test_experts_are_converted_to_the_dtype_that_is_asked_for(qwen3_moe: Path, dtype: Any) -> None:
     """As the whole model is when it is loaded."""
     name = str(dtype).removeprefix("torch.")
-    model = load_in_slots(path, dtype=dtype)
+    model = load_in_slots(qwen3_moe, dtype=dtype)
     with model.moecache:
-        assert torch.equal(generated(model), generated(load_whole(FAMILY, path, name)))
+        assert torch.equal(generated(model), generated(load_whole(FAMILY, qwen3_moe, name)))
 
 
 def _in_use() -> tuple[int, int]:

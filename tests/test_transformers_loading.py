@@ -24,31 +24,21 @@ pytestmark = [
 FAMILY = FAMILIES["qwen3_moe"]
 
 
-@pytest.fixture(name="path", scope="module")
-def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(FAMILY, tmp_path_factory.mktemp("loading") / "model", "float32")
-
-
-@pytest.fixture(name="whole", scope="module")
-def _whole(path: Path) -> Any:
-    return load_whole(FAMILY, path)
-
-
 @pytest.fixture(name="shards", params=[False, True], ids=["file", "shards"])
 def _shards(
-    request: pytest.FixtureRequest, path: Path, whole: Any, tmp_path: Path
+    request: pytest.FixtureRequest, qwen3_moe: Path, whole_model: Any, tmp_path: Path
 ) -> Iterator[Path]:
     """Return the checkpoint in one file, and in several."""
     if not request.param:
-        yield path
+        yield qwen3_moe
         return
-    whole.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
+    whole_model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
     yield tmp_path / "shards"
 
 
 def test_a_name_on_the_hub_is_found_in_the_local_cache(
-    shards: Path, whole: Any, tmp_path: Path
+    shards: Path, whole_model: Any, tmp_path: Path
 ) -> None:
     """Whose snapshots are links to files named by their hash."""
     cached, revision = tmp_path / "hub" / "models--some--model", "0" * 40
@@ -66,17 +56,17 @@ def test_a_name_on_the_hub_is_found_in_the_local_cache(
         local_files_only=True,
     )
     with model.moecache:
-        assert torch.equal(generated(model), generated(whole))
+        assert torch.equal(generated(model), generated(whole_model))
         with pytest.raises(MoeCacheError, match=revision):
             model.save_pretrained(tmp_path / "saved")
 
 
-def test_a_subfolder_is_loaded(shards: Path, whole: Any, tmp_path: Path) -> None:
+def test_a_subfolder_is_loaded(shards: Path, whole_model: Any, tmp_path: Path) -> None:
     """The experts are those in it."""
     shutil.copytree(shards, tmp_path / "parent" / "sub")
     model = load_in_slots(tmp_path / "parent", subfolder="sub")
     with model.moecache:
-        assert torch.equal(generated(model), generated(whole))
+        assert torch.equal(generated(model), generated(whole_model))
 
 
 @pytest.mark.parametrize(
@@ -88,24 +78,24 @@ def test_a_subfolder_is_loaded(shards: Path, whole: Any, tmp_path: Path) -> None
     ],
 )
 def test_another_class_is_loaded_from_the_same_checkpoint(
-    path: Path, whole: Any, name: str, expected: str
+    qwen3_moe: Path, whole_model: Any, name: str, expected: str
 ) -> None:
     """Its experts are found wherever its modules are."""
-    model = load_in_slots(path, model_class=getattr(transformers, name))
+    model = load_in_slots(qwen3_moe, model_class=getattr(transformers, name))
     body = model if expected.endswith("MoeModel") else model.model
     with model.moecache, torch.no_grad():
         states = body(prompt()).last_hidden_state
 
     assert type(model).__name__ == expected
-    assert torch.equal(states, whole.model(prompt()).last_hidden_state)
+    assert torch.equal(states, whole_model.model(prompt()).last_hidden_state)
 
 
-def test_the_default_dtype_of_torch_changes_nothing(path: Path, whole: Any) -> None:
+def test_the_default_dtype_of_torch_changes_nothing(qwen3_moe: Path, whole_model: Any) -> None:
     """A checkpoint says which one it is in."""
-    expected = generated(whole)
+    expected = generated(whole_model)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = load_in_slots(path)
+        model = load_in_slots(qwen3_moe)
         with model.moecache:
             assert torch.equal(generated(model), expected)
     finally:
@@ -136,11 +126,11 @@ def test_a_router_may_choose_one_expert(tmp_path: Path) -> None:
 
 
 def test_four_threads_and_the_routers_look_ahead_do_not_get_in_each_others_way(
-    path: Path, whole: Any
+    qwen3_moe: Path, whole_model: Any
 ) -> None:
     """Each thread is at a layer of its own, and what it saw there is its own."""
-    expected = generated(whole)
-    model = load_in_slots(path, prefetch="router")
+    expected = generated(whole_model)
+    model = load_in_slots(qwen3_moe, prefetch="router")
     equal: list[bool] = []
 
     def run() -> None:

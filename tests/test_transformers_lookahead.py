@@ -1,6 +1,5 @@
 """Look-ahead: the next layer's own router, applied one layer early, says what is read ahead."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,10 @@ from tests.helpers.families import FAMILIES, write_checkpoint
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-# transformers' own
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
 
 
 class Nobody:
@@ -37,14 +38,6 @@ class Nobody:
     def begin_sequence(self) -> None:
         """Count."""
         self.num_sequences += 1
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

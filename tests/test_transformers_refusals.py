@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moecache.errors import CapacityError, ConfigError
-from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.families import FAMILIES
 from tests.helpers.offloading import load_in_slots
 
 torch = pytest.importorskip("torch")
@@ -24,11 +24,6 @@ pytestmark = [
 
 FAMILY = FAMILIES["qwen3_moe"]
 SIZES = {"vocab_size": 128, "hidden_size": 32}
-
-
-@pytest.fixture(name="path", scope="module")
-def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(FAMILY, tmp_path_factory.mktemp("refusals") / "model", "float32")
 
 
 def _dbrx() -> Any:
@@ -160,31 +155,31 @@ def test_a_family_without_support_is_named_with_the_reason(
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_an_argument_that_cannot_be_used_is_named(
-    path: Path, arguments: dict[str, Any], reason: str
+    qwen3_moe: Path, arguments: dict[str, Any], reason: str
 ) -> None:
     """And what was loaded before it was looked at is given back."""
     before = _in_use()
     with pytest.raises(ConfigError, match=reason):
-        load_in_slots(path, **{"memory": "25%", **arguments})
+        load_in_slots(qwen3_moe, **{"memory": "25%", **arguments})
 
     assert _in_use() == before
 
 
-def test_memory_for_less_than_an_expert_is_refused_with_what_is_needed(path: Path) -> None:
+def test_memory_for_less_than_an_expert_is_refused_with_what_is_needed(qwen3_moe: Path) -> None:
     """An expert, and a place to read another to."""
     before = _in_use()
     with pytest.raises(CapacityError, match=r"1\.00 KiB.*22\.5 KiB.*at least 45\.0 KiB"):
-        load_in_slots(path, "1KiB")
+        load_in_slots(qwen3_moe, "1KiB")
 
     assert _in_use() == before
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "gptq"])
 def test_a_quantized_checkpoint_is_refused_by_its_method(
-    path: Path, tmp_path: Path, method: str
+    qwen3_moe: Path, tmp_path: Path, method: str
 ) -> None:
     """Its experts are not the matrices that would be computed with."""
-    directory = shutil.copytree(path, tmp_path / method)
+    directory = shutil.copytree(qwen3_moe, tmp_path / method)
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method}
     (directory / "config.json").write_text(json.dumps(config))
@@ -193,9 +188,11 @@ def test_a_quantized_checkpoint_is_refused_by_its_method(
         load_in_slots(directory)
 
 
-def test_a_checkpoint_of_pickles_is_refused_with_the_remedy(path: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_pickles_is_refused_with_the_remedy(
+    qwen3_moe: Path, tmp_path: Path
+) -> None:
     """Parts of it cannot be read."""
-    shutil.copy(path / "config.json", tmp_path)
+    shutil.copy(qwen3_moe / "config.json", tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
 
     with pytest.raises(ConfigError, match="no safetensors file; save the model again"):
@@ -215,9 +212,9 @@ def test_a_checkpoint_of_pickles_is_refused_with_the_remedy(path: Path, tmp_path
     ],
     ids=str,
 )
-def test_what_changes_nothing_may_be_said(path: Path, options: dict[str, Any]) -> None:
+def test_what_changes_nothing_may_be_said(qwen3_moe: Path, options: dict[str, Any]) -> None:
     """As scripts do that were written for `from_pretrained`."""
-    model = load_in_slots(path, **options)
+    model = load_in_slots(qwen3_moe, **options)
     with model.moecache:
         assert model.dtype == torch.float32
 

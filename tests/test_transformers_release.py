@@ -4,7 +4,6 @@ import gc
 import logging
 import weakref
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import pytest
@@ -12,20 +11,17 @@ import pytest
 import moecache
 from moecache.predict import SharedEcho
 from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.offloading import load_whole
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+FAMILY = FAMILIES["qwen3_moe"]
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(name="path", scope="module")
 def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(FAMILIES["qwen3_moe"], tmp_path_factory.mktemp("release"), "bfloat16")
-
-
-def whole_model(path: Path) -> Any:
-    """Return the model with all its experts."""
-    return FAMILIES["qwen3_moe"].model_class.from_pretrained(path).eval()
+    return write_checkpoint(FAMILY, tmp_path_factory.mktemp("release"), "bfloat16")
 
 
 def test_the_slots_memory_is_free_after_close_while_the_model_lives(path: Path) -> None:
@@ -47,7 +43,7 @@ def test_a_runtime_guesses_as_before_when_its_model_is_gone(path: Path) -> None:
 
     dtype = ml_dtypes.bfloat16
     with moecache.open(path, "50%", prefetch="echo", dtype=dtype) as runtime:
-        model = whole_model(path)
+        model = load_whole(FAMILY, path, "bfloat16")
         for _ in range(3):
             offload = attach(model, runtime, look_ahead=True)
             assert isinstance(runtime.predictor, RouterLookAhead)
@@ -69,7 +65,7 @@ def test_layers_that_do_not_run_are_warned_of_and_do_no_harm(
 
     from moecache.integrations.transformers import attach, load
 
-    write_checkpoint(FAMILIES["qwen3_moe"], tmp_path, "bfloat16")
+    write_checkpoint(FAMILY, tmp_path, "bfloat16")
     shard = tmp_path / "model.safetensors"
     tensors = load_file(shard)
     first = next(name for name in tensors if ".experts." in name).partition(".mlp.")[0]
@@ -84,7 +80,7 @@ def test_layers_that_do_not_run_are_warned_of_and_do_no_harm(
     with load(tmp_path, "50%").moecache as offload:
         assert not any("mtp" in name for name in offload.runtime.layout.layer_names)
         num_layers = offload.runtime.layout.num_layers
-    model = whole_model(tmp_path)
+    model = load_whole(FAMILY, tmp_path, "bfloat16")
     with (
         moecache.open(tmp_path, "50%", prefetch="echo", dtype=ml_dtypes.bfloat16) as runtime,
         caplog.at_level(logging.WARNING),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.families import FAMILIES, write_checkpoint
-from tests.helpers.offloading import generated, load_in_slots, load_whole
+from tests.helpers.families import FAMILIES
+from tests.helpers.offloading import generated, load_in_slots
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -55,16 +55,6 @@ class Routes:
         self.steps.append(Step(len(chosen), len(chosen.unique())))
 
 
-@pytest.fixture(name="path", scope="module")
-def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(FAMILY, tmp_path_factory.mktemp("verification"), "float32")
-
-
-@pytest.fixture(name="whole", scope="module")
-def _whole(path: Path) -> Any:
-    return load_whole(FAMILY, path)
-
-
 @pytest.fixture(name="routes")
 def _routes() -> Routes:
     return Routes()
@@ -80,10 +70,10 @@ def _ids() -> Any:
 @pytest.mark.parametrize("slots", [1, FAMILY.num_experts])
 @pytest.mark.parametrize("num_tokens", [2, 7, 40])
 def test_a_step_reads_and_computes_each_distinct_expert_once(
-    path: Path, routes: Routes, slots: int, num_tokens: int
+    qwen3_moe: Path, routes: Routes, slots: int, num_tokens: int
 ) -> None:
     """However many of its tokens chose it, and however few slots there are."""
-    model = load_in_slots(path, None, slots=slots, prefetch="off")
+    model = load_in_slots(qwen3_moe, None, slots=slots, prefetch="off")
     routes.follow(model)
     with model.moecache as offload, torch.no_grad():
         model(torch.arange(num_tokens)[None] * 3 % 128)
@@ -97,15 +87,15 @@ def test_a_step_reads_and_computes_each_distinct_expert_once(
 
 @pytest.mark.parametrize("prefetch", ["off", "router"])
 def test_prompt_lookup_verifies_with_a_product_per_distinct_expert(
-    path: Path, whole: Any, routes: Routes, ids: Any, prefetch: str
+    qwen3_moe: Path, whole_model: Any, routes: Routes, ids: Any, prefetch: str
 ) -> None:
     """Steps of several tokens are among them, and the text is that of plain decoding."""
-    model = load_in_slots(path, None, slots=FAMILY.num_experts, prefetch=prefetch)
+    model = load_in_slots(qwen3_moe, None, slots=FAMILY.num_experts, prefetch=prefetch)
     routes.follow(model)
     with model.moecache as offload:
         text = generated(model, ids, num_tokens=24, prompt_lookup_num_tokens=4)
 
-        assert torch.equal(text, generated(whole, ids, 24, prompt_lookup_num_tokens=4))
+        assert torch.equal(text, generated(whole_model, ids, 24, prompt_lookup_num_tokens=4))
         verifying = [step for step in routes.steps if 1 < step.num_tokens < ids.shape[1]]
         assert len(verifying) >= 2 * NUM_LAYERS
         assert offload.num_products == routes.num_distinct < routes.num_pairs
@@ -116,11 +106,11 @@ def test_prompt_lookup_verifies_with_a_product_per_distinct_expert(
 
 
 def test_an_assistant_models_candidates_are_verified_with_a_product_per_distinct_expert(
-    path: Path, whole: Any, routes: Routes, ids: Any
+    qwen3_moe: Path, whole_model: Any, routes: Routes, ids: Any
 ) -> None:
     """The assistant is a model in slots too: each counts its own."""
     model, assistant = (
-        load_in_slots(path, None, slots=FAMILY.num_experts, prefetch="off") for _ in range(2)
+        load_in_slots(qwen3_moe, None, slots=FAMILY.num_experts, prefetch="off") for _ in range(2)
     )
     # As many candidates as are asked for, however sure it is of them.
     assistant.generation_config.assistant_confidence_threshold = 0.0
@@ -132,7 +122,7 @@ def test_an_assistant_models_candidates_are_verified_with_a_product_per_distinct
     with model.moecache as offload, assistant.moecache as of_candidates:
         text = generated(model, ids, num_tokens=16, assistant_model=assistant)
 
-        assert torch.equal(text, generated(whole, ids, 16))
+        assert torch.equal(text, generated(whole_model, ids, 16))
         assert max(step.num_tokens for step in routes.steps[NUM_LAYERS:]) > 2
         # The same model proposes what it accepts: fewer forwards than tokens.
         assert len(routes.steps) // NUM_LAYERS < 16 < len(of_assistant.steps)
@@ -141,9 +131,9 @@ def test_an_assistant_models_candidates_are_verified_with_a_product_per_distinct
         assert offload.stats().num_reads <= routes.num_distinct < routes.num_pairs
 
 
-def test_decoding_one_token_computes_its_own_experts_alone(path: Path, routes: Routes) -> None:
+def test_decoding_one_token_computes_its_own_experts_alone(qwen3_moe: Path, routes: Routes) -> None:
     """Top-k of them per layer."""
-    model = load_in_slots(path, prefetch="off")
+    model = load_in_slots(qwen3_moe, prefetch="off")
     routes.follow(model)
     with model.moecache as offload:
         generated(model, torch.tensor([[9]]), num_tokens=5)

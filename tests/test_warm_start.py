@@ -106,8 +106,9 @@ def test_the_second_run_hits_as_often_as_a_warm_one(
             assert runtime.warm_start is not None
             assert runtime.warm_start.wait(30)
             second.append(feed(numpy_loop, tiny_moe, runtime, text))
-        with moecache.open(tiny_moe, **options) as runtime:
-            cold.append(feed(numpy_loop, tiny_moe, runtime, text))
+        if policy == "echo":
+            with moecache.open(tiny_moe, **options) as runtime:
+                cold.append(feed(numpy_loop, tiny_moe, runtime, text))
 
     assert rate(second) >= 0.95 * rate(first)
     if policy == "echo":
@@ -393,11 +394,18 @@ def test_the_next_profile_cancels_the_warm_start_of_the_last(tmp_path: Path, sec
         assert runtime.warm_start is first
         assert not first.done
 
+        def open_the_gate() -> None:
+            wait_until(lambda: first._cancelled)
+            gate.opened.set()
+
+        # What is being read is waited for.
+        opener = threading.Thread(target=open_the_gate)
+        opener.start()
         runtime.use_profile(tmp_path / ("p" if second == "the same" else "nothing"))
+        opener.join()
 
         assert first.done
         assert first.progress.num_done < 20
-        gate.opened.set()
         if second == "the same":
             assert runtime.warm_start is not None
             assert runtime.warm_start is not first

@@ -111,7 +111,7 @@ def test_a_file_takes_the_same_figures(
 
 def test_the_trace_may_say_how_large_an_expert_is(capsys: pytest.CaptureFixture[str]) -> None:
     """And a prompt's steps are a column of their own."""
-    assert cli.main(["simulate", TINY, "--compute", "5us"]) == 0
+    assert cli.main(["simulate", TINY, "--compute", "5us", "--prefetch", "off"]) == 0
     shown = capsys.readouterr().out
     assert "64 slots (25.0%) of 48.0 KiB" in shown
     assert "bulk" in shown

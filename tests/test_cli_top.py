@@ -439,21 +439,21 @@ def test_demo_live_shows_nothing_without_a_terminal() -> None:
     assert "by layer" not in live.stderr
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_demo_live_draws_on_its_terminal(shared: bool) -> None:
+def test_demo_live_draws_on_its_terminal() -> None:
     """The panel on standard error; the text is whole, there too if both are one terminal."""
     command = [sys.executable, "-m", "moecache", "demo", "--max-new-tokens", "60"]
     plain = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
-    drawn, out = on_terminal([*command, "--live"], shared=shared)
+    together, nothing = on_terminal([*command, "--live"], shared=True)
+    drawn, out = on_terminal([*command, "--live"], shared=False)
 
-    assert "by layer" in drawn
-    assert "moecache, echo" in drawn
-    assert "output equals the fully resident run" in drawn
-    if shared:
-        assert plain in drawn.replace("\r\n", "\n")
-    else:
-        assert out == plain
+    for text in (together, drawn):
+        assert "by layer" in text
+        assert "moecache, echo" in text
+        assert "output equals the fully resident run" in text
+    assert plain in together.replace("\r\n", "\n")
+    assert nothing == ""
+    assert out == plain
 
 
 def on_terminal(command: list[str], *, shared: bool) -> tuple[str, str]:

@@ -35,7 +35,7 @@ class BreakEven:
         self._loader = loader
         self._expert_bytes = max(1, expert_bytes)
         self._num_tokens = 0
-        self._before = (loader.clock(), 0, 0, 0)
+        self._before = (loader.clock(), 0, 0, 0, 0, 0)
 
     def begin_token(self) -> None:
         """Count a token, and measure after some."""
@@ -45,19 +45,23 @@ class BreakEven:
 
     def _measure(self) -> None:
         counts = self._loader.counts
+        uploads = self._loader.uploads
         now = (
             self._loader.clock(),
             counts.urgent_ns,
             counts.num_urgent_reads,
             counts.num_steps,
+            uploads.busy_ns,
+            uploads.num_uploads,
         )
-        total_ns, urgent_ns, num_reads, num_steps = (
+        total_ns, urgent_ns, num_reads, num_steps, upload_ns, num_uploads = (
             new - old for new, old in zip(now, self._before, strict=True)
         )
         if num_reads == 0 or num_steps == 0 or urgent_ns <= 0:
             return
         self._before = now
-        read_ns = urgent_ns / num_reads
+        # An expert is there when it is copied to its device, too.
+        read_ns = urgent_ns / num_reads + upload_ns / max(1, num_uploads)
         idle_ns = max(0.0, total_ns - urgent_ns) / num_steps
         saved = min(idle_ns, read_ns)
         delay = max(0.0, read_ns - idle_ns)

@@ -33,6 +33,9 @@ class WaveSource(Protocol):
     def expert(self, slot: int, layer: int) -> dict[str, np.ndarray]:
         """Return the weights in a slot."""
 
+    def on_device(self) -> Any:
+        """Return what computes experts on the GPU that has the slots."""
+
 
 def silu(x: np.ndarray) -> np.ndarray:
     """Return x * sigmoid(x), stable for every x."""
@@ -137,6 +140,7 @@ def feed_forward(
     runtime : ExpertRuntime
     layer : int
     hidden : ndarray of float, shape [num_tokens, hidden_size]
+        Or an array on the GPU that has the slots, and so the others; see `CudaExperts`.
     ids : ndarray of int32 or int64, shape [num_tokens, top_k]
         What the router chose.
     weights : ndarray of float, shape [num_tokens, top_k]
@@ -146,6 +150,10 @@ def feed_forward(
     -------
     ndarray of float, shape [num_tokens, hidden_size]
     """
+    if not isinstance(hidden, np.ndarray):
+        if activation is not silu:
+            raise ConfigError("on a GPU give the activation's name: runtime.on_device(activation)")
+        return runtime.on_device()(layer, hidden, ids, weights)
     rows = np.empty((ids.size, hidden.shape[1]), hidden.dtype)
     waves = runtime.waves(layer, ids)
     try:

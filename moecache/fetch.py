@@ -284,9 +284,12 @@ class StoreFetch(LoadQueue):
     def _fill(self, load: Load) -> bool:
         done = True
         try:
-            parts = self._pool.buffers(load.slot, load.layer)
-            self._store.read_into(load.layer, load.expert, parts)
-            self._pool.wait(self._pool.upload(load.slot, load.layer, parts))
+            if self._pool.reads_views:
+                parts = self._store.view(load.layer, load.expert)
+            else:
+                parts = dict(self._pool.buffers(load.slot, load.layer))
+                self._store.read_into(load.layer, load.expert, parts)
+            self._pool.upload(load.slot, load.layer, parts, behind=not load.urgent)
         except Exception as error:  # noqa: BLE001 - a waiting step raises it
             # Without its frames: they hold this load, a cycle with the slot's arrays in it.
             load.error = error.with_traceback(None)

@@ -17,7 +17,7 @@ from moecache.fetch import Cause, Fetch, Load, StoreFetch
 from moecache.interrupts import deferred
 from moecache.load_counts import LoadCounts
 from moecache.reader_fetch import ReaderFetch
-from moecache.slots.base import SlotPool
+from moecache.slots.base import SlotPool, UploadCounts
 from moecache.staging import StagingSlots
 from moecache.stores.base import ExpertStore, FileStore
 
@@ -264,9 +264,25 @@ class SlotLoader:
         return True
 
     @property
-    def fills_in_place(self) -> bool:
-        """Whether experts are read into their slots, and take no other memory."""
-        return self._pool.fills_in_place
+    def max_buffers_ahead(self) -> int | None:
+        """Experts read ahead that may take memory beside their slots at once; None: they do not."""
+        return self._pool.max_buffers_ahead
+
+    @property
+    def uploads(self) -> UploadCounts:
+        """What the slots' device copied."""
+        return self._pool.uploads
+
+    def count_resident_step(self) -> None:
+        """Count a step that found everything there, and leased nothing."""
+        with self._lock:
+            self._check_open()
+            self.counts.num_steps += 1
+            self.counts.num_resident_steps += 1
+
+    def before_compute(self, slots: np.ndarray) -> None:
+        """Let what the caller computes from now on wait until these slots are filled."""
+        self._pool.before_compute(slots)
 
     @property
     def quantum_bytes(self) -> int | None:
@@ -523,6 +539,7 @@ class SlotLoader:
                 self._cancel(load, given_back.arrived)
             self._pool.release_after_compute(given_back.leased)
             self._cache.release(given_back.leased)
+            self._pool.release_after_compute(np.array(list(given_back.staged), np.int32))
             for slot in given_back.staged:
                 self._return_staging(slot)
 

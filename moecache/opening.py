@@ -1,5 +1,6 @@
 """`moecache.open`: from a path and a budget to a runtime."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Collection
@@ -10,6 +11,8 @@ import numpy.typing as npt
 from moecache._cache import ExpertCache
 from moecache._prefault import PAGE_SIZE
 from moecache._reader import Reader
+from moecache.cuda import Device, open_device, parse_device
+from moecache.cuda_opening import check_register, make_slots, register_experts, usable_bytes
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.headroom import check_fits, fits_beside, headroom
 from moecache.host_memory import free_host_bytes
@@ -17,7 +20,6 @@ from moecache.layout import ExpertLayout
 from moecache.predict import Predictor
 from moecache.prefault import BackgroundSweep, Region, warm
 from moecache.profiles import Profile, check_path, read_profile
-from moecache.reader_fetch import MAX_CONVERTED_BYTES
 from moecache.reading import (
     STAGING_BYTES,
     DiskSpeed,
@@ -43,7 +45,9 @@ from moecache.settings import (
     parse_prefault,
 )
 from moecache.sizing import RESERVE_BYTES, SizingPlan, num_staging_slots, plan
-from moecache.slots import HostSlots
+from moecache.slots import CudaSlots, HostSlots, SlotPool
+from moecache.slots.cuda import MAX_PINNED_BYTES
+from moecache.slots.host import MAX_CONVERTED_BYTES
 from moecache.stores import SafetensorsStore, open_store
 from moecache.sweep import Progress
 from moecache.units import format_bytes, parse_budget, parse_bytes
@@ -77,6 +81,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
     record_trace: str | os.PathLike[str] | None = None,
     warmpin: int | str | None = None,
     warmpin_after: int | None = None,
+    register: str | None = None,
     layers: Collection[str] | None = None,
 ) -> ExpertRuntime:
     """Open a checkpoint's experts for use in a bounded amount of memory.
@@ -89,8 +94,10 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         Bytes for all slots, such as "4GiB", or a share of the experts' own
         bytes, such as "25%". By default MOECACHE_MEMORY, else what is free less
         `reserve`.
-    device : {"cpu"}, default "cpu"
-        Where the slots are.
+    device : str, default "cpu"
+        Where the slots are: "cpu", or a GPU, "cuda" or "cuda:1". There `memory` is the GPU's,
+        and by default what it has free less `reserve`; where other programs were faster, there
+        are fewer slots, and a warning.
     slots : int, optional
         Number of experts to keep, instead of `memory`; staging slots come on top.
     policy : str, optional
@@ -99,7 +106,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         Whether layers share the slots. By default MOECACHE_SCOPE, else "global".
     dtype : numpy dtype, optional
         Convert experts to it as they are read. By default slots hold what the
-        file holds.
+        file holds, and on a GPU always.
     top_k : int, optional
         Experts per token, if config.json does not say.
     read : {"auto", "direct", "buffered", "mmap"}, optional
@@ -154,6 +161,10 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         "auto".
     warmpin_after : int, optional
         By default MOECACHE_WARMPIN_AFTER, else 512.
+    register : {"off", "host"}, default "off"
+        For slots on a GPU. "host": pin the mapped file's pages, all of it, so that experts are
+        copied from there and pass through no buffer. For models that RAM holds; where it does
+        not, or the system refuses, that is a warning, and they pass through buffers.
     layers : collection of str, optional
         Names of the MoE layers that run, if the checkpoint has others too; see
         `SafetensorsStore`.
@@ -170,23 +181,33 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
     CapacityError
         If the memory does not hold a slot and a staging slot, if the slots would
         not fit into what is free, or cannot be locked.
+    MissingDependencyError
+        If slots on a GPU were asked for and CuPy is not installed.
+    MoeCacheError
+        If the GPU cannot be used.
     StoreError
         If the checkpoint cannot be read, or has no experts.
     """
     settings = Settings.from_environ()
     _check_arguments(device, slots, memory, loader_threads, top_k, progress, lock, profile)
-    way = _first(read, settings.read, DEFAULT_READ)
+    gpu = None if parse_device(device) is None else open_device(device)
+    _check_on_device(gpu, dtype, lock)
+    registers = check_register(register, gpu, read)
+    way = "mmap" if registers else _first(read, settings.read, DEFAULT_READ)
     if way not in READ_MODES:
         raise ConfigError(f"read {way!r} is not one of {', '.join(READ_MODES)}")
     store = open_store(path, top_k=top_k, mapped=way == "mmap", layers=layers)
     reader: Reader | None = None
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(store.close)
         layout = store.layout
         if layout.total_experts == 0:
             raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")
         widest = max(map(layout.expert_bytes, range(layout.num_layers)))
-        # What is converted is read beside its slot first.
+        # What is converted, or copied to a GPU, is read beside its slot first.
         converted = 0 if dtype is None else max(2 * widest, MAX_CONVERTED_BYTES) + widest
+        if gpu is not None:
+            converted = max(4 * widest, MAX_PINNED_BYTES)
         room = headroom(store.trunk_bytes, store.config, staging_bytes=STAGING_BYTES + converted)
         left = _first(reserve, settings.reserve)
         reserve_bytes = room.nbytes if left is None else parse_bytes(left)
@@ -196,6 +217,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
                 _first(memory, settings.memory),
                 dtype,
                 reserve_bytes=reserve_bytes,
+                gpu=gpu,
             )
             capacity = planned.slots
             logger.info("runtime.planned %s", planned.describe())
@@ -206,15 +228,25 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
             staging = 0
             if capacity < layout.total_experts:
                 staging = num_staging_slots(layout.top_k, capacity)
-        slots_bytes = (capacity + staging) * HostSlots.bytes_per_slot(layout, dtype)
+        pool: SlotPool | None = None
+        if gpu is not None:
+            pool, capacity = make_slots(gpu, layout, capacity, staging)
+            undo.callback(pool.close)
+            if registers and not register_experts(pool, store):
+                way = _first(settings.read, DEFAULT_READ)
+        # Of the host.
+        slots_bytes = 0
+        if gpu is None:
+            slots_bytes = (capacity + staging) * HostSlots.bytes_per_slot(layout, dtype)
         if way == "auto":
-            fits = fits_beside(slots_bytes, reserve_bytes, layout.total_bytes)
+            left_free = reserve_bytes if gpu is None else RESERVE_BYTES + converted
+            fits = fits_beside(slots_bytes, left_free, layout.total_bytes)
             way = "buffered" if fits else "direct"
         if way != "mmap":
             # A request's reads are no larger than the slots they go to.
-            reader = open_reader(
-                store, direct=way == "direct", staging_bytes=min(STAGING_BYTES, slots_bytes)
-            )
+            most = STAGING_BYTES if gpu is not None else min(STAGING_BYTES, slots_bytes)
+            reader = open_reader(store, direct=way == "direct", staging_bytes=most)
+            undo.callback(reader.close)
         staged = 0 if reader is None else reader.staging_bytes
         check_fits(slots_bytes, staged + min(converted, layout.total_bytes))
         cache = ExpertCache(
@@ -224,9 +256,10 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
             policy=_first(policy, settings.policy, DEFAULT_POLICY),
             scope=_first(scope, settings.scope, DEFAULT_SCOPE),
         )
-        pool = HostSlots(layout, capacity + staging, dtype=dtype)
-        if _first(lock, settings.lock, False):
-            pool.lock()
+        if pool is None:
+            pool = host = HostSlots(layout, capacity + staging, dtype=dtype)
+            if _first(lock, settings.lock, False):
+                host.lock()
         alone = reader is not None and reader.direct and reader.engine == "threads"
         runtime = ExpertRuntime(
             store,
@@ -243,11 +276,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
             warmpin=_first(warmpin, settings.warmpin, DEFAULT_WARMPIN),
             warmpin_after=_first(warmpin_after, settings.warmpin_after, DEFAULT_WARMPIN_AFTER),
         )
-    except BaseException:
-        if reader is not None:
-            reader.close()
-        store.close()
-        raise
+        undo.pop_all()
     try:
         kept_at = _first(profile, settings.profile)
         known = None if kept_at is None else read_profile(kept_at)
@@ -272,21 +301,28 @@ def plan_slots(
     dtype: npt.DTypeLike | None,
     *,
     reserve_bytes: int = RESERVE_BYTES,
+    gpu: Device | None = None,
 ) -> tuple[SizingPlan, int]:
-    """Return the plan of `open` for a memory budget, and its staging slots.
+    """Return the plan of `open` for a memory budget, of a GPU if there is one, and staging slots.
 
     Raises
     ------
     CapacityError
         If the budget does not hold one slot and the staging slots.
     """
-    slot_bytes = HostSlots.bytes_per_slot(layout, dtype)
+    if gpu is None:
+        slot_bytes = HostSlots.bytes_per_slot(layout, dtype)
+    else:
+        slot_bytes = CudaSlots.bytes_per_slot(layout)
     if slot_bytes == 0:
         raise ConfigError("the experts have no weights: every role is of size 0")
     if memory is None:
-        free, reserve = free_host_bytes(), reserve_bytes
+        free = free_host_bytes() if gpu is None else gpu.free_bytes()
+        reserve = reserve_bytes
     else:
         free, reserve = parse_budget(memory, layout.total_experts * slot_bytes), 0
+    if gpu is not None:
+        free = usable_bytes(gpu, free - reserve) + reserve
     staging = num_staging_slots(layout.top_k, max(0, free - reserve) // slot_bytes)
     planned = plan(
         layout, free, reserve_bytes=reserve, staging_slots=staging, slot_bytes=slot_bytes
@@ -321,8 +357,7 @@ def _check_arguments(
         check_path(profile)
     if lock not in {None, True, False}:
         raise ConfigError(f"lock must be True or False, got {lock!r}")
-    if device != "cpu":
-        raise ConfigError(f'device {device!r} is not supported; the only one so far is "cpu"')
+    parse_device(device)
     if slots is not None and memory is not None:
         raise ConfigError("give either memory or slots, not both")
     for name, value in (("slots", slots), ("loader_threads", loader_threads), ("top_k", top_k)):
@@ -330,6 +365,15 @@ def _check_arguments(
             raise ConfigError(f"{name} must be a whole number, got {value!r}")
     if progress is not None and not callable(progress):
         raise ConfigError(f"progress must be callable, got {progress!r}")
+
+
+def _check_on_device(gpu: Device | None, dtype: npt.DTypeLike | None, lock: bool | None) -> None:
+    if gpu is None:
+        return
+    if dtype is not None:
+        raise ConfigError(f"slots on {gpu.name} hold what the file holds; leave dtype out")
+    if lock:
+        raise ConfigError(f"slots on {gpu.name} are never swapped out; leave lock out")
 
 
 def _start_recording(
@@ -350,7 +394,7 @@ def _measure_disk(
     runtime: ExpertRuntime,
     reader: Reader,
     store: SafetensorsStore,
-    pool: HostSlots,
+    pool: SlotPool,
     profile: str | os.PathLike[str] | None,
     known: Profile | None,
 ) -> None:
@@ -371,7 +415,7 @@ def _measure_disk(
 def _start_prefault(
     runtime: ExpertRuntime,
     mode: str,
-    pool: HostSlots,
+    pool: SlotPool,
     progress: Progress | None,
     *,
     file: bool,
@@ -387,8 +431,10 @@ def _start_prefault(
         ]
         # Nothing is read into the slots yet: what they will take still counts as free.
         room = free_host_bytes() * 4 // 5
-        slots = _cut_to(pool.regions(), room)
-        chosen = regions if mode == "force" else _cut_to(regions, room - pool.nbytes)
+        of_slots = [Region(*pair, getattr(pair, "owner", None)) for pair in pool.regions()]
+        slots = _cut_to(of_slots, room)
+        rest = room - sum(num_bytes for _, num_bytes in of_slots)
+        chosen = regions if mode == "force" else _cut_to(regions, rest)
         if not slots and not chosen:
             return None
         logger.info("prefault.chosen regions=%d of=%d mode=%s", len(chosen), len(regions), mode)

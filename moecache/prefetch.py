@@ -83,16 +83,17 @@ class Prefetcher:
         self._num_layers = layout.num_layers
         self._total = layout.total_experts
         widths = [layout.expert_bytes(layer) for layer in range(layout.num_layers)]
-        # What is converted takes memory beside its slot.
-        most = MAX_BYTES_IN_FLIGHT if loader.fills_in_place else 1
-        self._max_bytes = max(most, *widths)
+        # What is converted, or copied to a GPU, takes memory beside its slot.
+        widest, most = max(widths), loader.max_buffers_ahead
+        limit = MAX_BYTES_IN_FLIGHT if most is None else most * widest
+        self._max_bytes = max(widest, min(MAX_BYTES_IN_FLIGHT, limit))
         self._hinted: set[int] = set()  # layers whose prediction came from outside
         self._advised = np.zeros(layout.total_experts if reads_ahead else 0, bool)
         self._failed: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
         self._last_layer = layout.num_layers
         self._counting = threading.Lock()
-        self._break_even = BreakEven(loader, max(widths))
+        self._break_even = BreakEven(loader, widest)
         self.closed = False
         self._threaded = threaded
         self._idle = False  # the thread waits for requests
@@ -228,7 +229,7 @@ class Prefetcher:
     def run_one(self) -> bool:
         """Begin to read one expert, the newest request's likeliest; False if there is none now."""
         while True:
-            if self.closed or self._loader.counts.prefetch_bytes_in_flight >= self._max_bytes:
+            if self.closed or self._bytes_in_flight() >= self._max_bytes:
                 return False
             taken = self.queue.take()
             if taken is None:
@@ -245,7 +246,7 @@ class Prefetcher:
         """Do what there is to do; return after how many seconds to look again, None: when woken."""
         while self.run_one():
             pass
-        if self._loader.counts.prefetch_bytes_in_flight:
+        if self._bytes_in_flight():
             self._loader.look()
             return _LOOK_S
         self._idle = True
@@ -266,6 +267,11 @@ class Prefetcher:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 logger.warning("prefetch.stuck a read does not return")
+
+    def _bytes_in_flight(self) -> int:
+        # Copies to a GPU as well, of demands too: those go first.
+        reading = self._loader.counts.prefetch_bytes_in_flight
+        return reading + self._loader.uploads.in_flight_bytes
 
     def _expect(self, layer: int, ids: np.ndarray, scores: npt.ArrayLike | None) -> None:
         wanted = self.foresight.expect(

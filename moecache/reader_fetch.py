@@ -13,9 +13,6 @@ from moecache.slots.base import SlotPool
 from moecache.stores import FileStore
 from moecache.stores._file import ReadOnlyFile
 
-# What is converted needs memory of its own between file and slot.
-MAX_CONVERTED_BYTES = 32 * 2**20
-
 
 class ReaderFetch(LoadQueue):
     """Give all loads to a reader at once; whoever waits takes in what has arrived.
@@ -57,9 +54,7 @@ class ReaderFetch(LoadQueue):
         self._begun: set[Load] = set()
         self._ahead: set[Load] = set()  # of them, prefetches
         self._closed = False
-        sizes = map(store.layout.expert_bytes, range(store.layout.num_layers))
-        widest = max(1, *sizes)
-        self._max_begun = None if pool.fills_in_place else max(2, MAX_CONVERTED_BYTES // widest)
+        self._max_begun = pool.max_buffers
         # The kernel copies what is in the page cache when it is asked to.
         self.begins_by_reading = reader.engine == "io_uring" and not reader.direct
         if reader.engine == "io_uring":
@@ -228,7 +223,7 @@ class ReaderFetch(LoadQueue):
             if failure is None:
                 for number, _, _ in self._store.runs(load.layer, load.expert):
                     self._files[number].check_unchanged()
-                self._pool.wait(self._pool.upload(load.slot, load.layer, parts))
+                self._pool.upload(load.slot, load.layer, parts, behind=not load.urgent)
             else:
                 error, file, offset = failure
                 load.error = self._files[file].failure(

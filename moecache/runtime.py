@@ -16,6 +16,7 @@ from moecache import steps
 from moecache._cache import ExpertCache
 from moecache._profiler import AccessProfiler
 from moecache._reader import Reader
+from moecache.cuda import CudaExperts
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.fetch import Cause
 from moecache.layout import ExpertLayout
@@ -136,6 +137,8 @@ class ExpertRuntime:
         self._reader = reader
         self._num_sequences = 0
         self._opened_ns = time.monotonic_ns()
+        self._all_resident = False
+        self._on_device: dict[str, CudaExperts] = {}
         self._loader = SlotLoader(store, pool, cache, loader_threads, reader)
         # What is read around the page cache is not to be brought into it.
         cached = isinstance(store, FileStore) and (reader is None or not reader.direct)
@@ -163,6 +166,11 @@ class ExpertRuntime:
     def cache(self) -> ExpertCache:
         """Which expert is in which slot."""
         return self._cache
+
+    @property
+    def pool(self) -> SlotPool:
+        """Where the slots are."""
+        return self._pool
 
     @property
     def profiler(self) -> AccessProfiler:
@@ -207,7 +215,7 @@ class ExpertRuntime:
                 self._loader,
                 self._cache,
                 layer,
-                np.asarray(ids),
+                self._pool.to_host(ids),
                 prefetcher=self._prefetcher,
                 ignore_out_of_range=ignore_out_of_range,
             )
@@ -245,18 +253,62 @@ class ExpertRuntime:
             self._loader,
             self._cache,
             layer,
-            np.asarray(ids),
+            self._pool.to_host(ids),
             prefetcher=self._prefetcher,
             ignore_out_of_range=ignore_out_of_range,
         )
 
-    def slab(self, role: str) -> np.ndarray:
+    def slab(self, role: str) -> Any:
         """Return all slots of a role, an array [num_slots, *shape], indexed by slot."""
         return self._pool.slab(role)
 
-    def expert(self, slot: int, layer: int) -> dict[str, np.ndarray]:
+    def expert(self, slot: int, layer: int) -> Any:
         """Return the weights in a leased slot, per role, in the shapes of `layer`."""
         return self._pool.expert(slot, layer)
+
+    def on_device(self, activation: str = "silu") -> CudaExperts:
+        """Return what computes routed experts on the GPU that has the slots.
+
+        Raises
+        ------
+        ConfigError
+            If the slots are in RAM, or there are no kernels for these experts.
+        """
+        self._check_usable()
+        made = self._on_device.get(activation)
+        if made is None:
+            made = self._on_device[activation] = CudaExperts(self, activation)
+        return made
+
+    def begin_resident_step(self) -> bool:
+        """Return whether every expert of the model is in its slot for good, and count a step.
+
+        Then a step needs neither a lease nor the ids on the host: `cache.slot_table` says where
+        each expert is. A comparison of two numbers; never waits.
+        """
+        if not self._all_resident:
+            self._check_usable()
+            total = self.layout.total_experts
+            if self._cache.capacity < total or self._cache.num_resident < total:
+                return False
+            if self._pool.uploads.in_flight_bytes:
+                return False
+            self._all_resident = True
+        self._loader.count_resident_step()
+        return True
+
+    def fill_slots(self) -> WarmStart:
+        """Begin to bring experts into slots that are free, from the first layer on.
+
+        In the background; `wait` for it before a CUDA graph of resident steps is captured. Of
+        that nothing counts as an access. A warm start that still goes on is cancelled.
+        """
+        self._check_usable()
+        if self.warm_start is not None:
+            self.warm_start.cancel()
+        missing = np.flatnonzero(self._cache.slot_table.reshape(-1) < 0)
+        self.warm_start = WarmStart(self._loader, self._cache, missing.tolist())
+        return self.warm_start
 
     def begin_sequence(self) -> None:
         """Say that the next tokens do not continue the last ones."""
@@ -456,6 +508,8 @@ class ExpertRuntime:
             # In reverse: an interrupt leaves none of it out.
             stack.callback(self._store.close)
             stack.callback(self._pool.close)
+            for experts in self._on_device.values():
+                stack.callback(experts.close)
             stack.callback(self._usage.keep, self._disks())
             stack.callback(self._write_report)
             if self._recording is not None:

@@ -137,6 +137,7 @@ def lease(
                 outstanding.discard(load)
                 if load.error is not None:
                     raise load.error
+        loader.before_compute(slots)
         with deferred():
             made = Lease(loader, slots)
     except BaseException:
@@ -205,6 +206,7 @@ def waves(
             if step is not None:
                 yield from step.waves(bypassed)
             elif ids.size:
+                loader.before_compute(slots)
                 yield _whole_step(ids, slots, top_k, one_token=one_token)
         finally:
             give_back()
@@ -255,7 +257,7 @@ class _Step:
             if slot >= 0 and expert not in coming
         ]
         if ready:
-            yield _wave_of(self._order, self._starts, ready, self._slots, self._top_k)
+            yield self._wave(ready)
             self._finish(self._slots[ready].tolist())
         while self._outstanding or bypassed:
             bypassed = self._stage(bypassed, wait=not self._outstanding)
@@ -269,8 +271,13 @@ class _Step:
                     raise load.error
             groups = [self._group_of[load.expert] for load in done]
             self._slots[groups] = [load.slot for load in done]
-            yield _wave_of(self._order, self._starts, groups, self._slots, self._top_k)
+            yield self._wave(groups)
             self._finish(self._slots[groups].tolist())
+
+    def _wave(self, groups: list[int]) -> Wave:
+        wave = _wave_of(self._order, self._starts, groups, self._slots, self._top_k)
+        self._loader.before_compute(wave.slots)
+        return wave
 
     def close(self) -> None:
         leased = np.array(list(self._leased), np.int32)

@@ -13,8 +13,11 @@ from hypothesis import settings
 
 from moecache.commands.demo import resident_experts
 from moecache.commands.example import find_example
+from moecache.cuda import open_device
+from moecache.errors import MoeCacheError
 from moecache.stores import open_store
 from tests.helpers import families, offloading
+from tests.helpers.fake_device import FakeDevice
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,6 +28,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # For --hypothesis-profile, beside its default of 100.
 settings.register_profile("brief", max_examples=30)
 settings.register_profile("long", max_examples=1000)
+
+
+@pytest.fixture(params=["fake", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> Any:
+    """Return a device made for tests, and then a real one, if there is one."""
+    if request.param == "fake":
+        return FakeDevice()
+    try:
+        return open_device(request.param)
+    except MoeCacheError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

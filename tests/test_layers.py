@@ -15,7 +15,17 @@ FLOORS = [
     {"errors", "units", "settings", "layout", "files", "profiles", "interrupts"},
     {"_ids", "_policy", "_python_policy", "_policies", "_profiler", "_route_log", *POLICIES}
     | {"_echo", "_prefault", "_pieces", "_reader", "gate", "mappings", "host_memory", "regions"},
-    {"_cache", "_replay", "_optimum", "sizing", "extents", "residency", "sweep", "prefault"},
+    {
+        "_cache",
+        "_replay",
+        "_optimum",
+        "sizing",
+        "extents",
+        "residency",
+        "sweep",
+        "prefault",
+        "cuda",
+    },
     {"stores", "slots", "experts", "_foresight", "predict"},
     {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry", "study"}
     | {
@@ -30,7 +40,7 @@ FLOORS = [
         "warm_start",
         "usage",
     },
-    {"runtime", "opening", "packing"},
+    {"runtime", "opening", "cuda_opening", "packing"},
     {"integrations"},
     {"commands"},
     {"cli", "__main__"},
@@ -83,6 +93,7 @@ SIDEWAYS = {
     ("usage", "loader"),
     ("usage", "warm_start"),
     ("opening", "runtime"),
+    ("opening", "cuda_opening"),
     ("units", "errors"),
     ("settings", "errors"),
     ("settings", "units"),
@@ -143,11 +154,13 @@ def test_imports_go_down(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_optional_packages_stay_in_their_place(path: Path) -> None:
-    """torch, transformers and accelerate have one importer; CuPy has none so far."""
+    """torch, transformers and accelerate have one importer, and CuPy has one."""
     heavy = {name.split(".")[0] for name in imports(path)}
     heavy &= {"torch", "transformers", "accelerate", "huggingface_hub", "cupy"}
     if path.relative_to(PACKAGE).parts[:2] == ("integrations", "transformers"):
         heavy &= {"cupy"}
+    if path.relative_to(PACKAGE).parts == ("cuda", "_cupy.py"):
+        heavy -= {"cupy"}
     assert not heavy
 
 

@@ -98,8 +98,6 @@ STAGES = [
     ("_reader", "take", True),
     ("_pool", "upload", False),
     ("_pool", "upload", True),
-    ("_pool", "wait", False),
-    ("_pool", "wait", True),
 ]
 
 

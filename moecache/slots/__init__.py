@@ -1,6 +1,7 @@
 """Where experts are used."""
 
-from moecache.slots.base import SlotPool
+from moecache.slots.base import SlotPool, UploadCounts
+from moecache.slots.cuda import CudaSlots
 from moecache.slots.host import HostSlots
 
-__all__ = ["HostSlots", "SlotPool"]
+__all__ = ["CudaSlots", "HostSlots", "SlotPool", "UploadCounts"]

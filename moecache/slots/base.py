@@ -1,11 +1,35 @@
 """SlotPool: what room for experts in fast memory offers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from moecache.layout import ExpertLayout
+
+
+@dataclass(frozen=True)
+class UploadCounts:
+    """Copies into slots, by a device that copies on its own.
+
+    Parameters
+    ----------
+    num_uploads, num_bytes : int
+        Those that are done: experts, and their bytes.
+    busy_ns : int
+        Time in which the device copied them.
+    in_flight_bytes : int
+        Bytes of those that are not known to be done.
+    pinned_bytes : int
+        Memory of the host that is locked for them.
+    """
+
+    num_uploads: int = 0
+    num_bytes: int = 0
+    busy_ns: int = 0
+    in_flight_bytes: int = 0
+    pinned_bytes: int = 0
 
 
 @runtime_checkable
@@ -30,8 +54,23 @@ class SlotPool(Protocol):
         """Bytes allocated."""
 
     @property
-    def fills_in_place(self) -> bool:
-        """Whether `buffers` are the slots themselves, so that they cost no memory."""
+    def max_buffers(self) -> int | None:
+        """Experts that somebody waits for that may be in buffers at once.
+
+        None: any number, as `buffers` returns the slots themselves.
+        """
+
+    @property
+    def max_buffers_ahead(self) -> int | None:
+        """Likewise of those that nobody waits for."""
+
+    @property
+    def reads_views(self) -> bool:
+        """Whether `upload` likes views of the mapped file better than what `buffers` gives."""
+
+    @property
+    def uploads(self) -> UploadCounts:
+        """What was copied so far; nothing where `upload` itself copies."""
 
     def regions(self) -> Sequence[tuple[int, int]]:
         """Return (address, nbytes) of the host memory that slots take, to be pre-faulted."""
@@ -48,10 +87,13 @@ class SlotPool(Protocol):
         They are the caller's until it calls `upload` or `discard` for the slot.
         """
 
-    def upload(self, slot: int, layer: int, parts: Mapping[str, np.ndarray]) -> object:
+    def upload(
+        self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, behind: bool = False
+    ) -> object:
         """Bring an expert into a slot and return a ticket for `wait`.
 
-        `parts` is what `buffers` returned, filled; it may be reused at once.
+        `parts` is what `buffers` returned, filled; it may be reused at once. `behind`: nobody
+        waits for it.
         """
 
     def discard(self, slot: int) -> None:
@@ -60,8 +102,14 @@ class SlotPool(Protocol):
     def wait(self, ticket: object) -> None:
         """Return when the upload is complete, as seen by computations issued afterwards."""
 
+    def before_compute(self, slots: np.ndarray) -> None:
+        """Let what this thread computes from now on wait until these slots are filled."""
+
     def release_after_compute(self, slots: np.ndarray) -> None:
         """Note that computations issued so far use `slots`; they finish before a refill."""
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """Return an array of the device, ids say, in the host's memory."""
 
     def close(self) -> None:
         """Free the slabs; a second call does nothing."""

@@ -1,7 +1,5 @@
 """HostSlots: slots in RAM, as NumPy arrays."""
 
-import contextlib
-import mmap
 import resource
 from collections.abc import Mapping
 from typing import Self
@@ -13,15 +11,14 @@ from moecache._prefault import lock_pages
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout, Role
 from moecache.regions import Region
+from moecache.slots._memory import aligned_rows, padded
+from moecache.slots.base import UploadCounts
 from moecache.units import format_bytes
 
 # A cache line, and the widest vector register.
 ALIGNMENT = 64
-# What a disk's blocks may be aligned to: direct reads go straight into roles that begin there.
-BLOCK_BYTES = 4096
-# Smaller roles are copied there: a block for each would be a waste.
-_BLOCK_ALIGNED_FROM = 64 * 1024
-_HUGE_PAGE = 2 * 2**20
+# What is converted needs memory of its own between file and slot.
+MAX_CONVERTED_BYTES = 32 * 2**20
 
 
 class HostSlots:
@@ -64,7 +61,7 @@ class HostSlots:
         self._bounces: list[dict[str, np.ndarray]] = []
         for name, stride in _strides(layout, self._dtype).items():
             try:
-                self._slabs[name] = _aligned(num_slots, stride)
+                self._slabs[name] = aligned_rows(num_slots, stride)
             except MemoryError as error:
                 size = format_bytes(num_slots * stride)
                 raise MemoryError(
@@ -164,9 +161,27 @@ class HostSlots:
         }
 
     @property
-    def fills_in_place(self) -> bool:
-        """Whether slots hold the file's own bytes."""
-        return not self._converts
+    def max_buffers(self) -> int | None:
+        """Experts that may be converted at once: as many as 32 MiB hold, two at least."""
+        if not self._converts:
+            return None
+        widest = max(map(self._layout.expert_bytes, range(self._layout.num_layers)))
+        return max(2, MAX_CONVERTED_BYTES // widest)
+
+    @property
+    def max_buffers_ahead(self) -> int | None:
+        """One, if it is converted."""
+        return 1 if self._converts else None
+
+    @property
+    def reads_views(self) -> bool:
+        """No: what is read into a slot needs no copy."""
+        return False
+
+    @property
+    def uploads(self) -> UploadCounts:
+        """Nothing: `upload` copies itself."""
+        return UploadCounts()
 
     def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
         """Return the slot itself or, where it is converted, a buffer until `upload`."""
@@ -179,7 +194,7 @@ class HostSlots:
                 bounce = self._bounces.pop()
             except IndexError:
                 strides = _strides(self._layout, None)
-                bounce = {name: _aligned(1, stride)[0] for name, stride in strides.items()}
+                bounce = {name: aligned_rows(1, stride)[0] for name, stride in strides.items()}
             self._lent[slot] = bounce
         for role in self._layout.layers[layer]:
             if target[role.name].dtype != role.dtype:
@@ -193,7 +208,14 @@ class HostSlots:
         if bounce is not None:
             self._bounces.append(bounce)
 
-    def upload(self, slot: int, layer: int, parts: Mapping[str, np.ndarray]) -> None:
+    def upload(
+        self,
+        slot: int,
+        layer: int,
+        parts: Mapping[str, np.ndarray],
+        *,
+        behind: bool = False,  # noqa: ARG002 - there is no queue
+    ) -> None:
         """Copy an expert into a slot, converting it; done when this returns.
 
         Raises
@@ -219,8 +241,15 @@ class HostSlots:
     def wait(self, ticket: object) -> None:
         """Return at once: host uploads are done when `upload` returns."""
 
+    def before_compute(self, slots: np.ndarray) -> None:
+        """Return at once: likewise."""
+
     def release_after_compute(self, slots: np.ndarray) -> None:
         """Return at once: host computations are done when the caller releases."""
+
+    def to_host(self, array: npt.ArrayLike) -> np.ndarray:
+        """Return it as an array of NumPy."""
+        return np.asarray(array)
 
     def close(self) -> None:
         """Drop the slabs; a second call does nothing. Arrays handed out stay valid."""
@@ -266,30 +295,5 @@ def _strides(layout: ExpertLayout, dtype: np.dtype | None) -> dict[str, int]:
     for roles in layout.layers:
         for role in roles:
             nbytes = role.nbytes // role.dtype.itemsize * _slot_dtype(role, dtype).itemsize
-            unit = ALIGNMENT if nbytes < _BLOCK_ALIGNED_FROM else BLOCK_BYTES
-            padded = -(-nbytes // unit) * unit
-            strides[role.name] = max(strides[role.name], padded)
+            strides[role.name] = max(strides[role.name], padded(nbytes, ALIGNMENT))
     return strides
-
-
-def _aligned(rows: int, stride: int) -> np.ndarray:
-    """Return zeros whose rows are aligned as their stride is, from a mapping of their own."""
-    # Zeros, not empty: an unused slot must never bring a NaN into a product. No memory before it
-    # is written, and none that is locked once nobody refers to it.
-    nbytes = rows * stride
-    huge = nbytes >= _HUGE_PAGE
-    try:
-        # Private: shared memory would have no huge pages by default.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        mapping = mmap.mmap(-1, max(1, nbytes) + (_HUGE_PAGE if huge else 0), flags)
-    except (OSError, OverflowError, ValueError) as error:
-        raise MemoryError(str(error)) from error
-    raw = np.frombuffer(mapping, np.uint8)
-    start = 0
-    if huge:
-        # A direct read into 4 KiB pages was measured to take up to three times as long.
-        start = -raw.ctypes.data % _HUGE_PAGE
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-    return raw[start : start + nbytes].reshape(rows, stride)

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from moecache.errors import MoeCacheError
 from moecache.layout import ExpertLayout
+from moecache.slots.base import UploadCounts
 from moecache.stores.base import Parts
 
 
@@ -39,7 +41,10 @@ class BytelessSlots:
     """A `SlotPool` without memory."""
 
     nbytes = 0
-    fills_in_place = True
+    max_buffers = None
+    max_buffers_ahead = None
+    reads_views = False
+    uploads = UploadCounts()
 
     def __init__(self, layout: ExpertLayout, num_slots: int) -> None:
         self.layout = layout
@@ -61,7 +66,9 @@ class BytelessSlots:
         """Raise: there are no bytes."""
         _refuse()
 
-    def upload(self, slot: int, layer: int, parts: Mapping[str, np.ndarray]) -> object:
+    def upload(
+        self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, behind: bool = False
+    ) -> object:
         """Raise: there are no bytes."""
         _refuse()
 
@@ -71,8 +78,15 @@ class BytelessSlots:
     def wait(self, ticket: object) -> None:
         """Do nothing: no upload was begun."""
 
+    def before_compute(self, slots: np.ndarray) -> None:
+        """Do nothing: there is nothing to compute with."""
+
     def release_after_compute(self, slots: np.ndarray) -> None:
         """Do nothing: a slot may be taken at once."""
+
+    def to_host(self, array: npt.ArrayLike) -> np.ndarray:
+        """Return it as an array of NumPy."""
+        return np.asarray(array)
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""

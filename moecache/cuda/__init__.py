@@ -1,0 +1,36 @@
+"""The GPU: what is asked of it, CuPy, which does it, and the kernels."""
+
+from moecache.cuda.device import Device, DeviceArray, Memory, Stream, parse_device
+from moecache.cuda.experts import CudaExperts
+from moecache.errors import ConfigError
+
+__all__ = [
+    "CudaExperts",
+    "Device",
+    "DeviceArray",
+    "Memory",
+    "Stream",
+    "open_device",
+    "parse_device",
+]
+
+
+def open_device(name: str) -> Device:
+    """Return a CUDA device, such as "cuda:0".
+
+    Raises
+    ------
+    ConfigError
+        If the name is that of no GPU here.
+    MissingDependencyError
+        If CuPy is not installed, or finds parts of CUDA missing.
+    MoeCacheError
+        If there is no driver, or it is too old.
+    """
+    number = parse_device(name)
+    if number is None:
+        raise ConfigError(f"{name!r} is no GPU")
+    # CuPy is imported where a GPU is asked for, and nowhere else.
+    from moecache.cuda._cupy import CupyDevice
+
+    return CupyDevice(number)

@@ -1,0 +1,383 @@
+"""CupyDevice: a GPU through CuPy, whose only importer this is."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from typing import Any, NoReturn
+
+import numpy as np
+
+from moecache.cuda.device import DeviceArray, Memory, Stream
+from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
+
+try:
+    import cupy
+    from cupy.cuda import compiler, driver, runtime
+except ImportError as _error:
+    raise MissingDependencyError(
+        f"slots on a GPU need CuPy ({_error}); install it with: pip install 'moecache[cuda13]', "
+        "or 'moecache[cuda12]' for a driver of CUDA 12"
+    ) from _error
+
+_BLOCK = 256
+# experts.cu is built so that so many blocks of 256 threads fit on each multiprocessor.
+_BLOCKS_PER_MULTIPROCESSOR = 4
+
+_NON_BLOCKING_STREAM = 1
+_EVENT_DISABLE_TIMING = 2
+_HOST_REGISTER_PORTABLE = 1
+_HOST_REGISTER_READ_ONLY = 8
+_TO_DEVICE, _TO_HOST = 1, 2
+_SUCCESS, _OUT_OF_MEMORY, _NOT_READY = 0, 2, 600
+_TRANSPOSED, _AS_IT_IS = 1, 0
+_COMPUTE_32F = 68
+_DEFAULT_ALGORITHM = -1
+_DATA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
+
+
+class CupyDevice:
+    """A GPU through CuPy; see `Device`.
+
+    Memory comes from CuPy's current allocator, kernels are compiled at first use and kept by CuPy
+    on disk.
+
+    Parameters
+    ----------
+    number : int
+        As CUDA counts the visible devices.
+
+    Attributes
+    ----------
+    stream_source : callable () -> int, optional
+        Returns the stream (cudaStream_t) that the calling thread computes in, where that is not
+        CuPy's current one: `lambda: torch.cuda.current_stream(device).cuda_stream`.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such GPU.
+    MoeCacheError
+        If there is no driver, or it is too old.
+    """
+
+    # cudaMalloc takes whole pages of the GPU.
+    allocation_bytes = 2 * 2**20
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.stream_source: Callable[[], int] | None = None
+        try:
+            count = runtime.getDeviceCount()
+        except runtime.CUDARuntimeError as error:
+            raise MoeCacheError(
+                f"no GPU can be used: {error}; `nvidia-smi` must list one, and its driver must be "
+                "as new as the CUDA of this CuPy"
+            ) from error
+        if not 0 <= number < count:
+            have = ", ".join(f"cuda:{index}" for index in range(count)) or "none"
+            raise ConfigError(
+                f"there is no device cuda:{number}; CUDA sees {have} (CUDA_VISIBLE_DEVICES)"
+            )
+        self._device = cupy.cuda.Device(number)
+        self._unknown: set[np.dtype] = set()
+        with self._guarded():
+            properties = runtime.getDeviceProperties(number)
+        self._maker = properties["name"].decode()
+        self.max_resident_blocks = properties["multiProcessorCount"] * _BLOCKS_PER_MULTIPROCESSOR
+        self._one = np.ones(1, np.float32)
+        self._zero = np.zeros(1, np.float32)
+
+    @property
+    def name(self) -> str:
+        """Such as "cuda:0"."""
+        return f"cuda:{self._number}"
+
+    @property
+    def description(self) -> str:
+        """The name and what the maker calls it."""
+        return f"{self.name} ({self._maker})"
+
+    def free_bytes(self) -> int:
+        """Return the bytes that nobody has allocated; what CuPy only keeps is given back first."""
+        with self._guarded():
+            cupy.get_default_memory_pool().free_all_blocks()
+            free, _ = runtime.memGetInfo()
+        return int(free)
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Return memory filled with zeros."""
+        with self._guarded():
+            pointer = cupy.cuda.alloc(num_bytes)
+            stream = cupy.cuda.get_current_stream()
+            runtime.memsetAsync(pointer.ptr, 0, num_bytes, stream.ptr)
+            stream.synchronize()
+        return Memory(pointer.ptr, num_bytes, pointer)
+
+    def free(self, memory: Memory) -> None:
+        """Let CuPy give it back with the last array over it."""
+        del memory
+        with self._guarded():
+            cupy.get_default_memory_pool().free_all_blocks()
+
+    def pin(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+        """Lock pages of the host, for every device."""
+        flags = _HOST_REGISTER_PORTABLE | (_HOST_REGISTER_READ_ONLY if read_only else 0)
+        with self._guarded():
+            runtime.hostRegister(address, num_bytes, flags)
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+        with self._guarded():
+            runtime.hostUnregister(address)
+
+    def create_stream(self) -> Stream:
+        """Return a stream that waits for no other, not even the legacy default stream."""
+        with self._guarded():
+            return Stream(runtime.streamCreateWithFlags(_NON_BLOCKING_STREAM))
+
+    def destroy_stream(self, stream: Stream) -> None:
+        """End a stream once its work is done."""
+        with self._guarded():
+            runtime.streamDestroy(stream.pointer)
+
+    def current_stream(self) -> Stream:
+        """Return the stream that the calling thread computes in."""
+        if self.stream_source is not None:
+            return Stream(self.stream_source())
+        stream = cupy.cuda.get_current_stream()
+        return Stream(stream.ptr, stream)
+
+    def create_event(self, *, timing: bool = False) -> int:
+        """Return an event."""
+        with self._guarded():
+            return int(runtime.eventCreateWithFlags(0 if timing else _EVENT_DISABLE_TIMING))
+
+    def destroy_event(self, event: int) -> None:
+        """Give an event back."""
+        with self._guarded():
+            runtime.eventDestroy(event)
+
+    # From here on calls of every step: what they need is in their arguments, no device is set.
+
+    def record(self, event: int, stream: Stream) -> None:
+        """Let an event stand for all work that the stream was given so far."""
+        try:
+            runtime.eventRecord(event, stream.pointer)
+        except runtime.CUDARuntimeError as error:
+            self._fail(error)
+
+    def wait_event(self, stream: Stream, event: int) -> None:
+        """Let what the stream is given from now on wait for an event as it was last recorded."""
+        try:
+            runtime.streamWaitEvent(stream.pointer, event)
+        except runtime.CUDARuntimeError as error:
+            self._fail(error)
+
+    def is_done(self, event: int) -> bool:
+        """Return whether all that an event stands for is done."""
+        status = runtime.eventQuery(event)
+        if status not in {_SUCCESS, _NOT_READY}:
+            self._fail(runtime.CUDARuntimeError(status))
+        return bool(status == _SUCCESS)
+
+    def wait_for(self, event: int) -> None:
+        """Wait until all that an event stands for is done."""
+        try:
+            runtime.eventSynchronize(event)
+        except runtime.CUDARuntimeError as error:
+            self._fail(error)
+
+    def elapsed_ns(self, start: int, end: int) -> int:
+        """Return the time between two events that are done, made with `timing`."""
+        try:
+            return int(runtime.eventElapsedTime(start, end) * 1e6)
+        except runtime.CUDARuntimeError as error:
+            self._fail(error)
+
+    def synchronize(self, stream: Stream) -> None:
+        """Wait until all of a stream's work is done."""
+        try:
+            runtime.streamSynchronize(stream.pointer)
+        except runtime.CUDARuntimeError as error:
+            self._fail(error)
+
+    def copy_in(self, destination: int, source: int, num_bytes: int, stream: Stream) -> None:
+        """Copy from the host; pinned memory must stay as it is until the copy is done."""
+        try:
+            runtime.memcpyAsync(destination, source, num_bytes, _TO_DEVICE, stream.pointer)
+        except runtime.CUDARuntimeError as error:
+            self._fail(error)
+
+    def array(
+        self, memory: Memory, offset: int, shape: Sequence[int], dtype: np.dtype, stride: int = 0
+    ) -> Any:
+        """Return a CuPy array over memory; types unknown to CuPy come as unsigned integers."""
+        if dtype in self._unknown:
+            dtype = np.dtype(f"u{dtype.itemsize}")
+        strides = None
+        if stride:
+            inner = np.empty(shape[1:], np.uint8).strides if 0 not in shape else (0,) * len(shape)
+            strides = (stride, *(step * dtype.itemsize for step in inner))
+        pointer = memory.owner + offset  # type: ignore[operator]
+        try:
+            return cupy.ndarray(tuple(shape), dtype, pointer, strides)
+        except (TypeError, ValueError, KeyError):
+            if dtype.kind in "fiub" or dtype in self._unknown:
+                raise
+        self._unknown.add(dtype)
+        return self.array(memory, offset, shape, dtype, stride)
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype, stream: Stream) -> Any:
+        """Return an array with any contents, for work in a stream."""
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        with self._guarded(), self._in(stream):
+            pointer = cupy.cuda.alloc(max(1, num_bytes))
+            return self.array(Memory(pointer.ptr, num_bytes, pointer), 0, shape, dtype)
+
+    def locate(self, array: Any) -> DeviceArray:
+        """Return where an array of CuPy, torch or anything with DLPack is."""
+        if isinstance(array, DeviceArray):
+            return array
+        torch = hasattr(array, "data_ptr")
+        if torch:
+            # Not through DLPack: it would wait for torch's stream, and has no way in a graph.
+            number = array.device.index if array.device.type == "cuda" else None
+            contiguous = array.is_contiguous()
+        elif hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
+            if not isinstance(array, cupy.ndarray):
+                array = cupy.from_dlpack(array)
+            number, contiguous = array.device.id, array.flags.c_contiguous
+        else:
+            number = None
+        if number != self._number:
+            where = "in host memory" if number is None else f"on cuda:{number}"
+            raise ConfigError(
+                f"a {type(array).__name__} is {where}, the slots are on {self.name}; "
+                "copy it there first"
+            )
+        if not contiguous:
+            raise ConfigError(f"an array of shape {tuple(array.shape)} is not contiguous; copy it")
+        address = array.data_ptr() if torch else array.data.ptr
+        dtype = np.dtype(str(array.dtype).removeprefix("torch."))
+        return DeviceArray(address, tuple(array.shape), dtype, array)
+
+    def to_device(self, array: np.ndarray, stream: Stream) -> Any:
+        """Return a copy on the device; the host's array may change at once."""
+        array = np.ascontiguousarray(array)
+        made = self.empty(array.shape, array.dtype, stream)
+        with self._guarded():
+            # From pageable memory, as this is, the driver has taken it when the call returns.
+            runtime.memcpyAsync(
+                made.data.ptr, array.ctypes.data, array.nbytes, _TO_DEVICE, stream.pointer
+            )
+        return made
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """Return a copy in host memory, once what the current stream was given is done."""
+        if isinstance(array, np.ndarray):
+            return array
+        there, stream = self.locate(array), self.current_stream()
+        here = np.empty(there.shape, there.dtype)
+        with self._guarded():
+            runtime.memcpyAsync(
+                here.ctypes.data, there.address, here.nbytes, _TO_HOST, stream.pointer
+            )
+            runtime.streamSynchronize(stream.pointer)
+        return here
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Return whether what a stream is given becomes a graph."""
+        with self._guarded():
+            return bool(runtime.streamIsCapturing(stream.pointer))
+
+    def launch(
+        self,
+        kernel: str,
+        num_blocks: int,
+        arguments: Sequence[np.generic],
+        stream: Stream,
+        *,
+        cooperative: bool = False,
+    ) -> None:
+        """Start a kernel of experts.cu with 256 threads a block."""
+        with self._guarded(), self._in(stream):
+            _kernel(kernel, self._number, cooperative)((num_blocks,), (_BLOCK,), tuple(arguments))
+
+    def product(
+        self,
+        rows: int,
+        matrix: int,
+        out: int,
+        shape: tuple[int, int, int],
+        dtype: np.dtype,
+        stream: Stream,
+    ) -> None:
+        """Compute out[n, m] = rows[n, k] @ matrix[m, k].T by cuBLAS, sums in float32."""
+        # Not with the class: cuBLAS is a large library of its own.
+        from cupy.cuda import cublas, device
+
+        n, m, k = shape
+        kind = _DATA_TYPES[dtype.name]
+        with self._guarded(), self._in(stream):
+            # To cuBLAS, whose matrices go by columns, all three are their transposes.
+            cublas.gemmEx(
+                device.get_cublas_handle(),
+                *(_TRANSPOSED, _AS_IT_IS, m, n, k, self._one.ctypes.data),
+                *(matrix, kind, k, rows, kind, k, self._zero.ctypes.data),
+                *(out, kind, m, _COMPUTE_32F, _DEFAULT_ALGORITHM),
+            )
+
+    def _in(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which CuPy works in a stream."""
+        if stream.pointer == cupy.cuda.get_current_stream().ptr:
+            return contextlib.nullcontext()
+        return cupy.cuda.Stream.from_external(_Foreign(stream.pointer))
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Make the device the current one, and errors of CUDA this library's."""
+        try:
+            with self._device:
+                yield
+        except runtime.CUDARuntimeError as error:
+            self._fail(error)
+        except driver.CUDADriverError as error:
+            raise MoeCacheError(f"{self.description}: {error}") from error
+        except compiler.CompileException as error:
+            raise MoeCacheError(
+                f"{self.description}: a kernel was not compiled: {error}"
+            ) from error
+
+    def _fail(self, error: Any) -> NoReturn:
+        if error.status == _OUT_OF_MEMORY:
+            raise MemoryError(f"{self.description} is out of memory: {error}") from error
+        raise MoeCacheError(
+            f"{self.description}: {error}; what was computed since is lost, and so is the GPU's "
+            "context as a rule: end the process and start it again"
+        ) from error
+
+
+class _Foreign:
+    """A stream that somebody else made, as CuPy wants to be told of it."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the protocol's version and the stream."""
+        return 0, self._pointer
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(name: str, number: int, cooperative: bool) -> Any:
+    del number  # modules are a device's own
+    return _module(cooperative).get_function(name)
+
+
+@functools.lru_cache(maxsize=2)
+def _module(cooperative: bool) -> Any:
+    source = resources.files("moecache.cuda").joinpath("experts.cu").read_text()
+    return cupy.RawModule(
+        code=source, options=("-std=c++17",), enable_cooperative_groups=cooperative
+    )

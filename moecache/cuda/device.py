@@ -1,0 +1,204 @@
+"""Device: what slots and kernels ask of a GPU."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from moecache.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a device.
+
+    Parameters
+    ----------
+    address : int
+        On the device.
+    nbytes : int
+    owner : object
+        Whoever refers to it keeps the memory.
+    """
+
+    address: int
+    nbytes: int
+    owner: object
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An order of work on a device.
+
+    Parameters
+    ----------
+    pointer : int
+        cudaStream_t.
+    owner : object
+        Whoever refers to it keeps the stream.
+    """
+
+    pointer: int
+    owner: object = None
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """Where an array is on its device; always C-contiguous.
+
+    Parameters
+    ----------
+    address : int
+    shape : tuple of int
+    dtype : numpy.dtype
+    owner : object
+        Whoever refers to it keeps the memory.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    owner: object
+
+
+class Device(Protocol):
+    """A GPU, as far as it is asked for anything here.
+
+    Events are integers (cudaEvent_t). What a call issues happens in the order of its stream, at
+    some later time; no call but `synchronize`, `wait_for` and `to_host` waits for it.
+    An error of the device is a `MoeCacheError`, memory that it does not have a `MemoryError`.
+    """
+
+    # What an allocation is rounded up to.
+    allocation_bytes: int
+    # Blocks of 256 threads that run at once, whatever each of them uses.
+    max_resident_blocks: int
+
+    @property
+    def name(self) -> str:
+        """Such as "cuda:0"."""
+
+    @property
+    def description(self) -> str:
+        """The name and what the maker calls it."""
+
+    def free_bytes(self) -> int:
+        """Return the bytes that nobody has allocated."""
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Return memory filled with zeros."""
+
+    def free(self, memory: Memory) -> None:
+        """Give memory back that nothing uses any more."""
+
+    def pin(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+        """Lock pages of the host so that they can be copied from without a detour."""
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+
+    def create_stream(self) -> Stream:
+        """Return a stream that waits for no other."""
+
+    def destroy_stream(self, stream: Stream) -> None:
+        """End a stream once its work is done."""
+
+    def current_stream(self) -> Stream:
+        """Return the stream that the calling thread computes in."""
+
+    def create_event(self, *, timing: bool = False) -> int:
+        """Return an event."""
+
+    def destroy_event(self, event: int) -> None:
+        """Give an event back."""
+
+    def record(self, event: int, stream: Stream) -> None:
+        """Let an event stand for all work that the stream was given so far."""
+
+    def wait_event(self, stream: Stream, event: int) -> None:
+        """Let what the stream is given from now on wait for an event as it was last recorded."""
+
+    def is_done(self, event: int) -> bool:
+        """Return whether all that an event stands for is done."""
+
+    def wait_for(self, event: int) -> None:
+        """Wait until all that an event stands for is done."""
+
+    def elapsed_ns(self, start: int, end: int) -> int:
+        """Return the time between two events that are done, made with `timing`."""
+
+    def synchronize(self, stream: Stream) -> None:
+        """Wait until all of a stream's work is done."""
+
+    def copy_in(self, destination: int, source: int, num_bytes: int, stream: Stream) -> None:
+        """Copy from the host; pinned memory must stay as it is until the copy is done."""
+
+    def array(
+        self, memory: Memory, offset: int, shape: Sequence[int], dtype: np.dtype, stride: int = 0
+    ) -> Any:
+        """Return an array of the device over its memory, without a copy.
+
+        `stride` is that of the first axis, in bytes; 0: that of contiguous items. Types that the
+        device's arrays do not know (bfloat16) come as unsigned integers of their size.
+        """
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype, stream: Stream) -> Any:
+        """Return an array with any contents, for work in a stream."""
+
+    def locate(self, array: Any) -> DeviceArray:
+        """Return where an array is that anybody made (CuPy, torch, DLPack).
+
+        Raises
+        ------
+        ConfigError
+            If it is on another device, or not C-contiguous.
+        """
+
+    def to_device(self, array: np.ndarray, stream: Stream) -> Any:
+        """Return a copy on the device; the host's array may change at once."""
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """Return a copy in host memory, once what the current stream was given is done."""
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Return whether what a stream is given becomes a graph, and nothing may be waited for."""
+
+    def launch(
+        self,
+        kernel: str,
+        num_blocks: int,
+        arguments: Sequence[np.generic],
+        stream: Stream,
+        *,
+        cooperative: bool = False,
+    ) -> None:
+        """Start a kernel of experts.cu with 256 threads a block."""
+
+    def product(
+        self,
+        rows: int,
+        matrix: int,
+        out: int,
+        shape: tuple[int, int, int],
+        dtype: np.dtype,
+        stream: Stream,
+    ) -> None:
+        """Compute out[n, m] = rows[n, k] @ matrix[m, k].T, sums in float32; shape is (n, m, k)."""
+
+
+def parse_device(name: object) -> int | None:
+    """Return the number of a CUDA device, or None for "cpu".
+
+    Raises
+    ------
+    ConfigError
+        If it is neither "cpu" nor "cuda" nor "cuda:N".
+    """
+    if name == "cpu":
+        return None
+    match = re.fullmatch(r"cuda(?::(\d{1,3}))?", name) if isinstance(name, str) else None
+    if match is None:
+        raise ConfigError(f'device {name!r} is neither "cpu" nor "cuda" nor "cuda:N"')
+    return int(match[1] or 0)

@@ -1,0 +1,433 @@
+"""CudaExperts: the routed feed-forward on a GPU."""
+
+import weakref
+from collections.abc import Generator
+from typing import Any, Protocol
+
+import numpy as np
+
+from moecache.cuda.device import Device, DeviceArray, Memory, Stream
+from moecache.errors import ConfigError, MoeCacheError
+from moecache.layout import ExpertLayout
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+# A step of so few tokens reads weights for one row each: kernels that stream them are enough.
+# Of more, cuBLAS makes products of several rows.
+MAX_STREAMED_TOKENS = 4
+_SUFFIXES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_BLOCK = 256
+_WARPS = _BLOCK // 32
+
+
+class _Pool(Protocol):
+    device: Device
+    slot_stride: int
+    num_slots: int
+
+    @property
+    def address(self) -> int: ...
+    def offset(self, role: str) -> int: ...
+    def to_host(self, array: Any) -> np.ndarray: ...
+
+
+class _Runtime(Protocol):
+    @property
+    def layout(self) -> ExpertLayout: ...
+    @property
+    def pool(self) -> Any: ...
+    @property
+    def cache(self) -> Any: ...
+    def waves(self, layer: int, ids: np.ndarray) -> Generator[Any, None, None]: ...
+    def begin_resident_step(self) -> bool: ...
+
+
+class CudaExperts:
+    """Computes down(activation(gate(x)) * up(x)) of each token's experts, and their weighted sum.
+
+    Sums are in float32. The result depends on the number of tokens, and on nothing else: not on
+    what was in the cache, nor on the order in which experts arrived. Up to 4 tokens are computed
+    by kernels that stream the weights: in one launch where every expert of the model is resident,
+    with nothing that the host waits for, so that a CUDA graph can hold it; else by the same
+    arithmetic, wave by wave. More tokens are grouped by expert and multiplied by cuBLAS.
+
+    Work is issued in the current stream of the calling thread. One object serves one stream at a
+    time in any graph; without graphs any number.
+
+    Parameters
+    ----------
+    runtime : ExpertRuntime
+        Whose slots are on a GPU.
+    activation : {"silu", "gelu", "gelu_tanh", "relu"}, default "silu"
+
+    Raises
+    ------
+    ConfigError
+        If the slots are in RAM, experts are not gated feed-forward alone, or of another type than
+        float32, float16 or bfloat16.
+    """
+
+    def __init__(self, runtime: _Runtime, activation: str = "silu") -> None:
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        if getattr(runtime.pool, "device", None) is None:
+            raise ConfigError('the slots are in RAM; open with device="cuda"')
+        self._runtime = weakref.ref(runtime)
+        self._pool: _Pool = runtime.pool
+        self._device: Device = runtime.pool.device
+        self._layout = runtime.layout
+        self._activation = np.int32(ACTIVATIONS.index(activation))
+        self._shapes = [_shape(self._layout, layer) for layer in range(self._layout.num_layers)]
+        self._scratch: dict[tuple[int, str], Memory] = {}
+        self._table: DeviceArray | None = None
+
+    def __call__(self, layer: int, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Any:
+        """Return the output of a layer's routed experts.
+
+        Parameters
+        ----------
+        layer : int
+        hidden : array on the device, shape [num_tokens, hidden_size]
+            Of the experts' dtype; bfloat16 may come as uint16.
+        ids : array of int32 or int64, shape [num_tokens, top_k]
+            On the device or in host memory. On the device and with every expert resident the host
+            does not see them: a wrong one makes its token's row NaN.
+        weights : array on the device, shape [num_tokens, top_k]
+            The router's, of float32 or hidden's dtype.
+        out : array like hidden, optional
+            Where the result goes. A graph needs it.
+
+        Returns
+        -------
+        array on the device, shape [num_tokens, hidden_size], of hidden's dtype
+            `out`, or a new array of CuPy.
+
+        Raises
+        ------
+        ConfigError
+            If an array is elsewhere, or its shape or dtype does not fit.
+        ValueError
+            If the layer or an id is out of range.
+        MoeCacheError
+            If a graph is being captured, but not every expert is resident, or nothing was computed
+            in this stream before.
+        """
+        runtime = self._runtime()
+        if runtime is None:
+            raise MoeCacheError("the runtime is gone; keep a reference to it")
+        device = self._device
+        self._layout.check(layer)
+        size, width, dtype = self._shapes[layer]
+        x, w = device.locate(hidden), device.locate(weights)
+        num_tokens, top_k = _check(x, w, ids, size, dtype)
+        stream = device.current_stream()
+        capturing = device.is_capturing(stream)
+        if out is None:
+            if capturing:
+                raise ConfigError("in a graph the result needs a place that stays: give out=")
+            out = device.empty((num_tokens, size), dtype, stream)
+        target = device.locate(out)
+        if target.shape != (num_tokens, size) or not _is(target.dtype, dtype):
+            raise ConfigError(
+                f"out is {target.dtype} {list(target.shape)}, "
+                f"the result {dtype} {[num_tokens, size]}"
+            )
+        if num_tokens == 0:
+            return out
+        step = _Step(layer, x, w, target, num_tokens, top_k, size, width, dtype, stream)
+        streamed = num_tokens <= MAX_STREAMED_TOKENS
+        if streamed and runtime.begin_resident_step():
+            self._launch_whole(runtime, step, ids, capturing=capturing)
+        elif capturing:
+            raise MoeCacheError(
+                "a graph of this step would hold what happened to be resident: capture steps of "
+                f"up to {MAX_STREAMED_TOKENS} tokens, once every expert is in its slot"
+            )
+        elif streamed:
+            self._stream_waves(runtime, step, self._pool.to_host(ids))
+        else:
+            self._multiply_waves(runtime, step, self._pool.to_host(ids))
+        return out
+
+    def close(self) -> None:
+        """Free what intermediate results take; a second call does nothing."""
+        while self._scratch:
+            _, memory = self._scratch.popitem()
+            self._device.free(memory)
+        self._table = None
+
+    def _launch_whole(self, runtime: _Runtime, step: "_Step", ids: Any, *, capturing: bool) -> None:
+        """Compute a step in one launch; ids are resolved on the device."""
+        device = self._device
+        if isinstance(ids, np.ndarray):
+            # Whoever has them on the host is told of wrong ones.
+            _check_ids(ids, self._layout.num_experts)
+            if capturing:
+                raise ConfigError("in a graph the ids must be on the device")
+            ids = device.to_device(ids, step.stream)
+        found = device.locate(ids)
+        kind = _ids_kind(found.dtype)
+        if self._table is None:
+            if capturing:
+                raise MoeCacheError("compute one step before capturing a graph")
+            table = np.ascontiguousarray(runtime.cache.slot_table, np.int32)
+            self._table = device.locate(device.to_device(table, step.stream))
+            device.synchronize(step.stream)  # other streams may use it next
+        num_pairs = step.num_tokens * step.top_k
+        h = self._room(step.stream, "h", num_pairs * step.width * 4, capturing=capturing)
+        barrier = self._room(step.stream, "barrier", 8, capturing=capturing)
+        work = max(num_pairs * step.width, step.num_tokens * step.size)
+        self._launch(
+            "decode",
+            step,
+            min(device.max_resident_blocks, -(-work // _WARPS)),
+            np.uint64(step.x.address),
+            np.uint64(found.address),
+            np.int32(kind),
+            np.uint64(self._table.address + 4 * step.layer * self._layout.num_experts),
+            *step.weights,
+            *self._slots("gate_up", "down"),
+            np.int32(step.num_tokens),
+            np.int32(step.top_k),
+            np.int32(self._layout.num_experts),
+            np.int32(self._pool.num_slots),
+            np.int32(step.size),
+            np.int32(step.width),
+            self._activation,
+            np.uint64(h),
+            np.uint64(step.out.address),
+            np.uint64(barrier),
+            cooperative=True,
+        )
+
+    def _stream_waves(self, runtime: _Runtime, step: "_Step", ids: np.ndarray) -> None:
+        """Compute a step of few tokens wave by wave, to the bit as in one launch."""
+        num_pairs = step.num_tokens * step.top_k
+        h = self._room(step.stream, "h", num_pairs * step.width * 4)
+        rows = self._room(step.stream, "rows", num_pairs * step.size * 4)
+        waves = runtime.waves(step.layer, ids)
+        try:
+            for wave in waves:
+                slots = np.repeat(wave.slots, np.diff(wave.offsets))
+                both = np.stack([slots, wave.pairs]).astype(np.int32)
+                count = both.shape[1]
+                lists = self._device.to_device(both, step.stream)
+                at = self._device.locate(lists).address
+                pair_slots, pairs = np.uint64(at), np.uint64(at + 4 * count)
+                self._launch(
+                    "gate_up",
+                    step,
+                    self._blocks(count * step.width),
+                    *(np.uint64(step.x.address), pair_slots, pairs, np.int32(count)),
+                    *self._slots("gate_up"),
+                    *(np.int32(step.top_k), np.int32(step.size), np.int32(step.width)),
+                    *(self._activation, np.uint64(h)),
+                )
+                self._launch(
+                    "down",
+                    step,
+                    self._blocks(count * step.size),
+                    *(pair_slots, pairs, np.int32(count)),
+                    *self._slots("down"),
+                    *(np.int32(step.size), np.int32(step.width), np.uint64(h), np.uint64(rows)),
+                )
+        finally:
+            waves.close()
+        self._launch(
+            "combine_rows",
+            step,
+            self._blocks(step.num_tokens * step.size, _BLOCK),
+            np.uint64(rows),
+            *step.weights,
+            *(np.int32(step.num_tokens), np.int32(step.top_k), np.int32(step.size)),
+            np.uint64(step.out.address),
+        )
+
+    def _multiply_waves(self, runtime: _Runtime, step: "_Step", ids: np.ndarray) -> None:
+        """Compute a step of many tokens: of each wave's experts one product after the other."""
+        device, item = self._device, step.dtype.itemsize
+        num_pairs = step.num_tokens * step.top_k
+        rows = self._room(step.stream, "rows", num_pairs * step.size * item)
+        gathered = self._room(step.stream, "gathered", num_pairs * step.size * item)
+        both = self._room(step.stream, "both", num_pairs * 2 * step.width * item)
+        h = self._room(step.stream, "h", num_pairs * step.width * item)
+        place = np.full(num_pairs, -1, np.int32)
+        done = 0
+        waves = runtime.waves(step.layer, ids)
+        try:
+            for wave in waves:
+                count = len(wave.pairs)
+                lists = device.to_device(wave.pairs.astype(np.int32), step.stream)
+                self._launch(
+                    "gather",
+                    step,
+                    self._blocks(count * step.size, _BLOCK),
+                    *(np.uint64(step.x.address), np.uint64(device.locate(lists).address)),
+                    *(np.int32(count), np.int32(step.top_k), np.int32(step.size)),
+                    np.uint64(gathered),
+                )
+                bounds = wave.offsets.tolist()
+                parts = list(zip(wave.slots.tolist(), bounds, bounds[1:], strict=False))
+                for slot, start, stop in parts:
+                    device.product(
+                        gathered + start * step.size * item,
+                        self._address(slot, "gate_up"),
+                        both + start * 2 * step.width * item,
+                        (stop - start, 2 * step.width, step.size),
+                        step.dtype,
+                        step.stream,
+                    )
+                self._launch(
+                    "activate",
+                    step,
+                    self._blocks(count * step.width, _BLOCK),
+                    *(np.uint64(both), np.int64(count), np.int32(step.width)),
+                    *(self._activation, np.uint64(h)),
+                )
+                for slot, start, stop in parts:
+                    device.product(
+                        h + start * step.width * item,
+                        self._address(slot, "down"),
+                        rows + (done + start) * step.size * item,
+                        (stop - start, step.size, step.width),
+                        step.dtype,
+                        step.stream,
+                    )
+                place[wave.pairs] = np.arange(done, done + count, dtype=np.int32)
+                done += count
+        finally:
+            waves.close()
+        where = device.to_device(place, step.stream)
+        self._launch(
+            "combine",
+            step,
+            self._blocks(step.num_tokens * step.size, _BLOCK),
+            *(np.uint64(rows), np.uint64(device.locate(where).address), *step.weights),
+            *(np.int32(step.num_tokens), np.int32(step.top_k), np.int32(step.size)),
+            np.uint64(step.out.address),
+        )
+
+    def _launch(
+        self,
+        name: str,
+        step: "_Step",
+        num_blocks: int,
+        *arguments: np.generic,
+        cooperative: bool = False,
+    ) -> None:
+        kernel = f"{name}_{_SUFFIXES[step.dtype.name]}"
+        self._device.launch(kernel, num_blocks, arguments, step.stream, cooperative=cooperative)
+
+    def _slots(self, *roles: str) -> tuple[np.generic, ...]:
+        pool = self._pool
+        offsets = (np.int64(pool.offset(role)) for role in roles)
+        return (np.uint64(pool.address), np.int64(pool.slot_stride), *offsets)
+
+    def _address(self, slot: int, role: str) -> int:
+        return self._pool.address + slot * self._pool.slot_stride + self._pool.offset(role)
+
+    def _blocks(self, work: int, per_block: int = _WARPS) -> int:
+        """Return how many blocks to start; the kernels take any number."""
+        return min(-(-work // per_block), 4 * self._device.max_resident_blocks)
+
+    def _room(self, stream: Stream, name: str, num_bytes: int, *, capturing: bool = False) -> int:
+        """Return memory for intermediate results in a stream; it grows and is kept."""
+        memory = self._scratch.get((stream.pointer, name))
+        if memory is None or memory.nbytes < num_bytes:
+            if capturing:
+                raise MoeCacheError("compute one step in this stream before capturing a graph")
+            # A quarter on top: prompts get longer bit by bit.
+            fresh = self._device.allocate(num_bytes if memory is None else num_bytes * 5 // 4)
+            if memory is not None:
+                # What was issued may still use it.
+                self._device.synchronize(stream)
+                self._device.free(memory)
+            self._scratch[stream.pointer, name] = memory = fresh
+        return memory.address
+
+
+class _Step:
+    """What the parts of one call need to know."""
+
+    def __init__(
+        self,
+        layer: int,
+        x: DeviceArray,
+        weights: DeviceArray,
+        out: DeviceArray,
+        num_tokens: int,
+        top_k: int,
+        size: int,
+        width: int,
+        dtype: np.dtype,
+        stream: Stream,
+    ) -> None:
+        self.layer = layer
+        self.x = x
+        self.out = out
+        self.num_tokens = num_tokens
+        self.top_k = top_k
+        self.size = size
+        self.width = width
+        self.dtype = dtype
+        self.stream = stream
+        kind = 0 if weights.dtype == np.float32 else 1
+        self.weights = (np.uint64(weights.address), np.int32(kind))
+
+
+def _shape(layout: ExpertLayout, layer: int) -> tuple[int, int, np.dtype]:
+    """Return hidden size, width and dtype of a layer's experts."""
+    roles = {role.name: role for role in layout.layers[layer]}
+    if roles.keys() != {"gate_up", "down"}:
+        raise ConfigError(
+            f"an expert of {', '.join(sorted(roles))} is not gated feed-forward alone "
+            '("gate_up" and "down", without biases or scales); compute it from runtime.waves'
+        )
+    gate_up, down = roles["gate_up"], roles["down"]
+    if gate_up.dtype != down.dtype or gate_up.dtype.name not in _SUFFIXES:
+        raise ConfigError(
+            f"experts of {gate_up.dtype} and {down.dtype} have no kernels; there are some for "
+            f"{', '.join(_SUFFIXES)}"
+        )
+    if gate_up.shape != (2 * down.shape[1], down.shape[0]):
+        raise ConfigError(
+            f"gate_up {list(gate_up.shape)} and down {list(down.shape)} do not fit each other"
+        )
+    return down.shape[0], down.shape[1], down.dtype
+
+
+def _check(
+    x: DeviceArray, weights: DeviceArray, ids: Any, size: int, dtype: np.dtype
+) -> tuple[int, int]:
+    """Return the number of tokens and of choices of each."""
+    shape = tuple(ids.shape)
+    if len(x.shape) != 2 or x.shape[1] != size or not _is(x.dtype, dtype):
+        raise ConfigError(
+            f"hidden is {x.dtype} {list(x.shape)}; the experts take {dtype} [num_tokens, {size}]"
+        )
+    if len(shape) != 2 or shape[0] != x.shape[0] or weights.shape != shape:
+        raise ConfigError(
+            f"ids {list(shape)} and weights {list(weights.shape)} must both be "
+            f"[{x.shape[0]}, top_k]"
+        )
+    if weights.dtype != np.float32 and not _is(weights.dtype, dtype):
+        raise ConfigError(f"weights are {weights.dtype}, not float32 or {dtype}")
+    return shape[0], shape[1]
+
+
+def _is(found: np.dtype, wanted: np.dtype) -> bool:
+    # CuPy may know bfloat16 as uint16 only.
+    return found == wanted or (wanted.kind == "V" and found == np.dtype(f"u{wanted.itemsize}"))
+
+
+def _check_ids(ids: np.ndarray, num_experts: int) -> None:
+    if ids.size and not 0 <= ids.min() <= ids.max() < num_experts:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ValueError(f"expert {wrong} is not in [0, {num_experts})")
+
+
+def _ids_kind(dtype: np.dtype) -> int:
+    if dtype == np.int32:
+        return 0
+    if dtype == np.int64:
+        return 1
+    raise ConfigError(f"ids are {dtype}, not int32 or int64")

@@ -1,0 +1,55 @@
+"""Memory of the host that is aligned for direct reads and vectors, and how roles lie in a slot."""
+
+import contextlib
+import mmap
+from collections.abc import Mapping
+
+import numpy as np
+
+from moecache.layout import ExpertLayout
+
+# What a disk's blocks may be aligned to: direct reads go straight into roles that begin there.
+BLOCK_BYTES = 4096
+# Smaller roles are copied there: a block for each would be a waste.
+_BLOCK_ALIGNED_FROM = 64 * 1024
+_HUGE_PAGE = 2 * 2**20
+
+
+def padded(num_bytes: int, unit: int) -> int:
+    """Return the bytes that a role takes in a slot: whole units, whole blocks if it is large."""
+    unit = unit if num_bytes < _BLOCK_ALIGNED_FROM else BLOCK_BYTES
+    return -(-num_bytes // unit) * unit
+
+
+def aligned_rows(rows: int, stride: int) -> np.ndarray:
+    """Return zeros whose rows are aligned as their stride is, from a mapping of their own."""
+    # Zeros, not empty: an unused slot must never bring a NaN into a product. No memory before it
+    # is written, and none that is locked once nobody refers to it.
+    nbytes = rows * stride
+    huge = nbytes >= _HUGE_PAGE
+    try:
+        # Private: shared memory would have no huge pages by default.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, max(1, nbytes) + (_HUGE_PAGE if huge else 0), flags)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(str(error)) from error
+    raw = np.frombuffer(mapping, np.uint8)
+    start = 0
+    if huge:
+        # A direct read into 4 KiB pages was measured to take up to three times as long.
+        start = -raw.ctypes.data % _HUGE_PAGE
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+    return raw[start : start + nbytes].reshape(rows, stride)
+
+
+def check_parts(layout: ExpertLayout, layer: int, parts: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError unless there is every role of a layer, as the file has it."""
+    for role in layout.layers[layer]:
+        part = parts.get(role.name)
+        if part is None or part.shape != role.shape:
+            found = "nothing" if part is None else f"an array of shape {part.shape}"
+            raise ValueError(f"role {role.name!r} has shape {role.shape}, got {found}")
+        if part.dtype != role.dtype:
+            raise ValueError(f"role {role.name!r} is {role.dtype}, got {part.dtype}")

@@ -1,0 +1,427 @@
+"""CudaSlots: slots in the memory of a GPU."""
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import numpy as np
+
+from moecache.cuda import Device, open_device
+from moecache.errors import ConfigError, MoeCacheError
+from moecache.layout import ExpertLayout, Role
+from moecache.regions import merge
+from moecache.slots._memory import aligned_rows, check_parts, padded
+from moecache.slots._pinned import PinnedBuffers
+from moecache.slots._uploads import Piece, Upload, Uploads
+from moecache.slots.base import UploadCounts
+from moecache.units import format_bytes
+
+# What vectors and copies like best; also the least that CUDA aligns allocations to.
+ALIGNMENT = 256
+# Enough for the copies of a token's misses to follow each other, and for the next reads.
+MAX_PINNED_BYTES = 256 * 2**20
+_MAX_BUFFERS = 64
+_MIN_BUFFERS = 4
+# A role whose parts do not adjoin in a mapped file stands as these.
+_PIECES = {"gate_up": ("gate", "up")}
+
+
+class CudaSlots:
+    """Slots in GPU memory: one allocation, in which every slot has its roles side by side.
+
+    So an expert is one copy, from a buffer that lies as the slot does. It is read into a pinned
+    buffer and copied in a stream of this pool's own. Nobody waits for that on the host: the
+    stream that computes waits for the copy's event (`before_compute`), and a copy into a slot
+    waits for the events of the computations that used it (`release_after_compute`).
+
+    Uploads and `before_compute` may be called from any thread. `release_after_compute` takes no
+    lock and never waits: the garbage collector may call it, in the middle of anything.
+
+    Parameters
+    ----------
+    layout : ExpertLayout
+    num_slots : int
+        At least 1.
+    staging_slots : int, default 0
+        Slots on top.
+    device : str or Device, default "cuda:0"
+    max_pinned_bytes : int, default 256 MiB
+        Of the host, for experts on their way; four buffers at least.
+
+    Raises
+    ------
+    ConfigError
+        If `num_slots` is below 1, the layout has no experts, or there is no such GPU.
+    MissingDependencyError
+        If CuPy is not installed.
+    MemoryError
+        If the GPU has too little memory.
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        num_slots: int,
+        staging_slots: int = 0,
+        device: str | Device = "cuda:0",
+        *,
+        max_pinned_bytes: int = MAX_PINNED_BYTES,
+    ) -> None:
+        if num_slots < 1 or staging_slots < 0:
+            raise ConfigError(f"need at least 1 slot, got {num_slots} and {staging_slots}")
+        if layout.total_experts == 0:
+            raise ConfigError("the layout has no experts; is it a mixture-of-experts model?")
+        self._layout = layout
+        self._num_slots = num_slots + staging_slots
+        self._process = os.getpid()
+        self._closed = True  # until everything is there
+        self._offsets, self.slot_stride = _places(layout)
+        self.device: Device = open_device(device) if isinstance(device, str) else device
+        wanted = self._num_slots * self.slot_stride
+        try:
+            self._memory = self.device.allocate(wanted)
+        except MemoryError as error:
+            raise MemoryError(
+                f"{self.device.description} has no memory for {self._num_slots} slots "
+                f"({format_bytes(wanted)}): {format_bytes(self.device.free_bytes())} are free; "
+                "lower memory="
+            ) from error
+        most = min(max(_MIN_BUFFERS, max_pinned_bytes // self.slot_stride), _MAX_BUFFERS)
+        self._buffers = PinnedBuffers(self.device, self.slot_stride, most)
+        try:
+            self._uploads = Uploads(
+                self.device, self._memory.address, self._num_slots, self.slot_stride
+            )
+        except BaseException:
+            self.device.free(self._memory)
+            raise
+        self._closed = False
+        self._lent: dict[int, np.ndarray] = {}
+        self._registered: list[tuple[int, int]] = []
+
+    @staticmethod
+    def bytes_per_slot(layout: ExpertLayout) -> int:
+        """Return the bytes that one slot takes: all roles, aligned."""
+        return _places(layout)[1]
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """What the experts look like in the file."""
+        return self._layout
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots, staging slots among them."""
+        return self._num_slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, on the device."""
+        return self._memory.nbytes
+
+    @property
+    def max_buffers(self) -> int:
+        """Experts that somebody waits for that may be in buffers at once."""
+        return self._buffers.max_buffers - self.max_buffers_ahead
+
+    @property
+    def max_buffers_ahead(self) -> int:
+        """Likewise of those that nobody waits for: half of the buffers, for a demand finds some."""
+        return self._buffers.max_buffers // 2
+
+    @property
+    def uploads(self) -> UploadCounts:
+        """What was copied so far."""
+        if not self._closed:
+            self._settle()
+        registered = sum(num_bytes for _, num_bytes in self._registered)
+        return self._uploads.counts(self._buffers.pinned_bytes + registered)
+
+    def regions(self) -> list[tuple[int, int]]:
+        """Return nothing: slots take no memory of the host."""
+        return []
+
+    def offset(self, role: str) -> int:
+        """Return where a role begins in each slot, in bytes."""
+        return self._offsets[role]
+
+    @property
+    def address(self) -> int:
+        """Return where the first slot begins, on the device."""
+        self._check_open()
+        return self._memory.address
+
+    def slab(self, role: str) -> Any:
+        """Return all slots of a role, a CuPy array [num_slots, *shape]; its first axis is strided.
+
+        bfloat16 comes as uint16 where CuPy does not know it.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such role, or layers differ in its shape or dtype: use `expert` there.
+        """
+        self._check_open()
+        variants = {
+            (r.shape, r.dtype) for roles in self._layout.layers for r in roles if r.name == role
+        }
+        if len(variants) != 1:
+            problem = "layers differ in it" if variants else "there is no such role"
+            raise ConfigError(f"no slab for role {role!r}: {problem}")
+        shape, dtype = variants.pop()
+        return self.device.array(
+            self._memory,
+            self._offsets[role],
+            (self._num_slots, *shape),
+            dtype,
+            stride=self.slot_stride,
+        )
+
+    def expert(self, slot: int, layer: int) -> dict[str, Any]:
+        """Return one slot as CuPy arrays per role, in the shapes of `layer`."""
+        self._check(slot, layer)
+        return {
+            role.name: self.device.array(
+                self._memory,
+                slot * self.slot_stride + self._offsets[role.name],
+                role.shape,
+                role.dtype,
+            )
+            for role in self._layout.layers[layer]
+        }
+
+    def expert_bytes(self, slot: int, layer: int) -> dict[str, Any]:
+        """Return one slot as uint8 arrays, the last axis longer by the dtype's size.
+
+        For DLPack, which other libraries take for any type:
+        `torch.from_dlpack(part).view(torch.bfloat16)` has the role's shape.
+        """
+        self._check(slot, layer)
+        return {
+            role.name: self.device.array(
+                self._memory,
+                slot * self.slot_stride + self._offsets[role.name],
+                (*role.shape[:-1], role.shape[-1] * role.dtype.itemsize),
+                np.dtype(np.uint8),
+            )
+            for role in self._layout.layers[layer]
+        }
+
+    def register(self, regions: Iterable[tuple[int, int]]) -> int:
+        """Pin mapped experts where they are, so that uploads need no buffer; return the bytes.
+
+        Parameters
+        ----------
+        regions : iterable of (address, nbytes)
+            Such as a store's; whole pages are pinned. They must stay mapped until `close`.
+
+        Raises
+        ------
+        MoeCacheError
+            If the system refuses any of them; none is pinned then.
+        """
+        self._check_open()
+        pinned: list[tuple[int, int]] = []
+        try:
+            for address, num_bytes in merge(regions)[0]:
+                self.device.pin(address, num_bytes, read_only=True)
+                pinned.append((address, num_bytes))
+        except BaseException:
+            for address, _ in pinned:
+                self.device.unpin(address)
+            raise
+        self._registered += pinned
+        return sum(num_bytes for _, num_bytes in pinned)
+
+    @property
+    def reads_views(self) -> bool:
+        """Whether experts are uploaded from the mapped file itself."""
+        return bool(self._registered)
+
+    def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
+        """Return a pinned buffer as arrays per role; waits for a copy if all are in use."""
+        self._check(slot, layer)
+        buffer = self._lent.get(slot)
+        if buffer is None:
+            buffer = self._take_buffer()
+            self._lent[slot] = buffer
+        return {
+            role.name: _view(buffer, self._offsets[role.name], role)
+            for role in self._layout.layers[layer]
+        }
+
+    def discard(self, slot: int) -> None:
+        """Take back the buffer of a slot that will not be filled from it."""
+        buffer = self._lent.pop(slot, None)
+        if buffer is not None:
+            self._buffers.give_back(buffer)
+
+    def upload(
+        self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, behind: bool = False
+    ) -> Upload:
+        """Begin to copy an expert into a slot, once what uses the slot so far is done.
+
+        Parameters
+        ----------
+        slot, layer : int
+        parts : dict of role to ndarray
+            What `buffers` returned, filled; arrays of the mapped file, if `register` has it
+            ("gate" and "up" may stand for "gate_up"); or any others, which are copied first.
+        behind : bool, default False
+            In the stream of those that nobody waits for.
+
+        Raises
+        ------
+        ValueError
+            If `parts` lacks a role or has it in another shape or dtype; the slot is as it was.
+        MoeCacheError
+            If the device fails.
+        """
+        self._check(slot, layer)
+        num_bytes = self._layout.expert_bytes(layer)
+        if self._registered and slot not in self._lent:
+            pieces = self._pieces(layer, parts)
+            if pieces is not None:
+                return self._uploads.begin(slot, pieces, num_bytes, parts, behind=behind)
+        check_parts(self._layout, layer, parts)
+        for name, array in self.buffers(slot, layer).items():
+            if array.ctypes.data != parts[name].ctypes.data:
+                array[...] = parts[name]
+        buffer = self._lent.pop(slot)
+        whole = [(0, buffer.ctypes.data, self._span(layer))]
+        try:
+            return self._uploads.begin(slot, whole, num_bytes, buffer, behind=behind)
+        except BaseException:
+            self._buffers.give_back(buffer)
+            raise
+
+    def wait(self, ticket: object) -> None:
+        """Let the calling thread's stream wait for an upload; the host does not."""
+        if isinstance(ticket, Upload) and not ticket.done:
+            self.device.wait_event(self.device.current_stream(), ticket.end)
+
+    def before_compute(self, slots: np.ndarray) -> None:
+        """Let the calling thread's stream wait until these slots are filled; the host does not.
+
+        What is issued in that stream from now on, until the slots are released, may use them.
+        """
+        self._check_open()
+        self._settle()
+        self._uploads.order(self.device.current_stream(), slots.reshape(-1).tolist())
+
+    def release_after_compute(self, slots: np.ndarray) -> None:
+        """Let refills of these slots wait for all that was issued so far in the streams in use."""
+        released = [slot for slot in slots.reshape(-1).tolist() if slot >= 0]
+        if released and not self._closed and os.getpid() == self._process:
+            self._uploads.release(released)
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """Return an array of the device, ids say, in host memory; waits for it."""
+        if isinstance(array, (np.ndarray, list, tuple, int)):
+            return np.asarray(array)
+        return self.device.to_host(array)
+
+    def close(self) -> None:
+        """Wait for copies and computations, and free the memory; a second call does nothing.
+
+        Arrays handed out stay valid: the memory is freed with the last of them.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._process:
+            # The GPU is the parent's.
+            return
+        # In reverse: an error of the device leaves none of it out.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.device.free, self._memory)
+            stack.callback(self._buffers.close)
+            for address, _ in self._registered:
+                stack.callback(self.device.unpin, address)
+            self._registered = []
+            self._lent = {}
+            stack.callback(self._uploads.close)
+
+    def __enter__(self) -> Self:
+        """Return the pool."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the pool."""
+        self.close()
+
+    def _span(self, layer: int) -> int:
+        """Return the bytes of a slot from its beginning to the end of a layer's last role."""
+        return max(self._offsets[role.name] + role.nbytes for role in self._layout.layers[layer])
+
+    def _take_buffer(self) -> np.ndarray:
+        while True:
+            try:
+                buffer = self._buffers.take()
+            except MemoryError:
+                # One that is in use will do.
+                if not self._uploads.wait_for_one():
+                    raise
+                buffer = None
+            if buffer is not None:
+                return buffer
+            if not self._settle() and not self._uploads.wait_for_one():
+                # All are lent to reads that may wait for this very one.
+                return aligned_rows(1, self.slot_stride)[0]
+
+    def _settle(self) -> bool:
+        sources = self._uploads.settle()
+        for source in sources:
+            if isinstance(source, np.ndarray):
+                self._buffers.give_back(source)
+        return bool(sources)
+
+    def _pieces(self, layer: int, parts: Mapping[str, np.ndarray]) -> list[Piece] | None:
+        """Return what to copy from registered memory; None if not all of it is there."""
+        pieces: list[Piece] = []
+        for role in self._layout.layers[layer]:
+            names = [role.name] if role.name in parts else _PIECES.get(role.name, ())
+            offset = self._offsets[role.name]
+            found = [parts[name] for name in names if name in parts]
+            if sum(part.nbytes for part in found) != role.nbytes:
+                return None
+            for part in found:
+                address = part.ctypes.data
+                if part.dtype != role.dtype or not part.flags.c_contiguous:
+                    return None
+                if not any(
+                    start <= address and address + part.nbytes <= start + size
+                    for start, size in self._registered
+                ):
+                    return None
+                pieces.append((offset, address, part.nbytes))
+                offset += part.nbytes
+        return pieces
+
+    def _check(self, slot: int, layer: int) -> None:
+        self._check_open()
+        self._layout.check(layer)
+        if not 0 <= slot < self._num_slots:
+            raise ValueError(f"slot {slot} is not in [0, {self._num_slots})")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MoeCacheError("the slots are closed")
+
+
+def _places(layout: ExpertLayout) -> tuple[dict[str, int], int]:
+    """Return where each role begins in a slot, and the bytes of a slot."""
+    widest = dict.fromkeys(layout.role_names, 0)
+    for roles in layout.layers:
+        for role in roles:
+            widest[role.name] = max(widest[role.name], padded(role.nbytes, ALIGNMENT))
+    offsets, end = {}, 0
+    for name, size in widest.items():
+        offsets[name] = end
+        end += size
+    return offsets, end
+
+
+def _view(buffer: np.ndarray, offset: int, role: Role) -> np.ndarray:
+    return buffer[offset : offset + role.nbytes].view(role.dtype).reshape(role.shape)

@@ -30,7 +30,7 @@ from moecache.settings import DEFAULT_LOADER_THREADS, DEFAULT_WARMPIN_AFTER
 from moecache.slots import SlotPool
 from moecache.steps import Lease, Wave
 from moecache.stores import ExpertStore, FileStore
-from moecache.telemetry import ReadingStats, RuntimeStats
+from moecache.telemetry import ReadingStats, RuntimeStats, UploadStats
 from moecache.units import parse_bytes
 from moecache.usage import KeptUsage
 from moecache.warm_start import WarmStart
@@ -482,6 +482,7 @@ class ExpertRuntime:
             num_resets=profiler.num_resets,
             reading=self._reading(),
             prefetch=None if self._prefetcher is None else self._prefetcher.stats(),
+            uploads=self._uploads(),
         )
 
     def report(self) -> str:
@@ -539,6 +540,10 @@ class ExpertRuntime:
             return None
         now = ReadingStats.of(self._reader, None if self.disk is None else self.disk.bytes_per_s)
         return now if self._reading_before is None else now - self._reading_before
+
+    def _uploads(self) -> UploadStats | None:
+        device = getattr(self._pool, "device", None)
+        return None if device is None else UploadStats.of(device.description, self._pool.uploads)
 
     def _disks(self) -> dict[str, Any]:
         if self.disk is None or not isinstance(self._store, FileStore):

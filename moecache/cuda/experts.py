@@ -77,7 +77,7 @@ class CudaExperts:
         self._layout = runtime.layout
         self._activation = np.int32(ACTIVATIONS.index(activation))
         self._shapes = [_shape(self._layout, layer) for layer in range(self._layout.num_layers)]
-        self._scratch: dict[tuple[int, str], Memory] = {}
+        self._scratch: dict[tuple[int, str], tuple[Stream, Memory]] = {}
         self._table: DeviceArray | None = None
 
     def __call__(self, layer: int, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Any:
@@ -151,8 +151,8 @@ class CudaExperts:
     def close(self) -> None:
         """Free what intermediate results take; a second call does nothing."""
         while self._scratch:
-            _, memory = self._scratch.popitem()
-            self._device.free(memory)
+            _, (stream, memory) = self._scratch.popitem()
+            self._release(stream, memory)
         self._table = None
 
     def _launch_whole(self, runtime: _Runtime, step: "_Step", ids: Any, *, capturing: bool) -> None:
@@ -235,7 +235,7 @@ class CudaExperts:
         self._launch(
             "combine_rows",
             step,
-            self._blocks(step.num_tokens * step.size, _BLOCK),
+            self._blocks(step.num_tokens, 1),
             np.uint64(rows),
             *step.weights,
             *(np.int32(step.num_tokens), np.int32(step.top_k), np.int32(step.size)),
@@ -260,7 +260,7 @@ class CudaExperts:
                 self._launch(
                     "gather",
                     step,
-                    self._blocks(count * step.size, _BLOCK),
+                    self._blocks(count, 1),
                     *(np.uint64(step.x.address), np.uint64(device.locate(lists).address)),
                     *(np.int32(count), np.int32(step.top_k), np.int32(step.size)),
                     np.uint64(gathered),
@@ -279,7 +279,7 @@ class CudaExperts:
                 self._launch(
                     "activate",
                     step,
-                    self._blocks(count * step.width, _BLOCK),
+                    self._blocks(count, 1),
                     *(np.uint64(both), np.int64(count), np.int32(step.width)),
                     *(self._activation, np.uint64(h)),
                 )
@@ -300,7 +300,7 @@ class CudaExperts:
         self._launch(
             "combine",
             step,
-            self._blocks(step.num_tokens * step.size, _BLOCK),
+            self._blocks(step.num_tokens, 1),
             *(np.uint64(rows), np.uint64(device.locate(where).address), *step.weights),
             *(np.int32(step.num_tokens), np.int32(step.top_k), np.int32(step.size)),
             np.uint64(step.out.address),
@@ -331,18 +331,25 @@ class CudaExperts:
 
     def _room(self, stream: Stream, name: str, num_bytes: int, *, capturing: bool = False) -> int:
         """Return memory for intermediate results in a stream; it grows and is kept."""
-        memory = self._scratch.get((stream.pointer, name))
+        known = self._scratch.get((stream.pointer, name))
+        memory = None if known is None else known[1]
         if memory is None or memory.nbytes < num_bytes:
             if capturing:
                 raise MoeCacheError("compute one step in this stream before capturing a graph")
             # A quarter on top: prompts get longer bit by bit.
             fresh = self._device.allocate(num_bytes if memory is None else num_bytes * 5 // 4)
+            self._scratch[stream.pointer, name] = (stream, fresh)
             if memory is not None:
-                # What was issued may still use it.
-                self._device.synchronize(stream)
-                self._device.free(memory)
-            self._scratch[stream.pointer, name] = memory = fresh
+                self._release(stream, memory)
+            memory = fresh
         return memory.address
+
+    def _release(self, stream: Stream, memory: Memory) -> None:
+        # What was issued may still use it.
+        try:
+            self._device.synchronize(stream)
+        finally:
+            self._device.free(memory)
 
 
 class _Step:

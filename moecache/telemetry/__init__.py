@@ -8,12 +8,14 @@ from moecache.telemetry._prometheus import PrometheusCollector, check_prometheus
 from moecache.telemetry._reading import ReadingStats
 from moecache.telemetry._snapshots import RuntimeStats
 from moecache.telemetry._stalls import stall_percentile_ns
+from moecache.telemetry._uploads import UploadStats
 
 __all__ = [
     "PrefetchStats",
     "PrometheusCollector",
     "ReadingStats",
     "RuntimeStats",
+    "UploadStats",
     "check_prometheus",
     "stall_percentile_ns",
 ]

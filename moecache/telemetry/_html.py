@@ -65,6 +65,8 @@ def _rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
         rows.append(("failed", f"{stats.num_failed_reads} reads"))
     if stats.reading is not None:
         rows.append(("reading", stats.reading.describe().removeprefix("reading ")))
+    if stats.uploads is not None:
+        rows.append(("uploads", stats.uploads.describe().removeprefix("uploads ")))
     if stats.prefetch is not None:
         rows += [
             ("prefetch" if number == 0 else "", line.strip().removeprefix("prefetch "))

@@ -11,6 +11,7 @@ from moecache.telemetry._prefetch import PrefetchStats
 from moecache.telemetry._reading import ReadingStats
 from moecache.telemetry._snapshots import RuntimeStats
 from moecache.telemetry._stalls import count_by_doublings
+from moecache.telemetry._uploads import UploadStats
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -100,6 +101,8 @@ class PrometheusCollector:
             )
         if stats.reading is not None:
             yield from _reading_metrics(stats.reading, family)
+        if stats.uploads is not None:
+            yield from _upload_metrics(stats.uploads, family)
         if stats.prefetch is not None:
             yield from _prefetch_metrics(stats.prefetch, family)
 
@@ -145,6 +148,7 @@ def _nothing() -> RuntimeStats:
             "stall_histogram": (0,) * 512,
             "reading": ReadingStats("", "", 0, 0, 0, 0, 0, 0, 0, 0, None),
             "prefetch": PrefetchStats("", active=False, reason=""),
+            "uploads": UploadStats("", 0, 0, 0, 0, 0),
         }
     )
 
@@ -245,6 +249,20 @@ def _reading_metrics(reading: ReadingStats, family: _Families) -> Iterator["Metr
     )
     yield family.counter(
         "disk_busy_seconds", "Time with a read outstanding.", reading.busy_ns / 1e9
+    )
+
+
+def _upload_metrics(uploads: UploadStats, family: _Families) -> Iterator["Metric"]:
+    yield family.counter("uploads", "Experts copied to the GPU.", uploads.num_uploads)
+    yield family.counter("upload_bytes", "Bytes copied to the GPU.", uploads.bytes_uploaded)
+    yield family.counter(
+        "upload_busy_seconds", "Time in which the GPU copied.", uploads.busy_ns / 1e9
+    )
+    yield family.gauge(
+        "upload_in_flight_bytes", "Bytes being copied to the GPU.", uploads.in_flight_bytes
+    )
+    yield family.gauge(
+        "pinned_memory_bytes", "Memory of the host locked for copies.", uploads.pinned_bytes
     )
 
 

@@ -11,6 +11,7 @@ from moecache.telemetry._difference import subtracted
 from moecache.telemetry._prefetch import PrefetchStats
 from moecache.telemetry._reading import ReadingStats
 from moecache.telemetry._stalls import stall_percentile_ns
+from moecache.telemetry._uploads import UploadStats
 
 # Of `RuntimeStats.to_dict`: raised when a key goes or changes its meaning.
 JSON_VERSION: Final = 1
@@ -23,6 +24,8 @@ _PROFILED: Final = (
     *("num_hits", "num_misses", "hits_by_layer", "misses_by_layer"),
     *("num_stalls", "stall_ns", "stall_histogram"),
 )
+# Snapshots of their own, or None.
+_PARTS: Final = ("reading", "prefetch", "uploads")
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,7 @@ class RuntimeStats:
         Experts read from the store. Fewer than misses if steps share a read.
     bytes_demand, bytes_bulk, bytes_prefetch, bytes_warm_start : int
         Read from the store into slots: for a step of one token, for one of many, ahead of
-        any, and because an earlier run used them. In host memory an expert is used where it
-        was read to: nothing else is uploaded.
+        any, and because an earlier run used them.
     num_stalls, stall_ns : int
         How often and how long steps had nothing to compute and waited.
     stall_histogram : tuple of int
@@ -67,6 +69,8 @@ class RuntimeStats:
         None if the store itself reads.
     prefetch : PrefetchStats or None
         None if nothing is read ahead.
+    uploads : UploadStats or None
+        None if the slots are in RAM: experts are used where they were read to.
     """
 
     num_steps: int
@@ -101,6 +105,7 @@ class RuntimeStats:
     num_resets: int = 0
     reading: ReadingStats | None = None
     prefetch: PrefetchStats | None = None
+    uploads: UploadStats | None = None
 
     @property
     def num_layers(self) -> int:
@@ -190,16 +195,7 @@ class RuntimeStats:
             earlier,
             _COUNTERS if reset else (*_COUNTERS, *_PROFILED),
             since_ns=earlier.taken_ns,
-            reading=(
-                self.reading - earlier.reading
-                if self.reading is not None and earlier.reading is not None
-                else self.reading
-            ),
-            prefetch=(
-                self.prefetch - earlier.prefetch
-                if self.prefetch is not None and earlier.prefetch is not None
-                else self.prefetch
-            ),
+            **{name: _since(getattr(self, name), getattr(earlier, name)) for name in _PARTS},
         )
 
     def describe(self) -> str:
@@ -216,7 +212,7 @@ class RuntimeStats:
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in {"reading", "prefetch", "stall_histogram"}
+            if field.name not in {*_PARTS, "stall_histogram"}
         }
         return {
             "version": JSON_VERSION,
@@ -235,8 +231,10 @@ class RuntimeStats:
             "hit_rates": list(self.hit_rates),
             "bytes_read": self.bytes_read,
             "elapsed_s": self.elapsed_s,
-            "reading": None if self.reading is None else dataclasses.asdict(self.reading),
-            "prefetch": None if self.prefetch is None else dataclasses.asdict(self.prefetch),
+            **{
+                name: None if part is None else dataclasses.asdict(part)
+                for name, part in ((name, getattr(self, name)) for name in _PARTS)
+            },
         }
 
     def to_json(self) -> str:
@@ -251,6 +249,10 @@ class RuntimeStats:
 
     def _per_s(self, number: int) -> float:
         return number / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+def _since(later: Any, earlier: Any) -> Any:
+    return later if later is None or earlier is None else later - earlier
 
 
 def _rate(hits: int, misses: int) -> float:

@@ -21,7 +21,8 @@ def describe(stats: "RuntimeStats") -> str:
         ),
         f"policy {stats.policy}, scope {stats.scope}, {stats.num_evictions} evictions",
         (
-            f"steps {stats.num_steps}, {stats.num_resident_steps} of them all resident; "
+            f"steps {stats.num_steps}, {stats.num_resident_steps} of them all resident "
+            f"({_share(stats.num_resident_steps, stats.num_steps)}); "
             f"{stats.num_sequences} sequences begun; {stats.elapsed_s:.1f} s"
         ),
         (f"reads {stats.num_reads} ({describe_bytes(stats)}), {stats.num_failed_reads} failed"),
@@ -33,9 +34,15 @@ def describe(stats: "RuntimeStats") -> str:
         )
     if stats.reading is not None:
         lines.append(stats.reading.describe())
+    if stats.uploads is not None:
+        lines.append(stats.uploads.describe())
     if stats.prefetch is not None:
         lines.append(stats.prefetch.describe())
     return "\n".join(lines)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "0%"
 
 
 def describe_bytes(stats: "RuntimeStats") -> str:

@@ -79,6 +79,8 @@ class FakeDevice:
         self._completed: dict[int, set[int]] = {}
         self._times: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
+        # As CuPy's pool: what is given up is used by nobody else before its stream is so far.
+        self._kept: list[np.ndarray] = []
         self._capture: list[Callable[[], None]] | None = None
         self._current = threading.local()
         self._default = self._new_stream()
@@ -287,11 +289,12 @@ class FakeDevice:
     def empty(self, shape: Sequence[int], dtype: np.dtype, stream: Stream) -> np.ndarray:
         """Return an array of rubbish."""
         self._no_capture("allocate")
-        return (
-            np.full(int(np.prod(shape)) * dtype.itemsize, RUBBISH, np.uint8)
-            .view(dtype)
-            .reshape(tuple(shape))
-        )
+        raw = np.full(int(np.prod(shape)) * dtype.itemsize, RUBBISH, np.uint8)
+        with self._lock:
+            if not self.num_queued:
+                self._kept.clear()
+            self._kept.append(raw)
+        return raw.view(dtype).reshape(tuple(shape))
 
     def locate(self, array: Any) -> DeviceArray:
         """Return where an array is: any of NumPy's counts as one of the device."""

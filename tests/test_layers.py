@@ -14,7 +14,8 @@ POLICIES |= {"_tinylfu"}
 FLOORS = [
     {"errors", "units", "settings", "layout", "files", "profiles", "interrupts"},
     {"_ids", "_policy", "_python_policy", "_policies", "_profiler", "_route_log", *POLICIES}
-    | {"_echo", "_prefault", "_pieces", "_reader", "gate", "mappings", "host_memory", "regions"},
+    | {"_echo", "_prefault", "_pieces", "_reader", "gate", "mappings", "host_memory", "regions"}
+    | {"cuda"},
     {"_cache", "_replay", "_optimum", "sizing", "extents", "residency", "sweep", "prefault"},
     {"stores", "slots", "experts", "_foresight", "predict"},
     {"fetch", "reader_fetch", "loader", "steps", "reading", "headroom", "telemetry", "study"}

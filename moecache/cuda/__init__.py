@@ -1,0 +1,1 @@
+"""The GPU: what is asked of it, and the kernels."""

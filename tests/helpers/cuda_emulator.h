@@ -1,0 +1,374 @@
+// CUDA C on the CPU: what moecache/cuda/*.cu use of it, and a launch.
+//
+// Each thread is a fiber, left only where it waits for others: at shuffles, barriers and sleeps.
+// Which warp goes on is drawn by lot, so that a missing barrier shows in some seed. A launch in
+// which nobody can go on ends with a message, as does one that a signal of the processor stops.
+#pragma once
+#define _GNU_SOURCE 1
+#include <math.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#ifndef __global__
+#define __global__
+#endif
+#define __device__
+#define __launch_bounds__(...)
+
+struct Dim3 {
+    unsigned x, y, z;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
+namespace emulator {
+
+constexpr size_t STACK_BYTES = 64 * 1024;
+constexpr unsigned LANES = 32;
+
+enum State { READY, AT_WARP, AT_BLOCK, ASLEEP, DONE };
+
+struct Fiber {
+    jmp_buf resumed;
+    ucontext_t start;
+    void* stack = nullptr;
+    bool is_started = false;
+    State state = DONE;
+};
+
+struct Warp {
+    unsigned num_arrived = 0;
+    // A lane that has not read yet is at most one exchange behind.
+    unsigned turn = 0;
+    uint64_t values[2][LANES];
+    bool is_queued = false;
+};
+
+struct Kernel {
+    std::vector<size_t> sizes;
+    std::function<void(void**)> call;
+};
+
+struct Launch {
+    const Kernel* kernel;
+    void** args;
+    unsigned block_size;
+    uint64_t random;
+    std::vector<Warp> warps;
+    std::vector<unsigned> num_arrived;
+    std::vector<unsigned> queue;
+};
+
+inline std::vector<Fiber*> fibers;
+inline Launch launch;
+inline jmp_buf scheduler;
+inline sigjmp_buf stopped;
+inline unsigned current;
+inline volatile uintptr_t fault_address;
+
+}
+
+inline Dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+
+inline void leave(State state)
+{
+    fibers[current]->state = state;
+    if (_setjmp(fibers[current]->resumed) == 0) _longjmp(scheduler, 1);
+}
+
+inline void enter()
+{
+    for (;;) {
+        launch.kernel->call(launch.args);
+        leave(DONE);
+    }
+}
+
+// Nothing of this frame is used after the jump back.
+__attribute__((noinline)) inline void resume(Fiber* fiber)
+{
+    if (_setjmp(scheduler) != 0) return;
+    if (fiber->is_started) _longjmp(fiber->resumed, 1);
+    fiber->is_started = true;
+    setcontext(&fiber->start);
+}
+
+inline void prepare(size_t num_fibers)
+{
+    while (fibers.size() < num_fibers) fibers.push_back(new Fiber);
+    for (size_t i = 0; i < num_fibers; i++) {
+        Fiber& fiber = *fibers[i];
+        fiber.state = READY;
+        if (fiber.is_started) continue;
+        if (fiber.stack == nullptr)
+            fiber.stack = mmap(
+                nullptr, STACK_BYTES, PROT_READ | PROT_WRITE,
+                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = fiber.stack;
+        fiber.start.uc_stack.ss_size = STACK_BYTES;
+        fiber.start.uc_link = nullptr;
+        makecontext(&fiber.start, enter, 0);
+    }
+}
+
+inline uint64_t draw()
+{
+    launch.random ^= launch.random << 13;
+    launch.random ^= launch.random >> 7;
+    launch.random ^= launch.random << 17;
+    return launch.random >> 11;
+}
+
+inline void queue_warp(unsigned warp)
+{
+    if (launch.warps[warp].is_queued) return;
+    launch.warps[warp].is_queued = true;
+    launch.queue.push_back(warp);
+}
+
+inline void release(unsigned first, unsigned count, State waited)
+{
+    for (unsigned i = first; i < first + count; i++)
+        if (fibers[i]->state == waited) fibers[i]->state = READY;
+    for (unsigned warp = first / LANES; warp < (first + count) / LANES; warp++) queue_warp(warp);
+}
+
+inline void wait_for_warp()
+{
+    const unsigned number = current / LANES;
+    Warp& warp = launch.warps[number];
+    if (++warp.num_arrived < LANES) return leave(AT_WARP);
+    warp.num_arrived = 0;
+    warp.turn ^= 1;
+    release(number * LANES, LANES, AT_WARP);
+}
+
+inline void wait_for_block()
+{
+    const unsigned number = current / launch.block_size;
+    if (++launch.num_arrived[number] < launch.block_size) return leave(AT_BLOCK);
+    launch.num_arrived[number] = 0;
+    release(number * launch.block_size, launch.block_size, AT_BLOCK);
+}
+
+template <class T> inline T exchange(T value, unsigned source)
+{
+    Warp& warp = launch.warps[current / LANES];
+    uint64_t* values = warp.values[warp.turn];
+    memcpy(&values[current % LANES], &value, sizeof value);
+    wait_for_warp();
+    memcpy(&value, &values[source % LANES], sizeof value);
+    return value;
+}
+
+// True where a lane has come further than another sleep.
+inline bool run_warp(unsigned warp, unsigned first_block)
+{
+    bool has_progress = false;
+    const unsigned first_lane = draw() % LANES, stride = draw() % (LANES / 2) * 2 + 1;
+    for (bool again = true, is_first = true; again; is_first = false) {
+        again = false;
+        for (unsigned i = 0; i < LANES; i++) {
+            const unsigned at = warp * LANES + (first_lane + i * stride) % LANES;
+            const State before = fibers[at]->state;
+            if (before != READY && !(before == ASLEEP && is_first)) continue;
+            current = at;
+            threadIdx.x = at % launch.block_size;
+            blockIdx.x = first_block + at / launch.block_size;
+            resume(fibers[at]);
+            if (before == READY || fibers[at]->state != ASLEEP) again = has_progress = true;
+        }
+    }
+    return has_progress;
+}
+
+inline bool can_go_on(unsigned warp)
+{
+    for (unsigned i = warp * LANES; i < (warp + 1) * LANES; i++)
+        if (fibers[i]->state == READY || fibers[i]->state == ASLEEP) return true;
+    return false;
+}
+
+inline bool run_blocks(unsigned first_block, unsigned num_blocks)
+{
+    const unsigned num_fibers = num_blocks * launch.block_size;
+    prepare(num_fibers);
+    launch.warps.assign(num_fibers / LANES, Warp());
+    launch.num_arrived.assign(num_blocks, 0);
+    launch.queue.clear();
+    for (unsigned warp = 0; warp < num_fibers / LANES; warp++) queue_warp(warp);
+    unsigned num_idle = 0;
+    while (!launch.queue.empty() && num_idle < 1000 + 100 * launch.queue.size()) {
+        const size_t at = draw() % launch.queue.size();
+        const unsigned warp = launch.queue[at];
+        num_idle = run_warp(warp, first_block) ? 0 : num_idle + 1;
+        if (can_go_on(warp)) continue;
+        launch.warps[warp].is_queued = false;
+        launch.queue[at] = launch.queue.back();
+        launch.queue.pop_back();
+    }
+    for (unsigned i = 0; i < num_fibers; i++)
+        if (fibers[i]->state != DONE) return false;
+    return true;
+}
+
+inline void stop(int number, siginfo_t* info, void*)
+{
+    fault_address = (uintptr_t)info->si_addr;
+    siglongjmp(stopped, number);
+}
+
+template <class... A, size_t... I>
+void invoke(void (*kernel)(A...), void** args, std::index_sequence<I...>)
+{
+    kernel(*static_cast<A*>(args[I])...);
+}
+
+template <class... A> Kernel wrap(void (*kernel)(A...))
+{
+    return {{sizeof(A)...}, [kernel](void** args) {
+                invoke(kernel, args, std::index_sequence_for<A...>());
+            }};
+}
+
+// The kernels by name; what loads the source writes it behind the source.
+extern const std::map<std::string, Kernel> kernels;
+
+}
+
+inline void __syncthreads() { emulator::wait_for_block(); }
+inline void __syncwarp(unsigned = 0xffffffffu) { emulator::wait_for_warp(); }
+inline void __nanosleep(unsigned) { emulator::leave(emulator::ASLEEP); }
+inline void __threadfence() {}
+
+template <class T> T __shfl_sync(unsigned, T value, int lane)
+{
+    return emulator::exchange(value, lane);
+}
+
+template <class T> T __shfl_xor_sync(unsigned, T value, int mask)
+{
+    return emulator::exchange(value, emulator::current % 32 ^ mask);
+}
+
+template <class T> T __shfl_down_sync(unsigned, T value, unsigned distance)
+{
+    const unsigned lane = emulator::current % 32;
+    return emulator::exchange(value, lane + distance < 32 ? lane + distance : lane);
+}
+
+template <class T> T atomicAdd(T* address, T value)
+{
+    const T before = *address;
+    *address += value;
+    return before;
+}
+
+template <class T> T __ldg(const T* address) { return *address; }
+template <class T> T __ldcs(const T* address) { return *address; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+
+inline unsigned __float_as_uint(float x)
+{
+    unsigned bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline float __uint_as_float(unsigned bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline float half_to_float(unsigned short bits)
+{
+    const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, rest = bits & 0x3ffu;
+    if (exponent == 31) return __uint_as_float(sign | 0x7f800000u | rest << 13);
+    if (exponent != 0) return __uint_as_float(sign | (exponent + 112) << 23 | rest << 13);
+    return __uint_as_float(sign | __float_as_uint(ldexpf((float)rest, -24)));
+}
+
+inline unsigned short float_to_half(float x)
+{
+    const unsigned bits = __float_as_uint(x), sign = bits >> 16 & 0x8000u;
+    if (x != x) return (unsigned short)0x7fffu;
+    const float size = fabsf(x);
+    if (size >= 65520.0f) return (unsigned short)(sign | 0x7c00u);
+    // Below the normal numbers, steps are of 2^-24.
+    if (size < 6.103515625e-5f) return (unsigned short)(sign | (unsigned)rintf(ldexpf(size, 24)));
+    const unsigned rebased = (bits & 0x7fffffffu) - (112u << 23);
+    return (unsigned short)(sign | (rebased + 0xfffu + (rebased >> 13 & 1u)) >> 13);
+}
+
+extern "C" {
+
+int num_parameters(const char* name)
+{
+    const auto found = emulator::kernels.find(name);
+    return found == emulator::kernels.end() ? -1 : (int)found->second.sizes.size();
+}
+
+size_t parameter_bytes(const char* name, int index)
+{
+    return emulator::kernels.at(name).sizes[index];
+}
+
+// 0; -1 where threads wait for others that never come; or the signal that stopped it.
+int launch_kernel(
+    const char* name, unsigned grid, unsigned block, void** args, int cooperative, uint64_t seed,
+    uintptr_t* address)
+{
+    using namespace emulator;
+    constexpr int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+    static char signal_stack[64 * 1024];
+    stack_t stack = {}, stack_before;
+    stack.ss_sp = signal_stack;
+    stack.ss_size = sizeof signal_stack;
+    sigaltstack(&stack, &stack_before);
+    struct sigaction action = {}, before[4];
+    action.sa_sigaction = stop;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    for (int i = 0; i < 4; i++) sigaction(signals[i], &action, &before[i]);
+
+    launch.kernel = &kernels.at(name);
+    launch.args = args;
+    launch.block_size = block;
+    launch.random = (seed + 1) * 0x9e3779b97f4a7c15ull;
+    blockDim = {block, 1, 1};
+    gridDim = {grid, 1, 1};
+    volatile int result = sigsetjmp(stopped, 1);
+    if (result == 0) {
+        const unsigned at_once = cooperative ? grid : 1;
+        for (unsigned first = 0; first < grid && result == 0; first += at_once)
+            if (!run_blocks(first, at_once)) result = -1;
+    }
+    if (result != 0)
+        for (Fiber* fiber : fibers) fiber->is_started = false;
+    *address = fault_address;
+
+    for (int i = 0; i < 4; i++) sigaction(signals[i], &before[i], nullptr);
+    sigaltstack(&stack_before, nullptr);
+    return result;
+}
+}

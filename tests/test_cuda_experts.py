@@ -13,7 +13,7 @@ from moecache.errors import ConfigError, MoeCacheError
 from moecache.experts import feed_forward, silu
 from moecache.slots import CudaSlots, HostSlots
 from moecache.stores.memory import MemoryStore
-from tests.helpers.fake_device import FakeDevice
+from tests.helpers.fake_device import FakeArray, FakeDevice
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH = 2, 12, 3, 40, 24
 TYPES = {
@@ -283,8 +283,8 @@ def test_no_token_is_no_work(gpu: Any) -> None:
         ({"ids": np.zeros((2, TOP_K), np.int64)}, r"must both be"),
         ({"weights": np.zeros((1, TOP_K), np.float64)}, r"weights are float64"),
         ({"out": np.zeros((2, HIDDEN), np.float32)}, r"out is float32 \[2, 40\]"),
-        ({"hidden": np.zeros((HIDDEN, 1), np.float32).T}, "not contiguous"),
-        ({"hidden": [1.0]}, "not on cuda:0|in host memory"),
+        ({"hidden": np.zeros((1, 2 * HIDDEN), np.float32)[:, ::2]}, "not contiguous"),
+        ({"hidden": [1.0]}, "a list is in host memory, not on cuda:0"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], problem: str) -> None:
@@ -294,6 +294,9 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], problem: str) -> N
     hidden, ids, weights = make_step(dtype, 1)
     with make_runtime(device, dtype, 5) as runtime:
         arguments = {"hidden": hidden, "ids": ids, "weights": weights, **change}
+        for name, array in arguments.items():
+            if name != "ids" and isinstance(array, np.ndarray):
+                arguments[name] = array.view(FakeArray)
         with pytest.raises(ConfigError, match=problem):
             runtime.on_device()(0, **arguments)
         assert runtime.stats().num_steps == 0

@@ -273,10 +273,12 @@ class CupyDevice:
             )
         return made
 
+    def is_on_host(self, array: Any) -> bool:
+        """Return whether an array is NumPy's."""
+        return isinstance(array, np.ndarray)
+
     def to_host(self, array: Any) -> np.ndarray:
         """Return a copy in host memory, once what the current stream was given is done."""
-        if isinstance(array, np.ndarray):
-            return array
         there, stream = self.locate(array), self.current_stream()
         here = np.empty(there.shape, there.dtype)
         with self._guarded():

@@ -159,6 +159,9 @@ class Device(Protocol):
     def to_device(self, array: np.ndarray, stream: Stream) -> Any:
         """Return a copy on the device; the host's array may change at once."""
 
+    def is_on_host(self, array: Any) -> bool:
+        """Return whether an array is NumPy's, so that whoever has it can look at it."""
+
     def to_host(self, array: Any) -> np.ndarray:
         """Return a copy in host memory, once what the current stream was given is done."""
 

@@ -158,7 +158,7 @@ class CudaExperts:
     def _launch_whole(self, runtime: _Runtime, step: "_Step", ids: Any, *, capturing: bool) -> None:
         """Compute a step in one launch; ids are resolved on the device."""
         device = self._device
-        if isinstance(ids, np.ndarray):
+        if device.is_on_host(ids):
             # Whoever has them on the host is told of wrong ones.
             _check_ids(ids, self._layout.num_experts)
             if capturing:

@@ -318,7 +318,7 @@ class CudaSlots:
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return an array of the device, ids say, in host memory; waits for it."""
-        if isinstance(array, (np.ndarray, list, tuple, int)):
+        if isinstance(array, (list, tuple, int)) or self.device.is_on_host(array):
             return np.asarray(array)
         return self.device.to_host(array)
 

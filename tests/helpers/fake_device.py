@@ -25,6 +25,10 @@ from moecache.errors import ConfigError, MoeCacheError
 RUBBISH = 0xA5
 
 
+class FakeArray(np.ndarray):
+    """An array of the device."""
+
+
 class DeadlockError(AssertionError):
     """Somebody waits for what can never come."""
 
@@ -79,7 +83,7 @@ class FakeDevice:
         self._completed: dict[int, set[int]] = {}
         self._times: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
-        # As CuPy's pool: what is given up is used by nobody else before its stream is so far.
+        # As with CuPy's pool, what is given up is nobody else's before its stream is so far.
         self._kept: list[np.ndarray] = []
         self._capture: list[Callable[[], None]] | None = None
         self._current = threading.local()
@@ -284,26 +288,23 @@ class FakeDevice:
         inner = np.empty(tuple(shape)[1:], dtype).strides if 0 not in shape else ()
         strides = (stride, *inner) if stride else None
         raw: Any = memory.owner
-        return np.ndarray(tuple(shape), dtype, raw, offset, strides)
+        return np.ndarray(tuple(shape), dtype, raw, offset, strides).view(FakeArray)
 
     def empty(self, shape: Sequence[int], dtype: np.dtype, stream: Stream) -> np.ndarray:
         """Return an array of rubbish."""
         self._no_capture("allocate")
         raw = np.full(int(np.prod(shape)) * dtype.itemsize, RUBBISH, np.uint8)
-        with self._lock:
-            if not self.num_queued:
-                self._kept.clear()
-            self._kept.append(raw)
-        return raw.view(dtype).reshape(tuple(shape))
+        self._kept.append(raw)
+        return raw.view(dtype).reshape(tuple(shape)).view(FakeArray)
 
     def locate(self, array: Any) -> DeviceArray:
-        """Return where an array is: any of NumPy's counts as one of the device."""
+        """Return where an array is: one of the device, or a tensor of torch."""
         if isinstance(array, DeviceArray):
             return array
         if hasattr(array, "data_ptr"):
             dtype = np.dtype(str(array.dtype).removeprefix("torch."))
             return DeviceArray(array.data_ptr(), tuple(array.shape), dtype, array)
-        if not isinstance(array, np.ndarray):
+        if not isinstance(array, FakeArray):
             raise ConfigError(f"a {type(array).__name__} is in host memory, not on {self.name}")
         if not array.flags.c_contiguous:
             raise ConfigError(f"an array of shape {array.shape} is not contiguous; copy it")
@@ -315,6 +316,10 @@ class FakeDevice:
         made, taken = self.empty(array.shape, array.dtype, stream), array.copy()
         self._enqueue(stream, lambda: np.copyto(made, taken))
         return made
+
+    def is_on_host(self, array: Any) -> bool:
+        """Return whether an array is NumPy's."""
+        return type(array) is np.ndarray
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return a copy, after the current stream's work."""

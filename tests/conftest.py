@@ -41,6 +41,14 @@ def gpu(request: pytest.FixtureRequest) -> Any:
         pytest.skip(str(error))
 
 
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """Return the device that `moecache.open(device="cuda")` finds."""
+    device = FakeDevice()
+    monkeypatch.setattr("moecache.opening.open_device", lambda name: device)
+    return device
+
+
 @pytest.fixture(scope="session")
 def tiny_moe() -> Path:
     """Return the directory of the trained model that the project ships."""

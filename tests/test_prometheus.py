@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache.telemetry import PrefetchStats, PrometheusCollector
+from moecache.telemetry import PrefetchStats, PrometheusCollector, UploadStats
+from tests.helpers.fake_device import FakeDevice
 from tests.helpers.runtimes import drain, make_runtime
 
 prometheus_client = pytest.importorskip("prometheus_client")
@@ -210,10 +211,10 @@ def test_names_follow_the_conventions(runtime: moecache.ExpertRuntime) -> None:
             assert not metric.name.endswith("_total")
 
 
-def test_every_metric_is_documented(tiny_moe: Path) -> None:
+def test_every_metric_is_documented(tiny_moe: Path, fake_cuda: FakeDevice) -> None:
     """docs/telemetry.md names each as it is exposed, and none that is not."""
     text = (ROOT / "docs" / "telemetry.md").read_text()
-    with moecache.open(tiny_moe, "25%", prefault="off") as runtime:
+    with moecache.open(tiny_moe, "25%", "cuda", prefault="off") as runtime:
         runtime._prefetcher = Reads()  # type: ignore[assignment]
         metrics = list(PrometheusCollector(runtime, per_layer=True).collect())
     exposed = {metric.name + ("_total" if metric.type == "counter" else "") for metric in metrics}
@@ -225,7 +226,7 @@ def test_every_metric_is_documented(tiny_moe: Path) -> None:
 def test_every_figure_is_documented() -> None:
     """Fields and properties of both kinds of snapshots."""
     text = (ROOT / "docs" / "telemetry.md").read_text()
-    for kind in (moecache.RuntimeStats, PrefetchStats):
+    for kind in (moecache.RuntimeStats, PrefetchStats, UploadStats):
         names = {field.name for field in dataclasses.fields(kind)}
         names |= {name for name, value in vars(kind).items() if isinstance(value, property)}
         assert not {name for name in names - {"num_layers"} if f"`{name}`" not in text}
@@ -274,11 +275,11 @@ def test_two_runtimes_of_one_registry_are_told(
 
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_what_is_described_is_what_is_collected(
-    runtime: moecache.ExpertRuntime, tiny_moe: Path, per_layer: bool
+    runtime: moecache.ExpertRuntime, tiny_moe: Path, fake_cuda: FakeDevice, per_layer: bool
 ) -> None:
     """By name and kind, and without a series; the same once the runtime is closed."""
     described = {}
-    with moecache.open(tiny_moe, "25%", prefault="off") as other:
+    with moecache.open(tiny_moe, "25%", "cuda", prefault="off") as other:
         other._prefetcher = Reads()  # type: ignore[assignment]
         collector = PrometheusCollector(other, per_layer=per_layer)
         collected = {metric.name: metric.type for metric in collector.collect()}

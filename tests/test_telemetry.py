@@ -87,7 +87,7 @@ def test_every_field_is_a_counter_or_stays(snapshots: tuple[RuntimeStats, Runtim
     gauges = {
         *("num_in_flight", "num_resident", "num_pinned", "capacity", "staging_slots"),
         *("total_experts", "pool_bytes", "policy", "scope", "opened_ns", "since_ns"),
-        *("taken_ns", "num_resets", "reading", "prefetch"),
+        *("taken_ns", "num_resets", "reading", "prefetch", "uploads"),
     }
     nothing = stats - stats
 
@@ -197,7 +197,7 @@ def test_the_text_says_all_of_it(snapshots: tuple[RuntimeStats, RuntimeStats]) -
     for part in (
         "6 resident, 0 pinned, 0 in flight, 24 slots, 24 in the model",
         "policy lru, scope global, 0 evictions",
-        "steps 4, 1 of them all resident; 1 sequences begun",
+        "steps 4, 1 of them all resident (25%); 1 sequences begun",
         "reads 6 (",
         "demand ",
         "bulk ",

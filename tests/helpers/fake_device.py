@@ -159,7 +159,7 @@ class FakeDevice:
         self._call()
         self._no_capture("allocate")
         taken = -(-num_bytes // self.allocation_bytes) * self.allocation_bytes
-        if taken > self.free_bytes():
+        if self._used_bytes + taken > self.total_bytes:
             raise MemoryError(f"{self.description} is out of memory")
         raw = np.zeros(num_bytes + 256, np.uint8)
         raw = raw[-raw.ctypes.data % 256 :][:num_bytes]

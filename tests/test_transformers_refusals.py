@@ -138,9 +138,9 @@ def test_a_family_without_support_is_named_with_the_reason(
     ("arguments", "reason"),
     [
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config cannot be given"),
-        ({"device": "cuda:0"}, "'cuda:0' is not supported"),
-        ({"device_map": "auto"}, "'auto' is not supported: the trunk stays on the CPU"),
-        ({"device_map": {"": 0}}, "the trunk stays on the CPU"),
+        ({"device": "gpu"}, """'gpu' is neither "cpu" nor "cuda\""""),
+        ({"device_map": "auto"}, "'auto' is not supported: the trunk goes where the slots are"),
+        ({"device_map": {"": 0}}, "the trunk goes where the slots are"),
         ({"output_loading_info": True}, "output_loading_info cannot be given to load"),
         ({"experts_implementation": "eager"}, 'experts_implementation cannot .* it is "moecache"'),
         ({"gguf_file": "model.gguf"}, "gguf_file cannot .* only safetensors"),

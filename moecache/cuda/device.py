@@ -1,7 +1,7 @@
 """Device: what slots and kernels ask of a GPU."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,6 +71,8 @@ class Device(Protocol):
     An error of the device is a `MoeCacheError`, memory that it does not have a `MemoryError`.
     """
 
+    # Returns the stream (cudaStream_t) that the calling thread computes in; None: CuPy's.
+    stream_source: Callable[[], int] | None
     # What an allocation is rounded up to.
     allocation_bytes: int
     # Blocks of 256 threads that run at once, whatever each of them uses.

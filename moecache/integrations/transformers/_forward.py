@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 from torch import nn
 
 from moecache.errors import MoeCacheError
 from moecache.runtime import ExpertRuntime
+from moecache.slots import CudaSlots
 from moecache.steps import Wave
 
 # Under this name an experts module knows its layer.
@@ -50,6 +52,7 @@ class SlotLayer:
     ) -> None:
         self.runtime = runtime
         self.layer = layer
+        self.device = device_of(runtime)
         self.num_products = 0
         self._views = views
         self._is_transposed = is_transposed
@@ -74,7 +77,7 @@ class SlotLayer:
         """
         rows: torch.Tensor | None = None
         num_pairs = ids.numel()
-        waves = self.runtime.waves(self.layer, ids.numpy())
+        waves = self.runtime.waves(self.layer, ids.cpu().numpy())
         try:
             for wave in waves:
                 slots = wave.slots.tolist()
@@ -85,7 +88,7 @@ class SlotLayer:
                     return part  # one token, all there
                 if rows is None:
                     rows = part.new_empty((num_pairs, part.shape[1]))
-                rows[pairs_of(wave)] = part
+                rows[pairs_of(wave, part.device)] = part
         finally:
             # A traceback that somebody keeps would keep the leases as well.
             waves.close()
@@ -98,9 +101,7 @@ class SlotLayer:
     # Views are kept: one that was made in inference mode could not be differentiated through.
     @torch.inference_mode(mode=False)
     def _view(self, slot: int) -> SlotWeights:
-        parts = {
-            role: as_tensor(array) for role, array in self.runtime.expert(slot, self.layer).items()
-        }
+        parts = weights_in(self.runtime, slot, self.layer)
         up, down = parts["gate_up"] if "gate_up" in parts else parts["up"], parts["down"]
         if not self._is_transposed:
             up, down = up.t(), down.t()
@@ -110,10 +111,30 @@ class SlotLayer:
         return view
 
 
-def pairs_of(wave: Wave) -> torch.Tensor:
+def pairs_of(wave: Wave, device: torch.device) -> torch.Tensor:
     """Return a wave's pairs; torch takes no arrays that are read-only, as one token's are."""
     pairs = wave.pairs
-    return torch.from_numpy(pairs if pairs.flags.writeable else pairs.copy())
+    return torch.from_numpy(pairs if pairs.flags.writeable else pairs.copy()).to(device)
+
+
+def device_of(runtime: ExpertRuntime) -> torch.device:
+    """Return where a runtime's slots are, as torch names it."""
+    pool = runtime.pool
+    return torch.device(pool.device.name if isinstance(pool, CudaSlots) else "cpu")
+
+
+def weights_in(runtime: ExpertRuntime, slot: int, layer: int) -> dict[str, torch.Tensor]:
+    """Return tensors over the weights in a slot, by role; nothing is copied."""
+    pool = runtime.pool
+    if not isinstance(pool, CudaSlots):
+        return {role: as_tensor(array) for role, array in runtime.expert(slot, layer).items()}
+    parts = pool.expert_bytes(slot, layer)
+    return {
+        role.name: torch.utils.dlpack.from_dlpack(parts[role.name]).view(
+            getattr(torch, role.dtype.name)
+        )
+        for role in runtime.layout.layers[layer]
+    }
 
 
 def layer_of(module: nn.Module, hidden: torch.Tensor) -> SlotLayer:
@@ -122,7 +143,7 @@ def layer_of(module: nn.Module, hidden: torch.Tensor) -> SlotLayer:
     Raises
     ------
     MoeCacheError
-        If the model has no runtime, or hidden states are not in the memory of its slots.
+        If the model has no runtime, or hidden states are not on the device of its slots.
     """
     layer: SlotLayer | None = module.__dict__.get(LAYER)
     if layer is None:
@@ -131,10 +152,10 @@ def layer_of(module: nn.Module, hidden: torch.Tensor) -> SlotLayer:
             "that is closed: load the model with moecache.integrations.transformers.load, or "
             "give it one with attach"
         )
-    if hidden.device.type != "cpu":
+    if hidden.device != layer.device:
         raise MoeCacheError(
-            f"the experts' slots are in RAM, but hidden states on {hidden.device}; "
-            "keep the model on the CPU"
+            f"the experts' slots are on {layer.device}, but hidden states on {hidden.device}; "
+            f"keep the model where its slots are: model.to({str(layer.device)!r})"
         )
     return layer
 
@@ -197,7 +218,7 @@ def _forward(
         if hidden.shape[0] == 1:
             inputs = hidden.to(first.up.dtype).expand(num_pairs, -1)
         else:
-            tokens = torch.from_numpy(wave.pairs // wave.top_k)
+            tokens = torch.from_numpy(wave.pairs // wave.top_k).to(hidden.device)
             inputs = hidden[tokens].to(first.up.dtype)
         # Element-wise work is done for all of a wave at once, as grouped_mm does.
         up = _products(inputs, [expert.up for expert in experts], counts)
@@ -237,7 +258,7 @@ def _activated(
 
     What is left of whole vectors at the end of a tensor may be rounded otherwise.
     """
-    place = torch.from_numpy(places)
+    place = torch.from_numpy(places).to(up.device)
     rows = up.new_zeros((num_pairs, up.shape[1]))
     rows[place] = up
     return activation(rows)[place]
@@ -245,7 +266,7 @@ def _activated(
 
 def _places(ids: torch.Tensor) -> np.ndarray:
     """Return the place of each pair when all experts are computed at once, sorted."""
-    order = np.argsort(ids.reshape(-1).numpy(), kind="stable")
+    order = np.argsort(ids.reshape(-1).cpu().numpy(), kind="stable")
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
     return places
@@ -264,7 +285,7 @@ def _products(
 
 def _biases(biases: list[torch.Tensor | None], counts: list[int]) -> torch.Tensor:
     stacked = torch.stack([bias for bias in biases if bias is not None])
-    return stacked.repeat_interleave(torch.tensor(counts), dim=0)
+    return stacked.repeat_interleave(torch.tensor(counts, device=stacked.device), dim=0)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -296,7 +317,7 @@ class _Differentiable(torch.autograd.Function):
         grad_weights = torch.zeros_like(weights).reshape(-1)
 
         def compute(wave: Wave, experts: list[SlotWeights], counts: list[int]) -> torch.Tensor:
-            pairs = pairs_of(wave)
+            pairs = pairs_of(wave, hidden.device)
             tokens = pairs // wave.top_k
             inputs = hidden[tokens].detach().requires_grad_()
             weight = weights.reshape(-1)[pairs].detach().requires_grad_()

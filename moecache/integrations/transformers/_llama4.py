@@ -80,7 +80,9 @@ def _forward(
 
     def compute(wave: Wave, experts: list[SlotWeights], counts: list[int]) -> torch.Tensor:
         outputs = []
-        for expert, tokens in zip(experts, pairs_of(wave).split(counts), strict=True):
+        for expert, tokens in zip(
+            experts, pairs_of(wave, hidden.device).split(counts), strict=True
+        ):
             score = scores[:, ids[tokens[0]]]
             if whole:
                 outputs.append(_expert(block, hidden * score, expert)[tokens])

@@ -12,10 +12,12 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moecache.cuda import open_device, parse_device
 from moecache.errors import ConfigError
 from moecache.headroom import headroom
 from moecache.integrations.transformers._binding import Binding, bind, check_family
 from moecache.integrations.transformers._experts import dispatch, strip
+from moecache.integrations.transformers._forward import device_of
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
 from moecache.integrations.transformers._offload import Offload
 from moecache.integrations.transformers.generation import check_model
@@ -150,8 +152,9 @@ def load(
         Bytes for experts, such as "4GiB", or a share of them, "25%": what the trunk and
         the KV cache take comes on top. By default MOECACHE_MEMORY, else what is free
         when the trunk is loaded, less `reserve`.
-    device : {"cpu"}, default "cpu"
-        Where the slots are.
+    device : str, default "cpu"
+        Where trunk and slots are: "cpu", or a GPU, "cuda" or "cuda:1". There the slots hold
+        what the file holds: `dtype` must be the checkpoint's own, as it is by default.
     prefetch : {"auto", "router", "echo", "last", "off"} or Predictor, optional
         Whose guesses are read before a layer asks. "router": those of the next layer's
         own router, applied to this layer's input. "auto": the same, as long as tokens
@@ -191,7 +194,8 @@ record_trace, warmpin, warmpin_after
         path, **{**from_pretrained, "quantization_config": MoeCacheConfig()}
     )
     directory, layers, dtype, config = model.__dict__.pop("_moecache_source")
-    if reserve is None and memory is None and slots is None:
+    on_host = parse_device(device) is None
+    if on_host and reserve is None and memory is None and slots is None:
         reserve = headroom(0, config).nbytes  # the trunk is there already
     runtime = open(
         directory,
@@ -200,7 +204,7 @@ record_trace, warmpin, warmpin_after
         slots=slots,
         policy=policy,
         scope=scope,
-        dtype=dtype,
+        dtype=dtype if on_host else None,
         read=read,
         reserve=reserve,
         lock=lock,
@@ -216,6 +220,8 @@ record_trace, warmpin, warmpin_after
         layers=layers,
     )
     try:
+        # After the slots, whose plan leaves room for it.
+        model = model.to(device_of(runtime))
         Offload(model, runtime, look_ahead=True if prefetch == "router" else None, owned=True)
     except BaseException:
         runtime.close()
@@ -224,14 +230,18 @@ record_trace, warmpin, warmpin_after
 
 
 def _check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
-    if device != "cpu":
-        raise ConfigError(f'device {device!r} is not supported; the only one so far is "cpu"')
+    if parse_device(device) is not None:
+        # Says what is missing, before the trunk is read.
+        open_device(device)
     for name, reason in _REFUSED.items():
         if from_pretrained.get(name):
             raise ConfigError(f"{name} cannot be given to load: {reason}")
     placed = from_pretrained.get("device_map")
     if placed not in (None, "cpu", {"": "cpu"}):
-        raise ConfigError(f"device_map {placed!r} is not supported: the trunk stays on the CPU")
+        raise ConfigError(
+            f"device_map {placed!r} is not supported: the trunk goes where the slots are; "
+            'give device="cuda"'
+        )
 
 
 def _check_names(**given: Any) -> None:

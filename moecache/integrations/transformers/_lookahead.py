@@ -124,10 +124,10 @@ def _likeliest(output: Any, n: int) -> np.ndarray:
     scores = scores.reshape(-1, scores.shape[-1]).float()
     scores = scores[0] if len(scores) == 1 else torch.softmax(scores, dim=-1).sum(0)
     # NumPy from here on: for arrays this small it takes a third of torch's time.
-    values = -scores.numpy()
+    values = -scores.cpu().numpy()
     n = min(n, len(values))
     if chosen and chosen[0].numel() < n:
-        ids = chosen[0].reshape(-1).numpy()
+        ids = chosen[0].reshape(-1).cpu().numpy()
         # 64 apart, as float32 numbers of that size are.
         values[ids] = np.arange(-1e9 - 64 * len(ids), -1e9, 64)[: len(ids)]
     likeliest = np.argpartition(values, n - 1)[:n]

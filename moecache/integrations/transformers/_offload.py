@@ -26,11 +26,19 @@ from moecache.integrations.transformers._experts import (
     restore,
     strip,
 )
-from moecache.integrations.transformers._forward import LAYER, SlotLayer, SlotWeights, as_tensor
+from moecache.integrations.transformers._forward import (
+    LAYER,
+    SlotLayer,
+    SlotWeights,
+    as_tensor,
+    device_of,
+    weights_in,
+)
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
 from moecache.interrupts import deferred
 from moecache.runtime import ExpertRuntime
+from moecache.slots import CudaSlots
 from moecache.stores import SafetensorsStore
 from moecache.telemetry import RuntimeStats
 from moecache.units import format_bytes
@@ -81,6 +89,7 @@ class Offload(NotCopied):
                 if _llama4.is_llama4(binding.module)
             ]
             self._layers = self._strip()
+            _follow_streams(runtime)
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
             self._hook = model.register_forward_pre_hook(_SequenceHook(runtime), with_kwargs=True)
             guard(model, getattr(runtime.store, "path", Path()))
@@ -259,7 +268,7 @@ class Offload(NotCopied):
     def _read(self, binding: Binding) -> dict[str, nn.Parameter]:
         store, layer = self.runtime.store, binding.layer
         weights = {
-            name: torch.empty(shape, dtype=dtype)
+            name: torch.empty(shape, dtype=dtype, device=device_of(self.runtime))
             for name, (shape, dtype, _) in described(binding.module).items()
         }
         parts = {role.name: np.empty(role.shape, role.dtype) for role in store.layout.layers[layer]}
@@ -287,7 +296,7 @@ def attach(
     Parameters
     ----------
     model : PreTrainedModel
-        On the CPU.
+        On the device that has the slots.
     runtime : ExpertRuntime
         Of the very checkpoint that the model was loaded from, with slots in the model's
         dtype (`moecache.open(path, dtype=...)`). Stays the caller's, who closes it.
@@ -320,15 +329,22 @@ def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[B
         )
     bindings = bind(model, store)
     for binding in bindings:
-        held = {as_tensor(a).dtype for a in runtime.expert(0, binding.layer).values()}
+        held = {weight.dtype for weight in weights_in(runtime, 0, binding.layer).values()}
         if held != {binding.dtype}:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in held)
             wanted = str(binding.dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"the slots hold {names}, the model computes in {wanted}; open the runtime with "
-                f"dtype={wanted!r} (of NumPy or ml_dtypes)"
-            )
+            remedy = f"open the runtime with dtype={wanted!r} (of NumPy or ml_dtypes)"
+            if isinstance(runtime.pool, CudaSlots):
+                remedy = f"load the model with dtype={names!r}, as slots on a GPU hold the file's"
+            raise ConfigError(f"the slots hold {names}, the model computes in {wanted}; {remedy}")
     return bindings
+
+
+def _follow_streams(runtime: ExpertRuntime) -> None:
+    """Have slots on a GPU wait for torch's streams, and torch's streams for them."""
+    device = device_of(runtime)
+    if device.type == "cuda" and isinstance(runtime.pool, CudaSlots):
+        runtime.pool.device.stream_source = lambda: torch.cuda.current_stream(device).cuda_stream
 
 
 class _SequenceHook(NotCopied):

@@ -1,0 +1,139 @@
+"""Models whose slots are on a GPU: the same output, through torch's own memory and streams.
+
+The device made for tests calls itself "cpu" here, so that tensors of a torch without CUDA are
+its arrays; the same tests run on a GPU where there is one.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moecache
+from moecache.cuda import open_device
+from moecache.errors import ConfigError, MoeCacheError
+from moecache.slots import CudaSlots
+from tests.helpers.fake_device import FakeDevice
+from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.offloading import generated, load_whole, prompt
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from moecache.integrations.transformers import attach, load  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+
+class TensorDevice(FakeDevice):
+    """A device whose arrays are torch's on the CPU."""
+
+    name = "cpu"
+    description = "cpu (fake)"
+
+
+@pytest.fixture(params=["fake", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Return the name of a device as torch knows it; "cuda" opens slots there."""
+    if request.param == "fake":
+        for place in ("moecache.opening", "moecache.integrations.transformers._loading"):
+            monkeypatch.setattr(f"{place}.open_device", lambda name: TensorDevice())
+        yield "cpu"
+        return
+    try:
+        open_device("cuda:0")
+    except MoeCacheError as error:
+        pytest.skip(str(error))
+    yield "cuda:0"
+
+
+@pytest.fixture(params=["qwen3_moe", "gpt_oss", "llama4"])
+def family(request: pytest.FixtureRequest) -> Any:
+    """Return a family of each kind: plain, transposed with biases, patched."""
+    return FAMILIES[request.param]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("memory", ["25%", "100%"])
+def test_logits_and_tokens_are_those_of_the_whole_model(
+    gpu: str, family: Any, dtype: str, memory: str, tmp_path: Path
+) -> None:
+    """Bit for bit, with the look-ahead, wherever experts were."""
+    path = write_checkpoint(family, tmp_path / "model", dtype)
+    whole = load_whole(family, path, dtype).to(gpu)
+    model = load(path, memory, "cuda", dtype=getattr(torch, dtype), prefetch="router")
+    ids = prompt().to(gpu)
+    with model.moecache as offload, torch.no_grad():
+        assert isinstance(offload.runtime.pool, CudaSlots)
+        assert model.device == torch.device(gpu)
+        assert torch.equal(model(ids).logits, whole(ids).logits)
+        assert torch.equal(generated(model, ids), generated(whole, ids))
+        assert "uploads to" in offload.report()
+        offload.runtime.cache.check()
+
+
+def test_gradients_go_through(gpu: str, qwen3_moe: Path, whole_model: Any) -> None:
+    """Backward reads the experts again, into the same slots."""
+    ids = prompt().to(gpu)
+    whole = whole_model.to(gpu)
+    model = load(qwen3_moe, "25%", "cuda", dtype=torch.float32)
+    with model.moecache:
+        found, wanted = (
+            torch.autograd.grad(one(ids).logits.sum(), one.model.norm.weight)[0]
+            for one in (model, whole)
+        )
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    whole_model.to("cpu")
+
+
+def test_detach_gives_the_experts_back(gpu: str, qwen3_moe: Path, whole_model: Any) -> None:
+    """On the device of the model."""
+    ids = prompt().to(gpu)
+    model = load(qwen3_moe, "25%", "cuda", dtype=torch.float32)
+    model.moecache.detach()
+    assert {parameter.device for parameter in model.parameters()} == {torch.device(gpu)}
+    assert torch.equal(generated(model, ids), generated(whole_model.to(gpu), ids))
+    whole_model.to("cpu")
+
+
+def test_slots_hold_what_the_file_holds(gpu: str, qwen3_moe: Path) -> None:
+    """Nothing is converted on the way to a GPU: the model must be of the file's type."""
+    with pytest.raises(ConfigError, match="load the model with dtype='float32'"):
+        load(qwen3_moe, "25%", "cuda", dtype=torch.bfloat16)
+
+
+def test_a_model_elsewhere_is_an_error(gpu: str, qwen3_moe: Path) -> None:
+    """With where the slots are, and what to do."""
+    model = load(qwen3_moe, "25%", "cuda", dtype=torch.float32)
+    with model.moecache:
+        layer = model.moecache._layers[0]
+        layer.device = torch.device("cuda:7")
+        with pytest.raises(MoeCacheError, match=r"model\.to\('cuda:7'\)"):
+            model(prompt().to(gpu))
+
+
+def test_what_is_there_without_cuda_is_said_before_the_trunk_is_read(qwen3_moe: Path) -> None:
+    """A missing package or driver, say; or a name that is none."""
+    with pytest.raises(ConfigError, match='neither "cpu" nor "cuda"'):
+        load(qwen3_moe, "25%", "gpu")
+    with pytest.raises(ConfigError, match='give device="cuda"'):
+        load(qwen3_moe, "25%", device_map="auto")
+
+
+def test_attach_takes_a_runtime_on_a_gpu(gpu: str, qwen3_moe: Path, whole_model: Any) -> None:
+    """As `load` does it, in two steps."""
+    family = FAMILIES["qwen3_moe"]
+    ids = prompt().to(gpu)
+    model = load_whole(family, qwen3_moe).to(gpu)
+    with moecache.open(qwen3_moe, "25%", "cuda") as runtime:
+        attach(model, runtime)
+        assert torch.equal(generated(model, ids), generated(whole_model.to(gpu), ids))
+        assert runtime.stats().num_misses > 0
+        with runtime.lease(0, np.arange(2)) as lease:
+            assert len(lease.slots) == 2
+        model.moecache.close()
+    whole_model.to("cpu")

@@ -130,7 +130,7 @@ class Uploads:
                 device.record(end, stream)
             except BaseException:
                 # A device that is lost does not even say that it is done.
-                with contextlib.suppress(MoeCacheError):
+                with contextlib.suppress(MoeCacheError, MemoryError):
                     device.synchronize(stream)
                     self._timing.extend((start, end))
                 raise
@@ -151,16 +151,18 @@ class Uploads:
     def release(self, slots: Sequence[int]) -> None:
         """Let refills of these slots wait for what was issued so far in any stream that uses some.
 
-        The garbage collector may call this in the middle of anything: no lock, no waiting.
+        The garbage collector may call this in the middle of anything: no lock, no waiting. Never
+        fails.
         """
         use = Use(self._plain)
         for stream in tuple(self._computing.values()):
             try:
-                event = self._plain.popleft()
-            except IndexError:
-                event = self._create_event(timing=False)
-            use.events.append(event)
-            self._device.record(event, stream)
+                self._record(use, stream)
+            except (MoeCacheError, MemoryError):
+                # Without an event it is waited for here. If that fails as well the device is
+                # lost, and refills will be told: the leases must end all the same.
+                with contextlib.suppress(MoeCacheError, MemoryError):
+                    self._device.synchronize(stream)
         for slot in slots:
             self._uses[slot] = use
 
@@ -219,6 +221,14 @@ class Uploads:
                 self._device.synchronize(self._computing[oldest])
                 del self._computing[oldest]
             self._computing[stream.pointer] = stream
+
+    def _record(self, use: Use, stream: Stream) -> None:
+        try:
+            event = self._plain.popleft()
+        except IndexError:
+            event = self._create_event(timing=False)
+        use.events.append(event)
+        self._device.record(event, stream)
 
     def _take_timing(self) -> int:
         try:

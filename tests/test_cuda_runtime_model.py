@@ -210,4 +210,4 @@ class RuntimeMachine(RuleBasedStateMachine):
 
 
 TestRuntime = RuntimeMachine.TestCase
-TestRuntime.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRuntime.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

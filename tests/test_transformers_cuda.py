@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import moecache
+from moecache import cli
 from moecache.cuda import open_device
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.slots import CudaSlots
@@ -74,6 +75,21 @@ def test_logits_and_tokens_are_those_of_the_whole_model(
         assert torch.equal(generated(model, ids), generated(whole, ids))
         assert "uploads to" in offload.report()
         offload.runtime.cache.check()
+
+
+def test_the_command_generates_on_a_gpu(
+    gpu: str, tiny_moe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same text as on the CPU."""
+    texts = []
+    for device in ("cpu", "cuda"):
+        few = ["--max-new-tokens", "8", "--memory", "25%", "--temperature", "0"]
+        command = ["generate", str(tiny_moe), "def main(", *few, "--device", device]
+        assert cli.main(command) == 0
+        texts.append(capsys.readouterr().out)
+    if gpu == "cpu":
+        assert texts[0] == texts[1]
+    assert texts[1]
 
 
 def test_gradients_go_through(gpu: str, qwen3_moe: Path, whole_model: Any) -> None:

@@ -66,6 +66,13 @@ def add_parser(commands: Any) -> None:
         help='memory for experts: "16GiB", or a share of them, "25%%"; the trunk comes on top '
         "(default: what is free, less some reserve)",
     )
+    cache.add_argument(
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help='where trunk and experts are computed: "cpu" (default), or a GPU, "cuda" or "cuda:1", '
+        "whose memory --memory is then",
+    )
     cache.add_argument("--policy", choices=POLICIES, help="who is evicted")
     cache.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
     cache.add_argument(
@@ -161,6 +168,7 @@ def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
         model = load(
             arguments.model,
             arguments.memory,
+            arguments.device,
             policy=arguments.policy,
             scope=arguments.scope,
             prefetch=arguments.prefetch,

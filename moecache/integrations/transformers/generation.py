@@ -285,6 +285,7 @@ def continue_tokens(
         if not temperature:
             sampling.update(top_p=None, top_k=None)
     torch.manual_seed(seed)
+    prompt = prompt.to(model.device)
     model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),

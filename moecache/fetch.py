@@ -5,9 +5,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Protocol
+
+import numpy as np
 
 from moecache.errors import MoeCacheError
 from moecache.interrupts import deferred
@@ -284,10 +286,11 @@ class StoreFetch(LoadQueue):
     def _fill(self, load: Load) -> bool:
         done = True
         try:
+            parts: Mapping[str, np.ndarray]
             if self._pool.reads_views:
                 parts = self._store.view(load.layer, load.expert)
             else:
-                parts = dict(self._pool.buffers(load.slot, load.layer))
+                parts = self._pool.buffers(load.slot, load.layer)
                 self._store.read_into(load.layer, load.expert, parts)
             self._pool.upload(load.slot, load.layer, parts, behind=not load.urgent)
         except Exception as error:  # noqa: BLE001 - a waiting step raises it

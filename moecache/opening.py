@@ -204,11 +204,11 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         if layout.total_experts == 0:
             raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")
         widest = max(map(layout.expert_bytes, range(layout.num_layers)))
-        # What is converted, or copied to a GPU, is read beside its slot first.
+        # What is converted is read beside its slot first.
         converted = 0 if dtype is None else max(2 * widest, MAX_CONVERTED_BYTES) + widest
-        if gpu is not None:
-            converted = max(4 * widest, MAX_PINNED_BYTES)
-        room = headroom(store.trunk_bytes, store.config, staging_bytes=STAGING_BYTES + converted)
+        # Of the device that has the slots: what is staged for a GPU is the host's.
+        staged = 0 if gpu is not None else STAGING_BYTES + converted
+        room = headroom(store.trunk_bytes, store.config, staging_bytes=staged)
         left = _first(reserve, settings.reserve)
         reserve_bytes = room.nbytes if left is None else parse_bytes(left)
         if slots is None:
@@ -232,6 +232,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         if gpu is not None:
             pool, capacity = make_slots(gpu, layout, capacity, staging)
             undo.callback(pool.close)
+            converted = max(4 * widest, MAX_PINNED_BYTES)
             if registers and not register_experts(pool, store):
                 way = _first(settings.read, DEFAULT_READ)
         # Of the host.

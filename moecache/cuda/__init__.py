@@ -1,6 +1,6 @@
 """The GPU: what is asked of it, CuPy, which does it, and the kernels."""
 
-from moecache.cuda.device import Device, DeviceArray, Memory, Stream, parse_device
+from moecache.cuda.device import Device, DeviceArray, Memory, Product, Stream, parse_device
 from moecache.cuda.experts import CudaExperts
 from moecache.errors import ConfigError
 
@@ -9,6 +9,7 @@ __all__ = [
     "Device",
     "DeviceArray",
     "Memory",
+    "Product",
     "Stream",
     "open_device",
     "parse_device",

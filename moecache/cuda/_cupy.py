@@ -2,13 +2,15 @@
 
 import contextlib
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from typing import Any, NoReturn
 
 import numpy as np
 
-from moecache.cuda.device import DeviceArray, Memory, Stream
+from moecache.cuda.device import DeviceArray, Memory, Product, Stream
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 
 try:
@@ -30,6 +32,12 @@ _HOST_REGISTER_PORTABLE = 1
 _HOST_REGISTER_READ_ONLY = 8
 _TO_DEVICE, _TO_HOST = 1, 2
 _SUCCESS, _OUT_OF_MEMORY, _NOT_READY = 0, 2, 600
+# What an event cannot be asked while somebody captures a graph; it is not done, for all one knows.
+_CAPTURE_ERRORS = range(900, 909)
+# After these every call of the process fails.
+_LOST = {214, *range(700, 720), 999} - {704, 705, 708, 712, 713}
+_LEGACY_STREAMS = (0, 1)
+_PER_THREAD_STREAM = 2
 _TRANSPOSED, _AS_IT_IS = 1, 0
 _COMPUTE_32F = 68
 _DEFAULT_ALGORITHM = -1
@@ -79,7 +87,10 @@ class CupyDevice:
             raise ConfigError(
                 f"there is no device cuda:{number}; CUDA sees {have} (CUDA_VISIBLE_DEVICES)"
             )
-        self._device = cupy.cuda.Device(number)
+        # Of several GPUs each thread has a current one; of one there is nothing to set.
+        self._current: contextlib.AbstractContextManager[Any] = (
+            cupy.cuda.Device(number) if count > 1 else contextlib.nullcontext()
+        )
         self._unknown: set[np.dtype] = set()
         with self._guarded():
             properties = runtime.getDeviceProperties(number)
@@ -100,8 +111,8 @@ class CupyDevice:
 
     def free_bytes(self) -> int:
         """Return the bytes that nobody has allocated; what CuPy only keeps is given back first."""
+        self.trim()
         with self._guarded():
-            cupy.get_default_memory_pool().free_all_blocks()
             free, _ = runtime.memGetInfo()
         return int(free)
 
@@ -115,8 +126,11 @@ class CupyDevice:
         return Memory(pointer.ptr, num_bytes, pointer)
 
     def free(self, memory: Memory) -> None:
-        """Let CuPy give it back with the last array over it."""
-        del memory
+        """Let CuPy have it back with the last array over it."""
+        memory.owner = None
+
+    def trim(self) -> None:
+        """Let CuPy give back what it keeps."""
         with self._guarded():
             cupy.get_default_memory_pool().free_all_blocks()
 
@@ -145,7 +159,13 @@ class CupyDevice:
         """Return the stream that the calling thread computes in."""
         if self.stream_source is not None:
             return Stream(self.stream_source())
-        stream = cupy.cuda.get_current_stream()
+        stream = cupy.cuda.get_current_stream(self._number)
+        if stream.ptr == _PER_THREAD_STREAM:
+            raise ConfigError(
+                "CuPy computes in each thread's own default stream "
+                "(CUPY_CUDA_PER_THREAD_DEFAULT_STREAM), by which threads cannot wait for each "
+                "other; unset it, or compute in a cupy.cuda.Stream(non_blocking=True)"
+            )
         return Stream(stream.ptr, stream)
 
     def create_event(self, *, timing: bool = False) -> int:
@@ -158,26 +178,26 @@ class CupyDevice:
         with self._guarded():
             runtime.eventDestroy(event)
 
-    # From here on calls of every step: what they need is in their arguments, no device is set.
-
     def record(self, event: int, stream: Stream) -> None:
         """Let an event stand for all work that the stream was given so far."""
         try:
-            runtime.eventRecord(event, stream.pointer)
+            with self._current:
+                runtime.eventRecord(event, stream.pointer)
         except runtime.CUDARuntimeError as error:
             self._fail(error)
 
     def wait_event(self, stream: Stream, event: int) -> None:
         """Let what the stream is given from now on wait for an event as it was last recorded."""
         try:
-            runtime.streamWaitEvent(stream.pointer, event)
+            with self._current:
+                runtime.streamWaitEvent(stream.pointer, event)
         except runtime.CUDARuntimeError as error:
             self._fail(error)
 
     def is_done(self, event: int) -> bool:
         """Return whether all that an event stands for is done."""
         status = runtime.eventQuery(event)
-        if status not in {_SUCCESS, _NOT_READY}:
+        if status not in {_SUCCESS, _NOT_READY, *_CAPTURE_ERRORS}:
             self._fail(runtime.CUDARuntimeError(status))
         return bool(status == _SUCCESS)
 
@@ -198,14 +218,16 @@ class CupyDevice:
     def synchronize(self, stream: Stream) -> None:
         """Wait until all of a stream's work is done."""
         try:
-            runtime.streamSynchronize(stream.pointer)
+            with self._current:
+                runtime.streamSynchronize(stream.pointer)
         except runtime.CUDARuntimeError as error:
             self._fail(error)
 
     def copy_in(self, destination: int, source: int, num_bytes: int, stream: Stream) -> None:
         """Copy from the host; pinned memory must stay as it is until the copy is done."""
         try:
-            runtime.memcpyAsync(destination, source, num_bytes, _TO_DEVICE, stream.pointer)
+            with self._current:
+                runtime.memcpyAsync(destination, source, num_bytes, _TO_DEVICE, stream.pointer)
         except runtime.CUDARuntimeError as error:
             self._fail(error)
 
@@ -217,8 +239,8 @@ class CupyDevice:
             dtype = np.dtype(f"u{dtype.itemsize}")
         strides = None
         if stride:
-            inner = np.empty(shape[1:], np.uint8).strides if 0 not in shape else (0,) * len(shape)
-            strides = (stride, *(step * dtype.itemsize for step in inner))
+            inner = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=dtype.itemsize)
+            strides = (stride, *reversed(list(inner)[: len(shape) - 1]))
         pointer = memory.owner + offset  # type: ignore[operator]
         try:
             return cupy.ndarray(tuple(shape), dtype, pointer, strides)
@@ -259,15 +281,15 @@ class CupyDevice:
         if not contiguous:
             raise ConfigError(f"an array of shape {tuple(array.shape)} is not contiguous; copy it")
         address = array.data_ptr() if torch else array.data.ptr
-        dtype = np.dtype(str(array.dtype).removeprefix("torch."))
+        dtype = _dtype(str(array.dtype).removeprefix("torch."))
         return DeviceArray(address, tuple(array.shape), dtype, array)
 
     def to_device(self, array: np.ndarray, stream: Stream) -> Any:
         """Return a copy on the device; the host's array may change at once."""
-        array = np.ascontiguousarray(array)
+        # A copy of one's own: pageable memory the driver has taken when the call returns.
+        array = np.array(array, order="C")
         made = self.empty(array.shape, array.dtype, stream)
         with self._guarded():
-            # From pageable memory, as this is, the driver has taken it when the call returns.
             runtime.memcpyAsync(
                 made.data.ptr, array.ctypes.data, array.nbytes, _TO_DEVICE, stream.pointer
             )
@@ -290,6 +312,9 @@ class CupyDevice:
 
     def is_capturing(self, stream: Stream) -> bool:
         """Return whether what a stream is given becomes a graph."""
+        if stream.pointer in _LEGACY_STREAMS:
+            # They never can, and to ask fails while another stream does.
+            return False
         with self._guarded():
             return bool(runtime.streamIsCapturing(stream.pointer))
 
@@ -306,33 +331,31 @@ class CupyDevice:
         with self._guarded(), self._in(stream):
             _kernel(kernel, self._number, cooperative)((num_blocks,), (_BLOCK,), tuple(arguments))
 
-    def product(
-        self,
-        rows: int,
-        matrix: int,
-        out: int,
-        shape: tuple[int, int, int],
-        dtype: np.dtype,
-        stream: Stream,
-    ) -> None:
+    def prepare(self, kernels: Sequence[str]) -> None:
+        """Compile kernels, if they are not on disk."""
+        with self._guarded():
+            for name in kernels:
+                _kernel(name, self._number, cooperative=name.startswith("decode"))
+
+    def products(self, products: Sequence[Product], dtype: np.dtype, stream: Stream) -> None:
         """Compute out[n, m] = rows[n, k] @ matrix[m, k].T by cuBLAS, sums in float32."""
         # Not with the class: cuBLAS is a large library of its own.
         from cupy.cuda import cublas, device
 
-        n, m, k = shape
         kind = _DATA_TYPES[dtype.name]
+        one, zero = self._one.ctypes.data, self._zero.ctypes.data
         with self._guarded(), self._in(stream):
-            # To cuBLAS, whose matrices go by columns, all three are their transposes.
-            cublas.gemmEx(
-                device.get_cublas_handle(),
-                *(_TRANSPOSED, _AS_IT_IS, m, n, k, self._one.ctypes.data),
-                *(matrix, kind, k, rows, kind, k, self._zero.ctypes.data),
-                *(out, kind, m, _COMPUTE_32F, _DEFAULT_ALGORITHM),
-            )
+            handle = device.get_cublas_handle()
+            for rows, matrix, out, n, m, k in products:
+                # To cuBLAS, whose matrices go by columns, all three are their transposes.
+                cublas.gemmEx(
+                    *(handle, _TRANSPOSED, _AS_IT_IS, m, n, k, one, matrix, kind, k),
+                    *(rows, kind, k, zero, out, kind, m, _COMPUTE_32F, _DEFAULT_ALGORITHM),
+                )
 
     def _in(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which CuPy works in a stream."""
-        if stream.pointer == cupy.cuda.get_current_stream().ptr:
+        if stream.pointer == cupy.cuda.get_current_stream(self._number).ptr:
             return contextlib.nullcontext()
         return cupy.cuda.Stream.from_external(_Foreign(stream.pointer))
 
@@ -340,24 +363,35 @@ class CupyDevice:
     def _guarded(self) -> Iterator[None]:
         """Make the device the current one, and errors of CUDA this library's."""
         try:
-            with self._device:
+            with self._current:
                 yield
+        except (MoeCacheError, MemoryError):
+            raise
         except runtime.CUDARuntimeError as error:
             self._fail(error)
         except driver.CUDADriverError as error:
+            self._fail(error)
+        except (RuntimeError, OSError, compiler.CompileException) as error:
+            # cuBLAS, NVRTC, the directory that CuPy keeps kernels in.
             raise MoeCacheError(f"{self.description}: {error}") from error
-        except compiler.CompileException as error:
-            raise MoeCacheError(
-                f"{self.description}: a kernel was not compiled: {error}"
-            ) from error
 
     def _fail(self, error: Any) -> NoReturn:
         if error.status == _OUT_OF_MEMORY:
             raise MemoryError(f"{self.description} is out of memory: {error}") from error
-        raise MoeCacheError(
-            f"{self.description}: {error}; what was computed since is lost, and so is the GPU's "
-            "context as a rule: end the process and start it again"
-        ) from error
+        remedy = ""
+        if error.status in _LOST:
+            remedy = "; the GPU's context is lost: end the process and start it again"
+        raise MoeCacheError(f"{self.description}: {error}{remedy}") from error
+
+
+@functools.cache
+def _dtype(name: str) -> np.dtype:
+    import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by its name then
+
+    try:
+        return np.dtype(name)
+    except TypeError as error:
+        raise ConfigError(f"an array of {name} is of no type that NumPy knows") from error
 
 
 class _Foreign:

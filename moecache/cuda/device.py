@@ -3,14 +3,14 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from moecache.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass
 class Memory:
     """Memory of a device.
 
@@ -20,7 +20,7 @@ class Memory:
         On the device.
     nbytes : int
     owner : object
-        Whoever refers to it keeps the memory.
+        Whoever refers to it keeps the memory; None once it was given back.
     """
 
     address: int
@@ -63,6 +63,24 @@ class DeviceArray:
     owner: object
 
 
+class Product(NamedTuple):
+    """A product to be computed, by addresses on the device.
+
+    Parameters
+    ----------
+    rows, matrix, out : int
+        Of [n, k], [m, k] and [n, m].
+    n, m, k : int
+    """
+
+    rows: int
+    matrix: int
+    out: int
+    n: int
+    m: int
+    k: int
+
+
 class Device(Protocol):
     """A GPU, as far as it is asked for anything here.
 
@@ -93,7 +111,10 @@ class Device(Protocol):
         """Return memory filled with zeros."""
 
     def free(self, memory: Memory) -> None:
-        """Give memory back that nothing uses any more."""
+        """Give memory back that nothing uses any more; arrays over it keep it."""
+
+    def trim(self) -> None:
+        """Have what was given back, and is only kept for later, be anybody's."""
 
     def pin(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
         """Lock pages of the host so that they can be copied from without a detour."""
@@ -181,16 +202,11 @@ class Device(Protocol):
     ) -> None:
         """Start a kernel of experts.cu with 256 threads a block."""
 
-    def product(
-        self,
-        rows: int,
-        matrix: int,
-        out: int,
-        shape: tuple[int, int, int],
-        dtype: np.dtype,
-        stream: Stream,
-    ) -> None:
-        """Compute out[n, m] = rows[n, k] @ matrix[m, k].T, sums in float32; shape is (n, m, k)."""
+    def prepare(self, kernels: Sequence[str]) -> None:
+        """Compile kernels of experts.cu that will be started."""
+
+    def products(self, products: Sequence[Product], dtype: np.dtype, stream: Stream) -> None:
+        """Compute out[n, m] = rows[n, k] @ matrix[m, k].T, one after the other, sums in float32."""
 
 
 def parse_device(name: object) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moecache.cuda.device import Device, DeviceArray, Memory, Stream
+from moecache.cuda.device import Device, DeviceArray, Memory, Product, Stream
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
 
@@ -15,8 +15,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 # Of more, cuBLAS makes products of several rows.
 MAX_STREAMED_TOKENS = 4
 _SUFFIXES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_BLOCK = 256
-_WARPS = _BLOCK // 32
+_KERNELS = ("decode", "gate_up", "down", "combine_rows", "gather", "activate", "combine")
+_WARPS = 256 // 32
 
 
 class _Pool(Protocol):
@@ -78,7 +78,11 @@ class CudaExperts:
         self._activation = np.int32(ACTIVATIONS.index(activation))
         self._shapes = [_shape(self._layout, layer) for layer in range(self._layout.num_layers)]
         self._scratch: dict[tuple[int, str], tuple[Stream, Memory]] = {}
-        self._table: DeviceArray | None = None
+        self._table: DeviceArray | None = None  # the slot of each expert of the model
+        self._slot_numbers: DeviceArray | None = None  # 0, 1, 2, ...
+        suffixes = {_SUFFIXES[dtype.name] for _, _, dtype in self._shapes}
+        # Not in the first token: they take seconds to compile, the first time on a machine.
+        self._device.prepare([f"{name}_{suffix}" for name in _KERNELS for suffix in suffixes])
 
     def __call__(self, layer: int, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Any:
         """Return the output of a layer's routed experts.
@@ -136,7 +140,7 @@ class CudaExperts:
         step = _Step(layer, x, w, target, num_tokens, top_k, size, width, dtype, stream)
         streamed = num_tokens <= MAX_STREAMED_TOKENS
         if streamed and runtime.begin_resident_step():
-            self._launch_whole(runtime, step, ids, capturing=capturing)
+            self._launch_resident(runtime, step, ids, capturing=capturing)
         elif capturing:
             raise MoeCacheError(
                 "a graph of this step would hold what happened to be resident: capture steps of "
@@ -153,9 +157,11 @@ class CudaExperts:
         while self._scratch:
             _, (stream, memory) = self._scratch.popitem()
             self._release(stream, memory)
-        self._table = None
+        self._table = self._slot_numbers = None
 
-    def _launch_whole(self, runtime: _Runtime, step: "_Step", ids: Any, *, capturing: bool) -> None:
+    def _launch_resident(
+        self, runtime: _Runtime, step: "_Step", ids: Any, *, capturing: bool
+    ) -> None:
         """Compute a step in one launch; ids are resolved on the device."""
         device = self._device
         if device.is_on_host(ids):
@@ -164,15 +170,35 @@ class CudaExperts:
             if capturing:
                 raise ConfigError("in a graph the ids must be on the device")
             ids = device.to_device(ids, step.stream)
-        found = device.locate(ids)
-        kind = _ids_kind(found.dtype)
         if self._table is None:
             if capturing:
                 raise MoeCacheError("compute one step before capturing a graph")
-            table = np.ascontiguousarray(runtime.cache.slot_table, np.int32)
-            self._table = device.locate(device.to_device(table, step.stream))
-            device.synchronize(step.stream)  # other streams may use it next
-        num_pairs = step.num_tokens * step.top_k
+            self._table = self._copied(runtime.cache.slot_table, step.stream)
+        row = self._table.address + 4 * step.layer * self._layout.num_experts
+        num_experts = self._layout.num_experts
+        self._decode(step, device.locate(ids), row, num_experts, capturing=capturing)
+
+    def _launch_wave(self, step: "_Step", wave: Any) -> None:
+        """Compute a step in one launch whose experts are all leased."""
+        device = self._device
+        if self._slot_numbers is None:
+            numbers = np.arange(self._pool.num_slots, dtype=np.int32)
+            self._slot_numbers = self._copied(numbers, step.stream)
+        slots = np.empty(step.num_tokens * step.top_k, np.int32)
+        slots[wave.pairs] = np.repeat(wave.slots, np.diff(wave.offsets))
+        ids = device.to_device(slots, step.stream)
+        self._decode(step, device.locate(ids), self._slot_numbers.address, self._pool.num_slots)
+
+    def _decode(
+        self,
+        step: "_Step",
+        ids: DeviceArray,
+        table: int,
+        num_ids: int,
+        *,
+        capturing: bool = False,
+    ) -> None:
+        device, num_pairs = self._device, step.num_tokens * step.top_k
         h = self._room(step.stream, "h", num_pairs * step.width * 4, capturing=capturing)
         barrier = self._room(step.stream, "barrier", 8, capturing=capturing)
         work = max(num_pairs * step.width, step.num_tokens * step.size)
@@ -181,14 +207,14 @@ class CudaExperts:
             step,
             min(device.max_resident_blocks, -(-work // _WARPS)),
             np.uint64(step.x.address),
-            np.uint64(found.address),
-            np.int32(kind),
-            np.uint64(self._table.address + 4 * step.layer * self._layout.num_experts),
+            np.uint64(ids.address),
+            np.int32(_ids_kind(ids.dtype)),
+            np.uint64(table),
             *step.weights,
             *self._slots("gate_up", "down"),
             np.int32(step.num_tokens),
             np.int32(step.top_k),
-            np.int32(self._layout.num_experts),
+            np.int32(num_ids),
             np.int32(self._pool.num_slots),
             np.int32(step.size),
             np.int32(step.width),
@@ -199,17 +225,28 @@ class CudaExperts:
             cooperative=True,
         )
 
+    def _copied(self, array: np.ndarray, stream: Stream) -> DeviceArray:
+        """Return a copy on the device that any stream may use."""
+        copy = self._device.to_device(np.ascontiguousarray(array, np.int32), stream)
+        self._device.synchronize(stream)
+        return self._device.locate(copy)
+
     def _stream_waves(self, runtime: _Runtime, step: "_Step", ids: np.ndarray) -> None:
         """Compute a step of few tokens wave by wave, to the bit as in one launch."""
         num_pairs = step.num_tokens * step.top_k
-        h = self._room(step.stream, "h", num_pairs * step.width * 4)
-        rows = self._room(step.stream, "rows", num_pairs * step.size * 4)
+        h = rows = 0
         waves = runtime.waves(step.layer, ids)
         try:
             for wave in waves:
+                count = len(wave.pairs)
+                if count == num_pairs:
+                    self._launch_wave(step, wave)
+                    return
+                if not rows:
+                    h = self._room(step.stream, "h", num_pairs * step.width * 4)
+                    rows = self._room(step.stream, "rows", num_pairs * step.size * 4)
                 slots = np.repeat(wave.slots, np.diff(wave.offsets))
                 both = np.stack([slots, wave.pairs]).astype(np.int32)
-                count = both.shape[1]
                 lists = self._device.to_device(both, step.stream)
                 at = self._device.locate(lists).address
                 pair_slots, pairs = np.uint64(at), np.uint64(at + 4 * count)
@@ -267,15 +304,16 @@ class CudaExperts:
                 )
                 bounds = wave.offsets.tolist()
                 parts = list(zip(wave.slots.tolist(), bounds, bounds[1:], strict=False))
-                for slot, start, stop in parts:
-                    device.product(
+                ups = [
+                    Product(
                         gathered + start * step.size * item,
                         self._address(slot, "gate_up"),
                         both + start * 2 * step.width * item,
-                        (stop - start, 2 * step.width, step.size),
-                        step.dtype,
-                        step.stream,
+                        *(stop - start, 2 * step.width, step.size),
                     )
+                    for slot, start, stop in parts
+                ]
+                device.products(ups, step.dtype, step.stream)
                 self._launch(
                     "activate",
                     step,
@@ -283,15 +321,16 @@ class CudaExperts:
                     *(np.uint64(both), np.int64(count), np.int32(step.width)),
                     *(self._activation, np.uint64(h)),
                 )
-                for slot, start, stop in parts:
-                    device.product(
+                downs = [
+                    Product(
                         h + start * step.width * item,
                         self._address(slot, "down"),
                         rows + (done + start) * step.size * item,
-                        (stop - start, step.size, step.width),
-                        step.dtype,
-                        step.stream,
+                        *(stop - start, step.size, step.width),
                     )
+                    for slot, start, stop in parts
+                ]
+                device.products(downs, step.dtype, step.stream)
                 place[wave.pairs] = np.arange(done, done + count, dtype=np.int32)
                 done += count
         finally:

@@ -95,7 +95,7 @@ class PinnedBuffers:
             self._refused = True
             logger.warning(
                 "cuda.not_pinned bytes=%s copies take longer: %s; "
-                "check ulimit -l and how much memory is free",
+                "free some of the host's memory, or raise what a cgroup or ulimit -l allows",
                 format_bytes(buffer.nbytes),
                 error,
             )

@@ -12,9 +12,6 @@ from moecache.slots.base import UploadCounts
 # (where in the slot, where on the host, bytes)
 Piece = tuple[int, int, int]
 
-# Streams that slots were handed out in, and may still be used in.
-MAX_STREAMS = 16
-
 
 class Upload:
     """One expert on its way into one slot; what `wait` takes.
@@ -87,7 +84,9 @@ class Uploads:
         self._queues: dict[bool, deque[Upload]] = {False: deque(), True: deque()}
         self._latest: dict[int, tuple[Upload, bool]] = {}  # by slot, until it is known to be done
         self._uses: list[Use | None] = [None] * num_slots
-        self._computing: dict[int, Stream] = {}
+        # Streams that each slot was handed out in since it was last filled, by pointer.
+        self._users: list[dict[int, Stream]] = [{} for _ in range(num_slots)]
+        self._closed = False
         self._events: deque[int] = deque()  # all of them
         self._timing: deque[int] = deque()  # free ones
         self._plain: deque[int] = deque()
@@ -108,6 +107,8 @@ class Uploads:
         """
         device, stream = self._device, self._copying[behind]
         with self._lock:
+            if self._closed:
+                raise MoeCacheError("the slots are closed")
             start = self._take_timing()
             try:
                 end = self._take_timing()
@@ -135,27 +136,30 @@ class Uploads:
                     self._timing.extend((start, end))
                 raise
             self._uses[slot] = None
+            self._users[slot] = {}
             self._latest[slot] = (upload, behind)
             self._queues[behind].append(upload)
         return upload
 
     def order(self, stream: Stream, slots: Sequence[int]) -> None:
         """Let a stream wait until these slots are filled; it may use them from now on."""
-        if stream.pointer not in self._computing:
-            self._note(stream)
         for slot in slots:
+            self._users[slot][stream.pointer] = stream
             latest = self._latest.get(slot)
             if latest is not None:
                 self._device.wait_event(stream, latest[0].end)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Let refills of these slots wait for what was issued so far in any stream that uses some.
+        """Let refills of these slots wait for what was issued so far where they were used.
 
         The garbage collector may call this in the middle of anything: no lock, no waiting. Never
         fails.
         """
         use = Use(self._plain)
-        for stream in tuple(self._computing.values()):
+        streams: dict[int, Stream] = {}
+        for slot in slots:
+            streams.update(self._users[slot])
+        for stream in streams.values():
             try:
                 self._record(use, stream)
             except (MoeCacheError, MemoryError):
@@ -187,13 +191,17 @@ class Uploads:
     def close(self) -> None:
         """Wait for all copies and computations, and give back events and streams."""
         device = self._device
+        streams = {stream.pointer: stream for stream in self._copying.values()}
+        for users in self._users:
+            streams.update(users)
         # In reverse: an error of the device leaves none of it out.
         with self._lock, contextlib.ExitStack() as stack:
+            self._closed = True
             for stream in self._copying.values():
                 stack.callback(device.destroy_stream, stream)
             stack.callback(_drain, self._events, device.destroy_event)
             stack.callback(self._settle)
-            for stream in (*self._copying.values(), *self._computing.values()):
+            for stream in streams.values():
                 stack.callback(device.synchronize, stream)
 
     def _settle(self) -> list[object]:
@@ -213,14 +221,6 @@ class Uploads:
                     del self._latest[upload.slot]
                 self._timing.extend((upload.start, upload.end))
         return sources
-
-    def _note(self, stream: Stream) -> None:
-        with self._lock:
-            if len(self._computing) >= MAX_STREAMS:
-                oldest = next(iter(self._computing))
-                self._device.synchronize(self._computing[oldest])
-                del self._computing[oldest]
-            self._computing[stream.pointer] = stream
 
     def _record(self, use: Use, stream: Stream) -> None:
         try:

@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import numpy as np
 
-from moecache.cuda import Device, open_device
+from moecache.cuda import Device, Memory, open_device
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout, Role
 from moecache.regions import merge
@@ -87,6 +88,7 @@ class CudaSlots:
                 f"({format_bytes(wanted)}): {format_bytes(self.device.free_bytes())} are free; "
                 "lower memory="
             ) from error
+        self._registered: list[tuple[int, int]] = []
         most = min(max(_MIN_BUFFERS, max_pinned_bytes // self.slot_stride), _MAX_BUFFERS)
         self._buffers = PinnedBuffers(self.device, self.slot_stride, most)
         try:
@@ -95,10 +97,24 @@ class CudaSlots:
             )
         except BaseException:
             self.device.free(self._memory)
+            self.device.trim()
             raise
+        # Dropped without `close`, pages would stay pinned, and be others' by and by.
+        self._end = weakref.finalize(
+            self,
+            _end,
+            self.device,
+            self._memory,
+            self._buffers,
+            self._uploads,
+            self._registered,
+            self._process,
+        )
+        # The end of the process frees everything, in its own order.
+        self._end.atexit = False
         self._closed = False
-        self._lent: dict[int, np.ndarray] = {}
-        self._registered: list[tuple[int, int]] = []
+        # Buffers that experts are read to, and as which arrays.
+        self._lent: dict[int, tuple[np.ndarray, int, dict[str, np.ndarray]]] = {}
 
     @staticmethod
     def bytes_per_slot(layout: ExpertLayout) -> int:
@@ -242,20 +258,22 @@ class CudaSlots:
     def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
         """Return a pinned buffer as arrays per role; waits for a copy if all are in use."""
         self._check(slot, layer)
-        buffer = self._lent.get(slot)
-        if buffer is None:
-            buffer = self._take_buffer()
-            self._lent[slot] = buffer
-        return {
+        lent = self._lent.get(slot)
+        if lent is not None and lent[1] == layer:
+            return lent[2]
+        buffer = self._take_buffer() if lent is None else lent[0]
+        parts = {
             role.name: _view(buffer, self._offsets[role.name], role)
             for role in self._layout.layers[layer]
         }
+        self._lent[slot] = (buffer, layer, parts)
+        return parts
 
     def discard(self, slot: int) -> None:
         """Take back the buffer of a slot that will not be filled from it."""
-        buffer = self._lent.pop(slot, None)
-        if buffer is not None:
-            self._buffers.give_back(buffer)
+        lent = self._lent.pop(slot, None)
+        if lent is not None:
+            self._buffers.give_back(lent[0])
 
     def upload(
         self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, behind: bool = False
@@ -284,11 +302,13 @@ class CudaSlots:
             pieces = self._pieces(layer, parts)
             if pieces is not None:
                 return self._uploads.begin(slot, pieces, num_bytes, parts, behind=behind)
-        check_parts(self._layout, layer, parts)
-        for name, array in self.buffers(slot, layer).items():
-            if array.ctypes.data != parts[name].ctypes.data:
-                array[...] = parts[name]
-        buffer = self._lent.pop(slot)
+        lent = self._lent.get(slot)
+        if lent is None or parts is not lent[2] or layer != lent[1]:
+            check_parts(self._layout, layer, parts)
+            for name, array in self.buffers(slot, layer).items():
+                if array.ctypes.data != parts[name].ctypes.data:
+                    array[...] = parts[name]
+        buffer, _, _ = self._lent.pop(slot)
         whole = [(0, buffer.ctypes.data, self._span(layer))]
         try:
             return self._uploads.begin(slot, whole, num_bytes, buffer, behind=behind)
@@ -330,18 +350,9 @@ class CudaSlots:
         if self._closed:
             return
         self._closed = True
-        if os.getpid() != self._process:
-            # The GPU is the parent's.
-            return
         # In reverse: an error of the device leaves none of it out.
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.device.free, self._memory)
-            stack.callback(self._buffers.close)
-            for address, _ in self._registered:
-                stack.callback(self.device.unpin, address)
-            self._registered = []
-            self._lent = {}
-            stack.callback(self._uploads.close)
+        self._lent = {}
+        self._end()
 
     def __enter__(self) -> Self:
         """Return the pool."""
@@ -397,7 +408,7 @@ class CudaSlots:
                     return None
                 pieces.append((offset, address, part.nbytes))
                 offset += part.nbytes
-        return pieces
+        return _merged(pieces)
 
     def _check(self, slot: int, layer: int) -> None:
         self._check_open()
@@ -421,6 +432,39 @@ def _places(layout: ExpertLayout) -> tuple[dict[str, int], int]:
         offsets[name] = end
         end += size
     return offsets, end
+
+
+def _end(
+    device: Device,
+    memory: Memory,
+    buffers: PinnedBuffers,
+    uploads: Uploads,
+    registered: list[tuple[int, int]],
+    process: int,
+) -> None:
+    """Give everything back; in a forked child nothing, as the GPU is the parent's."""
+    if os.getpid() != process:
+        return
+    # In reverse: an error of the device leaves none of it out.
+    with contextlib.ExitStack() as stack:
+        stack.callback(device.trim)
+        stack.callback(device.free, memory)
+        stack.callback(buffers.close)
+        while registered:
+            stack.callback(device.unpin, registered.pop()[0])
+        stack.callback(uploads.close)
+
+
+def _merged(pieces: list[Piece]) -> list[Piece]:
+    """Return pieces that go on, in slot and file alike, as one."""
+    merged = pieces[:1]
+    for offset, address, size in pieces[1:]:
+        before, start, length = merged[-1]
+        if before + length == offset and start + length == address:
+            merged[-1] = (before, start, length + size)
+        else:
+            merged.append((offset, address, size))
+    return merged
 
 
 def _view(buffer: np.ndarray, offset: int, role: Role) -> np.ndarray:

@@ -7,6 +7,7 @@ wrong sooner or later, in a way that a test sees.
 """
 
 import ctypes
+import functools
 import random
 import threading
 from collections import deque
@@ -19,7 +20,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by name
 import numpy as np
 
-from moecache.cuda import DeviceArray, Memory, Stream
+from moecache.cuda import DeviceArray, Memory, Product, Stream
 from moecache.errors import ConfigError, MoeCacheError
 
 RUBBISH = 0xA5
@@ -70,6 +71,7 @@ class FakeDevice:
         self.num_waits = 0  # of the host
         self.num_launches: dict[str, int] = {}
         self.copies: list[tuple[int, int, int]] = []  # (stream, destination, bytes)
+        self.prepared: list[str] = []
         self.lost = False
         self.clock_ns = 0
         self._random = random.Random(seed)
@@ -170,9 +172,13 @@ class FakeDevice:
     def free(self, memory: Memory) -> None:
         """Give memory back; to use it later is an error of the test's."""
         assert memory.address in self._live, "freed twice"
-        raw = self._live.pop(memory.address)
-        raw[:] = RUBBISH
+        # Arrays over it keep it, but nobody may rely on what is in it.
+        self._live.pop(memory.address)[:] = RUBBISH
+        memory.owner = None
         self._used_bytes -= -(-memory.nbytes // self.allocation_bytes) * self.allocation_bytes
+
+    def trim(self) -> None:
+        """Do nothing: nothing is kept."""
 
     def pin(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
         """Pin pages."""
@@ -343,6 +349,7 @@ class FakeDevice:
         """Queue a kernel of experts.cu, to be emulated."""
         self._call()
         assert not cooperative or num_blocks <= self.max_resident_blocks
+        assert kernel in self.prepared, f"{kernel} would be compiled now"
         self.num_launches[kernel] = self.num_launches.get(kernel, 0) + 1
         values = list(arguments)
         module = _emulated()
@@ -351,25 +358,22 @@ class FakeDevice:
             lambda: module.launch(kernel, num_blocks, 256, values, cooperative=cooperative),
         )
 
-    def product(
-        self,
-        rows: int,
-        matrix: int,
-        out: int,
-        shape: tuple[int, int, int],
-        dtype: np.dtype,
-        stream: Stream,
-    ) -> None:
-        """Queue a product."""
+    def prepare(self, kernels: Sequence[str]) -> None:
+        """Note what is compiled."""
         self._call()
-        n, m, k = shape
+        self.prepared = [*self.prepared, *kernels]
 
-        def multiply() -> None:
+    def products(self, products: Sequence[Product], dtype: np.dtype, stream: Stream) -> None:
+        """Queue products."""
+        self._call()
+
+        def multiply(rows: int, matrix: int, out: int, n: int, m: int, k: int) -> None:
             left = _at(rows, (n, k), dtype).astype(np.float32)
             right = _at(matrix, (m, k), dtype).astype(np.float32)
             _at(out, (n, m), dtype)[...] = (left @ right.T).astype(dtype)
 
-        self._enqueue(stream, multiply)
+        for product in products:
+            self._enqueue(stream, functools.partial(multiply, *product))
 
     def _new_stream(self) -> Stream:
         with self._lock:

@@ -38,7 +38,7 @@ def check_register(register: str | None, device: Device | None, read: str | None
 def usable_bytes(device: Device, num_bytes: int) -> int:
     """Return as much of a budget as whole allocations of the device make."""
     whole = num_bytes // device.allocation_bytes * device.allocation_bytes
-    return whole or num_bytes
+    return whole if whole > 0 else num_bytes
 
 
 def make_slots(
@@ -59,16 +59,16 @@ def make_slots(
         try:
             pool = CudaSlots(layout, capacity, staging, device)
         except MemoryError as error:
-            fits = device.free_bytes() // slot_bytes - staging
-            fewer = min(capacity * 15 // 16, fits)
+            most = min((capacity + staging) * 15 // 16, device.free_bytes() // slot_bytes)
+            fewer_staging = num_staging_slots(layout.top_k, max(0, most))
+            fewer = most - fewer_staging
             if fewer < 1:
                 raise CapacityError(
                     f"{device.description} has {format_bytes(device.free_bytes())} free, too "
-                    f"little for one expert of {format_bytes(slot_bytes)} and {staging} for "
-                    "staging; free some of it, or open before what takes it"
+                    f"little for one expert of {format_bytes(slot_bytes)} and one for staging; "
+                    "free some of it, or open before what takes it"
                 ) from error
-            capacity = fewer
-            staging = max(staging, num_staging_slots(layout.top_k, capacity))
+            capacity, staging = fewer, fewer_staging
             continue
         if capacity < wanted:
             logger.warning(

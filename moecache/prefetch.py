@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # More would only queue behind each other, and before a demand.
 MAX_BYTES_IN_FLIGHT = 16 * 2**20
+# How long nothing is tried after a failure.
+_FAILED_S = 0.1
 # How often what has arrived is taken in, while the host computes.
 _LOOK_S = 0.0005
 # A step of so many rows uses most experts: nothing to foresee.
@@ -348,12 +350,16 @@ class Prefetcher:
 
 def _work(reference: "weakref.ref[Prefetcher]", wake: "SimpleQueue[None]") -> None:
     # Holds the prefetcher only while it works, so that a dropped runtime can go.
+    told: set[str] = set()
     while (prefetcher := reference()) is not None and not prefetcher.closed:
         try:
             timeout = prefetcher.turn()
         except Exception as error:  # noqa: BLE001 - a guess that fails is no harm
-            logger.warning("prefetch.failed error=%r", error)
-            timeout = _LOOK_S
+            # Once per cause: what is broken for good fails every time.
+            if repr(error) not in told:
+                told.add(repr(error))
+                logger.warning("prefetch.failed error=%r", error)
+            timeout = _FAILED_S
         del prefetcher
         with contextlib.suppress(Empty):
             wake.get(timeout=timeout)

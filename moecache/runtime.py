@@ -275,19 +275,28 @@ class ExpertRuntime:
             If the slots are in RAM, or there are no kernels for these experts.
         """
         self._check_usable()
+        if not isinstance(activation, str):
+            raise ConfigError(f"activation must be a name, got {activation!r}")
         made = self._on_device.get(activation)
         if made is None:
             made = self._on_device[activation] = CudaExperts(self, activation)
         return made
 
-    def begin_resident_step(self) -> bool:
+    def begin_resident_step(self, *, look: bool = True) -> bool:
         """Return whether every expert of the model is in its slot for good, and count a step.
 
         Then a step needs neither a lease nor the ids on the host: `cache.slot_table` says where
-        each expert is. A comparison of two numbers; never waits.
+        each expert is. Never waits, and once it is so a test of one bit.
+
+        Parameters
+        ----------
+        look : bool, default True
+            Find out, if it was not so before. A device may not be asked while a graph is captured.
         """
         if not self._all_resident:
             self._check_usable()
+            if not look:
+                return False
             total = self.layout.total_experts
             if self._cache.capacity < total or self._cache.num_resident < total:
                 return False

@@ -219,7 +219,7 @@ def parse_device(name: object) -> int | None:
     """
     if name == "cpu":
         return None
-    match = re.fullmatch(r"cuda(?::(\d{1,3}))?", name) if isinstance(name, str) else None
+    match = re.fullmatch(r"cuda(?::([0-9]{1,3}))?", name) if isinstance(name, str) else None
     if match is None:
         raise ConfigError(f'device {name!r} is neither "cpu" nor "cuda" nor "cuda:N"')
     return int(match[1] or 0)

@@ -1,5 +1,8 @@
 """CudaExperts: the routed feed-forward on a GPU."""
 
+import contextlib
+import itertools
+import threading
 import weakref
 from collections.abc import Generator
 from typing import Any, Protocol
@@ -8,6 +11,7 @@ import numpy as np
 
 from moecache.cuda.device import Device, DeviceArray, Memory, Product, Stream
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.interrupts import deferred
 from moecache.layout import ExpertLayout
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -17,6 +21,7 @@ MAX_STREAMED_TOKENS = 4
 _SUFFIXES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _KERNELS = ("decode", "gate_up", "down", "combine_rows", "gather", "activate", "combine")
 _WARPS = 256 // 32
+_CLOSE_TIMEOUT_S = 2.0
 
 
 class _Pool(Protocol):
@@ -38,7 +43,7 @@ class _Runtime(Protocol):
     @property
     def cache(self) -> Any: ...
     def waves(self, layer: int, ids: np.ndarray) -> Generator[Any, None, None]: ...
-    def begin_resident_step(self) -> bool: ...
+    def begin_resident_step(self, *, look: bool = True) -> bool: ...
 
 
 class CudaExperts:
@@ -50,8 +55,9 @@ class CudaExperts:
     with nothing that the host waits for, so that a CUDA graph can hold it; else by the same
     arithmetic, wave by wave. More tokens are grouped by expert and multiplied by cuBLAS.
 
-    Work is issued in the current stream of the calling thread. One object serves one stream at a
-    time in any graph; without graphs any number.
+    Work is issued in the current stream of the calling thread; any number of threads may call.
+    What a graph holds uses intermediate results of this object: one runs at a time, and none after
+    `close`.
 
     Parameters
     ----------
@@ -77,7 +83,11 @@ class CudaExperts:
         self._layout = runtime.layout
         self._activation = np.int32(ACTIVATIONS.index(activation))
         self._shapes = [_shape(self._layout, layer) for layer in range(self._layout.num_layers)]
-        self._scratch: dict[tuple[int, str], tuple[Stream, Memory]] = {}
+        # By stream, what no call uses now: calls that are under way at once have one each.
+        self._free: dict[int, list[_Scratch]] = {}
+        self._inside = 0  # calls
+        self._left = threading.Condition()
+        self._closed = False
         self._table: DeviceArray | None = None  # the slot of each expert of the model
         self._slot_numbers: DeviceArray | None = None  # 0, 1, 2, ...
         suffixes = {_SUFFIXES[dtype.name] for _, _, dtype in self._shapes}
@@ -122,7 +132,9 @@ class CudaExperts:
         self._layout.check(layer)
         size, width, dtype = self._shapes[layer]
         x, w = device.locate(hidden), device.locate(weights)
-        num_tokens, top_k = _check(x, w, ids, size, dtype)
+        on_host = isinstance(ids, (list, tuple)) or device.is_on_host(ids)
+        chosen = _host_ids(ids) if on_host else device.locate(ids)
+        num_tokens, top_k = _check(x, w, chosen, size, dtype)
         stream = device.current_stream()
         capturing = device.is_capturing(stream)
         if out is None:
@@ -137,46 +149,80 @@ class CudaExperts:
             )
         if num_tokens == 0:
             return out
-        step = _Step(layer, x, w, target, num_tokens, top_k, size, width, dtype, stream)
-        streamed = num_tokens <= MAX_STREAMED_TOKENS
-        if streamed and runtime.begin_resident_step():
-            self._launch_resident(runtime, step, ids, capturing=capturing)
-        elif capturing:
-            raise MoeCacheError(
-                "a graph of this step would hold what happened to be resident: capture steps of "
-                f"up to {MAX_STREAMED_TOKENS} tokens, once every expert is in its slot"
-            )
-        elif streamed:
-            self._stream_waves(runtime, step, self._pool.to_host(ids))
-        else:
-            self._multiply_waves(runtime, step, self._pool.to_host(ids))
+        scratch = self._enter(stream, capturing=capturing)
+        try:
+            step = _Step(layer, x, w, target, num_tokens, top_k, size, width, dtype, scratch)
+            streamed = num_tokens <= MAX_STREAMED_TOKENS
+            if streamed and runtime.begin_resident_step(look=not capturing):
+                self._launch_resident(runtime, step, chosen)
+            elif capturing:
+                raise MoeCacheError(
+                    "a graph of this step would hold what happened to be resident: capture steps "
+                    f"of up to {MAX_STREAMED_TOKENS} tokens, once every expert is in its slot and "
+                    "one was computed outside"
+                )
+            elif streamed:
+                self._stream_waves(runtime, step, self._on_host(ids, chosen))
+            else:
+                self._multiply_waves(runtime, step, self._on_host(ids, chosen))
+        finally:
+            self._leave(scratch)
         return out
 
     def close(self) -> None:
-        """Free what intermediate results take; a second call does nothing."""
-        while self._scratch:
-            _, (stream, memory) = self._scratch.popitem()
-            self._release(stream, memory)
+        """Free what intermediate results take; a second call does nothing.
+
+        Calls of other threads are waited for, two seconds at most.
+        """
+        with self._left:
+            self._closed = True
+            self._left.wait_for(lambda: not self._inside, _CLOSE_TIMEOUT_S)
+            free, self._free = self._free, {}
+        with contextlib.ExitStack() as stack:
+            for scratch in itertools.chain.from_iterable(free.values()):
+                stack.callback(scratch.close)
         self._table = self._slot_numbers = None
 
+    def _on_host(self, ids: Any, chosen: "np.ndarray | DeviceArray") -> np.ndarray:
+        return chosen if isinstance(chosen, np.ndarray) else self._pool.to_host(ids)
+
+    def _enter(self, stream: Stream, *, capturing: bool) -> "_Scratch":
+        with self._left:
+            if self._closed:
+                raise MoeCacheError("the runtime is closed")
+            self._inside += 1
+            free = self._free.get(stream.pointer)
+            scratch = free.pop() if free else _Scratch(self._device, stream)
+        scratch.grows = not capturing
+        return scratch
+
+    def _leave(self, scratch: "_Scratch") -> None:
+        with self._left:
+            self._inside -= 1
+            if not self._closed:
+                self._free.setdefault(scratch.stream.pointer, []).append(scratch)
+            self._left.notify_all()
+        if self._closed:
+            scratch.close()
+
     def _launch_resident(
-        self, runtime: _Runtime, step: "_Step", ids: Any, *, capturing: bool
+        self, runtime: _Runtime, step: "_Step", ids: "np.ndarray | DeviceArray"
     ) -> None:
         """Compute a step in one launch; ids are resolved on the device."""
-        device = self._device
-        if device.is_on_host(ids):
+        device, num_experts = self._device, self._layout.num_experts
+        capturing = not step.scratch.grows
+        if isinstance(ids, np.ndarray):
             # Whoever has them on the host is told of wrong ones.
-            _check_ids(ids, self._layout.num_experts)
+            _check_ids(ids, num_experts)
             if capturing:
                 raise ConfigError("in a graph the ids must be on the device")
-            ids = device.to_device(ids, step.stream)
+            ids = device.locate(device.to_device(ids, step.stream))
         if self._table is None:
             if capturing:
                 raise MoeCacheError("compute one step before capturing a graph")
             self._table = self._copied(runtime.cache.slot_table, step.stream)
-        row = self._table.address + 4 * step.layer * self._layout.num_experts
-        num_experts = self._layout.num_experts
-        self._decode(step, device.locate(ids), row, num_experts, capturing=capturing)
+        row = self._table.address + 4 * step.layer * num_experts
+        self._decode(step, ids, row, num_experts)
 
     def _launch_wave(self, step: "_Step", wave: Any) -> None:
         """Compute a step in one launch whose experts are all leased."""
@@ -189,18 +235,10 @@ class CudaExperts:
         ids = device.to_device(slots, step.stream)
         self._decode(step, device.locate(ids), self._slot_numbers.address, self._pool.num_slots)
 
-    def _decode(
-        self,
-        step: "_Step",
-        ids: DeviceArray,
-        table: int,
-        num_ids: int,
-        *,
-        capturing: bool = False,
-    ) -> None:
+    def _decode(self, step: "_Step", ids: DeviceArray, table: int, num_ids: int) -> None:
         device, num_pairs = self._device, step.num_tokens * step.top_k
-        h = self._room(step.stream, "h", num_pairs * step.width * 4, capturing=capturing)
-        barrier = self._room(step.stream, "barrier", 8, capturing=capturing)
+        h = step.scratch.room("h", num_pairs * step.width * 4)
+        barrier = step.scratch.room("barrier", 8)
         work = max(num_pairs * step.width, step.num_tokens * step.size)
         self._launch(
             "decode",
@@ -243,8 +281,8 @@ class CudaExperts:
                     self._launch_wave(step, wave)
                     return
                 if not rows:
-                    h = self._room(step.stream, "h", num_pairs * step.width * 4)
-                    rows = self._room(step.stream, "rows", num_pairs * step.size * 4)
+                    h = step.scratch.room("h", num_pairs * step.width * 4)
+                    rows = step.scratch.room("rows", num_pairs * step.size * 4)
                 slots = np.repeat(wave.slots, np.diff(wave.offsets))
                 both = np.stack([slots, wave.pairs]).astype(np.int32)
                 lists = self._device.to_device(both, step.stream)
@@ -283,10 +321,10 @@ class CudaExperts:
         """Compute a step of many tokens: of each wave's experts one product after the other."""
         device, item = self._device, step.dtype.itemsize
         num_pairs = step.num_tokens * step.top_k
-        rows = self._room(step.stream, "rows", num_pairs * step.size * item)
-        gathered = self._room(step.stream, "gathered", num_pairs * step.size * item)
-        both = self._room(step.stream, "both", num_pairs * 2 * step.width * item)
-        h = self._room(step.stream, "h", num_pairs * step.width * item)
+        rows = step.scratch.room("rows", num_pairs * step.size * item)
+        gathered = step.scratch.room("gathered", num_pairs * step.size * item)
+        both = step.scratch.room("both", num_pairs * 2 * step.width * item)
+        h = step.scratch.room("h", num_pairs * step.width * item)
         place = np.full(num_pairs, -1, np.int32)
         done = 0
         waves = runtime.waves(step.layer, ids)
@@ -368,25 +406,39 @@ class CudaExperts:
         """Return how many blocks to start; the kernels take any number."""
         return min(-(-work // per_block), 4 * self._device.max_resident_blocks)
 
-    def _room(self, stream: Stream, name: str, num_bytes: int, *, capturing: bool = False) -> int:
-        """Return memory for intermediate results in a stream; it grows and is kept."""
-        known = self._scratch.get((stream.pointer, name))
-        memory = None if known is None else known[1]
+
+class _Scratch:
+    """Memory for the intermediate results of one call at a time, in one stream; it is kept."""
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self.stream = stream
+        self.grows = True
+        self._device = device
+        self._memory: dict[str, Memory] = {}
+
+    def room(self, name: str, num_bytes: int) -> int:
+        """Return where so many bytes are; they begin as zeros."""
+        memory = self._memory.get(name)
         if memory is None or memory.nbytes < num_bytes:
-            if capturing:
+            if not self.grows:
                 raise MoeCacheError("compute one step in this stream before capturing a graph")
             # A quarter on top: prompts get longer bit by bit.
-            fresh = self._device.allocate(num_bytes if memory is None else num_bytes * 5 // 4)
-            self._scratch[stream.pointer, name] = (stream, fresh)
-            if memory is not None:
-                self._release(stream, memory)
-            memory = fresh
-        return memory.address
+            wanted = num_bytes if memory is None else num_bytes * 5 // 4
+            with deferred():
+                self._memory[name] = self._device.allocate(wanted)
+                if memory is not None:
+                    self._free(memory)
+        return self._memory[name].address
 
-    def _release(self, stream: Stream, memory: Memory) -> None:
-        # What was issued may still use it.
+    def close(self) -> None:
+        """Give all of it back, once what was issued is done."""
+        with contextlib.ExitStack() as stack:
+            while self._memory:
+                stack.callback(self._free, self._memory.popitem()[1])
+
+    def _free(self, memory: Memory) -> None:
         try:
-            self._device.synchronize(stream)
+            self._device.synchronize(self.stream)
         finally:
             self._device.free(memory)
 
@@ -405,7 +457,7 @@ class _Step:
         size: int,
         width: int,
         dtype: np.dtype,
-        stream: Stream,
+        scratch: _Scratch,
     ) -> None:
         self.layer = layer
         self.x = x
@@ -415,7 +467,8 @@ class _Step:
         self.size = size
         self.width = width
         self.dtype = dtype
-        self.stream = stream
+        self.scratch = scratch
+        self.stream = scratch.stream
         kind = 0 if weights.dtype == np.float32 else 1
         self.weights = (np.uint64(weights.address), np.int32(kind))
 
@@ -442,10 +495,16 @@ def _shape(layout: ExpertLayout, layer: int) -> tuple[int, int, np.dtype]:
 
 
 def _check(
-    x: DeviceArray, weights: DeviceArray, ids: Any, size: int, dtype: np.dtype
+    x: DeviceArray,
+    weights: DeviceArray,
+    ids: np.ndarray | DeviceArray,
+    size: int,
+    dtype: np.dtype,
 ) -> tuple[int, int]:
     """Return the number of tokens and of choices of each."""
     shape = tuple(ids.shape)
+    if isinstance(ids, DeviceArray):
+        _ids_kind(ids.dtype)
     if len(x.shape) != 2 or x.shape[1] != size or not _is(x.dtype, dtype):
         raise ConfigError(
             f"hidden is {x.dtype} {list(x.shape)}; the experts take {dtype} [num_tokens, {size}]"
@@ -457,7 +516,17 @@ def _check(
         )
     if weights.dtype != np.float32 and not _is(weights.dtype, dtype):
         raise ConfigError(f"weights are {weights.dtype}, not float32 or {dtype}")
+    if not shape[1]:
+        raise ConfigError(f"ids {list(shape)} choose no expert")
     return shape[0], shape[1]
+
+
+def _host_ids(ids: Any) -> np.ndarray:
+    """Return ids as a kernel takes them, whatever integers they are."""
+    array = np.asarray(ids)
+    if array.dtype.kind not in "iu":
+        raise ConfigError(f"ids are {array.dtype}, not integers")
+    return np.ascontiguousarray(array, np.int64)
 
 
 def _is(found: np.dtype, wanted: np.dtype) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from moecache.cuda import Device, Stream
 from moecache.errors import MoeCacheError
@@ -35,21 +35,53 @@ class Upload:
         self.done = False
 
 
+class Events:
+    """Events of one kind, to be used again and again; no method takes a lock."""
+
+    def __init__(self, device: Device, *, timing: bool) -> None:
+        self._device = device
+        self._timing = timing
+        self._free: deque[int] = deque()
+        self._closed = False
+
+    def take(self) -> int:
+        """Return an event that nobody uses."""
+        try:
+            return self._free.popleft()
+        except IndexError:
+            return self._device.create_event(timing=self._timing)
+
+    def give_back(self, event: int) -> None:
+        """Take an event back; whoever waits for it was told so already."""
+        if self._closed:
+            self._device.destroy_event(event)
+        else:
+            self._free.append(event)
+
+    def close(self) -> None:
+        """Destroy the free ones, and others when they come back."""
+        self._closed = True
+        with contextlib.ExitStack() as stack:
+            while self._free:
+                stack.callback(self._device.destroy_event, self._free.popleft())
+
+
 class Use:
     """What was issued until some slots were released: an event for each stream.
 
     Its events are free for others once no slot refers to it.
     """
 
-    __slots__ = ("_free", "events")
+    __slots__ = ("_pool", "events")
 
-    def __init__(self, free: "deque[int]") -> None:
-        self._free = free
+    def __init__(self, pool: Events) -> None:
+        self._pool = pool
         self.events: list[int] = []
 
     def __del__(self) -> None:
-        """Give the events back: whoever waits for them was told so already."""
-        self._free.extend(self.events)
+        """Give the events back."""
+        while self.events:
+            self._pool.give_back(self.events.pop())
 
 
 class Uploads:
@@ -87,9 +119,8 @@ class Uploads:
         # Streams that each slot was handed out in since it was last filled, by pointer.
         self._users: list[dict[int, Stream]] = [{} for _ in range(num_slots)]
         self._closed = False
-        self._events: deque[int] = deque()  # all of them
-        self._timing: deque[int] = deque()  # free ones
-        self._plain: deque[int] = deque()
+        self._timing = Events(device, timing=True)
+        self._plain = Events(device, timing=False)
 
     def counts(self, pinned_bytes: int) -> UploadCounts:
         """Return what was copied so far, and how much memory is pinned for it."""
@@ -107,13 +138,12 @@ class Uploads:
         """
         device, stream = self._device, self._copying[behind]
         with self._lock:
-            if self._closed:
-                raise MoeCacheError("the slots are closed")
-            start = self._take_timing()
+            self._check_open()
+            start = self._timing.take()
             try:
-                end = self._take_timing()
+                end = self._timing.take()
             except BaseException:
-                self._timing.append(start)
+                self._timing.give_back(start)
                 raise
             upload = Upload(slot, num_bytes, source, start, end)
             try:
@@ -133,7 +163,8 @@ class Uploads:
                 # A device that is lost does not even say that it is done.
                 with contextlib.suppress(MoeCacheError, MemoryError):
                     device.synchronize(stream)
-                    self._timing.extend((start, end))
+                self._timing.give_back(start)
+                self._timing.give_back(end)
                 raise
             self._uses[slot] = None
             self._users[slot] = {}
@@ -143,11 +174,18 @@ class Uploads:
 
     def order(self, stream: Stream, slots: Sequence[int]) -> None:
         """Let a stream wait until these slots are filled; it may use them from now on."""
-        for slot in slots:
-            self._users[slot][stream.pointer] = stream
-            latest = self._latest.get(slot)
-            if latest is not None:
-                self._device.wait_event(stream, latest[0].end)
+        if not self._latest:
+            for slot in slots:
+                self._users[slot][stream.pointer] = stream
+            return
+        # Nobody destroys an event between looking it up and waiting for it.
+        with self._lock:
+            self._check_open()
+            for slot in slots:
+                self._users[slot][stream.pointer] = stream
+                latest = self._latest.get(slot)
+                if latest is not None:
+                    self._device.wait_event(stream, latest[0].end)
 
     def release(self, slots: Sequence[int]) -> None:
         """Let refills of these slots wait for what was issued so far where they were used.
@@ -161,18 +199,27 @@ class Uploads:
             streams.update(self._users[slot])
         for stream in streams.values():
             try:
-                self._record(use, stream)
+                event = self._plain.take()
+                use.events.append(event)
+                self._device.record(event, stream)
             except (MoeCacheError, MemoryError):
                 # Without an event it is waited for here. If that fails as well the device is
                 # lost, and refills will be told: the leases must end all the same.
                 with contextlib.suppress(MoeCacheError, MemoryError):
                     self._device.synchronize(stream)
+        if self._closed:
+            return
         for slot in slots:
             self._uses[slot] = use
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every copy is known to be done."""
+        return not self._latest
+
     def settle(self) -> list[object]:
         """Return the sources of copies that are done; nothing if another thread is about it."""
-        if not self._latest or not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return []
         try:
             return self._settle()
@@ -199,10 +246,23 @@ class Uploads:
             self._closed = True
             for stream in self._copying.values():
                 stack.callback(device.destroy_stream, stream)
-            stack.callback(_drain, self._events, device.destroy_event)
+            stack.callback(self._plain.close)
+            stack.callback(self._timing.close)
+            stack.callback(self._uses.clear)
             stack.callback(self._settle)
             for stream in streams.values():
-                stack.callback(device.synchronize, stream)
+                stack.callback(self._synchronize, stream)
+
+    def _synchronize(self, stream: Stream) -> None:
+        try:
+            self._device.synchronize(stream)
+        except MemoryError:
+            # Of memory that is short for a moment: what is copied from must not go yet.
+            self._device.synchronize(stream)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MoeCacheError("the slots are closed")
 
     def _settle(self) -> list[object]:
         sources = []
@@ -219,30 +279,6 @@ class Uploads:
                 latest = self._latest.get(upload.slot)
                 if latest is not None and latest[0] is upload:
                     del self._latest[upload.slot]
-                self._timing.extend((upload.start, upload.end))
+                self._timing.give_back(upload.start)
+                self._timing.give_back(upload.end)
         return sources
-
-    def _record(self, use: Use, stream: Stream) -> None:
-        try:
-            event = self._plain.popleft()
-        except IndexError:
-            event = self._create_event(timing=False)
-        use.events.append(event)
-        self._device.record(event, stream)
-
-    def _take_timing(self) -> int:
-        try:
-            return self._timing.popleft()
-        except IndexError:
-            return self._create_event(timing=True)
-
-    def _create_event(self, *, timing: bool) -> int:
-        event = self._device.create_event(timing=timing)
-        self._events.append(event)
-        return event
-
-
-def _drain(events: "deque[int]", destroy: Callable[[int], None]) -> None:
-    with contextlib.ExitStack() as stack:
-        while events:
-            stack.callback(destroy, events.popleft())

@@ -1,6 +1,8 @@
 """CudaSlots: slots in the memory of a GPU."""
 
 import contextlib
+import dataclasses
+import math
 import os
 import weakref
 from collections.abc import Iterable, Mapping
@@ -10,6 +12,7 @@ import numpy as np
 
 from moecache.cuda import Device, Memory, open_device
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.interrupts import deferred
 from moecache.layout import ExpertLayout, Role
 from moecache.regions import merge
 from moecache.slots._memory import aligned_rows, check_parts, padded
@@ -149,10 +152,15 @@ class CudaSlots:
     @property
     def uploads(self) -> UploadCounts:
         """What was copied so far."""
-        if not self._closed:
-            self._settle()
         registered = sum(num_bytes for _, num_bytes in self._registered)
-        return self._uploads.counts(self._buffers.pinned_bytes + registered)
+        pinned_bytes = self._buffers.pinned_bytes + registered
+        try:
+            if not self._closed:
+                self._settle()
+        except (MoeCacheError, MemoryError):
+            # Steps tell of a device that is lost. What it was copying will never be there.
+            return dataclasses.replace(self._uploads.counts(pinned_bytes), in_flight_bytes=0)
+        return self._uploads.counts(pinned_bytes)
 
     def regions(self) -> list[tuple[int, int]]:
         """Return nothing: slots take no memory of the host."""
@@ -218,7 +226,7 @@ class CudaSlots:
             role.name: self.device.array(
                 self._memory,
                 slot * self.slot_stride + self._offsets[role.name],
-                (*role.shape[:-1], role.shape[-1] * role.dtype.itemsize),
+                (*role.shape[:-1], role.nbytes // math.prod(role.shape[:-1])),
                 np.dtype(np.uint8),
             )
             for role in self._layout.layers[layer]
@@ -382,10 +390,13 @@ class CudaSlots:
                 return aligned_rows(1, self.slot_stride)[0]
 
     def _settle(self) -> bool:
-        sources = self._uploads.settle()
-        for source in sources:
-            if isinstance(source, np.ndarray):
-                self._buffers.give_back(source)
+        if self._uploads.is_idle:
+            return False
+        with deferred():
+            sources = self._uploads.settle()
+            for source in sources:
+                if isinstance(source, np.ndarray):
+                    self._buffers.give_back(source)
         return bool(sources)
 
     def _pieces(self, layer: int, parts: Mapping[str, np.ndarray]) -> list[Piece] | None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from moecache.cuda.device import DeviceArray, Memory, Stream
+from moecache.cuda.device import DeviceArray, Graph, Memory, Stream
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 
 try:
@@ -81,6 +81,7 @@ class CupyDevice:
             )
         self._device = cupy.cuda.Device(number)
         self._unknown: set[np.dtype] = set()
+        self._capturing: dict[int, Any] = {}  # CuPy's streams by their pointers
         with self._guarded():
             properties = runtime.getDeviceProperties(number)
         self._maker = properties["name"].decode()
@@ -147,6 +148,12 @@ class CupyDevice:
             return Stream(self.stream_source())
         stream = cupy.cuda.get_current_stream()
         return Stream(stream.ptr, stream)
+
+    @contextlib.contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        """Compute in a stream, CuPy and whoever asks for its current one."""
+        with self._device, self._in(stream):
+            yield
 
     def create_event(self, *, timing: bool = False) -> int:
         """Return an event."""
@@ -292,6 +299,26 @@ class CupyDevice:
         """Return whether what a stream is given becomes a graph."""
         with self._guarded():
             return bool(runtime.streamIsCapturing(stream.pointer))
+
+    def begin_capture(self, stream: Stream) -> None:
+        """Note what a stream is given from now on; not for the legacy default stream."""
+        with self._guarded():
+            made = cupy.cuda.Stream.from_external(_Foreign(stream.pointer))
+            made.begin_capture()
+        # CuPy wants the very object back.
+        self._capturing[stream.pointer] = made
+
+    def end_capture(self, stream: Stream) -> Graph:
+        """Return what a stream was given since `begin_capture`; the memory it uses must stay."""
+        made = self._capturing.pop(stream.pointer)
+        with self._guarded():
+            return Graph(made.end_capture())
+
+    def replay(self, graph: Graph, stream: Stream) -> None:
+        """Give a stream all of a graph's work."""
+        owner: Any = graph.owner
+        with self._guarded(), self._in(stream):
+            owner.launch()
 
     def launch(
         self,

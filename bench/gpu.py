@@ -158,17 +158,18 @@ def show_bounds(bounds: Iterable[Mapping[str, Any]], console: Console) -> bool:
     return holds
 
 
-def parser_of(document: str | None) -> argparse.ArgumentParser:
-    """Return a parser with what all of these benchmarks take."""
+def parser_of(document: str | None, *, runs: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with what these benchmarks take: all of them, or those that have runs."""
     parser = argparse.ArgumentParser(description=(document or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda:0", metavar="NAME")
-    parser.add_argument("--runs", type=int, default=NUM_RUNS, help="medians are over so many")
+    if runs:
+        parser.add_argument("--runs", type=int, default=NUM_RUNS, help="medians are over so many")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures there")
     return parser
 
 
 def run_benchmark(
-    measure: Callable[[Device, argparse.Namespace, Console], dict[str, Any]],
+    measure: Callable[[Device, argparse.Namespace], dict[str, Any]],
     show: Callable[[dict[str, Any], Console], None],
     arguments: argparse.Namespace,
     device: Device | None,
@@ -185,8 +186,7 @@ def run_benchmark(
     found = {
         "machine": describe_machine(),
         "device": device.description,
-        "runs": arguments.runs,
-        **measure(device, arguments, console),
+        **measure(device, arguments),
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

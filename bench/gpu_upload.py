@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -193,15 +193,15 @@ class Storm:
                 self._runtime.hint(layer, ids, np.ones(len(ids)))
             self._over.wait(self._pause_s)
 
-    def __enter__(self) -> "Storm":
-        """Begin, and return when reads ahead are under way."""
-        before = self._num_issued()
+    def __enter__(self) -> Self:
+        """Begin, and return when the first read ahead has come."""
+        before = self._runtime.stats().bytes_prefetch
         self._thread.start()
         until = time.monotonic() + 10
-        while self._num_issued() == before:
+        while self._runtime.stats().bytes_prefetch == before:
             if time.monotonic() > until:
                 self.__exit__()
-                raise SystemExit("no read ahead was begun within 10 s: there is no storm")
+                raise SystemExit("nothing was read ahead within 10 s: there is no storm")
             time.sleep(0.001)
         return self
 
@@ -209,10 +209,6 @@ class Storm:
         """End it."""
         self._over.set()
         self._thread.join()
-
-    def _num_issued(self) -> int:
-        prefetch = self._runtime.stats().prefetch
-        return 0 if prefetch is None else prefetch.num_issued
 
 
 def look_ups(
@@ -265,7 +261,7 @@ def look_ups(
     }
 
 
-def measure(device: Device, arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(device: Device, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run both parts; return figures and bounds."""
     total_bytes = parse_bytes(arguments.bytes)
     with tempfile.TemporaryDirectory(prefix="moecache-gpu-", dir=arguments.directory) as name:
@@ -297,7 +293,7 @@ def measure(device: Device, arguments: argparse.Namespace, console: Console) -> 
         for row in rows
     ]
     bounds.append(bound("look-up's p99 in a storm, of quiet", "<=", MOST_P99, storm["ratio"]))
-    return {"uploads": rows, "look_ups": storm, "bounds": bounds}
+    return {"runs": arguments.runs, "uploads": rows, "look_ups": storm, "bounds": bounds}
 
 
 def show(found: dict[str, Any], console: Console) -> None:

@@ -13,7 +13,7 @@ comma := ,
 stamp = $(VENV)/.moecache-$1$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 install = PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --editable
 
-.PHONY: demo build prepare test check debug sanitize bench bench-small notebooks clean
+.PHONY: demo build prepare test check debug sanitize bench bench-small gpu notebooks clean
 
 demo: build ## generate text with the tiny model, a quarter of its experts in memory
 	$(BIN)/moecache demo
@@ -42,6 +42,10 @@ bench: $(call stamp,test) ## compare with other caches, in one run
 
 bench-small: $(call stamp,test) ## run each benchmark once, small
 	$(BIN)/python -m pytest bench --bench-size=small -q
+
+# Nothing is installed: where there is a GPU, there may be no network.
+gpu: ## build, tests, benchmarks and sanitizer on a GPU; ARGS=--quick in less than 8 minutes
+	bench/gpu.sh --python $(PYTHON) $(ARGS)
 
 notebooks: ## execute the notebooks in place; nothing of this machine stays in them
 	$(MAKE) build EXTRAS=study,notebooks

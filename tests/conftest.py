@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 from moecache.commands.demo import resident_experts
 from moecache.commands.example import find_example
@@ -25,9 +24,14 @@ ROOT = Path(__file__).parents[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# For --hypothesis-profile, beside its default of 100.
-settings.register_profile("brief", max_examples=30)
-settings.register_profile("long", max_examples=1000)
+try:
+    from hypothesis import settings
+except ImportError:  # bench/gpu.sh runs on machines where nothing can be installed
+    pass
+else:
+    # For --hypothesis-profile, beside its default of 100.
+    settings.register_profile("brief", max_examples=30)
+    settings.register_profile("long", max_examples=1000)
 
 
 @pytest.fixture(params=["fake", pytest.param("cuda:0", marks=pytest.mark.gpu)])

@@ -1,6 +1,14 @@
 """The GPU: what is asked of it, CuPy, which does it, and the kernels."""
 
-from moecache.cuda.device import Device, DeviceArray, Memory, Product, Stream, parse_device
+from moecache.cuda.device import (
+    Device,
+    DeviceArray,
+    Graph,
+    Memory,
+    Product,
+    Stream,
+    parse_device,
+)
 from moecache.cuda.experts import CudaExperts
 from moecache.errors import ConfigError
 
@@ -8,6 +16,7 @@ __all__ = [
     "CudaExperts",
     "Device",
     "DeviceArray",
+    "Graph",
     "Memory",
     "Product",
     "Stream",

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from moecache.cuda.device import DeviceArray, Memory, Product, Stream
+from moecache.cuda.device import DeviceArray, Graph, Memory, Product, Stream
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 
 try:
@@ -32,6 +32,8 @@ _HOST_REGISTER_PORTABLE = 1
 _HOST_REGISTER_READ_ONLY = 8
 _TO_DEVICE, _TO_HOST = 1, 2
 _SUCCESS, _OUT_OF_MEMORY, _NOT_READY = 0, 2, 600
+# Some devices know no memory that they only read: invalid value, not supported.
+_NOT_OF_THIS_DEVICE = {1, 801}
 # What an event cannot be asked while somebody captures a graph; it is not done, for all one knows.
 _CAPTURE_ERRORS = range(900, 909)
 # After these every call of the process fails.
@@ -92,6 +94,7 @@ class CupyDevice:
             cupy.cuda.Device(number) if count > 1 else contextlib.nullcontext()
         )
         self._unknown: set[np.dtype] = set()
+        self._capturing: dict[int, Any] = {}  # CuPy's streams by their pointers
         with self._guarded():
             properties = runtime.getDeviceProperties(number)
         self._maker = properties["name"].decode()
@@ -136,9 +139,17 @@ class CupyDevice:
 
     def pin(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
         """Lock pages of the host, for every device."""
-        flags = _HOST_REGISTER_PORTABLE | (_HOST_REGISTER_READ_ONLY if read_only else 0)
         with self._guarded():
-            runtime.hostRegister(address, num_bytes, flags)
+            if read_only:
+                try:
+                    flags = _HOST_REGISTER_PORTABLE | _HOST_REGISTER_READ_ONLY
+                    runtime.hostRegister(address, num_bytes, flags)
+                except runtime.CUDARuntimeError as error:
+                    if error.status not in _NOT_OF_THIS_DEVICE:
+                        raise
+                else:
+                    return
+            runtime.hostRegister(address, num_bytes, _HOST_REGISTER_PORTABLE)
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
@@ -167,6 +178,12 @@ class CupyDevice:
                 "other; unset it, or compute in a cupy.cuda.Stream(non_blocking=True)"
             )
         return Stream(stream.ptr, stream)
+
+    @contextlib.contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        """Compute in a stream, CuPy and whoever asks for its current one."""
+        with self._current, self._in(stream):
+            yield
 
     def create_event(self, *, timing: bool = False) -> int:
         """Return an event."""
@@ -318,6 +335,26 @@ class CupyDevice:
         with self._guarded():
             return bool(runtime.streamIsCapturing(stream.pointer))
 
+    def begin_capture(self, stream: Stream) -> None:
+        """Note what a stream is given from now on; not for the legacy default stream."""
+        with self._guarded():
+            made = cupy.cuda.Stream.from_external(_Foreign(stream.pointer))
+            made.begin_capture()
+        # CuPy wants the very object back.
+        self._capturing[stream.pointer] = made
+
+    def end_capture(self, stream: Stream) -> Graph:
+        """Return what a stream was given since `begin_capture`; the memory it uses must stay."""
+        made = self._capturing.pop(stream.pointer)
+        with self._guarded():
+            return Graph(made.end_capture())
+
+    def replay(self, graph: Graph, stream: Stream) -> None:
+        """Give a stream all of a graph's work."""
+        owner: Any = graph.owner
+        with self._guarded(), self._in(stream):
+            owner.launch()
+
     def launch(
         self,
         kernel: str,
@@ -335,7 +372,7 @@ class CupyDevice:
         """Compile kernels, if they are not on disk."""
         with self._guarded():
             for name in kernels:
-                _kernel(name, self._number, cooperative=name.startswith("decode"))
+                _kernel(name, self._number, name.startswith("decode"))
 
     def products(self, products: Sequence[Product], dtype: np.dtype, stream: Stream) -> None:
         """Compute out[n, m] = rows[n, k] @ matrix[m, k].T by cuBLAS, sums in float32."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -42,6 +43,19 @@ class Stream:
 
     pointer: int
     owner: object = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Work that a stream was given once, to be done again by one call.
+
+    Parameters
+    ----------
+    owner : object
+        Whoever refers to it keeps the graph.
+    """
+
+    owner: object
 
 
 @dataclass(frozen=True)
@@ -131,6 +145,9 @@ class Device(Protocol):
     def current_stream(self) -> Stream:
         """Return the stream that the calling thread computes in."""
 
+    def using(self, stream: Stream) -> AbstractContextManager[object]:
+        """Return a context in which the calling thread computes in a stream."""
+
     def create_event(self, *, timing: bool = False) -> int:
         """Return an event."""
 
@@ -190,6 +207,15 @@ class Device(Protocol):
 
     def is_capturing(self, stream: Stream) -> bool:
         """Return whether what a stream is given becomes a graph, and nothing may be waited for."""
+
+    def begin_capture(self, stream: Stream) -> None:
+        """Note what a stream is given from now on, instead of doing it."""
+
+    def end_capture(self, stream: Stream) -> Graph:
+        """Return what a stream was given since `begin_capture`; the memory it uses must stay."""
+
+    def replay(self, graph: Graph, stream: Stream) -> None:
+        """Give a stream all of a graph's work."""
 
     def launch(
         self,

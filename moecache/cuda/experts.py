@@ -272,7 +272,8 @@ class CudaExperts:
     def _stream_waves(self, runtime: _Runtime, step: "_Step", ids: np.ndarray) -> None:
         """Compute a step of few tokens wave by wave, to the bit as in one launch."""
         num_pairs = step.num_tokens * step.top_k
-        h = rows = 0
+        h = step.scratch.room("h", num_pairs * step.width * 4)
+        rows = step.scratch.room("rows", num_pairs * step.size * 4)
         waves = runtime.waves(step.layer, ids)
         try:
             for wave in waves:
@@ -280,9 +281,6 @@ class CudaExperts:
                 if count == num_pairs:
                     self._launch_wave(step, wave)
                     return
-                if not rows:
-                    h = step.scratch.room("h", num_pairs * step.width * 4)
-                    rows = step.scratch.room("rows", num_pairs * step.size * 4)
                 slots = np.repeat(wave.slots, np.diff(wave.offsets))
                 both = np.stack([slots, wave.pairs]).astype(np.int32)
                 lists = self._device.to_device(both, step.stream)

@@ -249,9 +249,20 @@ class Uploads:
             stack.callback(self._plain.close)
             stack.callback(self._timing.close)
             stack.callback(self._uses.clear)
+            stack.callback(self._drop)
             stack.callback(self._settle)
             for stream in streams.values():
                 stack.callback(self._synchronize, stream)
+
+    def _drop(self) -> None:
+        # All is done by then; what could not be asked any more is not counted.
+        for queue in self._queues.values():
+            while queue:
+                upload = queue.popleft()
+                upload.done = True
+                self._timing.give_back(upload.start)
+                self._timing.give_back(upload.end)
+        self._latest.clear()
 
     def _synchronize(self, stream: Stream) -> None:
         try:

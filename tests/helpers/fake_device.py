@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by name
 import numpy as np
 
-from moecache.cuda import DeviceArray, Memory, Product, Stream
+from moecache.cuda import DeviceArray, Graph, Memory, Product, Stream
 from moecache.errors import ConfigError, MoeCacheError
 
 RUBBISH = 0xA5
@@ -143,12 +143,12 @@ class FakeDevice:
     @contextmanager
     def capturing(self) -> Iterator[list[Callable[[], None]]]:
         """Note what the streams are given instead of doing it; the host may wait for nothing."""
-        graph: list[Callable[[], None]] = []
-        self._capture = graph
+        self.begin_capture(self.current_stream())
+        assert self._capture is not None
         try:
-            yield graph
+            yield self._capture
         finally:
-            self._capture = None
+            self.end_capture(self.current_stream())
 
     # What a Device does.
 
@@ -336,6 +336,24 @@ class FakeDevice:
     def is_capturing(self, stream: Stream) -> bool:
         """Return whether a graph is being noted."""
         return self._capture is not None
+
+    def begin_capture(self, stream: Stream) -> None:
+        """Note what the streams are given instead of doing it."""
+        assert self._capture is None, "captured twice"
+        self._capture = []
+
+    def end_capture(self, stream: Stream) -> Graph:
+        """Return what was noted."""
+        graph, self._capture = self._capture, None
+        assert graph is not None, "nothing is being captured"
+        return Graph(graph)
+
+    def replay(self, graph: Graph, stream: Stream) -> None:
+        """Give a stream what was noted."""
+        self._call()
+        works: Any = graph.owner
+        for work in works:
+            self._enqueue(stream, work)
 
     def launch(
         self,

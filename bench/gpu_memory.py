@@ -1,0 +1,155 @@
+"""Memory of a GPU and of the host: the same after 100,000 evictions and after 50 runtimes.
+
+Experts are small, all of them misses, and one token in a hundred is computed as well. What is
+free on the device is asked before and after; somebody else's programs there would be seen, too.
+
+    python -m bench.gpu_memory [--evictions 100000] [--rounds 50] [--json OUT]
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from bench.gpu import bound, parser_of, rss_bytes, run_benchmark
+from bench.gpu_stack import Decoder, Inputs, StackSize, open_stack
+from bench.traces import routing_trace
+from moecache.cuda import Device
+from moecache.units import format_bytes
+
+SIZE = StackSize(num_layers=4, num_experts=64, top_k=8, hidden=256, width=128)
+# Of the host: what an allocator keeps, and the interpreter's own.
+MOST_RSS_BYTES = 16 * 2**20
+WARM_SHARE = 0.1
+WARM_ROUNDS = 5
+COMPUTE_EVERY = 100
+
+
+def evict(
+    device: Device, decoder: Decoder, num_evictions: int, size: StackSize
+) -> tuple[int, int, int]:
+    """Go through all experts until so many were evicted; return that, device and host bytes."""
+    runtime = decoder.runtime
+    until = runtime.cache.num_evictions + num_evictions
+    step = 0
+    while runtime.cache.num_evictions < until:
+        layer, place = step % size.num_layers, step // size.num_layers
+        first = place * size.top_k % size.num_experts
+        ids = (first + np.arange(size.top_k, dtype=np.int32)) % size.num_experts
+        runtime.lease(layer, ids).close()
+        if step % COMPUTE_EVERY == 0:
+            decoder.step(step // COMPUTE_EVERY % decoder.num_tokens)
+        step += 1
+    decoder.finish()
+    return runtime.cache.num_evictions, device.free_bytes(), rss_bytes()
+
+
+def evictions(device: Device, size: StackSize, num_evictions: int) -> dict[str, Any]:
+    """Return what is free, and how much RAM is in use, before and after so many evictions."""
+    trace = _trace(size)
+    with Inputs(device, size, trace) as inputs:
+        stream = device.create_stream()
+        try:
+            with (
+                device.using(stream),
+                open_stack(device, size, size.num_layers * size.num_experts // 4) as runtime,
+                Decoder("evicting", device, inputs, stream, runtime) as decoder,
+            ):
+                warm = max(1, int(WARM_SHARE * num_evictions))
+                before, free_before, rss_before = evict(device, decoder, warm, size)
+                after, free_after, rss_after = evict(device, decoder, num_evictions, size)
+        finally:
+            device.destroy_stream(stream)
+    return {
+        "num_evictions": after - before,
+        "device_bytes_lost": free_before - free_after,
+        "rss_bytes_grown": rss_after - rss_before,
+    }
+
+
+def rounds(device: Device, size: StackSize, num_rounds: int) -> dict[str, Any]:
+    """Return what is lost over so many runtimes that are opened, used and closed."""
+    trace = _trace(size)
+    free_before = rss_before = 0
+    for number in range(WARM_ROUNDS + num_rounds):
+        if number == WARM_ROUNDS:
+            free_before, rss_before = device.free_bytes(), rss_bytes()
+        # All resident and not by turns: each has scratch memory of its own.
+        _use_once(device, size, trace, size.num_layers * size.num_experts // (1 + number % 2))
+        gc.collect()
+    return {
+        "num_rounds": num_rounds,
+        "device_bytes_lost": free_before - device.free_bytes(),
+        "rss_bytes_grown": rss_bytes() - rss_before,
+    }
+
+
+def _use_once(device: Device, size: StackSize, trace: np.ndarray, capacity: int) -> None:
+    """Open a runtime, decode and close it; what refers to its memory is gone at the end."""
+    stream = device.create_stream()
+    try:
+        with (
+            Inputs(device, size, trace) as inputs,
+            device.using(stream),
+            open_stack(device, size, capacity, policy="echo") as runtime,
+            Decoder("opened", device, inputs, stream, runtime) as decoder,
+        ):
+            for token in range(inputs.num_tokens):
+                decoder.step(token)
+            decoder.finish()
+    finally:
+        device.destroy_stream(stream)
+
+
+def _trace(size: StackSize) -> np.ndarray:
+    return routing_trace(
+        4, num_layers=size.num_layers, num_experts=size.num_experts, top_k=size.top_k
+    )
+
+
+def measure(device: Device, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run both parts; return figures and bounds."""
+    size: StackSize = arguments.size
+    evicted = evictions(device, size, arguments.evictions)
+    opened = rounds(device, size, arguments.rounds)
+    bounds = []
+    for found, what in (
+        (evicted, f"{evicted['num_evictions']} evictions"),
+        (opened, f"{opened['num_rounds']} runtimes"),
+    ):
+        lost = float(found["device_bytes_lost"])
+        bounds.append(bound(f"device bytes lost after {what}", "<=", 0.0, lost))
+        grown = found["rss_bytes_grown"] / MOST_RSS_BYTES
+        note = f"{format_bytes(MOST_RSS_BYTES)} are 1"
+        bounds.append(bound(f"RAM grown after {what}", "<=", 1.0, grown, note))
+    return {"evictions": evicted, "rounds": opened, "bounds": bounds}
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print what was lost."""
+    for name in ("evictions", "rounds"):
+        part = found[name]
+        console.print(
+            f"{name}: {part[f'num_{name}']}, device bytes lost {part['device_bytes_lost']}, "
+            f"RAM grown by {part['rss_bytes_grown']} bytes"
+        )
+
+
+def main(
+    argv: Sequence[str] | None = None, device: Device | None = None, size: StackSize = SIZE
+) -> int:
+    """Measure and print; 1 if a bound is not kept, 2 without a GPU."""
+    parser = parser_of(__doc__, runs=False)
+    parser.add_argument("--evictions", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=50)
+    arguments = parser.parse_args(argv)
+    arguments.size = size
+    return run_benchmark(measure, show, arguments, device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,367 @@
+"""A stack of MoE layers on a GPU that decodes from recorded routing, in several ways.
+
+Every way gets a token's hidden state, ids and routing weights by the same small copy into a place
+of its own, computes all layers in one stream, and leaves each layer's output in another place.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Self
+
+import ml_dtypes
+import numpy as np
+
+from bench.gpu import open_runtime
+from moecache import ExpertRuntime
+from moecache.cuda import Device, DeviceArray, Memory, Stream
+from moecache.errors import StoreError
+from moecache.layout import ExpertLayout, Role
+from moecache.regions import Region
+from moecache.slots._memory import aligned_rows
+from moecache.stores.base import Parts, destination_bytes
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class StackSize:
+    """What the stack looks like; experts are in bfloat16."""
+
+    num_layers: int = 48
+    num_experts: int = 128
+    top_k: int = 8
+    hidden: int = 2048
+    width: int = 768
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        return 6 * self.hidden * self.width
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all experts."""
+        return self.num_layers * self.num_experts * self.expert_bytes
+
+    def describe(self) -> str:
+        """Return it as text."""
+        return (
+            f"{self.num_layers} layers x {self.num_experts} experts, top-{self.top_k}, "
+            f"hidden {self.hidden}, width {self.width}, bf16"
+        )
+
+
+class SharedStore:
+    """As many experts as a layer has, in memory, that stand for those of all layers.
+
+    Expert e of layer l has the bytes of expert (e + 17 l) mod num_experts: no two layers have the
+    same one at the same place. A store of all layers would take 48 times the memory.
+
+    Parameters
+    ----------
+    size : StackSize
+    seed : int, default 0
+    """
+
+    def __init__(self, size: StackSize, seed: int = 0) -> None:
+        shapes = {"gate_up": (2 * size.width, size.hidden), "down": (size.hidden, size.width)}
+        rng = np.random.default_rng(seed)
+        self._arrays = {
+            name: random_weights(rng, (size.num_experts, *shape)) for name, shape in shapes.items()
+        }
+        roles = [Role(name, shape, BFLOAT16) for name, shape in shapes.items()]
+        self._layout = ExpertLayout(size.num_experts, size.top_k, [roles] * size.num_layers)
+        self._closed = False
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """What the experts look like."""
+        return self._layout
+
+    def view(self, layer: int, expert: int) -> Parts:
+        """Return one expert without copying."""
+        if self._closed:
+            raise StoreError("the store is closed")
+        self._layout.check(layer, expert)
+        row = (expert + 17 * layer) % self._layout.num_experts
+        return {name: array[row] for name, array in self._arrays.items()}
+
+    def read_into(self, layer: int, expert: int, out: Parts | np.ndarray) -> None:
+        """Copy one expert into `out`."""
+        target = destination_bytes(self._layout, layer, out)
+        for name, array in self.view(layer, expert).items():
+            target[name][:] = array.reshape(-1).view(np.uint8)
+
+    def regions(self, layers: Iterable[int] | None = None) -> list[Region]:
+        """Return where all of them lie, whichever layers are asked for."""
+        del layers
+        return [Region(one.ctypes.data, one.nbytes, one) for one in self._arrays.values()]
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Check the ids; everything is in memory."""
+        for expert in experts:
+            self._layout.check(layer, expert)
+
+    def close(self) -> None:
+        """Refuse further reads."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        """Return the store."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the store."""
+        self.close()
+
+
+def random_weights(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Return bfloat16 weights whose products with a hidden state are about as large as it is.
+
+    Drawn as bits, at a gigabyte per second: any sign and mantissa, one exponent.
+    """
+    exponent = 127 - round(np.log2(1.5 * shape[-1] ** 0.5))
+    num_bytes = 2 * int(np.prod(shape))
+    # A mapping of its own: what is pinned shares no page with anything else.
+    weights = aligned_rows(1, num_bytes)[0]
+    weights[:] = np.frombuffer(rng.bytes(num_bytes), np.uint8)
+    bits = weights.view(np.uint16)
+    bits &= 0x807F
+    bits |= exponent << 7
+    return bits.view(BFLOAT16).reshape(shape)
+
+
+class Inputs:
+    """What each token of a trace gives each layer, in pinned memory: a block per token.
+
+    A context manager.
+
+    Parameters
+    ----------
+    device : Device
+    size : StackSize
+    trace : ndarray of int, shape [num_tokens, num_layers, top_k]
+    seed : int, default 0
+    """
+
+    def __init__(self, device: Device, size: StackSize, trace: np.ndarray, seed: int = 0) -> None:
+        self.num_tokens = len(trace)
+        self.size = size
+        rng = np.random.default_rng(seed)
+        pairs = size.num_layers * size.top_k
+        self.ids_at = 0
+        self.weights_at = _aligned(4 * pairs)
+        self.hidden_at = self.weights_at + _aligned(4 * pairs)
+        self.block_bytes = self.hidden_at + _aligned(2 * size.hidden)
+        self._blocks = aligned_rows(1, self.num_tokens * self.block_bytes)[0]
+        for token, ids in enumerate(trace):
+            block = self._blocks[token * self.block_bytes :]
+            weights = rng.random((size.num_layers, size.top_k), np.float32)
+            weights /= weights.sum(1, keepdims=True)
+            hidden = rng.standard_normal(size.hidden, np.float32).astype(BFLOAT16)
+            for offset, array in (
+                (self.ids_at, ids.astype(np.int32)),
+                (self.weights_at, weights),
+                (self.hidden_at, hidden),
+            ):
+                block[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+        self._device = device
+        device.pin(self._blocks.ctypes.data, self._blocks.nbytes)
+
+    def address(self, token: int) -> int:
+        """Return where a token's block is, on the host."""
+        return self._blocks.ctypes.data + token * self.block_bytes
+
+    def __enter__(self) -> Self:
+        """Return the inputs."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unpin them."""
+        self._device.unpin(self._blocks.ctypes.data)
+
+
+class Decoder:
+    """Computes tokens through a runtime; a context manager that frees its inputs and outputs.
+
+    Parameters
+    ----------
+    name : str
+    device : Device
+    inputs : Inputs
+    stream : Stream
+        The calling thread's current one whenever this is used.
+    runtime : ExpertRuntime
+        Open longer than this.
+    """
+
+    def __init__(
+        self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
+    ) -> None:
+        self.name = name
+        self.runtime = runtime
+        self.num_tokens = inputs.num_tokens
+        self._device = device
+        self._inputs = inputs
+        self._stream = stream
+        size = inputs.size
+        with ExitStack() as undo:
+            self._block = _allocated(undo, device, inputs.block_bytes)
+            self._outs = _allocated(undo, device, 2 * size.num_layers * size.hidden)
+            undo.callback(device.synchronize, stream)
+            self._undo = undo.pop_all()
+        bits = np.dtype(np.uint16)
+        integers, floats = np.dtype(np.int32), np.dtype(np.float32)
+        chosen = (1, size.top_k)
+        row = 4 * size.top_k
+        self._hidden = _at(self._block, inputs.hidden_at, (1, size.hidden), bits)
+        self._layers = [
+            (
+                # An array of the device's own library: what is missing is looked up on the host.
+                device.array(self._block, inputs.ids_at + layer * row, chosen, integers),
+                _at(self._block, inputs.weights_at + layer * row, chosen, floats),
+                _at(self._outs, 2 * layer * size.hidden, (1, size.hidden), bits),
+            )
+            for layer in range(size.num_layers)
+        ]
+
+    def step(self, token: int) -> None:
+        """Compute a token; may return before it is done."""
+        self.bring_in(token)
+        self.compute()
+
+    def bring_in(self, token: int) -> None:
+        """Copy a token's inputs to where they are used."""
+        inputs = self._inputs
+        self._device.copy_in(
+            self._block.address, inputs.address(token), inputs.block_bytes, self._stream
+        )
+
+    def compute(self) -> None:
+        """Compute all layers of the token whose inputs are on the device."""
+        experts = self.runtime.on_device()
+        for layer, (ids, weights, out) in enumerate(self._layers):
+            experts(layer, self._hidden, ids, weights, out=out)
+
+    def finish(self) -> None:
+        """Wait until all is computed."""
+        self._device.synchronize(self._stream)
+
+    def outputs(self) -> np.ndarray:
+        """Return the last token's outputs as bits, [num_layers, hidden]."""
+        shape = (self._inputs.size.num_layers, self._inputs.size.hidden)
+        found = self._device.array(self._outs, 0, shape, np.dtype(np.uint16))
+        return self._device.to_host(found).view(np.ndarray)
+
+    def __enter__(self) -> Self:
+        """Return it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free its memory once nothing uses it."""
+        self._undo.close()
+
+
+class GraphDecoder(Decoder):
+    """A decoder with every expert resident, whose layers are one graph; see `Decoder`."""
+
+    def __init__(
+        self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
+    ) -> None:
+        super().__init__(name, device, inputs, stream, runtime)
+        # What has to be made is made by a step before.
+        self.bring_in(0)
+        super().compute()
+        self.finish()
+        device.begin_capture(stream)
+        try:
+            super().compute()
+        finally:
+            self._graph = device.end_capture(stream)
+
+    def compute(self) -> None:
+        """Replay the graph."""
+        self._device.replay(self._graph, self._stream)
+
+
+def open_stack(
+    device: Device,
+    size: StackSize,
+    capacity: int,
+    *,
+    policy: str = "lru",
+    prefetch: str = "off",
+    registered: bool = False,
+    loader_threads: int = 8,
+) -> ExpertRuntime:
+    """Return a runtime for a stack, with everything resident if there is a slot for each expert.
+
+    Raises
+    ------
+    MoeCacheError
+        If the experts cannot be registered.
+    """
+    runtime = open_runtime(
+        device,
+        SharedStore(size),
+        capacity,
+        policy=policy,
+        prefetch=prefetch,
+        registered=registered,
+        loader_threads=loader_threads,
+        # Also with next to no slots a token's experts follow each other without a gap.
+        staging=size.top_k,
+    )
+    if runtime.cache.capacity == size.num_layers * size.num_experts:
+        runtime.fill_slots().wait()
+        while runtime.pool.uploads.in_flight_bytes:
+            time.sleep(0.001)
+    return runtime
+
+
+def digest(outputs: np.ndarray) -> str:
+    """Return a digest of outputs.
+
+    Raises
+    ------
+    ValueError
+        If they are all zero, or not all finite: equal bits would say nothing.
+    """
+    values = (outputs.astype(np.uint32) << 16).view(np.float32)
+    if not np.isfinite(values).all() or not values.any():
+        raise ValueError("outputs are zero or not finite")
+    return hashlib.blake2b(outputs.tobytes(), digest_size=16).hexdigest()
+
+
+def check_bits(decoder: Decoder, token: int, expected: dict[int, str]) -> None:
+    """Compare the outputs of the token just computed to what another decoder's were.
+
+    Raises
+    ------
+    SystemExit
+        If a bit differs: its speed says nothing then.
+    """
+    try:
+        found = digest(decoder.outputs())
+    except ValueError as error:
+        raise SystemExit(f"{decoder.name}, token {token}: {error}") from error
+    if expected.setdefault(token, found) != found:
+        raise SystemExit(f"{decoder.name}, token {token}: other bits than before")
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _at(memory: Memory, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
+    return DeviceArray(memory.address + offset, shape, dtype, memory.owner)
+
+
+def _allocated(undo: ExitStack, device: Device, num_bytes: int) -> Memory:
+    memory = device.allocate(num_bytes)
+    undo.callback(device.free, memory)
+    return memory

@@ -1,0 +1,340 @@
+"""How fast misses reach a GPU, and what a storm of reads ahead does to a look-up.
+
+Experts of 1.5, 6 and 13 MB in bfloat16, every one a miss: from a file whose pages are warm and
+from memory, each through pinned buffers and, registered, without. By the host's clock, from the
+first request until the last copy is done, as a share of one large copy from pinned memory, which
+the device times in the same run.
+
+Then the time of a look-up of experts that are resident, beside the same while a thread asks for
+reads ahead of other layers as fast as they are taken: the ratio of the two p99.
+
+    python -m bench.gpu_upload [--runs 20] [--bytes 1GiB] [--directory DIR] [--json OUT]
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import ml_dtypes
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.gpu import PinnedCopy, bound, open_runtime, parser_of, run_benchmark, turns
+from moecache import ExpertRuntime
+from moecache.cuda import Device
+from moecache.errors import MoeCacheError
+from moecache.stores import ExpertStore, MemoryStore, open_store
+from moecache.units import format_bytes, format_bytes_per_s, parse_bytes
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# (name, hidden size, width)
+SIZES = (("1.5 MB", 512, 512), ("6 MB", 1024, 1024), ("13 MB", 2048, 1056))
+WAYS = ("file", "file, registered", "memory", "memory, registered")
+LEAST_SHARE = 0.90
+MOST_P99 = 3.0
+NUM_LAYERS = 4
+# Of a request, all of them misses; the slots hold two of these.
+GROUP = 16
+# The look-ups' experts; they are pinned.
+TOP_K = 8
+# The one policy by which a read ahead may take the place of what an earlier sequence used.
+STORM_POLICY = "least-stale"
+
+
+def write_experts(path: Path, num_experts: int, hidden: int, width: int) -> None:
+    """Write a checkpoint of experts alone, gate, up and down side by side as in real ones."""
+    tensors: dict[str, Any] = {}
+    end = 0
+    for layer in range(NUM_LAYERS):
+        for expert in range(num_experts):
+            for piece, shape in (
+                ("gate", (width, hidden)),
+                ("up", (width, hidden)),
+                ("down", (hidden, width)),
+            ):
+                start, end = end, end + 2 * hidden * width
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{piece}_proj.weight"
+                tensors[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(tensors).encode()
+    header += b" " * (-len(header) % 4096 - 8 % 4096)
+    one = np.random.default_rng(0).bytes(6 * hidden * width)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for _ in range(NUM_LAYERS * num_experts):
+            file.write(one)
+
+
+def memory_store(num_experts: int, hidden: int, width: int) -> MemoryStore:
+    """Return as many experts in memory."""
+    shape = (NUM_LAYERS, num_experts)
+    gate_up = np.full((*shape, 2 * width, hidden), 0x3C01, np.uint16).view(BFLOAT16)
+    down = np.full((*shape, hidden, width), 0x3C02, np.uint16).view(BFLOAT16)
+    return MemoryStore({"gate_up": gate_up, "down": down}, top_k=TOP_K)
+
+
+def upload_bytes_per_s(device: Device, runtime: ExpertRuntime, group: int = GROUP) -> float:
+    """Return the rate at which all experts, each a miss, come into slots."""
+    layout = runtime.layout
+    before = runtime.stats().num_hits
+    start = time.perf_counter()
+    for layer in range(layout.num_layers):
+        for first in range(0, layout.num_experts, group):
+            ids = np.arange(first, min(first + group, layout.num_experts), dtype=np.int32)
+            with runtime.lease(layer, ids):
+                pass
+    # A lease lets this stream wait for its copies.
+    device.synchronize(device.current_stream())
+    seconds = time.perf_counter() - start
+    if runtime.stats().num_hits != before:
+        raise SystemExit("some experts were there already: fewer slots, or more experts")
+    return layout.total_bytes / seconds
+
+
+def uploads(
+    device: Device,
+    sizes: Sequence[tuple[str, int, int]],
+    *,
+    total_bytes: int,
+    num_runs: int,
+    directory: Path,
+    copy_bytes: int,
+    group: int = GROUP,
+) -> list[dict[str, Any]]:
+    """Return the share of the link's rate for each size and way; refused ways say why."""
+    rows = []
+    for name, hidden, width in sizes:
+        num_experts = max(group, total_bytes // (NUM_LAYERS * 6 * hidden * width))
+        path = directory / "experts.safetensors"
+        write_experts(path, num_experts, hidden, width)
+        open_ways: dict[str, Callable[[], ExpertStore]] = {
+            "file": lambda path=path: open_store(path, top_k=TOP_K),  # type: ignore[misc]
+            "file, registered": lambda path=path: open_store(path, top_k=TOP_K, mapped=True),  # type: ignore[misc]
+            "memory": lambda n=num_experts, h=hidden, w=width: memory_store(n, h, w),  # type: ignore[misc]
+            "memory, registered": lambda n=num_experts, h=hidden, w=width: memory_store(n, h, w),  # type: ignore[misc]
+        }
+        with ExitStack() as stack:
+            link = stack.enter_context(PinnedCopy(device, copy_bytes))
+            runtimes: dict[str, ExpertRuntime] = {}
+            for way in WAYS:
+                row: dict[str, Any] = {"size": name, "way": way, "refused": None}
+                row["expert_bytes"] = 6 * hidden * width
+                row["num_experts"] = NUM_LAYERS * num_experts
+                rows.append(row)
+                try:
+                    runtimes[way] = stack.enter_context(
+                        open_runtime(
+                            device, open_ways[way](), 2 * group, registered="registered" in way
+                        )
+                    )
+                except (MoeCacheError, MemoryError) as error:
+                    row["refused"] = str(error)
+                    continue
+                # Warms the file's pages, too, and pins the buffers.
+                upload_bytes_per_s(device, runtimes[way], group)
+                row |= {"bytes_per_s": [], "shares": [], "link_bytes_per_s": []}
+            mine = {row["way"]: row for row in rows if row["size"] == name}
+            for run in range(num_runs):
+                for way in turns(list(runtimes), run):
+                    limit = link.bytes_per_s()
+                    rate = upload_bytes_per_s(device, runtimes[way], group)
+                    mine[way]["bytes_per_s"].append(rate)
+                    mine[way]["link_bytes_per_s"].append(limit)
+                    mine[way]["shares"].append(rate / limit)
+            for way, runtime in runtimes.items():
+                counted = runtime.pool.uploads
+                mine[way]["share"] = statistics.median(mine[way]["shares"])
+                mine[way]["busy_bytes_per_s"] = counted.num_bytes / (counted.busy_ns / 1e9)
+                mine[way]["pinned_bytes"] = counted.pinned_bytes
+        path.unlink()
+    return rows
+
+
+def look_up_ns(runtime: ExpertRuntime, ids: np.ndarray, num_look_ups: int) -> np.ndarray:
+    """Return what each of some look-ups of resident experts took, leased and given back."""
+    layer = runtime.layout.num_layers - 1
+    times = np.empty(num_look_ups, np.int64)
+    for number in range(num_look_ups):
+        start = time.perf_counter_ns()
+        runtime.lease(layer, ids).close()
+        times[number] = time.perf_counter_ns() - start
+    return times
+
+
+class Storm:
+    """A thread that asks for reads ahead of all layers but the last, as fast as they are taken.
+
+    A context manager. Between requests it sleeps: one that spins would only show how long
+    Python's threads wait for each other.
+    """
+
+    def __init__(self, runtime: ExpertRuntime, pause_s: float) -> None:
+        self._runtime = runtime
+        self._pause_s = pause_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="storm", daemon=True)
+
+    def _run(self) -> None:
+        draw = np.random.default_rng(0)
+        layout = self._runtime.layout
+        while not self._over.is_set():
+            # What was brought in before may give way from now on.
+            self._runtime.begin_sequence()
+            for layer in range(layout.num_layers - 1):
+                ids = draw.permutation(layout.num_experts)[:GROUP]
+                self._runtime.hint(layer, ids, np.ones(len(ids)))
+            self._over.wait(self._pause_s)
+
+    def __enter__(self) -> Self:
+        """Begin, and return when the first read ahead has come."""
+        before = self._runtime.stats().bytes_prefetch
+        self._thread.start()
+        until = time.monotonic() + 10
+        while self._runtime.stats().bytes_prefetch == before:
+            if time.monotonic() > until:
+                self.__exit__()
+                raise SystemExit("nothing was read ahead within 10 s: there is no storm")
+            time.sleep(0.001)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self._over.set()
+        self._thread.join()
+
+
+def look_ups(
+    device: Device,
+    size: tuple[str, int, int],
+    *,
+    total_bytes: int,
+    num_runs: int,
+    num_look_ups: int,
+    directory: Path,
+    pause_s: float,
+) -> dict[str, Any]:
+    """Return the p99 of look-ups in quiet and in a storm, and how much the storm copied."""
+    name, hidden, width = size
+    num_experts = max(2 * GROUP, total_bytes // (NUM_LAYERS * 6 * hidden * width))
+    path = directory / "experts.safetensors"
+    write_experts(path, num_experts, hidden, width)
+    capacity = NUM_LAYERS * num_experts // 2
+    quiet_ns, storm_ns, ratios, storm_bytes, storm_s = [], [], [], 0, 0.0
+    store = open_store(path, top_k=TOP_K)
+    with open_runtime(device, store, capacity, policy=STORM_POLICY, prefetch="hints") as runtime:
+        ids = np.arange(TOP_K, dtype=np.int32)
+        runtime.lease(NUM_LAYERS - 1, ids).close()
+        for expert in ids.tolist():
+            runtime.cache.pin(NUM_LAYERS - 1, expert)
+        look_up_ns(runtime, ids, num_look_ups)
+        for _ in range(num_runs):
+            quiet = look_up_ns(runtime, ids, num_look_ups)
+            before, start = runtime.stats(), time.perf_counter()
+            with Storm(runtime, pause_s):
+                stormy = look_up_ns(runtime, ids, num_look_ups)
+            storm_s += time.perf_counter() - start
+            storm_bytes += (runtime.stats() - before).bytes_prefetch
+            quiet_ns.append(float(np.percentile(quiet, 99)))
+            storm_ns.append(float(np.percentile(stormy, 99)))
+            ratios.append(storm_ns[-1] / quiet_ns[-1])
+            device.synchronize(device.current_stream())
+        pinned_bytes = runtime.pool.uploads.pinned_bytes
+    path.unlink()
+    return {
+        "size": name,
+        "num_look_ups": num_look_ups,
+        "pause_s": pause_s,
+        "quiet_p99_ns": quiet_ns,
+        "storm_p99_ns": storm_ns,
+        "ratio": statistics.median(ratios),
+        "storm_bytes": storm_bytes,
+        "storm_bytes_per_s": storm_bytes / storm_s,
+        "pinned_bytes": pinned_bytes,
+    }
+
+
+def measure(device: Device, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run both parts; return figures and bounds."""
+    total_bytes = parse_bytes(arguments.bytes)
+    with tempfile.TemporaryDirectory(prefix="moecache-gpu-", dir=arguments.directory) as name:
+        rows = uploads(
+            device,
+            arguments.sizes,
+            total_bytes=total_bytes,
+            num_runs=arguments.runs,
+            directory=Path(name),
+            copy_bytes=parse_bytes(arguments.copy_bytes),
+        )
+        storm = look_ups(
+            device,
+            arguments.sizes[0],
+            total_bytes=total_bytes,
+            num_runs=arguments.runs,
+            num_look_ups=arguments.look_ups,
+            directory=Path(name),
+            pause_s=arguments.pause_us / 1e6,
+        )
+    bounds = [
+        bound(
+            f"upload, {row['size']}, {row['way']}, of one large pinned copy",
+            ">=",
+            LEAST_SHARE,
+            row.get("share"),
+            row["refused"] or "",
+        )
+        for row in rows
+    ]
+    bounds.append(bound("look-up's p99 in a storm, of quiet", "<=", MOST_P99, storm["ratio"]))
+    return {"runs": arguments.runs, "uploads": rows, "look_ups": storm, "bounds": bounds}
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print a row for each size and way, and the look-ups."""
+    table = Table("experts", "way", "of the link", "rate", "while copying", "link", "pinned")
+    for row in found["uploads"]:
+        if row["refused"]:
+            table.add_row(row["size"], row["way"], "refused")
+            continue
+        table.add_row(
+            *(row["size"], row["way"], f"{row['share']:.3f}"),
+            format_bytes_per_s(statistics.median(row["bytes_per_s"])),
+            format_bytes_per_s(row["busy_bytes_per_s"]),
+            format_bytes_per_s(statistics.median(row["link_bytes_per_s"])),
+            format_bytes(row["pinned_bytes"]),
+        )
+    console.print(table)
+    storm = found["look_ups"]
+    quiet, stormy = (statistics.median(storm[f"{kind}_p99_ns"]) for kind in ("quiet", "storm"))
+    console.print(
+        f"look-up p99: quiet {quiet / 1e3:.1f} us, in a storm of "
+        f"{format_bytes_per_s(storm['storm_bytes_per_s'])} {stormy / 1e3:.1f} us"
+    )
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    device: Device | None = None,
+    sizes: Sequence[tuple[str, int, int]] = SIZES,
+) -> int:
+    """Measure and print; 1 if a bound is not kept, 2 without a GPU."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--bytes", default="1GiB", help="of experts, copied in each run")
+    parser.add_argument("--copy-bytes", default="1GiB", help="of the copy that is the limit")
+    parser.add_argument("--look-ups", type=int, default=5000, help="in each run")
+    parser.add_argument("--pause-us", type=float, default=100, help="between the storm's requests")
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="for the file of experts")
+    arguments = parser.parse_args(argv)
+    arguments.sizes = sizes
+    return run_benchmark(measure, show, arguments, device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,379 @@
+"""The benchmarks of a GPU run small on a device made for tests; no speed is claimed of that."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import gpu_decode, gpu_memory, gpu_report, gpu_upload
+from bench.gpu import PinnedCopy, bound, turns
+from bench.gpu_stack import (
+    Decoder,
+    GraphDecoder,
+    Inputs,
+    SharedStore,
+    StackSize,
+    check_bits,
+    digest,
+    open_stack,
+)
+from bench.traces import routing_trace
+from moecache.errors import MoeCacheError
+from moecache.stores import ExpertStore, open_store
+from moecache.study import Trace
+from tests.helpers.fake_device import FakeDevice
+
+ROOT = Path(__file__).parents[1]
+SIZE = StackSize(num_layers=2, num_experts=8, top_k=2, hidden=32, width=16)
+WAYS = [
+    gpu_decode.RESIDENT,
+    gpu_decode.GRAPH,
+    *(name for ways in gpu_decode.GROUPS.values() for name in ways),
+]
+
+
+def make_trace(num_tokens: int = 6) -> np.ndarray:
+    """Return routing for the stack of these tests."""
+    return routing_trace(
+        num_tokens, num_layers=SIZE.num_layers, num_experts=SIZE.num_experts, top_k=SIZE.top_k
+    )
+
+
+def numbers(figures: Any) -> Iterator[float]:
+    """Yield every number of a JSON's contents."""
+    if isinstance(figures, dict):
+        for value in figures.values():
+            yield from numbers(value)
+    elif isinstance(figures, list):
+        for value in figures:
+            yield from numbers(value)
+    elif isinstance(figures, (int, float)):
+        yield figures
+
+
+def check_figures(path: Path) -> dict[str, Any]:
+    """Return a benchmark's JSON, whose numbers are finite and whose bounds are all there."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    assert all(map(math.isfinite, numbers(found)))
+    assert found["device"] == "cuda:0 (fake)"
+    keys = {"name", "relation", "limit", "found", "holds", "note"}
+    assert found["bounds"]
+    assert all(one.keys() == keys and one["found"] is not None for one in found["bounds"])
+    return found
+
+
+def test_one_large_copy_has_the_rate_of_the_device() -> None:
+    """A byte takes a nanosecond there; nothing is left behind."""
+    device = FakeDevice()
+    with PinnedCopy(device, 2**20) as link:
+        assert link.bytes_per_s() == pytest.approx(1e9, rel=0.01)
+    assert (device.used_bytes, device.pinned_bytes, device.num_streams) == (0, 0, 0)
+    assert device.num_events == 0
+
+
+def test_uploads_and_look_ups_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every size and way, and the storm is one."""
+    device = FakeDevice()
+    options = ["--runs", "2", "--bytes", "100KB", "--copy-bytes", "64KiB", "--look-ups", "20"]
+    options += ["--directory", str(tmp_path), "--json", str(tmp_path / "figures")]
+
+    gpu_upload.main(options, device, sizes=(("tiny", 16, 8), ("small", 32, 16)))
+
+    found = check_figures(tmp_path / "figures")
+    rows = {(row["size"], row["way"]): row for row in found["uploads"]}
+    assert rows.keys() == {(size, way) for size in ("tiny", "small") for way in gpu_upload.WAYS}
+    for row in rows.values():
+        assert len(row["shares"]) == len(row["bytes_per_s"]) == 2
+        assert row["share"] > 0
+        assert row["refused"] is None
+    assert found["look_ups"]["storm_bytes"] > 0
+    assert len(found["look_ups"]["storm_p99_ns"]) == 2
+    assert len(found["bounds"]) == 9
+    assert "look-up p99: quiet" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["figures"]
+    assert (device.used_bytes, device.pinned_bytes) == (0, 0)
+
+
+def test_a_way_that_the_system_refuses_is_a_bound_that_does_not_hold(tmp_path: Path) -> None:
+    """With the reason; the others are measured."""
+    rows = gpu_upload.uploads(
+        FakeDevice(max_pinned_bytes=200_000),
+        [("tiny", 32, 16)],
+        total_bytes=2**20,
+        num_runs=1,
+        directory=tmp_path,
+        copy_bytes=4096,
+    )
+    by_way = {row["way"]: row for row in rows}
+    assert "no more than 200000 bytes can be pinned" in by_way["file, registered"]["refused"]
+    assert by_way["file"]["share"] > 0
+    assert not bound("upload", ">=", 0.9, by_way["file, registered"].get("share"))["holds"]
+
+
+def test_an_upload_that_finds_experts_there_is_refused() -> None:
+    """It would be too fast."""
+    device = FakeDevice()
+    with open_stack(device, SIZE, 16) as runtime, pytest.raises(SystemExit, match="there already"):
+        gpu_upload.upload_bytes_per_s(device, runtime)
+
+
+def test_the_file_of_experts_is_a_checkpoint(tmp_path: Path) -> None:
+    """With gate, up and down side by side: an expert is one read."""
+    gpu_upload.write_experts(tmp_path / "experts.safetensors", 3, 16, 8)
+    with open_store(tmp_path / "experts.safetensors", top_k=2) as store:
+        assert (store.layout.num_layers, store.layout.num_experts) == (4, 3)
+        assert store.layout.expert_bytes(0) == 6 * 16 * 8
+        ((_, start, targets),) = store.runs(1, 2)
+        assert start % 64 == 0
+        assert targets == (("gate_up", 0, 512), ("down", 0, 256))
+        one, other = (store.view(layer, 2)["down"] for layer in (0, 3))
+        assert one.tobytes() == other.tobytes()
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the figures of a small stack that every way decoded."""
+    directory = tmp_path_factory.mktemp("decode")
+    trace = Trace(make_trace(), num_experts=SIZE.num_experts)
+    trace.save(directory / "trace.npz")
+    options = ["--runs", "2", "--tokens", "2", "--copy-bytes", "64KiB", "--threads", "1"]
+    options += ["--trace", str(directory / "trace.npz"), "--json", str(directory / "figures")]
+    device = FakeDevice()
+    gpu_decode.main(options, device, size=SIZE)
+    assert (device.used_bytes, device.pinned_bytes, device.num_streams) == (0, 0, 0)
+    return check_figures(directory / "figures")
+
+
+def test_every_way_decodes(decoded: dict[str, Any]) -> None:
+    """And says how much it copied, waited, and reached of what is resident and of the link."""
+    assert list(decoded["ways"]) == WAYS
+    assert decoded["refused"] == {}
+    for name, way in decoded["ways"].items():
+        assert way["tokens_per_s"] > 0
+        assert way["of_resident"] > 0
+        assert len(way["runs"]) == 2
+        assert (way["bytes_per_token"] == 0) == (way["of_link"] == 0)
+        assert name.startswith("all resident") == (way["misses_per_token"] == 0)
+    assert decoded["ways"][gpu_decode.RESIDENT]["of_resident"] == 1.0
+
+
+def test_without_a_cache_every_expert_is_copied_for_every_token(decoded: dict[str, Any]) -> None:
+    """That is what "no cache" means."""
+    wanted = SIZE.num_layers * SIZE.top_k * SIZE.expert_bytes
+    for name in ("no cache", "no cache, registered"):
+        assert decoded["ways"][name]["hit_rate"] == 0
+        assert decoded["ways"][name]["bytes_per_token"] == wanted
+
+
+def test_what_was_scaled_down_is_said(decoded: dict[str, Any]) -> None:
+    """And where the routing is from."""
+    assert "48 layers x 128 experts" in decoded["scaled"]
+    assert decoded["routing"] == "trace.npz"
+    assert decoded["stack"]["bytes"] == SIZE.total_bytes
+    assert decoded["ways"]["25%, echo, prefetch auto"]["stalls_of_off"] > 0
+    names = [one["name"] for one in decoded["bounds"]]
+    assert names[0] == "decode, all resident, graph, of all resident"
+    assert len(names) == 4
+
+
+def test_a_way_with_other_bits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any speed is printed: its name and the token are."""
+    original = SharedStore.view
+
+    def view(store: SharedStore, layer: int, expert: int) -> dict[str, np.ndarray]:
+        parts = dict(original(store, layer, expert))
+        if expert == 3 and broken:
+            parts["down"] = parts["down"].copy()
+            parts["down"].view(np.uint16)[0, 0] ^= 0x8000
+        return parts
+
+    broken: list[str] = []
+
+    def open_some(*arguments: Any, **options: Any) -> Any:
+        if options.get("policy") == "lru":
+            broken.append("lru")
+        return open_stack(*arguments, **options)
+
+    monkeypatch.setattr(SharedStore, "view", view)
+    monkeypatch.setattr("bench.gpu_decode.open_stack", open_some)
+    with pytest.raises(SystemExit, match=r"50%, lru, token \d+: other bits"):
+        gpu_decode.decode(
+            FakeDevice(), SIZE, make_trace(), num_runs=1, num_tokens=1, copy_bytes=4096
+        )
+
+
+@pytest.mark.parametrize("outputs", [np.zeros((2, 3), np.uint16), np.full(4, 0x7FC0, np.uint16)])
+def test_outputs_that_say_nothing_are_refused(outputs: np.ndarray) -> None:
+    """Zeros and NaNs are equal to each other, whoever computed them."""
+    with pytest.raises(ValueError, match="zero or not finite"):
+        digest(outputs)
+
+
+def test_a_graph_leaves_the_bits_of_single_steps(gpu: Any) -> None:
+    """In a place of its own, token by token; on a real device, if there is one."""
+    stream = gpu.create_stream()
+    expected: dict[int, str] = {}
+    with (
+        Inputs(gpu, SIZE, make_trace()) as inputs,
+        gpu.using(stream),
+        open_stack(gpu, SIZE, SIZE.num_layers * SIZE.num_experts) as runtime,
+        Decoder("single", gpu, inputs, stream, runtime) as single,
+        GraphDecoder("graph", gpu, inputs, stream, runtime) as graph,
+    ):
+        before = runtime.stats()
+        for decoder in (single, graph):
+            gpu_decode.verify(decoder, inputs.num_tokens, expected)
+        made = runtime.stats() - before
+        assert made.num_steps == made.num_resident_steps == SIZE.num_layers * inputs.num_tokens
+        outputs = graph.outputs()
+        outputs[0, 0] ^= 1
+        assert digest(outputs) != expected[inputs.num_tokens - 1]
+        graph.step(0)
+        with pytest.raises(SystemExit, match="graph, token 1: other bits"):
+            check_bits(graph, 1, expected)
+    gpu.destroy_stream(stream)
+
+
+def test_layers_have_other_experts_in_the_same_memory() -> None:
+    """One layer's experts stand for all, and lie where nobody else's are."""
+    with SharedStore(SIZE) as store:
+        assert isinstance(store, ExpertStore)
+        assert sum(num_bytes for _, num_bytes in store.regions()) == 8 * SIZE.expert_bytes
+        parts = [store.view(layer, 0)["gate_up"].tobytes() for layer in (0, 1)]
+        assert parts[0] != parts[1]
+        buffers = {role.name: np.empty(role.shape, role.dtype) for role in store.layout.layers[0]}
+        store.read_into(1, 5, buffers)
+        assert all(buffers[name].tobytes() == a.tobytes() for name, a in store.view(1, 5).items())
+    with pytest.raises(MoeCacheError, match="closed"):
+        store.view(0, 0)
+
+
+def test_layers_are_left_out_where_memory_ends() -> None:
+    """As many as there is room for twice; less than one is an error with the remedy."""
+    layer_bytes = SIZE.total_bytes // SIZE.num_layers
+    room = FakeDevice(int(2.3 * layer_bytes))
+    assert gpu_decode.fit(room, SIZE, 0).num_layers == 1
+    assert gpu_decode.fit(FakeDevice(), SIZE, 0) == SIZE
+    with pytest.raises(SystemExit, match="say --width"):
+        gpu_decode.fit(FakeDevice(layer_bytes), SIZE, 0)
+
+
+def test_memory_is_the_same_after_evictions_and_runtimes(tmp_path: Path) -> None:
+    """Of the device not a byte is lost."""
+    device = FakeDevice()
+    options = ["--evictions", "300", "--rounds", "2", "--json", str(tmp_path / "figures")]
+
+    gpu_memory.main(options, device, size=SIZE)
+
+    found = check_figures(tmp_path / "figures")
+    assert found["evictions"]["num_evictions"] >= 300
+    assert found["rounds"]["num_rounds"] == 2
+    lost = [one for one in found["bounds"] if one["name"].startswith("device")]
+    assert [one["found"] for one in lost] == [0.0, 0.0]
+    assert (device.used_bytes, device.num_streams, device.num_events) == (0, 0, 0)
+
+
+def test_a_leak_of_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a round keeps is lost."""
+    device = FakeDevice()
+
+    def leak(*arguments: Any, **options: Any) -> Any:
+        device.allocate(1)
+        return open_stack(*arguments, **options)
+
+    monkeypatch.setattr("bench.gpu_memory.open_stack", leak)
+    found = gpu_memory.rounds(device, SIZE, 3)
+    assert found["device_bytes_lost"] == 3 * device.allocation_bytes
+
+
+def test_each_goes_first_in_turn() -> None:
+    """Nobody always follows the same one's heat."""
+    assert [turns("abc", run) for run in range(4)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
+
+
+def test_without_a_gpu_a_benchmark_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """And does not fail as if a bound were missed."""
+    assert gpu_memory.main(["--device", "cuda:99"]) == 2
+    assert "skipped: " in capsys.readouterr().out
+
+
+def test_the_script_says_what_it_does() -> None:
+    """Also without a GPU; what it does not know it refuses."""
+    script = ROOT / "bench" / "gpu.sh"
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: bench/gpu.sh [--quick]")
+    for wrong, problem in (
+        (["--only", "tests,nonsense"], "unknown stage nonsense"),
+        (["--fast"], "unknown option --fast"),
+        (["--python"], "needs a value"),
+        (["a.json", "b.json"], "more than one output"),
+    ):
+        failed = subprocess.run(
+            [script, *wrong], capture_output=True, text=True, check=False, cwd="/"
+        )
+        assert failed.returncode == 2
+        assert problem in failed.stderr
+
+
+def write_stage(work: Path, name: str, code: int, **files: str) -> None:
+    """Write what a stage left."""
+    (work / f"{name}.status").write_text(f"{code} 1.5 60")
+    for suffix, text in files.items():
+        (work / f"{name}.{suffix}").write_text(text)
+
+
+def test_stages_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stage is well, missed a bound, failed, took too long, or was left out."""
+    held, missed = bound("fast", ">=", 0.9, 0.95), bound("slow", "<=", 3.0, 4.0)
+    xml = '<testsuites><testsuite tests="5" failures="0" errors="0" skipped="{}"/></testsuites>'
+    write_stage(tmp_path, "build", 0, log="built")
+    write_stage(tmp_path, "tests", 0, xml=xml.format(1))
+    write_stage(tmp_path, "upload", 1, json=json.dumps({"bounds": [held, missed]}))
+    write_stage(tmp_path, "decode", 1, log="x" * 5000 + "Traceback")
+    write_stage(tmp_path, "memory", 124, log="slow")
+    write_stage(tmp_path, "memcheck", 0, xml=xml.format(5), log="no test ran")
+    (tmp_path / "racecheck.log").write_text("compute-sanitizer was not found\n")
+    names = ["build", "tests", "upload", "decode", "memory", "memcheck", "racecheck"]
+    options = [part for name in names for part in ("--stage", name)]
+    out = tmp_path / "new" / "report.json"
+
+    code = gpu_report.main(
+        ["--work", str(tmp_path), "--out", str(out), *options, "--fact", "gpu=made up = x"]
+    )
+
+    report = json.loads(out.read_text())
+    statuses = [report["stages"][name]["status"] for name in names]
+    assert statuses == [
+        "ok", "ok", "bounds missed", "failed", "timed out", "failed", "left out",
+    ]  # fmt: skip
+    assert report["gpu"] == "made up = x"
+    assert (code, report["ok"]) == (1, False)
+    assert (report["num_bounds"], report["num_bounds_held"]) == (2, 1)
+    assert report["bounds"][1] == {"stage": "upload", **missed}
+    assert report["stages"]["tests"]["tests"]["passed"] == 4
+    assert report["stages"]["decode"]["log_tail"].endswith("Traceback")
+    assert len(report["stages"]["decode"]["log_tail"]) == 2000
+    assert report["stages"]["racecheck"]["note"] == "compute-sanitizer was not found"
+    assert "bounds kept: 1 of 2" in capsys.readouterr().out
+
+
+def test_a_report_without_faults_is_a_success(tmp_path: Path) -> None:
+    """By Python alone: nothing of the package is imported, which may not even be built."""
+    write_stage(tmp_path, "build", 0)
+    command = [sys.executable, "-I", str(ROOT / "bench" / "gpu_report.py"), "--work", str(tmp_path)]
+    command += ["--out", str(tmp_path / "report.json"), "--stage", "build"]
+    subprocess.run(command, check=True, capture_output=True)
+    assert json.loads((tmp_path / "report.json").read_text())["ok"]

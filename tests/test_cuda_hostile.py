@@ -1,0 +1,323 @@
+"""What a hostile user of slots on a GPU tried, and found broken once."""
+
+import gc
+import logging
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moecache
+from moecache.cuda import parse_device
+from moecache.errors import CapacityError, ConfigError, MoeCacheError
+from moecache.slots import CudaSlots
+from moecache.stores.memory import MemoryStore
+from tests.helpers.fake_device import FakeDevice
+from tests.test_cuda_experts import (
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    TOP_K,
+    TYPES,
+    bits,
+    make_runtime,
+    make_step,
+    on,
+)
+from tests.test_cuda_slots import LAYOUT, fill
+
+FP32 = TYPES["float32"]
+
+
+def start(*threads: threading.Thread) -> None:
+    """Run threads to their end."""
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("capacity", [5, LAYERS * EXPERTS])
+def test_threads_in_one_stream_do_not_share_intermediate_results(gpu: Any, capacity: int) -> None:
+    """Every thread's default stream is the same one."""
+    steps = [make_step(FP32, size, size) for size in (1, 2, 9)]
+    with make_runtime(gpu, FP32, capacity) as runtime:
+        compute = runtime.on_device()
+        arrays = [(*on(gpu, hidden, weights), ids) for hidden, ids, weights in steps]
+        wanted = [bits(gpu, compute(0, x, ids, w)) for x, w, ids in arrays]
+        wrong: list[int] = []
+
+        def work(first: int) -> None:
+            for turn in range(12):
+                which = (first + turn) % len(arrays)
+                x, w, ids = arrays[which]
+                if not np.array_equal(bits(gpu, compute(0, x, ids, w)), wanted[which]):
+                    wrong.append(which)
+
+        start(*(threading.Thread(target=work, args=(number,)) for number in range(3)))
+    assert not wrong
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_runtime_may_be_closed_beside_a_step(seed: int) -> None:
+    """The step ends, or is told; nothing is used that was freed, and nothing stays."""
+    device = FakeDevice(eager=bool(seed % 2), seed=seed)
+    hidden, ids, weights = make_step(FP32, 2, seed)
+    runtime = make_runtime(device, FP32, 4, loader_threads=1)
+    x, w = on(device, hidden, weights)
+    others: list[BaseException] = []
+    begun = threading.Event()
+
+    def work() -> None:
+        try:
+            compute = runtime.on_device()
+            for turn in range(1000):
+                compute(turn % LAYERS, x, ids, w)
+                begun.set()
+        except MoeCacheError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - the test shows it
+            others.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(30)
+    time.sleep(0.002 * seed)
+    runtime.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    device.run()
+    assert not others
+    assert device.used_bytes == device.pinned_bytes == 0
+    assert device.num_streams == device.num_events == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_lease_in_any_of_many_streams_holds_its_slot(seed: int) -> None:
+    """However many streams there are, and however late its product is issued."""
+    device = FakeDevice(eager=False, seed=seed)
+    pool = CudaSlots(LAYOUT, 1, device=device)
+    fill(pool, 0, 1)
+    slots = np.zeros(1, np.int32)
+    streams = [device.create_stream() for _ in range(40)]
+    for stream in streams:
+        with device.using(stream):
+            pool.before_compute(slots)
+    array, seen = pool.expert(0, 0)["gate_up"], []
+    for stream in streams:
+        device.work(lambda: seen.append(float(array.sum())), stream)
+    pool.release_after_compute(slots)
+    fill(pool, 0, 2)
+    device.run()
+    assert seen == [30.0] * len(streams)
+    pool.close()
+
+
+def test_a_release_that_fails_loses_no_slot() -> None:
+    """Where no event can be recorded the stream is waited for instead."""
+    for number in range(12):
+        device = FakeDevice(eager=False)
+        with make_runtime(device, FP32, 3) as runtime:
+            for layer in range(LAYERS):
+                runtime.lease(layer, np.arange(2)).close()
+            lease = runtime.lease(0, np.arange(3))
+            device.fail_at = number % 3
+            lease.close()
+            device.fail_at = -1
+            for wave in runtime.waves(1, np.arange(EXPERTS).reshape(EXPERTS, 1)):
+                assert len(wave)
+            runtime.lease(0, np.arange(3)).close()
+
+
+def test_an_interrupt_while_copies_are_looked_at_leaves_the_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next step does not hang, and no buffer is lost."""
+    device = FakeDevice()
+    pool = CudaSlots(LAYOUT, 2, device=device, max_pinned_bytes=0)
+    slots = np.zeros(1, np.int32)
+    asked = device.is_done
+
+    def interrupted(event: int) -> bool:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        return asked(event)
+
+    for number in range(8):
+        fill(pool, 0, number)
+        monkeypatch.setattr(device, "is_done", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.before_compute(slots)
+        pool.before_compute(slots)
+    assert pool.uploads.pinned_bytes == pool.slot_stride
+    pool.close()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_runtime_that_is_dropped_gives_everything_back(closes: bool) -> None:
+    """Also to the system: pages that stay pinned would be others' by and by."""
+    device = FakeDevice()
+    for _ in range(20):
+        runtime = make_runtime(device, FP32, 5, loader_threads=0)
+        hidden, ids, weights = make_step(FP32, 2)
+        x, w = on(device, hidden, weights)
+        runtime.on_device()(0, x, ids, w)
+        if closes:
+            runtime.close()
+        else:
+            runtime.on_device().close()
+        del runtime
+        gc.collect()
+        assert device.used_bytes == device.pinned_bytes == 0
+        assert device.num_streams == device.num_events == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_filled_slots_can_be_captured_at_once(seed: int) -> None:
+    """On a device that copies late too: `wait` is for the copies, not for their beginning."""
+    device = FakeDevice(eager=False, seed=seed)
+    hidden, ids, weights = make_step(FP32, 1)
+    with make_runtime(device, FP32) as runtime:
+        assert runtime.fill_slots().wait(30)
+        compute = runtime.on_device()
+        x, w, chosen = on(device, hidden, weights, ids)
+        out = device.empty(x.shape, FP32, device.current_stream())
+        compute(0, x, chosen, w, out=out)
+        device.run()
+        with device.capturing():
+            compute(0, x, chosen, w, out=out)
+
+
+def test_a_lost_device_is_told_once_and_figures_are_still_to_be_had(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A thread that reads ahead does not fill the log; `close` returns."""
+    device = FakeDevice(eager=False)
+    runtime = make_runtime(device, FP32, 5, prefetch="hints")
+    runtime.lease(0, np.arange(3)).close()
+    device.lost = True
+    with caplog.at_level(logging.WARNING):
+        for turn in range(20):
+            runtime.hint(1, np.arange(TOP_K))
+            time.sleep(0.01)
+            assert "uploads to" in runtime.report(), turn
+    assert len(caplog.records) < 8
+    with pytest.raises(MoeCacheError, match="lost"):
+        runtime.close()
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.uint8, np.int16, np.uint64, np.dtype(">i4"), np.int32, list]
+)
+@pytest.mark.parametrize("capacity", [5, LAYERS * EXPERTS])
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_ids_of_the_host_may_be_any_integers(dtype: Any, capacity: int, num_tokens: int) -> None:
+    """Whatever is resident: what works at first works later."""
+    device = FakeDevice()
+    hidden, ids, weights = make_step(FP32, num_tokens)
+    with make_runtime(device, FP32, capacity) as runtime:
+        x, w = on(device, hidden, weights)
+        compute = runtime.on_device()
+        wanted = bits(device, compute(0, x, ids, w))
+        runtime.fill_slots().wait()
+        other = ids.tolist() if dtype is list else ids.astype(dtype)
+        assert np.array_equal(bits(device, compute(0, x, other, w)), wanted)
+        for wrong in (ids.astype(np.float32), ids.astype(str), ids[:, :0]):
+            with pytest.raises(ConfigError, match=r"not integers|choose no expert|must both be"):
+                compute(0, x, wrong, w)
+
+
+def test_a_step_whose_experts_are_all_leased_is_one_launch() -> None:
+    """Also where others are missing: the same kernel, its slots given instead of looked up."""
+    device = FakeDevice()
+    hidden, ids, weights = make_step(FP32, 1)
+    with make_runtime(device, FP32, 5) as runtime:
+        x, w = on(device, hidden, weights)
+        compute = runtime.on_device()
+        wanted = bits(device, compute(0, x, ids, w))
+        device.num_launches.clear()
+        assert np.array_equal(bits(device, compute(0, x, ids, w)), wanted)
+        assert device.num_launches == {"decode_f32": 1}
+
+
+@pytest.mark.parametrize("kib", [100, 150, 200, 400])
+def test_a_small_gpu_holds_as_many_experts_as_it_can(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, kib: int
+) -> None:
+    """Slots for staging are those of the smaller plan, not of the one that did not fit."""
+    device = FakeDevice(total_bytes=kib * 1024)
+    monkeypatch.setattr("moecache.opening.open_device", lambda name: device)
+    with moecache.open(tiny_moe, slots=64, device="cuda", prefault="off") as runtime:
+        assert 1 <= runtime.cache.capacity <= kib // 48
+        assert (runtime.pool.num_slots + 1) * 48 > kib
+        for wave in runtime.waves(0, np.arange(8).reshape(8, 1)):
+            assert len(wave)
+
+
+def test_what_a_full_gpu_says_has_no_negative_sizes(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has what is free, and what is asked for."""
+    device = FakeDevice(total_bytes=2**20)
+    device.allocate(2**20 - 8192)
+    monkeypatch.setattr("moecache.opening.open_device", lambda name: device)
+    with pytest.raises(CapacityError) as error:
+        moecache.open(tiny_moe, device="cuda")
+    assert "8.00 KiB are free" in str(error.value)
+    assert "-" not in str(error.value).replace("mixture-of-experts", "")
+
+
+def test_names_of_devices_are_ascii() -> None:
+    """Other scripts have digits too."""
+    with pytest.raises(ConfigError):
+        parse_device("cuda:\N{ARABIC-INDIC DIGIT THREE}")
+
+
+def test_roles_without_axes_have_bytes() -> None:
+    """A scale of an expert, say."""
+    device = FakeDevice()
+    store = MemoryStore(
+        {"down": np.ones((1, 2, 3), np.float32), "scale": np.full((1, 2), 7, np.float32)},
+        top_k=1,
+    )
+    with CudaSlots(store.layout, 2, device=device) as pool:
+        pool.upload(1, 0, store.view(0, 1))
+        pool.before_compute(np.array([1], np.int32))
+        assert pool.expert_bytes(1, 0)["scale"].view(np.float32).item() == 7
+
+
+def test_an_activation_is_a_name() -> None:
+    """Anything else is an error of its own, not of a dict."""
+    with make_runtime(FakeDevice(), FP32) as runtime:
+        for activation in (["silu"], None, np.tanh):
+            with pytest.raises(ConfigError, match="must be a name"):
+                runtime.on_device(activation)  # type: ignore[arg-type]
+
+
+def test_slots_take_what_was_planned_and_give_it_back(gpu: Any) -> None:
+    """The bytes really gone: whole allocations of the device, and none after `close`."""
+    layout = moecache.ExpertLayout.uniform(
+        num_layers=1, num_experts=64, top_k=1, expert_bytes=2**20
+    )
+    before = gpu.free_bytes()
+    with CudaSlots(layout, 60, 4, gpu) as pool:
+        planned = 64 * CudaSlots.bytes_per_slot(layout)
+        assert pool.nbytes == planned
+        grown = -(-planned // gpu.allocation_bytes) * gpu.allocation_bytes
+        assert before - gpu.free_bytes() == grown
+    assert gpu.free_bytes() == before
+
+
+def test_hidden_states_may_be_their_own_result(gpu: Any) -> None:
+    """A loop that needs its input no more gives it as `out`."""
+    hidden, ids, weights = make_step(FP32, 3)
+    with make_runtime(gpu, FP32, 5) as runtime:
+        x, w = on(gpu, hidden, weights)
+        assert x.shape == (3, HIDDEN)
+        wanted = bits(gpu, runtime.on_device()(0, x, ids, w))
+        assert np.array_equal(bits(gpu, runtime.on_device()(0, x, ids, w, out=x)), wanted)

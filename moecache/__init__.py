@@ -33,10 +33,10 @@ from moecache.opening import open  # noqa: A004 - moecache.open
 from moecache.predict import Frequency, LastSelection, Predictor
 from moecache.reading import DiskSpeed, open_reader
 from moecache.runtime import ExpertRuntime
-from moecache.slots import HostSlots, SlotPool
+from moecache.slots import CudaSlots, HostSlots, SlotPool
 from moecache.steps import Lease, Wave
 from moecache.stores import ExpertStore, FileStore, MemoryStore, SafetensorsStore, open_store
-from moecache.telemetry import PrefetchStats, ReadingStats, RuntimeStats
+from moecache.telemetry import PrefetchStats, ReadingStats, RuntimeStats, UploadStats
 
 if typing.TYPE_CHECKING:
     from moecache import study
@@ -48,6 +48,7 @@ __all__ = [
     "ArcCache",
     "CapacityError",
     "ConfigError",
+    "CudaSlots",
     "DiskSpeed",
     "Echo",
     "EchoCache",
@@ -85,6 +86,7 @@ __all__ = [
     "SlruCache",
     "StoreError",
     "SweepError",
+    "UploadStats",
     "WTinyLfuCache",
     "Wave",
     "errors",

@@ -9,16 +9,24 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moecache.cuda.device import Device, DeviceArray, Memory, Product, Stream
+from moecache.cuda._arguments import (
+    SUFFIXES,
+    check,
+    check_ids,
+    host_ids,
+    ids_kind,
+    same_type,
+    shape_of,
+)
+from moecache.cuda._scratch import Scratch
+from moecache.cuda.device import Device, DeviceArray, Product, Stream
 from moecache.errors import ConfigError, MoeCacheError
-from moecache.interrupts import deferred
 from moecache.layout import ExpertLayout
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 # A step of so few tokens reads weights for one row each: kernels that stream them are enough.
 # Of more, cuBLAS makes products of several rows.
 MAX_STREAMED_TOKENS = 4
-_SUFFIXES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _KERNELS = ("decode", "gate_up", "down", "combine_rows", "gather", "activate", "combine")
 _WARPS = 256 // 32
 _CLOSE_TIMEOUT_S = 2.0
@@ -82,15 +90,15 @@ class CudaExperts:
         self._device: Device = runtime.pool.device
         self._layout = runtime.layout
         self._activation = np.int32(ACTIVATIONS.index(activation))
-        self._shapes = [_shape(self._layout, layer) for layer in range(self._layout.num_layers)]
+        self._shapes = [shape_of(self._layout, layer) for layer in range(self._layout.num_layers)]
         # By stream, what no call uses now: calls that are under way at once have one each.
-        self._free: dict[int, list[_Scratch]] = {}
+        self._free: dict[int, list[Scratch]] = {}
         self._inside = 0  # calls
         self._left = threading.Condition()
         self._closed = False
         self._table: DeviceArray | None = None  # the slot of each expert of the model
         self._slot_numbers: DeviceArray | None = None  # 0, 1, 2, ...
-        suffixes = {_SUFFIXES[dtype.name] for _, _, dtype in self._shapes}
+        suffixes = {SUFFIXES[dtype.name] for _, _, dtype in self._shapes}
         # Not in the first token: they take seconds to compile, the first time on a machine.
         self._device.prepare([f"{name}_{suffix}" for name in _KERNELS for suffix in suffixes])
 
@@ -133,8 +141,8 @@ class CudaExperts:
         size, width, dtype = self._shapes[layer]
         x, w = device.locate(hidden), device.locate(weights)
         on_host = isinstance(ids, (list, tuple)) or device.is_on_host(ids)
-        chosen = _host_ids(ids) if on_host else device.locate(ids)
-        num_tokens, top_k = _check(x, w, chosen, size, dtype)
+        chosen = host_ids(ids) if on_host else device.locate(ids)
+        num_tokens, top_k = check(x, w, chosen, size, dtype)
         stream = device.current_stream()
         capturing = device.is_capturing(stream)
         if out is None:
@@ -142,7 +150,7 @@ class CudaExperts:
                 raise ConfigError("in a graph the result needs a place that stays: give out=")
             out = device.empty((num_tokens, size), dtype, stream)
         target = device.locate(out)
-        if target.shape != (num_tokens, size) or not _is(target.dtype, dtype):
+        if target.shape != (num_tokens, size) or not same_type(target.dtype, dtype):
             raise ConfigError(
                 f"out is {target.dtype} {list(target.shape)}, "
                 f"the result {dtype} {[num_tokens, size]}"
@@ -186,17 +194,17 @@ class CudaExperts:
     def _on_host(self, ids: Any, chosen: "np.ndarray | DeviceArray") -> np.ndarray:
         return chosen if isinstance(chosen, np.ndarray) else self._pool.to_host(ids)
 
-    def _enter(self, stream: Stream, *, capturing: bool) -> "_Scratch":
+    def _enter(self, stream: Stream, *, capturing: bool) -> "Scratch":
         with self._left:
             if self._closed:
                 raise MoeCacheError("the runtime is closed")
             self._inside += 1
             free = self._free.get(stream.pointer)
-            scratch = free.pop() if free else _Scratch(self._device, stream)
+            scratch = free.pop() if free else Scratch(self._device, stream)
         scratch.grows = not capturing
         return scratch
 
-    def _leave(self, scratch: "_Scratch") -> None:
+    def _leave(self, scratch: "Scratch") -> None:
         with self._left:
             self._inside -= 1
             if not self._closed:
@@ -213,7 +221,7 @@ class CudaExperts:
         capturing = not step.scratch.grows
         if isinstance(ids, np.ndarray):
             # Whoever has them on the host is told of wrong ones.
-            _check_ids(ids, num_experts)
+            check_ids(ids, num_experts)
             if capturing:
                 raise ConfigError("in a graph the ids must be on the device")
             ids = device.locate(device.to_device(ids, step.stream))
@@ -246,7 +254,7 @@ class CudaExperts:
             min(device.max_resident_blocks, -(-work // _WARPS)),
             np.uint64(step.x.address),
             np.uint64(ids.address),
-            np.int32(_ids_kind(ids.dtype)),
+            np.int32(ids_kind(ids.dtype)),
             np.uint64(table),
             *step.weights,
             *self._slots("gate_up", "down"),
@@ -389,7 +397,7 @@ class CudaExperts:
         *arguments: np.generic,
         cooperative: bool = False,
     ) -> None:
-        kernel = f"{name}_{_SUFFIXES[step.dtype.name]}"
+        kernel = f"{name}_{SUFFIXES[step.dtype.name]}"
         self._device.launch(kernel, num_blocks, arguments, step.stream, cooperative=cooperative)
 
     def _slots(self, *roles: str) -> tuple[np.generic, ...]:
@@ -403,42 +411,6 @@ class CudaExperts:
     def _blocks(self, work: int, per_block: int = _WARPS) -> int:
         """Return how many blocks to start; the kernels take any number."""
         return min(-(-work // per_block), 4 * self._device.max_resident_blocks)
-
-
-class _Scratch:
-    """Memory for the intermediate results of one call at a time, in one stream; it is kept."""
-
-    def __init__(self, device: Device, stream: Stream) -> None:
-        self.stream = stream
-        self.grows = True
-        self._device = device
-        self._memory: dict[str, Memory] = {}
-
-    def room(self, name: str, num_bytes: int) -> int:
-        """Return where so many bytes are; they begin as zeros."""
-        memory = self._memory.get(name)
-        if memory is None or memory.nbytes < num_bytes:
-            if not self.grows:
-                raise MoeCacheError("compute one step in this stream before capturing a graph")
-            # A quarter on top: prompts get longer bit by bit.
-            wanted = num_bytes if memory is None else num_bytes * 5 // 4
-            with deferred():
-                self._memory[name] = self._device.allocate(wanted)
-                if memory is not None:
-                    self._free(memory)
-        return self._memory[name].address
-
-    def close(self) -> None:
-        """Give all of it back, once what was issued is done."""
-        with contextlib.ExitStack() as stack:
-            while self._memory:
-                stack.callback(self._free, self._memory.popitem()[1])
-
-    def _free(self, memory: Memory) -> None:
-        try:
-            self._device.synchronize(self.stream)
-        finally:
-            self._device.free(memory)
 
 
 class _Step:
@@ -455,7 +427,7 @@ class _Step:
         size: int,
         width: int,
         dtype: np.dtype,
-        scratch: _Scratch,
+        scratch: Scratch,
     ) -> None:
         self.layer = layer
         self.x = x
@@ -469,78 +441,3 @@ class _Step:
         self.stream = scratch.stream
         kind = 0 if weights.dtype == np.float32 else 1
         self.weights = (np.uint64(weights.address), np.int32(kind))
-
-
-def _shape(layout: ExpertLayout, layer: int) -> tuple[int, int, np.dtype]:
-    """Return hidden size, width and dtype of a layer's experts."""
-    roles = {role.name: role for role in layout.layers[layer]}
-    if roles.keys() != {"gate_up", "down"}:
-        raise ConfigError(
-            f"an expert of {', '.join(sorted(roles))} is not gated feed-forward alone "
-            '("gate_up" and "down", without biases or scales); compute it from runtime.waves'
-        )
-    gate_up, down = roles["gate_up"], roles["down"]
-    if gate_up.dtype != down.dtype or gate_up.dtype.name not in _SUFFIXES:
-        raise ConfigError(
-            f"experts of {gate_up.dtype} and {down.dtype} have no kernels; there are some for "
-            f"{', '.join(_SUFFIXES)}"
-        )
-    if gate_up.shape != (2 * down.shape[1], down.shape[0]):
-        raise ConfigError(
-            f"gate_up {list(gate_up.shape)} and down {list(down.shape)} do not fit each other"
-        )
-    return down.shape[0], down.shape[1], down.dtype
-
-
-def _check(
-    x: DeviceArray,
-    weights: DeviceArray,
-    ids: np.ndarray | DeviceArray,
-    size: int,
-    dtype: np.dtype,
-) -> tuple[int, int]:
-    """Return the number of tokens and of choices of each."""
-    shape = tuple(ids.shape)
-    if isinstance(ids, DeviceArray):
-        _ids_kind(ids.dtype)
-    if len(x.shape) != 2 or x.shape[1] != size or not _is(x.dtype, dtype):
-        raise ConfigError(
-            f"hidden is {x.dtype} {list(x.shape)}; the experts take {dtype} [num_tokens, {size}]"
-        )
-    if len(shape) != 2 or shape[0] != x.shape[0] or weights.shape != shape:
-        raise ConfigError(
-            f"ids {list(shape)} and weights {list(weights.shape)} must both be "
-            f"[{x.shape[0]}, top_k]"
-        )
-    if weights.dtype != np.float32 and not _is(weights.dtype, dtype):
-        raise ConfigError(f"weights are {weights.dtype}, not float32 or {dtype}")
-    if not shape[1]:
-        raise ConfigError(f"ids {list(shape)} choose no expert")
-    return shape[0], shape[1]
-
-
-def _host_ids(ids: Any) -> np.ndarray:
-    """Return ids as a kernel takes them, whatever integers they are."""
-    array = np.asarray(ids)
-    if array.dtype.kind not in "iu":
-        raise ConfigError(f"ids are {array.dtype}, not integers")
-    return np.ascontiguousarray(array, np.int64)
-
-
-def _is(found: np.dtype, wanted: np.dtype) -> bool:
-    # CuPy may know bfloat16 as uint16 only.
-    return found == wanted or (wanted.kind == "V" and found == np.dtype(f"u{wanted.itemsize}"))
-
-
-def _check_ids(ids: np.ndarray, num_experts: int) -> None:
-    if ids.size and not 0 <= ids.min() <= ids.max() < num_experts:
-        wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise ValueError(f"expert {wrong} is not in [0, {num_experts})")
-
-
-def _ids_kind(dtype: np.dtype) -> int:
-    if dtype == np.int32:
-        return 0
-    if dtype == np.int64:
-        return 1
-    raise ConfigError(f"ids are {dtype}, not int32 or int64")

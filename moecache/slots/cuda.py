@@ -13,22 +13,19 @@ import numpy as np
 from moecache.cuda import Device, Memory, open_device
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.interrupts import deferred
-from moecache.layout import ExpertLayout, Role
+from moecache.layout import ExpertLayout
 from moecache.regions import merge
-from moecache.slots._memory import aligned_rows, check_parts, padded
+from moecache.slots._form import SlotForm
+from moecache.slots._memory import aligned_rows, check_parts
 from moecache.slots._pinned import PinnedBuffers
-from moecache.slots._uploads import Piece, Upload, Uploads
+from moecache.slots._uploads import Upload, Uploads
 from moecache.slots.base import UploadCounts
 from moecache.units import format_bytes
 
-# What vectors and copies like best; also the least that CUDA aligns allocations to.
-ALIGNMENT = 256
 # Enough for the copies of a token's misses to follow each other, and for the next reads.
 MAX_PINNED_BYTES = 256 * 2**20
 _MAX_BUFFERS = 64
 _MIN_BUFFERS = 4
-# A role whose parts do not adjoin in a mapped file stands as these.
-_PIECES = {"gate_up": ("gate", "up")}
 
 
 class CudaSlots:
@@ -80,7 +77,8 @@ class CudaSlots:
         self._num_slots = num_slots + staging_slots
         self._process = os.getpid()
         self._closed = True  # until everything is there
-        self._offsets, self.slot_stride = _places(layout)
+        self._form = SlotForm(layout)
+        self.slot_stride = self._form.stride
         self.device: Device = open_device(device) if isinstance(device, str) else device
         wanted = self._num_slots * self.slot_stride
         try:
@@ -122,7 +120,7 @@ class CudaSlots:
     @staticmethod
     def bytes_per_slot(layout: ExpertLayout) -> int:
         """Return the bytes that one slot takes: all roles, aligned."""
-        return _places(layout)[1]
+        return SlotForm(layout).stride
 
     @property
     def layout(self) -> ExpertLayout:
@@ -168,7 +166,7 @@ class CudaSlots:
 
     def offset(self, role: str) -> int:
         """Return where a role begins in each slot, in bytes."""
-        return self._offsets[role]
+        return self._form.offsets[role]
 
     @property
     def address(self) -> int:
@@ -196,7 +194,7 @@ class CudaSlots:
         shape, dtype = variants.pop()
         return self.device.array(
             self._memory,
-            self._offsets[role],
+            self._form.offsets[role],
             (self._num_slots, *shape),
             dtype,
             stride=self.slot_stride,
@@ -208,7 +206,7 @@ class CudaSlots:
         return {
             role.name: self.device.array(
                 self._memory,
-                slot * self.slot_stride + self._offsets[role.name],
+                slot * self.slot_stride + self._form.offsets[role.name],
                 role.shape,
                 role.dtype,
             )
@@ -225,7 +223,7 @@ class CudaSlots:
         return {
             role.name: self.device.array(
                 self._memory,
-                slot * self.slot_stride + self._offsets[role.name],
+                slot * self.slot_stride + self._form.offsets[role.name],
                 (*role.shape[:-1], role.nbytes // math.prod(role.shape[:-1])),
                 np.dtype(np.uint8),
             )
@@ -256,6 +254,7 @@ class CudaSlots:
                 self.device.unpin(address)
             raise
         self._registered += pinned
+        self._registered.sort()
         return sum(num_bytes for _, num_bytes in pinned)
 
     @property
@@ -270,10 +269,7 @@ class CudaSlots:
         if lent is not None and lent[1] == layer:
             return lent[2]
         buffer = self._take_buffer() if lent is None else lent[0]
-        parts = {
-            role.name: _view(buffer, self._offsets[role.name], role)
-            for role in self._layout.layers[layer]
-        }
+        parts = self._form.views(buffer, layer)
         self._lent[slot] = (buffer, layer, parts)
         return parts
 
@@ -307,7 +303,7 @@ class CudaSlots:
         self._check(slot, layer)
         num_bytes = self._layout.expert_bytes(layer)
         if self._registered and slot not in self._lent:
-            pieces = self._pieces(layer, parts)
+            pieces = self._form.pieces(layer, parts, self._registered)
             if pieces is not None:
                 return self._uploads.begin(slot, pieces, num_bytes, parts, behind=behind)
         lent = self._lent.get(slot)
@@ -317,7 +313,7 @@ class CudaSlots:
                 if array.ctypes.data != parts[name].ctypes.data:
                     array[...] = parts[name]
         buffer, _, _ = self._lent.pop(slot)
-        whole = [(0, buffer.ctypes.data, self._span(layer))]
+        whole = [(0, buffer.ctypes.data, self._form.span(layer))]
         try:
             return self._uploads.begin(slot, whole, num_bytes, buffer, behind=behind)
         except BaseException:
@@ -370,10 +366,6 @@ class CudaSlots:
         """Close the pool."""
         self.close()
 
-    def _span(self, layer: int) -> int:
-        """Return the bytes of a slot from its beginning to the end of a layer's last role."""
-        return max(self._offsets[role.name] + role.nbytes for role in self._layout.layers[layer])
-
     def _take_buffer(self) -> np.ndarray:
         while True:
             try:
@@ -399,28 +391,6 @@ class CudaSlots:
                     self._buffers.give_back(source)
         return bool(sources)
 
-    def _pieces(self, layer: int, parts: Mapping[str, np.ndarray]) -> list[Piece] | None:
-        """Return what to copy from registered memory; None if not all of it is there."""
-        pieces: list[Piece] = []
-        for role in self._layout.layers[layer]:
-            names = [role.name] if role.name in parts else _PIECES.get(role.name, ())
-            offset = self._offsets[role.name]
-            found = [parts[name] for name in names if name in parts]
-            if sum(part.nbytes for part in found) != role.nbytes:
-                return None
-            for part in found:
-                address = part.ctypes.data
-                if part.dtype != role.dtype or not part.flags.c_contiguous:
-                    return None
-                if not any(
-                    start <= address and address + part.nbytes <= start + size
-                    for start, size in self._registered
-                ):
-                    return None
-                pieces.append((offset, address, part.nbytes))
-                offset += part.nbytes
-        return _merged(pieces)
-
     def _check(self, slot: int, layer: int) -> None:
         self._check_open()
         self._layout.check(layer)
@@ -430,19 +400,6 @@ class CudaSlots:
     def _check_open(self) -> None:
         if self._closed:
             raise MoeCacheError("the slots are closed")
-
-
-def _places(layout: ExpertLayout) -> tuple[dict[str, int], int]:
-    """Return where each role begins in a slot, and the bytes of a slot."""
-    widest = dict.fromkeys(layout.role_names, 0)
-    for roles in layout.layers:
-        for role in roles:
-            widest[role.name] = max(widest[role.name], padded(role.nbytes, ALIGNMENT))
-    offsets, end = {}, 0
-    for name, size in widest.items():
-        offsets[name] = end
-        end += size
-    return offsets, end
 
 
 def _end(
@@ -464,19 +421,3 @@ def _end(
         while registered:
             stack.callback(device.unpin, registered.pop()[0])
         stack.callback(uploads.close)
-
-
-def _merged(pieces: list[Piece]) -> list[Piece]:
-    """Return pieces that go on, in slot and file alike, as one."""
-    merged = pieces[:1]
-    for offset, address, size in pieces[1:]:
-        before, start, length = merged[-1]
-        if before + length == offset and start + length == address:
-            merged[-1] = (before, start, length + size)
-        else:
-            merged.append((offset, address, size))
-    return merged
-
-
-def _view(buffer: np.ndarray, offset: int, role: Role) -> np.ndarray:
-    return buffer[offset : offset + role.nbytes].view(role.dtype).reshape(role.shape)

@@ -1,0 +1,87 @@
+"""What experts and arrays must be like for the kernels."""
+
+from typing import Any
+
+import numpy as np
+
+from moecache.cuda.device import DeviceArray
+from moecache.errors import ConfigError
+from moecache.layout import ExpertLayout
+
+# Of the kernels' names, by the type of the weights.
+SUFFIXES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+def shape_of(layout: ExpertLayout, layer: int) -> tuple[int, int, np.dtype]:
+    """Return hidden size, width and dtype of a layer's experts."""
+    roles = {role.name: role for role in layout.layers[layer]}
+    if roles.keys() != {"gate_up", "down"}:
+        raise ConfigError(
+            f"an expert of {', '.join(sorted(roles))} is not gated feed-forward alone "
+            '("gate_up" and "down", without biases or scales); compute it from runtime.waves'
+        )
+    gate_up, down = roles["gate_up"], roles["down"]
+    if gate_up.dtype != down.dtype or gate_up.dtype.name not in SUFFIXES:
+        raise ConfigError(
+            f"experts of {gate_up.dtype} and {down.dtype} have no kernels; there are some for "
+            f"{', '.join(SUFFIXES)}"
+        )
+    if gate_up.shape != (2 * down.shape[1], down.shape[0]):
+        raise ConfigError(
+            f"gate_up {list(gate_up.shape)} and down {list(down.shape)} do not fit each other"
+        )
+    return down.shape[0], down.shape[1], down.dtype
+
+
+def check(
+    x: DeviceArray,
+    weights: DeviceArray,
+    ids: np.ndarray | DeviceArray,
+    size: int,
+    dtype: np.dtype,
+) -> tuple[int, int]:
+    """Return the number of tokens and of choices of each."""
+    shape = tuple(ids.shape)
+    if isinstance(ids, DeviceArray):
+        ids_kind(ids.dtype)
+    if len(x.shape) != 2 or x.shape[1] != size or not same_type(x.dtype, dtype):
+        raise ConfigError(
+            f"hidden is {x.dtype} {list(x.shape)}; the experts take {dtype} [num_tokens, {size}]"
+        )
+    if len(shape) != 2 or shape[0] != x.shape[0] or weights.shape != shape:
+        raise ConfigError(
+            f"ids {list(shape)} and weights {list(weights.shape)} must both be "
+            f"[{x.shape[0]}, top_k]"
+        )
+    if weights.dtype != np.float32 and not same_type(weights.dtype, dtype):
+        raise ConfigError(f"weights are {weights.dtype}, not float32 or {dtype}")
+    if not shape[1]:
+        raise ConfigError(f"ids {list(shape)} choose no expert")
+    return shape[0], shape[1]
+
+
+def host_ids(ids: Any) -> np.ndarray:
+    """Return ids as a kernel takes them, whatever integers they are."""
+    array = np.asarray(ids)
+    if array.dtype.kind not in "iu":
+        raise ConfigError(f"ids are {array.dtype}, not integers")
+    return np.ascontiguousarray(array, np.int64)
+
+
+def same_type(found: np.dtype, wanted: np.dtype) -> bool:
+    # CuPy may know bfloat16 as uint16 only.
+    return found == wanted or (wanted.kind == "V" and found == np.dtype(f"u{wanted.itemsize}"))
+
+
+def check_ids(ids: np.ndarray, num_experts: int) -> None:
+    if ids.size and not 0 <= ids.min() <= ids.max() < num_experts:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ValueError(f"expert {wrong} is not in [0, {num_experts})")
+
+
+def ids_kind(dtype: np.dtype) -> int:
+    if dtype == np.int32:
+        return 0
+    if dtype == np.int64:
+        return 1
+    raise ConfigError(f"ids are {dtype}, not int32 or int64")

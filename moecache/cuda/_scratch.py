@@ -1,0 +1,43 @@
+"""Scratch: memory for intermediate results on a GPU."""
+
+import contextlib
+
+from moecache.cuda.device import Device, Memory, Stream
+from moecache.errors import MoeCacheError
+from moecache.interrupts import deferred
+
+
+class Scratch:
+    """Memory for the intermediate results of one call at a time, in one stream; it is kept."""
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self.stream = stream
+        self.grows = True
+        self._device = device
+        self._memory: dict[str, Memory] = {}
+
+    def room(self, name: str, num_bytes: int) -> int:
+        """Return where so many bytes are; they begin as zeros."""
+        memory = self._memory.get(name)
+        if memory is None or memory.nbytes < num_bytes:
+            if not self.grows:
+                raise MoeCacheError("compute one step in this stream before capturing a graph")
+            # A quarter on top: prompts get longer bit by bit.
+            wanted = num_bytes if memory is None else num_bytes * 5 // 4
+            with deferred():
+                self._memory[name] = self._device.allocate(wanted)
+                if memory is not None:
+                    self._free(memory)
+        return self._memory[name].address
+
+    def close(self) -> None:
+        """Give all of it back, once what was issued is done."""
+        with contextlib.ExitStack() as stack:
+            while self._memory:
+                stack.callback(self._free, self._memory.popitem()[1])
+
+    def _free(self, memory: Memory) -> None:
+        try:
+            self._device.synchronize(self.stream)
+        finally:
+            self._device.free(memory)

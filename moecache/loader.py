@@ -293,9 +293,9 @@ class SlotLoader:
         """End the leases on slots of the cache, once computations that use them are issued."""
         if os.getpid() != self._process:
             return
-        # Not under the lock: it may take its time, and until then the slots are leased.
-        self._pool.release_after_compute(slots)
         with self._lock:
+            # In one order: of two ends of leases on a slot the later one counts.
+            self._pool.release_after_compute(slots)
             self._cache.release(slots)
         self._drain_if_free()
 
@@ -346,8 +346,8 @@ class SlotLoader:
         """Give staging slots back, once computations that use them are issued."""
         if os.getpid() != self._process:
             return
-        self._pool.release_after_compute(np.asarray(slots, np.int32))
         with self._lock:
+            self._pool.release_after_compute(np.asarray(slots, np.int32))
             for slot in slots:
                 self._return_staging(slot)
         self._drain_if_free()

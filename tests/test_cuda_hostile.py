@@ -118,6 +118,47 @@ def test_a_lease_in_any_of_many_streams_holds_its_slot(seed: int) -> None:
     pool.close()
 
 
+def test_dropped_ids_have_no_slot() -> None:
+    """A lease says -1 for them, which is no slot to wait for."""
+    device = FakeDevice()
+    with make_runtime(device, FP32, 3) as runtime:
+        ids = np.array([0, EXPERTS, -1, 2])
+        for _ in range(2):
+            with runtime.lease(0, ids, ignore_out_of_range=True) as lease:
+                assert (lease.slots >= 0).tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_of_two_leases_on_a_slot_the_later_end_counts(seed: int) -> None:
+    """Two threads share an expert, each in its stream, and end in any order."""
+    device = FakeDevice(eager=False, seed=seed)
+    wrong: list[int] = []
+    with make_runtime(device, FP32, 1, loader_threads=0) as runtime:
+        streams = [device.create_stream() for _ in range(2)]
+
+        def work(stream: Any) -> None:
+            with device.using(stream):
+                for turn in range(30):
+                    expert = turn % 3
+                    try:
+                        lease = runtime.lease(0, np.array([expert]))
+                    except CapacityError:
+                        continue
+                    array = runtime.expert(int(lease.slots[0]), 0)["down"]
+                    wanted = runtime.store.view(0, expert)["down"]
+
+                    def look(array: Any = array, wanted: Any = wanted, turn: int = turn) -> None:
+                        if not np.array_equal(array, wanted):
+                            wrong.append(turn)
+
+                    device.work(look)
+                    lease.close()
+
+        start(*(threading.Thread(target=work, args=(stream,)) for stream in streams))
+        device.run()
+    assert not wrong
+
+
 def test_a_release_that_fails_loses_no_slot() -> None:
     """Where no event can be recorded the stream is waited for instead."""
     for number in range(12):

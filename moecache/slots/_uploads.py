@@ -89,7 +89,7 @@ class Uploads:
 
     A copy into a slot waits, on the device, for what was issued before the slot's release, and
     for an earlier copy into it in the other stream. `release` takes no lock; all others may be
-    called from any thread, and only `wait_for_one` and `close` wait.
+    called from any thread at once, and only `wait_for_one` and `close` wait.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ class Uploads:
         """Let refills of these slots wait for what was issued so far where they were used.
 
         The garbage collector may call this in the middle of anything: no lock, no waiting. Never
-        fails.
+        fails. One caller at a time.
         """
         use = Use(self._plain)
         streams: dict[int, Stream] = {}

@@ -106,7 +106,10 @@ class SlotPool(Protocol):
         """Let what this thread computes from now on wait until these slots are filled."""
 
     def release_after_compute(self, slots: np.ndarray) -> None:
-        """Note that computations issued so far use `slots`; they finish before a refill."""
+        """Note that computations issued so far use `slots`; they finish before a refill.
+
+        Called by one thread at a time, also by the garbage collector.
+        """
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return an array of the device, ids say, in the host's memory."""

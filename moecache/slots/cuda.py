@@ -36,8 +36,9 @@ class CudaSlots:
     stream that computes waits for the copy's event (`before_compute`), and a copy into a slot
     waits for the events of the computations that used it (`release_after_compute`).
 
-    Uploads and `before_compute` may be called from any thread. `release_after_compute` takes no
-    lock and never waits: the garbage collector may call it, in the middle of anything.
+    Uploads and `before_compute` may be called from any thread; so may `release_after_compute`, by
+    one at a time. That takes no lock and never waits: the garbage collector may call it, in the
+    middle of anything.
 
     Parameters
     ----------
@@ -332,7 +333,8 @@ class CudaSlots:
         """
         self._check_open()
         self._settle()
-        self._uploads.order(self.device.current_stream(), slots.reshape(-1).tolist())
+        leased = [slot for slot in slots.reshape(-1).tolist() if slot >= 0]
+        self._uploads.order(self.device.current_stream(), leased)
 
     def release_after_compute(self, slots: np.ndarray) -> None:
         """Let refills of these slots wait for all that was issued so far in the streams in use."""
@@ -354,7 +356,6 @@ class CudaSlots:
         if self._closed:
             return
         self._closed = True
-        # In reverse: an error of the device leaves none of it out.
         self._lent = {}
         self._end()
 

@@ -19,6 +19,7 @@ from moecache.units import format_bytes
 ALIGNMENT = 64
 # What is converted needs memory of its own between file and slot.
 MAX_CONVERTED_BYTES = 32 * 2**20
+_NO_UPLOADS = UploadCounts()
 
 
 class HostSlots:
@@ -181,7 +182,7 @@ class HostSlots:
     @property
     def uploads(self) -> UploadCounts:
         """Nothing: `upload` copies itself."""
-        return UploadCounts()
+        return _NO_UPLOADS
 
     def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
         """Return the slot itself or, where it is converted, a buffer until `upload`."""

@@ -16,8 +16,9 @@ from moecache.stores.memory import MemoryStore
 from tests.helpers.fake_device import FakeArray, FakeDevice
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH = 2, 12, 3, 40, 24
+FP32 = np.dtype(np.float32)
 TYPES = {
-    "float32": np.dtype(np.float32),
+    "float32": FP32,
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }

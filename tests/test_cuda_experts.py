@@ -338,10 +338,10 @@ def test_the_feed_forward_of_the_host_goes_to_the_device(gpu: Any) -> None:
     with make_runtime(gpu, dtype, 5) as runtime:
         place = gpu.locate(on(gpu, hidden)[0])
         (w,) = on(gpu, weights)
-        found = gpu.to_host(feed_forward(runtime, 0, place, ids, w))  # type: ignore[arg-type]
+        found = gpu.to_host(feed_forward(runtime, 0, place, ids, w))
         assert np.allclose(found, expected(dtype, 0, hidden, ids, weights), atol=1e-4)
         with pytest.raises(ConfigError, match="on_device"):
-            feed_forward(runtime, 0, place, ids, w, activation=np.tanh)  # type: ignore[arg-type]
+            feed_forward(runtime, 0, place, ids, w, activation=np.tanh)
 
 
 def test_a_runtime_that_is_gone_is_an_error() -> None:

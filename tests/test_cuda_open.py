@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import moecache
+from moecache import cli
 from moecache.cuda import open_device, parse_device
 from moecache.errors import CapacityError, ConfigError, MissingDependencyError, MoeCacheError
 from moecache.slots import CudaSlots
@@ -270,6 +271,26 @@ def test_a_staged_expert_is_not_overwritten_before_it_was_used(
                     break
         device.run()
     assert not wrong
+
+
+def test_inspect_plans_for_a_gpu(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what is free there, and an error where that is too little."""
+    device = FakeDevice(total_bytes=800 * 2**20)
+    monkeypatch.setattr("moecache.commands.inspect.open_device", lambda name: device)
+    command = ["inspect", str(tiny_moe), "--device", "cuda"]
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "cuda:0 (fake)" in shown
+    assert "800.0 MiB" in shown
+    assert "staging buffers" not in shown
+    assert "plan: 256 of 256 experts (12.0 MiB)" in shown
+    device.allocate(795 * 2**20)
+    assert cli.main([*command, "--memory", "10MiB"]) == 1
+    assert "5.00 MiB that cuda:0 (fake) has free" in capsys.readouterr().err
+    assert cli.main([*command[:-1], "gpu"]) != 0
+    assert 'neither "cpu" nor "cuda"' in capsys.readouterr().err
 
 
 def test_uploads_are_told(fake_cuda: FakeDevice, tiny_moe: Path) -> None:

@@ -47,6 +47,7 @@ def test_a_storm_of_hints_stays_within_its_buffers(prefetch: str) -> None:
     assert device.pinned_bytes == device.used_bytes == 0
 
 
+@pytest.mark.timeout(30)
 def test_nothing_is_read_ahead_while_much_is_being_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,13 +7,16 @@ from rich.console import Console
 from rich.table import Table
 
 from moecache.commands.paths import printable
-from moecache.errors import ConfigError
+from moecache.cuda import Device, open_device, parse_device
+from moecache.errors import CapacityError, ConfigError
 from moecache.headroom import Headroom, check_fits, fits_beside, headroom
 from moecache.host_memory import cgroup_limits, free_host_bytes
 from moecache.layout import ExpertLayout
 from moecache.opening import plan_slots
 from moecache.reading import STAGING_BYTES
-from moecache.slots import HostSlots
+from moecache.sizing import RESERVE_BYTES
+from moecache.slots import CudaSlots, HostSlots
+from moecache.slots.cuda import MAX_PINNED_BYTES
 from moecache.stores import open_store
 from moecache.units import format_bytes
 
@@ -27,7 +30,8 @@ def add_parser(commands: Any) -> None:
         "budget holds: what is free, in this machine and in every memory cgroup this process is "
         "in, what the trunk and a KV cache take of it, and how many slots that leaves. Reads "
         "headers only. Exit code 1 if the slots would not fit.",
-        epilog="example: moecache inspect ./Qwen3-30B-A3B --memory 8GiB",
+        epilog="examples: moecache inspect ./Qwen3-30B-A3B --memory 8GiB | moecache inspect "
+        "./Qwen3-30B-A3B --device cuda",
     )
     parser.add_argument("path", help="checkpoint directory or .safetensors file")
     parser.add_argument(
@@ -36,6 +40,12 @@ def add_parser(commands: Any) -> None:
         metavar="SIZE",
         help='memory for experts: "8GiB", "512MiB", or a share of them, "25%%" '
         "(default, and without SIZE: what is free now, less trunk, KV cache and 512 MiB)",
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help='where the slots would be: "cpu" (default), or a GPU, "cuda" or "cuda:1"',
     )
     parser.add_argument(
         "--context",
@@ -51,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the layout and the plan; return the exit code."""
     if arguments.context is not None and arguments.context < 0:
         raise ConfigError(f"--context must not be negative, got {arguments.context}")
+    gpu = None if parse_device(arguments.device) is None else open_device(arguments.device)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     with open_store(arguments.path, top_k=arguments.top_k) as store:
         layout = store.layout
@@ -70,19 +81,28 @@ def run(arguments: argparse.Namespace) -> int:
         room = headroom(
             store.trunk_bytes,
             store.config,
-            staging_bytes=STAGING_BYTES,
+            staging_bytes=STAGING_BYTES if gpu is None else 0,
             context_tokens=arguments.context,
         )
-        console.print(_memory_table(room))
-        planned, staging = plan_slots(layout, arguments.memory, None, reserve_bytes=room.nbytes)
-        slot_bytes = HostSlots.bytes_per_slot(layout)
+        console.print(_memory_table(room, gpu))
+        planned, staging = plan_slots(
+            layout, arguments.memory, None, reserve_bytes=room.nbytes, gpu=gpu
+        )
+        pool = HostSlots if gpu is None else CudaSlots
+        slot_bytes = pool.bytes_per_slot(layout)
         console.print(f"slot {format_bytes(slot_bytes)} as allocated")
         console.print(f"plan: {planned.describe()}")
         if staging:
             console.print(f"      and {staging} staging slots")
         slots_bytes = (planned.slots + staging) * slot_bytes
-        check_fits(slots_bytes, room.staging_bytes)
-        left = free_host_bytes() - slots_bytes
+        if gpu is None:
+            check_fits(slots_bytes, room.staging_bytes)
+        elif slots_bytes > gpu.free_bytes():
+            raise CapacityError(
+                f"slots of {format_bytes(slots_bytes)} need more than the "
+                f"{format_bytes(gpu.free_bytes())} that {gpu.description} has free; lower memory"
+            )
+        left = (free_host_bytes() if gpu is None else gpu.free_bytes()) - slots_bytes
         needed = room.nbytes - room.spare_bytes
         if left < needed:
             console.print(
@@ -90,19 +110,22 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{format_bytes(needed)}, unless they are in memory already",
                 style="yellow",
             )
-        fits = fits_beside(slots_bytes, room.nbytes, layout.total_bytes)
+        beside = (slots_bytes, room.nbytes) if gpu is None else (MAX_PINNED_BYTES, RESERVE_BYTES)
+        fits = fits_beside(*beside, layout.total_bytes)
         way = "through the page cache" if fits else "direct"
         console.print(f"reads: {way}, by default")
     return 0
 
 
-def _memory_table(room: Headroom) -> Table:
+def _memory_table(room: Headroom, gpu: Device | None) -> Table:
     """Return what there is, and what is needed beside the slots."""
     import psutil
 
     machine = psutil.virtual_memory()
     table = Table("memory", "free", "of")
     table.add_row("machine", format_bytes(machine.available), format_bytes(machine.total))
+    if gpu is not None:
+        table.add_row(gpu.description, format_bytes(gpu.free_bytes()), "")
     for group in cgroup_limits():
         table.add_row(
             f"cgroup {printable(group.path)}",
@@ -113,12 +136,13 @@ def _memory_table(room: Headroom) -> Table:
     for name, nbytes in (
         ("trunk", room.trunk_bytes),
         (f"KV cache, {room.context_tokens} tokens", room.kv_cache_bytes),
-        ("reads' staging buffers", room.staging_bytes),
+        *((("reads' staging buffers", room.staging_bytes),) if gpu is None else ()),
         ("to spare", room.spare_bytes),
     ):
         table.add_row(name, f"- {format_bytes(nbytes)}", "")
     table.add_section()
-    table.add_row("for slots", format_bytes(max(0, free_host_bytes() - room.nbytes)), "")
+    free = free_host_bytes() if gpu is None else gpu.free_bytes()
+    table.add_row("for slots", format_bytes(max(0, free - room.nbytes)), "")
     return table
 
 

@@ -1,9 +1,11 @@
 """StoreFetch: loads carried out by a store's own reads, in threads and in callers that wait."""
 
 import enum
+import functools
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
@@ -17,6 +19,10 @@ from moecache.slots.base import SlotPool
 from moecache.stores.base import ExpertStore
 
 logger = logging.getLogger(__name__)
+
+
+# How often a thread looks whether it was forgotten, should nobody have told it.
+_IDLE_S = 2.0
 
 
 class Cause(enum.Enum):
@@ -189,7 +195,8 @@ class StoreFetch(LoadQueue):
         self._work = threading.Condition(lock)
         self._closed = False
         self._threads: list[threading.Thread] = []
-        self._threads += start_threads(self._work_loop, num_threads, self.close)
+        work = functools.partial(_work, weakref.ref(self), self._work)
+        self._threads += start_threads(work, num_threads, self.close)
 
     def add(self, load: Load) -> None:
         """Queue a load for the first thread that is free."""
@@ -244,7 +251,7 @@ class StoreFetch(LoadQueue):
             try:
                 with deferred():
                     with self._lock:
-                        load = self._queue.popleft() if self._queue else None
+                        load = self.take()
                     if load is not None:
                         self._carry_out(load)
                 if load is None:
@@ -263,20 +270,30 @@ class StoreFetch(LoadQueue):
             self._work.notify_all()
         return join_threads(self._threads, timeout_s)
 
-    def _work_loop(self) -> None:
-        while True:
-            with self._lock:
-                while not self._queue and not self._closed:
-                    self._work.wait()
-                if self._closed:
-                    return
-                load = self._queue.popleft()
+    def __del__(self) -> None:
+        """End the threads of a runtime that was dropped without `close`."""
+        # Whoever holds it is one of them, about to see for itself.
+        if self._lock.acquire(blocking=False):
             try:
-                self._carry_out(load)
-            except BaseException:
-                logger.exception("loader.interrupted expert=%d layer=%d", load.expert, load.layer)
-            # Not kept alive until the next one comes.
-            del load
+                self._work.notify_all()
+            finally:
+                self._lock.release()
+
+    def take(self) -> Load | None:
+        """Return the next load, None if there is none; under the loader's lock."""
+        return self._queue.popleft() if self._queue else None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the threads are to end."""
+        return self._closed
+
+    def work_on(self, load: Load) -> None:
+        """Carry out a load in a thread that has nobody to tell of an interrupt."""
+        try:
+            self._carry_out(load)
+        except BaseException:
+            logger.exception("loader.interrupted expert=%d layer=%d", load.expert, load.layer)
 
     def _carry_out(self, load: Load) -> None:
         # Again for a prefetch that failed, and that somebody waits for meanwhile.
@@ -304,6 +321,22 @@ class StoreFetch(LoadQueue):
         finally:
             done = self._finish(load)
         return done
+
+
+def _work(reference: "weakref.ref[StoreFetch]", work: threading.Condition) -> None:
+    # Neither a load nor who has the slots is kept while there is nothing to do.
+    while True:
+        with work:
+            fetch = reference()
+            if fetch is None or fetch.closed:
+                return
+            load = fetch.take()
+            if load is None:
+                del fetch
+                work.wait(_IDLE_S)
+                continue
+        fetch.work_on(load)
+        del load, fetch
 
 
 def start_threads(

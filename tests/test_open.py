@@ -79,7 +79,7 @@ def test_conversion_counts_in_the_budget(tiny_moe: Path) -> None:
         ({"policy": "clock"}, "'clock' is not one of"),
         ({"scope": "galaxy"}, "'galaxy' is not one of"),
         ({"slots": 4, "scope": "layer"}, "4 slots cannot be split over 8 layers"),
-        ({"device": "cuda:0"}, "'cuda:0' is not supported"),
+        ({"device": "gpu"}, """'gpu' is neither "cpu" nor "cuda\""""),
         ({"dtype": "int8"}, "floating-point type"),
         ({"loader_threads": -1}, "must not be negative"),
     ],

@@ -13,6 +13,7 @@ import moecache
 from moecache import opening, reader_fetch, reading
 from moecache._reader import Reader
 from moecache.settings import READ_MODES
+from moecache.slots import host
 from moecache.stores import open_store
 from tests.helpers.checkpoints import FAMILIES, Checkpoint, same_parts, write_checkpoint
 from tests.helpers.readings import (
@@ -105,7 +106,7 @@ def test_conversion_takes_few_buffers_however_much_is_asked_for(
 ) -> None:
     """What does not fit waits for its turn, and everything comes in."""
     nbytes = 3 * open_store(model.path).layout.expert_bytes(0)
-    monkeypatch.setattr(reader_fetch, "MAX_CONVERTED_BYTES", nbytes)
+    monkeypatch.setattr(host, "MAX_CONVERTED_BYTES", nbytes)
     most = []
     submit = reader_fetch.ReaderFetch.begin
 

@@ -216,7 +216,7 @@ def test_slots_that_no_memory_is_left_for_are_an_error_that_leaves_nothing_open(
 
     before = _in_use()
     with monkeypatch.context() as patched:
-        patched.setattr("moecache.slots.host.mmap.mmap", refuse)
+        patched.setattr("moecache.slots._memory.mmap.mmap", refuse)
         with pytest.raises((MemoryError, MoeCacheError)):
             load_in_slots(qwen3_moe)
 

@@ -282,6 +282,7 @@ class CudaExperts:
         num_pairs = step.num_tokens * step.top_k
         h = step.scratch.room("h", num_pairs * step.width * 4)
         rows = step.scratch.room("rows", num_pairs * step.size * 4)
+        step.scratch.room("barrier", 8)  # all of it at once: later steps take no more memory
         waves = runtime.waves(step.layer, ids)
         try:
             for wave in waves:

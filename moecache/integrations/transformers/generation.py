@@ -285,7 +285,9 @@ def continue_tokens(
         if not temperature:
             sampling.update(top_p=None, top_k=None)
     torch.manual_seed(seed)
-    prompt = prompt.to(model.device)
+    # Of a model whose weights are elsewhere, and only brought when they are used: as it is.
+    if model.device.type != "meta":
+        prompt = prompt.to(model.device)
     model.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),

@@ -31,11 +31,11 @@ _EVENT_DISABLE_TIMING = 2
 _HOST_REGISTER_PORTABLE = 1
 _HOST_REGISTER_READ_ONLY = 8
 _TO_DEVICE, _TO_HOST = 1, 2
-_SUCCESS, _OUT_OF_MEMORY, _NOT_READY = 0, 2, 600
+_OUT_OF_MEMORY = 2
 # Some devices know no memory that they only read: invalid value, not supported.
 _NOT_OF_THIS_DEVICE = {1, 801}
-# What an event cannot be asked while somebody captures a graph; it is not done, for all one knows.
-_CAPTURE_ERRORS = range(900, 909)
+# Not ready; or it cannot be asked while somebody captures a graph, and counts as not done.
+_NOT_DONE = frozenset((600, *range(900, 909)))
 # After these every call of the process fails.
 _LOST = {214, *range(700, 720), 999} - {704, 705, 708, 712, 713}
 _LEGACY_STREAMS = (0, 1)
@@ -214,9 +214,9 @@ class CupyDevice:
     def is_done(self, event: int) -> bool:
         """Return whether all that an event stands for is done."""
         status = runtime.eventQuery(event)
-        if status not in {_SUCCESS, _NOT_READY, *_CAPTURE_ERRORS}:
+        if status and status not in _NOT_DONE:
             self._fail(runtime.CUDARuntimeError(status))
-        return bool(status == _SUCCESS)
+        return not status
 
     def wait_for(self, event: int) -> None:
         """Wait until all that an event stands for is done."""

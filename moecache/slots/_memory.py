@@ -1,4 +1,4 @@
-"""Memory of the host that is aligned for direct reads and vectors, and how roles lie in a slot."""
+"""What every pool of slots needs: aligned memory of the host, and what roles are like."""
 
 import contextlib
 import mmap
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout
 
 # What a disk's blocks may be aligned to: direct reads go straight into roles that begin there.
@@ -42,6 +43,21 @@ def aligned_rows(rows: int, stride: int) -> np.ndarray:
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
     return raw[start : start + nbytes].reshape(rows, stride)
+
+
+def shared_form(layout: ExpertLayout, role: str) -> tuple[tuple[int, ...], np.dtype]:
+    """Return the shape and dtype that a role has in every layer, for a slab of all slots.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such role, or layers differ in it.
+    """
+    variants = {(r.shape, r.dtype) for roles in layout.layers for r in roles if r.name == role}
+    if len(variants) != 1:
+        problem = "layers differ in it" if variants else "there is no such role"
+        raise ConfigError(f"no slab for role {role!r}: {problem}")
+    return variants.pop()
 
 
 def check_parts(layout: ExpertLayout, layer: int, parts: Mapping[str, np.ndarray]) -> None:

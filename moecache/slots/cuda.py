@@ -16,7 +16,7 @@ from moecache.interrupts import deferred
 from moecache.layout import ExpertLayout
 from moecache.regions import merge
 from moecache.slots._form import SlotForm
-from moecache.slots._memory import aligned_rows, check_parts
+from moecache.slots._memory import aligned_rows, check_parts, shared_form
 from moecache.slots._pinned import PinnedBuffers
 from moecache.slots._uploads import Upload, Uploads
 from moecache.slots.base import UploadCounts
@@ -186,13 +186,7 @@ class CudaSlots:
             If there is no such role, or layers differ in its shape or dtype: use `expert` there.
         """
         self._check_open()
-        variants = {
-            (r.shape, r.dtype) for roles in self._layout.layers for r in roles if r.name == role
-        }
-        if len(variants) != 1:
-            problem = "layers differ in it" if variants else "there is no such role"
-            raise ConfigError(f"no slab for role {role!r}: {problem}")
-        shape, dtype = variants.pop()
+        shape, dtype = shared_form(self._layout, role)
         return self.device.array(
             self._memory,
             self._form.offsets[role],

@@ -11,7 +11,7 @@ from moecache._prefault import lock_pages
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout, Role
 from moecache.regions import Region
-from moecache.slots._memory import aligned_rows, padded
+from moecache.slots._memory import aligned_rows, padded, shared_form
 from moecache.slots.base import UploadCounts
 from moecache.units import format_bytes
 
@@ -134,13 +134,7 @@ class HostSlots:
             `expert` there.
         """
         self._check_open()
-        variants = {
-            (r.shape, r.dtype) for roles in self._layout.layers for r in roles if r.name == role
-        }
-        if len(variants) != 1:
-            problem = "layers differ in it" if variants else "there is no such role"
-            raise ConfigError(f"no slab for role {role!r}: {problem}")
-        (shape, dtype) = variants.pop()
+        (shape, dtype) = shared_form(self._layout, role)
         raw = self._slabs[role]
         dtype = _slot_dtype(Role(role, shape, dtype), self._dtype)
         item_strides = np.empty(shape, dtype).strides if 0 not in shape else (0,) * len(shape)

@@ -6,7 +6,7 @@ of its own, computes all layers in one stream, and leaves each layer's output in
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -17,11 +17,10 @@ import numpy as np
 from bench.gpu import open_runtime
 from moecache import ExpertRuntime
 from moecache.cuda import Device, DeviceArray, Memory, Stream
-from moecache.errors import StoreError
-from moecache.layout import ExpertLayout, Role
+from moecache.layout import ExpertLayout
 from moecache.regions import Region
 from moecache.slots._memory import aligned_rows
-from moecache.stores.base import Parts, destination_bytes
+from moecache.stores import MemoryStore
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _ALIGNMENT = 256
@@ -55,7 +54,7 @@ class StackSize:
         )
 
 
-class SharedStore:
+class SharedStore(MemoryStore):
     """As many experts as a layer has, in memory, that stand for those of all layers.
 
     Expert e of layer l has the bytes of expert (e + 17 l) mod num_experts: no two layers have the
@@ -70,53 +69,23 @@ class SharedStore:
     def __init__(self, size: StackSize, seed: int = 0) -> None:
         shapes = {"gate_up": (2 * size.width, size.hidden), "down": (size.hidden, size.width)}
         rng = np.random.default_rng(seed)
-        self._arrays = {
-            name: random_weights(rng, (size.num_experts, *shape)) for name, shape in shapes.items()
+        arrays = {
+            name: random_weights(rng, (1, size.num_experts, *shape))
+            for name, shape in shapes.items()
         }
-        roles = [Role(name, shape, BFLOAT16) for name, shape in shapes.items()]
+        super().__init__(arrays, top_k=size.top_k)
+        (roles,) = self._layout.layers
         self._layout = ExpertLayout(size.num_experts, size.top_k, [roles] * size.num_layers)
-        self._closed = False
 
-    @property
-    def layout(self) -> ExpertLayout:
-        """What the experts look like."""
-        return self._layout
-
-    def view(self, layer: int, expert: int) -> Parts:
-        """Return one expert without copying."""
-        if self._closed:
-            raise StoreError("the store is closed")
+    def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
+        """Return one expert without copying, read-only."""
         self._layout.check(layer, expert)
-        row = (expert + 17 * layer) % self._layout.num_experts
-        return {name: array[row] for name, array in self._arrays.items()}
-
-    def read_into(self, layer: int, expert: int, out: Parts | np.ndarray) -> None:
-        """Copy one expert into `out`."""
-        target = destination_bytes(self._layout, layer, out)
-        for name, array in self.view(layer, expert).items():
-            target[name][:] = array.reshape(-1).view(np.uint8)
+        return super().view(0, (expert + 17 * layer) % self._layout.num_experts)
 
     def regions(self, layers: Iterable[int] | None = None) -> list[Region]:
         """Return where all of them lie, whichever layers are asked for."""
         del layers
-        return [Region(one.ctypes.data, one.nbytes, one) for one in self._arrays.values()]
-
-    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
-        """Check the ids; everything is in memory."""
-        for expert in experts:
-            self._layout.check(layer, expert)
-
-    def close(self) -> None:
-        """Refuse further reads."""
-        self._closed = True
-
-    def __enter__(self) -> Self:
-        """Return the store."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the store."""
-        self.close()
+        return super().regions([0])
 
 
 def random_weights(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -39,7 +39,7 @@ class Discard:
         loads: Iterable[Load],
         arrived: "SimpleQueue[Load]",
         leased: np.ndarray,
-        staged: Iterable[int] = (),
+        staged: Collection[int] = (),
     ) -> None:
         self.loads = loads
         self.arrived = arrived
@@ -540,7 +540,8 @@ class SlotLoader:
                 self._cancel(load, given_back.arrived)
             self._pool.release_after_compute(given_back.leased)
             self._cache.release(given_back.leased)
-            self._pool.release_after_compute(np.array(list(given_back.staged), np.int32))
+            if given_back.staged:
+                self._pool.release_after_compute(np.array(list(given_back.staged), np.int32))
             for slot in given_back.staged:
                 self._return_staging(slot)
 

@@ -207,8 +207,8 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         # What is converted is read beside its slot first.
         converted = 0 if dtype is None else max(2 * widest, MAX_CONVERTED_BYTES) + widest
         # Of the device that has the slots: what is staged for a GPU is the host's.
-        staged = 0 if gpu is not None else STAGING_BYTES + converted
-        room = headroom(store.trunk_bytes, store.config, staging_bytes=staged)
+        beside = 0 if gpu is not None else STAGING_BYTES + converted
+        room = headroom(store.trunk_bytes, store.config, staging_bytes=beside)
         left = _first(reserve, settings.reserve)
         reserve_bytes = room.nbytes if left is None else parse_bytes(left)
         if slots is None:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from moecache.cuda.device import DeviceArray, Graph, Memory, Product, Stream
+from moecache.cuda.device import DeviceArray, Graph, Memory, Product, Stream, dtype_of
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 
 try:
@@ -298,7 +298,7 @@ class CupyDevice:
         if not contiguous:
             raise ConfigError(f"an array of shape {tuple(array.shape)} is not contiguous; copy it")
         address = array.data_ptr() if torch else array.data.ptr
-        dtype = _dtype(str(array.dtype).removeprefix("torch."))
+        dtype = dtype_of(array)
         return DeviceArray(address, tuple(array.shape), dtype, array)
 
     def to_device(self, array: np.ndarray, stream: Stream) -> Any:
@@ -419,16 +419,6 @@ class CupyDevice:
         if error.status in _LOST:
             remedy = "; the GPU's context is lost: end the process and start it again"
         raise MoeCacheError(f"{self.description}: {error}{remedy}") from error
-
-
-@functools.cache
-def _dtype(name: str) -> np.dtype:
-    import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by its name then
-
-    try:
-        return np.dtype(name)
-    except TypeError as error:
-        raise ConfigError(f"an array of {name} is of no type that NumPy knows") from error
 
 
 class _Foreign:

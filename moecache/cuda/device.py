@@ -1,5 +1,6 @@
 """Device: what slots and kernels ask of a GPU."""
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -233,6 +234,27 @@ class Device(Protocol):
 
     def products(self, products: Sequence[Product], dtype: np.dtype, stream: Stream) -> None:
         """Compute out[n, m] = rows[n, k] @ matrix[m, k].T, one after the other, sums in float32."""
+
+
+def dtype_of(array: Any) -> np.dtype:
+    """Return the dtype of an array of CuPy or torch.
+
+    Raises
+    ------
+    ConfigError
+        If NumPy has none of that name.
+    """
+    return _dtype(str(array.dtype).removeprefix("torch."))
+
+
+@functools.cache
+def _dtype(name: str) -> np.dtype:
+    import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by its name then
+
+    try:
+        return np.dtype(name)
+    except TypeError as error:
+        raise ConfigError(f"an array of {name} is of no type that NumPy knows") from error
 
 
 def parse_device(name: object) -> int | None:

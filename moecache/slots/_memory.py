@@ -60,12 +60,20 @@ def shared_form(layout: ExpertLayout, role: str) -> tuple[tuple[int, ...], np.dt
     return variants.pop()
 
 
-def check_parts(layout: ExpertLayout, layer: int, parts: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError unless there is every role of a layer, as the file has it."""
+def check_parts(
+    layout: ExpertLayout,
+    layer: int,
+    parts: Mapping[str, np.ndarray],
+    held: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Raise ValueError unless there is every role of a layer, as the file has it.
+
+    Or as it is `held` in a slot that converts it.
+    """
     for role in layout.layers[layer]:
         part = parts.get(role.name)
         if part is None or part.shape != role.shape:
             found = "nothing" if part is None else f"an array of shape {part.shape}"
             raise ValueError(f"role {role.name!r} has shape {role.shape}, got {found}")
-        if part.dtype != role.dtype:
+        if part.dtype != role.dtype and (held is None or part.dtype != held[role.name].dtype):
             raise ValueError(f"role {role.name!r} is {role.dtype}, got {part.dtype}")

@@ -27,23 +27,22 @@ class PinnedBuffers:
     device : Device
     buffer_bytes : int
     max_buffers : int
-
-    Attributes
-    ----------
-    pinned_bytes : int
-        Bytes pinned so far.
     """
 
     def __init__(self, device: Device, buffer_bytes: int, max_buffers: int) -> None:
         self.buffer_bytes = buffer_bytes
         self.max_buffers = max_buffers
-        self.pinned_bytes = 0
         self._device = device
         self._free: deque[np.ndarray] = deque()
         self._permits = deque(range(max_buffers))  # buffers that may still be made
         self._made: set[int] = set()  # their addresses
         self._pinned: dict[int, np.ndarray] = {}
         self._refused = False
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes pinned so far."""
+        return len(self._pinned) * self.buffer_bytes
 
     def take(self) -> np.ndarray | None:
         """Return a buffer, an array of uint8, or None if all are in use.
@@ -83,7 +82,6 @@ class PinnedBuffers:
         self._free.clear()
         self._permits.clear()
         self._made.clear()
-        self.pinned_bytes = 0
 
     def _pin(self, buffer: np.ndarray) -> None:
         if self._refused:
@@ -101,4 +99,3 @@ class PinnedBuffers:
             )
             return
         self._pinned[address] = buffer
-        self.pinned_bytes += buffer.nbytes

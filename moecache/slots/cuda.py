@@ -80,6 +80,8 @@ class CudaSlots:
         self._closed = True  # until everything is there
         self._form = SlotForm(layout)
         self.slot_stride = self._form.stride
+        if not self.slot_stride:
+            raise ConfigError("the experts have no weights: every role is of size 0")
         self.device: Device = open_device(device) if isinstance(device, str) else device
         wanted = self._num_slots * self.slot_stride
         try:

@@ -11,7 +11,7 @@ from moecache._prefault import lock_pages
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout, Role
 from moecache.regions import Region
-from moecache.slots._memory import aligned_rows, padded, shared_form
+from moecache.slots._memory import aligned_rows, check_parts, padded, shared_form
 from moecache.slots.base import UploadCounts
 from moecache.units import format_bytes
 
@@ -160,7 +160,7 @@ class HostSlots:
         """Experts that may be converted at once: as many as 32 MiB hold, two at least."""
         if not self._converts:
             return None
-        widest = max(map(self._layout.expert_bytes, range(self._layout.num_layers)))
+        widest = max(1, *map(self._layout.expert_bytes, range(self._layout.num_layers)))
         return max(2, MAX_CONVERTED_BYTES // widest)
 
     @property
@@ -220,13 +220,7 @@ class HostSlots:
             is as it was.
         """
         target = self.expert(slot, layer)
-        for role in self._layout.layers[layer]:
-            part = parts.get(role.name)
-            if part is None or part.shape != role.shape:
-                found = "nothing" if part is None else f"an array of shape {part.shape}"
-                raise ValueError(f"role {role.name!r} has shape {role.shape}, got {found}")
-            if part.dtype not in (role.dtype, target[role.name].dtype):
-                raise ValueError(f"role {role.name!r} is {role.dtype}, got {part.dtype}")
+        check_parts(self._layout, layer, parts, held=target)
         for name, array in target.items():
             # What `buffers` returned may be the slot itself.
             if array.ctypes.data != parts[name].ctypes.data:

@@ -21,6 +21,7 @@ import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by name
 import numpy as np
 
 from moecache.cuda import DeviceArray, Graph, Memory, Product, Stream
+from moecache.cuda.device import dtype_of
 from moecache.errors import ConfigError, MoeCacheError
 
 RUBBISH = 0xA5
@@ -309,8 +310,7 @@ class FakeDevice:
         if isinstance(array, DeviceArray):
             return array
         if hasattr(array, "data_ptr"):
-            dtype = np.dtype(str(array.dtype).removeprefix("torch."))
-            return DeviceArray(array.data_ptr(), tuple(array.shape), dtype, array)
+            return DeviceArray(array.data_ptr(), tuple(array.shape), dtype_of(array), array)
         if not isinstance(array, FakeArray):
             raise ConfigError(f"a {type(array).__name__} is in host memory, not on {self.name}")
         if not array.flags.c_contiguous:

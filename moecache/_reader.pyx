@@ -295,7 +295,7 @@ cdef class Reader:
         Raises
         ------
         ValueError
-            If a part is missing, too small or not writable; nothing was begun.
+            If a part is missing, too small, not writable or of objects; nothing was begun.
         MemoryError
             Nothing was begun.
         """
@@ -399,7 +399,8 @@ cdef class Reader:
     def poll(self):
         """Take in what the kernel has finished, without waiting; return whether a load is done.
 
-        What was staged is copied, and reads that found no room in the queue are begun.
+        What was staged is copied, and reads that found no room in the queue, or no
+        buffer, are begun.
         """
         cdef bint found, ready
         # With the GIL: whoever has the mutex needs no GIL, and gives it back at once.
@@ -414,9 +415,11 @@ cdef class Reader:
             pthread_mutex_lock(&self._mutex)
             if not self._closed:
                 self._num_inside += 1
-                self._take_in()
-                while self._arrived != NULL:
-                    self._settle(self._next_arrived())
+                # What is settled gives its buffer back, and the next read can begin: nobody
+                # may wait, so that a later call would find the kernel idle.
+                while self._take_in() or self._arrived != NULL:
+                    if self._arrived != NULL:
+                        self._settle(self._next_arrived())
                 self._num_inside -= 1
             found = self._finished != NULL
             pthread_mutex_unlock(&self._mutex)
@@ -530,6 +533,10 @@ cdef class Reader:
                 array = parts.get(role)
                 if array is None:
                     raise ValueError(f"there is no array for role {role!r}")
+                if array.dtype.hasobject:
+                    raise ValueError(
+                        f"the array for role {role!r} holds references to objects ({array.dtype}), "
+                        "which bytes of a file are not")
                 if not (cnp.PyArray_IS_C_CONTIGUOUS(array) and cnp.PyArray_ISWRITEABLE(array)):
                     raise ValueError(
                         f"the array for role {role!r} must be contiguous and writable")
@@ -827,6 +834,10 @@ cdef class Reader:
         ):
             if not self._step(deadline):
                 break
+        if self._uses_ring and not self._closed:
+            # The kernel goes on with what finds a buffer now while this thread computes.
+            self._issue()
+            self._hand_over()
         if self._needs_help():
             # A thread that serves goes on while this one computes.
             pthread_cond_signal(&self._work)

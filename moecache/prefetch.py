@@ -12,8 +12,8 @@ import numpy.typing as npt
 from moecache._cache import ExpertCache
 from moecache._foresight import Foresight
 from moecache.break_even import BreakEven
-from moecache.fetch import Cause, Load
-from moecache.loader import CLOSE_TIMEOUT_S, SlotLoader
+from moecache.loading.load import Cause, Load
+from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
 from moecache.predict import Predictor
 from moecache.prefetch_queue import PrefetchQueue
 from moecache.stores.base import ExpertStore
@@ -337,7 +337,7 @@ class Prefetcher:
         return True
 
     def _on_done(self, load: Load) -> None:
-        if load.error is not None and not load.cancelled and load.cause is Cause.PREFETCH:
+        if load.error is not None and not load.is_cancelled and load.cause is Cause.PREFETCH:
             # A demand may read it all the same; a guess is not worth a second try.
             self._failed.add((load.layer, load.expert))
         if self._thread is not None and not self._idle:

@@ -3,7 +3,7 @@
 from moecache._cache import ExpertCache
 from moecache._echo import Echo
 from moecache.errors import ConfigError
-from moecache.loader import SlotLoader
+from moecache.loading.loader import SlotLoader
 from moecache.predict import LastSelection, Predictor, SharedEcho
 from moecache.prefetch import Prefetcher
 from moecache.settings import PREFETCH_MODES

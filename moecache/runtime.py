@@ -18,9 +18,11 @@ from moecache._profiler import AccessProfiler
 from moecache._reader import Reader
 from moecache.cuda import CudaExperts
 from moecache.errors import ConfigError, MoeCacheError
-from moecache.fetch import Cause
 from moecache.layout import ExpertLayout
-from moecache.loader import CLOSE_TIMEOUT_S, SlotLoader
+from moecache.loading.load import Cause
+from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
+from moecache.loading.reader_engine import ReaderEngine
+from moecache.loading.store_engine import StoreEngine
 from moecache.predict import Predictor
 from moecache.prefault import BackgroundSweep
 from moecache.prefetch_modes import check_predictor, check_prefetch, make_prefetcher
@@ -139,10 +141,18 @@ class ExpertRuntime:
         self._opened_ns = time.monotonic_ns()
         self._all_resident = False
         self._on_device: dict[str, CudaExperts] = {}
-        self._loader = SlotLoader(store, pool, cache, loader_threads, reader)
+        self._loader = SlotLoader(
+            store,
+            pool,
+            cache,
+            StoreEngine(store, loader_threads)
+            if reader is None
+            else ReaderEngine(reader, store, loader_threads),
+        )
         # What is read around the page cache is not to be brought into it.
         cached = isinstance(store, FileStore) and (reader is None or not reader.direct)
         self._prefetcher = make_prefetcher(self._loader, store, cache, prefetch, reads_ahead=cached)
+        self._observe = None if self._prefetcher is None else self._prefetcher.step
         logger.info(
             "runtime.opened experts=%d slots=%d slot_bytes=%d policy=%s scope=%s",
             layout.total_experts,
@@ -216,7 +226,7 @@ class ExpertRuntime:
                 self._cache,
                 layer,
                 self._pool.to_host(ids),
-                prefetcher=self._prefetcher,
+                observe=self._observe,
                 ignore_out_of_range=ignore_out_of_range,
             )
         finally:
@@ -254,7 +264,7 @@ class ExpertRuntime:
             self._cache,
             layer,
             self._pool.to_host(ids),
-            prefetcher=self._prefetcher,
+            observe=self._observe,
             ignore_out_of_range=ignore_out_of_range,
         )
 
@@ -457,6 +467,7 @@ class ExpertRuntime:
     def stats(self) -> RuntimeStats:
         """Return the counters as they are now; `later - earlier` is what happened between."""
         cache, loader = self._cache, self._loader
+        loader.look()
         profiler = cache.profiler
         return RuntimeStats(
             num_steps=loader.counts.num_steps,

@@ -1,18 +1,20 @@
 """Steps, and the waves they are handed out in."""
 
+import contextlib
 import functools
-from collections.abc import Generator, Iterator, Sequence
-from queue import Empty, SimpleQueue
+from collections.abc import Callable, Generator, Iterator
+from queue import Empty
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
 from moecache._cache import ExpertCache
-from moecache.fetch import Cause, Load
-from moecache.interrupts import deferred
-from moecache.loader import Discard, SlotLoader
-from moecache.prefetch import Prefetcher
+from moecache.interrupts import uninterrupted
+from moecache.loading._guard import Guard
+from moecache.loading.load import Load
+from moecache.loading.loader import SlotLoader
+from moecache.loading.step import Step
 
 
 class Wave:
@@ -66,26 +68,21 @@ class Lease:
         Slot of each id; -1 for a dropped one.
     """
 
-    def __init__(self, loader: SlotLoader, slots: np.ndarray) -> None:
+    def __init__(self, loader: SlotLoader, step: Step, guard: Guard) -> None:
         # Read-only: these very slots are released.
-        slots.flags.writeable = False
-        self.slots = slots
-        self._loader: SlotLoader | None = loader
+        step.slots.flags.writeable = False
+        self.slots = step.slots.reshape(step.ids.shape)
+        self._loader = loader
+        self._guard = guard
 
     def close(self) -> None:
         """End the lease; a second call does nothing."""
-        with deferred():
-            loader, self._loader = self._loader, None
-            if loader is not None:
-                loader.release(self.slots)
+        self._guard.close()
+        self._loader.give_back()
 
     def __del__(self) -> None:
         """End a lease that was dropped."""
-        if self._loader is None:
-            return
-        with deferred():
-            loader, self._loader = self._loader, None
-            loader.discard(Discard((), SimpleQueue(), self.slots))
+        self.close()
 
     def __enter__(self) -> Self:
         """Return the lease."""
@@ -101,53 +98,34 @@ class Lease:
         self.close()
 
 
+# Told of a step's layer and ids when its experts are acquired, and before it waits for them.
+Observe = Callable[[int, np.ndarray], object]
+
+
 def lease(
     loader: SlotLoader,
     cache: ExpertCache,
     layer: int,
     ids: np.ndarray,
     *,
-    prefetcher: Prefetcher | None = None,
+    observe: Observe | None = None,
     ignore_out_of_range: bool = False,
 ) -> Lease:
     """Return a lease on all experts of a step, once every one is there."""
-    # Before the slots are acquired: what is given back is known at any interrupt.
-    slots = np.full(ids.shape, -1, np.int32)
-    misses = np.empty(min(ids.size, cache.num_experts), np.int32)
-    arrived: SimpleQueue[Load] = SimpleQueue()
-    outstanding: set[Load] = set()
-    made: Lease | None = None
+    step = Step(layer, ids, cache.num_experts, ignore_out_of_range=ignore_out_of_range)
+    guard = loader.guard(step)
     try:
-        with deferred():
-            loads, _ = loader.acquire(
-                layer,
-                ids,
-                slots.reshape(-1),
-                misses,
-                arrived,
-                cause=_cause(ids),
-                share=-1,
-                ignore_out_of_range=ignore_out_of_range,
-            )
-            outstanding.update(loads)
-            if prefetcher is not None:
-                prefetcher.step(layer, ids)
-        while outstanding:
-            for load in _wait(loader, cache, arrived):
-                outstanding.discard(load)
-                if load.error is not None:
-                    raise load.error
-        loader.before_compute(slots)
-        with deferred():
-            made = Lease(loader, slots)
+        loader.acquire(step)
+        if observe is not None:
+            observe(layer, ids)
+        while step.loads:
+            _wait(loader, cache, step)
+        loader.before_compute(step.slots)
+        return Lease(loader, step, guard)
     except BaseException:
-        with deferred():
-            if made is None:
-                loader.discard(Discard(outstanding, arrived, slots))
-            else:
-                made.close()
+        guard.close()
+        loader.give_back()
         raise
-    return made
 
 
 def waves(
@@ -156,173 +134,113 @@ def waves(
     layer: int,
     ids: np.ndarray,
     *,
-    prefetcher: Prefetcher | None = None,
+    observe: Observe | None = None,
+    bulk: bool | None = None,
     ignore_out_of_range: bool = False,
 ) -> Generator[Wave, None, None]:
     """Yield the waves of a step: what is there first, then what arrives.
 
-    A step of many tokens admits no more experts to the cache than its layer's
-    fair share; the others pass through staging slots, as does what finds no
+    A bulk step, by default one of many tokens, admits no more experts to the cache than
+    its layer's fair share; the others pass through staging slots, as does what finds no
     slot to claim.
     """
     top_k = ids.shape[-1] if ids.ndim else 1
-    # Before the slots are acquired: what is given back is known at any interrupt.
-    slots = np.full(ids.size, -1, np.int32)
-    misses = np.empty(min(ids.size, cache.num_experts), np.int32)
-    arrived: SimpleQueue[Load] = SimpleQueue()
     one_token = ids.size == top_k
-    loads: list[Load] = []
-    step: _Step | None = None
-    over = False
-
-    def give_back() -> None:
-        nonlocal over
-        with deferred():
-            if over:
-                return
-            over = True
-            if step is None:
-                loader.discard(Discard(loads, arrived, slots))
-            else:
-                step.close()
-
+    if bulk is None:
+        bulk = not one_token
+    share = cache.fair_share(layer) if bulk else cache.num_experts
+    step = Step(
+        layer, ids, cache.num_experts, share=share, ignore_out_of_range=ignore_out_of_range
+    )
+    guard = loader.guard(step)
     try:
-        try:
-            with deferred():
-                loads, bypassed = loader.acquire(
-                    layer,
-                    ids,
-                    slots,
-                    misses,
-                    arrived,
-                    cause=_cause(ids),
-                    share=cache.num_experts if one_token else cache.fair_share(layer),
-                    ignore_out_of_range=ignore_out_of_range,
-                )
-                if prefetcher is not None:
-                    prefetcher.step(layer, ids)
-                if loads or bypassed:
-                    step = _Step(loader, cache, layer, ids, slots, top_k, arrived, loads)
-            if step is not None:
-                yield from step.waves(bypassed)
-            elif ids.size:
-                loader.before_compute(slots)
-                yield _whole_step(ids, slots, top_k, one_token=one_token)
-        finally:
-            give_back()
-    except BaseException:
-        # An interrupt may have come before that began.
-        give_back()
-        raise
+        loader.acquire(step)
+        if observe is not None:
+            observe(layer, ids)
+        if step.loads or step.bypassed:
+            yield from _Parts(loader, cache, step, top_k).waves()
+        elif ids.size:
+            loader.before_compute(step.slots)
+            yield _whole_step(ids, step.slots, top_k, one_token=one_token)
+    finally:
+        guard.close()
+        loader.give_back()
 
 
-class _Step:
-    """A step with misses: what of it is leased, staged and on its way."""
+class _Parts:
+    """A step with misses, cut into waves."""
 
-    def __init__(
-        self,
-        loader: SlotLoader,
-        cache: ExpertCache,
-        layer: int,
-        ids: np.ndarray,
-        slots: np.ndarray,
-        top_k: int,
-        arrived: "SimpleQueue[Load]",
-        loads: Sequence[Load],
-    ) -> None:
+    def __init__(self, loader: SlotLoader, cache: ExpertCache, step: Step, top_k: int) -> None:
         self._loader = loader
         self._cache = cache
-        self._layer = layer
+        self._step = step
         self._top_k = top_k
-        self._arrived = arrived
-        self._cause = _cause(ids)
-        self._order, starts = _group(ids.reshape(-1))
+        self._order, starts = _group(step.ids.reshape(-1))
         self._starts = starts.tolist()
         first = self._order[starts[:-1]]
-        self._experts = ids.reshape(-1)[first]
-        self._group_of = {expert: group for group, expert in enumerate(self._experts.tolist())}
-        self._slots = slots[first]  # slot of each group
-        self._leased = set(slots[slots >= 0].tolist())
-        self._staged: set[int] = set()  # slots that hold an expert of ours
-        self._outstanding = set(loads)
+        self._experts = step.ids.reshape(-1)[first].tolist()
+        self._group_of = {expert: group for group, expert in enumerate(self._experts)}
+        self._slots = step.slots[first]  # slot of each group
+        step.leased = set(step.slots[step.slots >= 0].tolist())
 
-    def waves(self, bypassed: list[int]) -> Iterator[Wave]:
-        coming = {load.expert for load in self._outstanding}
-        bypassed = self._stage(bypassed, wait=False)
+    def waves(self) -> Iterator[Wave]:
+        step = self._step
+        coming = {load.expert for load in step.loads}
+        if step.bypassed:
+            self._loader.stage(step)
+        slots = self._slots.tolist()
         ready = [
             group
-            for group, (expert, slot) in enumerate(
-                zip(self._experts.tolist(), self._slots.tolist(), strict=True)
-            )
+            for group, (expert, slot) in enumerate(zip(self._experts, slots, strict=True))
             if slot >= 0 and expert not in coming
         ]
         if ready:
             yield self._wave(ready)
-            self._finish(self._slots[ready].tolist())
-        while self._outstanding or bypassed:
-            bypassed = self._stage(bypassed, wait=not self._outstanding)
-            done = _wait(self._loader, self._cache, self._arrived)
-            # All of them are accounted for before one is raised.
-            with deferred():
-                self._outstanding.difference_update(done)
-                self._staged.update(load.slot for load in done if load.staged)
-            for load in done:
-                if load.error is not None:
-                    raise load.error
+            self._release(ready)
+        while step.loads or step.bypassed:
+            while step.bypassed and not self._loader.stage(step) and not step.loads:
+                self._loader.wait_for_staging(step.layer)
+            done = _wait(self._loader, self._cache, step)
             groups = [self._group_of[load.expert] for load in done]
             self._slots[groups] = [load.slot for load in done]
             yield self._wave(groups)
-            self._finish(self._slots[groups].tolist())
+            self._release(groups)
 
     def _wave(self, groups: list[int]) -> Wave:
         wave = _wave_of(self._order, self._starts, groups, self._slots, self._top_k)
         self._loader.before_compute(wave.slots)
         return wave
 
-    def close(self) -> None:
-        leased = np.array(list(self._leased), np.int32)
-        self._loader.discard(Discard(self._outstanding, self._arrived, leased, self._staged))
-
-    def _stage(self, experts: list[int], *, wait: bool) -> list[int]:
-        while experts:
-            with deferred():
-                loads = self._loader.stage(self._layer, experts, self._arrived, cause=self._cause)
-                self._outstanding.update(loads)
-            if loads or not wait:
-                return experts[len(loads) :]
-            self._loader.wait_for_staging(self._layer)
-        return experts
-
-    def _finish(self, slots: list[int]) -> None:
+    def _release(self, groups: list[int]) -> None:
         # A wave is over: what it used may be evicted, or staged over, from here on.
-        with deferred():
-            leased = [slot for slot in slots if slot in self._leased]
-            staged = [slot for slot in slots if slot in self._staged]
-            self._leased.difference_update(leased)
-            self._staged.difference_update(staged)
-            if leased:
-                self._loader.release(np.array(leased, np.int32))
-            if staged:
-                self._loader.unstage(staged)
+        step = self._step
+        slots = set(self._slots[groups].tolist())
+        leased, staged = slots - step.staged, slots & step.staged
+        with uninterrupted():
+            step.leased -= leased
+            step.staged -= staged
+            self._loader.release(leased, staged)
 
 
-def _cause(ids: np.ndarray) -> Cause:
-    return Cause.DEMAND if ids.ndim == 0 or ids.size == ids.shape[-1] else Cause.BULK
-
-
-def _wait(loader: SlotLoader, cache: ExpertCache, arrived: "SimpleQueue[Load]") -> list[Load]:
-    """Return at least one load that is done, and every other that is done by then."""
+def _wait(loader: SlotLoader, cache: ExpertCache, step: Step) -> list[Load]:
+    """Return at least one load of a step that is over, and every other that is by then."""
     loader.look()
     done: list[Load] = []
-    if arrived.empty():
+    if step.arrived.empty():
         started = loader.clock()
-        done.append(loader.wait(arrived))
+        done.append(loader.wait(step.arrived))
         cache.profiler.record_miss_stall(loader.clock() - started)
-    try:
+    with contextlib.suppress(Empty):
         while True:
-            done.append(arrived.get_nowait())
-    except Empty:
-        return done
+            done.append(step.arrived.get_nowait())
+    # All of them are accounted for before an error is raised.
+    with uninterrupted():
+        step.staged.update(load.slot for load in done if load.staged)
+        step.loads.difference_update(done)
+    for load in done:
+        if load.error is not None:
+            raise load.error
+    return done
 
 
 def _whole_step(ids: np.ndarray, slots: np.ndarray, top_k: int, *, one_token: bool) -> Wave:

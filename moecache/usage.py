@@ -10,7 +10,7 @@ import numpy as np
 from moecache._cache import ExpertCache
 from moecache.errors import MoeCacheError
 from moecache.layout import ExpertLayout
-from moecache.loader import SlotLoader
+from moecache.loading.loader import SlotLoader
 from moecache.profiles import (
     ModelUsage,
     Profile,

@@ -10,7 +10,7 @@ import pytest
 
 import moecache
 from moecache.break_even import BreakEven
-from moecache.fetch import Cause
+from moecache.loading.load import Cause
 from moecache.slots import CudaSlots, UploadCounts
 from moecache.stores.memory import MemoryStore
 from tests.helpers.fake_device import FakeDevice

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moecache import interrupts
-from moecache.interrupts import deferred
+from moecache.interrupts import uninterrupted
 from tests.helpers.checkpoints import write_checkpoint
 
 # Interrupts itself some hundred times, anywhere, while experts are asked for; after each one
@@ -107,8 +107,8 @@ def test_an_interrupt_in_a_section_comes_at_its_end() -> None:
     lines = []
 
     def interrupted() -> None:
-        with deferred():
-            with deferred():
+        with uninterrupted():
+            with uninterrupted():
                 os.kill(os.getpid(), signal.SIGINT)
                 lines.append("inner")
             lines.append("outer")
@@ -120,43 +120,41 @@ def test_an_interrupt_in_a_section_comes_at_its_end() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_interrupt_comes_at_once() -> None:
-    """A section that hangs can be left."""
+def test_interrupts_in_a_section_come_as_one_at_its_end() -> None:
+    """However many there are: what is claimed in it is noted, and given back."""
     lines = []
 
     def interrupted() -> None:
-        with deferred():
-            os.kill(os.getpid(), signal.SIGINT)
-            lines.append("once")
-            os.kill(os.getpid(), signal.SIGINT)
-            lines.append("twice")
+        with uninterrupted():
+            for number in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+                lines.append(number)
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert lines == ["once"]
+    assert lines == [0, 1, 2]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_interrupt_on_the_way_out_leaves_the_handler_as_it_was(
+def test_another_signal_on_the_way_out_leaves_the_handler_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Setting a handler handles what is pending first, by the one there was."""
+    """Setting a handler handles what is pending first, which may raise."""
     real = interrupts._signal.signal
     left = 1
 
-    def interrupted(number: int, handler: object) -> object:
+    def terminated(number: int, handler: object) -> object:
         nonlocal left
         if handler is signal.default_int_handler and left:
             left -= 1
-            raise KeyboardInterrupt
+            raise SystemExit
         return real(number, handler)
 
-    monkeypatch.setattr(interrupts._signal, "signal", interrupted)
-    with pytest.raises(KeyboardInterrupt), deferred():
+    monkeypatch.setattr(interrupts._signal, "signal", terminated)
+    with pytest.raises(SystemExit), uninterrupted():
         pass
     assert left == 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert not interrupts._real
 
 
 def test_where_no_handler_may_be_set_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +164,7 @@ def test_where_no_handler_may_be_set_nothing_is_kept(monkeypatch: pytest.MonkeyP
         raise ValueError("signal only works in main thread of the main interpreter")
 
     monkeypatch.setattr(interrupts._signal, "signal", refuse)
-    with pytest.raises(KeyboardInterrupt), deferred():
-        assert not interrupts._real
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
         os.kill(os.getpid(), signal.SIGINT)
     assert not interrupts._noted
 
@@ -182,11 +179,11 @@ def test_a_handler_of_the_hosts_own_is_called_once_and_stays() -> None:
     lines = []
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with deferred():
+        with uninterrupted():
             os.kill(os.getpid(), signal.SIGINT)
             lines.append("in the section")
         assert called == [(signal.SIGINT, 1)]
-        with deferred():
+        with uninterrupted():
             pass
         assert called == [(signal.SIGINT, 1)]
         assert signal.getsignal(signal.SIGINT) is handler
@@ -196,7 +193,7 @@ def test_a_handler_of_the_hosts_own_is_called_once_and_stays() -> None:
 
 def test_a_section_that_fails_fails_as_it_would() -> None:
     """And leaves the handler as it was."""
-    with pytest.raises(ValueError, match="its own"), deferred():
+    with pytest.raises(ValueError, match="its own"), uninterrupted():
         raise ValueError("its own")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -205,7 +202,7 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
     """There is nothing to come at the end."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with deferred():
+        with uninterrupted():
             os.kill(os.getpid(), signal.SIGINT)
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -218,7 +215,7 @@ def test_other_threads_are_let_alone() -> None:
 
     def section() -> None:
         try:
-            with deferred():
+            with uninterrupted():
                 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         except (AssertionError, ValueError) as error:
             errors.append(error)

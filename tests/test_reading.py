@@ -4,14 +4,16 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from types import ModuleType
 
 import numpy as np
 import pytest
 
 import moecache
-from moecache import opening, reader_fetch, reading
+from moecache import opening, reading
 from moecache._reader import Reader
+from moecache.loading.loader import SlotLoader
 from moecache.settings import READ_MODES
 from moecache.slots import host
 from moecache.stores import open_store
@@ -108,13 +110,13 @@ def test_conversion_takes_few_buffers_however_much_is_asked_for(
     nbytes = 3 * open_store(model.path).layout.expert_bytes(0)
     monkeypatch.setattr(host, "MAX_CONVERTED_BYTES", nbytes)
     most = []
-    submit = reader_fetch.ReaderFetch.begin
+    submit = SlotLoader._submit
 
-    def begin(self: reader_fetch.ReaderFetch) -> None:
-        submit(self)
-        most.append(len(self._begun))
+    def count(self: SlotLoader, *arguments: Any, **options: Any) -> None:
+        submit(self, *arguments, **options)
+        most.append(self._num_reading)
 
-    monkeypatch.setattr(reader_fetch.ReaderFetch, "begin", begin)
+    monkeypatch.setattr(SlotLoader, "_submit", count)
     with moecache.open(
         model.path,
         slots=24,

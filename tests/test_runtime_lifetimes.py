@@ -161,7 +161,7 @@ def test_a_failed_read_reaches_the_caller_and_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["moecache.loader.Load", "moecache.steps._Step", "moecache.steps._group"]
+    "target", ["moecache.loading.loader.Load", "moecache.steps._Parts", "moecache.steps._group"]
 )
 def test_a_failed_allocation_inside_a_step_leaves_nothing_in_use(
     target: str, monkeypatch: pytest.MonkeyPatch
@@ -271,7 +271,7 @@ def test_two_threads_with_unfinished_steps_do_not_wait_for_each_other() -> None:
         assert drain(runtime, 1, np.array([[4, 5]])) == {0: 12, 1: 13}
 
 
-@pytest.mark.parametrize("method", ["_submit", "_plan"])
+@pytest.mark.parametrize("method", ["_enqueue", "_load_misses"])
 def test_an_interrupt_while_loads_are_made_loses_no_expert(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +283,7 @@ def test_an_interrupt_while_loads_are_made_loses_no_expert(
 
         def interrupted(*arguments: object) -> object:
             calls.append(arguments)
-            if len(calls) == (2 if method == "_submit" else 1):
+            if len(calls) == (2 if method == "_enqueue" else 1):
                 raise KeyboardInterrupt
             return original(*arguments)
 

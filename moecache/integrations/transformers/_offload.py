@@ -36,7 +36,7 @@ from moecache.integrations.transformers._forward import (
 )
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
-from moecache.interrupts import deferred
+from moecache.interrupts import uninterrupted
 from moecache.runtime import ExpertRuntime
 from moecache.slots import CudaSlots
 from moecache.stores import SafetensorsStore
@@ -81,7 +81,7 @@ class Offload(NotCopied):
         self._look_ahead: RouterLookAhead | None = None
         # What may fail comes first, and an interrupt last: the model is changed as a whole.
         routers = self._routers(model, look_ahead)
-        with deferred():
+        with uninterrupted():
             # Llama 4's blocks that were patched; raises before anything was changed.
             self._blocks = [
                 _llama4.patch(model, binding.path)
@@ -170,7 +170,7 @@ class Offload(NotCopied):
             done += num_bytes(binding.module)
             if progress is not None:
                 progress(done, needed)
-        with deferred():
+        with uninterrupted():
             for binding, parameters in zip(self._bindings, weights, strict=True):
                 restore(binding.module, parameters)
             for block in self._blocks:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from moecache.fetch import Cause, Load
+from moecache.loading.load import Cause, Load
 
 
 class LoadCounts:
@@ -70,13 +70,13 @@ class LoadCounts:
         self.num_prefetches_in_flight -= 1
         self.prefetch_bytes_in_flight -= num_bytes
         if load.error is not None and not load.waiting:
-            self.num_failed_prefetches += not load.cancelled
-            self.num_cancelled_prefetches += load.cancelled
+            self.num_failed_prefetches += not load.is_cancelled
+            self.num_cancelled_prefetches += load.is_cancelled
 
     def done(self, load: Load, num_bytes: int) -> None:
         """Note what became of a load."""
         if load.error is None:
             self.num_reads += 1
             self.bytes_read[load.cause] += num_bytes
-        elif not load.cancelled:
+        elif not load.is_cancelled:
             self.num_failed_reads += 1

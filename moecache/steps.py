@@ -60,7 +60,7 @@ class Wave:
 
 
 class Lease:
-    """Slots that hold all experts of a step until it is closed. A context manager.
+    """Slots that hold all experts of a step until it is closed, or dropped. A context manager.
 
     Attributes
     ----------
@@ -79,10 +79,6 @@ class Lease:
         """End the lease; a second call does nothing."""
         self._guard.close()
         self._loader.give_back()
-
-    def __del__(self) -> None:
-        """End a lease that was dropped."""
-        self.close()
 
     def __enter__(self) -> Self:
         """Return the lease."""

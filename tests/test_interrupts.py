@@ -13,15 +13,18 @@ from moecache import interrupts
 from moecache.interrupts import uninterrupted
 from tests.helpers.checkpoints import write_checkpoint
 
-# Interrupts itself some hundred times, anywhere, while experts are asked for; after each one
-# everything must be as if it had not been.
+# Interrupts itself some hundred times, anywhere, while experts are asked for, once or in storms;
+# after each one everything must be as if it had not been.
 CHILD = """
-import os, random, signal, sys
+import faulthandler, os, random, signal, sys
 import numpy as np
 import moecache
 
+faulthandler.dump_traceback_later(100, exit=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-path, way, num_rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
+path, way = sys.argv[1:3]
+num_rounds, storm = map(int, sys.argv[3:5])
+shortest, longest = map(float, sys.argv[5:7])
 options = {
     "buffered": {"read": "buffered"},
     "threads": {"read": "mmap"},
@@ -32,47 +35,51 @@ options = {
 runtime = moecache.open(path, slots=6, prefault="off", **{"prefetch": "off", **options})
 num_experts = runtime.layout.num_experts
 every = np.arange(num_experts).reshape(-1, 3)
-draw, sent = random.Random(0), False
+draw, left = random.Random(0), 0
 
 def send(number, frame):
     # From a timer: at any line, where a thread would only come when it is given the GIL.
-    global sent
-    sent = True
-    os.kill(os.getpid(), signal.SIGINT)
+    global left
+    while frame is not None and frame.f_code is not work.__code__:
+        frame = frame.f_back
+    left -= frame is not None
+    if left:
+        signal.setitimer(signal.ITIMER_REAL, draw.uniform(shortest, longest))
+    if frame is not None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+def work(number, rows):
+    for layer in range(2):
+        ids = rows.permutation(num_experts)[:3][None]
+        if number % 3 == 1:
+            with runtime.lease(layer, ids):
+                pass
+            continue
+        waves = runtime.waves(layer, every if number % 3 else ids)
+        try:
+            for wave in waves:
+                pass
+        finally:
+            waves.close()
 
 signal.signal(signal.SIGALRM, send)
 num_interrupted = 0
 for number in range(num_rounds):
     rows = np.random.default_rng(number)
-    sent = False
-    try:
+    left = storm
+    signal.setitimer(signal.ITIMER_REAL, draw.uniform(shortest, longest))
+    while left:
         try:
-            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0001, 0.003))
-            while not sent:
-                for layer in range(2):
-                    ids = rows.permutation(num_experts)[:3][None]
-                    if number % 3 == 1:
-                        with runtime.lease(layer, ids):
-                            pass
-                        continue
-                    chosen = every if number % 3 else ids
-                    waves = runtime.waves(layer, chosen)
-                    try:
-                        for wave in waves:
-                            pass
-                    finally:
-                        waves.close()
+            while left:
+                work(number, rows)
         except KeyboardInterrupt as error:
             if number % 3 != 1:
                 kept = error  # and all frames with it, as a notebook does
             num_interrupted += 1
-    except KeyboardInterrupt:
-        num_interrupted += 1
     runtime.cache.check()
-    # What was being read goes on to its end, into the cache; somebody looks.
+    # What was being read goes on to its end, into the cache.
     while runtime.stats().num_in_flight:
-        for wave in runtime.waves(0, every[:1]):
-            pass
+        pass
     # Every slot can be had, those for staging too.
     for layer in range(2):
         with runtime.lease(layer, rows.permutation(num_experts)[:6]):
@@ -81,17 +88,19 @@ for number in range(num_rounds):
         assert found == every.size, (number, found)
     runtime.cache.check()
 # Python drops one that comes in a finalizer.
-assert num_interrupted > num_rounds * 0.9, num_interrupted
+assert num_interrupted > num_rounds * storm * 0.9, num_interrupted
 runtime.close()
 """
 
 
 @pytest.mark.parametrize("way", ["buffered", "threads", "alone", "direct", "ahead"])
-def test_an_interrupt_at_any_moment_loses_nothing(way: str, tmp_path: Path) -> None:
-    """Whatever a step had claimed, leased or staged can be had again; nobody waits for ever."""
+@pytest.mark.parametrize("storm", [1, 10])
+def test_an_interrupt_at_any_moment_loses_nothing(way: str, storm: int, tmp_path: Path) -> None:
+    """Whatever a step had claimed, leased or staged can be had again; no step waits for ever."""
     model = write_checkpoint(tmp_path / "model", num_layers=2)
+    figures = ("400", "1", "0.0001", "0.003") if storm == 1 else ("40", "10", "0.0002", "0.003")
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(model.path), way, "400"],
+        [sys.executable, "-c", CHILD, str(model.path), way, *figures],
         capture_output=True,
         text=True,
         timeout=120,

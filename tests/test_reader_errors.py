@@ -400,3 +400,11 @@ def test_a_slow_close_gives_everything_back_later(reader: Reader, contents: list
         wait_until(reader.close)
     assert not compiled._stuck
     assert reader.num_in_flight == 0
+
+
+@pytest.mark.parametrize("dtype", [object, [("weight", "f4"), ("name", object)]], ids=str)
+def test_an_array_of_objects_is_no_target(idle: Reader, dtype: Any) -> None:
+    """Bytes of a file are no references: whoever looked at one would crash."""
+    with pytest.raises(ValueError, match="'weights' holds references to objects"):
+        idle.submit([("load", ((0, 0, (("weights", 0, 64),)),), {"weights": np.empty(16, dtype)})])
+    assert idle.num_in_flight == 0

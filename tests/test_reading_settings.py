@@ -3,6 +3,7 @@
 import gc
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -215,3 +216,21 @@ def test_slots_that_do_not_fit_are_refused_before_they_are_made(
     ):
         moecache.open(model.path, slots=24, prefault="off", read=read)
     assert "runtime.opened" not in caplog.text
+
+
+@pytest.mark.parametrize("read", ["mmap", "direct"])
+def test_no_thread_to_be_had_is_a_clear_error(
+    model: Checkpoint, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    """With the limit that is in the way, and what to do without one; nothing stays open."""
+    descriptors = num_descriptors()
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(moecache.MoeCacheError, match="ulimit -u.*or open with loader_threads"):
+            moecache.open(model.path, slots=6, read=read, prefault="off", loader_threads=2)
+    gc.collect()
+    assert num_descriptors() == descriptors

@@ -7,9 +7,10 @@ cimport cython
 cdef class Guard:
     """Put an item into a queue when this is closed, or when the last reference to it goes.
 
-    An interrupt may come between any two lines of Python, also on the way into a
-    `finally` or a finaliser, which then does nothing. Here is no line of Python: what
-    is guarded reaches the queue, once, however often interrupts come.
+    An interrupt may come between any two lines of Python, also in a `finally` or a
+    finaliser, the rest of which is left out then. Here is no line of Python: what is
+    guarded reaches the queue, once, however often interrupts come. Let `close` be the
+    first call of a `finally`: CPython looks at signals after calls, not before.
 
     Parameters
     ----------

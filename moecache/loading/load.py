@@ -31,12 +31,12 @@ class LoadState(enum.Enum):
 
 
 class ReadCancelled(MoeCacheError):
-    """A read that was taken back, or that `close` ended. No failure of the store's."""
+    """A read that was taken back, or that an interrupt or `close` ended. No failure of the store's."""
 
 
-def interrupted(read: Any) -> MoeCacheError:
-    """Return what steps fail with that wait for a read whose own caller was interrupted."""
-    return MoeCacheError(
+def interrupted(read: Any) -> ReadCancelled:
+    """Return how a read ends whose caller was interrupted; steps that wait have it read again."""
+    return ReadCancelled(
         f"reading expert {read.expert} of layer {read.layer} was interrupted; call again"
     )
 

@@ -185,6 +185,7 @@ class SlotLoader:
             with self._lock:
                 if self._closed or self._making_room:
                     return False
+                self._drain()
                 foreseen = cause is Cause.PREFETCH
                 slot = self._cache.claim(layer, expert, evict=evict, foreseen=foreseen)
                 if slot < 0:

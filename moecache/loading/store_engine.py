@@ -90,16 +90,21 @@ class StoreEngine:
         another thread, and needs none if there are none.
         """
         guard = None
-        # Sections of Python that wait on a condition are not safe to be interrupted.
-        with uninterrupted(), self._changed:
-            if self._done.empty() and self._epoch == seen and not self._closed:
-                if self._queue:
-                    read = self._queue.popleft()
-                    guard = Guard(self._done, (read, interrupted(read)))
-                else:
-                    self._changed.wait(_TICK_S)
-        if guard is not None:
-            self._carry_out(guard)
+        try:
+            # Python's own conditions cannot be interrupted safely: a tick is not long.
+            with uninterrupted(), self._changed:
+                if self._done.empty() and self._epoch == seen and not self._closed:
+                    if self._queue:
+                        read = self._queue.popleft()
+                        guard = Guard(self._done, (read, interrupted(read)))
+                    else:
+                        self._changed.wait(_TICK_S)
+            if guard is not None:
+                self._carry_out(guard)
+        finally:
+            # The first call here is made, whatever else is pending.
+            if guard is not None:
+                guard.close()
         return self.poll()
 
     def take(self, done: list[_Done]) -> None:

@@ -145,9 +145,7 @@ def waves(
     if bulk is None:
         bulk = not one_token
     share = cache.fair_share(layer) if bulk else cache.num_experts
-    step = Step(
-        layer, ids, cache.num_experts, share=share, ignore_out_of_range=ignore_out_of_range
-    )
+    step = Step(layer, ids, cache.num_experts, share=share, ignore_out_of_range=ignore_out_of_range)
     guard = loader.guard(step)
     try:
         loader.acquire(step)

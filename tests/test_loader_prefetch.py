@@ -30,9 +30,7 @@ class Bench:
         layout = self.store.layout
         self.cache = ExpertCache(3, 8, capacity, policy="lfu")
         self.pool = HostSlots(layout, capacity + staging)
-        self.loader = SlotLoader(
-            self.store, self.pool, self.cache, StoreEngine(self.store, 0)
-        )
+        self.loader = SlotLoader(self.store, self.pool, self.cache, StoreEngine(self.store, 0))
         self.done: list[Load] = []
         self.loader.prefetch_done = self.done.append
 

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import pytest

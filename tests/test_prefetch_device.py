@@ -37,9 +37,7 @@ class House:
             chunk_bytes=16,
         )
         self.device.store = self.store
-        self.loader = SlotLoader(
-            self.store, self.pool, self.cache, self.device, clock=self.clock
-        )
+        self.loader = SlotLoader(self.store, self.pool, self.cache, self.device, clock=self.clock)
         taking_in.loader = self.loader
         LockWatch(self.clock, self.loader)
         found = make_prefetcher(self.loader, self.store, self.cache, prefetch, threaded=False)

@@ -4,8 +4,8 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest

@@ -262,5 +262,5 @@ def test_a_step_beside_close_is_told_that_the_runtime_was_closed(
         model.path, slots=12, read=read, prefault="off", prefetch=closing, loader_threads=0
     ) as runtime:
         closing.runtime = runtime
-        with pytest.raises(moecache.MoeCacheError, match="^the runtime was closed$"):
+        with pytest.raises(moecache.MoeCacheError, match=r"^the runtime was closed$"):
             runtime.lease(0, np.arange(12))

@@ -230,7 +230,7 @@ def test_no_thread_to_be_had_is_a_clear_error(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(moecache.MoeCacheError, match="ulimit -u.*or open with loader_threads"):
+        with pytest.raises(moecache.MoeCacheError, match=r"ulimit -u.*or open with loader_threads"):
             moecache.open(model.path, slots=6, read=read, prefault="off", loader_threads=2)
     gc.collect()
     assert num_descriptors() == descriptors

@@ -474,7 +474,7 @@ class SlotLoader:
 
     def _bring_in(self, load: Load, error: Exception | None) -> None:
         """Fill the slot of a load that was read."""
-        uploaded = error or interrupted(load)
+        uploaded: Exception | None = error or interrupted(load)
         try:
             if error is None:
                 self._pool.upload(load.slot, load.layer, load.parts or {}, behind=not load.urgent)

@@ -122,6 +122,7 @@ class SimulatedDevice:
             self._num_demands += transfer.urgent
             ready_ns = self._clock.now_ns + self.latency_ns + delay_ns
             heappush(self._latent, (ready_ns, transfer.order, transfer))
+        reads.clear()
 
     def hasten(self, read: Read) -> None:
         """Make a prefetch under way a demand: it keeps the link, or waits behind other demands."""
@@ -167,9 +168,7 @@ class SimulatedDevice:
         if not self._is_awaited(seen):
             return bool(self._done)
         if not self._clock.skip() and self._is_awaited(seen):
-            raise MoeCacheError(
-                "nothing is under way, and a step waits for it: it would for ever"
-            )
+            raise MoeCacheError("nothing is under way, and a step waits for it: it would for ever")
         return bool(self._done)
 
     def take(self, done: list[tuple[Read, Exception | None]]) -> None:
@@ -198,9 +197,7 @@ class SimulatedDevice:
         """Let `idle` begin prefetches, if nothing is more urgent."""
         if self.idle is not None:
             while (
-                not self._num_demands
-                and len(self._transfers) < self.prefetch_depth
-                and self.idle()
+                not self._num_demands and len(self._transfers) < self.prefetch_depth and self.idle()
             ):
                 pass
 

@@ -1,0 +1,1 @@
+"""Hooks of MkDocs: the start page is README.md, and files of the repository can be linked."""

@@ -13,7 +13,7 @@ comma := ,
 stamp = $(VENV)/.moecache-$1$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 install = PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --editable
 
-.PHONY: demo build prepare test check debug sanitize bench bench-small gpu notebooks clean
+.PHONY: demo build prepare test check docs debug sanitize bench bench-small gpu notebooks clean
 
 demo: build ## generate text with the tiny model, a quarter of its experts in memory
 	$(BIN)/moecache demo
@@ -46,6 +46,10 @@ bench-small: $(call stamp,test) ## run each benchmark once, small
 # Nothing is installed: where there is a GPU, there may be no network.
 gpu: ## build, tests, benchmarks and sanitizer on a GPU; ARGS=--quick in less than 8 minutes
 	bench/gpu.sh --python $(PYTHON) $(ARGS)
+
+docs: ## the documentation as a site, in build/site
+	$(MAKE) build EXTRAS=$(if $(findstring docs,$(EXTRAS)),$(EXTRAS),docs)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 notebooks: ## execute the notebooks in place; nothing of this machine stays in them
 	$(MAKE) build EXTRAS=study,notebooks

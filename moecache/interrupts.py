@@ -71,5 +71,5 @@ class uninterrupted:  # noqa: N801 - reads as what it does, like contextlib.supp
             before(signal.SIGINT, frame)
 
 
-def _note(number: int, frame: FrameType | None) -> None:
+def _note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - of a handler
     _noted.append(frame)

@@ -12,7 +12,7 @@ import pytest
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.loading._guard import Guard
 from moecache.loading.engine import Engine
-from moecache.loading.load import Cause, Load, ReadCancelled
+from moecache.loading.load import Cause, Load, ReadCancelledError
 from moecache.loading.reader_engine import ReaderEngine
 from moecache.loading.store_engine import StoreEngine
 from moecache.reading import open_reader
@@ -116,7 +116,7 @@ def test_what_is_taken_back_is_taken_all_the_same(made: tuple[Engine, ExpertStor
 
     done = take_all(engine, 2)
     assert done[ahead[1]] is None
-    assert done[ahead[0]] is None or isinstance(done[ahead[0]], ReadCancelled)
+    assert done[ahead[0]] is None or isinstance(done[ahead[0]], ReadCancelledError)
 
 
 def test_an_announcement_ends_a_wait(made: tuple[Engine, ExpertStore]) -> None:
@@ -157,7 +157,7 @@ def test_a_read_that_hangs_is_counted_by_close() -> None:
     engine.submit([load(numbered_store(), 0), load(numbered_store(), 1)])
     assert gate.entered.acquire(timeout=30)
     assert engine.close(0.01) == 1
-    with pytest.raises(ReadCancelled):
+    with pytest.raises(ReadCancelledError):
         engine.submit([load(numbered_store(), 2)])
     gate.opened.set()
     wait_until(lambda: engine.close(0) == 0)

@@ -56,7 +56,7 @@ class Engine(Protocol):
     def cancel(self, read: Any) -> None:
         """Take a read back as far as it has not begun; never waits.
 
-        It is taken like any other, with `ReadCancelled` if it was not read to its end.
+        It is taken like any other, with `ReadCancelledError` if it was not read to its end.
         """
 
     def poll(self) -> bool:

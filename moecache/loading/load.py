@@ -30,13 +30,13 @@ class LoadState(enum.Enum):
     DONE = "done"  # it was read, or failed
 
 
-class ReadCancelled(MoeCacheError):
-    """A read that was taken back, or that an interrupt or `close` ended. No failure of the store's."""
+class ReadCancelledError(MoeCacheError):
+    """A read that was taken back, interrupted, or ended by `close`: no failure of the store."""
 
 
-def interrupted(read: Any) -> ReadCancelled:
+def interrupted(read: Any) -> ReadCancelledError:
     """Return how a read ends whose caller was interrupted; steps that wait have it read again."""
-    return ReadCancelled(
+    return ReadCancelledError(
         f"reading expert {read.expert} of layer {read.layer} was interrupted; call again"
     )
 
@@ -59,7 +59,7 @@ class Load:
     parts : dict of role to ndarray, or None
         Where to read to, while it is read; empty if there is nothing to read.
     error : Exception or None
-        Why it failed; `ReadCancelled` from when it is taken back.
+        Why it failed; `ReadCancelledError` from when it is taken back.
     """
 
     __slots__ = (
@@ -92,4 +92,4 @@ class Load:
     @property
     def is_cancelled(self) -> bool:
         """Whether it was taken back."""
-        return isinstance(self.error, ReadCancelled)
+        return isinstance(self.error, ReadCancelledError)

@@ -29,7 +29,7 @@ from moecache.interrupts import uninterrupted
 from moecache.loading._guard import Guard
 from moecache.loading.counts import LoadCounts
 from moecache.loading.engine import Engine
-from moecache.loading.load import Cause, Load, LoadState, ReadCancelled, interrupted
+from moecache.loading.load import Cause, Load, LoadState, ReadCancelledError, interrupted
 from moecache.loading.staging import StagingSlots
 from moecache.loading.step import Step
 from moecache.slots.base import SlotPool, UploadCounts
@@ -310,7 +310,7 @@ class SlotLoader:
             left = list(self._loads.values())
         for load in left:
             if self._is_done(load):
-                self._conclude(load, ReadCancelled("the runtime was closed"))
+                self._conclude(load, ReadCancelledError("the runtime was closed"))
         self._engine.announce()
         if num_stuck:
             logger.warning("loader.stuck reads=%d do not return", num_stuck)
@@ -494,8 +494,8 @@ class SlotLoader:
             self._num_reading -= not ahead
             failed_before = isinstance(error, StoreError) and not load.waiting
             if error is not None and self._closed and not failed_before:
-                error = ReadCancelled("the runtime was closed")
-            elif load.waiting and (isinstance(error, ReadCancelled) or (ahead and error)):
+                error = ReadCancelledError("the runtime was closed")
+            elif load.waiting and (isinstance(error, ReadCancelledError) or (ahead and error)):
                 # A step that joined it shall not fail for what it did not ask for.
                 self._end_prefetch(load)
                 load.cause = Cause.DEMAND if ahead else load.cause
@@ -544,7 +544,7 @@ class SlotLoader:
             and (layer is None or load.layer == layer)
         ]
         for load in unwanted:
-            load.error = ReadCancelled("the layer came without it")
+            load.error = ReadCancelledError("the layer came without it")
             self._engine.cancel(load)
         return bool(unwanted)
 
@@ -585,7 +585,7 @@ class SlotLoader:
             self._staging.orphan(load.slot)
         if load.state is LoadState.QUEUED:
             self._num_queued -= 1
-            load.state, load.error = LoadState.DONE, ReadCancelled("no step waits for it")
+            load.state, load.error = LoadState.DONE, ReadCancelledError("no step waits for it")
             self._retire(load)
         elif not load.cause.is_ahead:
             # What has begun goes on, and ends up in the cache.

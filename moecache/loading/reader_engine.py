@@ -8,7 +8,7 @@ from typing import Any
 from moecache._reader import Reader
 from moecache.errors import ConfigError
 from moecache.loading.engine import Read
-from moecache.loading.load import ReadCancelled, interrupted
+from moecache.loading.load import ReadCancelledError, interrupted
 from moecache.loading.store_engine import join_threads, start_threads
 from moecache.stores import ExpertStore, FileStore
 from moecache.stores._file import ReadOnlyFile
@@ -122,7 +122,7 @@ class ReaderEngine:
             return None
         reason, file, offset = failure
         if reason == ECANCELED:
-            return ReadCancelled("the read was taken back")
+            return ReadCancelledError("the read was taken back")
         return self._files[file].failure(
             reason,
             offset,

@@ -1,5 +1,6 @@
 """StoreEngine: reads by a store's own `read_into`, in threads and in callers that wait."""
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -10,7 +11,7 @@ from moecache.errors import MoeCacheError
 from moecache.interrupts import uninterrupted
 from moecache.loading._guard import Guard
 from moecache.loading.engine import Read
-from moecache.loading.load import ReadCancelled, interrupted
+from moecache.loading.load import ReadCancelledError, interrupted
 from moecache.stores.base import ExpertStore
 
 _TICK_S = 0.1
@@ -63,7 +64,7 @@ class StoreEngine:
             return
         with self._changed:
             if self._closed:
-                raise ReadCancelled("the engine is closed")
+                raise ReadCancelledError("the engine is closed")
             self._queue.extend(reads)
             self._changed.notify(len(reads))
             reads.clear()
@@ -76,7 +77,7 @@ class StoreEngine:
         with self._changed:
             if read in self._queue:
                 self._queue.remove(read)
-                self._done.put((read, ReadCancelled("the read was taken back")))
+                self._done.put((read, ReadCancelledError("the read was taken back")))
                 self._changed.notify_all()
 
     def poll(self) -> bool:
@@ -109,10 +110,8 @@ class StoreEngine:
 
     def take(self, done: list[_Done]) -> None:
         """Append (read, error) of one that is over to `done`, if there is one."""
-        try:
+        with contextlib.suppress(Empty):
             done.append(self._done.get_nowait())
-        except Empty:
-            pass
 
     def announce(self) -> None:
         """Make every `wait` return."""
@@ -125,7 +124,7 @@ class StoreEngine:
         with self._changed:
             self._closed = True
             while self._queue:
-                self._done.put((self._queue.popleft(), ReadCancelled("the engine is closed")))
+                self._done.put((self._queue.popleft(), ReadCancelledError("the engine is closed")))
             self._changed.notify_all()
         return join_threads(self._threads, timeout_s)
 

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.loading.engine import Read
-from moecache.loading.load import ReadCancelled
+from moecache.loading.load import ReadCancelledError
 from moecache.loading.loader import SlotLoader
 from moecache.study.clock import VirtualClock
 from moecache.units import parse_bytes_per_s
@@ -145,7 +145,7 @@ class SimulatedDevice:
             return
         del self._transfers[read]
         transfer.is_dropped = True
-        self._done.append((read, ReadCancelled("the read was taken back")))
+        self._done.append((read, ReadCancelledError("the read was taken back")))
         if transfer is self._active:
             self.busy_ns += self._clock.now_ns - self._start_ns
             self._active = None

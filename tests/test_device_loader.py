@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.errors import StoreError
 from moecache.loading.loader import SlotLoader
+from moecache.runtime.steps import waves
 from moecache.slots import HostSlots
-from moecache.steps import waves
 from moecache.stores import ExpertStore
 from moecache.study.clock import VirtualClock
 from tests.helpers.devices import FaultyDevice, LockWatch

@@ -15,7 +15,7 @@ from moecache.loading.engine import Engine
 from moecache.loading.load import Cause, Load, ReadCancelledError
 from moecache.loading.reader_engine import ReaderEngine
 from moecache.loading.store_engine import StoreEngine
-from moecache.reading import open_reader
+from moecache.reader.disk import open_reader
 from moecache.stores import ExpertStore, open_store
 from moecache.study.clock import VirtualClock
 from tests.helpers.checkpoints import write_checkpoint

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from moecache import steps
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.errors import CapacityError, StoreError
 from moecache.loading.load import Cause, Load
 from moecache.loading.loader import SlotLoader
 from moecache.loading.step import Step
 from moecache.loading.store_engine import StoreEngine
+from moecache.runtime import steps
 from moecache.slots import HostSlots
 from tests.helpers.pages import wait_until
 from tests.helpers.stores import FailEachOnce, Gate, WrappedStore, nothing, numbered_store

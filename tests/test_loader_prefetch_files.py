@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moecache import steps
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.errors import StoreError
 from moecache.loading.loader import SlotLoader
 from moecache.loading.reader_engine import ReaderEngine
 from moecache.loading.step import Step
-from moecache.reading import open_reader
+from moecache.reader.disk import open_reader
+from moecache.runtime import steps
 from moecache.slots import HostSlots
 from moecache.stores import FileStore, open_store
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint

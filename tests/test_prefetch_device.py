@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.loading.loader import SlotLoader
-from moecache.prefetch import Prefetcher
-from moecache.prefetch_modes import make_prefetcher
+from moecache.prefetch.modes import make_prefetcher
+from moecache.prefetch.prefetcher import Prefetcher
+from moecache.runtime.steps import waves
 from moecache.slots import HostSlots
-from moecache.steps import waves
 from moecache.study import Trace
 from moecache.study.clock import VirtualClock
 from moecache.study.device import TakingIn
@@ -100,7 +100,7 @@ def test_a_storm_delays_no_look_up(storm: bool, monkeypatch: pytest.MonkeyPatch)
     The watch fails if the loader's lock is held while the clock moves.
     """
     # Whatever became of the guesses before.
-    monkeypatch.setattr("moecache.break_even._MAX_LIKELIHOOD", 0.0)
+    monkeypatch.setattr("moecache.prefetch.break_even._MAX_LIKELIHOOD", 0.0)
     router, rng = np.random.default_rng(0), np.random.default_rng(1)
     skew = 0.7 ** np.arange(NUM_EXPERTS)
     house = House(12, policy="echo")

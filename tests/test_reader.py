@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moecache._reader import ENGINES, Reader
+from moecache.reader._reader import ENGINES, Reader
 from tests.helpers.examples import num_examples
 from tests.helpers.pages import MIB, PAGE, num_descriptors, wait_until, write_file
 from tests.helpers.readers import (

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache import _reader as compiled
-from moecache._reader import ENGINES, Reader
+from moecache.reader import _reader as compiled
+from moecache.reader._reader import ENGINES, Reader
 from tests.helpers.pages import MIB, PAGE, num_descriptors, run_child, wait_until, write_file
 from tests.helpers.readers import (
     Failure,
@@ -281,7 +281,7 @@ def test_a_closed_reader_can_be_asked_whether_anything_is_done(path: Path, engin
     """Nothing is, and the ring's memory is gone: in a child, which must not die of it."""
     code = (
         "import os\n"
-        "from moecache._reader import Reader\n"
+        "from moecache.reader._reader import Reader\n"
         "reader = Reader([os.open(sys.argv[1], os.O_RDONLY)], engine=sys.argv[2])\n"
         "reader.close()\n"
         "print(reader.poll())\n"

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache import opening, reading
-from moecache._reader import Reader
 from moecache.loading.loader import SlotLoader
+from moecache.reader import disk as reading
+from moecache.reader._reader import Reader
+from moecache.runtime import opening
 from moecache.settings import READ_MODES
 from moecache.slots import host
 from moecache.stores import open_store
@@ -150,7 +151,7 @@ def test_auto_reads_through_the_page_cache_what_fits_beside_everything_else(
         )
     needed = slots_bytes + room.nbytes + layout.total_bytes
     for free, way in ((needed, "buffered"), (needed - 1, "direct")):
-        monkeypatch.setattr("moecache.headroom.free_host_bytes", lambda free=free: free)
+        monkeypatch.setattr("moecache.sizing.headroom.free_host_bytes", lambda free=free: free)
         with moecache.open(model.path, slots=4, prefault="off") as runtime:
             assert runtime.stats().reading.way == way
             assert same_parts(leased(runtime, 1, 5), model.experts[1][5])

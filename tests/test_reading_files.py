@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache import opening
+from moecache.runtime import opening
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
 from tests.helpers.pages import num_descriptors, wait_until
 from tests.helpers.readings import (

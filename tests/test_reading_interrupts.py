@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache import opening
+from moecache.runtime import opening
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
 from tests.helpers.readings import all_experts, force_engine, hide_settings, same_converted
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import moecache
-from moecache import opening
-from moecache.reading import DiskSpeed
+from moecache.reader.disk import DiskSpeed
+from moecache.runtime import opening
 from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
@@ -203,8 +203,8 @@ def test_slots_that_do_not_fit_are_refused_before_they_are_made(
     read: str,
 ) -> None:
     """With what they need and what is free; nothing stays open."""
-    monkeypatch.setattr("moecache.headroom.free_host_bytes", lambda: 1000)
-    monkeypatch.setattr("moecache.headroom.tightest_limit", lambda: None)
+    monkeypatch.setattr("moecache.sizing.headroom.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("moecache.sizing.headroom.tightest_limit", lambda: None)
 
     def never(*_: object, **__: object) -> None:
         pytest.fail("slots were made")

@@ -163,7 +163,12 @@ def test_a_failed_read_reaches_the_caller_and_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["moecache.loading.loader.Load", "moecache.steps._Parts", "moecache.steps._group"]
+    "target",
+    [
+        "moecache.loading.loader.Load",
+        "moecache.runtime.steps._Parts",
+        "moecache.runtime.steps._group",
+    ],
 )
 def test_a_failed_allocation_inside_a_step_leaves_nothing_in_use(
     target: str, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache._profiler import AccessProfiler
+from moecache.cache._profiler import AccessProfiler
 from moecache.telemetry import PrefetchStats, RuntimeStats, stall_percentile_ns
 from tests.helpers.runtimes import drain, make_runtime
 

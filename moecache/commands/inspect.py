@@ -9,12 +9,12 @@ from rich.table import Table
 from moecache.commands.paths import printable
 from moecache.cuda import Device, open_device, parse_device
 from moecache.errors import CapacityError, ConfigError
-from moecache.headroom import Headroom, check_fits, fits_beside, headroom
-from moecache.host_memory import cgroup_limits, free_host_bytes
 from moecache.layout import ExpertLayout
-from moecache.opening import plan_slots
-from moecache.reading import STAGING_BYTES
-from moecache.sizing import RESERVE_BYTES
+from moecache.reader.disk import STAGING_BYTES
+from moecache.runtime.opening import plan_slots
+from moecache.sizing.headroom import Headroom, check_fits, fits_beside, headroom
+from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
+from moecache.sizing.planning import RESERVE_BYTES
 from moecache.slots import CudaSlots, HostSlots
 from moecache.slots.cuda import MAX_PINNED_BYTES
 from moecache.stores import open_store

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from moecache.commands.paths import printable
 from moecache.commands.samples import Sample, sample_metrics
 from moecache.errors import ConfigError, MoeCacheError
-from moecache.runtime import ExpertRuntime
+from moecache.runtime.runtime import ExpertRuntime
 from moecache.telemetry import PrometheusCollector, check_prometheus
 
 _TIMEOUT_S = 10

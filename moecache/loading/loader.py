@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.errors import CapacityError, MoeCacheError, StoreError
 from moecache.interrupts import uninterrupted
 from moecache.loading._guard import Guard

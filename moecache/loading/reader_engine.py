@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from errno import ECANCELED
 from typing import Any
 
-from moecache._reader import Reader
 from moecache.errors import ConfigError
 from moecache.loading.engine import Read
 from moecache.loading.load import ReadCancelledError, interrupted
 from moecache.loading.store_engine import join_threads, start_threads
+from moecache.reader._reader import Reader
 from moecache.stores import ExpertStore, FileStore
 from moecache.stores._file import ReadOnlyFile
 

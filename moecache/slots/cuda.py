@@ -14,7 +14,7 @@ from moecache.cuda import Device, Memory, open_device
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.interrupts import uninterrupted
 from moecache.layout import ExpertLayout
-from moecache.regions import merge
+from moecache.prefault.regions import merge
 from moecache.slots._form import SlotForm
 from moecache.slots._memory import aligned_rows, check_parts, shared_form
 from moecache.slots._pinned import PinnedBuffers

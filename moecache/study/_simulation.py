@@ -5,16 +5,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.layout import ExpertLayout
 from moecache.loading.loader import SlotLoader
-from moecache.prefetch_modes import make_prefetcher
-from moecache.steps import Wave, waves
+from moecache.prefetch.modes import make_prefetcher
+from moecache.runtime.steps import Wave, waves
 from moecache.study._byteless import BytelessSlots, BytelessStore
 from moecache.study.clock import VirtualClock
 from moecache.study.device import SimulatedDevice, TakingIn
 from moecache.study.replay import sequence_begins, step_bounds
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 
 
 class SimulatedHost:

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final
 
-from moecache._profiler import stall_bucket_ns
+from moecache.cache._profiler import stall_bucket_ns
 from moecache.errors import ConfigError
 from moecache.telemetry import _html, _text
 from moecache.telemetry._difference import subtracted

@@ -13,7 +13,6 @@ import transformers
 from torch import nn
 
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
-from moecache.host_memory import free_host_bytes
 from moecache.integrations.transformers import _llama4
 from moecache.integrations.transformers._binding import Binding, bind
 from moecache.integrations.transformers._experts import (
@@ -37,7 +36,8 @@ from moecache.integrations.transformers._forward import (
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
 from moecache.interrupts import uninterrupted
-from moecache.runtime import ExpertRuntime
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots
 from moecache.stores import SafetensorsStore
 from moecache.telemetry import RuntimeStats

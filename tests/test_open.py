@@ -11,13 +11,6 @@ import moecache
 SLOT_BYTES = 3 * 64 * 128 * 2  # bfloat16
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the developer's own settings."""
-    for name in ("MEMORY", "POLICY", "SCOPE", "LOADER_THREADS", "EXPERT_STATS", "PREFAULT"):
-        monkeypatch.delenv(f"MOECACHE_{name}", raising=False)
-
-
 @pytest.mark.parametrize(
     ("memory", "capacity", "staging"),
     [

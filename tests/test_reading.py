@@ -22,7 +22,7 @@ from tests.helpers.checkpoints import FAMILIES, Checkpoint, same_parts, write_ch
 from tests.helpers.readings import (
     all_experts,
     force_engine,
-    hide_settings,
+    forget_disks,
     leased,
     same_converted,
 )
@@ -30,9 +30,9 @@ from tests.test_exactness import assert_same, generate
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the developer's own settings; no disk is known."""
-    hide_settings(monkeypatch)
+def no_disk_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test know what another found out about the disk."""
+    forget_disks(monkeypatch)
 
 
 @pytest.fixture(name="engine", params=["io_uring", "threads"])

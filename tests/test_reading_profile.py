@@ -18,13 +18,13 @@ from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
 from tests.helpers.pages import num_descriptors
-from tests.helpers.readings import hide_settings, leased
+from tests.helpers.readings import forget_disks, leased
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the developer's own settings; no disk is known."""
-    hide_settings(monkeypatch)
+def no_disk_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test know what another found out about the disk."""
+    forget_disks(monkeypatch)
 
 
 @pytest.fixture(name="model")

@@ -11,16 +11,9 @@ from moecache.reader._reader import Reader
 from moecache.runtime import opening
 from tests.helpers.checkpoints import Parts
 
-_SETTINGS = (
-    *("MEMORY", "POLICY", "SCOPE", "LOADER_THREADS", "EXPERT_STATS"),
-    *("PREFAULT", "READ", "RESERVE", "LOCK", "PROFILE"),
-)
 
-
-def hide_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the developer's own settings, and what earlier tests found out about disks."""
-    for name in _SETTINGS:
-        monkeypatch.delenv(f"MOECACHE_{name}", raising=False)
+def forget_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what earlier tests found out about disks."""
     monkeypatch.setattr(opening, "_disks", {})
 
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from moecache.commands.arguments import check_output
 from moecache.commands.live_line import LiveLine
-from moecache.commands.paths import printable
+from moecache.commands.paths import printable_lines
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import POLICIES, READ_MODES, SCOPES
 from moecache.telemetry import RuntimeStats
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
                     raise
             console.print(_summary(ids.shape[1], stream, runtime.stats()), style="dim")
             if arguments.stats:
-                console.print(_printable_lines(model.moecache.report()))
+                console.print(printable_lines(model.moecache.report()))
     return 0
 
 
@@ -243,8 +243,3 @@ def _summary(prompt_tokens: int, times: Any, stats: RuntimeStats) -> str:
         f"{format_bytes(stats.pool_bytes)}; {format_bytes(stats.bytes_read)} read, "
         f"{stats.stall_ns / 1e9:.2f} s waited for"
     )
-
-
-def _printable_lines(text: str) -> str:
-    """Return lines without what a terminal would obey."""
-    return "\n".join(map(printable, text.splitlines()))

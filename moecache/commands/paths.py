@@ -99,3 +99,8 @@ def open_experts(path: str, layers: list[int] | None) -> tuple[SafetensorsStore,
 def printable(text: object) -> str:
     """Return a name without what a terminal would obey: a checkpoint is not to be trusted."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+
+
+def printable_lines(text: str) -> str:
+    """Return lines without what a terminal would obey."""
+    return "\n".join(map(printable, text.splitlines()))

@@ -74,14 +74,14 @@ class ExpertRuntime:
     warmpin : int or "auto", default 0
         Experts of each layer to pin after `warmpin_after` accesses; see `WarmPin`.
     warmpin_after : int, default 512
+    disk : DiskSpeed, optional
+        What is known about the disk, if reads go around the page cache.
+    prefault : BackgroundSweep, optional
+        What backs the slots and brings the file into the page cache; cancelled on
+        `close`.
 
     Attributes
     ----------
-    prefault : BackgroundSweep or None
-        What backs the slots and brings the file into the page cache; cancelled on
-        `close`.
-    disk : DiskSpeed or None
-        What is known about the disk, if reads go around the page cache.
     warm_start : WarmStart or None
         What fills free slots by a profile; cancelled on `close`.
     """
@@ -98,6 +98,8 @@ class ExpertRuntime:
         prefetch: str | Predictor = "off",
         warmpin: int | str = 0,
         warmpin_after: int = DEFAULT_WARMPIN_AFTER,
+        disk: DiskSpeed | None = None,
+        prefault: BackgroundSweep | None = None,
     ) -> None:
         layout = store.layout
         if (cache.num_layers, cache.num_experts) != (layout.num_layers, layout.num_experts):
@@ -128,10 +130,11 @@ class ExpertRuntime:
         self._process = os.getpid()
         self._closed = False
         self._pool_bytes = pool.nbytes
-        self.prefault: BackgroundSweep | None = None
-        self.disk: DiskSpeed | None = None
+        self.prefault = prefault
+        self.disk = disk
         self._recording: "Recording | None" = None
-        self._reading_before: ReadingStats | None = None
+        # Reads so far were not for requests.
+        self._reading_before = None if reader is None else ReadingStats.of(reader, None)
         self.warm_start: WarmStart | None = None
         self._usage = KeptUsage(layout, cache)
         pin = WarmPin(cache, layout.top_k, warmpin, warmpin_after)
@@ -548,12 +551,6 @@ class ExpertRuntime:
         if self.prefault is not None and not self.prefault.cancel(CLOSE_TIMEOUT_S):
             logger.warning("runtime.prefault_hangs after=%d s", CLOSE_TIMEOUT_S)
         logger.info("runtime.closed hit_rate=%.3f", self._cache.profiler.hit_rate)
-
-    def calibrated(self, disk: DiskSpeed | None) -> None:
-        """Note what is known about the disk; reads so far were not for requests."""
-        self.disk = disk
-        if self._reader is not None:
-            self._reading_before = ReadingStats.of(self._reader, None)
 
     def _reading(self) -> ReadingStats | None:
         if self._reader is None:

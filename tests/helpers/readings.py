@@ -21,7 +21,6 @@ def hide_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the developer's own settings, and what earlier tests found out about disks."""
     for name in _SETTINGS:
         monkeypatch.delenv(f"MOECACHE_{name}", raising=False)
-    monkeypatch.setattr(opening, "_disks", {})
 
 
 def force_engine(monkeypatch: pytest.MonkeyPatch, engine: str) -> str:

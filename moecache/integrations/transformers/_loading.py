@@ -22,7 +22,7 @@ from moecache.integrations.transformers._offload import Offload
 from moecache.integrations.transformers.generation import check_model
 from moecache.prefault.sweep import Progress
 from moecache.prefetch.predict import Predictor
-from moecache.runtime.opening import open  # noqa: A004 - moecache.open
+from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
 from moecache.sizing.headroom import headroom
 from moecache.stores import SafetensorsStore, open_store

@@ -14,9 +14,11 @@ from moecache.commands.bench_table import print_bench
 from moecache.commands.contestants import Contestant, chosen, differing, run_process
 from moecache.commands.generate import DTYPES, MODEL_PREFETCH_MODES
 from moecache.commands.machine import describe_facts, machine_facts
-from moecache.commands.paths import map_file
-from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError, StoreError
+from moecache.commands.paths import check_target, map_file
+from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
+from moecache.files import write_whole
 from moecache.settings import DEFAULT_POLICY, POLICIES, READ_MODES
+from moecache.stores._paths import check_model
 from moecache.units import format_bytes, parse_budget
 
 JSON_VERSION = 1
@@ -93,6 +95,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run everything in turn, show the table; return the exit code."""
     memories, policies = _check(arguments)
+    check_model(arguments.model)
     if arguments.compare and importlib.util.find_spec("accelerate") is None:
         raise MissingDependencyError(
             "--compare needs accelerate; install it with: pip install 'moecache[transformers]'"
@@ -175,10 +178,9 @@ def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     with naming("--memories"):
         for memory in memories:
             parse_budget(memory, 1)
-    if arguments.json is not None and not Path(arguments.json).parent.is_dir():
-        raise ConfigError(f"--json: there is no directory {Path(arguments.json).parent}")
-    if arguments.json == "":
-        raise ConfigError("--json is empty; is a shell variable unset?")
+    if arguments.json is not None:
+        with naming("--json"):
+            check_target(arguments.json)
     return memories, choose("policies", arguments.policies, POLICIES, (DEFAULT_POLICY,))
 
 
@@ -197,7 +199,4 @@ def _write(
         "same_tokens": same,
         "contestants": [contestant.to_dict() for contestant in contestants],
     }
-    try:
-        Path(path).write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from error
+    write_whole(path, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())

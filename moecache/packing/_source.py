@@ -12,6 +12,7 @@ from moecache.errors import ConfigError, FormatError, StoreError
 from moecache.stores import SafetensorsStore
 from moecache.stores._header import TensorEntry
 from moecache.stores._index import Piece
+from moecache.stores._paths import find_path
 
 # Weights in this or another form: they would only lie about beside the packed ones.
 _WEIGHTS = frozenset(
@@ -45,9 +46,10 @@ class Source(SafetensorsStore):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if Path(path).is_file() and Path(path).suffix != ".safetensors":
+        found = find_path(path)
+        if found.is_file() and found.suffix != ".safetensors":
             raise FormatError(f"{path}: only .safetensors files and directories of them are packed")
-        super().__init__(path)
+        super().__init__(found)
         if self.layout.total_experts == 0:
             self.close()
             raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")

@@ -19,6 +19,7 @@ from moecache.regions import Region
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import TensorEntry, read_header
 from moecache.stores._index import index_experts
+from moecache.stores._paths import find_path
 from moecache.stores.base import Parts, Run, destination_bytes
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class SafetensorsStore:
 
     Raises
     ------
+    ConfigError
+        If no file can have such a name.
     FormatError
         If a file is damaged or the experts are incomplete.
     StoreError
@@ -75,7 +78,7 @@ class SafetensorsStore:
         mapped: bool = False,
         layers: Collection[str] | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path = find_path(path)
         self._mapped = mapped
         directory = self.path if self.path.is_dir() else self.path.parent
         self.config = _read_config(directory / "config.json")
@@ -326,8 +329,6 @@ class SafetensorsStore:
 
 
 def _find_files(path: Path, weight_map: dict[str, str] | None) -> list[Path]:
-    if not path.exists():
-        raise StoreError(f"{path}: no such file or directory")
     if not path.is_dir():
         return [path]
     if weight_map is not None:
@@ -336,7 +337,7 @@ def _find_files(path: Path, weight_map: dict[str, str] | None) -> list[Path]:
             if not os.path.isfile(file):  # False, not an error, for impossible names
                 raise FormatError(f"{path / INDEX_NAME}: shard {file.name[:200]!r} is missing")
         return files
-    if (path / "model.safetensors").is_file():
+    if os.path.isfile(path / "model.safetensors"):
         return [path / "model.safetensors"]
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -346,7 +347,7 @@ def _find_files(path: Path, weight_map: dict[str, str] | None) -> list[Path]:
 
 def _read_weight_map(path: Path) -> dict[str, str] | None:
     index = path / INDEX_NAME
-    if not path.is_dir() or not index.is_file():
+    if not path.is_dir() or not os.path.isfile(index):
         return None
     document = _read_json(index)
     weight_map = document.get("weight_map")
@@ -388,7 +389,7 @@ def _merge_headers(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.is_file() else {}
+    return _read_json(path) if os.path.isfile(path) else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -344,9 +344,7 @@ class ExpertRuntime:
         Raises
         ------
         ValueError
-            If the layer or an id is out of range, or scores do not fit.
-        TypeError
-            If ids are not integers.
+            If the layer or an id is out of range, ids are no whole numbers, or scores do not fit.
         """
         self._check_usable()
         if self._prefetcher is None:

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,10 @@ class Place:
                     f"{self.partial} exists and is not of moecache, but the files are to grow "
                     "there; remove it"
                 )
+            kinds = {self.files: stat.S_ISDIR, self.journal: stat.S_ISREG, self.lock: stat.S_ISREG}
+            for path, is_ours in kinds.items():
+                if _is_there(path) and not is_ours(path.lstat().st_mode):
+                    raise ConfigError(f"{path} is not of moecache, but a link or device; remove it")
 
 
 def _is_there(path: Path) -> bool:

@@ -347,7 +347,7 @@ def _find_files(path: Path, weight_map: dict[str, str] | None) -> list[Path]:
 
 def _read_weight_map(path: Path) -> dict[str, str] | None:
     index = path / INDEX_NAME
-    if not path.is_dir() or not os.path.isfile(index):
+    if not path.is_dir() or not os.path.lexists(index):
         return None
     document = _read_json(index)
     weight_map = document.get("weight_map")
@@ -389,17 +389,17 @@ def _merge_headers(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    return _read_json(path) if os.path.isfile(path) else {}
+    return _read_json(path) if os.path.lexists(path) else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        size = path.stat().st_size
-        text = path.read_bytes() if size <= _MAX_JSON_BYTES else None
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
-    if text is None:
+    file = ReadOnlyFile(path)
+    size = file.nbytes
+    if size > _MAX_JSON_BYTES:
         raise FormatError(f"{path}: has {size} bytes, too many for JSON")
+    text = bytearray(size)
+    if size:
+        file.read(0, [memoryview(text)], "it")
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Generator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -17,8 +16,9 @@ from moecache._cache import ExpertCache
 from moecache._profiler import AccessProfiler
 from moecache._reader import Reader
 from moecache.cuda import CudaExperts
-from moecache.errors import ConfigError, MoeCacheError
+from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.fetch import Cause
+from moecache.files import write_whole
 from moecache.layout import ExpertLayout
 from moecache.loader import CLOSE_TIMEOUT_S, SlotLoader
 from moecache.predict import Predictor
@@ -62,7 +62,7 @@ class ExpertRuntime:
         Threads that read experts while the host computes; 0 reads only in the
         thread that waits.
     expert_stats : str or Path, optional
-        Write `report()` there on `close`.
+        Write `report()` there on `close`, whole or not at all.
     reader : Reader, optional
         Reads the store's files, many experts at once; closed with the runtime.
         Without one, `store.read_into` reads one expert at a time in each thread.
@@ -565,9 +565,9 @@ class ExpertRuntime:
     def _write_report(self) -> None:
         if self._expert_stats is not None:
             try:
-                Path(self._expert_stats).write_text(self.report() + "\n")
-            except OSError as error:
-                logger.warning("runtime.no_report path=%s error=%s", self._expert_stats, error)
+                write_whole(self._expert_stats, f"{self.report()}\n".encode())
+            except StoreError as error:
+                logger.warning("runtime.no_report %s", error)
 
     def __enter__(self) -> Self:
         """Return the runtime."""

@@ -7,6 +7,7 @@ The form: 8 bytes little-endian header length, a JSON object of that length
 import functools
 import json
 import math
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ from moecache.stores._file import ReadOnlyFile
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 32
+# Models have less than 200.
+MAX_LAYERS = 4096
+# The layer in a name of experts' tensors. Each byte is looked at once, whatever the text is.
+_LAYER = re.compile(rb'"([^"]{1,512}?)\.(?:experts|block_sparse_moe)\.')
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ def read_header(path: Path, file: ReadOnlyFile | None = None) -> dict[str, Tenso
     text = bytearray(header_bytes)
     if header_bytes:
         file.read(8, [memoryview(text)], "the header")
+    check_layers(path, text)
     entries = _parse(path, text)
     data_start = 8 + header_bytes
     tensors = {
@@ -81,6 +87,15 @@ def read_header(path: Path, file: ReadOnlyFile | None = None) -> dict[str, Tenso
     }
     _check_overlap(path, tensors)
     return tensors
+
+
+def check_layers(path: Path, text: bytearray) -> None:
+    """Raise FormatError if JSON names experts of too many layers, before objects are made of it."""
+    layers: set[bytes] = set()
+    for match in _LAYER.finditer(text):
+        layers.add(match[1])
+        if len(layers) > MAX_LAYERS:
+            _fail(path, f"has experts of more than {MAX_LAYERS} layers; no model has so many")
 
 
 @functools.cache

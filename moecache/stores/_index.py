@@ -15,7 +15,7 @@ import numpy as np
 
 from moecache.errors import ConfigError, FormatError
 from moecache.layout import ExpertLayout, Role
-from moecache.stores._header import TensorEntry
+from moecache.stores._header import MAX_LAYERS, TensorEntry
 
 # Projection -> (role, its place among the role's pieces). Gate stands before up.
 _PIECES = {
@@ -98,7 +98,7 @@ def index_experts(
     ------
     FormatError
         If experts are missing, differ within a layer, or layers differ in their
-        number.
+        number; or if there are more than 4096 layers.
     ConfigError
         If a chosen layer is not there.
     """
@@ -112,6 +112,10 @@ def index_experts(
         role, place = _PIECES[match["piece"]]
         key = (role, place, _suffix(match["kind"]))
         found = layers.setdefault(match["layer"], {})
+        if len(layers) > MAX_LAYERS:  # of several files together, or with escapes in their names
+            raise FormatError(
+                f"there are experts of more than {MAX_LAYERS} layers; no model has so many"
+            )
         _add(name, found, key, match.groupdict().get("expert"), file, entry)
     for name in chosen or ():
         if name not in layers:

@@ -17,7 +17,7 @@ from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, Store
 from moecache.layout import ExpertLayout
 from moecache.regions import Region
 from moecache.stores._file import ReadOnlyFile
-from moecache.stores._header import TensorEntry, read_header
+from moecache.stores._header import TensorEntry, check_layers, read_header
 from moecache.stores._index import index_experts
 from moecache.stores._paths import find_path
 from moecache.stores.base import Parts, Run, destination_bytes
@@ -65,7 +65,8 @@ class SafetensorsStore:
     ConfigError
         If no file can have such a name.
     FormatError
-        If a file is damaged or the experts are incomplete.
+        If a file is damaged, the experts are incomplete, or there are more than 4096
+        layers of them.
     StoreError
         If a file cannot be read.
     """
@@ -400,6 +401,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     text = bytearray(size)
     if size:
         file.read(0, [memoryview(text)], "it")
+    check_layers(path, text)
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -334,6 +334,20 @@ def test_names_with_thousands_of_digits_do_no_harm(tmp_path: Path, name: str) ->
         assert store.layout.total_experts in (0, 1)
 
 
+def test_long_names_are_cut_in_messages(tmp_path: Path) -> None:
+    """Those of layers, tensors and shards, and figures of thousands of digits."""
+    long = "l" * 100_000
+    _save(tmp_path, {f"{long}.experts.1.w1.weight": np.zeros(2)})
+    assert len(_refuse(tmp_path)) < 1000
+    (tmp_path / "config.json").write_text(f'{{"num_experts_per_tok": {"9" * 4000}}}')
+    _save(tmp_path, {f"{long}.experts.0.w1.weight": np.zeros(2)})
+    assert len(_refuse(tmp_path)) < 1000
+    for name, shard in ((long, f'"{long}/"'), ("w", f"{'[' * 900}{']' * 900}")):
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(f'{{"weight_map": {{"{name}": {shard}}}}}')
+        assert len(_refuse(tmp_path)) < 1000
+
+
 def test_types_below_a_byte_are_refused_for_experts_alone(tmp_path: Path) -> None:
     """A trunk may have them."""
     entry = {"dtype": "F4", "shape": [2, 2], "data_offsets": [0, 2]}

@@ -65,10 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     with open_store(arguments.path, top_k=arguments.top_k) as store:
         layout = store.layout
-        console.print(
-            f"{printable(store.path)}  {printable(store.config.get('model_type', ''))}",
-            style="bold",
-        )
+        kind = store.config.get("model_type")
+        kind = printable(kind[:100]) if isinstance(kind, str) else ""
+        console.print(f"{printable(store.path)}  {kind}", style="bold")
         if layout.total_experts == 0:
             console.print("no experts: not a mixture-of-experts model, or of an unknown form")
             return 1

@@ -17,7 +17,7 @@ from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, Store
 from moecache.layout import ExpertLayout
 from moecache.regions import Region
 from moecache.stores._file import ReadOnlyFile
-from moecache.stores._header import TensorEntry, check_layers, read_header
+from moecache.stores._header import TensorEntry, check_layers, read_header, shown
 from moecache.stores._index import index_experts
 from moecache.stores._paths import find_path
 from moecache.stores.base import Parts, Run, destination_bytes
@@ -36,6 +36,8 @@ _TOP_K_NAMES = (
     "moe_top_k",
 )
 _MAX_JSON_BYTES = 2**28
+# What is more is impossible all the same, and may have thousands of digits.
+_MOST_EXPERTS = 2**31
 
 
 class SafetensorsStore:
@@ -336,7 +338,7 @@ def _find_files(path: Path, weight_map: dict[str, str] | None) -> list[Path]:
         files = [path / name for name in sorted(set(weight_map.values()))]
         for file in files:
             if not os.path.isfile(file):  # False, not an error, for impossible names
-                raise FormatError(f"{path / INDEX_NAME}: shard {file.name[:200]!r} is missing")
+                raise FormatError(f"{path / INDEX_NAME}: shard {shown(file.name)} is missing")
         return files
     if os.path.isfile(path / "model.safetensors"):
         return [path / "model.safetensors"]
@@ -358,8 +360,7 @@ def _read_weight_map(path: Path) -> dict[str, str] | None:
         # A name with a path in it could point anywhere.
         if not isinstance(shard, str) or shard != os.path.basename(shard) or shard in {"", ".."}:
             raise FormatError(
-                f"{index}: tensor {name[:200]!r} is in {str(shard)[:200]!r}, not a "
-                "file of this directory"
+                f"{index}: tensor {shown(name)} is in {shown(shard)}, not a file of this directory"
             )
     return weight_map
 
@@ -378,12 +379,12 @@ def _merge_headers(
                 continue
             if name in tensors:
                 other = files[tensors[name][0]].path.name
-                raise FormatError(f"{file.path}: tensor {name[:200]!r} is also in {other}")
+                raise FormatError(f"{file.path}: tensor {shown(name)} is also in {other}")
             tensors[name] = (number, entry)
     for name in weight_map or ():
         if name not in tensors:
             raise FormatError(
-                f"{files[0].path.parent / INDEX_NAME}: tensor {name[:200]!r} is not in its shard; "
+                f"{files[0].path.parent / INDEX_NAME}: tensor {shown(name)} is not in its shard; "
                 "download the checkpoint again"
             )
     return tensors
@@ -419,5 +420,5 @@ def _find_top_k(config: dict[str, Any]) -> int:
             # A list has a figure for each layer.
             values = value if isinstance(value, list) else [value]
             if values and all(type(number) is int and number > 0 for number in values):
-                return max(values)
+                return min(max(values), _MOST_EXPERTS)
     return 0

@@ -14,7 +14,7 @@ from moecache._reader import Reader
 from moecache.cuda import Device, open_device, parse_device
 from moecache.cuda_opening import check_register, make_slots, register_experts, usable_bytes
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
-from moecache.headroom import check_fits, fits_beside, headroom
+from moecache.headroom import check_fits, headroom, pinned_bytes, reading_mode
 from moecache.host_memory import free_host_bytes
 from moecache.layout import ExpertLayout
 from moecache.predict import Predictor
@@ -46,7 +46,6 @@ from moecache.settings import (
 )
 from moecache.sizing import RESERVE_BYTES, SizingPlan, num_staging_slots, plan
 from moecache.slots import CudaSlots, HostSlots, SlotPool
-from moecache.slots.cuda import MAX_PINNED_BYTES
 from moecache.slots.host import MAX_CONVERTED_BYTES
 from moecache.stores import SafetensorsStore, open_store
 from moecache.sweep import Progress
@@ -232,17 +231,20 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         if gpu is not None:
             pool, capacity = make_slots(gpu, layout, capacity, staging)
             undo.callback(pool.close)
-            converted = max(4 * widest, MAX_PINNED_BYTES)
+            converted = pinned_bytes(layout)
             if registers and not register_experts(pool, store):
                 way = _first(settings.read, DEFAULT_READ)
         # Of the host.
         slots_bytes = 0
         if gpu is None:
             slots_bytes = (capacity + staging) * HostSlots.bytes_per_slot(layout, dtype)
-        if way == "auto":
-            left_free = reserve_bytes if gpu is None else RESERVE_BYTES + converted
-            fits = fits_beside(slots_bytes, left_free, layout.total_bytes)
-            way = "buffered" if fits else "direct"
+        way = reading_mode(
+            way,
+            layout,
+            slots_bytes=slots_bytes,
+            reserve_bytes=reserve_bytes,
+            on_gpu=gpu is not None,
+        )
         if way != "mmap":
             # A request's reads are no larger than the slots they go to.
             most = STAGING_BYTES if gpu is not None else min(STAGING_BYTES, slots_bytes)

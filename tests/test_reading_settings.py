@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 import moecache
-from moecache import opening
+from moecache import cli, headroom, opening
+from moecache.commands import inspect
 from moecache.reading import DiskSpeed
 from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
+from tests.helpers.fake_device import FakeDevice
 from tests.helpers.pages import num_descriptors, run_child
 from tests.helpers.readings import hide_settings
 
@@ -68,6 +70,48 @@ def test_the_environment_says_how_to_read(
     assert "MOECACHE_READ='fast' is not one of auto, buffered, direct, mmap" in caplog.text
     monkeypatch.setenv("MOECACHE_READ", "mmap")
     assert way(model, read="buffered") == "buffered"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({}, {"READ": "direct"}, {"READ": "buffered"}, {"READ": "mmap"}, {"READ": "auto"}),
+        *({"RESERVE": "1MiB"}, {"RESERVE": "1GiB"}, {"MEMORY": "50%"}, {"MEMORY": "4KiB"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_inspect_says_how_open_reads(
+    settings: dict[str, str],
+    device: str,
+    model: Checkpoint,
+    fake_cuda: FakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whatever the environment says, a byte before and after what it takes to fit."""
+    monkeypatch.setattr("moecache.commands.inspect.open_device", lambda name: fake_cuda)
+    for name, value in settings.items():
+        monkeypatch.setenv(f"MOECACHE_{name}", value)
+    with open_store(model.path) as store:
+        layout, trunk = store.layout, store.trunk_bytes
+    slots = layout.total_experts * HostSlots.bytes_per_slot(layout)
+    reserve = trunk + opening.STAGING_BYTES + 512 * 2**20
+    fits = layout.total_bytes + (reserve + slots if device == "cpu" else 768 * 2**20)
+    shown = {"direct": "direct", "buffered": "through the page cache", None: "from the mapped file"}
+    for free in (fits - 1, fits, 2**31):
+        for module in (opening, headroom, inspect):
+            monkeypatch.setattr(module, "free_host_bytes", lambda free=free: free)
+        try:
+            with moecache.open(model.path, device=device, prefault="off") as runtime:
+                reading = runtime.stats().reading
+        except moecache.CapacityError:
+            assert cli.main(["inspect", str(model.path), "--device", device]) == 1
+            continue
+        assert cli.main(["inspect", str(model.path), "--device", device]) == 0
+        by = "MOECACHE_READ" if "READ" in settings else "default"
+        found = shown[None if reading is None else reading.way]
+        assert f"reads: {found}, by {by}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("read", ["fast", "", 1, "DIRECT"])

@@ -9,16 +9,17 @@ from rich.table import Table
 from moecache.commands.paths import printable
 from moecache.cuda import Device, open_device, parse_device
 from moecache.errors import CapacityError, ConfigError
-from moecache.headroom import Headroom, check_fits, fits_beside, headroom
+from moecache.headroom import Headroom, check_fits, headroom, reading_mode
 from moecache.host_memory import cgroup_limits, free_host_bytes
 from moecache.layout import ExpertLayout
 from moecache.opening import plan_slots
 from moecache.reading import STAGING_BYTES
-from moecache.sizing import RESERVE_BYTES
+from moecache.settings import DEFAULT_READ, Settings
 from moecache.slots import CudaSlots, HostSlots
-from moecache.slots.cuda import MAX_PINNED_BYTES
 from moecache.stores import open_store
-from moecache.units import format_bytes
+from moecache.units import format_bytes, parse_bytes
+
+_WAYS = {"buffered": "through the page cache", "direct": "direct", "mmap": "from the mapped file"}
 
 
 def add_parser(commands: Any) -> None:
@@ -39,7 +40,8 @@ def add_parser(commands: Any) -> None:
         nargs="?",
         metavar="SIZE",
         help='memory for experts: "8GiB", "512MiB", or a share of them, "25%%" '
-        "(default, and without SIZE: what is free now, less trunk, KV cache and 512 MiB)",
+        "(default, and without SIZE: MOECACHE_MEMORY, else what is free now, less trunk, KV cache "
+        "and 512 MiB, or less MOECACHE_RESERVE)",
     )
     parser.add_argument(
         "--device",
@@ -61,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the layout and the plan; return the exit code."""
     if arguments.context is not None and arguments.context < 0:
         raise ConfigError(f"--context must not be negative, got {arguments.context}")
+    settings = Settings.from_environ()
     gpu = None if parse_device(arguments.device) is None else open_device(arguments.device)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     with open_store(arguments.path, top_k=arguments.top_k) as store:
@@ -83,10 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
             staging_bytes=STAGING_BYTES if gpu is None else 0,
             context_tokens=arguments.context,
         )
-        console.print(_memory_table(room, gpu))
-        planned, staging = plan_slots(
-            layout, arguments.memory, None, reserve_bytes=room.nbytes, gpu=gpu
-        )
+        reserve_bytes = room.nbytes
+        if settings.reserve is not None:
+            reserve_bytes = parse_bytes(settings.reserve)
+        console.print(_memory_table(room, gpu, settings.reserve))
+        memory = settings.memory if arguments.memory is None else arguments.memory
+        planned, staging = plan_slots(layout, memory, None, reserve_bytes=reserve_bytes, gpu=gpu)
         pool = HostSlots if gpu is None else CudaSlots
         slot_bytes = pool.bytes_per_slot(layout)
         console.print(f"slot {format_bytes(slot_bytes)} as allocated")
@@ -109,15 +114,20 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{format_bytes(needed)}, unless they are in memory already",
                 style="yellow",
             )
-        beside = (slots_bytes, room.nbytes) if gpu is None else (MAX_PINNED_BYTES, RESERVE_BYTES)
-        fits = fits_beside(*beside, layout.total_bytes)
-        way = "through the page cache" if fits else "direct"
-        console.print(f"reads: {way}, by default")
+        way = reading_mode(
+            settings.read or DEFAULT_READ,
+            layout,
+            slots_bytes=slots_bytes,
+            reserve_bytes=reserve_bytes,
+            on_gpu=gpu is not None,
+        )
+        by = "default" if settings.read is None else "MOECACHE_READ"
+        console.print(f"reads: {_WAYS[way]}, by {by}")
     return 0
 
 
-def _memory_table(room: Headroom, gpu: Device | None) -> Table:
-    """Return what there is, and what is needed beside the slots."""
+def _memory_table(room: Headroom, gpu: Device | None, reserve: str | None) -> Table:
+    """Return what there is, and what is needed beside the slots, or said to be."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -132,16 +142,19 @@ def _memory_table(room: Headroom, gpu: Device | None) -> Table:
             format_bytes(group.limit_bytes),
         )
     table.add_section()
-    for name, nbytes in (
-        ("trunk", room.trunk_bytes),
-        (f"KV cache, {room.context_tokens} tokens", room.kv_cache_bytes),
-        *((("reads' staging buffers", room.staging_bytes),) if gpu is None else ()),
-        ("to spare", room.spare_bytes),
-    ):
+    parts = {
+        "trunk": room.trunk_bytes,
+        f"KV cache, {room.context_tokens} tokens": room.kv_cache_bytes,
+        **({"reads' staging buffers": room.staging_bytes} if gpu is None else {}),
+        "to spare": room.spare_bytes,
+    }
+    if reserve is not None:
+        parts = {"MOECACHE_RESERVE": parse_bytes(reserve)}
+    for name, nbytes in parts.items():
         table.add_row(name, f"- {format_bytes(nbytes)}", "")
     table.add_section()
     free = free_host_bytes() if gpu is None else gpu.free_bytes()
-    table.add_row("for slots", format_bytes(max(0, free - room.nbytes)), "")
+    table.add_row("for slots", format_bytes(max(0, free - sum(parts.values()))), "")
     return table
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import moecache
+from tests.helpers.readings import hide_settings
 
 SLOT_BYTES = 3 * 64 * 128 * 2  # bfloat16
 
@@ -14,8 +15,7 @@ SLOT_BYTES = 3 * 64 * 128 * 2  # bfloat16
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the developer's own settings."""
-    for name in ("MEMORY", "POLICY", "SCOPE", "LOADER_THREADS", "EXPERT_STATS", "PREFAULT"):
-        monkeypatch.delenv(f"MOECACHE_{name}", raising=False)
+    hide_settings(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from moecache.settings import Settings
+from tests.helpers.readings import hide_settings
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,18 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MOECACHE_POLICY", "slru")
 
     assert Settings.from_environ().policy == "slru"
+
+
+def test_tests_can_hide_every_setting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of a developer are no tests' business."""
+    for field in fields(Settings):
+        monkeypatch.setenv(f"MOECACHE_{field.name.upper()}", "1")
+    hide_settings(monkeypatch)
+
+    assert Settings.from_environ() == Settings()
+    assert not caplog.records
 
 
 def test_spaces_around_a_value_do_not_count() -> None:

@@ -1,5 +1,6 @@
 """Runtimes over readers: experts out of their slots, engines and settings that a test chooses."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -8,18 +9,14 @@ import pytest
 import moecache
 from moecache import opening, reading
 from moecache._reader import Reader
+from moecache.settings import PREFIX, Settings
 from tests.helpers.checkpoints import Parts
-
-_SETTINGS = (
-    *("MEMORY", "POLICY", "SCOPE", "LOADER_THREADS", "EXPERT_STATS"),
-    *("PREFAULT", "READ", "RESERVE", "LOCK", "PROFILE"),
-)
 
 
 def hide_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the developer's own settings, and what earlier tests found out about disks."""
-    for name in _SETTINGS:
-        monkeypatch.delenv(f"MOECACHE_{name}", raising=False)
+    for field in dataclasses.fields(Settings):
+        monkeypatch.delenv(PREFIX + field.name.upper(), raising=False)
     monkeypatch.setattr(opening, "_disks", {})
 
 

@@ -6,9 +6,7 @@ from typing import Any
 
 from moecache.errors import CapacityError
 from moecache.host_memory import free_host_bytes, tightest_limit
-from moecache.layout import ExpertLayout
 from moecache.sizing import RESERVE_BYTES
-from moecache.slots.cuda import MAX_PINNED_BYTES
 from moecache.units import format_bytes
 
 DEFAULT_CONTEXT_TOKENS = 4096
@@ -105,34 +103,9 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
     )
 
 
-def reading_mode(
-    asked: str, layout: ExpertLayout, *, slots_bytes: int, reserve_bytes: int, on_gpu: bool
-) -> str:
-    """Return how experts are read: as was asked, or what "auto" comes to.
-
-    "buffered" if the page cache can hold all experts beside what else is in RAM, else "direct".
-
-    Parameters
-    ----------
-    asked : {"auto", "direct", "buffered", "mmap"}
-    layout : ExpertLayout
-    slots_bytes, reserve_bytes : int
-        What slots take of the device they are on, and what stays free there.
-    on_gpu : bool
-        Whether that is a GPU: of the host's memory its slots take none, but pinned buffers do.
-    """
-    if asked != "auto":
-        return asked
-    if on_gpu:
-        slots_bytes, reserve_bytes = pinned_bytes(layout), RESERVE_BYTES
-    free_bytes = free_host_bytes() - slots_bytes - reserve_bytes
-    return "buffered" if free_bytes >= layout.total_bytes else "direct"
-
-
-def pinned_bytes(layout: ExpertLayout) -> int:
-    """Return the most that buffers for copies to a GPU take of the host's memory."""
-    widest = max(map(layout.expert_bytes, range(layout.num_layers)), default=0)
-    return max(4 * widest, MAX_PINNED_BYTES)
+def fits_beside(slots_bytes: int, reserve_bytes: int, experts_bytes: int) -> bool:
+    """Return whether the page cache can hold all experts beside slots and what is reserved."""
+    return free_host_bytes() - slots_bytes - reserve_bytes >= experts_bytes
 
 
 def check_fits(slot_bytes: int, staging_bytes: int) -> None:

@@ -14,7 +14,7 @@ from moecache._reader import Reader
 from moecache.cuda import Device, open_device, parse_device
 from moecache.cuda_opening import check_register, make_slots, register_experts, usable_bytes
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
-from moecache.headroom import check_fits, headroom, pinned_bytes, reading_mode
+from moecache.headroom import check_fits, fits_beside, headroom
 from moecache.host_memory import free_host_bytes
 from moecache.layout import ExpertLayout
 from moecache.predict import Predictor
@@ -46,6 +46,7 @@ from moecache.settings import (
 )
 from moecache.sizing import RESERVE_BYTES, SizingPlan, num_staging_slots, plan
 from moecache.slots import CudaSlots, HostSlots, SlotPool
+from moecache.slots.cuda import MAX_PINNED_BYTES
 from moecache.slots.host import MAX_CONVERTED_BYTES
 from moecache.stores import SafetensorsStore, open_store
 from moecache.sweep import Progress
@@ -231,7 +232,7 @@ def open(  # noqa: A001, PLR0915 - called as moecache.open; a plan, step by step
         if gpu is not None:
             pool, capacity = make_slots(gpu, layout, capacity, staging)
             undo.callback(pool.close)
-            converted = pinned_bytes(layout)
+            converted = _pinned_bytes(layout)
             if registers and not register_experts(pool, store):
                 way = _first(settings.read, DEFAULT_READ)
         # Of the host.
@@ -344,6 +345,35 @@ def plan_slots(
             f"{format_bytes(slot_bytes)} and {staging} for staging; raise memory to at least {need}"
         )
     return planned, 0 if planned.slots == layout.total_experts else staging
+
+
+def reading_mode(
+    asked: str, layout: ExpertLayout, *, slots_bytes: int, reserve_bytes: int, on_gpu: bool
+) -> str:
+    """Return how `open` reads experts: as was asked, or what "auto" comes to.
+
+    "buffered" if the page cache can hold all experts beside what else is in RAM, else "direct".
+
+    Parameters
+    ----------
+    asked : {"auto", "direct", "buffered", "mmap"}
+    layout : ExpertLayout
+    slots_bytes, reserve_bytes : int
+        What slots take of the device they are on, and what stays free there.
+    on_gpu : bool
+        Whether that is a GPU: of the host's memory its slots take none, but pinned buffers do.
+    """
+    if asked != "auto":
+        return asked
+    if on_gpu:
+        slots_bytes, reserve_bytes = _pinned_bytes(layout), RESERVE_BYTES
+    fits = fits_beside(slots_bytes, reserve_bytes, layout.total_bytes)
+    return "buffered" if fits else "direct"
+
+
+def _pinned_bytes(layout: ExpertLayout) -> int:
+    """Return the most that buffers for copies to a GPU take of the host's memory."""
+    return max(MAX_PINNED_BYTES, 4 * max(map(layout.expert_bytes, range(layout.num_layers))))
 
 
 def _check_arguments(

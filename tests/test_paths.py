@@ -81,15 +81,6 @@ def test_commands_say_it_in_one_line(
         assert len(lines[0]) < 500
 
 
-@pytest.mark.parametrize("path", ["x" * 300, "a\0b", "", ".", "no/such/file"])
-def test_figures_that_could_not_be_written_are_not_measured(
-    path: str, tiny_moe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`bench --json` is checked first."""
-    assert cli.main(["bench", str(tiny_moe), "--json", path]) == 2
-    assert capsys.readouterr().err.startswith("moecache: --json: ")
-
-
 def test_a_link_to_itself_is_a_store_error(tmp_path: Path) -> None:
     """The system says why."""
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -14,9 +14,8 @@ from moecache.commands.bench_table import print_bench
 from moecache.commands.contestants import Contestant, chosen, differing, run_process
 from moecache.commands.generate import DTYPES, MODEL_PREFETCH_MODES
 from moecache.commands.machine import describe_facts, machine_facts
-from moecache.commands.paths import check_target, map_file
-from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
-from moecache.files import write_whole
+from moecache.commands.paths import map_file
+from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError, StoreError
 from moecache.settings import DEFAULT_POLICY, POLICIES, READ_MODES
 from moecache.stores._paths import check_model
 from moecache.units import format_bytes, parse_budget
@@ -178,9 +177,10 @@ def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     with naming("--memories"):
         for memory in memories:
             parse_budget(memory, 1)
-    if arguments.json is not None:
-        with naming("--json"):
-            check_target(arguments.json)
+    if arguments.json is not None and not Path(arguments.json).parent.is_dir():
+        raise ConfigError(f"--json: there is no directory {Path(arguments.json).parent}")
+    if arguments.json == "":
+        raise ConfigError("--json is empty; is a shell variable unset?")
     return memories, choose("policies", arguments.policies, POLICIES, (DEFAULT_POLICY,))
 
 
@@ -199,4 +199,7 @@ def _write(
         "same_tokens": same,
         "contestants": [contestant.to_dict() for contestant in contestants],
     }
-    write_whole(path, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
+    try:
+        Path(path).write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -9,10 +9,10 @@ from rich.table import Table
 from moecache.commands.paths import printable
 from moecache.cuda import Device, open_device, parse_device
 from moecache.errors import CapacityError, ConfigError
-from moecache.headroom import Headroom, check_fits, headroom, reading_mode
+from moecache.headroom import Headroom, check_fits, headroom
 from moecache.host_memory import cgroup_limits, free_host_bytes
 from moecache.layout import ExpertLayout
-from moecache.opening import plan_slots
+from moecache.opening import plan_slots, reading_mode
 from moecache.reading import STAGING_BYTES
 from moecache.settings import DEFAULT_READ, Settings
 from moecache.slots import CudaSlots, HostSlots

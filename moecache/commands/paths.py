@@ -9,7 +9,7 @@ from moecache._prefault import address_of
 from moecache.errors import ConfigError, StoreError
 from moecache.regions import Region
 from moecache.stores import SafetensorsStore, open_store
-from moecache.stores._paths import check_name, find_path
+from moecache.stores._paths import find_path
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +41,6 @@ def find_files(name: str) -> list[Path]:
     if not files:
         raise StoreError(f"{path}: there is no file in it")
     return files
-
-
-def check_target(name: str) -> None:
-    """Raise a ConfigError if it can be known now that no file can be written there."""
-    path = Path(check_name(name))
-    try:
-        if path.is_dir():
-            raise ConfigError(f"{name} is a directory; name a file in it")
-        if not path.parent.is_dir():
-            raise ConfigError(f"there is no directory {path.parent}; make it first")
-    except OSError as error:
-        raise ConfigError(f"{name[:200]}: cannot be written: {error.strerror}") from error
 
 
 def map_file(path: Path) -> Region | None:

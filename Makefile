@@ -4,7 +4,8 @@ VENV ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
 BIN := $(abspath $(VENV))/bin
 # cython-lint starts pycodestyle by its bare name.
 export PATH := $(BIN):$(PATH)
-SOURCES := $(wildcard moecache/*.pyx moecache/*.pxd)
+SOURCES := $(wildcard moecache/*.pyx moecache/*.pxd moecache/*/*.pyx moecache/*/*.pxd)
+STUBBED := $(subst /,.,$(basename $(wildcard moecache/*.pyi moecache/*/*.pyi)))
 PROJECT := pyproject.toml setup.py constraints.txt
 # More extras to install, such as EXTRAS=transformers; CI does.
 EXTRAS ?=
@@ -13,7 +14,7 @@ comma := ,
 stamp = $(VENV)/.moecache-$1$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 install = PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --editable
 
-.PHONY: demo build prepare test check debug sanitize bench bench-small gpu notebooks clean
+.PHONY: demo build prepare test check docs debug sanitize bench bench-small gpu notebooks clean
 
 demo: build ## generate text with the tiny model, a quarter of its experts in memory
 	$(BIN)/moecache demo
@@ -28,13 +29,9 @@ test: $(call stamp,test) ## run all tests
 check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/cython-lint moecache/*.pyx moecache/*.pxd
+	$(BIN)/cython-lint $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml \
-		moecache._policy moecache._arc moecache._echo moecache._echo_cache moecache._fifo moecache._lecar \
-		moecache._lfu moecache._lrfu moecache._slru moecache._stale moecache._tinylfu \
-		moecache._python_policy moecache._profiler moecache._cache moecache._replay \
-		moecache._optimum moecache._prefault moecache._reader moecache._route_log moecache._foresight
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml $(STUBBED)
 	$(BIN)/codespell
 
 bench: $(call stamp,test) ## compare with other caches, in one run
@@ -46,6 +43,10 @@ bench-small: $(call stamp,test) ## run each benchmark once, small
 # Nothing is installed: where there is a GPU, there may be no network.
 gpu: ## build, tests, benchmarks and sanitizer on a GPU; ARGS=--quick in less than 8 minutes
 	bench/gpu.sh --python $(PYTHON) $(ARGS)
+
+docs: ## the documentation as a site, in build/site
+	$(MAKE) build EXTRAS=$(if $(findstring docs,$(EXTRAS)),$(EXTRAS),docs)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 notebooks: ## execute the notebooks in place; nothing of this machine stays in them
 	$(MAKE) build EXTRAS=study,notebooks
@@ -59,7 +60,7 @@ CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_prefault_gate.py,
 	tests/test_prefault*.py tests/test_reader*.py tests/test_route_log.py tests/test_replay.py \
 	tests/test_replay_policies.py tests/test_foresight.py))
 # The first line fails if another build than the one just made would be tested.
-CHECK_BUILD = PYTHONPATH=build/$@ $(BIN)/python -c "import moecache._cache as c; assert 'build/$@' in c.__file__, c"
+CHECK_BUILD = PYTHONPATH=build/$@ $(BIN)/python -c "import moecache.cache._cache as c; assert 'build/$@' in c.__file__, c"
 RUN_CORE_TESTS = $(BIN)/python -m pytest -q -o pythonpath="build/$@ ." $(CORE_TESTS)
 
 debug: $(call stamp,dev) ## the compiled core unoptimised, with C assertions and symbols
@@ -73,7 +74,7 @@ sanitize: $(call stamp,dev) ## the compiled core under ASan and UBSan
 		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 $(RUN_CORE_TESTS) --hypothesis-profile=brief
 
 clean:
-	rm -rf build dist *.egg-info moecache/*.c moecache/*.so .venv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist *.egg-info moecache/*.c moecache/*/*.c moecache/*.so moecache/*/*.so .venv .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -26,16 +26,18 @@ if build not in FLAGS:
 checked = build != "release"
 num_cores = len(os.sched_getaffinity(0))
 
+headers = sorted({path.parent.as_posix() for path in Path("moecache").rglob("*.h")})
+
 extensions = [
     Extension(
-        f"moecache.{path.stem}",
+        ".".join(path.with_suffix("").parts),
         [path.as_posix()],
-        include_dirs=[np.get_include(), "moecache"],
+        include_dirs=[np.get_include(), *headers],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         extra_compile_args=[*FLAGS[build], *ARITHMETIC],
         extra_link_args=["-fsanitize=address,undefined"] if build == "sanitize" else [],
     )
-    for path in sorted(Path("moecache").glob("_*.pyx"))
+    for path in sorted(Path("moecache").rglob("_*.pyx"))
 ]
 
 # The demo's model and host loop, so that `moecache demo` works from a wheel too.

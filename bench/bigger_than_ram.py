@@ -30,7 +30,7 @@ from bench.limits import MemoryLimit, NoLimitError
 from bench.machine import describe_machine
 from bench.traces import routing_trace
 from moecache import packing, prefault
-from moecache._reader import Reader
+from moecache.reader._reader import Reader
 from moecache.study import Trace, replay
 from moecache.units import format_bytes, parse_bytes
 

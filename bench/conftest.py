@@ -11,7 +11,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 import moecache
 from bench.machine import describe_machine
-from moecache import _cache, prefault
+from moecache import prefault
+from moecache.cache import _cache
 
 Note = Callable[..., None]
 

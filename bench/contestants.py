@@ -115,12 +115,12 @@ def mapped(task: dict[str, Any], *, compute: bool) -> tuple[Touch, Any, Any]:
 def cached(task: dict[str, Any], *, compute: bool) -> tuple[Touch, Any, Any]:
     """Return how to touch experts through a runtime that finds out by itself what fits."""
     import moecache
-    from moecache import reading
+    from moecache.reader import disk as reading
 
     kind = task["contestant"]
     if kind == "own-direct-threads":
         original = reading.open_reader
-        moecache.opening.open_reader = lambda *a, **k: original(*a, **k, engine="threads")
+        moecache.runtime.opening.open_reader = lambda *a, **k: original(*a, **k, engine="threads")
     policy, _, prefetch = task["policy"].partition("+")
     runtime = moecache.open(
         task["path"],

@@ -17,7 +17,7 @@ from bench.machine import describe_machine
 from moecache import ExpertCache, ExpertRuntime
 from moecache.cuda import Device, open_device
 from moecache.errors import MoeCacheError
-from moecache.reading import open_reader
+from moecache.reader.disk import open_reader
 from moecache.sizing import num_staging_slots
 from moecache.slots import CudaSlots
 from moecache.slots._memory import aligned_rows

@@ -18,7 +18,7 @@ from bench.gpu import open_runtime
 from moecache import ExpertRuntime
 from moecache.cuda import Device, DeviceArray, Memory, Stream
 from moecache.layout import ExpertLayout
-from moecache.regions import Region
+from moecache.prefault.regions import Region
 from moecache.slots._memory import aligned_rows
 from moecache.stores import MemoryStore
 

@@ -4,20 +4,9 @@ import importlib
 import typing
 
 from moecache import errors, experts, prefault, sizing, telemetry, units
-from moecache._arc import ArcCache
-from moecache._cache import ExpertCache
-from moecache._echo import Echo
-from moecache._echo_cache import EchoCache
-from moecache._fifo import FifoCache, S3FifoCache, SieveCache
-from moecache._lecar import LecarCache
-from moecache._lfu import LfruCache, LfuCache
-from moecache._lrfu import LrfuCache
-from moecache._policy import LruCache
-from moecache._profiler import AccessProfiler
-from moecache._reader import Reader
 from moecache._slru import SlruCache
-from moecache._stale import LeastStaleCache
-from moecache._tinylfu import WTinyLfuCache
+from moecache.cache._cache import ExpertCache
+from moecache.cache._profiler import AccessProfiler
 from moecache.errors import (
     CapacityError,
     ConfigError,
@@ -29,12 +18,23 @@ from moecache.errors import (
     SweepError,
 )
 from moecache.layout import ExpertLayout, Role
-from moecache.opening import open  # noqa: A004 - moecache.open
-from moecache.predict import Frequency, LastSelection, Predictor
-from moecache.reading import DiskSpeed, open_reader
-from moecache.runtime import ExpertRuntime
+from moecache.policies._arc import ArcCache
+from moecache.policies._echo import Echo
+from moecache.policies._echo_cache import EchoCache
+from moecache.policies._fifo import FifoCache, S3FifoCache, SieveCache
+from moecache.policies._lecar import LecarCache
+from moecache.policies._lfu import LfruCache, LfuCache
+from moecache.policies._lrfu import LrfuCache
+from moecache.policies._policy import LruCache
+from moecache.policies._stale import LeastStaleCache
+from moecache.policies._tinylfu import WTinyLfuCache
+from moecache.prefetch.predict import Frequency, LastSelection, Predictor
+from moecache.reader._reader import Reader
+from moecache.reader.disk import DiskSpeed, open_reader
+from moecache.runtime.opening import open  # noqa: A004 - moecache.open
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.runtime.steps import Lease, Wave
 from moecache.slots import CudaSlots, HostSlots, SlotPool
-from moecache.steps import Lease, Wave
 from moecache.stores import ExpertStore, FileStore, MemoryStore, SafetensorsStore, open_store
 from moecache.telemetry import PrefetchStats, ReadingStats, RuntimeStats, UploadStats
 

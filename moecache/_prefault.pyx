@@ -220,7 +220,7 @@ def touch_pages(region, *, page_size=None):
 
     Blocks until the disk has served every missing page. Other Python threads
     keep running meanwhile. If the buffer is a mapping of a file that was cut
-    short, the process dies (SIGBUS); `moecache.prefault.warm` does not.
+    short, the process dies (SIGBUS); `moecache.prefault.warming.warm` does not.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 cimport cython
 from libc.stdint cimport uint64_t
 
-from moecache._policy cimport Node, Policy
+from moecache.policies._policy cimport Node, Policy
 
 
 cdef struct Entry:

@@ -3,7 +3,7 @@ from typing import Self, final
 import numpy as np
 import numpy.typing as npt
 
-from moecache._policy import Policy
+from moecache.policies._policy import Policy
 
 @final
 class SlruCache(Policy):

@@ -7,7 +7,7 @@ from libc.string cimport memset
 
 import numpy as np
 
-from moecache._policy cimport MAX_KEYS, PINNED, Node, Policy, link, link_by_stamp, unlink
+from moecache.policies._policy cimport MAX_KEYS, PINNED, Node, Policy, link, link_by_stamp, unlink
 
 cdef enum:
     PROBATIONARY = 1

@@ -11,20 +11,21 @@ from typing import Any
 _signal: Any = importlib.import_module("_signal")
 _MAIN = threading.main_thread().ident
 _noted: list[FrameType | None] = []
-_real: list[Callable[..., object]] = []
 
 
-class deferred:  # noqa: N801 - reads as what it does, like contextlib.suppress
-    """Have an interrupt come at the end of a section, rather than between any two of its lines.
+class uninterrupted:  # noqa: N801 - reads as what it does, like contextlib.suppress
+    """Hold every interrupt until the end of a section.
 
-    What is claimed and not yet noted, or noted and not yet given back, would be lost. A second
-    interrupt comes at once: the section may hang. Sections nest. Does nothing in other threads
-    than the main one, where no interrupt comes, and where SIGINT has no handler in Python.
-    Putting a handler back forgets what `signal.siginterrupt` said of SIGINT. About 1 us.
+    What is claimed and not yet noted, or noted and not yet given back, would be lost.
+    Several interrupts come as one. Sections nest; only the outermost lets an interrupt
+    through. A section must not wait for anything that may never come. Does nothing in
+    other threads than the main one, where no interrupt comes, and where SIGINT has no
+    handler in Python. Putting a handler back forgets what `signal.siginterrupt` said of
+    SIGINT. About 1 us.
 
     Examples
     --------
-    >>> with deferred():
+    >>> with uninterrupted():
     ...     pass
     """
 
@@ -41,14 +42,12 @@ class deferred:  # noqa: N801 - reads as what it does, like contextlib.suppress
         if before is _note or not callable(before):
             return
         _noted.clear()
-        _real[:] = (before,)
         # From here on nothing comes in between: the next line is done when an interrupt is noted.
         self._before = before
         try:
             _signal.signal(signal.SIGINT, _note)
         except ValueError:  # embedded: Python's main thread is another than `threading`'s
             self._before = None
-            _real.clear()
 
     def __exit__(
         self,
@@ -57,25 +56,20 @@ class deferred:  # noqa: N801 - reads as what it does, like contextlib.suppress
         traceback: TracebackType | None,
     ) -> None:
         """Put the handler back, and hand it what was noted."""
-        before = self._before
+        before: Callable[..., object] | None = self._before
         if before is None:
             return
         try:
             _signal.signal(signal.SIGINT, before)
         except BaseException:
-            # A second interrupt was handled on the way in, before anything was put back.
+            # Setting a handler handles what is pending first: another signal's raised.
             _signal.signal(signal.SIGINT, before)
-            _noted.clear()
             raise
-        finally:
-            _real.clear()  # a loop's handler keeps its loop
         if _noted:
             frame = _noted.pop()
             _noted.clear()
             before(signal.SIGINT, frame)
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    if _noted and _real:
-        _real[0](number, frame)
+def _note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - of a handler
     _noted.append(frame)

@@ -49,7 +49,7 @@ def gpu(request: pytest.FixtureRequest) -> Any:
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Return the device that `moecache.open(device="cuda")` finds."""
     device = FakeDevice()
-    monkeypatch.setattr("moecache.opening.open_device", lambda name: device)
+    monkeypatch.setattr("moecache.runtime.opening.open_device", lambda name: device)
     return device
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from moecache._cache import ExpertCache
-from moecache._profiler import AccessProfiler
+from moecache.cache._cache import ExpertCache
+from moecache.cache._profiler import AccessProfiler
 from moecache.errors import CapacityError, ConfigError
 from moecache.settings import POLICIES
 

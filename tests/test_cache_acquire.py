@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.errors import CapacityError
 
 Int32s = npt.NDArray[np.int32]

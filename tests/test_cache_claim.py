@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.settings import POLICIES
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.errors import CapacityError
 from tests.helpers.examples import num_examples
 from tests.helpers.oracles import OracleCache, OracleSlot

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from moecache._cache import ExpertCache
-from moecache._profiler import AccessProfiler
+from moecache.cache._cache import ExpertCache
+from moecache.cache._profiler import AccessProfiler
 from moecache.errors import CapacityError
 from moecache.settings import POLICIES
 

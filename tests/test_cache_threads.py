@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.settings import POLICIES
 
 NUM_THREADS = 4

@@ -13,7 +13,7 @@ from moecache import cli
 from moecache.commands import live_line
 from moecache.commands.example import write_text
 from moecache.commands.live_line import LiveLine
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 from tests.helpers.runtimes import make_runtime
 
 torch = pytest.importorskip("torch")
@@ -147,7 +147,7 @@ def test_an_interrupt_keeps_the_text_and_closes_the_model(
     assert len(shown.out) >= 5
     assert shown.out.endswith("\n")
     assert shown.err.splitlines()[-1] == "moecache: interrupted"
-    assert models[0].moecache.runtime.closed
+    assert models[0].moecache.runtime.runtime.closed
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_status_says_so_where_the_kernel_does_not_tell(
     def refuse(*_: object) -> int:
         raise PermissionError
 
-    monkeypatch.setattr("moecache.extents.cached_pages", refuse)
+    monkeypatch.setattr("moecache.prefault.extents.cached_pages", refuse)
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     monkeypatch.setattr("os.access", lambda *_: False)
     assert cli.main(["warm", str(file), "--status"]) == 0

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache.break_even import BreakEven
-from moecache.fetch import Cause
+from moecache.loading.load import Cause
+from moecache.prefetch.break_even import BreakEven
 from moecache.slots import CudaSlots, UploadCounts
 from moecache.stores.memory import MemoryStore
 from tests.helpers.fake_device import FakeDevice

@@ -1,13 +1,12 @@
 """The simulated device: times as reckoned by hand, demands first, one transfer at a time."""
 
 import math
-import threading
-from collections.abc import Callable
 
 import pytest
 
 from moecache.errors import ConfigError, MoeCacheError, StoreError
-from moecache.fetch import Cause, Load
+from moecache.loading.engine import Read
+from moecache.loading.load import Load
 from moecache.study.clock import VirtualClock
 from tests.helpers.devices import bench
 
@@ -44,9 +43,7 @@ def test_reads_arrive_while_the_host_computes_each_at_its_time() -> None:
 
     made.clock.advance(1500)
     assert made.finished == [(1, 1100)]
-    assert made.device.wait(made.arrived).expert == 1
-    assert made.clock() == 1500
-    assert made.device.wait(made.arrived).expert == 2
+    assert made.wait() == 2
     assert made.clock() == 2100
 
 
@@ -55,12 +52,11 @@ def test_looking_takes_no_time() -> None:
     made = bench(bandwidth=math.inf, latency_ns=0)
     made.demand(1)
     assert made.finished == []
-    made.device.look()
-    assert made.finished == [(1, 0)]
+    assert made.device.poll()
     slow = bench()
     slow.demand(1)
-    slow.device.look()
-    assert (slow.finished, slow.clock()) == ([], 0)
+    assert not slow.device.poll()
+    assert slow.clock() == 0
 
 
 def test_a_demand_overtakes_at_the_end_of_the_chunk() -> None:
@@ -92,7 +88,7 @@ def test_a_demand_that_is_ready_at_a_chunk_s_end_takes_it() -> None:
 def test_a_demand_of_the_moment_a_transfer_begins_goes_first() -> None:
     """Not a byte of the prefetch was sent."""
     made = bench()
-    load = made.prefetch(1)
+    made.prefetch(1)
     second = made.prefetch(2)
     made.clock.advance(100)
     made.device.hasten(second)
@@ -101,7 +97,7 @@ def test_a_demand_of_the_moment_a_transfer_begins_goes_first() -> None:
 
     assert made.spans == [(2, 100, 1100), (1, 1100, 2100)]
     assert made.device.num_overtaken == 0
-    assert load.done
+    assert (1, 2100) in made.finished
 
 
 def test_nothing_is_cut_in_its_last_chunk() -> None:
@@ -211,41 +207,45 @@ def test_with_depth_two_a_latency_hides_behind_a_transfer() -> None:
 def test_a_disturbance_delays_or_fails_a_read() -> None:
     """The others go on; what fails fails after its latency."""
 
-    def disturb(load: Load) -> int:
+    def disturb(load: Read) -> int:
         if load.expert == 2:
             raise StoreError("unreadable")
         return 50 if load.expert == 1 else 0
 
-    made = bench(disturb=disturb)
-    made.demand(1, 2, 3)
-
-    arrived = [made.device.wait(made.arrived) for _ in range(3)]
-
-    assert made.finished == [(2, 100), (3, 1100), (1, 2100)]
-    assert [str(load.error) for load in arrived] == ["unreadable", "None", "None"]
-
-
-def test_what_was_not_begun_can_be_taken_back() -> None:
-    """What was cannot."""
     made = bench()
-    load = made.load(1, 0, Cause.DEMAND)
-    made.device.add(load)
-    assert made.device.remove(load)
-    made.device.add(load)
-    made.device.begin()
-    assert not made.device.remove(load)
+    made.device.disturb = disturb
+    made.demand(1, 2, 3)
+    done: list[tuple[Load, Exception | None]] = []
+    while made.device.wait(made.device.epoch) and len(done) < 1:
+        made.device.take(done)  # type: ignore[arg-type]
+    made.run_out()
+
+    assert [(load.expert, str(error)) for load, error in done] == [(2, "unreadable")]
+    assert made.finished == [(3, 1100), (1, 2100)]
+
+
+def test_a_prefetch_can_be_taken_back_and_frees_the_link() -> None:
+    """It ends as cancelled; a demand goes on."""
+    made = bench()
+    load, other = made.prefetch(1), made.prefetch(2)
+    made.clock.advance(150)
+    made.device.hasten(other)
+    made.device.cancel(load)
+    made.device.cancel(other)
+    made.run_out()
+    assert made.finished == [(1, 150), (2, 1150)]
+    assert load.is_cancelled
+    assert other.error is None
 
 
 def test_waiting_for_nothing_is_an_error_not_a_hang() -> None:
     """With one thread nobody else can help."""
     made = bench()
     with pytest.raises(MoeCacheError, match="it would for ever"):
-        made.device.wait(made.arrived)
-    with pytest.raises(MoeCacheError, match="it would for ever"):
-        made.device.help(made.device.epoch)
+        made.device.wait(made.device.epoch)
     seen = made.device.epoch
     made.device.announce()
-    made.device.help(seen)
+    assert not made.device.wait(seen)
     assert made.clock() == 0
 
 
@@ -256,24 +256,6 @@ def test_closing_finishes_what_is_under_way_within_the_time() -> None:
     assert made.device.close(2.0) == 2
     assert made.clock() < 2 * 10**9
     assert [expert for expert, _ in made.finished] == [1]
-
-
-def test_a_lock_held_while_time_passes_is_found() -> None:
-    """By advancing, waiting and looking."""
-    made = bench()
-    made.demand(1)
-    lock = made.device._lock
-    assert lock is not None
-    calls: tuple[Callable[[], object], ...] = (
-        lambda: made.clock.advance(1),
-        lambda: made.device.wait(made.arrived),
-        made.device.look,
-    )
-    with lock:
-        for call in calls:
-            with pytest.raises(MoeCacheError, match="lock is held while time passes"):
-                call()
-    assert made.device.wait(made.arrived).expert == 1
 
 
 @pytest.mark.parametrize(
@@ -290,10 +272,3 @@ def test_impossible_figures_are_refused(options: dict[str, object], message: str
     """By name."""
     with pytest.raises(ConfigError, match=message):
         bench(**options)  # type: ignore[arg-type]
-
-
-def test_a_device_serves_one_loader() -> None:
-    """Whose lock it watches."""
-    made = bench()
-    with pytest.raises(ConfigError, match="one loader"):
-        made.device.attach(threading.Lock(), lambda load: None)

@@ -3,14 +3,26 @@
 import numpy as np
 import pytest
 
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.errors import StoreError
-from moecache.loader import SlotLoader
+from moecache.loading.loader import SlotLoader
+from moecache.runtime.steps import waves
 from moecache.slots import HostSlots
-from moecache.steps import waves
+from moecache.stores import ExpertStore
 from moecache.study.clock import VirtualClock
-from moecache.study.device import SimulatedDevice, fill_from
+from tests.helpers.devices import FaultyDevice, LockWatch
 from tests.helpers.stores import FailEachOnce, WrappedStore, nothing, numbered_store
+
+
+def make_loader(
+    store: ExpertStore, pool: HostSlots, cache: ExpertCache, clock: VirtualClock, **options: int
+) -> SlotLoader:
+    """Return a loader over a device that moves a store's bytes, a byte per nanosecond."""
+    device = FaultyDevice(clock, store.layout.expert_bytes, bandwidth=10**9, **options)
+    device.store = store
+    loader = SlotLoader(store, pool, cache, device, clock=clock)
+    LockWatch(clock, loader)
+    return loader
 
 
 def step_slots(loader: SlotLoader, cache: ExpertCache, layer: int, ids: np.ndarray) -> list[int]:
@@ -24,10 +36,7 @@ def test_with_a_fill_real_bytes_arrive_under_the_virtual_clock() -> None:
     cache = ExpertCache(3, 8, 4, policy="lru")
     with HostSlots(store.layout, 6) as pool:
         clock = VirtualClock()
-        device = SimulatedDevice(
-            clock, store.layout.expert_bytes, bandwidth=10**9, fill=fill_from(store, pool)
-        )
-        loader = SlotLoader(store, pool, cache, 0, make_fetch=device.attach, clock=clock)
+        loader = make_loader(store, pool, cache, clock)
         for layer in range(3):
             for wave in waves(loader, cache, layer, np.array([1, 5])):
                 for slot, pairs in wave:
@@ -43,10 +52,7 @@ def test_what_a_fill_raises_fails_the_step_and_the_next_one_reads_again() -> Non
     cache = ExpertCache(3, 8, 4, policy="lru")
     with HostSlots(store.layout, 6) as pool:
         clock = VirtualClock()
-        device = SimulatedDevice(
-            clock, store.layout.expert_bytes, bandwidth=10**9, fill=fill_from(store, pool)
-        )
-        loader = SlotLoader(store, pool, cache, 0, make_fetch=device.attach, clock=clock)
+        loader = make_loader(store, pool, cache, clock)
         with pytest.raises(StoreError, match="expert 2 of layer 0"):
             step_slots(loader, cache, 0, np.array([2]))
         assert len(step_slots(loader, cache, 0, np.array([2]))) == 1
@@ -61,14 +67,7 @@ def test_steps_of_many_tokens_go_through_staging() -> None:
     cache = ExpertCache(3, 8, 1, policy="lru")
     with HostSlots(store.layout, 2) as pool:
         clock = VirtualClock()
-        device = SimulatedDevice(
-            clock,
-            store.layout.expert_bytes,
-            bandwidth=10**9,
-            latency_ns=0,
-            fill=fill_from(store, pool),
-        )
-        loader = SlotLoader(store, pool, cache, 0, make_fetch=device.attach, clock=clock)
+        loader = make_loader(store, pool, cache, clock, latency_ns=0)
         ids = np.arange(8).reshape(4, 2)
         assert len(step_slots(loader, cache, 1, ids)) == 8
         assert clock() == 8 * store.layout.expert_bytes(1)

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecache.fetch import Load
+from moecache.loading.load import Load
 from tests.helpers.devices import Bench, bench
 
 # Begun at, bytes (a byte takes a nanosecond), and how long after that somebody asks for it.

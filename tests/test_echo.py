@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from moecache._cache import ExpertCache
-from moecache._echo import Echo
-from moecache._echo_cache import EchoCache
+from moecache.cache._cache import ExpertCache
 from moecache.errors import CapacityError
+from moecache.policies._echo import Echo
+from moecache.policies._echo_cache import EchoCache
 
 RINGS = pytest.mark.parametrize("ring", [True, False], ids=["echo", "haz2"])
 

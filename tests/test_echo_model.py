@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from moecache._echo import Echo
-from moecache._echo_cache import EchoCache
 from moecache.errors import CapacityError
+from moecache.policies._echo import Echo
+from moecache.policies._echo_cache import EchoCache
 from tests.helpers.examples import num_examples
 from tests.helpers.oracle_echo import EchoValues, OracleEchoCache
 

@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from moecache._cache import ExpertCache
-from moecache._echo import Echo
+from moecache.cache._cache import ExpertCache
+from moecache.policies._echo import Echo
 from tests.helpers.oracle_echo import EchoValues, OracleEcho
 
 # Observed: 5 and 7. The sums of the votes are rounded in another order, the exponentials differ

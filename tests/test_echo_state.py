@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import moecache
-from moecache._echo import Echo
+from moecache.policies._echo import Echo
 
 REQUESTS = st.lists(
     st.tuples(

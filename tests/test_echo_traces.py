@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from moecache._cache import ExpertCache
-from moecache._echo import Echo
-from moecache._optimum import Accesses
-from moecache._replay import replay_policy
+from moecache.cache._cache import ExpertCache
+from moecache.policies._echo import Echo
+from moecache.study._optimum import Accesses
+from moecache.study._replay import replay_policy
 from tests.helpers.real_traces import FRACTIONS, NAMES, NUM_EXPERTS, load
 
 # Hit rates at each fraction of all experts, global scope, a triple per trace.

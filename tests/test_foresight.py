@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecache._cache import ExpertCache
-from moecache._foresight import Foresight
+from moecache.cache._cache import ExpertCache
+from moecache.prefetch._foresight import Foresight
 from tests.helpers.examples import num_examples
 from tests.helpers.oracle_foresight import OracleForesight
 

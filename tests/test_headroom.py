@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from moecache import headroom as module
 from moecache.errors import CapacityError
-from moecache.headroom import Headroom, check_fits, headroom, kv_bytes_per_token
-from moecache.host_memory import CgroupLimit
 from moecache.sizing import RESERVE_BYTES
+from moecache.sizing import headroom as module
+from moecache.sizing.headroom import Headroom, check_fits, headroom, kv_bytes_per_token
+from moecache.sizing.host_memory import CgroupLimit
 
 MIXTRAL = {
     "num_hidden_layers": 32,

@@ -6,8 +6,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from moecache import host_memory
-from moecache.host_memory import CgroupLimit, cgroup_limits, free_host_bytes, total_host_bytes
+from moecache.sizing import host_memory
+from moecache.sizing.host_memory import (
+    CgroupLimit,
+    cgroup_limits,
+    free_host_bytes,
+    total_host_bytes,
+)
 
 GIB = 2**30
 

@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 
 from moecache import interrupts
-from moecache.interrupts import deferred
+from moecache.interrupts import uninterrupted
 from tests.helpers.checkpoints import write_checkpoint
 
-# Interrupts itself some hundred times, anywhere, while experts are asked for; after each one
-# everything must be as if it had not been.
+# Interrupts itself some hundred times, anywhere, while experts are asked for, once or in storms;
+# after each one everything must be as if it had not been.
 CHILD = """
-import os, random, signal, sys
+import faulthandler, os, random, signal, sys
 import numpy as np
 import moecache
 
+faulthandler.dump_traceback_later(100, exit=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-path, way, num_rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
+path, way = sys.argv[1:3]
+num_rounds, storm = map(int, sys.argv[3:5])
+shortest, longest = map(float, sys.argv[5:7])
 options = {
     "buffered": {"read": "buffered"},
     "threads": {"read": "mmap"},
@@ -32,47 +35,51 @@ options = {
 runtime = moecache.open(path, slots=6, prefault="off", **{"prefetch": "off", **options})
 num_experts = runtime.layout.num_experts
 every = np.arange(num_experts).reshape(-1, 3)
-draw, sent = random.Random(0), False
+draw, left = random.Random(0), 0
 
 def send(number, frame):
     # From a timer: at any line, where a thread would only come when it is given the GIL.
-    global sent
-    sent = True
-    os.kill(os.getpid(), signal.SIGINT)
+    global left
+    while frame is not None and frame.f_code is not work.__code__:
+        frame = frame.f_back
+    left -= frame is not None
+    if left:
+        signal.setitimer(signal.ITIMER_REAL, draw.uniform(shortest, longest))
+    if frame is not None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+def work(number, rows):
+    for layer in range(2):
+        ids = rows.permutation(num_experts)[:3][None]
+        if number % 3 == 1:
+            with runtime.lease(layer, ids):
+                pass
+            continue
+        waves = runtime.waves(layer, every if number % 3 else ids)
+        try:
+            for wave in waves:
+                pass
+        finally:
+            waves.close()
 
 signal.signal(signal.SIGALRM, send)
 num_interrupted = 0
 for number in range(num_rounds):
     rows = np.random.default_rng(number)
-    sent = False
-    try:
+    left = storm
+    signal.setitimer(signal.ITIMER_REAL, draw.uniform(shortest, longest))
+    while left:
         try:
-            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0001, 0.003))
-            while not sent:
-                for layer in range(2):
-                    ids = rows.permutation(num_experts)[:3][None]
-                    if number % 3 == 1:
-                        with runtime.lease(layer, ids):
-                            pass
-                        continue
-                    chosen = every if number % 3 else ids
-                    waves = runtime.waves(layer, chosen)
-                    try:
-                        for wave in waves:
-                            pass
-                    finally:
-                        waves.close()
+            while left:
+                work(number, rows)
         except KeyboardInterrupt as error:
             if number % 3 != 1:
                 kept = error  # and all frames with it, as a notebook does
             num_interrupted += 1
-    except KeyboardInterrupt:
-        num_interrupted += 1
     runtime.cache.check()
-    # What was being read goes on to its end, into the cache; somebody looks.
+    # What was being read goes on to its end, into the cache.
     while runtime.stats().num_in_flight:
-        for wave in runtime.waves(0, every[:1]):
-            pass
+        pass
     # Every slot can be had, those for staging too.
     for layer in range(2):
         with runtime.lease(layer, rows.permutation(num_experts)[:6]):
@@ -81,17 +88,19 @@ for number in range(num_rounds):
         assert found == every.size, (number, found)
     runtime.cache.check()
 # Python drops one that comes in a finalizer.
-assert num_interrupted > num_rounds * 0.9, num_interrupted
+assert num_interrupted > num_rounds * storm * 0.9, num_interrupted
 runtime.close()
 """
 
 
 @pytest.mark.parametrize("way", ["buffered", "threads", "alone", "direct", "ahead"])
-def test_an_interrupt_at_any_moment_loses_nothing(way: str, tmp_path: Path) -> None:
-    """Whatever a step had claimed, leased or staged can be had again; nobody waits for ever."""
+@pytest.mark.parametrize("storm", [1, 10])
+def test_an_interrupt_at_any_moment_loses_nothing(way: str, storm: int, tmp_path: Path) -> None:
+    """Whatever a step had claimed, leased or staged can be had again; no step waits for ever."""
     model = write_checkpoint(tmp_path / "model", num_layers=2)
+    figures = ("400", "1", "0.0001", "0.003") if storm == 1 else ("40", "10", "0.0002", "0.003")
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(model.path), way, "400"],
+        [sys.executable, "-c", CHILD, str(model.path), way, *figures],
         capture_output=True,
         text=True,
         timeout=120,
@@ -107,8 +116,8 @@ def test_an_interrupt_in_a_section_comes_at_its_end() -> None:
     lines = []
 
     def interrupted() -> None:
-        with deferred():
-            with deferred():
+        with uninterrupted():
+            with uninterrupted():
                 os.kill(os.getpid(), signal.SIGINT)
                 lines.append("inner")
             lines.append("outer")
@@ -120,43 +129,41 @@ def test_an_interrupt_in_a_section_comes_at_its_end() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_interrupt_comes_at_once() -> None:
-    """A section that hangs can be left."""
+def test_interrupts_in_a_section_come_as_one_at_its_end() -> None:
+    """However many there are: what is claimed in it is noted, and given back."""
     lines = []
 
     def interrupted() -> None:
-        with deferred():
-            os.kill(os.getpid(), signal.SIGINT)
-            lines.append("once")
-            os.kill(os.getpid(), signal.SIGINT)
-            lines.append("twice")
+        with uninterrupted():
+            for number in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+                lines.append(number)
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert lines == ["once"]
+    assert lines == [0, 1, 2]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_interrupt_on_the_way_out_leaves_the_handler_as_it_was(
+def test_another_signal_on_the_way_out_leaves_the_handler_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Setting a handler handles what is pending first, by the one there was."""
+    """Setting a handler handles what is pending first, which may raise."""
     real = interrupts._signal.signal
     left = 1
 
-    def interrupted(number: int, handler: object) -> object:
+    def terminated(number: int, handler: object) -> object:
         nonlocal left
         if handler is signal.default_int_handler and left:
             left -= 1
-            raise KeyboardInterrupt
+            raise SystemExit
         return real(number, handler)
 
-    monkeypatch.setattr(interrupts._signal, "signal", interrupted)
-    with pytest.raises(KeyboardInterrupt), deferred():
+    monkeypatch.setattr(interrupts._signal, "signal", terminated)
+    with pytest.raises(SystemExit), uninterrupted():
         pass
     assert left == 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert not interrupts._real
 
 
 def test_where_no_handler_may_be_set_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +173,7 @@ def test_where_no_handler_may_be_set_nothing_is_kept(monkeypatch: pytest.MonkeyP
         raise ValueError("signal only works in main thread of the main interpreter")
 
     monkeypatch.setattr(interrupts._signal, "signal", refuse)
-    with pytest.raises(KeyboardInterrupt), deferred():
-        assert not interrupts._real
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
         os.kill(os.getpid(), signal.SIGINT)
     assert not interrupts._noted
 
@@ -182,11 +188,11 @@ def test_a_handler_of_the_hosts_own_is_called_once_and_stays() -> None:
     lines = []
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with deferred():
+        with uninterrupted():
             os.kill(os.getpid(), signal.SIGINT)
             lines.append("in the section")
         assert called == [(signal.SIGINT, 1)]
-        with deferred():
+        with uninterrupted():
             pass
         assert called == [(signal.SIGINT, 1)]
         assert signal.getsignal(signal.SIGINT) is handler
@@ -196,7 +202,7 @@ def test_a_handler_of_the_hosts_own_is_called_once_and_stays() -> None:
 
 def test_a_section_that_fails_fails_as_it_would() -> None:
     """And leaves the handler as it was."""
-    with pytest.raises(ValueError, match="its own"), deferred():
+    with pytest.raises(ValueError, match="its own"), uninterrupted():
         raise ValueError("its own")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -205,7 +211,7 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
     """There is nothing to come at the end."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with deferred():
+        with uninterrupted():
             os.kill(os.getpid(), signal.SIGINT)
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -218,7 +224,7 @@ def test_other_threads_are_let_alone() -> None:
 
     def section() -> None:
         try:
-            with deferred():
+            with uninterrupted():
                 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         except (AssertionError, ValueError) as error:
             errors.append(error)

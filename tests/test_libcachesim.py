@@ -18,12 +18,12 @@ import numpy.typing as npt
 import pytest
 
 from bench.traces import write_oracle_general
-from moecache._arc import ArcCache
-from moecache._fifo import FifoCache, S3FifoCache, SieveCache
-from moecache._lecar import LecarCache
-from moecache._lfu import LfuCache
-from moecache._policy import LruCache
-from moecache._tinylfu import WTinyLfuCache
+from moecache.policies._arc import ArcCache
+from moecache.policies._fifo import FifoCache, S3FifoCache, SieveCache
+from moecache.policies._lecar import LecarCache
+from moecache.policies._lfu import LfuCache
+from moecache.policies._policy import LruCache
+from moecache.policies._tinylfu import WTinyLfuCache
 from moecache.study import Trace, replay
 from tests.helpers.oracle_policies import OracleLfu
 from tests.helpers.oracle_queues import OracleS3Fifo

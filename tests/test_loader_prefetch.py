@@ -3,16 +3,17 @@
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
-from moecache import steps
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.errors import CapacityError, StoreError
-from moecache.fetch import Cause, Load
-from moecache.loader import Discard, SlotLoader
+from moecache.loading.load import Cause, Load
+from moecache.loading.loader import SlotLoader
+from moecache.loading.step import Step
+from moecache.loading.store_engine import StoreEngine
+from moecache.runtime import steps
 from moecache.slots import HostSlots
 from tests.helpers.pages import wait_until
 from tests.helpers.stores import FailEachOnce, Gate, WrappedStore, nothing, numbered_store
@@ -29,7 +30,7 @@ class Bench:
         layout = self.store.layout
         self.cache = ExpertCache(3, 8, capacity, policy="lfu")
         self.pool = HostSlots(layout, capacity + staging)
-        self.loader = SlotLoader(self.store, self.pool, self.cache, 0)
+        self.loader = SlotLoader(self.store, self.pool, self.cache, StoreEngine(self.store, 0))
         self.done: list[Load] = []
         self.loader.prefetch_done = self.done.append
 
@@ -280,7 +281,7 @@ def test_a_lease_waits_for_slots_that_only_prefetches_hold(pool: ThreadPoolExecu
     for _ in ahead:
         assert gate.entered.acquire(timeout=30)
     demand = pool.submit(bench.lease, 0, 0, 1, 2)
-    wait_until(lambda: bench.loader._num_paused)
+    wait_until(lambda: bench.loader._making_room)
     assert not bench.loader.prefetch(1, 7)
     assert not demand.done()
     gate.opened.set()
@@ -318,14 +319,11 @@ def test_a_prefetch_that_ends_between_the_failure_and_the_look_is_no_error() -> 
                 raise
 
     bench.loader._cache = Cache()  # type: ignore[assignment]
-    slots, misses = np.empty(2, np.int32), np.empty(2, np.int32)
-    arrived: SimpleQueue[Load] = SimpleQueue()
-    loads, _ = bench.loader.acquire(
-        0, np.array([0, 1]), slots, misses, arrived, cause=Cause.DEMAND, share=-1
-    )
-    for _ in loads:
-        bench.loader.wait(arrived)
-    bench.loader.release(slots)
+    step = Step(0, np.array([0, 1]), bench.cache.num_experts)
+    bench.loader.acquire(step)
+    for _ in step.loads:
+        bench.loader.wait(step.arrived)
+    bench.loader.release(step.slots)
     assert len(failed) == 1
     bench.close()
 
@@ -352,12 +350,11 @@ def test_a_step_that_is_dropped_leaves_the_prefetch_it_joined_alone(
     bench = Bench(4, gate, staging=1)
     ahead = pool.submit(bench.loader.prefetch, 0, 1)
     assert gate.entered.acquire(timeout=30)
-    slots, misses = np.empty(1, np.int32), np.empty(1, np.int32)
-    arrived: SimpleQueue[Load] = SimpleQueue()
-    loads, _ = bench.loader.acquire(
-        0, np.array([1]), slots, misses, arrived, cause=Cause.DEMAND, share=-1
-    )
-    bench.loader.discard(Discard(loads, arrived, slots))
+    step = Step(0, np.array([1]), bench.cache.num_experts)
+    guard = bench.loader.guard(step)
+    bench.loader.acquire(step)
+    guard.close()
+    bench.loader.give_back()
     gate.opened.set()
     assert ahead.result(30)
     assert bench.cache.slot_table[0, 1] >= 0

@@ -3,17 +3,17 @@
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
-from moecache import steps
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.errors import StoreError
-from moecache.fetch import Cause
-from moecache.loader import SlotLoader
-from moecache.reading import open_reader
+from moecache.loading.loader import SlotLoader
+from moecache.loading.reader_engine import ReaderEngine
+from moecache.loading.step import Step
+from moecache.reader.disk import open_reader
+from moecache.runtime import steps
 from moecache.slots import HostSlots
 from moecache.stores import FileStore, open_store
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
@@ -45,7 +45,7 @@ class FileBench:
         self.pool = JoiningSlots(layout, capacity)
         reader = open_reader(store, direct=False, engine="threads")
         reader.tune(depth=1, piece_bytes=4096, staging_bytes=0)
-        self.loader = SlotLoader(store, self.pool, self.cache, 0, reader)
+        self.loader = SlotLoader(store, self.pool, self.cache, ReaderEngine(reader, store, 0))
         self.done: list[int] = []  # experts that were prefetched
         self.loader.prefetch_done = lambda load: self.done.append(load.expert)
 
@@ -58,14 +58,9 @@ class FileBench:
 
     def demand(self, layer: int, expert: int) -> None:
         """Ask for an expert, and do not wait for it."""
-        slots, misses = np.empty(1, np.int32), np.empty(1, np.int32)
-        self.loader.acquire(
-            layer,
-            *(np.array([expert]), slots, misses, SimpleQueue()),
-            cause=Cause.DEMAND,
-            share=-1,
-        )
-        self.loader.release(slots)
+        step = Step(layer, np.array([expert]), self.cache.num_experts)
+        self.loader.acquire(step)
+        self.loader.release(step.slots)
 
     def close(self) -> None:
         """Check that nothing is left over, and close everything."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecache._prefault import address_of, touch_pages
-from moecache.mappings import Mapping, is_mapped_in, read_mappings, split
+from moecache.prefault.mappings import Mapping, is_mapped_in, read_mappings, split
 from tests.helpers.examples import num_examples
 from tests.helpers.pages import NOWHERE, PAGE, anonymous, mapped, num_descriptors, write_file
 

@@ -22,7 +22,7 @@ if join:
 import numpy as np
 import moecache
 from examples import numpy_loop
-from moecache.host_memory import peak_rss_bytes
+from moecache.sizing.host_memory import peak_rss_bytes
 imports = peak_rss_bytes()
 with moecache.open_store(path) as store, moecache.open(
     path, slots=int(slots), read=read, policy="lru", prefault="off"

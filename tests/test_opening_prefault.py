@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache import opening
 from moecache._prefault import address_of, resident_pages
-from moecache.opening import _cut_to
 from moecache.prefault import BackgroundSweep, Region, merge, warm
+from moecache.prefault.sweep import Sweeper
+from moecache.runtime import opening
+from moecache.runtime.opening import _cut_to
 from moecache.slots import HostSlots
 from moecache.stores import ExpertStore, MemoryStore, SafetensorsStore, open_store
-from moecache.sweep import Sweeper
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
 from tests.helpers.pages import (
     PAGE,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from moecache._lfu import LfruCache, LfuCache
-from moecache._policy import LruCache, Policy
 from moecache.errors import CapacityError
+from moecache.policies._lfu import LfruCache, LfuCache
+from moecache.policies._policy import LruCache, Policy
 
 KINDS = (LruCache, LfuCache, LfruCache)
 

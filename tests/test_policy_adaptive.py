@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from moecache._arc import ArcCache
-from moecache._lecar import LecarCache
-from moecache._policy import LruCache, Policy
 from moecache.errors import CapacityError
+from moecache.policies._arc import ArcCache
+from moecache.policies._lecar import LecarCache
+from moecache.policies._policy import LruCache, Policy
 
 
 def access(policy: Policy, keys: list[int]) -> list[int]:

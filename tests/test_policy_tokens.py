@@ -5,11 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from moecache._cache import ExpertCache
-from moecache._lfu import LfuCache
-from moecache._lrfu import LrfuCache
-from moecache._policy import LruCache, Policy
-from moecache._stale import LeastStaleCache
+from moecache.cache._cache import ExpertCache
+from moecache.policies._lfu import LfuCache
+from moecache.policies._lrfu import LrfuCache
+from moecache.policies._policy import LruCache, Policy
+from moecache.policies._stale import LeastStaleCache
 
 
 def access(policy: Policy, keys: list[int]) -> list[int]:

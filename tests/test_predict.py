@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from moecache._cache import ExpertCache
-from moecache._echo import Echo
+from moecache.cache._cache import ExpertCache
 from moecache.errors import ConfigError
-from moecache.predict import Frequency, LastSelection, Predictor, SharedEcho
+from moecache.policies._echo import Echo
+from moecache.prefetch.predict import Frequency, LastSelection, Predictor, SharedEcho
 
 
 def ids_of(predictor: Predictor, layer: int, n: int) -> list[int]:

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moecache import ConfigError, StoreError, extents, sweep
+from moecache import ConfigError, StoreError
 from moecache._prefault import METHODS, address_of, can_populate, resident_pages
-from moecache.prefault import Region, warm
+from moecache.prefault import Region, extents, sweep, warm
 from tests.helpers.pages import (
     MIB,
     PAGE,

@@ -15,7 +15,7 @@ import pytest
 from moecache import StoreError
 from moecache._prefault import address_of
 from moecache.prefault import BackgroundSweep, PrefaultReport, Region, warm
-from moecache.sweep import Sweeper
+from moecache.prefault.sweep import Sweeper
 from tests.helpers.pages import (
     MIB,
     PAGE,
@@ -273,7 +273,7 @@ _ENDLESS = """
 import gc, mmap, os, signal, threading, time, warnings
 from moecache import MoeCacheError, StoreError
 from moecache.prefault import warm
-from moecache.sweep import Sweeper
+from moecache.prefault.sweep import Sweeper
 warnings.simplefilter("ignore")
 zero = os.open("/dev/zero", os.O_RDONLY)
 def read_on(self, part):

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moecache import StoreError, sweep
+from moecache import StoreError
 from moecache._prefault import address_of, can_populate, resident_pages
-from moecache.prefault import PrefaultReport, merge, warm
+from moecache.prefault import PrefaultReport, merge, sweep, warm
 from tests.helpers.pages import (
     MIB,
     NOWHERE,

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecache import ConfigError, StoreError, host_memory, prefault
-from moecache.host_memory import CgroupLimit
+from moecache import ConfigError, StoreError, prefault
 from moecache.prefault import Region, decide, merge, warm
+from moecache.sizing import host_memory
+from moecache.sizing.host_memory import CgroupLimit
 from tests.helpers.examples import num_examples
 from tests.helpers.pages import GIB, MIB, NOWHERE, PAGE, anonymous, mapped_in, pages_of
 

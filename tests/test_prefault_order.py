@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from moecache import StoreError, extents, sweep
+from moecache import StoreError
 from moecache._prefault import address_of
-from moecache.prefault import Region, merge, warm
+from moecache.prefault import Region, extents, merge, sweep, warm
 from moecache.stores import SafetensorsStore
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.pages import PAGE, mapped, write_cold

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moecache.errors import StoreError
-from moecache.prefetch_queue import DEPTH
+from moecache.prefetch.queue import DEPTH
 from tests.helpers.pages import wait_until
 from tests.helpers.prefetchers import Oracle, is_resident, make_runtime, prefetcher_of, step
 from tests.helpers.stores import Gate, WrappedStore, nothing, numbered_store
@@ -18,7 +18,7 @@ from tests.helpers.stores import Gate, WrappedStore, nothing, numbered_store
 @pytest.fixture
 def no_restraint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every guess be read that the policy prefers, however often others were wrong."""
-    monkeypatch.setattr("moecache.break_even._MAX_LIKELIHOOD", 0.0)
+    monkeypatch.setattr("moecache.prefetch.break_even._MAX_LIKELIHOOD", 0.0)
 
 
 def test_the_next_layers_experts_are_there_when_it_asks() -> None:

@@ -3,16 +3,17 @@
 import numpy as np
 import pytest
 
-from moecache._cache import ExpertCache
-from moecache.loader import SlotLoader
-from moecache.prefetch import Prefetcher
-from moecache.prefetch_modes import make_prefetcher
+from moecache.cache._cache import ExpertCache
+from moecache.loading.loader import SlotLoader
+from moecache.prefetch.modes import make_prefetcher
+from moecache.prefetch.prefetcher import Prefetcher
+from moecache.runtime.steps import waves
 from moecache.slots import HostSlots
-from moecache.steps import waves
 from moecache.study import Trace
 from moecache.study.clock import VirtualClock
-from moecache.study.device import SimulatedDevice, fill_from
+from moecache.study.device import TakingIn
 from moecache.study.timing import simulate_time
+from tests.helpers.devices import FaultyDevice, LockWatch
 from tests.helpers.stores import WrappedStore, nothing, numbered_store
 
 NUM_EXPERTS = 8
@@ -27,17 +28,18 @@ class House:
         self.cache = ExpertCache(3, NUM_EXPERTS, capacity, policy=policy)
         self.pool = HostSlots(self.store.layout, capacity + 2)
         self.clock = VirtualClock()
-        self.device = SimulatedDevice(
+        taking_in = TakingIn(self.clock)
+        self.device = FaultyDevice(
             self.clock,
             self.store.layout.expert_bytes,
             bandwidth=10**9,
             latency_ns=10,
             chunk_bytes=16,
-            fill=fill_from(self.store, self.pool),
         )
-        self.loader = SlotLoader(
-            self.store, self.pool, self.cache, 0, make_fetch=self.device.attach, clock=self.clock
-        )
+        self.device.store = self.store
+        self.loader = SlotLoader(self.store, self.pool, self.cache, self.device, clock=self.clock)
+        taking_in.loader = self.loader
+        LockWatch(self.clock, self.loader)
         found = make_prefetcher(self.loader, self.store, self.cache, prefetch, threaded=False)
         assert found is not None
         self.prefetcher: Prefetcher = found
@@ -47,7 +49,7 @@ class House:
         """Run a token through a layer; return the time it waited."""
         waited, asked = 0, self.clock.now_ns
         ids = np.array([experts])
-        for wave in waves(self.loader, self.cache, layer, ids, prefetcher=self.prefetcher):
+        for wave in waves(self.loader, self.cache, layer, ids, observe=self.prefetcher.step):
             waited += self.clock.now_ns - asked
             for slot, pairs in wave:
                 expected = layer * NUM_EXPERTS + experts[int(pairs[0])]
@@ -95,10 +97,10 @@ def test_what_a_layer_came_without_is_taken_back() -> None:
 def test_a_storm_delays_no_look_up(storm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """p99 of a step's wait is at most a chunk longer, and no lock is held while time passes.
 
-    The device raises if anybody holds the loader's lock while its clock moves.
+    The watch fails if the loader's lock is held while the clock moves.
     """
     # Whatever became of the guesses before.
-    monkeypatch.setattr("moecache.break_even._MAX_LIKELIHOOD", 0.0)
+    monkeypatch.setattr("moecache.prefetch.break_even._MAX_LIKELIHOOD", 0.0)
     router, rng = np.random.default_rng(0), np.random.default_rng(1)
     skew = 0.7 ** np.arange(NUM_EXPERTS)
     house = House(12, policy="echo")

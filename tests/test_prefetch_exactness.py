@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import moecache
 from moecache.errors import StoreError
-from moecache.predict import LastSelection, Predictor
+from moecache.prefetch.predict import LastSelection, Predictor
 from moecache.settings import PREFETCH_MODES
 from moecache.slots import HostSlots
 from moecache.stores import open_store

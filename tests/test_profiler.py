@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moecache._profiler import AccessProfiler, stall_bucket_ns
+from moecache.cache._profiler import AccessProfiler, stall_bucket_ns
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import moecache
-from moecache._echo import Echo
 from moecache.layout import ExpertLayout
-from moecache.profiles import (
+from moecache.policies._echo import Echo
+from moecache.profiles.file import (
     MAX_MODELS,
     ModelUsage,
     Profile,

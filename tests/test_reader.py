@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moecache._reader import ENGINES, Reader
+from moecache.reader._reader import ENGINES, Reader
 from tests.helpers.examples import num_examples
-from tests.helpers.pages import MIB, PAGE, num_descriptors, write_file
+from tests.helpers.pages import MIB, PAGE, num_descriptors, wait_until, write_file
 from tests.helpers.readers import (
     Order,
     Run,
@@ -309,3 +309,30 @@ def test_a_descriptor_that_is_closed_is_that_loads_error(files: Files) -> None:
     reader.close()
     assert outcomes == {good: None, bad: (errno.EBADF, 1, 0)}
     assert good.is_right()
+
+
+def test_reads_that_nobody_waits_for_all_arrive(files: Files) -> None:
+    """With few buffers, each one that comes back begins the next read, also when only polled."""
+    try:
+        reader = Reader(
+            files.descriptors,
+            direct=True,
+            engine="io_uring",
+            depth=16,
+            piece_bytes=65536,
+            staging_bytes=0,
+        )
+    except OSError:
+        pytest.skip("this kernel refuses io_uring")
+    skip_without_direct(reader)
+    orders = [one_range(files.contents, 1 + 70_001 * n, 60_000) for n in range(12)]
+    reader.submit([order.entry for order in orders])
+    taken: list[Any] = []
+
+    wait_until(lambda: not reader.num_in_flight or reader.poll() is None)
+    for _ in orders:
+        reader.take(taken)
+    reader.close()
+
+    assert len(taken) == len(orders)
+    assert all(order.is_right() for order in orders)

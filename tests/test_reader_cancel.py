@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moecache._reader import Reader
+from moecache.reader._reader import Reader
 from tests.helpers.examples import num_examples
 from tests.helpers.pages import MIB, PAGE, write_file
 from tests.helpers.readers import Failure, Order, one_range, open_descriptor

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache import _reader as compiled
-from moecache._reader import ENGINES, Reader
+from moecache.reader import _reader as compiled
+from moecache.reader._reader import ENGINES, Reader
 from tests.helpers.pages import MIB, PAGE, num_descriptors, run_child, wait_until, write_file
 from tests.helpers.readers import (
     Failure,
@@ -281,7 +281,7 @@ def test_a_closed_reader_can_be_asked_whether_anything_is_done(path: Path, engin
     """Nothing is, and the ring's memory is gone: in a child, which must not die of it."""
     code = (
         "import os\n"
-        "from moecache._reader import Reader\n"
+        "from moecache.reader._reader import Reader\n"
         "reader = Reader([os.open(sys.argv[1], os.O_RDONLY)], engine=sys.argv[2])\n"
         "reader.close()\n"
         "print(reader.poll())\n"
@@ -400,3 +400,11 @@ def test_a_slow_close_gives_everything_back_later(reader: Reader, contents: list
         wait_until(reader.close)
     assert not compiled._stuck
     assert reader.num_in_flight == 0
+
+
+@pytest.mark.parametrize("dtype", [object, [("weight", "f4"), ("name", object)]], ids=str)
+def test_an_array_of_objects_is_no_target(idle: Reader, dtype: Any) -> None:
+    """Bytes of a file are no references: whoever looked at one would crash."""
+    with pytest.raises(ValueError, match="'weights' holds references to objects"):
+        idle.submit([("load", ((0, 0, (("weights", 0, 64),)),), {"weights": np.empty(16, dtype)})])
+    assert idle.num_in_flight == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import moecache
-from moecache._reader import ENGINES, HAS_FAULTS, Reader, inject_fault
+from moecache.reader._reader import ENGINES, HAS_FAULTS, Reader, inject_fault
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
 from tests.helpers.pages import MIB, num_descriptors, write_file
 from tests.helpers.readers import (
@@ -305,7 +305,7 @@ def test_a_calibration_that_cannot_read_is_a_warning(
     model: Checkpoint, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runtime opens; requests say what is wrong, until nothing is."""
-    monkeypatch.setattr("moecache.opening._disks", {})
+    monkeypatch.setattr("moecache.runtime.opening._disks", {})
     inject_fault("error", error=errno.EIO, times=FOR_EVER)
     with (
         caplog.at_level(logging.WARNING),

@@ -30,7 +30,7 @@ _RUNTIME = """
 import logging, threading
 import numpy as np
 import moecache
-from moecache._reader import Reader
+from moecache.reader._reader import Reader
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
 with moecache.open(sys.argv[2], slots=4, read=sys.argv[3], prefault="off") as runtime:
     reading = runtime.stats().reading

@@ -14,7 +14,7 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from moecache._reader import ENGINES, Reader
+from moecache.reader._reader import ENGINES, Reader
 from tests.helpers.pages import MIB, wait_until, write_file
 from tests.helpers.readers import (
     Failure,

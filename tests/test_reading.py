@@ -5,13 +5,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
 import moecache
-from moecache import opening, reader_fetch, reading
-from moecache._reader import Reader
+from moecache.loading.loader import SlotLoader
+from moecache.reader import disk as reading
+from moecache.reader._reader import Reader
+from moecache.runtime import opening
 from moecache.settings import READ_MODES
 from moecache.slots import host
 from moecache.stores import open_store
@@ -108,13 +111,13 @@ def test_conversion_takes_few_buffers_however_much_is_asked_for(
     nbytes = 3 * open_store(model.path).layout.expert_bytes(0)
     monkeypatch.setattr(host, "MAX_CONVERTED_BYTES", nbytes)
     most = []
-    submit = reader_fetch.ReaderFetch.begin
+    submit = SlotLoader._submit
 
-    def begin(self: reader_fetch.ReaderFetch) -> None:
-        submit(self)
-        most.append(len(self._begun))
+    def count(self: SlotLoader, *arguments: Any, **options: Any) -> None:
+        submit(self, *arguments, **options)
+        most.append(self._num_reading)
 
-    monkeypatch.setattr(reader_fetch.ReaderFetch, "begin", begin)
+    monkeypatch.setattr(SlotLoader, "_submit", count)
     with moecache.open(
         model.path,
         slots=24,
@@ -148,7 +151,7 @@ def test_auto_reads_through_the_page_cache_what_fits_beside_everything_else(
         )
     needed = slots_bytes + room.nbytes + layout.total_bytes
     for free, way in ((needed, "buffered"), (needed - 1, "direct")):
-        monkeypatch.setattr("moecache.headroom.free_host_bytes", lambda free=free: free)
+        monkeypatch.setattr("moecache.sizing.headroom.free_host_bytes", lambda free=free: free)
         with moecache.open(model.path, slots=4, prefault="off") as runtime:
             assert runtime.stats().reading.way == way
             assert same_parts(leased(runtime, 1, 5), model.experts[1][5])

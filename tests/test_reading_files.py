@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache import opening
+from moecache.runtime import opening
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
 from tests.helpers.pages import num_descriptors, wait_until
 from tests.helpers.readings import (
@@ -233,3 +233,34 @@ def test_a_forked_child_is_refused_and_the_parents_reads_go_on(
     for _ in step:
         pass
     assert_all_right(runtime, model)
+
+
+class Closing:
+    """A predictor that closes the runtime when a step's reads are under way."""
+
+    runtime: moecache.ExpertRuntime
+
+    def observe(self, layer: int, ids: np.ndarray) -> None:
+        """Close it."""
+        self.runtime.close()
+
+    def predict(self, layer: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Name no expert."""
+        return np.empty(0, np.int64), np.empty(0)
+
+    def begin_sequence(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("read", ["direct", "buffered", "mmap"])
+def test_a_step_beside_close_is_told_that_the_runtime_was_closed(
+    model: Checkpoint, read: str
+) -> None:
+    """Reads that are dropped then are no failures of the disk."""
+    closing = Closing()
+    with moecache.open(
+        model.path, slots=12, read=read, prefault="off", prefetch=closing, loader_threads=0
+    ) as runtime:
+        closing.runtime = runtime
+        with pytest.raises(moecache.MoeCacheError, match=r"^the runtime was closed$"):
+            runtime.lease(0, np.arange(12))

@@ -1,6 +1,5 @@
 """Ctrl-C at every stage of a read: the step is over, and nothing is lost or left claimed."""
 
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache import opening
+from moecache.runtime import opening
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
 from tests.helpers.readings import all_experts, force_engine, hide_settings, same_converted
 
@@ -78,11 +77,10 @@ def assert_nothing_lost(runtime: moecache.ExpertRuntime, model: Checkpoint) -> N
     with runtime.lease(1, np.arange(6)):
         pass
     runtime.cache.check()
-    fetch = runtime._loader._fetch
-    assert not fetch._begun
-    assert not fetch._queue
     assert not runtime._pool._lent
     assert not runtime._loader._loads
+    assert not runtime._loader._num_queued
+    assert not runtime._loader._num_reading
 
 
 STAGES = [
@@ -114,11 +112,11 @@ def test_an_interrupt_at_any_stage_loses_nothing(
     way: str,
 ) -> None:
     """It reaches the caller; the next step reads what this one did not."""
-    fetch = runtime._loader._fetch
-    real = getattr(fetch, part)
+    holder = runtime._loader if part == "_pool" else runtime._loader._engine
+    real = getattr(holder, part)
     ids = np.array([[7, 1, 4]])
     broken = Interrupted(real, method, nth, after=after)
-    setattr(fetch, part, broken)
+    setattr(holder, part, broken)
     try:
         for _ in range(2000):  # until it had to wait, say
             if way == "lease":
@@ -129,36 +127,6 @@ def test_an_interrupt_at_any_stage_loses_nothing(
     except KeyboardInterrupt:
         assert broken.happened
     finally:
-        setattr(fetch, part, real)
+        setattr(holder, part, real)
     assert broken.happened
-    assert_nothing_lost(runtime, model)
-
-
-@pytest.mark.parametrize("nth", [1, 2])
-@pytest.mark.parametrize("after", [False, True])
-def test_an_interrupt_while_loads_leave_the_queue_loses_nothing(
-    runtime: moecache.ExpertRuntime, model: Checkpoint, nth: int, after: bool
-) -> None:
-    """One that is given up must not stay queued: its slot is another expert's by then."""
-    fetch = runtime._loader._fetch
-
-    class Queue(deque):  # type: ignore[type-arg]
-        left = nth
-
-        def popleft(self) -> object:
-            Queue.left -= 1
-            if Queue.left == 0 and not after:
-                raise KeyboardInterrupt
-            found = super().popleft()
-            if Queue.left == 0:
-                raise KeyboardInterrupt
-            return found
-
-    fetch._queue = Queue()
-    with pytest.raises(KeyboardInterrupt):
-        runtime.lease(0, np.array([9, 10, 11]))
-    runtime.cache.check()
-    with runtime.lease(0, np.array([0, 1, 2])) as lease:
-        for expert, slot in enumerate(lease.slots.tolist()):
-            assert same_converted(runtime.expert(slot, 0), model.experts[0][expert])
     assert_nothing_lost(runtime, model)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache import opening, reading
-from moecache._reader import Reader
-from moecache.profiles import load_profile, update_profile
-from moecache.reading import CANDIDATES, DiskSpeed, calibrate, default_queue, disk_of
+from moecache.profiles.file import load_profile, update_profile
+from moecache.reader import disk as reading
+from moecache.reader._reader import Reader
+from moecache.reader.disk import CANDIDATES, DiskSpeed, calibrate, default_queue, disk_of
+from moecache.runtime import opening
 from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint

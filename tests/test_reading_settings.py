@@ -3,15 +3,18 @@
 import gc
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import moecache
-from moecache import cli, headroom, opening
+from moecache import cli
 from moecache.commands import inspect
-from moecache.reading import DiskSpeed
+from moecache.reader.disk import DiskSpeed
+from moecache.runtime import opening
+from moecache.sizing import headroom
 from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
@@ -246,8 +249,8 @@ def test_slots_that_do_not_fit_are_refused_before_they_are_made(
     read: str,
 ) -> None:
     """With what they need and what is free; nothing stays open."""
-    monkeypatch.setattr("moecache.headroom.free_host_bytes", lambda: 1000)
-    monkeypatch.setattr("moecache.headroom.tightest_limit", lambda: None)
+    monkeypatch.setattr("moecache.sizing.headroom.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("moecache.sizing.headroom.tightest_limit", lambda: None)
 
     def never(*_: object, **__: object) -> None:
         pytest.fail("slots were made")
@@ -259,3 +262,21 @@ def test_slots_that_do_not_fit_are_refused_before_they_are_made(
     ):
         moecache.open(model.path, slots=24, prefault="off", read=read)
     assert "runtime.opened" not in caplog.text
+
+
+@pytest.mark.parametrize("read", ["mmap", "direct"])
+def test_no_thread_to_be_had_is_a_clear_error(
+    model: Checkpoint, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    """With the limit that is in the way, and what to do without one; nothing stays open."""
+    descriptors = num_descriptors()
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(moecache.MoeCacheError, match=r"ulimit -u.*or open with loader_threads"):
+            moecache.open(model.path, slots=6, read=read, prefault="off", loader_threads=2)
+    gc.collect()
+    assert num_descriptors() == descriptors

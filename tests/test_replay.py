@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moecache.errors import CapacityError, ConfigError
-from moecache.predict import LastSelection
+from moecache.prefetch.predict import LastSelection
 from moecache.settings import POLICIES
 from moecache.study import (
     Replay,

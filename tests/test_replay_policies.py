@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecache._echo import Echo
-from moecache._echo_cache import EchoCache
-from moecache._lfu import LfruCache
-from moecache._policy import LruCache
 from moecache._slru import SlruCache
-from moecache._stale import LeastStaleCache
 from moecache.errors import CapacityError, ConfigError
+from moecache.policies._echo import Echo
+from moecache.policies._echo_cache import EchoCache
+from moecache.policies._lfu import LfruCache
+from moecache.policies._policy import LruCache
+from moecache.policies._stale import LeastStaleCache
 from moecache.settings import POLICIES, SCOPES
 from moecache.study import Trace, concatenate, miss_ratio_curve, replay
 from moecache.study._arguments import _replayed

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache._cache import ExpertCache
-from moecache._route_log import RouteLog
+from moecache.cache._cache import ExpertCache
+from moecache.cache._route_log import RouteLog
 from moecache.errors import ConfigError
 
 

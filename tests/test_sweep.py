@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache._lfu import LfruCache
-from moecache._policy import LruCache
 from moecache._slru import SlruCache
 from moecache.errors import ConfigError, FormatError, MissingDependencyError, StoreError, SweepError
+from moecache.policies._lfu import LfruCache
+from moecache.policies._policy import LruCache
 from moecache.study import Table, Trace, replay, sweep
 from moecache.study._journal import HEADER
 from moecache.study._workers import can_be_sent

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from moecache.switch import WARM_UP, WINDOW, Switch, gained
+from moecache.prefetch.switch import WARM_UP, WINDOW, Switch, gained
 
 TRIAL = 8 * WINDOW  # tokens: four pairs of windows
 SHORT = 4 * WINDOW  # what is clear then is decided

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache._profiler import AccessProfiler
+from moecache.cache._profiler import AccessProfiler
 from moecache.telemetry import PrefetchStats, RuntimeStats, stall_percentile_ns
+from tests.helpers.pages import wait_until
 from tests.helpers.runtimes import drain, make_runtime
 
 
@@ -321,22 +322,20 @@ def test_prefetch_counters_are_subtracted_with_the_rest(
 
 
 def test_the_prefetchers_figures_are_in_the_snapshot() -> None:
-    """Whatever reads ahead is asked when the runtime is."""
-
-    class Reads:
-        def stats(self) -> PrefetchStats:
-            return prefetch_stats(num_issued=3)
-
-        def stop(self) -> None:
-            pass
-
-        def close(self, timeout_s: float) -> None:
-            pass
-
+    """Those of the moment; without one there are none."""
     with make_runtime(4) as runtime:
         assert runtime.stats().prefetch is None
-        runtime._prefetcher = Reads()  # type: ignore[assignment]
-        assert runtime.stats().prefetch == prefetch_stats(num_issued=3)
+    with make_runtime(4, prefetch="hints") as runtime:
+        runtime.hint(1, np.array([3]))
+        wait_until(lambda: runtime.stats().num_in_flight == 0 and bool(runtime.cache.num_resident))
+        found = runtime.stats().prefetch
+        assert found is not None
+        assert (found.mode, found.active, found.num_requests, found.num_issued) == (
+            "hints",
+            True,
+            1,
+            1,
+        )
 
 
 def test_the_difference_of_reading_is_that_of_its_counters(tiny_moe: Path) -> None:

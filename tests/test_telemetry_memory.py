@@ -19,7 +19,7 @@ def test_100_000_steps_add_no_memory(
 
     Also where the prefetcher reads, whatever became of the guesses before.
     """
-    monkeypatch.setattr("moecache.break_even._MAX_LIKELIHOOD", 0.0)
+    monkeypatch.setattr("moecache.prefetch.break_even._MAX_LIKELIHOOD", 0.0)
     store = WrappedStore(numbered_store(), nothing)
     usual, others = np.array([[1, 2]]), [np.array([[first, first + 1]]) for first in range(7)]
     with make_runtime(

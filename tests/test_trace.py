@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from moecache._route_log import RouteLog
+from moecache.cache._route_log import RouteLog
 from moecache.errors import ConfigError, FormatError, StoreError
 from moecache.study import Trace, concatenate, from_log, interleave, load_any
 from tests.helpers.examples import num_examples

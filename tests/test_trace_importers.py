@@ -311,7 +311,7 @@ def test_a_file_of_our_own_is_checked_once(tmp_path: Path, monkeypatch: pytest.M
     random_trace(3).save(tmp_path / "one.npz")
     checked: list[int] = []
     monkeypatch.setattr(
-        "moecache.study.traces.check_ids", lambda _, num_experts: checked.append(num_experts)
+        "moecache.traces.trace.check_ids", lambda _, num_experts: checked.append(num_experts)
     )
 
     assert load_any(tmp_path / "one.npz").num_experts == 8

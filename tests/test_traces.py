@@ -5,7 +5,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from tests.helpers.real_traces import FRACTIONS, NAMES, NUM_EXPERTS, load
 
 # Hit rates at each fraction of all experts, a triple per trace in the order of NAMES.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache.predict import Prediction
+from moecache.prefetch.predict import Prediction
 from moecache.units import format_bytes
 from tests.helpers.families import FAMILIES, write_checkpoint
 

@@ -11,9 +11,9 @@ import pytest
 
 import moecache
 from moecache.errors import StoreError
-from moecache.profiles import ModelUsage, identity, load_profile, update_profile
+from moecache.profiles.file import ModelUsage, identity, load_profile, update_profile
+from moecache.profiles.usage import usage_of, valuable_keys
 from moecache.settings import POLICIES
-from moecache.usage import usage_of, valuable_keys
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
 from tests.helpers.pages import wait_until
 from tests.helpers.readings import hide_settings

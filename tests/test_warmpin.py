@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moecache
+from moecache.cache.warmpin import WarmPin, auto_pins, choose_pins
 from moecache.settings import POLICIES, Settings
-from moecache.warmpin import WarmPin, auto_pins, choose_pins
 from tests.helpers.readings import hide_settings
 from tests.helpers.runtimes import drain, expected, make_runtime
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moecache.errors import CapacityError, ConfigError
 from moecache.study.importers import load_any
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 
 
 def load_traces(names: Sequence[str]) -> dict[str, Trace]:

@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
         with _loaded(console, arguments) as model, _recorded(model, arguments.record_trace):
-            runtime = model.moecache.runtime
+            runtime = model.moecache.runtime.runtime
             with LiveLine(console, runtime) as line:
                 stream = generation.TextStream(tokenizer, ids, line.write)
                 line.stamps_s = stream.stamps_s
@@ -189,7 +189,7 @@ def _recorded(model: Any, path: str | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    with model.moecache.runtime.record_trace(path) as recording:
+    with model.moecache.runtime.runtime.record_trace(path) as recording:
         yield
     if not recording.saved:
         raise StoreError(f"{path}: the trace was not written; is there room?")

@@ -9,12 +9,12 @@ from rich.table import Table
 from moecache.commands.paths import printable
 from moecache.cuda import Device, open_device, parse_device
 from moecache.errors import CapacityError, ConfigError
-from moecache.headroom import Headroom, check_fits, headroom
-from moecache.host_memory import cgroup_limits, free_host_bytes
 from moecache.layout import ExpertLayout
-from moecache.opening import plan_slots, reading_mode
-from moecache.reading import STAGING_BYTES
+from moecache.reader.disk import STAGING_BYTES
+from moecache.runtime.opening import plan_slots, reading_mode
 from moecache.settings import DEFAULT_READ, Settings
+from moecache.sizing.headroom import Headroom, check_fits, headroom
+from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
 from moecache.slots import CudaSlots, HostSlots
 from moecache.stores import open_store
 from moecache.units import format_bytes, parse_bytes

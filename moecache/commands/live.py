@@ -13,7 +13,7 @@ from rich.text import Text
 
 from moecache.commands.paths import printable
 from moecache.commands.samples import Sample, sample_stats
-from moecache.runtime import ExpertRuntime
+from moecache.runtime.runtime import ExpertRuntime
 from moecache.units import format_bytes, format_ns
 
 _CAUSES = ("demand", "bulk", "prefetch", "warm_start")

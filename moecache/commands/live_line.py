@@ -14,7 +14,7 @@ from rich.text import Text
 from moecache.commands.example import write_text
 from moecache.commands.paths import printable
 from moecache.commands.samples import Sample, sample_stats
-from moecache.runtime import ExpertRuntime
+from moecache.runtime.runtime import ExpertRuntime
 from moecache.units import format_bytes
 
 _REFRESHES_PER_S = 8

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moecache import __version__
-from moecache.host_memory import total_host_bytes
+from moecache.sizing.host_memory import total_host_bytes
 from moecache.units import format_bytes
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from moecache.commands.paths import printable
 from moecache.commands.samples import Sample, sample_metrics
 from moecache.errors import ConfigError, MoeCacheError
-from moecache.runtime import ExpertRuntime
+from moecache.runtime.runtime import ExpertRuntime
 from moecache.telemetry import PrometheusCollector, check_prometheus
 
 _TIMEOUT_S = 10

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moecache._prefault import address_of
 from moecache.errors import ConfigError, StoreError
-from moecache.regions import Region
+from moecache.prefault.regions import Region
 from moecache.stores import SafetensorsStore, open_store
 from moecache.stores._paths import find_path
 

@@ -19,7 +19,7 @@ from moecache.study._arguments import BELADY, clip_capacity, total_experts
 from moecache.study.advice import DEFAULT_POLICIES, expert_size, recommend
 from moecache.study.sweeps import sweep, sweep_error
 from moecache.study.table import Table
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 from moecache.units import format_bytes, parse_budget
 
 _DEFAULT_POLICIES = ("lru", "slru", "lfru", "echo", BELADY)

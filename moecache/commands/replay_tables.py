@@ -9,7 +9,7 @@ from rich.text import Text
 from moecache.commands.paths import printable
 from moecache.study._arguments import BELADY, cycle_slots, total_experts
 from moecache.study.table import Table, best_of, groups
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 from moecache.units import format_bytes
 
 

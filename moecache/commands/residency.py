@@ -10,7 +10,7 @@ from moecache import prefault
 from moecache._prefault import PAGE_SIZE
 from moecache.commands.paths import find_files, has_experts, map_file, open_experts, printable
 from moecache.prefault import Residency
-from moecache.regions import Region
+from moecache.prefault.regions import Region
 from moecache.units import format_bytes
 
 _MOST_CELLS = 48

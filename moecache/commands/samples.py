@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
-from moecache._profiler import stall_bucket_ns
+from moecache.cache._profiler import stall_bucket_ns
 from moecache.commands.paths import printable
 from moecache.telemetry import RuntimeStats
 

@@ -27,7 +27,7 @@ from moecache.study.timing import (
     Timing,
     simulate_time,
 )
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 from moecache.units import format_bytes, format_bytes_per_s, format_ns, parse_bytes_per_s, parse_ns
 
 _DEFAULT_CAPACITY = "25%"

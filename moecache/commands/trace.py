@@ -12,7 +12,7 @@ from moecache.commands.arguments import check_output
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, FormatError
 from moecache.study.importers import FORMATS, load_any
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 
 # Below that a file is read before a bar could be looked at.
 _BAR_BYTES = 50 * 10**6

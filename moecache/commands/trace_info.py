@@ -11,7 +11,7 @@ from rich.table import Table
 from moecache.commands.paths import printable
 from moecache.study.importers import load_any
 from moecache.study.statistics import SHARES, TraceStatistics, mean, statistics
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = 64

@@ -19,7 +19,7 @@ from moecache.commands.example import (
 )
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, StoreError
-from moecache.opening import open  # noqa: A004 - moecache.open
+from moecache.runtime.opening import open  # noqa: A004 - moecache.open
 from moecache.stores import open_store
 
 DEFAULT_PROMPTS = (

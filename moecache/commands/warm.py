@@ -26,8 +26,8 @@ from moecache._prefault import advise_willneed, lock_pages
 from moecache.commands.paths import find_files, map_file, open_experts
 from moecache.commands.residency import print_status
 from moecache.errors import ConfigError, StoreError
-from moecache.host_memory import total_host_bytes
-from moecache.regions import Region
+from moecache.prefault.regions import Region
+from moecache.sizing.host_memory import total_host_bytes
 from moecache.stores._paths import find_path
 from moecache.units import format_bytes
 

@@ -4,7 +4,7 @@ import contextlib
 
 from moecache.cuda.device import Device, Memory, Stream
 from moecache.errors import MoeCacheError
-from moecache.interrupts import deferred
+from moecache.interrupts import uninterrupted
 
 
 class Scratch:
@@ -24,7 +24,7 @@ class Scratch:
                 raise MoeCacheError("compute one step in this stream before capturing a graph")
             # A quarter on top: prompts get longer bit by bit.
             wanted = num_bytes if memory is None else num_bytes * 5 // 4
-            with deferred():
+            with uninterrupted():
                 self._memory[name] = self._device.allocate(wanted)
                 if memory is not None:
                     self._free(memory)

@@ -12,9 +12,9 @@ import numpy as np
 
 from moecache.cuda import Device, Memory, open_device
 from moecache.errors import ConfigError, MoeCacheError
-from moecache.interrupts import deferred
+from moecache.interrupts import uninterrupted
 from moecache.layout import ExpertLayout
-from moecache.regions import merge
+from moecache.prefault.regions import merge
 from moecache.slots._form import SlotForm
 from moecache.slots._memory import aligned_rows, check_parts, shared_form
 from moecache.slots._pinned import PinnedBuffers
@@ -381,7 +381,7 @@ class CudaSlots:
     def _settle(self) -> bool:
         if self._uploads.is_idle:
             return False
-        with deferred():
+        with uninterrupted():
             sources = self._uploads.settle()
             for source in sources:
                 if isinstance(source, np.ndarray):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from moecache._prefault import lock_pages
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout, Role
-from moecache.regions import Region
+from moecache.prefault.regions import Region
 from moecache.slots._memory import aligned_rows, check_parts, padded, shared_form
 from moecache.slots.base import UploadCounts
 from moecache.units import format_bytes

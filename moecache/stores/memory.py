@@ -7,7 +7,7 @@ import numpy as np
 
 from moecache.errors import ConfigError, StoreError
 from moecache.layout import ExpertLayout, Role
-from moecache.regions import Region
+from moecache.prefault.regions import Region
 from moecache.stores.base import Parts, destination_bytes
 
 

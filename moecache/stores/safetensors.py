@@ -15,7 +15,7 @@ import numpy as np
 from moecache._prefault import address_of
 from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, StoreError
 from moecache.layout import ExpertLayout
-from moecache.regions import Region
+from moecache.prefault.regions import Region
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import TensorEntry, check_layers, read_header, shown
 from moecache.stores._index import index_experts

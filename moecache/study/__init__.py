@@ -14,7 +14,7 @@ from moecache.study.statistics import TraceStatistics, coactivation, statistics
 from moecache.study.sweeps import sweep
 from moecache.study.table import Table
 from moecache.study.timing import Timing, simulate_time
-from moecache.study.traces import Trace, concatenate, from_log, interleave
+from moecache.traces.trace import Trace, concatenate, from_log, interleave
 
 __all__ = [
     "MissRatioCurve",

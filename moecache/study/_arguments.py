@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from moecache._echo_cache import EchoCache
-from moecache._policy import Policy
-from moecache._python_policy import PythonPolicy
 from moecache._slru import SlruCache
-from moecache._stale import LeastStaleCache
 from moecache.errors import CapacityError, ConfigError
+from moecache.policies._echo_cache import EchoCache
+from moecache.policies._policy import Policy
+from moecache.policies._python_policy import PythonPolicy
+from moecache.policies._stale import LeastStaleCache
 from moecache.settings import POLICIES, SCOPES
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 
 BELADY = "belady"
 

@@ -63,14 +63,14 @@ class BytelessSlots:
         _refuse()
 
     def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
-        """Raise: there are no bytes."""
-        _refuse()
+        """Return that there is nothing to read to."""
+        return {}
 
     def upload(
         self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, behind: bool = False
     ) -> object:
-        """Raise: there are no bytes."""
-        _refuse()
+        """Do nothing: there are no bytes."""
+        return None
 
     def discard(self, slot: int) -> None:
         """Do nothing: no buffer was given."""

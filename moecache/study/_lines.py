@@ -10,8 +10,8 @@ import numpy as np
 
 from moecache.errors import FormatError, StoreError
 from moecache.study._cells import Cells, whole_number
-from moecache.study._npz import allowed_bytes
-from moecache.study.traces import DECODE, PREFILL, Trace
+from moecache.traces.files import allowed_bytes
+from moecache.traces.trace import DECODE, PREFILL, Trace
 
 # Called with the bytes read so far, and all of them.
 Progress = Callable[[int, int], object]

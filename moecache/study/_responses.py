@@ -11,8 +11,8 @@ import numpy as np
 
 from moecache.errors import FormatError, StoreError
 from moecache.study._lines import Progress, json_lines
-from moecache.study._npz import allowed_bytes, read_arrays, read_npy
-from moecache.study.traces import DECODE, PREFILL, Trace
+from moecache.traces.files import allowed_bytes, read_arrays, read_npy
+from moecache.traces.trace import DECODE, PREFILL, Trace
 
 _FIELD, _PROMPT_FIELD = "routed_experts", "prompt_routed_experts"
 

@@ -2,21 +2,19 @@
 
 from collections.abc import Generator
 from itertools import pairwise
-from queue import SimpleQueue
 
 import numpy as np
 
-from moecache._cache import ExpertCache
-from moecache.fetch import Cause, Load
+from moecache.cache._cache import ExpertCache
 from moecache.layout import ExpertLayout
-from moecache.loader import SlotLoader
-from moecache.prefetch_modes import make_prefetcher
-from moecache.steps import Wave, waves
+from moecache.loading.loader import SlotLoader
+from moecache.prefetch.modes import make_prefetcher
+from moecache.runtime.steps import Wave, waves
 from moecache.study._byteless import BytelessSlots, BytelessStore
 from moecache.study.clock import VirtualClock
-from moecache.study.device import SimulatedDevice
+from moecache.study.device import SimulatedDevice, TakingIn
 from moecache.study.replay import sequence_begins, step_bounds
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 
 
 class SimulatedHost:
@@ -47,6 +45,7 @@ class SimulatedHost:
         prefetch: str = "off",
     ) -> None:
         self.clock = VirtualClock()
+        taking_in = TakingIn(self.clock)
         self.device = SimulatedDevice(
             self.clock, layout.expert_bytes, bandwidth=bandwidth, latency_ns=latency_ns
         )
@@ -54,14 +53,9 @@ class SimulatedHost:
             layout.num_layers, layout.num_experts, slots, policy=policy, scope=scope
         )
         store = BytelessStore(layout)
-        self.loader = _TracedLoader(
-            store,
-            BytelessSlots(layout, slots + staging_slots),
-            self.cache,
-            0,
-            make_fetch=self.device.attach,
-            clock=self.clock,
-        )
+        pool = BytelessSlots(layout, slots + staging_slots)
+        self.loader = SlotLoader(store, pool, self.cache, self.device, clock=self.clock)
+        taking_in.loader = self.loader
         self.prefetcher = make_prefetcher(self.loader, store, self.cache, prefetch, threaded=False)
         if self.prefetcher is not None:
             self.device.idle = self.prefetcher.run_one
@@ -80,7 +74,6 @@ class SimulatedHost:
                 self.cache.begin_sequence()
                 if self.prefetcher is not None:
                     self.prefetcher.begin_sequence()
-            self.loader.is_bulk = bool(bulk[step])
             rows = stop - start
             rest_ns = rows * (compute_ns - expert_ns)
             for layer, num_pairs in enumerate(num_chosen[start:stop].sum(0).tolist()):
@@ -88,10 +81,13 @@ class SimulatedHost:
                 if num_pairs:
                     # A row of one token, as a host that decodes has it.
                     ids = experts[start, layer] if rows == 1 else experts[start:stop, layer]
-                    self._compute_experts(layer, ids, num_pairs, rows * expert_ns)
+                    time_ns = rows * expert_ns
+                    self._compute_experts(layer, ids, num_pairs, time_ns, bulk=bool(bulk[step]))
             yield step + 1
 
-    def _compute_experts(self, layer: int, ids: np.ndarray, num_pairs: int, time_ns: int) -> None:
+    def _compute_experts(
+        self, layer: int, ids: np.ndarray, num_pairs: int, time_ns: int, *, bulk: bool
+    ) -> None:
         clock = self.clock
         done = spent_ns = 0
         asked_ns = clock.now_ns
@@ -100,7 +96,9 @@ class SimulatedHost:
             self.cache,
             layer,
             ids,
-            prefetcher=self.prefetcher,
+            observe=None if self.prefetcher is None else self.prefetcher.step,
+            # What the trace admitted, which need not go by the number of rows.
+            bulk=bulk,
             ignore_out_of_range=True,
         )
         for wave in parts:
@@ -112,40 +110,3 @@ class SimulatedHost:
             clock.advance(until_ns - spent_ns)
             spent_ns = until_ns
             asked_ns = clock.now_ns
-
-
-class _TracedLoader(SlotLoader):
-    """Admits what the trace says was admitted, where `waves` goes by the number of rows.
-
-    Attributes
-    ----------
-    is_bulk : bool
-        Whether steps keep to their layer's fair share from now on.
-    """
-
-    is_bulk = False
-
-    def acquire(
-        self,
-        layer: int,
-        ids: np.ndarray,
-        slots: np.ndarray,
-        misses: np.ndarray,
-        arrived: "SimpleQueue[Load]",
-        *,
-        cause: Cause,
-        share: int,
-        ignore_out_of_range: bool = False,
-    ) -> tuple[list[Load], list[int]]:
-        """Lease what is there and start to load the rest, with the trace's own share."""
-        share = self._cache.fair_share(layer) if self.is_bulk else self._cache.num_experts
-        return super().acquire(
-            layer,
-            ids,
-            slots,
-            misses,
-            arrived,
-            cause=cause,
-            share=share,
-            ignore_out_of_range=ignore_out_of_range,
-        )

@@ -16,7 +16,7 @@ import numpy as np
 
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.study.replay import replay
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 
 Figures = dict[str, Any]
 Outcome = Figures | Exception

@@ -18,7 +18,7 @@ from moecache.study._arguments import (
 )
 from moecache.study.curves import miss_ratio_curve
 from moecache.study.replay import Replay, replay, step_bounds
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 from moecache.units import format_bytes, parse_budget, parse_bytes
 
 DEFAULT_POLICIES = ("echo", "haz2", "lfru", "lru", "s3-fifo", "slru")

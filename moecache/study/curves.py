@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moecache._optimum import Accesses
 from moecache.study._arguments import check_scope, cycle_slots, parse_capacity, total_experts
+from moecache.study._optimum import Accesses
 from moecache.study.replay import step_bounds
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 
 
 @dataclass(frozen=True, eq=False, repr=False)

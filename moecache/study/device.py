@@ -1,15 +1,14 @@
-"""SimulatedDevice: reads that take a set time of a clock which nobody has to wait for."""
+"""SimulatedDevice: reads that take a set time of a clock for which no one has to wait."""
 
 import math
-import threading
+from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
-from queue import Empty, SimpleQueue
 
 from moecache.errors import ConfigError, MoeCacheError
-from moecache.fetch import Load, LoadQueue
-from moecache.slots.base import SlotPool
-from moecache.stores.base import ExpertStore
+from moecache.loading.engine import Read
+from moecache.loading.load import ReadCancelledError
+from moecache.loading.loader import SlotLoader
 from moecache.study.clock import VirtualClock
 from moecache.units import parse_bytes_per_s
 
@@ -18,15 +17,14 @@ DEFAULT_LATENCY_NS = 10_000
 PREFETCH_DEPTH = 2
 
 
-class SimulatedDevice(LoadQueue):
+class SimulatedDevice:
     """A link that reads one expert after the other, under a virtual clock.
 
-    Stands where threads or the kernel read: give `attach` to a loader as its
-    `make_fetch`, and the clock as its `clock`. A read waits `latency_ns`, those
+    An engine for a loader that has the same clock. A read waits `latency_ns`, those
     of reads begun together at the same time, then for the link, which transfers one read
     at a time. Demands go first, in their order; one that becomes ready while a
     prefetch is transferred takes the link at the end of the chunk. The same calls
-    take the same time, to the nanosecond. No byte moves unless `fill` moves it.
+    take the same time, to the nanosecond. No byte moves.
 
     Parameters
     ----------
@@ -42,12 +40,6 @@ class SimulatedDevice(LoadQueue):
     prefetch_depth : int, default 2
         Reads under way below which `idle` is called: with 2, the latency of the next
         prefetch passes during the transfer of the last.
-    fill : callable (load), optional
-        Called at the end of each read to bring the bytes into the slot (`fill_from`
-        returns one); what it raises fails the load.
-    disturb : callable (load) -> int, optional
-        Called at the beginning of each read: returns nanoseconds to be added to its
-        latency, or raises what the read is to fail with after its latency.
 
     Attributes
     ----------
@@ -56,16 +48,13 @@ class SimulatedDevice(LoadQueue):
     idle : callable () -> bool, or None
         Called before time passes while no demand is under way and there is room for a
         prefetch, until it returns False. Where a thread would run that prefetches.
-    observe : callable (load, start_ns, end_ns), or None
+    observe : callable (read, start_ns, end_ns), or None
         Called at the end of each uninterrupted transfer.
     busy_ns : int
         Time that the link spent on transfers that ended, or were interrupted.
-    num_overtaken : int
-        Transfers that were interrupted for a demand.
     """
 
-    needs_callers = True
-    begins_by_reading = False
+    reads_in_submit = False
 
     def __init__(
         self,
@@ -76,10 +65,7 @@ class SimulatedDevice(LoadQueue):
         latency_ns: int = DEFAULT_LATENCY_NS,
         chunk_bytes: int = CHUNK_BYTES,
         prefetch_depth: int = PREFETCH_DEPTH,
-        fill: Callable[[Load], None] | None = None,
-        disturb: Callable[[Load], int] | None = None,
     ) -> None:
-        super().__init__()
         if latency_ns < 0:
             raise ConfigError(f"latency_ns must not be negative, got {latency_ns}")
         if chunk_bytes < 1 or prefetch_depth < 1:
@@ -92,128 +78,127 @@ class SimulatedDevice(LoadQueue):
         self.chunk_bytes = chunk_bytes
         self.prefetch_depth = prefetch_depth
         self.idle: Callable[[], bool] | None = None
-        self.observe: Callable[[Load, int, int], None] | None = None
+        self.observe: Callable[[Read, int, int], None] | None = None
         self.busy_ns = 0
-        self.num_overtaken = 0
         self._clock = clock
         self._expert_bytes = expert_bytes
-        self._fill = fill
-        self._disturb = disturb
-        self._lock: threading.Lock | None = None
-        self._finish: Callable[[Load], bool] | None = None
-        self._reads: dict[Load, _Read] = {}  # begun, and not finished
-        self._num_demands = 0  # of them
+        self._transfers: dict[Read, _Transfer] = {}  # begun, and not finished
+        self._done: deque[tuple[Read, Exception | None]] = deque()
+        self._num_demands = 0  # of what is begun
         self._num_begun = 0
         self._num_announced = 0
-        # Heaps: reads in their latency by its end, those that wait for the link by their order.
-        self._latent: list[tuple[int, int, _Read]] = []
-        self._demands: list[tuple[int, _Read]] = []
-        self._prefetches: list[tuple[int, _Read]] = []
-        self._active: _Read | None = None
-        self._span_bytes = 0  # of the active read, until the link is free again
+        # Heaps: those in their latency by its end, those that wait for the link by their order.
+        self._latent: list[tuple[int, int, _Transfer]] = []
+        self._demands: list[tuple[int, _Transfer]] = []
+        self._prefetches: list[tuple[int, _Transfer]] = []
+        self._active: _Transfer | None = None
+        self._span_bytes = 0  # of the active one, until the link is free again
         self._start_ns = 0
         self._end_ns = 0
         clock.follow(self)
 
-    def attach(self, lock: threading.Lock, finish: Callable[[Load], bool]) -> "SimulatedDevice":
-        """Serve a loader: its `make_fetch`.
-
-        Time never passes while anybody holds the loader's lock: a MoeCacheError
-        says so if it would.
-        """
-        if self._lock is not None:
-            raise ConfigError("a device serves one loader; make another one")
-        self._lock = lock
-        self._finish = finish
-        return self
-
     @property
-    def quantum_bytes(self) -> int:
+    def quantum_bytes(self) -> int | None:
         """What of a prefetch a demand may have to wait for: a chunk."""
         return self.chunk_bytes
 
     @property
     def num_under_way(self) -> int:
         """Reads that were begun and are not finished."""
-        return len(self._reads)
+        return len(self._transfers)
 
-    def begin(self) -> None:
-        """Begin what is queued as demands."""
-        for load in self.remove_all():
-            self._issue(load, urgent=True)
+    def submit(self, reads: list[Read], *, deferred: bool = False) -> None:
+        """Begin reads; every demand may overtake deferred ones."""
+        for read in reads:
+            delay_ns, error = 0, None
+            try:
+                delay_ns = self._latency_of(read)
+            except Exception as raised:  # noqa: BLE001 - a waiting step raises it
+                error = raised.with_traceback(None)
+            transfer = _Transfer(
+                read, self._next_order(), self._expert_bytes(read.layer), error, urgent=not deferred
+            )
+            self._transfers[read] = transfer
+            self._num_demands += transfer.urgent
+            ready_ns = self._clock.now_ns + self.latency_ns + delay_ns
+            heappush(self._latent, (ready_ns, transfer.order, transfer))
+        reads.clear()
 
-    def prefetch(self, load: Load) -> None:
-        """Begin a read that every demand may overtake."""
-        self._issue(load, urgent=False)
-
-    def hasten(self, load: Load) -> None:
+    def hasten(self, read: Read) -> None:
         """Make a prefetch under way a demand: it keeps the link, or waits behind other demands."""
-        read = self._reads.get(load)
-        if read is None or read.urgent:
+        transfer = self._transfers.get(read)
+        if transfer is None or transfer.urgent:
             return
-        read.urgent = True
+        transfer.urgent = True
         self._num_demands += 1
-        read.order = self._next_order()
-        if read is self._active:
-            self._send(read)
-        elif read.is_ready:
-            heappush(self._demands, (read.order, read))
+        transfer.order = self._next_order()
+        if transfer is self._active:
+            self._send(transfer)
+        elif transfer.is_ready:
+            heappush(self._demands, (transfer.order, transfer))
             self._cut()
 
-    def cancel(self, load: Load) -> bool:
+    def cancel(self, read: Read) -> None:
         """Take back a prefetch; the link is free at once."""
-        read = self._reads.pop(load, None)
-        if read is None:
-            return False
-        self._num_demands -= read.urgent
-        read.is_dropped = True
-        if read is self._active:
+        transfer = self._transfers.get(read)
+        if transfer is None or transfer.urgent:
+            return
+        del self._transfers[read]
+        transfer.is_dropped = True
+        self._done.append((read, ReadCancelledError("the read was taken back")))
+        if transfer is self._active:
             self.busy_ns += self._clock.now_ns - self._start_ns
             self._active = None
             self._start_next()
-        return True
 
-    def look(self) -> None:
-        """Take in what is due, without any time passing."""
-        self._check_unlocked()
+    def poll(self) -> bool:
+        """Let happen what is due, without any time passing; return whether a read is over."""
         while self.next_ns <= self._clock.now_ns:
             self.deliver()
+        return bool(self._done)
 
-    def wait(self, arrived: "SimpleQueue[Load]") -> Load:
-        """Return the next load that arrives, when its time has come."""
-        while True:
-            try:
-                return arrived.get_nowait()
-            except Empty:
-                self._skip()
+    def wait(self, seen: int) -> bool:
+        """Let the next thing happen, unless a read is over or something was announced.
+
+        Raises
+        ------
+        MoeCacheError
+            If nothing is under way: with one thread no one else can help.
+        """
+        if not self._is_awaited(seen):
+            return bool(self._done)
+        if not self._clock.skip() and self._is_awaited(seen):
+            raise MoeCacheError("nothing is under way, and a step waits for it: it would for ever")
+        return bool(self._done)
+
+    def take(self, done: list[tuple[Read, Exception | None]]) -> None:
+        """Append (read, error) of one that is over to `done`, if there is one."""
+        if self._done:
+            done.append(self._done.popleft())
 
     @property
     def epoch(self) -> int:
-        """Number of announcements so far."""
+        """Number of calls of `announce` so far."""
         return self._num_announced
 
-    def help(self, seen: int) -> None:
-        """Let the next thing happen, unless something was announced."""
-        if seen == self._num_announced:
-            self._skip()
-
     def announce(self) -> None:
-        """Count it: nobody else can wait, with one thread."""
+        """Count it: no one else can wait, with one thread."""
         self._num_announced += 1
 
     def close(self, timeout_s: float) -> int:
-        """Finish what is under way, within so much time; return what is not."""
+        """Finish what is under way, within so much time; return how many reads are not."""
         self.idle = None
         until = self._clock.now_ns + int(timeout_s * 1e9)
-        while self._reads and self._clock.skip(until):
+        while self._transfers and self._clock.skip(until):
             pass
-        return len(self._reads)
+        return len(self._transfers)
 
     def prepare(self) -> None:
         """Let `idle` begin prefetches, if nothing is more urgent."""
-        self._check_unlocked()
         if self.idle is not None:
-            while not self._num_demands and len(self._reads) < self.prefetch_depth and self.idle():
+            while (
+                not self._num_demands and len(self._transfers) < self.prefetch_depth and self.idle()
+            ):
                 pass
 
     @property
@@ -231,74 +216,68 @@ class SimulatedDevice(LoadQueue):
             self._active = None
             self._end_span(active)
             if active.left_bytes:
-                self.num_overtaken += 1
                 self._enqueue(active)
             else:
                 done.append(active)
         while self._latent and self._latent[0][0] <= now:
-            read = heappop(self._latent)[2]
-            if read.is_dropped:
+            transfer = heappop(self._latent)[2]
+            if transfer.is_dropped:
                 continue
-            if read.error is None:
-                self._enqueue(read)
+            if transfer.error is None:
+                self._enqueue(transfer)
             else:
-                done.append(read)
+                done.append(transfer)
         if self._active is None:
             self._start_next()
         else:
             self._cut()
-        # Last: whoever hears of it may begin reads.
-        for read in done:
-            self._complete(read)
+        for transfer in done:
+            del self._transfers[transfer.read]
+            self._num_demands -= transfer.urgent
+            self._done.append((transfer.read, transfer.error))
 
-    def _issue(self, load: Load, *, urgent: bool) -> None:
-        delay_ns, error = 0, None
-        if self._disturb is not None:
-            try:
-                delay_ns = self._disturb(load)
-            except Exception as raised:  # noqa: BLE001 - a waiting step raises it
-                error = raised.with_traceback(None)
-        read = _Read(load, self._next_order(), self._expert_bytes(load.layer), error, urgent=urgent)
-        self._reads[load] = read
-        self._num_demands += urgent
-        ready_ns = self._clock.now_ns + self.latency_ns + delay_ns
-        heappush(self._latent, (ready_ns, read.order, read))
+    def _latency_of(self, read: Read) -> int:  # noqa: ARG002 - for tests, to delay and to fail
+        """Return nanoseconds to be added to a read's latency, or raise what it fails with."""
+        return 0
+
+    def _is_awaited(self, seen: int) -> bool:
+        return not self._done and seen == self._num_announced
 
     def _next_order(self) -> int:
         self._num_begun += 1
         return self._num_begun
 
-    def _enqueue(self, read: "_Read") -> None:
-        read.is_ready = True
-        heappush(self._demands if read.urgent else self._prefetches, (read.order, read))
+    def _enqueue(self, transfer: "_Transfer") -> None:
+        transfer.is_ready = True
+        heappush(self._demands if transfer.urgent else self._prefetches, (transfer.order, transfer))
 
     def _start_next(self) -> None:
-        read = None
+        transfer = None
         if self._demands:
-            read = heappop(self._demands)[1]
-        while read is None and self._prefetches:
+            transfer = heappop(self._demands)[1]
+        while transfer is None and self._prefetches:
             order, found = heappop(self._prefetches)
             # Those that became demands have another order now.
-            read = found if order == found.order and not found.is_dropped else None
-        if read is not None:
-            self._active = read
+            transfer = found if order == found.order and not found.is_dropped else None
+        if transfer is not None:
+            self._active = transfer
             self._start_ns = self._clock.now_ns
-            self._send(read)
+            self._send(transfer)
 
-    def _send(self, read: "_Read") -> None:
-        """Let the link have a read to its end."""
-        self._span_bytes = read.left_bytes
-        self._end_ns = self._start_ns + self._transfer_ns(read.left_bytes)
+    def _send(self, transfer: "_Transfer") -> None:
+        """Let the link have a transfer to its end."""
+        self._span_bytes = transfer.left_bytes
+        self._end_ns = self._start_ns + self._transfer_ns(transfer.left_bytes)
 
     def _cut(self) -> None:
         """End the transfer of a prefetch with its chunk, if a demand waits for the link."""
-        read = self._active
-        if read is None or read.urgent or not self._demands or self.bandwidth == math.inf:
+        transfer = self._active
+        if transfer is None or transfer.urgent or not self._demands or self.bandwidth == math.inf:
             return
         elapsed_ns = self._clock.now_ns - self._start_ns
         if elapsed_ns == 0:
             # Not a byte was sent: it is as if the demand had been there first.
-            self._enqueue(read)
+            self._enqueue(transfer)
             self._start_next()
             return
         chunk = self.chunk_bytes
@@ -309,51 +288,27 @@ class SimulatedDevice(LoadQueue):
             self._span_bytes = num_chunks * chunk
             self._end_ns = self._start_ns + self._transfer_ns(self._span_bytes)
 
-    def _end_span(self, read: "_Read") -> None:
-        read.left_bytes -= self._span_bytes
+    def _end_span(self, transfer: "_Transfer") -> None:
+        transfer.left_bytes -= self._span_bytes
         self.busy_ns += self._end_ns - self._start_ns
         if self.observe is not None:
-            self.observe(read.load, self._start_ns, self._end_ns)
-
-    def _complete(self, read: "_Read") -> None:
-        load = read.load
-        del self._reads[load]
-        self._num_demands -= read.urgent
-        load.error = read.error
-        if self._fill is not None and load.error is None:
-            try:
-                self._fill(load)
-            except Exception as error:  # noqa: BLE001 - a waiting step raises it
-                load.error = error.with_traceback(None)
-        if self._finish is not None and not self._finish(load):
-            self._issue(load, urgent=True)
+            self.observe(transfer.read, self._start_ns, self._end_ns)
 
     def _transfer_ns(self, num_bytes: int) -> int:
         if self.bandwidth == math.inf:
             return 0
         return -(-num_bytes * 10**9 // int(self.bandwidth))
 
-    def _skip(self) -> None:
-        if not self._clock.skip():
-            raise MoeCacheError("nothing is under way, and a step waits for it: it would for ever")
 
-    def _check_unlocked(self) -> None:
-        if self._lock is not None and self._lock.locked():
-            raise MoeCacheError(
-                f"at {self._clock.now_ns} ns the loader's lock is held while time passes: "
-                "every look-up would wait for a read"
-            )
+class _Transfer:
+    """A read under way: what is left of it, and when its turn is."""
 
-
-class _Read:
-    """A load under way: what is left of it, and who goes first."""
-
-    __slots__ = ("error", "is_dropped", "is_ready", "left_bytes", "load", "order", "urgent")
+    __slots__ = ("error", "is_dropped", "is_ready", "left_bytes", "order", "read", "urgent")
 
     def __init__(
-        self, load: Load, order: int, left_bytes: int, error: Exception | None, *, urgent: bool
+        self, read: Read, order: int, left_bytes: int, error: Exception | None, *, urgent: bool
     ) -> None:
-        self.load = load
+        self.read = read
         self.order = order
         self.left_bytes = left_bytes
         self.error = error
@@ -362,16 +317,31 @@ class _Read:
         self.is_dropped = False
 
 
-def fill_from(store: ExpertStore, pool: SlotPool) -> Callable[[Load], None]:
-    """Return a `fill` that brings a store's bytes into a pool's slots."""
+class TakingIn:
+    """A timeline on which a loader takes in what has arrived, when it arrives.
 
-    def fill(load: Load) -> None:
-        try:
-            parts = pool.buffers(load.slot, load.layer)
-            store.read_into(load.layer, load.expert, parts)
-            pool.wait(pool.upload(load.slot, load.layer, parts))
-        except BaseException:
-            pool.discard(load.slot)
-            raise
+    Follow the clock with it before the device is made: what arrived is in its slot before
+    more time passes.
 
-    return fill
+    Parameters
+    ----------
+    clock : VirtualClock
+
+    Attributes
+    ----------
+    loader : SlotLoader or None
+    """
+
+    next_ns = math.inf
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.loader: SlotLoader | None = None
+        clock.follow(self)
+
+    def prepare(self) -> None:
+        """Take in what has arrived."""
+        if self.loader is not None:
+            self.loader.look()
+
+    def deliver(self) -> None:
+        """Do nothing: nothing is due here."""

@@ -2,7 +2,7 @@
 
 | format | what it is |
 |-|-|
-| `npz` | this package's own, see `moecache.study.traces` |
+| `npz` | this package's own, see `moecache.traces.trace` |
 | `token-pairs` | JSON lines, a token each: [[layer, expert], ...] (nvmoe) |
 | `llama-topk` | JSON lines, a layer of an evaluation each: ffn_moe_topk of llama.cpp |
 | `route-csv` | BigMoeOnEdge's --route-trace |
@@ -26,7 +26,7 @@ from moecache.study._lines import (
     load_token_pairs,
 )
 from moecache.study._responses import load_routed_experts, without_unrouted
-from moecache.study.traces import DECODE, PREFILL, Trace
+from moecache.traces.trace import DECODE, PREFILL, Trace
 
 __all__ = [
     "FORMATS",

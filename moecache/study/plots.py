@@ -15,7 +15,7 @@ from moecache.study.curves import miss_ratio_curve
 from moecache.study.replay import Replay, replay
 from moecache.study.statistics import expert_counts
 from moecache.study.table import Table
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 
 # Okabe and Ito's colours (2008), which the colour-blind tell apart; yellow is too pale for lines.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")

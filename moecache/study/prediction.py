@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from moecache._echo import Echo
 from moecache.errors import ConfigError
-from moecache.predict import Predictor
-from moecache.study.traces import Trace
+from moecache.policies._echo import Echo
+from moecache.prefetch.predict import Predictor
+from moecache.traces.trace import Trace
 
 _WARM_UP = 64
 

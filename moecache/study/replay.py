@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moecache._optimum import Accesses
-from moecache._policy import Policy
-from moecache._replay import replay_policy
 from moecache.errors import ConfigError
+from moecache.policies._policy import Policy
 from moecache.study._arguments import (
     BELADY,
     check_name,
@@ -21,7 +19,9 @@ from moecache.study._arguments import (
     policy_name,
     total_experts,
 )
-from moecache.study.traces import DECODE, PREFILL, Trace
+from moecache.study._optimum import Accesses
+from moecache.study._replay import replay_policy
+from moecache.traces.trace import DECODE, PREFILL, Trace
 from moecache.units import parse_bytes
 
 PHASES = {"prefill": PREFILL, "decode": DECODE}
@@ -196,7 +196,7 @@ def replay(
         (proven for steps of one row and room for each, at least top_k slots);
         a class or function, called as ``factory(capacity, num_keys=...)`` once for all
         layers, or once for each; or one object, for scope "global". What is
-        no compiled policy is driven as `moecache._python_policy.PythonPolicy` says:
+        no compiled policy is driven as `moecache.policies._python_policy.PythonPolicy` says:
         access(key), insert(key), remove(key), victim(held). A compiled object keeps its
         keys: a second replay with it goes on where the first one ended. An object
         written in Python can be replayed once, for the cache around it starts empty.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 
 SHARES = (0.10, 0.25, 0.50)
 WINDOWS = (1, 4, 16, 64, 256)

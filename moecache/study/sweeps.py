@@ -34,7 +34,7 @@ from moecache.study._workers import (
 )
 from moecache.study.importers import load_any
 from moecache.study.table import Table
-from moecache.study.traces import Trace
+from moecache.traces.trace import Trace
 
 logger = logging.getLogger(__name__)
 

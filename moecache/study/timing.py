@@ -13,14 +13,14 @@ import numpy as np
 from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout
 from moecache.settings import POLICIES
-from moecache.sizing import num_staging_slots
+from moecache.sizing.planning import num_staging_slots
 from moecache.study._arguments import clip_capacity, total_experts
 from moecache.study._progress import Progress, Reporter
 from moecache.study._simulation import SimulatedHost
 from moecache.study.advice import expert_size
 from moecache.study.device import DEFAULT_LATENCY_NS
-from moecache.study.traces import Trace
 from moecache.telemetry import PrefetchStats
+from moecache.traces.trace import Trace
 from moecache.units import format_bytes, format_bytes_per_s, format_ns, parse_bytes_per_s, parse_ns
 
 PREFETCH_MODES = ("off", "echo", "last", "auto")
@@ -285,7 +285,7 @@ def simulate_time(
             {cause.value: num_bytes for cause, num_bytes in host.loader.counts.bytes_read.items()}
         ),
         link_busy_ns=host.device.busy_ns,
-        prefetch_stats=None if host.prefetcher is None else host.prefetcher.stats(),
+        prefetch_stats=None if host.prefetcher is None else PrefetchStats.of(host.prefetcher),
     )
 
 

@@ -1,13 +1,10 @@
 """A snapshot as HTML for notebooks: self-contained, no script, readable on light and dark."""
 
 from html import escape
-from typing import TYPE_CHECKING
 
+from moecache.telemetry._counters import RuntimeCounters
 from moecache.telemetry._text import describe_bytes
 from moecache.units import format_bytes, format_ns
-
-if TYPE_CHECKING:
-    from moecache.telemetry._snapshots import RuntimeStats
 
 # Everything but the heat takes the page's own colours: a notebook's theme need not be the system's.
 _STYLE = (
@@ -19,7 +16,7 @@ _CELL = "flex:1 1 6px;min-width:4px;height:22px;border:1px solid rgba(128,128,12
 _HEAT = "rgba(0,114,178,{:.2f})"
 
 
-def render(stats: "RuntimeStats") -> str:
+def render(stats: RuntimeCounters) -> str:
     """Return the HTML of `RuntimeStats`."""
     rows = "".join(
         '<tr><td style="text-align:left;padding:1px 14px 1px 0;opacity:.7">'
@@ -34,7 +31,7 @@ def render(stats: "RuntimeStats") -> str:
     )
 
 
-def _rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
+def _rows(stats: RuntimeCounters) -> list[tuple[str, str]]:
     rows = [
         (
             "experts",
@@ -75,7 +72,7 @@ def _rows(stats: "RuntimeStats") -> list[tuple[str, str]]:
     return rows
 
 
-def _strip(stats: "RuntimeStats") -> str:
+def _strip(stats: RuntimeCounters) -> str:
     rates = stats.hit_rates
     cells = "".join(
         f'<span style="{_CELL};background:{_background(rate)}" '

@@ -1,8 +1,9 @@
 """PrefetchStats: what reading ahead of the router did, and what it was worth."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
+from moecache.prefetch.prefetcher import Prefetcher
 from moecache.telemetry._difference import subtracted
 
 _COUNTERS: Final = (
@@ -70,6 +71,34 @@ class PrefetchStats:
     num_predicted_2k: int = 0
     num_found_2k: int = 0
     num_predictor_errors: int = 0
+
+    @classmethod
+    def of(cls, prefetcher: Prefetcher) -> Self:
+        """Return the counters as they are now."""
+        found = prefetcher.foresight
+        counts, cache, switch = prefetcher.counts, prefetcher.cache, prefetcher.switch
+        return cls(
+            mode=prefetcher.mode,
+            active=prefetcher.active and not prefetcher.closed,
+            reason="as it was asked to" if switch is None else switch.reason,
+            num_requests=prefetcher.queue.num_requests,
+            num_dropped=prefetcher.queue.num_dropped,
+            num_stale=prefetcher.queue.num_stale,
+            num_issued=counts.num_prefetches,
+            num_useful=cache.num_foreseen_hits,
+            num_late=cache.num_foreseen_late,
+            num_wrong=cache.num_foreseen_unused,
+            num_failed=counts.num_failed_prefetches,
+            num_cancelled=counts.num_cancelled_prefetches,
+            num_advised=prefetcher.num_advised,
+            in_flight=counts.num_prefetches_in_flight,
+            num_used=found.num_used,
+            num_predicted_k=found.num_predicted_k,
+            num_found_k=found.num_found_k,
+            num_predicted_2k=found.num_predicted_2k,
+            num_found_2k=found.num_found_2k,
+            num_predictor_errors=prefetcher.num_predictor_errors,
+        )
 
     @property
     def recall_at_k(self) -> float:

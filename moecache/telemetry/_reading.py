@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, Self
 
-from moecache._reader import Reader
+from moecache.reader._reader import Reader
 from moecache.telemetry._difference import subtracted
 from moecache.units import format_bytes
 

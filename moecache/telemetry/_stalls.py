@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from moecache._profiler import stall_bucket_ns
+from moecache.cache._profiler import stall_bucket_ns
 
 # Of the histogram that is exported: doublings from a microsecond to 17 s.
 DOUBLINGS = range(10, 35)

@@ -1,16 +1,12 @@
 """A snapshot as lines of text."""
 
-from typing import TYPE_CHECKING
-
+from moecache.telemetry._counters import RuntimeCounters
 from moecache.units import format_bytes, format_ns
-
-if TYPE_CHECKING:
-    from moecache.telemetry._snapshots import RuntimeStats
 
 _CAUSES = ("demand", "bulk", "prefetch", "warm_start")
 
 
-def describe(stats: "RuntimeStats") -> str:
+def describe(stats: RuntimeCounters) -> str:
     """Return the text of `RuntimeStats.describe`."""
     lines = [
         (
@@ -45,7 +41,7 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if whole else "0%"
 
 
-def describe_bytes(stats: "RuntimeStats") -> str:
+def describe_bytes(stats: RuntimeCounters) -> str:
     """Return the bytes read, and by cause where there are several."""
     causes = {name: getattr(stats, f"bytes_{name}") for name in _CAUSES}
     parts = [f"{name} {format_bytes(value)}" for name, value in causes.items() if value]

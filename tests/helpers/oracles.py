@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moecache._echo import Echo
 from moecache.errors import CapacityError
+from moecache.policies._echo import Echo
 from tests.helpers.oracle_echo import EchoValues, OracleEchoCache
 from tests.helpers.oracle_ghosts import OracleArc, OracleLecar
 from tests.helpers.oracle_policies import OracleLfru, OracleLfu, OracleLru, OracleSlru

@@ -3,7 +3,7 @@
 import numpy as np
 
 import moecache
-from moecache.prefetch import Prefetcher
+from moecache.prefetch.prefetcher import Prefetcher
 from tests.helpers.runtimes import drain, expected
 from tests.helpers.stores import WrappedStore, nothing, numbered_store
 

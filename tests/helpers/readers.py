@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moecache._reader import Reader
+from moecache.reader._reader import Reader
 from tests.helpers.pages import PAGE
 
 CANARY = 0xA5

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache import opening, reading
-from moecache._reader import Reader
+from moecache.reader import disk as reading
+from moecache.reader._reader import Reader
+from moecache.runtime import opening
 from moecache.settings import PREFIX, Settings
 from tests.helpers.checkpoints import Parts
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from moecache._cache import ExpertCache
+from moecache.cache._cache import ExpertCache
 from moecache.study import Trace
 from moecache.study.replay import sequence_begins, step_bounds
 

@@ -8,9 +8,9 @@ import torch
 import transformers
 
 from moecache.errors import MissingDependencyError
-from moecache.host_memory import free_host_bytes
 from moecache.integrations.transformers._experts import find_experts
 from moecache.integrations.transformers._loading import find_model_class
+from moecache.sizing.host_memory import free_host_bytes
 from moecache.units import format_bytes
 
 NO_ACCELERATE = (

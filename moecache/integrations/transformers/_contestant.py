@@ -18,9 +18,9 @@ import torch
 import transformers
 
 from moecache.errors import ConfigError, MoeCacheError, StoreError
-from moecache.host_memory import peak_rss_bytes
 from moecache.integrations.transformers import _baselines, generation, load
-from moecache.residency import evict
+from moecache.prefault.page_cache import evict
+from moecache.sizing.host_memory import peak_rss_bytes
 from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
 

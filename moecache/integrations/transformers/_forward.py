@@ -9,9 +9,9 @@ import torch.utils.dlpack
 from torch import nn
 
 from moecache.errors import MoeCacheError
-from moecache.runtime import ExpertRuntime
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.runtime.steps import Wave
 from moecache.slots import CudaSlots
-from moecache.steps import Wave
 
 # Under this name an experts module knows its layer.
 LAYER = "_moecache_layer"

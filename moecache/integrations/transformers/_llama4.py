@@ -8,7 +8,7 @@ from torch import nn
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.integrations.transformers._experts import become
 from moecache.integrations.transformers._forward import SlotWeights, layer_of, pairs_of
-from moecache.steps import Wave
+from moecache.runtime.steps import Wave
 
 
 def is_llama4(module: nn.Module) -> bool:

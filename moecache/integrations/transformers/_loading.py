@@ -14,18 +14,18 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moecache.cuda import open_device, parse_device
 from moecache.errors import ConfigError
-from moecache.headroom import headroom
 from moecache.integrations.transformers._binding import Binding, bind, check_family
 from moecache.integrations.transformers._experts import dispatch, strip
 from moecache.integrations.transformers._forward import device_of
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
 from moecache.integrations.transformers._offload import Offload
-from moecache.opening import open  # noqa: A004 - moecache.open
-from moecache.predict import Predictor
+from moecache.prefault.sweep import Progress
+from moecache.prefetch.predict import Predictor
+from moecache.runtime.opening import open  # noqa: A004 - moecache.open
 from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
+from moecache.sizing.headroom import headroom
 from moecache.stores import SafetensorsStore, open_store
 from moecache.stores._paths import check_model
-from moecache.sweep import Progress
 
 _DTYPES = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),

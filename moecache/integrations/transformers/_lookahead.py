@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from moecache.predict import Prediction, Predictor
-from moecache.prefetch import MAX_ROWS
+from moecache.prefetch.predict import Prediction, Predictor
+from moecache.prefetch.prefetcher import MAX_ROWS
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ import transformers
 from torch import nn
 
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
-from moecache.host_memory import free_host_bytes
 from moecache.integrations.transformers import _llama4
 from moecache.integrations.transformers._binding import Binding, bind
 from moecache.integrations.transformers._experts import (
@@ -36,8 +35,9 @@ from moecache.integrations.transformers._forward import (
 )
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
-from moecache.interrupts import deferred
-from moecache.runtime import ExpertRuntime
+from moecache.interrupts import uninterrupted
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots
 from moecache.stores import SafetensorsStore
 from moecache.telemetry import RuntimeStats
@@ -81,7 +81,7 @@ class Offload(NotCopied):
         self._look_ahead: RouterLookAhead | None = None
         # What may fail comes first, and an interrupt last: the model is changed as a whole.
         routers = self._routers(model, look_ahead)
-        with deferred():
+        with uninterrupted():
             # Llama 4's blocks that were patched; raises before anything was changed.
             self._blocks = [
                 _llama4.patch(model, binding.path)
@@ -170,7 +170,7 @@ class Offload(NotCopied):
             done += num_bytes(binding.module)
             if progress is not None:
                 progress(done, needed)
-        with deferred():
+        with uninterrupted():
             for binding, parameters in zip(self._bindings, weights, strict=True):
                 restore(binding.module, parameters)
             for block in self._blocks:

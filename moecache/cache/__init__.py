@@ -1,0 +1,1 @@
+"""Which expert is in which slot, and how often each is used."""

@@ -1,0 +1,290 @@
+"""RouteLog: what the router chose, step by step, in one growing buffer."""
+
+cimport cython
+cimport numpy as cnp
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport int16_t, int32_t, int64_t, uint32_t
+from libc.stdlib cimport free, realloc
+
+import numpy as np
+
+from moecache.policies._ids cimport as_ids, id_at
+
+from moecache.errors import ConfigError
+
+cnp.import_array()
+
+cdef Py_ssize_t FIRST_BYTES = 64 * 1024
+
+
+@cython.final
+cdef class RouteLog:
+    """Note the expert ids of every step, cheaply enough to do so while serving.
+
+    Append-only. A step costs 12 bytes and 2 bytes per id (4 if there are more than
+    32,767 experts). Nothing is raised while decoding: at `max_bytes`, or when there
+    is no memory, the log is `full`, keeps what it has, and counts what it drops.
+
+    Steps are those of one stream of tokens: where several threads use a cache at
+    once, their steps mix.
+
+    Parameters
+    ----------
+    num_layers, num_experts : int
+        Shape of the model, each at least 1.
+    max_bytes : int, default 256 MiB
+        Bytes after which nothing more is noted.
+    """
+
+    def __cinit__(
+        self, int num_layers, int num_experts, *, Py_ssize_t max_bytes=256 * 1024 * 1024
+    ):
+        if num_layers < 1 or num_experts < 1 or max_bytes < 1:
+            raise ConfigError(
+                "num_layers, num_experts and max_bytes must be at least 1, "
+                f"got {num_layers}, {num_experts} and {max_bytes}"
+            )
+        self.num_layers = num_layers
+        self.num_experts = num_experts
+        self.max_bytes = max_bytes
+        self.wide = num_experts > 32767
+        self.between = True
+
+    def __dealloc__(self):
+        free(self.data)
+
+    def record(self, Py_ssize_t layer, ids, *, bulk=None) -> None:
+        """Note a step, as `ExpertCache.acquire` does where it has a log.
+
+        Parameters
+        ----------
+        layer : int
+        ids : ndarray of int32 or int64, shape [..., top_k]
+            A row is a token. Ids outside [0, num_experts) are noted as -1.
+        bulk : bool, optional
+            Whether the step admitted no more than its layer's fair share. By default
+            if it has several rows.
+
+        Raises
+        ------
+        ValueError
+            If there is no such layer.
+        TypeError
+            If ids are not integers.
+        """
+        cdef cnp.ndarray array = as_ids(ids)
+        cdef Py_ssize_t n = cnp.PyArray_SIZE(array)
+        cdef int dimensions = cnp.PyArray_NDIM(array)
+        cdef Py_ssize_t top_k = cnp.PyArray_DIM(array, dimensions - 1) if dimensions else 1
+        cdef Py_ssize_t rows = n // top_k if top_k else 0
+        cdef bint shared = rows > 1 if bulk is None else bulk
+        if layer < 0 or layer >= self.num_layers:
+            raise ValueError(f"layer {layer} is not in [0, {self.num_layers})")
+        with cython.critical_section(self):
+            self.append(
+                <int>layer, cnp.PyArray_DATA(array), cnp.PyArray_ITEMSIZE(array) == 8,
+                rows, top_k, shared,
+            )
+
+    def begin_sequence(self) -> None:
+        """Note that the next steps do not continue the last ones."""
+        with cython.critical_section(self):
+            self.mark_sequence()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the log takes so far."""
+        return self.used
+
+    def clear(self) -> None:
+        """Forget all steps and give the memory back."""
+        with cython.critical_section(self):
+            free(self.data)
+            self.data = NULL
+            self.used = self.capacity = 0
+            self.num_steps = self.num_dropped = 0
+            self.full = False
+            self.between = True
+
+    def trace_parts(self) -> tuple:
+        """Return the steps as the arrays of a trace.
+
+        A pass over the layers begins where the layer's number does not increase,
+        the number of rows or `bulk` changes, or a sequence begins. Each of its rows
+        is a row of the trace; layers that a pass leaves out are padded with -1, as
+        are ids that are out of range or occur twice in a row. What other threads
+        note meanwhile is not in it.
+
+        Returns
+        -------
+        experts : ndarray of int16 or int32, shape [num_tokens, num_layers, top_k]
+            int32 if there are more than 32,767 experts.
+        phase : ndarray of uint8, shape [num_tokens]
+            0 for passes of several rows (prefill), 1 for those of one (decode).
+        sequence, step : ndarray of int32, shape [num_tokens]
+            Which sequence a token belongs to, and which pass.
+        bulk : ndarray of uint8, shape [num_tokens]
+            1 for passes that admitted no more than each layer's fair share.
+
+        Raises
+        ------
+        MemoryError
+            If there is no memory for a copy of the log and the arrays.
+        """
+        cdef Passes passes
+        cdef cnp.ndarray experts, phase, sequence, step, bulk
+        cdef bytes noted
+        # Making an array may let another thread run, which appends, clears, or moves the buffer.
+        with cython.critical_section(self):
+            noted = PyBytes_FromStringAndSize(self.data, self.used)
+        passes.begin = PyBytes_AS_STRING(noted)
+        passes.end = passes.begin + len(noted)
+        self.scan(&passes, NULL)
+        experts = np.full(
+            (passes.num_rows, self.num_layers, max(1, passes.top_k)),
+            -1,
+            np.int32 if self.wide else np.int16,
+        )
+        phase = np.empty(passes.num_rows, np.uint8)
+        sequence = np.empty(passes.num_rows, np.int32)
+        step = np.empty(passes.num_rows, np.int32)
+        bulk = np.empty(passes.num_rows, np.uint8)
+        passes.phase = <unsigned char*>cnp.PyArray_DATA(phase)
+        passes.sequence = <int32_t*>cnp.PyArray_DATA(sequence)
+        passes.step = <int32_t*>cnp.PyArray_DATA(step)
+        passes.bulk = <unsigned char*>cnp.PyArray_DATA(bulk)
+        self.scan(&passes, <char*>cnp.PyArray_DATA(experts))
+        return experts, phase, sequence, step, bulk
+
+    cdef void append(
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t top_k,
+        bint bulk,
+    ) noexcept nogil:
+        cdef Py_ssize_t i, n = rows * top_k
+        cdef int64_t expert
+        cdef StepHeader* header
+        cdef int16_t* narrow_out
+        cdef int32_t* wide_out
+        if n == 0:
+            return
+        # A log made for another model must not be written past its layers later.
+        if self.full or n > 0x7FFFFFFF or layer >= self.num_layers:
+            self.num_dropped += 1
+            return
+        header = <StepHeader*>self.reserve(sizeof(StepHeader) + self.id_bytes(n))
+        if header == NULL:
+            self.num_dropped += 1
+            return
+        header.layer = layer
+        header.rows = <int32_t>rows
+        header.width = 2 * <uint32_t>top_k + bulk
+        if self.wide:
+            wide_out = <int32_t*>(header + 1)
+            for i in range(n):
+                expert = id_at(ids, wide, i)
+                wide_out[i] = <int32_t>expert if 0 <= expert < self.num_experts else -1
+        else:
+            narrow_out = <int16_t*>(header + 1)
+            for i in range(n):
+                expert = id_at(ids, wide, i)
+                narrow_out[i] = <int16_t>expert if 0 <= expert < self.num_experts else -1
+        self.num_steps += 1
+        self.between = False
+
+    cdef Py_ssize_t id_bytes(self, Py_ssize_t n) noexcept nogil:
+        # Whole words: the headers stay aligned.
+        return n * 4 if self.wide else (n + 1) // 2 * 4
+
+    cdef char* reserve(self, Py_ssize_t nbytes) noexcept nogil:
+        cdef Py_ssize_t capacity
+        cdef char* grown
+        if self.used + nbytes > self.capacity:
+            capacity = max(self.used + nbytes, 2 * self.capacity, FIRST_BYTES)
+            capacity = min(capacity, self.max_bytes)
+            grown = NULL
+            if self.used + nbytes <= capacity:
+                grown = <char*>realloc(self.data, capacity)
+            if grown == NULL:
+                self.full = True
+                return NULL
+            self.data = grown
+            self.capacity = capacity
+        grown = self.data + self.used
+        self.used += nbytes
+        return grown
+
+    cdef void mark_sequence(self) noexcept nogil:
+        cdef StepHeader* header
+        if self.between or self.full:
+            return
+        header = <StepHeader*>self.reserve(sizeof(StepHeader))
+        if header != NULL:
+            header.layer = -1
+            header.rows = 0
+            header.width = 0
+            self.between = True
+
+    cdef void scan(self, Passes* passes, char* experts) noexcept nogil:
+        # Counts rows and the widest step first; then, with arrays, writes them.
+        cdef const char* here = passes.begin
+        cdef const StepHeader* header
+        cdef Py_ssize_t first = 0, rows = 0, row, stride = self.num_layers * passes.top_k
+        cdef Py_ssize_t width = sizeof(int32_t) if self.wide else sizeof(int16_t)
+        cdef Py_ssize_t top_k
+        cdef int32_t sequence = 0, step = -1, last = -1
+        cdef uint32_t bulk = 0
+        if experts == NULL:
+            passes.top_k = 0
+        while here < passes.end:
+            header = <const StepHeader*>here
+            top_k = header.width >> 1
+            if header.layer < 0:
+                sequence += 1
+                first += rows
+                rows = 0
+            else:
+                if header.layer <= last or header.rows != rows or (header.width & 1) != bulk:
+                    first += rows
+                    rows = header.rows
+                    bulk = header.width & 1
+                    step += 1
+                    if experts != NULL:
+                        for row in range(first, first + rows):
+                            passes.phase[row] = rows == 1
+                            passes.sequence[row] = sequence
+                            passes.step[row] = step
+                            passes.bulk[row] = bulk
+                if experts == NULL:
+                    passes.top_k = max(passes.top_k, top_k)
+                else:
+                    self.copy_step(
+                        header,
+                        experts + width * (first * stride + header.layer * passes.top_k),
+                        stride,
+                    )
+            last = header.layer
+            here += sizeof(StepHeader) + self.id_bytes(header.rows * top_k)
+        passes.num_rows = first + rows
+
+    cdef void copy_step(
+        self, const StepHeader* header, char* out, Py_ssize_t stride
+    ) noexcept nogil:
+        cdef const int16_t* narrow = <const int16_t*>(header + 1)
+        cdef const int32_t* wide = <const int32_t*>(header + 1)
+        cdef int16_t* narrow_out = <int16_t*>out
+        cdef int32_t* wide_out = <int32_t*>out
+        cdef Py_ssize_t row, j, other, here, i = 0, top_k = header.width >> 1
+        cdef int32_t expert
+        for row in range(header.rows):
+            here = row * stride
+            for j in range(top_k):
+                expert = wide[i] if self.wide else narrow[i]
+                i += 1
+                for other in range(here, here + j):
+                    if (wide_out[other] if self.wide else narrow_out[other]) == expert:
+                        expert = -1
+                        break
+                if self.wide:
+                    wide_out[here + j] = expert
+                else:
+                    narrow_out[here + j] = <int16_t>expert

@@ -1,0 +1,1 @@
+"""Slots filled from a store: the loader, and the engines that read for it."""

@@ -1,0 +1,9 @@
+from queue import SimpleQueue
+from typing import Any, Self, final
+
+@final
+class Guard:
+    item: Any
+    def __new__(cls, queue: SimpleQueue[Any], item: Any) -> Self: ...
+    def close(self) -> None: ...
+    def __del__(self) -> None: ...

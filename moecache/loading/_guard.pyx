@@ -1,0 +1,43 @@
+"""Guard: what is given back whatever happens."""
+
+cimport cython
+
+
+@cython.final
+cdef class Guard:
+    """Put an item into a queue when this is closed, or when the last reference to it goes.
+
+    An interrupt may come between any two lines of Python, also in a `finally` or a
+    finaliser, the rest of which is left out then. Here is no line of Python: what is
+    guarded reaches the queue, once, however often interrupts come. Let `close` be the
+    first call of a `finally`: CPython looks at signals after calls, not before.
+
+    Parameters
+    ----------
+    queue : queue.SimpleQueue
+        Of C, too; its `put` neither blocks nor runs Python.
+    item : object
+
+    Attributes
+    ----------
+    item : object
+        What is put; may be replaced until then.
+    """
+
+    cdef object _queue
+    cdef public object item
+
+    def __cinit__(self, queue not None, item):
+        self._queue = queue
+        self.item = item
+
+    def close(self):
+        """Put the item now; a second call does nothing."""
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.put(self.item)
+
+    def __del__(self):
+        queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.put(self.item)

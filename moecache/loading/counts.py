@@ -1,0 +1,82 @@
+"""LoadCounts: what a loader did, and how long somebody waited for it."""
+
+from collections.abc import Callable
+
+from moecache.loading.load import Cause, Load
+
+
+class LoadCounts:
+    """Counters of a loader; changed under its lock.
+
+    Parameters
+    ----------
+    clock : callable () -> int
+        Nanoseconds.
+
+    Attributes
+    ----------
+    num_steps, num_resident_steps : int
+        Of all steps, those that missed nothing.
+    num_reads, num_failed_reads : int
+        Experts.
+    bytes_read : dict of Cause to int
+        From the store, into slots.
+    num_urgent_reads, urgent_ns : int
+        Reads that somebody waited for, and the time in which one at least was under way.
+    num_prefetches, num_failed_prefetches, num_cancelled_prefetches : int
+        Reads ahead that were begun; those that failed, or were taken back, before anybody
+        asked for them.
+    num_prefetches_in_flight, prefetch_bytes_in_flight : int
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock = clock
+        self._num_urgent = 0
+        self._urgent_since = 0
+        self.num_steps = 0
+        self.num_resident_steps = 0
+        self.num_reads = 0
+        self.num_failed_reads = 0
+        self.bytes_read = dict.fromkeys(Cause, 0)
+        self.num_urgent_reads = 0
+        self.urgent_ns = 0
+        self.num_prefetches = 0
+        self.num_failed_prefetches = 0
+        self.num_cancelled_prefetches = 0
+        self.num_prefetches_in_flight = 0
+        self.prefetch_bytes_in_flight = 0
+
+    def begin_urgent(self) -> None:
+        """Note that somebody waits for one more load."""
+        if self._num_urgent == 0:
+            self._urgent_since = self._clock()
+        self._num_urgent += 1
+
+    def end_urgent(self, *, read: bool) -> None:
+        """Note that one of them is over, and whether it was read."""
+        self._num_urgent -= 1
+        self.num_urgent_reads += read
+        if self._num_urgent == 0:
+            self.urgent_ns += self._clock() - self._urgent_since
+
+    def begin_prefetch(self, num_bytes: int) -> None:
+        """Note that a read ahead begins."""
+        self.num_prefetches += 1
+        self.num_prefetches_in_flight += 1
+        self.prefetch_bytes_in_flight += num_bytes
+
+    def end_prefetch(self, load: Load, num_bytes: int) -> None:
+        """Note that a read ahead is over, or somebody's own now."""
+        self.num_prefetches_in_flight -= 1
+        self.prefetch_bytes_in_flight -= num_bytes
+        if load.error is not None and not load.waiting:
+            self.num_failed_prefetches += not load.is_cancelled
+            self.num_cancelled_prefetches += load.is_cancelled
+
+    def done(self, load: Load, num_bytes: int) -> None:
+        """Note what became of a load."""
+        if load.error is None:
+            self.num_reads += 1
+            self.bytes_read[load.cause] += num_bytes
+        elif not load.is_cancelled:
+            self.num_failed_reads += 1

@@ -1,0 +1,641 @@
+"""SlotLoader: slots claimed in the cache, and the loads that fill them.
+
+A load is in one table, `_loads`, from the claim of its slot until the slot is filled
+or given back:
+
+    claimed ---> QUEUED ---> READING ---> DONE ---> published, or abandoned
+                   |  buffers   |  the engine  |  `_bring_in`: uploaded, and told
+                   |  are free  |  gave it back|
+                   +------------+--------------+--> cancelled: no step waits for it
+                                   ^           |
+                                   +-- once more, as a demand: a read ahead that failed,
+                                       and that a step waits for by then
+"""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+from moecache.cache._cache import ExpertCache
+from moecache.errors import CapacityError, MoeCacheError, StoreError
+from moecache.interrupts import uninterrupted
+from moecache.loading._guard import Guard
+from moecache.loading.counts import LoadCounts
+from moecache.loading.engine import Engine
+from moecache.loading.load import Cause, Load, LoadState, ReadCancelledError, interrupted
+from moecache.loading.staging import StagingSlots
+from moecache.loading.step import Step
+from moecache.slots.base import SlotPool, UploadCounts
+from moecache.stores.base import ExpertStore
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 2.0
+MAX_LOGGED_CAUSES = 100
+
+
+class SlotLoader:
+    """Fill slots from a store.
+
+    Ties cache, pool and engine together: a claim in the cache and the load that
+    fills it are made under one lock, so that a step which joins a claim always
+    finds its load. No byte moves under the lock.
+
+    Parameters
+    ----------
+    store : ExpertStore
+    pool : SlotPool
+        Its slots from `cache.capacity` on are for staging.
+    cache : ExpertCache
+    engine : Engine
+        Reads the store; closed with this.
+    clock : callable () -> int, optional
+        Nanoseconds; what stalls are measured with.
+
+    Attributes
+    ----------
+    counts : LoadCounts
+    num_staging : int
+        Slots beside the cache's.
+    prefetch_done : callable (load)
+        Told of every read ahead that ended, well or not; never under the lock.
+    """
+
+    _closed = True  # until everything is there
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        pool: SlotPool,
+        cache: ExpertCache,
+        engine: Engine,
+        *,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._cache = cache
+        self._engine = engine
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._loads: dict[int, Load] = {}  # by slot, in the order in which they were claimed
+        self._num_queued = 0
+        self._num_reading = 0  # with buffers, and not ahead of a step
+        self._over: SimpleQueue[Step] = SimpleQueue()  # steps that are over, to be given back
+        self._staging = StagingSlots(range(cache.capacity, pool.num_slots))
+        self._to_announce = False
+        self._process = os.getpid()
+        self._logged: set[tuple[type, str]] = set()
+        # Steps that wait until no unwanted load holds a slot: weakly, as an interrupt may come.
+        self._making_room: weakref.WeakSet[Step] = weakref.WeakSet()
+        self.counts = LoadCounts(clock)
+        self.num_staging = self._staging.num_slots
+        self.prefetch_done: Callable[[Load], object] = _ignore
+        self._closed = False
+
+    @property
+    def num_in_flight(self) -> int:
+        """Experts that are being read, or wait for it."""
+        return len(self._loads)
+
+    @property
+    def max_buffers_ahead(self) -> int | None:
+        """Experts read ahead that may take memory beside their slots at once; None: they do not."""
+        return self._pool.max_buffers_ahead
+
+    @property
+    def uploads(self) -> UploadCounts:
+        """What the slots' device copied."""
+        return self._pool.uploads
+
+    @property
+    def quantum_bytes(self) -> int | None:
+        """Bytes of a prefetch that a demand may have to wait for; None: all of it."""
+        return self._engine.quantum_bytes
+
+    def guard(self, step: Step) -> Guard:
+        """Return what gives back all that a step holds, when it is closed or dropped.
+
+        Follow `close` by `give_back`; without it, the next call of the loader's does that.
+        """
+        return Guard(self._over, step)
+
+    def acquire(self, step: Step) -> None:
+        """Lease what is there and start to load the rest; see `ExpertCache.acquire`.
+
+        Sets `step.slots`, `step.loads` (experts on their way, each to be put into
+        `step.arrived` when it is there) and `step.bypassed`.
+
+        Raises
+        ------
+        CapacityError
+            If the slots that leases and pins leave are too few. Nothing is held.
+        """
+        self.look()
+        try:
+            self._acquire(step)
+        except CapacityError:
+            pass
+        else:
+            return
+        # Loads that no step waits for may hold slots which the step would have had without
+        # them, or did a moment ago.
+        self._making_room.add(step)
+        try:
+            self._wait_for_unwanted()
+            self._acquire(step)
+        finally:
+            self._making_room.discard(step)
+
+    def prefetch(
+        self,
+        layer: int,
+        expert: int,
+        *,
+        cause: Cause = Cause.PREFETCH,
+        evict: bool = True,
+    ) -> bool:
+        """Read an expert that no step asked for, behind everything that a step waits for.
+
+        Where a reader reads, this returns as soon as it has the expert's runs; whoever
+        looks takes in what it has read. Else the calling thread reads.
+
+        Parameters
+        ----------
+        layer, expert : int
+        cause : Cause, default PREFETCH
+            What its bytes are counted as.
+        evict : bool, default True
+            If false, take free slots only.
+
+        Returns
+        -------
+        bool
+            False if the expert is there or on its way, the policy values it less than
+            the one that it would replace, or the runtime is closed.
+        """
+        with uninterrupted():
+            with self._lock:
+                if self._closed or self._making_room:
+                    return False
+                self._drain()
+                foreseen = cause is Cause.PREFETCH
+                slot = self._cache.claim(layer, expert, evict=evict, foreseen=foreseen)
+                if slot < 0:
+                    return False
+                load = Load(layer, expert, slot, cause)
+                load.state = LoadState.READING
+                self._loads[slot] = load
+                if foreseen:
+                    self.counts.begin_prefetch(self._store.layout.expert_bytes(layer))
+            self._submit([load], deferred=True)
+            # Joined, or of no use any more, before the engine had it.
+            if load.urgent:
+                self._engine.hasten(load)
+            elif load.is_cancelled:
+                self._engine.cancel(load)
+        self.look()
+        return True
+
+    def count_resident_step(self) -> None:
+        """Count a step that found everything there, and leased nothing."""
+        with self._lock:
+            self._check_open()
+            self.counts.num_steps += 1
+            self.counts.num_resident_steps += 1
+
+    def before_compute(self, slots: np.ndarray) -> None:
+        """Let what the caller computes from now on wait until these slots are filled."""
+        self._pool.before_compute(slots)
+
+    def stage(self, step: Step) -> bool:
+        """Start to load bypassed experts into free staging slots; return whether any was free."""
+        with uninterrupted():
+            try:
+                with self._lock:
+                    self._check_open()
+                    # Slots that were given back while the lock was taken.
+                    self._drain()
+                    chosen = step.bypassed[: self._staging.num_free]
+                    for expert in chosen:
+                        slot = self._staging.take()
+                        step.staged.add(slot)  # given back with the step, should anything fail
+                        load = Load(step.layer, expert, slot, step.cause, staged=True)
+                        load.waiting.append(step.arrived)
+                        step.loads.add(load)
+                        self._enqueue(load)
+                        step.staged.discard(slot)
+                    del step.bypassed[: len(chosen)]
+            finally:
+                self._after_lock()
+            self._issue()
+        return bool(chosen)
+
+    def wait_for_staging(self, layer: int) -> None:
+        """Wait for a moment at least, until a staging slot may be free.
+
+        Raises
+        ------
+        CapacityError
+            If waiting could last for ever: an unfinished step of this thread holds some.
+        """
+        seen = self._engine.epoch
+        with uninterrupted(), self._lock:
+            self._check_open()
+            self._drain()
+            if self._staging.num_free:
+                return
+            self._staging.check_wait(layer)
+        self._engine.wait(seen)
+        self._take_in()
+
+    def look(self) -> None:
+        """Take in what has arrived, without waiting."""
+        if self._loads and os.getpid() == self._process and self._engine.poll():
+            self._take_in()
+
+    def wait(self, arrived: "SimpleQueue[Load]") -> Load:
+        """Return the next load that is over, taking part in the reading meanwhile."""
+        if os.getpid() != self._process:
+            raise MoeCacheError("this runtime is the parent process's; open one in the child")
+        while True:
+            seen = self._engine.epoch
+            self._take_in()
+            try:
+                # Of a closed engine there is nothing to wait for: `close` tells every step.
+                return arrived.get(block=self._closed, timeout=0.05)
+            except Empty:
+                if not self._closed:
+                    self._engine.wait(seen)
+
+    def release(self, leased: Collection[int], staged: Collection[int] = ()) -> None:
+        """Give slots back, once computations that use them are issued."""
+        if os.getpid() != self._process:
+            return
+        with uninterrupted():
+            with self._lock:
+                self._release(leased, staged)
+            self._after_lock()
+
+    def give_back(self) -> None:
+        """Take back what steps that are over hold, now or as soon as the lock is free.
+
+        Never waits for the lock: an iterator of waves may be closed by the
+        garbage collector, in the middle of a section that holds it.
+        """
+        if os.getpid() == self._process:
+            with uninterrupted():
+                self._after_lock()
+
+    def close(self) -> None:
+        """Stop reading; a second call does nothing.
+
+        Steps that wait for loads get an error. Returns after at most two seconds,
+        even if a read hangs.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        num_stuck = self._engine.close(CLOSE_TIMEOUT_S)
+        self._take_in()
+        with self._lock:
+            left = list(self._loads.values())
+        for load in left:
+            if self._is_done(load):
+                self._conclude(load, ReadCancelledError("the runtime was closed"))
+        self._engine.announce()
+        if num_stuck:
+            logger.warning("loader.stuck reads=%d do not return", num_stuck)
+
+    def __del__(self) -> None:
+        """End the threads of a runtime that was dropped without `close`."""
+        if not self._closed and os.getpid() == self._process:
+            self._engine.close(0.5)
+
+    # From a step to its loads.
+
+    def _acquire(self, step: Step) -> None:
+        with uninterrupted():
+            cancelled = False
+            try:
+                with self._lock:
+                    self._check_open()
+                    if not self._over.empty():
+                        self._drain()
+                    count = self._cache.acquire(
+                        step.layer,
+                        step.ids,
+                        step.slots,
+                        step.misses,
+                        share=step.share,
+                        ignore_out_of_range=step.ignore_out_of_range,
+                    )
+                    self.counts.num_steps += 1
+                    if count == 0:
+                        self.counts.num_resident_steps += 1
+                    else:
+                        misses = step.misses[:count].tolist()
+                        try:
+                            self._load_misses(step, misses)
+                        except BaseException:
+                            self._undo(step, misses)
+                            raise
+                    if self._loads:
+                        cancelled = self._cancel_prefetches(step.layer)
+            finally:
+                self._after_lock()
+            if self._num_queued:
+                self._issue()
+            if cancelled:
+                self.look()
+
+    def _load_misses(self, step: Step, misses: list[int]) -> None:
+        flat, slots = step.ids.reshape(-1), step.slots
+        for position in misses:
+            if position < 0:
+                expert, slot = int(flat[~position]), int(slots[~position])
+                load = self._loads.get(slot)
+                if load is None:
+                    raise MoeCacheError(
+                        f"expert {expert} of layer {step.layer} was claimed in the cache "
+                        "from outside the runtime; publish or abandon it first"
+                    )
+                self._hasten(load)
+            elif slots[position] < 0:
+                step.bypassed.append(int(flat[position]))
+                continue
+            else:
+                load = Load(step.layer, int(flat[position]), int(slots[position]), step.cause)
+                self._enqueue(load)
+            load.waiting.append(step.arrived)
+            step.loads.add(load)
+
+    def _undo(self, step: Step, misses: list[int]) -> None:
+        """Have a step hold nothing, as before it was acquired."""
+        for load in self._loads.values():
+            if step.arrived in load.waiting:
+                load.waiting.remove(step.arrived)
+        for position in misses:
+            slot = int(step.slots[position]) if position >= 0 else -1
+            if slot < 0:
+                continue
+            if self._loads.pop(slot, None) is not None:
+                self._num_queued -= 1
+                self.counts.end_urgent(read=False)
+            self._cache.abandon(slot)
+        self._cache.release(step.slots)
+        step.slots.fill(-1)
+        step.loads.clear()
+        step.bypassed.clear()
+
+    def _enqueue(self, load: Load) -> None:
+        self._loads[load.slot] = load
+        self._num_queued += 1
+        self.counts.begin_urgent()
+
+    def _hasten(self, load: Load) -> None:
+        if not load.urgent:
+            load.urgent = True
+            self.counts.begin_urgent()
+            self._engine.hasten(load)
+
+    # From the queue to the engine, without the lock.
+
+    def _issue(self) -> None:
+        """Give the engine what is queued, as much as there are buffers for."""
+        most = self._pool.max_buffers
+        while self._num_queued:
+            with self._lock:
+                room = None if most is None else max(0, most - self._num_reading)
+                queued = (one for one in self._loads.values() if one.state is LoadState.QUEUED)
+                batch = list(islice(queued, room))
+                for load in batch:
+                    load.state = LoadState.READING
+                self._num_queued -= len(batch)
+                self._num_reading += len(batch)
+            if not batch:
+                return
+            self._submit(batch)
+
+    def _submit(self, batch: Sequence[Load], *, deferred: bool = False) -> None:
+        started = self.clock()
+        left = list(batch)  # the engine empties it once it has them
+        try:
+            for load in batch:
+                if self._pool.reads_views:
+                    load.parts = self._store.view(load.layer, load.expert)
+                else:
+                    load.parts = self._pool.buffers(load.slot, load.layer)
+            self._engine.submit(left, deferred=deferred)
+        except BaseException as error:
+            for load in left:
+                failure = error if isinstance(error, Exception) else interrupted(load)
+                if self._is_done(load):
+                    self._conclude(load, failure.with_traceback(None))
+            if not isinstance(error, Exception):
+                raise
+        if self._engine.reads_in_submit and not deferred:
+            self._cache.profiler.record_miss_stall(self.clock() - started)
+
+    # From the engine to the steps that wait, without the lock.
+
+    def _take_in(self) -> None:
+        """Bring in every load that was read, and give the engine what waits for buffers."""
+        while self._take_one():
+            pass
+        if self._num_queued:
+            with uninterrupted():
+                self._issue()
+
+    def _take_one(self) -> bool:
+        done: list[tuple[Load, Exception | None]] = []
+        with uninterrupted():
+            try:
+                self._engine.take(done)
+            finally:
+                for load, error in done:
+                    if self._is_done(load):
+                        self._bring_in(load, error)
+        return bool(done)
+
+    def _is_done(self, load: Load) -> bool:
+        """Note that a load is done; False if `close` did not wait for it."""
+        with self._lock:
+            before, load.state = load.state, LoadState.DONE
+        return before is not LoadState.DONE
+
+    def _bring_in(self, load: Load, error: Exception | None) -> None:
+        """Fill the slot of a load that was read."""
+        uploaded: Exception | None = error or interrupted(load)
+        try:
+            if error is None:
+                self._pool.upload(load.slot, load.layer, load.parts or {}, behind=not load.urgent)
+                uploaded = None
+        except Exception as caught:  # noqa: BLE001 - a waiting step raises it
+            uploaded = caught.with_traceback(None)
+        finally:
+            self._conclude(load, uploaded)
+
+    def _conclude(self, load: Load, error: Exception | None) -> None:
+        """Publish a load whose slot is filled, or give the slot back; tell who waits."""
+        if error is not None:
+            self._pool.discard(load.slot)
+        load.parts = None
+        with self._lock:
+            ahead = load.cause.is_ahead
+            self._num_reading -= not ahead
+            failed_before = isinstance(error, StoreError) and not load.waiting
+            if error is not None and self._closed and not failed_before:
+                error = ReadCancelledError("the runtime was closed")
+            elif load.waiting and (isinstance(error, ReadCancelledError) or (ahead and error)):
+                # A step that joined it shall not fail for what it did not ask for.
+                self._end_prefetch(load)
+                load.cause = Cause.DEMAND if ahead else load.cause
+                load.state, load.error = LoadState.QUEUED, None
+                self._num_queued += 1
+            if load.state is LoadState.DONE:
+                load.error = error
+                self._retire(load)
+        self._after_lock()
+        if load.state is LoadState.DONE:
+            if error is not None and not (load.waiting or load.is_cancelled):
+                self._log_failure(load)
+            for arrived in load.waiting:
+                arrived.put(load)
+            if ahead:
+                self.prefetch_done(load)
+        # Another thread may wait in the engine for this very load.
+        self._engine.announce()
+
+    # Under the lock.
+
+    def _retire(self, load: Load) -> None:
+        """Take a load that is over from the table, and publish its slot or give it back."""
+        del self._loads[load.slot]
+        filled = load.error is None
+        self.counts.done(load, self._store.layout.expert_bytes(load.layer))
+        if load.urgent:
+            self.counts.end_urgent(read=filled)
+        self._end_prefetch(load)
+        if not load.staged:
+            (self._cache.publish if filled else self._cache.abandon)(load.slot)
+        elif not load.waiting:
+            self._return_staging(load.slot)
+
+    def _end_prefetch(self, load: Load) -> None:
+        if load.cause is Cause.PREFETCH:
+            self.counts.end_prefetch(load, self._store.layout.expert_bytes(load.layer))
+
+    def _cancel_prefetches(self, layer: int | None) -> bool:
+        """Take back what is read ahead for a layer that came without it, or for any."""
+        unwanted = [
+            load
+            for load in self._loads.values()
+            if load.cause is Cause.PREFETCH
+            and not (load.urgent or load.waiting or load.is_cancelled)
+            and (layer is None or load.layer == layer)
+        ]
+        for load in unwanted:
+            load.error = ReadCancelledError("the layer came without it")
+            self._engine.cancel(load)
+        return bool(unwanted)
+
+    def _release(self, leased: np.ndarray | Collection[int], staged: Collection[int]) -> None:
+        if len(leased):
+            slots = leased if isinstance(leased, np.ndarray) else np.array([*leased], np.int32)
+            # In one order: the last end of a lease on a slot is the one that counts.
+            self._pool.release_after_compute(slots)
+            self._cache.release(slots)
+        if staged:
+            self._pool.release_after_compute(np.array([*staged], np.int32))
+            for slot in staged:
+                self._return_staging(slot)
+
+    def _return_staging(self, slot: int) -> None:
+        self._to_announce |= self._staging.give_back(slot)
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                step = self._over.get_nowait()
+            except Empty:
+                return
+            for load in step.loads:
+                self._leave(load, step.arrived)
+            self._release(step.leased, step.staged)
+
+    def _leave(self, load: Load, arrived: "SimpleQueue[Load]") -> None:
+        """Have a step no longer wait for a load."""
+        if self._loads.get(load.slot) is not load:  # it was over before
+            if load.staged:
+                self._return_staging(load.slot)
+            return
+        load.waiting.remove(arrived)
+        if load.waiting:
+            return
+        if load.staged:
+            self._staging.orphan(load.slot)
+        if load.state is LoadState.QUEUED:
+            self._num_queued -= 1
+            load.state, load.error = LoadState.DONE, ReadCancelledError("no step waits for it")
+            self._retire(load)
+        elif not load.cause.is_ahead:
+            # What has begun goes on, and ends up in the cache.
+            self._engine.cancel(load)
+
+    # After every section that held the lock.
+
+    def _after_lock(self) -> None:
+        """Take back what was given back meanwhile: who finds the lock taken leaves it there."""
+        while not self._over.empty() and self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
+        if self._to_announce:
+            self._to_announce = False
+            self._engine.announce()
+
+    def _wait_for_unwanted(self) -> None:
+        """Wait for every load that no step waits for; take back what can be."""
+        with uninterrupted(), self._lock:
+            self._cancel_prefetches(None)
+            unwanted = [load for load in self._loads.values() if not load.waiting]
+            for load in unwanted:
+                self._hasten(load)
+        while True:
+            seen = self._engine.epoch
+            self._take_in()
+            if self._closed or not any(self._loads.get(one.slot) is one for one in unwanted):
+                return
+            self._engine.wait(seen)
+
+    def _log_failure(self, load: Load) -> None:
+        # No step could be told. Once per cause: a dead disk fails every read.
+        cause = (type(load.error), str(load.error))
+        if cause not in self._logged and len(self._logged) < MAX_LOGGED_CAUSES:
+            self._logged.add(cause)
+            logger.warning(
+                "loader.read_failed layer=%d expert=%d error=%s",
+                load.layer,
+                load.expert,
+                load.error,
+            )
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise MoeCacheError("this runtime is the parent process's; open one in the child")
+        if self._closed:
+            raise MoeCacheError("the runtime is closed")
+
+
+def _ignore(load: Load) -> None:
+    """Tell no one: there is no prefetcher."""

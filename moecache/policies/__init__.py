@@ -1,0 +1,1 @@
+"""Which expert is evicted: what a cache asks of a policy, a file per family."""

@@ -1,0 +1,19 @@
+cimport cython
+
+from moecache.policies._policy cimport Policy
+
+
+@cython.final
+cdef class PythonPolicy(Policy):
+    cdef object script
+    cdef object on_step
+    cdef object on_sequence
+    cdef object held
+    cdef object error
+
+    cdef void fail(self, object error)
+
+
+@cython.final
+cdef class Held:
+    cdef Policy policy

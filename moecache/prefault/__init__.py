@@ -1,0 +1,22 @@
+"""Pre-fault: make a model's pages resident before the first request needs them."""
+
+from moecache._prefault import touch_pages
+from moecache.prefault.gate import Verdict, decide
+from moecache.prefault.page_cache import Residency, evict, residency
+from moecache.prefault.regions import Region, merge
+from moecache.prefault.warming import BackgroundSweep, Done, PrefaultReport, warm
+
+__all__ = [
+    "BackgroundSweep",
+    "Done",
+    "PrefaultReport",
+    "Region",
+    "Residency",
+    "Verdict",
+    "decide",
+    "evict",
+    "merge",
+    "residency",
+    "touch_pages",
+    "warm",
+]

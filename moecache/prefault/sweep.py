@@ -1,0 +1,321 @@
+"""Sweeper: makes extents resident, with as many threads as pay."""
+
+import errno
+import operator
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from moecache._prefault import (
+    CHUNK_BYTES,
+    METHODS,
+    OWN_MEMORY,
+    PAGE_SIZE,
+    Sweep,
+    advise_huge,
+    can_populate,
+)
+from moecache.errors import ConfigError
+from moecache.prefault.extents import Extent, ExtentFinder
+from moecache.prefault.mappings import is_mapped_in
+
+MAX_THREADS = 64
+# Which number of threads is fastest depends on disk, read-ahead and neighbours: 1, 2 and 4
+# were each best somewhere. Below a GiB it does not pay to find out.
+_CALIBRATE_FROM_BYTES = 2**30
+_CALIBRATE_THREADS = (1, 2, 4)
+_SAMPLE_BYTES = 4 * CHUNK_BYTES
+_DEFAULT_THREADS = 2
+_POLL_S = 0.1
+_REASONS = {
+    errno.EFAULT: "the kernel could not read it",
+    errno.ENOMEM: "it is not mapped any more",
+    errno.EINVAL: "this kind of memory cannot be swept",
+}
+
+Progress = Callable[[int, int], object]
+
+
+class Sweeper:
+    """Makes address ranges resident, once; `close` it afterwards.
+
+    Parameters
+    ----------
+    ranges : sequence of (address, nbytes)
+        Page-aligned, sorted, not overlapping. The caller keeps them mapped.
+    method : {"populate", "read", "touch"}, optional
+        By default "populate" where the kernel has it, else "read".
+    threads : int, optional
+        By default found by a short calibration.
+    keep_mapped : bool, default True
+        If false, files are swept through mappings of the sweeper's own that are
+        emptied as it goes: it fills the page cache alone.
+    read_back : bool, default True
+        Read chunks once more if their first read is slow, see `Sweep.run`.
+    sweep : Sweep, optional
+        Counts what is done, and can cancel.
+
+    Raises
+    ------
+    ConfigError
+        If the kernel lacks the method, or the number of threads is out of range.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        method: str | None = None,
+        threads: int | None = None,
+        keep_mapped: bool = True,
+        read_back: bool = True,
+        sweep: Sweep | None = None,
+    ) -> None:
+        self.method = check_method(method)
+        self.threads = check_threads(threads)
+        self.sweep = Sweep() if sweep is None else sweep
+        self.num_threads = 0
+        self._keep_mapped = keep_mapped
+        self._read_back = read_back
+        self._finder = ExtentFinder(own_mappings=not keep_mapped)
+        try:
+            self._extents, self.failures = self._finder.find(ranges)
+        except BaseException:
+            self._finder.close()
+            raise
+        if self.method == "read":
+            self._drop_unreadable()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that can be swept; less than the ranges' if some are not there."""
+        return _total(self._extents)
+
+    def resident_bytes(self) -> int:
+        """Return the bytes in memory now, as far as the kernel tells."""
+        pages = [(extent, extent.resident_pages()) for extent in self._extents]
+        return sum(min(extent.nbytes, count * PAGE_SIZE) for extent, count in pages if count)
+
+    def has_nothing_to_do(self, resident_bytes: int) -> bool:
+        """Return whether all is in memory, and in the page table if it has to be."""
+        if self.failures or resident_bytes < self.total_bytes:
+            return False
+        # Present may be the one page of zeros; and to populate what is there costs little.
+        if any(extent.descriptor == OWN_MEMORY for extent in self._extents):
+            return False
+        if not self._keep_mapped or self.method == "read":
+            return True
+        return all(is_mapped_in(extent.address, extent.nbytes) for extent in self._extents)
+
+    def run(self, progress: Progress | None = None, *, resident_bytes: int = 0) -> None:
+        """Sweep; what fails is described in `failures` afterwards.
+
+        Parameters
+        ----------
+        progress : callable (done_bytes, total_bytes), optional
+            Called by this thread, some ten times a second and at the end. If it
+            raises, the sweep ends.
+        resident_bytes : int, default 0
+            What is in memory already.
+        """
+        # The whole mapping: advice for parts would split it, and there may be only 65,530. Not
+        # for memory without a file, where it would change how much of it is allocated.
+        if self.method != "read":
+            files = (extent.mapping for extent in self._extents if extent.path)
+            for address, nbytes in dict.fromkeys(files):
+                advise_huge(address, nbytes)
+        total = self.total_bytes
+
+        def tick() -> None:
+            if progress is not None:
+                progress(min(self.sweep.done_bytes, total), total)
+
+        rest = self._extents
+        if resident_bytes * 10 > total * 9:
+            # Page tables to be filled: no disk to learn about, nothing that arrives.
+            self.threads = self.threads or _DEFAULT_THREADS
+            self._read_back = False
+        if self.threads is None:
+            rest = self._calibrate(total, tick)
+        self._run_threads(rest, self.threads or _DEFAULT_THREADS, tick)
+        if not self._keep_mapped or self.method == "read":
+            self._run_again(total, tick)
+        tick()
+
+    def close(self) -> None:
+        """Give back files and mappings; not before `run` has returned."""
+        self._extents = []
+        self._finder.close()
+
+    def _drop_unreadable(self) -> None:
+        """Leave out what has a file that cannot be read: a touch could kill the process."""
+        kept = []
+        for extent in self._extents:
+            if extent.descriptor < 0 and extent.path:
+                self.failures.append(extent.describe_failure("it cannot be opened to be read"))
+            else:
+                kept.append(extent)
+        self._extents = kept
+
+    def _calibrate(self, total: int, tick: Callable[[], None]) -> list[Extent]:
+        """Set `threads` by sweeping the first part with several numbers; return the rest."""
+        rest = self._extents
+        self.threads = min(_DEFAULT_THREADS, max(1, total // CHUNK_BYTES))
+        if total < _CALIBRATE_FROM_BYTES:
+            return rest
+        rates = {}
+        for threads in _CALIBRATE_THREADS:
+            sample, rest = _cut(rest, threads * _SAMPLE_BYTES)
+            start = time.perf_counter()
+            self._run_threads(sample, threads, tick)
+            rates[threads] = _total(sample) / (time.perf_counter() - start)
+        self.threads = max(rates, key=lambda threads: rates[threads])
+        return rest
+
+    def _run_again(self, total: int, tick: Callable[[], None]) -> None:
+        """Sweep what was lost meanwhile of page cache that nobody maps.
+
+        The kernel drops a little of it when it makes room for large folios (seen:
+        2 to 8 MiB of 4 GiB, once 26 MiB of one). Where more is gone there is too
+        little memory, and it would only go again.
+        """
+        if self.failures or self.sweep.cancelled:
+            return
+        if 0 < (total - self.resident_bytes()) * 8 <= total:
+            lost = [part for extent in self._extents for part in _lost_parts(extent)]
+            self._run_threads(lost, 1, tick)
+
+    def _run_threads(self, extents: list[Extent], threads: int, tick: Callable[[], None]) -> None:
+        """Sweep extents, each thread a contiguous part; returns when all have stopped."""
+        parts = _deal(extents, threads)
+        self.num_threads = max(self.num_threads, len(parts))
+        results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        workers: list[threading.Thread] = []
+
+        def work(part: list[Extent]) -> None:
+            try:
+                self._sweep_part(part)
+                results.put(None)
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                results.put(error)
+
+        try:
+            for part in parts:
+                worker = threading.Thread(
+                    target=work, args=(part,), name="moecache-sweep", daemon=True
+                )
+                try:
+                    worker.start()
+                except RuntimeError:  # no more threads to be had
+                    work(part)
+                else:
+                    workers.append(worker)
+            for _ in parts:
+                error = _next(results, tick)
+                if error is not None:
+                    raise error
+        except BaseException:
+            self.sweep.cancel()
+            raise
+        finally:
+            # Not called in the main thread: there Ctrl-C would make a join end too early.
+            for worker in workers:
+                worker.join()
+
+    def _sweep_part(self, part: list[Extent]) -> None:
+        pieces = [
+            (extent.address, extent.nbytes, extent.descriptor, extent.offset) for extent in part
+        ]
+        failed = self.sweep.run(
+            pieces, self.method, keep_mapped=self._keep_mapped, read_back=self._read_back
+        )
+        for index, start, nbytes, number in failed:
+            reason = _REASONS.get(number, os.strerror(number))
+            self.failures.append(part[index].part(start, nbytes).describe_failure(reason))
+
+
+def check_method(method: str | None) -> str:
+    """Return the method to use.
+
+    Raises
+    ------
+    ConfigError
+        If it is unknown, or not to be had on this kernel.
+    """
+    if method is None:
+        return "populate" if can_populate() else "read"
+    if method not in METHODS:
+        raise ConfigError(f"method {method!r} is not one of {', '.join(METHODS)}")
+    if method == "populate" and not can_populate():
+        raise ConfigError('method "populate" needs Linux 5.14 or later; use "read"')
+    return method
+
+
+def check_threads(threads: int | None) -> int | None:
+    """Return the number of threads.
+
+    Raises
+    ------
+    ConfigError
+        If it is not between 1 and 64.
+    """
+    if threads is None:
+        return None
+    try:
+        number = operator.index(threads)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= MAX_THREADS:
+        raise ConfigError(f"threads must be a number from 1 to {MAX_THREADS}, got {threads!r}")
+    return number
+
+
+def _next(
+    results: queue.SimpleQueue[BaseException | None], tick: Callable[[], None]
+) -> BaseException | None:
+    while True:
+        try:
+            return results.get(timeout=_POLL_S)
+        except queue.Empty:
+            tick()
+
+
+def _total(extents: list[Extent]) -> int:
+    return sum(extent.nbytes for extent in extents)
+
+
+def _lost_parts(extent: Extent) -> list[Extent]:
+    pages = extent.resident_pages()
+    if pages is None or pages >= extent.num_pages:
+        return []
+    if extent.nbytes <= CHUNK_BYTES:
+        return [extent]
+    starts = range(0, extent.nbytes, CHUNK_BYTES)
+    chunks = [extent.part(start, min(CHUNK_BYTES, extent.nbytes - start)) for start in starts]
+    return [part for chunk in chunks for part in _lost_parts(chunk)]
+
+
+def _cut(extents: list[Extent], nbytes: int) -> tuple[list[Extent], list[Extent]]:
+    """Return what makes up the first `nbytes`, and the rest."""
+    head: list[Extent] = []
+    for index, extent in enumerate(extents):
+        if extent.nbytes > nbytes:
+            first = [extent.part(0, nbytes)] if nbytes else []
+            rest = extent.part(nbytes, extent.nbytes - nbytes)
+            return head + first, [rest, *extents[index + 1 :]]
+        head.append(extent)
+        nbytes -= extent.nbytes
+    return head, []
+
+
+def _deal(extents: list[Extent], threads: int) -> list[list[Extent]]:
+    """Return at most `threads` contiguous parts of whole chunks, equal but for one chunk."""
+    share = -(-_total(extents) // threads)
+    share = -(-share // CHUNK_BYTES) * CHUNK_BYTES
+    parts = []
+    while extents:
+        part, extents = _cut(extents, share)
+        parts.append(part)
+    return parts

@@ -1,0 +1,1 @@
+"""What is read before a step asks for it."""

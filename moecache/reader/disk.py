@@ -1,0 +1,200 @@
+"""How experts are read from their files: which way, and how much at once."""
+
+import logging
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moecache.errors import StoreError
+from moecache.reader._reader import Reader
+from moecache.slots.base import SlotPool
+from moecache.stores.base import FileStore
+from moecache.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+STAGING_BYTES = 16 * 2**20
+# (reads in flight, bytes of each), for reads that go straight to their slots.
+STRAIGHT_QUEUE = (32, 256 * 2**10)
+# For those that are copied. More in flight come back all at once, at the end, and are copied
+# then, instead of while the next ones are read: 8 MiB were measured to be a fifth slower.
+STAGED_QUEUE = (16, 256 * 2**10)
+CANDIDATES = tuple(
+    (depth, size * 2**10)
+    for size, depth in (
+        *((128, 16), (256, 8), (256, 16), (256, 32), (512, 4), (512, 8), (512, 16)),
+        *((1024, 4), (1024, 8)),
+    )
+)
+# Of the page cache the kernel itself reads ahead; longer pieces are fewer calls.
+BUFFERED_QUEUE = (32, 2**20)
+# What a disk gives at most, whatever arrives when.
+_DEEP_QUEUE = (32, 512 * 2**10)
+_DEEP_BYTES = 32 * 2**20
+_CALIBRATION_S = 0.3
+# What differs less is noise.
+_NOISE = 1.1
+_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """What a calibration found out about a disk.
+
+    Parameters
+    ----------
+    engine : {"io_uring", "threads"}
+    depth : int
+        Reads in flight.
+    piece_bytes : int
+        Largest read.
+    bytes_per_s : float
+        The best rate that any depth and size of reads gave.
+    """
+
+    engine: str
+    depth: int
+    piece_bytes: int
+    bytes_per_s: float
+
+
+def open_reader(
+    store: FileStore, *, direct: bool, staging_bytes: int = STAGING_BYTES, engine: str | None = None
+) -> Reader:
+    """Return a reader of a store's files.
+
+    Where direct reads were asked for and a file system takes none, or io_uring is
+    refused, that is one line in the log, and it goes on without.
+    """
+    reader = Reader(
+        [file.descriptor for file in store.files],
+        direct=direct,
+        engine=engine,
+        depth=(STAGED_QUEUE if direct else BUFFERED_QUEUE)[0],
+        piece_bytes=(STAGED_QUEUE if direct else BUFFERED_QUEUE)[1],
+        staging_bytes=staging_bytes if direct else 0,
+    )
+    if direct and reader.num_direct_files < len(store.files):
+        logger.info(
+            "reading.buffered path=%s files=%d of=%d: their file system takes no direct reads",
+            *(store.files[0].path, len(store.files) - reader.num_direct_files, len(store.files)),
+        )
+    if direct and not reader.direct:
+        _tune(reader, BUFFERED_QUEUE, 0)
+    if engine is None and reader.refusal:
+        logger.info("reading.threads the kernel refuses io_uring: %s", os.strerror(reader.refusal))
+    return reader
+
+
+def calibrate(reader: Reader, store: FileStore, pool: SlotPool) -> DiskSpeed | None:
+    """Find out how much to read at once, and tune the reader to it, in about a third of a second.
+
+    Reads experts into slots, which must all be free, as steps will: half of a
+    token's experts at once. A disk that is too slow for that keeps the default.
+
+    Returns
+    -------
+    DiskSpeed or None
+        None if nothing could be read: the requests will say why.
+    """
+    rng = np.random.default_rng(0)
+    layout = store.layout
+    widest = max(1, *(layout.expert_bytes(layer) for layer in range(layout.num_layers)))
+    most = min(pool.num_slots, layout.total_experts)
+    default = default_queue(reader, store)
+    usual = max(1, min(layout.top_k // 2 or 4, most))
+    deep = max(1, min(_DEEP_BYTES // widest, 256, most))
+    # Without io_uring there are as many reads in flight as threads: sizes alone differ.
+    others = CANDIDATES if reader.engine == "io_uring" else ((16, 2**17), (16, 2**19))
+    rates: dict[tuple[int, int], list[float]] = {queue: [] for queue in (default, *others)}
+    best: list[float] = []
+    staging_bytes = reader.staging_bytes
+    start = time.perf_counter()
+    try:
+        # The first reads pay for what is set up once.
+        _burst(reader, store, pool, rng, usual)
+        while not best or time.perf_counter() - start < _CALIBRATION_S:
+            _tune(reader, _DEEP_QUEUE, staging_bytes)
+            best.append(_burst(reader, store, pool, rng, deep))
+            for queue, found in rates.items():
+                if time.perf_counter() - start > 2 * _CALIBRATION_S:
+                    break
+                _tune(reader, queue, staging_bytes)
+                found.append(_burst(reader, store, pool, rng, usual))
+    except StoreError as error:
+        logger.warning("reading.calibration_failed %s", error)
+        _tune(reader, default, staging_bytes)
+        return None
+    medians = {queue: statistics.median(found) for queue, found in rates.items() if found}
+    chosen = max(medians, key=lambda queue: medians[queue], default=default)
+    if medians.get(default, 0) * _NOISE >= medians.get(chosen, 0):
+        chosen = default
+    _tune(reader, chosen, staging_bytes)
+    rate = max([statistics.median(best), *medians.values()])
+    speed = DiskSpeed(reader.engine, *chosen, bytes_per_s=rate)
+    logger.info(
+        "reading.calibrated engine=%s depth=%d piece=%d disk=%s/s seconds=%.2f",
+        *(speed.engine, speed.depth, speed.piece_bytes, format_bytes(rate)),
+        time.perf_counter() - start,
+    )
+    return speed
+
+
+def apply(speed: DiskSpeed, reader: Reader) -> bool:
+    """Tune a reader to what was found out before; False if that was for another engine."""
+    if speed.engine != reader.engine:
+        return False
+    _tune(reader, (speed.depth, speed.piece_bytes), reader.staging_bytes)
+    return True
+
+
+def default_queue(reader: Reader, store: FileStore) -> tuple[int, int]:
+    """Return the depth and size of reads that suit a store, on a disk that nothing is known of."""
+    aligned = all(offset % reader.alignment == 0 for _, offset, _ in store.runs(0, 0))
+    return STRAIGHT_QUEUE if aligned else STAGED_QUEUE
+
+
+def disk_of(store: FileStore) -> str:
+    """Return what tells a store's disk, and how its experts lie, from others on this machine."""
+    devices = sorted({str(os.fstat(file.descriptor).st_dev) for file in store.files})
+    aligned = all(offset % _BLOCK == 0 for _, offset, _ in store.runs(0, 0))
+    return ",".join(devices) + (" aligned" if aligned else "")
+
+
+def _tune(reader: Reader, queue: tuple[int, int], staging_bytes: int) -> None:
+    reader.tune(depth=queue[0], piece_bytes=queue[1], staging_bytes=staging_bytes)
+
+
+def _burst(
+    reader: Reader, store: FileStore, pool: SlotPool, rng: np.random.Generator, num_loads: int
+) -> float:
+    """Read experts at random into the first slots; return bytes per second."""
+    layout = store.layout
+    keys = rng.choice(layout.total_experts, num_loads, replace=False)
+    places = [divmod(int(key), layout.num_experts) for key in keys]
+    loads: list[Any] = [
+        (slot, store.runs(*place), pool.buffers(slot, place[0]))
+        for slot, place in enumerate(places)
+    ]
+    taken: list[tuple[int, tuple[int, int, int] | None]] = []
+    start = time.perf_counter()
+    try:
+        reader.submit(loads)
+        while len(taken) < num_loads:
+            reader.wait(reader.epoch)
+            reader.take(taken)
+    except BaseException:
+        # An interrupt. What is in flight must not be written into slots that are in use.
+        reader.close()
+        raise
+    seconds = time.perf_counter() - start
+    for slot in range(num_loads):
+        pool.discard(slot)
+    for _, failure in taken:
+        if failure is not None:
+            raise store.files[failure[1]].failure(failure[0], failure[2], "an expert", 0)
+    return sum(layout.expert_bytes(layer) for layer, _ in places) / seconds

@@ -1,0 +1,1 @@
+"""From a path and a budget to a runtime, and its steps."""

@@ -1,0 +1,277 @@
+"""Steps, and the waves they are handed out in."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterator
+from queue import Empty
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from moecache.cache._cache import ExpertCache
+from moecache.interrupts import uninterrupted
+from moecache.loading._guard import Guard
+from moecache.loading.load import Load
+from moecache.loading.loader import SlotLoader
+from moecache.loading.step import Step
+
+
+class Wave:
+    """The part of a step that can be computed now: its slots are leased and filled.
+
+    Valid until the next wave is asked for. Iterating yields (slot, pairs) for
+    each expert. A pair is an index into the step's flattened ids: pair p is
+    choice p % top_k of token p // top_k.
+
+    Attributes
+    ----------
+    slots : ndarray of int32, shape [n]
+        Where the wave's experts are.
+    pairs : ndarray of int64, shape [m]
+        Pairs that the wave covers, grouped by expert.
+    offsets : ndarray of int64, shape [n + 1]
+        The pairs of slots[i] are pairs[offsets[i]:offsets[i + 1]].
+    top_k : int
+        Choices per token.
+    """
+
+    __slots__ = ("offsets", "pairs", "slots", "top_k")
+
+    def __init__(
+        self, slots: np.ndarray, pairs: np.ndarray, offsets: np.ndarray, top_k: int
+    ) -> None:
+        # Read-only: these very slots are released when the wave is over.
+        slots.flags.writeable = False
+        self.slots = slots
+        self.pairs = pairs
+        self.offsets = offsets
+        self.top_k = top_k
+
+    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (slot, pairs) for each expert."""
+        bounds = self.offsets.tolist()
+        for slot, start, stop in zip(self.slots.tolist(), bounds, bounds[1:], strict=False):
+            yield slot, self.pairs[start:stop]
+
+    def __len__(self) -> int:
+        """Return the number of experts."""
+        return len(self.slots)
+
+
+class Lease:
+    """Slots that hold all experts of a step until it is closed, or dropped. A context manager.
+
+    Attributes
+    ----------
+    slots : ndarray of int32, of the ids' shape
+        Slot of each id; -1 for a dropped one.
+    """
+
+    def __init__(self, loader: SlotLoader, step: Step, guard: Guard) -> None:
+        # Read-only: these very slots are released.
+        step.slots.flags.writeable = False
+        self.slots = step.slots.reshape(step.ids.shape)
+        self._loader = loader
+        self._guard = guard
+
+    def close(self) -> None:
+        """End the lease; a second call does nothing."""
+        self._guard.close()
+        self._loader.give_back()
+
+    def __enter__(self) -> Self:
+        """Return the lease."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the lease."""
+        self.close()
+
+
+# Told of a step's layer and ids when its experts are acquired, and before it waits for them.
+Observe = Callable[[int, np.ndarray], object]
+
+
+def lease(
+    loader: SlotLoader,
+    cache: ExpertCache,
+    layer: int,
+    ids: np.ndarray,
+    *,
+    observe: Observe | None = None,
+    ignore_out_of_range: bool = False,
+) -> Lease:
+    """Return a lease on all experts of a step, once every one is there."""
+    step = Step(layer, ids, cache.num_experts, ignore_out_of_range=ignore_out_of_range)
+    guard = loader.guard(step)
+    try:
+        loader.acquire(step)
+        if observe is not None:
+            observe(layer, ids)
+        while step.loads:
+            _wait(loader, cache, step)
+        loader.before_compute(step.slots)
+        return Lease(loader, step, guard)
+    except BaseException:
+        guard.close()
+        loader.give_back()
+        raise
+
+
+def waves(
+    loader: SlotLoader,
+    cache: ExpertCache,
+    layer: int,
+    ids: np.ndarray,
+    *,
+    observe: Observe | None = None,
+    bulk: bool | None = None,
+    ignore_out_of_range: bool = False,
+) -> Generator[Wave, None, None]:
+    """Yield the waves of a step: what is there first, then what arrives.
+
+    A bulk step, by default one of many tokens, admits no more experts to the cache than
+    its layer's fair share; the others pass through staging slots, as does what finds no
+    slot to claim.
+    """
+    top_k = ids.shape[-1] if ids.ndim else 1
+    one_token = ids.size == top_k
+    if bulk is None:
+        bulk = not one_token
+    share = cache.fair_share(layer) if bulk else cache.num_experts
+    step = Step(layer, ids, cache.num_experts, share=share, ignore_out_of_range=ignore_out_of_range)
+    guard = loader.guard(step)
+    try:
+        loader.acquire(step)
+        if observe is not None:
+            observe(layer, ids)
+        if step.loads or step.bypassed:
+            yield from _Parts(loader, cache, step, top_k).waves()
+        elif ids.size:
+            loader.before_compute(step.slots)
+            yield _whole_step(ids, step.slots, top_k, one_token=one_token)
+    finally:
+        guard.close()
+        loader.give_back()
+
+
+class _Parts:
+    """A step with misses, cut into waves."""
+
+    def __init__(self, loader: SlotLoader, cache: ExpertCache, step: Step, top_k: int) -> None:
+        self._loader = loader
+        self._cache = cache
+        self._step = step
+        self._top_k = top_k
+        self._order, starts = _group(step.ids.reshape(-1))
+        self._starts = starts.tolist()
+        first = self._order[starts[:-1]]
+        self._experts = step.ids.reshape(-1)[first].tolist()
+        self._group_of = {expert: group for group, expert in enumerate(self._experts)}
+        self._slots = step.slots[first]  # slot of each group
+        step.leased = set(step.slots[step.slots >= 0].tolist())
+
+    def waves(self) -> Iterator[Wave]:
+        step = self._step
+        coming = {load.expert for load in step.loads}
+        if step.bypassed:
+            self._loader.stage(step)
+        slots = self._slots.tolist()
+        ready = [
+            group
+            for group, (expert, slot) in enumerate(zip(self._experts, slots, strict=True))
+            if slot >= 0 and expert not in coming
+        ]
+        if ready:
+            yield self._wave(ready)
+            self._release(ready)
+        while step.loads or step.bypassed:
+            while step.bypassed and not self._loader.stage(step) and not step.loads:
+                self._loader.wait_for_staging(step.layer)
+            done = _wait(self._loader, self._cache, step)
+            groups = [self._group_of[load.expert] for load in done]
+            self._slots[groups] = [load.slot for load in done]
+            yield self._wave(groups)
+            self._release(groups)
+
+    def _wave(self, groups: list[int]) -> Wave:
+        wave = _wave_of(self._order, self._starts, groups, self._slots, self._top_k)
+        self._loader.before_compute(wave.slots)
+        return wave
+
+    def _release(self, groups: list[int]) -> None:
+        # A wave is over: what it used may be evicted, or staged over, from here on.
+        step = self._step
+        slots = set(self._slots[groups].tolist())
+        leased, staged = slots - step.staged, slots & step.staged
+        with uninterrupted():
+            step.leased -= leased
+            step.staged -= staged
+            self._loader.release(leased, staged)
+
+
+def _wait(loader: SlotLoader, cache: ExpertCache, step: Step) -> list[Load]:
+    """Return at least one load of a step that is over, and every other that is by then."""
+    loader.look()
+    done: list[Load] = []
+    if step.arrived.empty():
+        started = loader.clock()
+        done.append(loader.wait(step.arrived))
+        cache.profiler.record_miss_stall(loader.clock() - started)
+    with contextlib.suppress(Empty):
+        while True:
+            done.append(step.arrived.get_nowait())
+    # All of them are accounted for before an error is raised.
+    with uninterrupted():
+        step.staged.update(load.slot for load in done if load.staged)
+        step.loads.difference_update(done)
+    for load in done:
+        if load.error is not None:
+            raise load.error
+    return done
+
+
+def _whole_step(ids: np.ndarray, slots: np.ndarray, top_k: int, *, one_token: bool) -> Wave:
+    # A router's choices for one token are distinct: every pair is a group,
+    # nothing to sort. Repeated ones must be computed together, as they are
+    # when they come as misses: a product of two rows may round differently.
+    if one_token and len(set(slots.tolist())) == top_k and slots.min() >= 0:
+        pairs, offsets = _one_token(top_k)
+        return Wave(slots, pairs, offsets, top_k)
+    order, starts = _group(ids.reshape(-1))
+    found = slots[order[starts[:-1]]]
+    # Ids that were dropped have no slot.
+    return _wave_of(order, starts.tolist(), np.flatnonzero(found >= 0).tolist(), found, top_k)
+
+
+def _wave_of(
+    order: np.ndarray, starts: list[int], groups: list[int], slots: np.ndarray, top_k: int
+) -> Wave:
+    """Return the wave of some groups; `slots` has the slot of every group of the step."""
+    parts = [order[starts[group] : starts[group + 1]] for group in groups]
+    offsets = np.zeros(len(groups) + 1, np.int64)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    pairs = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    return Wave(slots[groups], pairs, offsets, top_k)
+
+
+def _group(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    # Stable: the pairs of an expert stay in the order of the tokens.
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+    return order, np.append(starts, ids.size)
+
+
+@functools.lru_cache(maxsize=64)
+def _one_token(top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    pairs, offsets = np.arange(top_k), np.arange(top_k + 1)
+    # Shared by every wave of that size.
+    pairs.flags.writeable = offsets.flags.writeable = False
+    return pairs, offsets

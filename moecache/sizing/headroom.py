@@ -1,0 +1,129 @@
+"""What a host needs beside the slots: trunk, KV cache, staging; and whether all of it fits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moecache.errors import CapacityError
+from moecache.sizing.host_memory import free_host_bytes, tightest_limit
+from moecache.sizing.planning import RESERVE_BYTES
+from moecache.units import format_bytes
+
+DEFAULT_CONTEXT_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """Bytes that a plan leaves for what is not a slot.
+
+    Parameters
+    ----------
+    trunk_bytes : int
+        All tensors that are no experts', as stored.
+    kv_cache_bytes : int
+        Keys and values of `context_tokens` tokens.
+    context_tokens : int
+    staging_bytes : int
+        Buffers of the reads.
+    spare_bytes : int
+        For the interpreter, activations and everybody else.
+    """
+
+    trunk_bytes: int
+    kv_cache_bytes: int
+    context_tokens: int
+    staging_bytes: int
+    spare_bytes: int = RESERVE_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.trunk_bytes + self.kv_cache_bytes + self.staging_bytes + self.spare_bytes
+
+    def describe(self) -> str:
+        """Return the parts as one line."""
+        return (
+            f"trunk {format_bytes(self.trunk_bytes)}, KV cache of {self.context_tokens} tokens "
+            f"{format_bytes(self.kv_cache_bytes)}, staging {format_bytes(self.staging_bytes)}, "
+            f"spare {format_bytes(self.spare_bytes)}"
+        )
+
+
+def headroom(
+    trunk_bytes: int,
+    config: Mapping[str, Any],
+    *,
+    staging_bytes: int = 0,
+    context_tokens: int | None = None,
+) -> Headroom:
+    """Return what a model needs beside its experts.
+
+    Parameters
+    ----------
+    trunk_bytes : int
+    config : mapping
+        The checkpoint's config.json.
+    staging_bytes : int, default 0
+    context_tokens : int, optional
+        Length of the KV cache; by default what the model takes, at most 4096.
+    """
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else config
+    if context_tokens is None:
+        longest = _number(config, "max_position_embeddings") or DEFAULT_CONTEXT_TOKENS
+        context_tokens = min(longest, DEFAULT_CONTEXT_TOKENS)
+    return Headroom(
+        trunk_bytes,
+        kv_bytes_per_token(config) * context_tokens,
+        context_tokens,
+        staging_bytes,
+    )
+
+
+def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
+    """Return the bytes of one token's keys and values in all layers; 0 if config does not say.
+
+    Every layer counts as full attention in the model's dtype: what Hugging Face
+    transformers allocates at most (for multi-head latent attention, its
+    decompressed heads).
+    """
+    num_layers = _number(config, "num_hidden_layers")
+    num_heads = _number(config, "num_attention_heads")
+    hidden = _number(config, "hidden_size")
+    if not num_layers or not num_heads:
+        return 0
+    kv_heads = _number(config, "num_key_value_heads") or num_heads
+    head_size = _number(config, "head_dim") or hidden // num_heads
+    key_size = _number(config, "qk_nope_head_dim") + _number(config, "qk_rope_head_dim")
+    value_size = _number(config, "v_head_dim")
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    item_bytes = 4 if dtype is None or dtype == "float32" else 2
+    return (
+        num_layers * kv_heads * ((key_size or head_size) + (value_size or head_size)) * item_bytes
+    )
+
+
+def fits_beside(slots_bytes: int, reserve_bytes: int, experts_bytes: int) -> bool:
+    """Return whether the page cache can hold all experts beside slots and what is reserved."""
+    return free_host_bytes() - slots_bytes - reserve_bytes >= experts_bytes
+
+
+def check_fits(slot_bytes: int, staging_bytes: int) -> None:
+    """Raise CapacityError if slots and staging alone would swap, or get the process killed."""
+    free = free_host_bytes()
+    if slot_bytes + staging_bytes <= free:
+        return
+    limit = tightest_limit()
+    where = "this machine has" if limit is None else f"the memory cgroup {limit.path} leaves"
+    raise CapacityError(
+        f"slots of {format_bytes(slot_bytes)} and {format_bytes(staging_bytes)} for reads need "
+        f"more than the {format_bytes(free)} that {where}: it would swap or be killed; lower "
+        f"memory to at most {format_bytes(max(0, free - staging_bytes) * 0.95)}, less what trunk "
+        "and KV cache still take"
+    )
+
+
+def _number(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    # What no model has is not believed.
+    return value if type(value) is int and 0 < value < 2**31 else 0

@@ -1,0 +1,1 @@
+"""Recorded routing: what it is, its files, and how a run is recorded."""

@@ -1,0 +1,171 @@
+"""Recording: a cache's steps, written as a trace when it ends."""
+
+import itertools
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from moecache.cache._cache import ExpertCache
+from moecache.cache._route_log import RouteLog
+from moecache.errors import ConfigError, MoeCacheError
+from moecache.layout import ExpertLayout
+from moecache.traces.trace import Trace, from_log
+
+logger = logging.getLogger(__name__)
+
+
+class Recording:
+    """Notes every step of a cache until it is closed, then writes the trace.
+
+    Made by `ExpertRuntime.record_trace`. A context manager. `close` never fails: what
+    cannot be written is a warning in the log, and `trace` still has it.
+
+    Parameters
+    ----------
+    cache : ExpertCache
+    path : str or Path
+        Written when the recording ends, whole or not at all.
+    layers : list of int, optional
+        The model's own layer numbers.
+    max_bytes : int, default 256 MiB
+        Bytes of the log after which nothing more is noted.
+    **metadata
+        Goes into the trace.
+
+    Attributes
+    ----------
+    log : RouteLog
+    trace : Trace or None
+        What was recorded; None before the end.
+    saved : bool
+        Whether it is in the file.
+
+    Raises
+    ------
+    ConfigError
+        If the path is a directory, or in a directory that is not there or cannot be
+        written to; or if max_bytes is below 1.
+    MoeCacheError
+        If the cache is being recorded already.
+    """
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        path: str | os.PathLike[str],
+        *,
+        layers: list[int] | None = None,
+        max_bytes: int = 256 * 2**20,
+        **metadata: Any,
+    ) -> None:
+        self.path = Path(path)
+        _check_writable(self.path)
+        if cache.route_log is not None:
+            raise MoeCacheError("the cache is being recorded already; close that recording first")
+        self.log = RouteLog(cache.num_layers, cache.num_experts, max_bytes=max_bytes)
+        self.trace: Trace | None = None
+        self.saved = False
+        self._cache = cache
+        self._layers = layers
+        self._metadata = metadata
+        self._process = os.getpid()
+        self._closed = False
+        cache.route_log = self.log
+        logger.info("recording.started path=%s", self.path)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the recording has ended."""
+        return self._closed
+
+    def close(self) -> None:
+        """End the recording and write it; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._cache.route_log is self.log:
+            self._cache.route_log = None
+        if os.getpid() != self._process:
+            # A forked child: the file is the parent's.
+            return
+        if self.log.full:
+            logger.warning(
+                "recording.full steps=%d dropped=%d bytes=%d max_bytes=%d; "
+                "give record_trace a larger max_bytes=, or record less at once",
+                self.log.num_steps,
+                self.log.num_dropped,
+                self.log.num_bytes,
+                self.log.max_bytes,
+            )
+        try:
+            self.trace = from_log(self.log, layers=self._layers, **self._metadata)
+            self.trace.save(self.path)
+        except (MoeCacheError, MemoryError, OSError, ValueError) as error:
+            logger.warning("recording.lost path=%s error=%s", self.path, error)
+            return
+        self.saved = True
+        self.log.clear()
+        logger.info("recording.saved path=%s tokens=%d", self.path, self.trace.num_tokens)
+
+    stop = close
+
+    def __enter__(self) -> Self:
+        """Return the recording."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the recording, also where something failed."""
+        self.close()
+
+
+def record(
+    cache: ExpertCache,
+    layout: ExpertLayout,
+    path: str | os.PathLike[str],
+    *,
+    model: str | os.PathLike[str] | None,
+    max_bytes: int,
+) -> Recording:
+    """Start to record a cache, with what is known of its model in the trace's metadata."""
+    known: dict[str, Any] = {} if model is None else {"model": Path(os.path.abspath(model)).name}
+    if layout.top_k is not None:
+        known["top_k"] = layout.top_k
+    return Recording(
+        cache,
+        path,
+        layers=_layer_numbers(layout.layer_names),
+        max_bytes=max_bytes,
+        **known,
+        expert_bytes=max(map(layout.expert_bytes, range(layout.num_layers))),
+        policy=cache.policy,
+        scope=cache.scope,
+        capacity=cache.capacity,
+    )
+
+
+def _layer_numbers(names: Sequence[str]) -> list[int] | None:
+    """Return the numbers in the layers' names, or None if they are not in order."""
+    found = [re.search(r"\d+", name) for name in names]
+    numbers = [int(match[0]) for match in found if match]
+    increasing = all(one < two for one, two in itertools.pairwise(numbers))
+    return numbers if len(numbers) == len(names) and increasing else None
+
+
+def _check_writable(path: Path) -> None:
+    """Raise if it can be known now that nothing can be written there."""
+    directory = path.parent
+    if not directory.is_dir():
+        raise ConfigError(f"{path}: there is no directory {directory}; make it first")
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a directory; name a file in it, such as trace.npz")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path}: the directory {directory} cannot be written to")

@@ -12,7 +12,7 @@ from moecache.errors import CapacityError, ConfigError
 from moecache.layout import ExpertLayout
 from moecache.reader.disk import STAGING_BYTES
 from moecache.runtime.opening import plan_slots, reading_mode
-from moecache.settings import DEFAULT_READ, Settings
+from moecache.settings import Settings
 from moecache.sizing.headroom import Headroom, check_fits, headroom
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
 from moecache.slots import CudaSlots, HostSlots
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         if settings.reserve is not None:
             reserve_bytes = parse_bytes(settings.reserve)
         console.print(_memory_table(room, gpu, settings.reserve))
-        memory = settings.memory if arguments.memory is None else arguments.memory
+        memory = settings.choose("memory", arguments.memory).value
         planned, staging = plan_slots(layout, memory, None, reserve_bytes=reserve_bytes, gpu=gpu)
         pool = HostSlots if gpu is None else CudaSlots
         slot_bytes = pool.bytes_per_slot(layout)
@@ -114,15 +114,15 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{format_bytes(needed)}, unless they are in memory already",
                 style="yellow",
             )
+        read = settings.choose("read")
         way = reading_mode(
-            settings.read or DEFAULT_READ,
+            read.value,
             layout,
             slots_bytes=slots_bytes,
             reserve_bytes=reserve_bytes,
             on_gpu=gpu is not None,
         )
-        by = "default" if settings.read is None else "MOECACHE_READ"
-        console.print(f"reads: {_WAYS[way]}, by {by}")
+        console.print(f"reads: {_WAYS[way]}, by {read.origin}")
     return 0
 
 

@@ -1,6 +1,5 @@
 """Runtimes over readers: experts out of their slots, engines and settings that a test chooses."""
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -10,14 +9,14 @@ import moecache
 from moecache.reader import disk as reading
 from moecache.reader._reader import Reader
 from moecache.runtime import opening
-from moecache.settings import PREFIX, Settings
+from moecache.settings import OPTIONS
 from tests.helpers.checkpoints import Parts
 
 
 def hide_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the developer's own settings, and what earlier tests found out about disks."""
-    for field in dataclasses.fields(Settings):
-        monkeypatch.delenv(PREFIX + field.name.upper(), raising=False)
+    for option in OPTIONS.values():
+        monkeypatch.delenv(option.variable, raising=False)
     monkeypatch.setattr(opening, "_disks", {})
 
 

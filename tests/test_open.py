@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import moecache
+from tests.helpers.readings import hide_settings
 
 SLOT_BYTES = 3 * 64 * 128 * 2  # bfloat16
 
@@ -14,8 +15,7 @@ SLOT_BYTES = 3 * 64 * 128 * 2  # bfloat16
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the developer's own settings."""
-    for name in ("MEMORY", "POLICY", "SCOPE", "LOADER_THREADS", "EXPERT_STATS", "PREFAULT"):
-        monkeypatch.delenv(f"MOECACHE_{name}", raising=False)
+    hide_settings(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,10 @@ def test_conversion_counts_in_the_budget(tiny_moe: Path) -> None:
         ({"slots": 4, "scope": "layer"}, "4 slots cannot be split over 8 layers"),
         ({"device": "gpu"}, """'gpu' is neither "cpu" nor "cuda\""""),
         ({"dtype": "int8"}, "floating-point type"),
+        ({"dtype": ml_dtypes.int4}, "floating-point type, not to int4"),
+        ({"dtype": "nonsense"}, "'nonsense' is no dtype of NumPy; give one such as numpy.float32"),
+        ({"dtype": {"a": 1}}, "is no dtype of NumPy"),
+        ({"dtype": "f" * 1000}, "is no dtype of NumPy"),
         ({"loader_threads": -1}, "must not be negative"),
     ],
 )

@@ -29,13 +29,13 @@ from tests.helpers.pages import (
     num_descriptors,
     wait_until,
 )
+from tests.helpers.readings import hide_settings
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the developer's own settings."""
-    for name in ("MEMORY", "POLICY", "SCOPE", "LOADER_THREADS", "EXPERT_STATS", "PREFAULT"):
-        monkeypatch.delenv(f"MOECACHE_{name}", raising=False)
+    hide_settings(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -100,7 +100,7 @@ def model_as_partial(tmp_path: Path) -> Path:
         (lambda tmp_path: tmp_path / "model" / "a" / "b", "the model's own directory"),
         (lambda tmp_path: tmp_path / "model" / ".." / "model", "the model's own directory"),
         (lambda _: Path("/proc"), "is not empty"),
-        (lambda _: "", "empty name"),
+        (lambda _: "", "the path is empty"),
     ],
     ids=range(10),
 )

@@ -21,8 +21,6 @@ from tests.helpers.runtimes import drain, expected, make_runtime
 def clean_environment(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Hide the developer's own settings."""
     hide_settings(monkeypatch)
-    for name in ("WARMPIN", "WARMPIN_AFTER"):
-        monkeypatch.delenv(f"MOECACHE_{name}", raising=False)
     caplog.set_level(logging.INFO, "moecache")
 
 

@@ -17,6 +17,7 @@ from moecache.commands.machine import describe_facts, machine_facts
 from moecache.commands.paths import map_file
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError, StoreError
 from moecache.settings import DEFAULT_POLICY, POLICIES, READ_MODES
+from moecache.stores._paths import check_model
 from moecache.units import format_bytes, parse_budget
 
 JSON_VERSION = 1
@@ -93,6 +94,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run everything in turn, show the table; return the exit code."""
     memories, policies = _check(arguments)
+    check_model(arguments.model)
     if arguments.compare and importlib.util.find_spec("accelerate") is None:
         raise MissingDependencyError(
             "--compare needs accelerate; install it with: pip install 'moecache[transformers]'"

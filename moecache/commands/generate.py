@@ -15,6 +15,7 @@ from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import printable_lines
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import POLICIES, READ_MODES, SCOPES
+from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
 from moecache.units import format_bytes
 
@@ -107,10 +108,11 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Load, generate, show the figures; return the exit code."""
     _check(arguments)
+    # Before torch, whose import takes seconds.
+    check_model(arguments.model)
     from moecache.integrations.transformers import generation
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    generation.check_model(arguments.model)
     with generation.quiet(verbose=arguments.verbose):
         prompt = _prompt(arguments)
         with generation.reading(arguments.model):

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Generator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -16,7 +15,8 @@ from moecache.cache._cache import ExpertCache
 from moecache.cache._profiler import AccessProfiler
 from moecache.cache.warmpin import WarmPin
 from moecache.cuda import CudaExperts
-from moecache.errors import ConfigError, MoeCacheError
+from moecache.errors import ConfigError, MoeCacheError, StoreError
+from moecache.files import write_whole
 from moecache.layout import ExpertLayout
 from moecache.loading.load import Cause
 from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
@@ -64,7 +64,7 @@ class ExpertRuntime:
         Threads that read experts while the host computes; 0 reads only in the
         thread that waits.
     expert_stats : str or Path, optional
-        Write `report()` there on `close`.
+        Write `report()` there on `close`, whole or not at all.
     reader : Reader, optional
         Reads the store's files, many experts at once; closed with the runtime.
         Without one, `store.read_into` reads one expert at a time in each thread.
@@ -357,9 +357,7 @@ class ExpertRuntime:
         Raises
         ------
         ValueError
-            If the layer or an id is out of range, or scores do not fit.
-        TypeError
-            If ids are not integers.
+            If the layer or an id is out of range, ids are no whole numbers, or scores do not fit.
         """
         self._check_usable()
         if self._prefetcher is None:
@@ -575,9 +573,9 @@ class ExpertRuntime:
     def _write_report(self) -> None:
         if self._expert_stats is not None:
             try:
-                Path(self._expert_stats).write_text(self.report() + "\n")
-            except OSError as error:
-                logger.warning("runtime.no_report path=%s error=%s", self._expert_stats, error)
+                write_whole(self._expert_stats, f"{self.report()}\n".encode())
+            except StoreError as error:
+                logger.warning("runtime.no_report %s", error)
 
     def __enter__(self) -> Self:
         """Return the runtime."""

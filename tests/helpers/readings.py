@@ -9,18 +9,14 @@ import moecache
 from moecache.reader import disk as reading
 from moecache.reader._reader import Reader
 from moecache.runtime import opening
+from moecache.settings import OPTIONS
 from tests.helpers.checkpoints import Parts
-
-_SETTINGS = (
-    *("MEMORY", "POLICY", "SCOPE", "LOADER_THREADS", "EXPERT_STATS"),
-    *("PREFAULT", "READ", "RESERVE", "LOCK", "PROFILE"),
-)
 
 
 def hide_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the developer's own settings, and what earlier tests found out about disks."""
-    for name in _SETTINGS:
-        monkeypatch.delenv(f"MOECACHE_{name}", raising=False)
+    for option in OPTIONS.values():
+        monkeypatch.delenv(option.variable, raising=False)
 
 
 def force_engine(monkeypatch: pytest.MonkeyPatch, engine: str) -> str:

@@ -32,6 +32,7 @@ else:
     # For --hypothesis-profile, beside its default of 100.
     settings.register_profile("brief", max_examples=30)
     settings.register_profile("long", max_examples=1000)
+    settings.register_profile("damage", max_examples=100_000)
 
 
 @pytest.fixture(params=["fake", pytest.param("cuda:0", marks=pytest.mark.gpu)])

@@ -15,8 +15,8 @@ from moecache.cache._cache import ExpertCache
 from moecache.cache._profiler import AccessProfiler
 from moecache.cache.warmpin import WarmPin
 from moecache.cuda import CudaExperts
-from moecache.errors import ConfigError, MoeCacheError, StoreError
-from moecache.files import write_whole
+from moecache.errors import ConfigError, MoeCacheError
+from moecache.files import Kind, write_whole
 from moecache.layout import ExpertLayout
 from moecache.loading.load import Cause
 from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOADER_THREADS = 999
+_REPORT_FILE = Kind("a report of experts", lambda data: data.startswith(b"experts "))
 
 
 class ExpertRuntime:
@@ -392,7 +393,11 @@ class ExpertRuntime:
             self._prefetcher.mode = mode or self._prefetcher.mode
 
     def record_trace(
-        self, path: str | os.PathLike[str], *, max_bytes: int | str = "256MiB"
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int | str = "256MiB",
+        force: bool = False,
     ) -> "Recording":
         """Note what the router chooses from now on, to be written to a file at the end.
 
@@ -402,10 +407,12 @@ class ExpertRuntime:
         Parameters
         ----------
         path : str or Path
-            An .npz file; replaced when the recording ends.
+            An .npz file; a trace that is there is replaced when the recording ends.
         max_bytes : int or str, default "256MiB"
             Bytes of memory after which nothing more is noted: a step takes 12, and 2 per
             id.
+        force : bool, default False
+            Replace whatever is there.
 
         Returns
         -------
@@ -415,8 +422,8 @@ class ExpertRuntime:
         Raises
         ------
         ConfigError
-            If nothing can be written there, as far as that can be known now, or
-            max_bytes is no size.
+            If nothing can be written there, as far as that can be known now, if
+            something else is there, or max_bytes is no size.
         MoeCacheError
             If a recording goes on already.
         """
@@ -426,7 +433,12 @@ class ExpertRuntime:
         self._check_usable()
         model = getattr(self._store, "path", None)
         self._recording = record(
-            self._cache, self.layout, path, model=model, max_bytes=parse_bytes(max_bytes)
+            self._cache,
+            self.layout,
+            path,
+            model=model,
+            max_bytes=parse_bytes(max_bytes),
+            force=force,
         )
         return self._recording
 
@@ -573,8 +585,9 @@ class ExpertRuntime:
     def _write_report(self) -> None:
         if self._expert_stats is not None:
             try:
-                write_whole(self._expert_stats, f"{self.report()}\n".encode())
-            except StoreError as error:
+                text = f"{self.report()}\n".encode(errors="backslashreplace")
+                write_whole(self._expert_stats, text, _REPORT_FILE)
+            except MoeCacheError as error:
                 logger.warning("runtime.no_report %s", error)
 
     def __enter__(self) -> Self:

@@ -31,7 +31,9 @@ from moecache.policies._tinylfu import WTinyLfuCache
 from moecache.prefetch.predict import Frequency, LastSelection, Predictor
 from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed, open_reader
-from moecache.runtime.opening import open  # noqa: A004 - moecache.open
+from moecache.runtime.open import open  # noqa: A004 - moecache.open
+from moecache.runtime.options import Options
+from moecache.runtime.plan import Plan, plan
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.runtime.steps import Lease, Wave
 from moecache.slots import CudaSlots, HostSlots, SlotPool
@@ -73,6 +75,8 @@ __all__ = [
     "MemoryStore",
     "MissingDependencyError",
     "MoeCacheError",
+    "Options",
+    "Plan",
     "Predictor",
     "PrefetchStats",
     "Reader",
@@ -94,6 +98,7 @@ __all__ = [
     "open",
     "open_reader",
     "open_store",
+    "plan",
     "prefault",
     "sizing",
     "study",

@@ -1,18 +1,41 @@
-"""Files written whole or not at all."""
+"""Files written whole or not at all, and never over something else.
+
+Whoever writes a file says of what `Kind` it is. A file that is there already is replaced if
+it is of the same kind, or empty; anything else only with `force`.
+"""
 
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
-from moecache.errors import StoreError
+from moecache.errors import ConfigError, StoreError
+
+_END_BYTES = 4096
+
+
+class Kind(NamedTuple):
+    """What a file is.
+
+    Parameters
+    ----------
+    name : str
+        With its article: "a routing trace".
+    matches : callable (bytes) -> bool
+        Tells it by the first and the last 4 KiB of a file.
+    """
+
+    name: str
+    matches: Callable[[bytes], bool]
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[IO[bytes]]:
+def whole_file(
+    path: str | os.PathLike[str], kind: Kind | None, *, force: bool = False, sync: bool = False
+) -> Iterator[IO[bytes]]:
     """Give a file to write to, which is renamed to `path` if nothing was raised.
 
     A file that is replaced hands down its permissions.
@@ -20,14 +43,22 @@ def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[
     Parameters
     ----------
     path : str or Path
+    kind : Kind or None
+        What is written; None if the caller knows what it replaces.
+    force : bool, default False
+        Replace whatever is there.
     sync : bool, default False
         Have it on the disk before it is renamed, so that a power cut leaves one or the other.
 
     Raises
     ------
+    ConfigError
+        If it would replace something else.
     StoreError
         If it cannot be written. What was there before is still there.
     """
+    if not force and kind is not None:
+        check_replaced(path, kind)
     try:
         mode = _mode(path)
         if mode is not None and not stat.S_ISREG(mode):
@@ -57,6 +88,36 @@ def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[
         raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
+def check_replaced(path: str | os.PathLike[str], kind: Kind) -> None:
+    """Refuse a path with something else than what is to be written there.
+
+    What is not there, is empty, or is no regular file, such as a device, may be written to.
+
+    Raises
+    ------
+    ConfigError
+        If there is something else.
+    StoreError
+        If that cannot be known.
+    """
+    try:
+        mode = _mode(path)
+        if mode is None or not stat.S_ISREG(mode):
+            return
+        with open(path, "rb") as file:
+            known = file.read(_END_BYTES)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(len(known), size - _END_BYTES))
+            known += file.read(_END_BYTES)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from error
+    if known and not kind.matches(known):
+        raise ConfigError(
+            f"{path}: is not {kind.name}, and would be lost; name another file, remove this one, "
+            "or force it (--force, force=True)"
+        )
+
+
 def _mode(path: str | os.PathLike[str]) -> int | None:
     """Return the kind and the permissions of what is at a path, None if nothing is."""
     try:
@@ -69,13 +130,17 @@ def _mode(path: str | os.PathLike[str]) -> int | None:
         raise OSError(errno.EINVAL, str(error)) from error
 
 
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+def write_whole(
+    path: str | os.PathLike[str], data: bytes, kind: Kind, *, force: bool = False
+) -> None:
     """Write a file as `whole_file` does.
 
     Raises
     ------
+    ConfigError
+        If it would replace something else.
     StoreError
         If it cannot be written. What was there before is still there.
     """
-    with whole_file(path) as file:
+    with whole_file(path, kind, force=force) as file:
         file.write(data)

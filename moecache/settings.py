@@ -1,12 +1,15 @@
-"""Settings: every MOECACHE_* variable. The only file that reads the environment."""
+"""Settings: what `open` can be told, and every MOECACHE_* variable.
+
+The only file that reads the environment.
+"""
 
 import difflib
 import logging
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 from moecache.errors import ConfigError
 from moecache.units import parse_budget, parse_bytes
@@ -47,29 +50,308 @@ PREFIX = "MOECACHE_"
 # Read when the package is built, not when it runs.
 _BUILD_VARIABLES = {"MOECACHE_BUILD"}
 
+_OFF = ("0", "false", "no", "disabled", "off")
+_ON = ("1", "true", "on", "yes", "enabled")
+_PREFAULT_WORDS = {
+    **{mode: mode for mode in PREFAULT_MODES},
+    **dict.fromkeys(_OFF, "off"),
+    **dict.fromkeys(_ON, "force"),
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One thing that `moecache.open` can be told, by an argument or by the environment.
+
+    Attributes
+    ----------
+    name : str
+        Of the argument; the variable's is MOECACHE_ and that in capitals.
+    parse : callable (str) -> object
+        From a variable's text; raises ValueError (a ConfigError is one).
+    expected : str
+        What a value has to be, in words.
+    default : object
+        What counts if neither says anything; None: what `instead` says.
+    instead : str
+        The default in words.
+    help : str
+        What it does, for `--help` and docs/settings.md.
+    values : str
+        The values, for docs/settings.md, in Markdown.
+    choices : tuple of str
+        All values, if they are a few words.
+    """
+
+    name: str
+    parse: Callable[[str], Any]
+    expected: str
+    default: Any
+    instead: str
+    help: str
+    values: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable."""
+        return PREFIX + self.name.upper()
+
+    def check(self, value: Any) -> Any:
+        """Return a value that is one of the choices.
+
+        Raises
+        ------
+        ConfigError
+            If it is not.
+        """
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{self.name} {value!r} is not one of {', '.join(self.choices)}")
+        return value
+
+
+def _number(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ValueError
+    return int(text)
+
+
+def _threads(text: str) -> int:
+    if len(text) > 3:
+        raise ValueError
+    return _number(text)
+
+
+def _pins(text: str) -> int | str:
+    if text.lower() == "auto":
+        return "auto"
+    return 0 if text.lower() in _OFF else _number(text)
+
+
+def _switch(text: str) -> bool:
+    return _word({**dict.fromkeys(_OFF, False), **dict.fromkeys(_ON, True)})(text)
+
+
+def _memory(text: str) -> str:
+    parse_budget(text, 0)
+    return text
+
+
+def _size(text: str) -> str:
+    parse_bytes(text)
+    return text
+
+
+def _word(words: Mapping[str, Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        if text.lower() not in words:
+            raise ValueError
+        return words[text.lower()]
+
+    return parse
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError
+        return text
+
+    return parse
+
+
+def _listed(choices: tuple[str, ...]) -> str:
+    return " ".join(f"`{choice}`" for choice in choices)
+
+
+OPTIONS = {
+    option.name: option
+    for option in (
+        Option(
+            "memory",
+            _memory,
+            "a size such as 4GiB or a share such as 25%",
+            None,
+            "what is free, less `reserve`",
+            'memory for experts: "16GiB", or a share of them, "25%"',
+            "`4GiB`, `512MiB`, bytes, or a share of the experts such as `25%`",
+        ),
+        Option(
+            "policy",
+            _one_of(POLICIES),
+            f"one of {', '.join(POLICIES)}",
+            DEFAULT_POLICY,
+            DEFAULT_POLICY,
+            "which expert is evicted",
+            f"{_listed(POLICIES)}, see [policies.md](policies.md)",
+            POLICIES,
+        ),
+        Option(
+            "scope",
+            _one_of(SCOPES),
+            f"one of {', '.join(SCOPES)}",
+            DEFAULT_SCOPE,
+            DEFAULT_SCOPE,
+            "whether layers share the slots",
+            "`global` (layers compete for slots), `layer` (each has its share)",
+            SCOPES,
+        ),
+        Option(
+            "read",
+            _one_of(READ_MODES),
+            f"one of {', '.join(READ_MODES)}",
+            DEFAULT_READ,
+            DEFAULT_READ,
+            "through the page cache or around it",
+            f"{_listed(READ_MODES)}, see below",
+            READ_MODES,
+        ),
+        Option(
+            "reserve",
+            _size,
+            "a size such as 2GiB",
+            None,
+            "512 MiB, trunk and KV cache",
+            "memory that a plan without --memory leaves free",
+            "a size: what a plan without `memory` leaves free",
+        ),
+        Option(
+            "lock",
+            _switch,
+            "one of on, off",
+            False,
+            "off",
+            "keep the slots from being swapped out",
+            "on or off (1/0, true/false, yes/no, enabled/disabled): mlock the slots",
+        ),
+        Option(
+            "profile",
+            str,
+            "a path",
+            None,
+            "none",
+            "start warm from what earlier runs kept there, and keep this run's use of experts",
+            "a path: what was found out about the disk, and how experts were used, is kept there "
+            "on `close`; see below",
+        ),
+        Option(
+            "loader_threads",
+            _threads,
+            "a number of threads",
+            None,
+            f"{DEFAULT_LOADER_THREADS}; 8 for direct reads without io_uring",
+            "threads that read experts",
+            "0 and up; 0 reads only in the thread that waits; with io_uring more than 1 are no "
+            "more than 1",
+        ),
+        Option(
+            "prefault",
+            _word(_PREFAULT_WORDS),
+            f"one of {', '.join(PREFAULT_MODES)}",
+            DEFAULT_PREFAULT,
+            DEFAULT_PREFAULT,
+            "what is brought into memory before the first request",
+            f"{_listed(PREFAULT_MODES)}; also 0, false, no, disabled (off) and 1, true, on, yes, "
+            "enabled (force)",
+        ),
+        Option(
+            "prefetch",
+            _word(
+                {
+                    **dict.fromkeys(_OFF, "off"),
+                    **dict.fromkeys(_ON, DEFAULT_PREFETCH),
+                    **{mode: mode for mode in PREFETCH_MODES},
+                }
+            ),
+            f"one of {', '.join(PREFETCH_MODES)}",
+            DEFAULT_PREFETCH,
+            DEFAULT_PREFETCH,
+            "whose guesses are read before a layer asks",
+            f"{_listed(PREFETCH_MODES)}, see [prefetch.md](prefetch.md); also 0, false, no, "
+            "disabled (off) and 1, true, on, yes, enabled (auto); the argument also takes a "
+            "predictor",
+        ),
+        Option(
+            "expert_stats",
+            str,
+            "a path",
+            None,
+            "none",
+            "write the report there on close",
+            "a path: the report is written there on `close`; a path that cannot be written is a "
+            "warning",
+        ),
+        Option(
+            "warmpin",
+            _pins,
+            "a number of experts, auto or off",
+            DEFAULT_WARMPIN,
+            DEFAULT_WARMPIN,
+            "experts of each layer that are kept for good",
+            "experts of each layer to keep for good once `warmpin_after` accesses were counted; 0 "
+            "or off: none; `auto`",
+        ),
+        Option(
+            "warmpin_after",
+            _number,
+            "a number of accesses",
+            DEFAULT_WARMPIN_AFTER,
+            str(DEFAULT_WARMPIN_AFTER),
+            "accesses before that happens",
+            "0 and up: accesses, hits too, before that happens",
+        ),
+        Option(
+            "record_trace",
+            str,
+            "a path",
+            None,
+            "none",
+            "write which experts each token chose, for `moecache replay` (.npz)",
+            "a path: what the router chose is written there on `close`, see "
+            "[traces.md](traces.md); as a variable, a path that cannot be written is a warning; of "
+            "several runtimes the last to close writes it",
+        ),
+    )
+}
+
+
+class Choice(NamedTuple):
+    """What counts, and who said it: "argument", a variable's name, or "default"."""
+
+    value: Any
+    origin: str
+
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for; None where it is silent.
+    """What the environment asks for; each option is an attribute, None where it is silent.
 
     An argument beats the environment, the environment beats the default.
     docs/settings.md lists the variables.
     """
 
-    memory: str | None = None
-    policy: str | None = None
-    scope: str | None = None
-    loader_threads: int | None = None
-    expert_stats: str | None = None
-    prefault: str | None = None
-    read: str | None = None
-    prefetch: str | None = None
-    reserve: str | None = None
-    lock: bool | None = None
-    profile: str | None = None
-    record_trace: str | None = None
-    warmpin: int | str | None = None
-    warmpin_after: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a variable says, None if it is not set."""
+        if name not in OPTIONS:
+            raise AttributeError(name)
+        return self.values.get(name)
+
+    def choose(self, name: str, argument: Any = None) -> Choice:
+        """Return what counts of argument, environment and default.
+
+        Raises
+        ------
+        ConfigError
+            If the argument is none of the option's choices.
+        """
+        option = OPTIONS[name]
+        if argument is not None:
+            return Choice(option.check(argument), "argument")
+        if self.values.get(name) is not None:
+            return Choice(self.values[name], option.variable)
+        return Choice(option.default, "default")
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -85,8 +367,8 @@ class Settings:
             Instead of the process's environment.
         """
         environ = os.environ if environ is None else environ
-        known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
-        values: dict[str, str | int | bool] = {}
+        known = {option.variable: option for option in OPTIONS.values()}
+        values: dict[str, Any] = {}
         for variable in sorted(environ):
             if not variable.startswith(PREFIX) or variable in _BUILD_VARIABLES:
                 continue
@@ -94,43 +376,25 @@ class Settings:
             if variable not in known:
                 _warn_unknown(variable, list(known))
             elif text:
-                name = known[variable]
-                value = _parse(name, text)
-                if value is None:
+                option = known[variable]
+                try:
+                    values[option.name] = option.parse(text)
+                except ValueError:
                     logger.warning(
                         "settings.malformed %s=%r is not %s; using the default, %s",
-                        variable,
-                        text,
-                        *_EXPECTED[name],
+                        *(variable, text, option.expected, option.instead.replace("`", "")),
                     )
-                else:
-                    values[name] = value
-        return cls(**values)  # type: ignore[arg-type]
+        return cls(values)
 
 
-# What a value has to be, and what is used instead.
-_EXPECTED = {
-    "memory": ("a size such as 4GiB or a share such as 25%", "what is free"),
-    "policy": (f"one of {', '.join(POLICIES)}", DEFAULT_POLICY),
-    "scope": (f"one of {', '.join(SCOPES)}", DEFAULT_SCOPE),
-    "loader_threads": ("a number of threads", str(DEFAULT_LOADER_THREADS)),
-    "prefault": (f"one of {', '.join(PREFAULT_MODES)}", DEFAULT_PREFAULT),
-    "read": (f"one of {', '.join(READ_MODES)}", DEFAULT_READ),
-    "prefetch": (f"one of {', '.join(PREFETCH_MODES)}", DEFAULT_PREFETCH),
-    "reserve": ("a size such as 2GiB", "512 MiB, trunk and KV cache"),
-    "lock": ("one of on, off", "off"),
-    "warmpin": ("a number of experts, auto or off", DEFAULT_WARMPIN),
-    "warmpin_after": ("a number of accesses", str(DEFAULT_WARMPIN_AFTER)),
-}
-
-
-_OFF = ("0", "false", "no", "disabled", "off")
-_ON = ("1", "true", "on", "yes", "enabled")
-_PREFAULT_WORDS = {
-    **{mode: mode for mode in PREFAULT_MODES},
-    **dict.fromkeys(_OFF, "off"),
-    **dict.fromkeys(_ON, "force"),
-}
+def markdown_table() -> str:
+    """Return the table of docs/settings.md."""
+    lines = ["| variable | argument of `moecache.open` | values | default |", "|-|-|-|-|"]
+    for option in OPTIONS.values():
+        argument = "" if option.name == "expert_stats" else f"`{option.name}`"
+        default = f"`{option.default}`" if option.default in option.choices else option.instead
+        lines.append(f"| `{option.variable}` | {argument} | {option.values} | {default} |")
+    return "\n".join(lines)
 
 
 def parse_prefault(mode: object, known: tuple[str, ...] = PREFAULT_MODES) -> str:
@@ -152,34 +416,6 @@ def parse_prefault(mode: object, known: tuple[str, ...] = PREFAULT_MODES) -> str
         DEFAULT_PREFAULT,
     )
     return DEFAULT_PREFAULT
-
-
-_CHOICES = {"policy": POLICIES, "scope": SCOPES, "read": READ_MODES}
-
-
-def _parse(name: str, text: str) -> str | int | bool | None:
-    if name == "loader_threads":
-        return int(text) if re.fullmatch(r"[0-9]{1,3}", text) else None
-    if name in {"warmpin", "warmpin_after"}:
-        if name == "warmpin" and text.lower() in {"auto", *_OFF}:
-            return "auto" if text.lower() == "auto" else 0
-        return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
-    if name in _CHOICES:
-        return text if text in _CHOICES[name] else None
-    if name == "lock":
-        return {**dict.fromkeys(_OFF, False), **dict.fromkeys(_ON, True)}.get(text.lower())
-    if name == "prefetch":
-        words = {**dict.fromkeys(_OFF, "off"), **dict.fromkeys(_ON, DEFAULT_PREFETCH)}
-        words.update((mode, mode) for mode in PREFETCH_MODES)
-        return words.get(text.lower())
-    if name == "prefault":
-        return _PREFAULT_WORDS.get(text.lower())
-    if name in {"memory", "reserve"}:
-        try:
-            parse_budget(text, 0) if name == "memory" else parse_bytes(text)
-        except ConfigError:
-            return None
-    return text
 
 
 def _warn_unknown(variable: str, known: list[str]) -> None:

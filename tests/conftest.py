@@ -52,6 +52,7 @@ else:
     # For --hypothesis-profile, beside the usual 100.
     settings.register_profile("brief", max_examples=30)
     settings.register_profile("long", max_examples=1000)
+    settings.register_profile("damage", max_examples=100_000)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -85,8 +86,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_settings() -> Iterator[None]:
     """Hide the developer's own settings; a test sets those that it is about."""
     with pytest.MonkeyPatch.context() as patched:
-        for name in [name for name in os.environ if name.startswith(PREFIX)]:
-            patched.delenv(name)
+        for name in [*os.environ]:  # noqa: TID251 - what is set, to be hidden
+            if name.startswith(PREFIX):
+                patched.delenv(name)
         yield
 
 
@@ -105,7 +107,7 @@ def gpu(request: pytest.FixtureRequest) -> Any:
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Return the device that `moecache.open(device="cuda")` finds."""
     device = FakeDevice()
-    monkeypatch.setattr("moecache.runtime.opening.open_device", lambda name: device)
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: device)
     return device
 
 

@@ -104,6 +104,19 @@ def test_the_bar_shows_bytes_rate_and_time_on_a_terminal(
     assert "B/s" in text
 
 
+def test_links_out_of_the_model_are_shown(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before and after: a directory of somebody's may not be meant to be copied."""
+    (model / "notes.txt").symlink_to("/etc/passwd")
+    (model / "sub").symlink_to("/etc")
+    for option in (["--dry-run"], []):
+        assert cli.main(["pack", *option, str(model), str(tmp_path / "out")]) == 0
+        text = capsys.readouterr().out
+        assert "through links out of the checkpoint, to /etc: notes.txt" in text
+        assert "left behind, a link to no file: sub -> /etc" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -24,6 +24,7 @@ from moecache.commands.metrics import metrics_url, read_metrics, served
 from moecache.commands.samples import Sample, sample_metrics, sample_stats
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.telemetry import PrefetchStats, PrometheusCollector, RuntimeStats
+from tests.helpers.pages import wait_until
 from tests.helpers.runtimes import drain, make_runtime
 
 prometheus_client = pytest.importorskip("prometheus_client")
@@ -283,6 +284,85 @@ def test_an_answer_that_never_ends_is_given_up(
         finally:
             over.set()
             thread.join()
+
+
+@contextlib.contextmanager
+def saying(*answers: bytes) -> Iterator[str]:
+    """Give the URL of a server that says each of these once, and hangs up."""
+
+    def say(listener: socket.socket) -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=say, args=(listener,))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+        thread.join()
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("target", ["ftp://127.0.0.1/x", "https://127.0.0.1:1/x", "file:///x"])
+def test_another_scheme_is_not_followed(target: str, code: int) -> None:
+    """Whoever answers on a port does not choose what is read."""
+    answer = f"HTTP/1.0 {code} Found\r\nLocation: {target}\r\n\r\n".encode()
+    with saying(answer) as url, pytest.raises(MoeCacheError, match="redirects to") as caught:
+        read_metrics(url)
+    assert f"redirects to {target}, which is not http; give the address" in str(caught.value)
+
+
+def test_another_path_is_followed() -> None:
+    """As from /metrics to /metrics/."""
+    redirect = b"HTTP/1.0 301 Moved\r\nLocation: /metrics/\r\n\r\n"
+    with saying(redirect, b"HTTP/1.0 200 OK\r\n\r\nmoecache_uptime_seconds 1\n") as url:
+        assert read_metrics(url).elapsed_s == 1
+
+
+def test_an_answer_that_ends_early_is_an_error() -> None:
+    """Figures of which the last are missing would be taken for all."""
+    body = b"moecache_uptime_seconds 1\n"
+    answer = b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body) + 7, body)
+    with (
+        saying(answer) as url,
+        pytest.raises(MoeCacheError, match="ends after 26 bytes, 7 before its end; try again"),
+    ):
+        read_metrics(url)
+
+
+def test_clients_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One too many takes the place of the first: no thread for each of a hundred."""
+    monkeypatch.setattr("moecache.commands.metrics_server._MOST_CLIENTS", 3)
+    with make_runtime(24, staging=0) as runtime, served(runtime, 0) as url:
+        address = ("127.0.0.1", int(url.split(":")[2].split("/")[0]))
+        before = threading.active_count()
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(socket.create_connection(address)) for _ in range(20)]
+            # Those that were hung up on read the end.
+            for client in clients[:-3]:
+                assert client.recv(1) == b""
+            assert read_metrics(url).gauges["experts"] == 24
+            wait_until(lambda: threading.active_count() <= before + 3)
+
+
+def test_a_client_that_is_slow_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a byte comes now and then."""
+    monkeypatch.setattr("moecache.commands.metrics_server._CLIENT_S", 0.3)
+    with make_runtime(24, staging=0) as runtime, served(runtime, 0) as url:
+        address = ("127.0.0.1", int(url.split(":")[2].split("/")[0]))
+        with socket.create_connection(address) as silent, socket.create_connection(address) as slow:
+            slow.settimeout(0.05)
+            heard: bytes | None = None
+            with contextlib.suppress(ConnectionError):
+                while heard is None:
+                    slow.sendall(b"G")
+                    with contextlib.suppress(TimeoutError):
+                        heard = slow.recv(1)
+            assert not heard
+            assert silent.recv(1) == b""
+            assert read_metrics(url).gauges["experts"] == 24
 
 
 @pytest.mark.parametrize(

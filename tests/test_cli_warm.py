@@ -217,8 +217,8 @@ def test_status_is_shown_in_any_encoding(file: Path) -> None:
 
 def test_no_path_is_not_the_current_directory(capsys: pytest.CaptureFixture[str]) -> None:
     """An unset variable in a script must not warm, or drop, whatever is there."""
-    assert cli.main(["warm", "", "--evict"]) == 1
-    assert "no such file" in capsys.readouterr().err
+    assert cli.main(["warm", "", "--evict"]) == 2
+    assert "the path is empty" in capsys.readouterr().err
 
 
 def test_looking_at_a_checkpoint_does_not_read_it_in(

@@ -297,7 +297,7 @@ def test_a_small_gpu_holds_as_many_experts_as_it_can(
 ) -> None:
     """Slots for staging are those of the smaller plan, not of the one that did not fit."""
     device = FakeDevice(total_bytes=kib * 1024)
-    monkeypatch.setattr("moecache.runtime.opening.open_device", lambda name: device)
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: device)
     with moecache.open(tiny_moe, slots=64, device="cuda", prefault="off") as runtime:
         assert 1 <= runtime.cache.capacity <= kib // 48
         assert (runtime.pool.num_slots + 1) * 48 > kib
@@ -311,7 +311,7 @@ def test_what_a_full_gpu_says_has_no_negative_sizes(
     """It has what is free, and what is asked for."""
     device = FakeDevice(total_bytes=2**20)
     device.allocate(2**20 - 8192)
-    monkeypatch.setattr("moecache.runtime.opening.open_device", lambda name: device)
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: device)
     with pytest.raises(CapacityError) as error:
         moecache.open(tiny_moe, device="cuda")
     assert "8.00 KiB are free" in str(error.value)

@@ -107,17 +107,17 @@ def test_experts_that_cannot_be_registered_go_through_buffers(
 ) -> None:
     """With a warning, and read as they would be without."""
     device = FakeDevice(max_pinned_bytes=2**20)
-    monkeypatch.setattr("moecache.runtime.opening.open_device", lambda name: device)
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: device)
     with moecache.open(tiny_moe, "25%", "cuda", register="host") as runtime:
         with runtime.lease(0, np.arange(4)):
             pass
         assert not runtime.pool.reads_views
         assert runtime.stats().reading is not None
     assert "cuda.not_registered" in caplog.text
-    monkeypatch.setattr("moecache.runtime.cuda_opening.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("moecache.runtime.plan.free_host_bytes", lambda: 1000)
     with moecache.open(tiny_moe, "25%", "cuda", register="host") as runtime:
         assert not runtime.pool.reads_views
-    assert "free=1000 B" in caplog.text
+    assert "the file of 12.0 MiB is too large to be pinned" in caplog.text
 
 
 def test_register_is_for_a_gpu(tiny_moe: Path, fake_cuda: FakeDevice) -> None:
@@ -145,7 +145,7 @@ def test_the_plan_is_what_is_allocated(
 ) -> None:
     """All that is free less the reserve, in whole allocations: not a byte more is used."""
     device = FakeDevice(total_bytes=total_mib * 2**20)
-    monkeypatch.setattr("moecache.runtime.opening.open_device", lambda name: device)
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: device)
     reserve = 512 * 2**20
     with moecache.open(tiny_moe, device="cuda", reserve=reserve) as runtime:
         slot_bytes = CudaSlots.bytes_per_slot(runtime.layout)
@@ -164,10 +164,10 @@ def test_memory_that_others_took_means_fewer_slots(
 ) -> None:
     """A model must not fail to load because of its cache; a warning says so."""
     device = FakeDevice(total_bytes=600 * 2**20)
-    monkeypatch.setattr("moecache.runtime.opening.open_device", lambda name: device)
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: device)
     device.allocate(599 * 2**20)
     asked = device.free_bytes
-    answers = iter([10 * 2**30])
+    answers = iter([10 * 2**30] * 2)
     monkeypatch.setattr(device, "free_bytes", lambda: next(answers, None) or asked())
     with moecache.open(tiny_moe, device="cuda", reserve=0) as runtime:
         assert runtime.cache.capacity < runtime.layout.total_experts
@@ -182,7 +182,7 @@ def test_a_gpu_without_room_for_one_expert_is_an_error(
 ) -> None:
     """With what is free and what to do."""
     device = FakeDevice(total_bytes=2**20)
-    monkeypatch.setattr("moecache.runtime.opening.open_device", lambda name: device)
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: device)
     device.allocate(2**20 - 4096)
     with pytest.raises(CapacityError, match=r"cuda:0 \(fake\) has 4\.00 KiB free"):
         moecache.open(tiny_moe, "1MiB", "cuda")
@@ -197,7 +197,7 @@ def test_every_call_that_fails_while_opening_leaves_nothing(
     """Or it opens all the same."""
     caplog.set_level(logging.CRITICAL)
     probe = FakeDevice()
-    monkeypatch.setattr("moecache.runtime.opening.open_device", lambda name: probe)
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: probe)
     with (
         moecache.open(tiny_moe, "10%", "cuda", prefault="off") as runtime,
         runtime.lease(0, np.arange(3)),
@@ -208,7 +208,7 @@ def test_every_call_that_fails_while_opening_leaves_nothing(
         device = FakeDevice()
         device.fail_at = number
         monkeypatch.setattr(
-            "moecache.runtime.opening.open_device",
+            "moecache.runtime.plan.open_device",
             lambda name, device=device: device,  # type: ignore[misc]
         )
         try:
@@ -247,7 +247,7 @@ def test_a_staged_expert_is_not_overwritten_before_it_was_used(
 ) -> None:
     """Also when a step is given up in the middle of a wave, its products still to come."""
     device = FakeDevice(eager=False, seed=seed)
-    monkeypatch.setattr("moecache.runtime.opening.open_device", lambda name: device)
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: device)
     wrong: list[np.ndarray] = []
 
     def look(array: np.ndarray, wanted: np.ndarray) -> None:
@@ -278,17 +278,18 @@ def test_inspect_plans_for_a_gpu(
 ) -> None:
     """With what is free there, and an error where that is too little."""
     device = FakeDevice(total_bytes=800 * 2**20)
-    monkeypatch.setattr("moecache.commands.inspect.open_device", lambda name: device)
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: device)
+    monkeypatch.setenv("COLUMNS", "200")
     command = ["inspect", str(tiny_moe), "--device", "cuda"]
     assert cli.main(command) == 0
     shown = capsys.readouterr().out
     assert "cuda:0 (fake)" in shown
     assert "800.0 MiB" in shown
     assert "staging buffers" not in shown
-    assert "plan: 256 of 256 experts (12.0 MiB)" in shown
+    assert "256 of 256 experts, 12.0 MiB" in shown
     device.allocate(795 * 2**20)
-    assert cli.main([*command, "--memory", "10MiB"]) == 1
-    assert "5.00 MiB that cuda:0 (fake) has free" in capsys.readouterr().err
+    assert cli.main([*command, "--memory", "10MiB"]) == 0
+    assert "for want of memory on cuda:0" in capsys.readouterr().out
     assert cli.main([*command[:-1], "gpu"]) != 0
     assert 'neither "cpu" nor "cuda"' in capsys.readouterr().err
 

@@ -74,6 +74,10 @@ def test_conversion_counts_in_the_budget(tiny_moe: Path) -> None:
         ({"slots": 4, "scope": "layer"}, "4 slots cannot be split over 8 layers"),
         ({"device": "gpu"}, """'gpu' is neither "cpu" nor "cuda\""""),
         ({"dtype": "int8"}, "floating-point type"),
+        ({"dtype": ml_dtypes.int4}, "floating-point type, not to int4"),
+        ({"dtype": "nonsense"}, "'nonsense' is no dtype of NumPy; give one such as numpy.float32"),
+        ({"dtype": {"a": 1}}, "is no dtype of NumPy"),
+        ({"dtype": "f" * 1000}, "is no dtype of NumPy"),
         ({"loader_threads": -1}, "must not be negative"),
     ],
 )

@@ -32,13 +32,6 @@ from tests.helpers.pages import (
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the developer's own settings."""
-    for name in ("MEMORY", "POLICY", "SCOPE", "LOADER_THREADS", "EXPERT_STATS", "PREFAULT"):
-        monkeypatch.delenv(f"MOECACHE_{name}", raising=False)
-
-
-@pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Check that a closed runtime holds no file and no thread."""
     descriptors, threads = num_descriptors(), threading.active_count()

@@ -1,5 +1,7 @@
 """Predictors and hints: whoever names experts can do no harm."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -87,9 +89,31 @@ def test_hints_are_checked() -> None:
         ):
             with pytest.raises(ValueError, match=r"layer|expert|score"):
                 runtime.hint(layer, ids, scores)
-        with pytest.raises(TypeError):
-            runtime.hint(0, [0.5])
         assert prefetcher_of(runtime).queue.num_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "scores", "message"),
+    [
+        ([0.5], None, "ids must be whole numbers, got an array of float64"),
+        (["1"], None, "ids must be whole numbers, got an array of <U1"),
+        ([True], None, "ids must be whole numbers, got an array of bool"),
+        ([2**70], None, "ids must be whole numbers, got an array of object"),
+        (np.array([4, 5], object), None, "ids must be whole numbers, got an array of object"),
+        (np.array([4, None, "x"], object), None, "whole numbers, got an array of object"),
+        ([4], ["high"], "scores must be numbers: could not convert"),
+        ([4], [object()], "scores must be numbers: float"),
+        ([4], [1e300], "score inf is no probability"),
+    ],
+)
+def test_hints_of_other_types_change_nothing(ids: Any, scores: Any, message: str) -> None:
+    """A ValueError that names the dtype; the runtime's own prediction is still asked for."""
+    with make_runtime(Oracle({1: [4, 5]})) as runtime:
+        with pytest.raises(ValueError, match=message):
+            runtime.hint(1, ids, scores)
+        assert prefetcher_of(runtime).queue.num_requests == 0
+        step(runtime, 0, 0, 1)
+        wait_until(lambda: is_resident(runtime, 1, 4) and is_resident(runtime, 1, 5))
 
 
 def test_a_hint_takes_the_place_of_the_prediction() -> None:

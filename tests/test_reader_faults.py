@@ -304,7 +304,6 @@ def test_a_calibration_that_cannot_read_is_a_warning(
     model: Checkpoint, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runtime opens; requests say what is wrong, until nothing is."""
-    monkeypatch.setattr("moecache.runtime.opening._disks", {})
     inject_fault("error", error=errno.EIO, times=FOR_EVER)
     with (
         caplog.at_level(logging.WARNING),

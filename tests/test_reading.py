@@ -22,17 +22,10 @@ from tests.helpers.checkpoints import FAMILIES, Checkpoint, same_parts, write_ch
 from tests.helpers.readings import (
     all_experts,
     force_engine,
-    forget_disks,
     leased,
     same_converted,
 )
 from tests.test_exactness import assert_same, generate
-
-
-@pytest.fixture(autouse=True)
-def no_disk_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no test know what another found out about the disk."""
-    forget_disks(monkeypatch)
 
 
 @pytest.fixture(name="engine", params=["io_uring", "threads"])

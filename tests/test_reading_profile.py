@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import moecache
+from moecache.profiles.disk import speed_of
 from moecache.profiles.file import load_profile, update_profile
 from moecache.reader import disk as reading
 from moecache.reader._reader import Reader
@@ -18,13 +19,7 @@ from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
 from tests.helpers.pages import num_descriptors
-from tests.helpers.readings import forget_disks, leased
-
-
-@pytest.fixture(autouse=True)
-def no_disk_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no test know what another found out about the disk."""
-    forget_disks(monkeypatch)
+from tests.helpers.readings import leased
 
 
 @pytest.fixture(name="model")
@@ -74,17 +69,16 @@ def test_a_calibration_tunes_the_reader_and_leaves_the_slots_free(model: Checkpo
         assert same_parts(leased(runtime, 1, 1), model.experts[1][1])
 
 
-def test_a_disk_is_measured_once_per_process(
-    model: Checkpoint, measured: list[DiskSpeed], monkeypatch: pytest.MonkeyPatch
+def test_a_disk_is_measured_where_reads_go_to_it(
+    model: Checkpoint, measured: list[DiskSpeed]
 ) -> None:
     """And never where the page cache reads."""
     with moecache.open(model.path, slots=4, read="buffered", prefault="off") as runtime:
         assert runtime.disk is None
     assert measured == []
-    for _ in range(3):
-        with open_direct(model) as runtime:
-            assert runtime.disk == measured[0]
-            assert runtime.stats().reading.depth == 16
+    with open_direct(model) as runtime:
+        assert runtime.disk == measured[0]
+        assert runtime.stats().reading.depth == 16
     assert len(measured) == 1
 
 
@@ -105,7 +99,6 @@ def test_a_profile_is_written_and_spares_the_next_start_the_measuring(
     def never(*_: object) -> None:
         pytest.fail("the disk was measured again")
 
-    monkeypatch.setattr(opening, "_disks", {})
     monkeypatch.setattr(opening, "calibrate", never)
     with open_direct(model, profile=path) as runtime:
         assert runtime.disk == measured[0]
@@ -158,7 +151,7 @@ def test_a_calibration_that_cannot_be_is_a_warning(
     assert len(ignored) == 1
     assert len(measured) == 1
     with open_store(model.path) as store:
-        assert reading.speed_of(load_profile(path).disks, store) == measured[0]
+        assert speed_of(load_profile(path).disks, store) == measured[0]
 
 
 @pytest.mark.parametrize("rate", [np.nan, np.inf, -np.inf, -5, 0, True, 1e308])
@@ -268,13 +261,3 @@ def test_what_is_read_to_measure_the_disk_is_no_request(model: Checkpoint) -> No
         )
         leased(runtime, 1, 1)
         assert 0 < runtime.stats().reading.bytes_read < 2**20
-
-
-def test_a_profile_is_written_for_a_disk_that_is_known_already(
-    model: Checkpoint, measured: list[DiskSpeed], tmp_path: Path
-) -> None:
-    """Measured by an earlier open of this process: noted all the same."""
-    open_direct(model).close()
-    open_direct(model, profile=tmp_path / "disks.profile").close()
-    assert len(measured) == 1
-    assert load_profile(tmp_path / "disks.profile").disks

@@ -10,19 +10,17 @@ from pathlib import Path
 import pytest
 
 import moecache
-from moecache.reader.disk import DiskSpeed
+from moecache.reader.disk import STAGING_BYTES, DiskSpeed
 from moecache.runtime import opening
 from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
 from tests.helpers.pages import num_descriptors, run_child
-from tests.helpers.readings import forget_disks
 
 
 @pytest.fixture(autouse=True)
 def no_disk_is_measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have a figure for any disk; check that files are given back."""
-    forget_disks(monkeypatch)
     monkeypatch.setattr(
         opening, "calibrate", lambda reader, *_: DiskSpeed(reader.engine, 32, 2**19, 1e9)
     )
@@ -85,10 +83,10 @@ def test_a_plan_leaves_free_what_it_is_told_to(
     with open_store(model.path) as store:
         slot = HostSlots.bytes_per_slot(store.layout)
         trunk = store.trunk_bytes
-    reserved = trunk + opening.STAGING_BYTES + 512 * 2**20
+    reserved = trunk + STAGING_BYTES + 512 * 2**20
 
     def capacity(free: int, **options: object) -> int:
-        monkeypatch.setattr(opening, "free_host_bytes", lambda: free)
+        monkeypatch.setattr("moecache.runtime.plan.free_host_bytes", lambda: free)
         with moecache.open(model.path, prefault="off", read="buffered", **options) as runtime:
             return runtime.cache.capacity + runtime.stats().staging_slots
 
@@ -190,7 +188,6 @@ def test_the_environment_says_where_a_profile_is(
     if way(model, read="direct") != "direct":
         pytest.skip("this file system takes no direct reads")
     assert (tmp_path / "environment.json").is_file()
-    opening._disks.clear()
     way(model, read="direct", profile=tmp_path / "argument.json")
     assert (tmp_path / "argument.json").is_file()
 

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import resource
 import signal
 import threading
 import time
@@ -374,8 +375,30 @@ def test_a_report_that_cannot_be_written_is_a_warning(
 ) -> None:
     """Closing never fails because of the report."""
     with caplog.at_level(logging.WARNING):
-        make_runtime(4, expert_stats=tmp_path / "no" / "such" / "directory").close()
+        for name in ("no/such/directory", "x" * 300, "a\0b"):
+            make_runtime(4, expert_stats=tmp_path / name).close()
+    assert caplog.text.count("runtime.no_report") == 3
+
+
+@pytest.mark.parametrize("before", [None, "the last report"])
+def test_a_report_is_written_whole_or_not_at_all(
+    before: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk leaves the file that was there, or none, and not an empty one."""
+    path = tmp_path / "report.txt"
+    if before is not None:
+        path.write_text(before)
+    runtime = make_runtime(4, expert_stats=path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        runtime.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "runtime.no_report" in caplog.text
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == (
+        [] if before is None else [("report.txt", before)]
+    )
 
 
 def test_close_during_a_read_wakes_the_waiting_step() -> None:

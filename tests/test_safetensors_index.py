@@ -279,11 +279,73 @@ def test_a_stack_that_claims_countless_empty_experts_costs_no_memory(
         tracemalloc.stop()
 
 
+def _write_layers(path: Path, layers: range, name: str = "l.{}.experts.0.w1.weight") -> Path:
+    """Write a file of so many layers, of one expert with one byte each."""
+    entry = '"{}":{{"dtype":"U8","shape":[1],"data_offsets":[{},{}]}}'
+    entries = [
+        entry.format(name.format(layer), place, place + 1) for place, layer in enumerate(layers)
+    ]
+    return write_raw(path, f"{{{','.join(entries)}}}".encode(), bytes(len(layers)))
+
+
+def test_more_layers_than_any_model_has_cost_nothing(tmp_path: Path) -> None:
+    """They are counted in the text, before objects are made of it."""
+    path = _write_layers(tmp_path / "m.safetensors", range(100_000))
+    tracemalloc.start()
+    try:
+        assert "experts of more than 4096 layers" in _refuse(path)
+        assert tracemalloc.get_traced_memory()[1] < 2 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("l.{}.experts.0.w1.weight", "l.{}.experts.w1", "l.{}.block_sparse_moe.experts.0.w1"),
+        *("l.{}.block_sparse_moe.input_linear.weight", "l.{}\\u002eexperts.0.w1.weight"),
+        "l" * 600 + ".{}.experts.0.w1.weight",
+    ],
+)
+def test_layers_are_counted_in_every_form_of_names(tmp_path: Path, name: str) -> None:
+    """Exactly: 4096 are read."""
+    path = _write_layers(tmp_path / "most.safetensors", range(4096), name)
+    with SafetensorsStore(path) as store:
+        assert store.layout.num_layers == 4096
+    path = _write_layers(tmp_path / "more.safetensors", range(4097), name)
+    assert "experts of more than 4096 layers" in _refuse(path)
+
+
+def test_layers_are_counted_over_all_files(tmp_path: Path) -> None:
+    """And in an index."""
+    _write_layers(tmp_path / "a.safetensors", range(3000))
+    _write_layers(tmp_path / "b.safetensors", range(3000, 6000))
+    assert "experts of more than 4096 layers" in _refuse(tmp_path)
+    names = {f"l.{layer}.experts.0.w1.weight": "a.safetensors" for layer in range(4097)}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    assert f"{index}: has experts of more than 4096 layers" in _refuse(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["l.{}.experts.0.w1.weight", "l.0.experts.{}.w1.weight"])
 def test_names_with_thousands_of_digits_do_no_harm(tmp_path: Path, name: str) -> None:
     """They sort as numbers or are no experts, and never reach int()."""
     with SafetensorsStore(_save(tmp_path, {name.format("9" * 5000): np.zeros(2)})) as store:
         assert store.layout.total_experts in (0, 1)
+
+
+def test_long_names_are_cut_in_messages(tmp_path: Path) -> None:
+    """Those of layers, tensors and shards, and figures of thousands of digits."""
+    long = "l" * 100_000
+    _save(tmp_path, {f"{long}.experts.1.w1.weight": np.zeros(2)})
+    assert len(_refuse(tmp_path)) < 1000
+    (tmp_path / "config.json").write_text(f'{{"num_experts_per_tok": {"9" * 4000}}}')
+    _save(tmp_path, {f"{long}.experts.0.w1.weight": np.zeros(2)})
+    assert len(_refuse(tmp_path)) < 1000
+    for name, shard in ((long, f'"{long}/"'), ("w", f"{'[' * 900}{']' * 900}")):
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(f'{{"weight_map": {{"{name}": {shard}}}}}')
+        assert len(_refuse(tmp_path)) < 1000
 
 
 def test_types_below_a_byte_are_refused_for_experts_alone(tmp_path: Path) -> None:

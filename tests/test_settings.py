@@ -1,11 +1,13 @@
 """Settings read from the environment."""
 
 import logging
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 
-from moecache.settings import Settings
+from moecache.errors import ConfigError
+from moecache.settings import OPTIONS, Settings, markdown_table
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +19,7 @@ def test_a_silent_environment_leaves_everything_unset(caplog: pytest.LogCaptureF
     """Defaults belong to the caller, so every field is None."""
     settings = Settings.from_environ({"PATH": "/bin", "moecache_memory": "4GiB"})
 
-    assert all(getattr(settings, field.name) is None for field in fields(settings))
+    assert all(getattr(settings, name) is None for name in OPTIONS)
     assert not caplog.records
 
 
@@ -59,7 +61,7 @@ def test_spaces_around_a_value_do_not_count() -> None:
     assert (settings.policy, settings.loader_threads) == ("lru", 2)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Settings)])
+@pytest.mark.parametrize("name", sorted(OPTIONS))
 @pytest.mark.parametrize("text", ["", "  "])
 def test_empty_counts_as_unset(caplog: pytest.LogCaptureFixture, name: str, text: str) -> None:
     """An emptied variable is the shell's way to unset one for a command."""
@@ -121,8 +123,8 @@ def test_an_unknown_name_like_no_other_lists_the_known_ones(
     Settings.from_environ({"MOECACHE_" + "QXZ" * 20: "1"})
 
     (record,) = caplog.records
-    for field in fields(Settings):
-        assert f"MOECACHE_{field.name.upper()}" in record.getMessage()
+    for option in OPTIONS.values():
+        assert option.variable in record.getMessage()
 
 
 def test_the_variable_of_the_build_is_no_setting(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,7 +140,7 @@ def test_one_bad_variable_does_not_touch_the_others(caplog: pytest.LogCaptureFix
         {"MOECACHE_LOADER_THREADS": "x", "MOECACHE_NOPE": "1", "MOECACHE_MEMORY": "1GiB"}
     )
 
-    assert settings == Settings(memory="1GiB")
+    assert settings == Settings({"memory": "1GiB"})
     assert len(caplog.records) == 2
 
 
@@ -198,3 +200,19 @@ def test_a_prefetch_that_is_no_mode_is_a_warning(caplog: pytest.LogCaptureFixtur
     assert Settings.from_environ({"MOECACHE_PREFETCH": "psychic"}).prefetch is None
     assert "MOECACHE_PREFETCH='psychic' is not one of auto, echo, hints, last, off" in caplog.text
     assert "using the default, auto" in caplog.text
+
+
+def test_an_argument_beats_the_environment_and_that_beats_the_default() -> None:
+    """Who said it is known; what is no choice is refused, with those that are."""
+    settings = Settings.from_environ({"MOECACHE_READ": "direct"})
+    assert settings.choose("read", "mmap") == ("mmap", "argument")
+    assert settings.choose("read") == ("direct", "MOECACHE_READ")
+    assert Settings().choose("read") == ("auto", "default")
+    with pytest.raises(ConfigError, match="scope 'house' is not one of global, layer"):
+        settings.choose("scope", "house")
+
+
+def test_the_page_of_settings_has_the_table_of_options() -> None:
+    """`python -c "from moecache.settings import *; print(markdown_table())"` prints it."""
+    page = Path(__file__).parents[1] / "docs" / "settings.md"
+    assert markdown_table() in page.read_text()

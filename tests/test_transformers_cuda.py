@@ -41,7 +41,7 @@ class TensorDevice(FakeDevice):
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Return the name of a device as torch knows it; "cuda" opens slots there."""
     if request.param == "fake":
-        for place in ("moecache.runtime.opening", "moecache.integrations.transformers._loading"):
+        for place in ("moecache.runtime.plan", "moecache.integrations.transformers._loading"):
             monkeypatch.setattr(f"{place}.open_device", lambda name: TensorDevice())
         yield "cpu"
         return

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moecache.errors import CapacityError, ConfigError
+from moecache.files import Kind, check_replaced
 from moecache.study.importers import load_any
 from moecache.traces.trace import Trace
 
@@ -24,22 +25,47 @@ def load_traces(names: Sequence[str]) -> dict[str, Trace]:
     return traces
 
 
-def check_outputs(arguments: argparse.Namespace, *options: str) -> None:
-    """Refuse what cannot be written, or is a trace, before anything is replayed."""
-    taken = dict.fromkeys(arguments.traces, "the trace")
-    for option in options:
-        path = getattr(arguments, option)
+def add_force(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --force, without which `check_outputs` refuses to replace other files."""
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace an output file even if it is something else than what is written there "
+        "(by default only an empty one and one of the same kind)",
+    )
+
+
+def check_outputs(
+    arguments: argparse.Namespace, inputs: Mapping[str, str], **kinds: Kind | None
+) -> None:
+    """Refuse what cannot be written, is an input, or is something else, before anything runs.
+
+    Parameters
+    ----------
+    arguments : Namespace
+    inputs : mapping of str to str
+        Paths that the command reads, and what they are.
+    **kinds : Kind or None
+        By option, what is written to its path; None if its writer knows what it replaces.
+    """
+    taken = dict(inputs)
+    for name, kind in kinds.items():
+        path = getattr(arguments, name)
+        option = f"--{name.replace('_', '-')}"
         if path == "":
-            raise ConfigError(f"--{option} is empty; is a shell variable unset?")
-        if path is not None and not Path(path).parent.is_dir():
-            raise ConfigError(f"--{option}: there is no directory {Path(path).parent}")
-        if path is not None:
-            check_output(f"--{option}", path, taken)
-            taken[path] = f"--{option}"
+            raise ConfigError(f"{option} is empty; is a shell variable unset?")
+        if path is None:
+            continue
+        if not Path(path).parent.is_dir():
+            raise ConfigError(f"{option}: there is no directory {Path(path).parent}")
+        check_output(option, path, taken, None if arguments.force else kind)
+        taken[path] = option
 
 
-def check_output(option: str, path: str, taken: Mapping[str, str]) -> None:
-    """Refuse to write over a file that the same command reads or writes.
+def check_output(
+    option: str, path: str, taken: Mapping[str, str], kind: Kind | None = None
+) -> None:
+    """Refuse to write over a file that the same command reads or writes, or another kind's.
 
     Parameters
     ----------
@@ -48,15 +74,20 @@ def check_output(option: str, path: str, taken: Mapping[str, str]) -> None:
     path : str
     taken : mapping of str to str
         Other paths, and what they are. Links are followed; devices and pipes may be shared.
+    kind : Kind, optional
+        What is to be written.
 
     Raises
     ------
     ConfigError
-        If it is one of them.
+        If it is one of them, or has something else.
     """
     for other, name in taken.items():
         if _is_same_file(path, other):
             raise ConfigError(f"{option} {path} is {name} as well; name another file")
+    if kind is not None:
+        with naming(option):
+            check_replaced(path, kind)
 
 
 def _is_same_file(one: str, other: str) -> bool:

@@ -27,7 +27,7 @@ from moecache.commands.example import (
 from moecache.commands.live import LiveView
 from moecache.commands.metrics import served
 from moecache.experts import combine, gated_rows
-from moecache.runtime.opening import open  # noqa: A004 - moecache.open
+from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import peak_rss_bytes
 from moecache.stores import SafetensorsStore, open_store

@@ -4,18 +4,19 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moecache.commands.arguments import check_output
+from moecache.commands.arguments import add_force, check_outputs
 from moecache.commands.live_line import LiveLine
-from moecache.commands.paths import printable
+from moecache.commands.paths import printable_lines
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import POLICIES, READ_MODES, SCOPES
+from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
+from moecache.traces.trace import TRACE_FILE
 from moecache.units import format_bytes
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -101,23 +102,25 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--stats", action="store_true", help="show all counters at the end, layer by layer"
     )
+    add_force(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, generate, show the figures; return the exit code."""
     _check(arguments)
+    # Before torch, whose import takes seconds.
+    check_model(arguments.model)
     from moecache.integrations.transformers import generation
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    generation.check_model(arguments.model)
     with generation.quiet(verbose=arguments.verbose):
         prompt = _prompt(arguments)
         with generation.reading(arguments.model):
             tokenizer = generation.load_tokenizer(arguments.model)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
-        with _loaded(console, arguments) as model, _recorded(model, arguments.record_trace):
+        with _loaded(console, arguments) as model, _recorded(model, arguments):
             runtime = model.moecache.runtime.runtime
             with LiveLine(console, runtime) as line:
                 stream = generation.TextStream(tokenizer, ids, line.write)
@@ -136,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
                     raise
             console.print(_summary(ids.shape[1], stream, runtime.stats()), style="dim")
             if arguments.stats:
-                console.print(_printable_lines(model.moecache.report()))
+                console.print(printable_lines(model.moecache.report()))
     return 0
 
 
@@ -182,12 +185,13 @@ def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _recorded(model: Any, path: str | None) -> Iterator[None]:
+def _recorded(model: Any, arguments: argparse.Namespace) -> Iterator[None]:
     """Record what is chosen meanwhile; fail if it was asked for and cannot be written."""
+    path = arguments.record_trace
     if path is None:
         yield
         return
-    with model.moecache.runtime.runtime.record_trace(path) as recording:
+    with model.moecache.runtime.runtime.record_trace(path, force=arguments.force) as recording:
         yield
     if not recording.saved:
         raise StoreError(f"{path}: the trace was not written; is there room?")
@@ -202,17 +206,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature must be 0 or between 0.01 and 100, got {temperature}")
     if arguments.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {arguments.seed}")
-    taken: dict[str, str] = {}
-    for option in ("profile", "record_trace"):
-        path = getattr(arguments, option)
-        name = f"--{option.replace('_', '-')}"
-        if path == "":
-            raise ConfigError(f"{name} is empty; is a shell variable unset?")
-        if path is not None:
-            if not Path(path).parent.is_dir():
-                raise ConfigError(f"{name}: there is no directory {Path(path).parent}")
-            check_output(name, path, taken)
-            taken[path] = name
+    check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -243,8 +237,3 @@ def _summary(prompt_tokens: int, times: Any, stats: RuntimeStats) -> str:
         f"{format_bytes(stats.pool_bytes)}; {format_bytes(stats.bytes_read)} read, "
         f"{stats.stall_ns / 1e9:.2f} s waited for"
     )
-
-
-def _printable_lines(text: str) -> str:
-    """Return lines without what a terminal would obey."""
-    return "\n".join(map(printable, text.splitlines()))

@@ -7,16 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from moecache.commands.paths import printable
-from moecache.cuda import Device, open_device, parse_device
-from moecache.errors import CapacityError, ConfigError
 from moecache.layout import ExpertLayout
-from moecache.reader.disk import STAGING_BYTES
-from moecache.runtime.opening import plan_slots
-from moecache.sizing.headroom import Headroom, check_fits, fits_beside, headroom
+from moecache.runtime.plan import Plan, plan
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
-from moecache.sizing.planning import RESERVE_BYTES
-from moecache.slots import CudaSlots, HostSlots
-from moecache.slots.cuda import MAX_PINNED_BYTES
 from moecache.stores import open_store
 from moecache.units import format_bytes
 
@@ -59,69 +52,48 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the layout and the plan; return the exit code."""
-    if arguments.context is not None and arguments.context < 0:
-        raise ConfigError(f"--context must not be negative, got {arguments.context}")
-    gpu = None if parse_device(arguments.device) is None else open_device(arguments.device)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     with open_store(arguments.path, top_k=arguments.top_k) as store:
         layout = store.layout
-        console.print(
-            f"{printable(store.path)}  {printable(store.config.get('model_type', ''))}",
-            style="bold",
-        )
+        kind = store.config.get("model_type")
+        kind = printable(kind[:100]) if isinstance(kind, str) else ""
+        console.print(f"{printable(store.path)}  {kind}", style="bold")
         if layout.total_experts == 0:
             console.print("no experts: not a mixture-of-experts model, or of an unknown form")
             return 1
-        top_k = f"top-{layout.top_k}" if layout.top_k else "top-k unknown"
+    top_k = f"top-{layout.top_k}" if layout.top_k else "top-k unknown"
+    console.print(
+        f"{layout.num_layers} MoE layers x {layout.num_experts} experts, {top_k}; "
+        f"{format_bytes(layout.total_bytes)} in experts"
+    )
+    console.print(_layer_table(layout))
+    planned = plan(
+        arguments.path,
+        arguments.memory,
+        arguments.device,
+        top_k=arguments.top_k,
+        context_tokens=arguments.context,
+    )
+    console.print(_memory_table(planned))
+    console.print(_plan_table(planned))
+    gpu = planned.gpu
+    left = (free_host_bytes() if gpu is None else gpu.free_bytes()) - planned.slots_bytes
+    room = planned.headroom
+    needed = room.nbytes - room.spare_bytes
+    if left < needed:
         console.print(
-            f"{layout.num_layers} MoE layers x {layout.num_experts} experts, {top_k}; "
-            f"{format_bytes(layout.total_bytes)} in experts"
+            f"the slots leave {format_bytes(left)}; trunk, KV cache and staging need "
+            f"{format_bytes(needed)}, unless they are in memory already",
+            style="yellow",
         )
-        console.print(_layer_table(layout))
-        room = headroom(
-            store.trunk_bytes,
-            store.config,
-            staging_bytes=STAGING_BYTES if gpu is None else 0,
-            context_tokens=arguments.context,
-        )
-        console.print(_memory_table(room, gpu))
-        planned, staging = plan_slots(
-            layout, arguments.memory, None, reserve_bytes=room.nbytes, gpu=gpu
-        )
-        pool = HostSlots if gpu is None else CudaSlots
-        slot_bytes = pool.bytes_per_slot(layout)
-        console.print(f"slot {format_bytes(slot_bytes)} as allocated")
-        console.print(f"plan: {planned.describe()}")
-        if staging:
-            console.print(f"      and {staging} staging slots")
-        slots_bytes = (planned.slots + staging) * slot_bytes
-        if gpu is None:
-            check_fits(slots_bytes, room.staging_bytes)
-        elif slots_bytes > gpu.free_bytes():
-            raise CapacityError(
-                f"slots of {format_bytes(slots_bytes)} need more than the "
-                f"{format_bytes(gpu.free_bytes())} that {gpu.description} has free; lower memory"
-            )
-        left = (free_host_bytes() if gpu is None else gpu.free_bytes()) - slots_bytes
-        needed = room.nbytes - room.spare_bytes
-        if left < needed:
-            console.print(
-                f"      they leave {format_bytes(left)}; trunk, KV cache and staging need "
-                f"{format_bytes(needed)}, unless they are in memory already",
-                style="yellow",
-            )
-        beside = (slots_bytes, room.nbytes) if gpu is None else (MAX_PINNED_BYTES, RESERVE_BYTES)
-        fits = fits_beside(*beside, layout.total_bytes)
-        way = "through the page cache" if fits else "direct"
-        console.print(f"reads: {way}, by default")
     return 0
 
 
-def _memory_table(room: Headroom, gpu: Device | None) -> Table:
-    """Return what there is, and what is needed beside the slots."""
+def _memory_table(planned: Plan) -> Table:
+    """Return what there is, and what stays free beside the slots."""
     import psutil
 
-    machine = psutil.virtual_memory()
+    machine, gpu, room = psutil.virtual_memory(), planned.gpu, planned.headroom
     table = Table("memory", "free", "of")
     table.add_row("machine", format_bytes(machine.available), format_bytes(machine.total))
     if gpu is not None:
@@ -133,16 +105,27 @@ def _memory_table(room: Headroom, gpu: Device | None) -> Table:
             format_bytes(group.limit_bytes),
         )
     table.add_section()
-    for name, nbytes in (
-        ("trunk", room.trunk_bytes),
-        (f"KV cache, {room.context_tokens} tokens", room.kv_cache_bytes),
-        *((("reads' staging buffers", room.staging_bytes),) if gpu is None else ()),
-        ("to spare", room.spare_bytes),
-    ):
+    parts = {
+        "trunk": room.trunk_bytes,
+        f"KV cache, {room.context_tokens} tokens": room.kv_cache_bytes,
+        **({"reads' staging buffers": room.staging_bytes} if gpu is None else {}),
+        "to spare": room.spare_bytes,
+    }
+    if planned.reserve_bytes != room.nbytes:
+        parts = {f"reserve ({planned.reasons['reserve']})": planned.reserve_bytes}
+    for name, nbytes in parts.items():
         table.add_row(name, f"- {format_bytes(nbytes)}", "")
     table.add_section()
     free = free_host_bytes() if gpu is None else gpu.free_bytes()
-    table.add_row("for slots", format_bytes(max(0, free - room.nbytes)), "")
+    table.add_row("for slots", format_bytes(max(0, free - planned.reserve_bytes)), "")
+    return table
+
+
+def _plan_table(planned: Plan) -> Table:
+    """Return what `open` would do, and why."""
+    table = Table("plan", "", "because of")
+    for name, value, why in planned.rows():
+        table.add_row(name, printable(value), printable(why))
     return table
 
 

@@ -6,6 +6,7 @@ import time
 import urllib.parse
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from moecache.commands.paths import printable
 from moecache.commands.samples import Sample, sample_metrics
@@ -14,6 +15,7 @@ from moecache.runtime.runtime import ExpertRuntime
 from moecache.telemetry import PrometheusCollector, check_prometheus
 
 _TIMEOUT_S = 10
+_POLL_S = 0.2
 _MOST_BYTES = 16 * 2**20
 _PART_BYTES = 64 * 1024
 
@@ -38,17 +40,23 @@ def served(runtime: ExpertRuntime, port: int) -> Iterator[str]:
     if not 0 <= port <= 65535:
         raise ConfigError(f"a port is a number from 0 to 65535, got {port}")
     collector = PrometheusCollector(runtime, per_layer=True)
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry
+
+    from moecache.commands.metrics_server import MetricsServer
 
     registry = CollectorRegistry()
     registry.register(collector)
     try:
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        server = MetricsServer(port, registry)
     except OSError as error:
         raise ConfigError(
             f"port {port} of 127.0.0.1 cannot be served: {error.strerror}; choose another, or 0 "
             "for any that is free"
         ) from error
+    thread = threading.Thread(
+        target=server.serve_forever, args=(_POLL_S,), name="moecache-metrics", daemon=True
+    )
+    thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/metrics"
     finally:
@@ -148,12 +156,31 @@ def _fetch(url: str) -> bytes:
     ------
     TimeoutError
         If it is not there in time, however steadily a byte comes after the other.
+    MoeCacheError
+        If the server points to another scheme, or ends its answer early.
     OSError, HTTPException, ValueError
         As urllib has them.
     """
     import urllib.request
 
+    class SameScheme(urllib.request.HTTPRedirectHandler):
+        """Follow redirects, but to what can be typed as well."""
+
+        def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+            target = headers.get("location") or headers.get("uri") or ""
+            place = urllib.parse.urlsplit(urllib.parse.urljoin(req.full_url, target))
+            if place.scheme != req.type:
+                fp.close()
+                raise MoeCacheError(
+                    f"{printable(url)}: redirects to {printable(place.geturl())[:200]}, which is "
+                    f"not {req.type}; give the address of the metrics themselves"
+                )
+            return super().http_error_302(req, fp, code, msg, headers)
+
+        http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
     until_s = time.monotonic() + _TIMEOUT_S
+    opener = urllib.request.build_opener(SameScheme)
     found: SimpleQueue[bytes | BaseException] = SimpleQueue()
 
     def fetch() -> None:
@@ -161,11 +188,16 @@ def _fetch(url: str) -> bytes:
         try:
             # The scheme is checked by `metrics_url`.
             request = urllib.request.Request(url, headers={"Accept": "text/plain"})  # noqa: S310
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+            with opener.open(request, timeout=_TIMEOUT_S) as answer:
                 while len(body) <= _MOST_BYTES and (part := answer.read1(_PART_BYTES)):
                     body += part
                     if time.monotonic() > until_s:  # nobody waits for the rest
                         return
+                if answer.length and len(body) <= _MOST_BYTES:
+                    raise MoeCacheError(
+                        f"{printable(url)}: the answer ends after {len(body)} bytes, "
+                        f"{answer.length} before its end; try again"
+                    )
             found.put(bytes(body))
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             found.put(error)

@@ -24,7 +24,8 @@ def add_parser(commands: Any) -> None:
         "one piece at a multiple of 4 KiB, trunk.safetensors with the rest, and the other files "
         "as they are. No bit of any tensor changes. An expert that is not in memory is then one "
         "direct read. Needs as much disk as the model has. Interrupted, it goes on where it was "
-        "when called again; until it is complete, all is in OUT.partial.",
+        "when called again; until it is complete, all is in OUT.partial. Links to files are "
+        "followed, and named if they lead out of MODEL; links to directories stay behind.",
         epilog="examples: moecache pack ./Qwen3-30B-A3B ./Qwen3-30B-A3B-packed | "
         "moecache pack --verify ./Qwen3-30B-A3B-packed",
     )
@@ -74,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print("what is finished stays; the same command goes on with it")
         raise
     console.print(printable(report.describe()))
+    _print_links(console, report.plan)
     if arguments.verify:
         _verify(console, out)
     console.print(f"use it: moecache.open({str(report.path)!r})")
@@ -103,10 +105,16 @@ def _print_plan(console: Console, plan: Any) -> int:
         f"others   {format_bytes(plan.other_bytes)}\n"
         f"needed   {format_bytes(plan.disk_bytes)}, free are {format_bytes(plan.free_bytes)}"
     )
+    _print_links(console, plan)
     if plan.disk_bytes <= plan.free_bytes:
         return 0
     console.print("there is too little room; free some, or write to another disk")
     return 1
+
+
+def _print_links(console: Console, plan: Any) -> None:
+    for line in plan.describe_links():
+        console.print(printable(line))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from moecache._prefault import address_of
 from moecache.errors import ConfigError, StoreError
 from moecache.prefault.regions import Region
 from moecache.stores import SafetensorsStore, open_store
+from moecache.stores._paths import find_path
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +21,12 @@ def find_files(name: str) -> list[Path]:
 
     Raises
     ------
+    ConfigError
+        If no file can have such a name.
     StoreError
         If there is nothing.
     """
-    path = Path(name)
-    # Path("") is the current directory: an unset variable in a script.
-    if not name or not path.exists():
-        raise StoreError(f"{name!r}: no such file or directory")
+    path = find_path(name)
     if not path.is_dir():
         return [path]
     files = []
@@ -99,3 +99,8 @@ def open_experts(path: str, layers: list[int] | None) -> tuple[SafetensorsStore,
 def printable(text: object) -> str:
     """Return a name without what a terminal would obey: a checkpoint is not to be trusted."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+
+
+def printable_lines(text: str) -> str:
+    """Return lines without what a terminal would obey."""
+    return "\n".join(map(printable, text.splitlines()))

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import os
 import re
 import resource
 import signal
@@ -29,6 +28,7 @@ from moecache.commands.residency import print_status
 from moecache.errors import ConfigError, StoreError
 from moecache.prefault.regions import Region
 from moecache.sizing.host_memory import total_host_bytes
+from moecache.stores._paths import find_path
 from moecache.units import format_bytes
 
 # The kernel reads ahead at least this much for one hint, by its own default.
@@ -126,9 +126,10 @@ def _find_regions(
     seen: set[object] = set()
     for path in paths:
         if by_layer:
-            if os.path.realpath(path) in seen:
+            found = find_path(path).resolve()
+            if found in seen:
                 continue
-            seen.add(os.path.realpath(path))
+            seen.add(found)
             store, chosen = open_experts(path, layers)
             with store:
                 yield from store.regions(chosen)

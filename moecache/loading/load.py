@@ -57,7 +57,7 @@ class Load:
     waiting : list of SimpleQueue
         Of the steps that wait for it; each gets the load when it is over.
     parts : dict of role to ndarray, or None
-        Where to read to, while it is read; empty if there is nothing to read.
+        Where to read to, while it is read; None if the pool takes views of the store.
     error : Exception or None
         Why it failed; `ReadCancelledError` from when it is taken back.
     """

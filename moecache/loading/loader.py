@@ -429,10 +429,8 @@ class SlotLoader:
         started = self.clock()
         left = list(batch)  # the engine empties it once it has them
         try:
-            for load in batch:
-                if self._pool.reads_views:
-                    load.parts = self._store.view(load.layer, load.expert)
-                else:
+            if not self._pool.reads_views:
+                for load in batch:
                     load.parts = self._pool.buffers(load.slot, load.layer)
             self._engine.submit(left, deferred=deferred)
         except BaseException as error:
@@ -477,7 +475,10 @@ class SlotLoader:
         uploaded: Exception | None = error or interrupted(load)
         try:
             if error is None:
-                self._pool.upload(load.slot, load.layer, load.parts or {}, behind=not load.urgent)
+                parts = load.parts
+                if parts is None:
+                    parts = self._store.view(load.layer, load.expert)
+                self._pool.upload(load.slot, load.layer, parts, behind=not load.urgent)
                 uploaded = None
         except Exception as caught:  # noqa: BLE001 - a waiting step raises it
             uploaded = caught.with_traceback(None)

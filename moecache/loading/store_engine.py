@@ -143,7 +143,7 @@ class StoreEngine:
         """Read; the guard tells of it, should an interrupt come anywhere."""
         read: Read = guard.item[0]
         try:
-            if read.parts:
+            if read.parts is not None:
                 self._store.read_into(read.layer, read.expert, read.parts)
             guard.item = (read, None)
         except Exception as error:  # noqa: BLE001 - a waiting step raises it

@@ -13,6 +13,7 @@ from typing import Self
 from moecache.errors import StoreError
 from moecache.packing._plan import ZEROS, Extent, Unit
 from moecache.packing._source import OtherFile, Source
+from moecache.stores._file import ReadOnlyFile
 
 CHUNK_BYTES = 2**22
 # One is hashed while another is written and the next is read.
@@ -144,33 +145,27 @@ def copy_file(other: OtherFile, target: Path, copied: Copied) -> tuple[int, str]
     Raises
     ------
     StoreError
-        If it cannot be read or written.
+        If it cannot be read or written, or is not as long as it was.
     """
-    try:
-        reader = other.path.open("rb", buffering=0)
-    except OSError as error:
-        raise StoreError(f"{other.path}: cannot be read: {error.strerror}") from error
+    file = ReadOnlyFile(other.path)
 
-    def chunks() -> Iterator[bytes]:
-        offset = 0
-        while True:
-            try:
-                chunk = reader.read(CHUNK_BYTES)
-            except OSError as error:
-                raise StoreError(
-                    f"{other.path}: reading at byte {offset} failed: {error.strerror}"
-                ) from error
-            if not chunk:
-                return
+    def chunks() -> Iterator[bytearray]:
+        for offset in range(0, other.nbytes, CHUNK_BYTES):
+            chunk = bytearray(min(CHUNK_BYTES, other.nbytes - offset))
+            file.read(offset, [memoryview(chunk)], "a copy of it")
             yield chunk
-            offset += len(chunk)
             copied(len(chunk))
+        # Files of /proc have a size of 0 and no end.
+        if file.has_byte(other.nbytes):
+            raise StoreError(
+                f"{other.path}: has more than the {other.nbytes} bytes that it had; pack the model "
+                "again when nobody writes to it"
+            )
 
-    with reader:
-        return write_file(target, chunks())
+    return write_file(target, chunks())
 
 
-def write_file(path: Path, chunks: Iterator[bytes]) -> tuple[int, str]:
+def write_file(path: Path, chunks: Iterator[bytes | bytearray]) -> tuple[int, str]:
     """Write a whole file, flush it to disk, and return its size and checksum.
 
     Raises

@@ -104,7 +104,8 @@ class _Work:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._files = (plan_experts(source), plan_trunk(source))
-        self._others = source.other_files()
+        self._beside = source.others()
+        self._others = self._beside.files
         self._total_bytes = sum(file.nbytes for file in self._files) + sum(
             other.nbytes for other in self._others
         )
@@ -129,6 +130,8 @@ class _Work:
             total_bytes=self._total_bytes,
             disk_bytes=self._total_bytes + overhead,
             free_bytes=place.free_bytes(),
+            linked=tuple(self._source.linked(self._beside)),
+            left_behind=tuple(self._beside.left_behind),
         )
 
     def write(self, place: Place, progress: Progress | None) -> int:
@@ -184,6 +187,9 @@ class _Work:
                 shutil.rmtree(place.files)
             checksums = []
         place.files.mkdir(exist_ok=True)
+        for path in place.files.iterdir():
+            if path.is_symlink():  # what it points to is not ours to write to
+                path.unlink()
         del checksums[self._count_intact(place, checksums) :]
         kept = list(zip(self._units, checksums, strict=False))
         for file in self._files:

@@ -4,12 +4,14 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from moecache.errors import ConfigError, StoreError
 from moecache.packing._journal import sync_directory
+from moecache.stores._paths import check_name
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,8 @@ class Place:
         ConfigError
             If something is there already, or would be mixed with the model.
         """
-        if not os.fspath(out):
-            raise ConfigError("the directory to write has an empty name")
-        source, place = Path(os.path.realpath(model)), cls(Path(os.path.realpath(out)))
+        target = Path(os.path.realpath(check_name(out)))
+        source, place = Path(os.path.realpath(model)), cls(target)
         if place.out == source or (source.is_dir() and source in place.out.parents):
             raise ConfigError(
                 f"{place.out} is in the model's own directory {source}; choose another place"
@@ -73,7 +74,10 @@ class Place:
         try:
             self._check_free()
         except OSError as error:
-            raise StoreError(f"{error.filename}: cannot be read: {error.strerror}") from error
+            raise StoreError(
+                f"{str(error.filename)[:200]}: cannot be read: {error.strerror}; choose another "
+                "name"
+            ) from error
 
     def free_bytes(self) -> int:
         """Return the room on the disk, with what an earlier run takes there."""
@@ -100,7 +104,7 @@ class Place:
             ) from error
 
     def _check_free(self) -> None:
-        if os.path.lexists(self.out):
+        if _is_there(self.out):
             if not self.out.is_dir():
                 raise ConfigError(f"{self.out} exists and is no directory; choose another name")
             if any(self.out.iterdir()):
@@ -111,7 +115,7 @@ class Place:
                 raise ConfigError(
                     f"{self.out} is a mount point, which no directory can replace; name one in it"
                 )
-        if os.path.lexists(self.partial):
+        if _is_there(self.partial):
             if not self.partial.is_dir():
                 raise ConfigError(
                     f"{self.partial} exists and is no directory, but the files are to grow there; "
@@ -123,6 +127,19 @@ class Place:
                     f"{self.partial} exists and is not of moecache, but the files are to grow "
                     "there; remove it"
                 )
+            kinds = {self.files: stat.S_ISDIR, self.journal: stat.S_ISREG, self.lock: stat.S_ISREG}
+            for path, is_ours in kinds.items():
+                if _is_there(path) and not is_ours(path.lstat().st_mode):
+                    raise ConfigError(f"{path} is not of moecache, but a link or device; remove it")
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether something has the name, if only a broken link."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What a pack would write, and what it did."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,11 @@ class PackPlan:
         Room that is needed for it on the disk.
     free_bytes : int
         Room where it would be written, with what an unfinished run takes there.
+    linked : tuple of (str, str)
+        Files of the checkpoint that are links to files outside of it, and those files: what
+        they hold is packed as if it lay in the checkpoint.
+    left_behind : tuple of (str, str)
+        Links to directories and links to nothing, and what they say: they do not go along.
     """
 
     num_layers: int
@@ -37,11 +43,26 @@ class PackPlan:
     total_bytes: int
     disk_bytes: int
     free_bytes: int
+    linked: tuple[tuple[str, str], ...] = ()
+    left_behind: tuple[tuple[str, str], ...] = ()
 
     @property
     def padding_share(self) -> float:
         """Share of padding in all that is written."""
         return self.padding_bytes / self.total_bytes
+
+    def describe_links(self) -> list[str]:
+        """Return which links leave the checkpoint, a line per directory, and which stay behind."""
+        places: dict[str, list[str]] = {}
+        for name, target in self.linked:
+            places.setdefault(os.path.dirname(target), []).append(name)
+        return [
+            *(
+                f"through links out of the checkpoint, to {place}: {', '.join(names)}"
+                for place, names in places.items()
+            ),
+            *(f"left behind, a link to no file: {name} -> {to}" for name, to in self.left_behind),
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,21 @@
 """What is packed: a checkpoint's tensors, where they lie, and whether they stay as they are."""
 
+import errno
 import hashlib
 import json
 import os
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from moecache.errors import ConfigError, FormatError, StoreError
 from moecache.stores import SafetensorsStore
 from moecache.stores._header import TensorEntry
 from moecache.stores._index import Piece
+from moecache.stores._paths import find_path
 
 # Weights in this or another form: they would only lie about beside the packed ones.
 _WEIGHTS = frozenset(
@@ -24,6 +28,10 @@ PADDING_PREFIX = "__moecache_padding__."
 _HASH_CHUNK_BYTES = 2**20
 
 
+# A name in the checkpoint, and what it is a link to.
+Link = tuple[str, str]
+
+
 @dataclass(frozen=True)
 class OtherFile:
     """A file that goes along as it is: where from, under which name, how large."""
@@ -31,6 +39,22 @@ class OtherFile:
     path: Path
     name: str
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Others:
+    """What a checkpoint has beside its weights.
+
+    Parameters
+    ----------
+    files : sequence of OtherFile
+        They go along.
+    left_behind : sequence of (str, str)
+        Links to directories and links to nothing, and what they say.
+    """
+
+    files: Sequence[OtherFile]
+    left_behind: Sequence[Link] = ()
 
 
 class Source(SafetensorsStore):
@@ -45,9 +69,10 @@ class Source(SafetensorsStore):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if Path(path).is_file() and Path(path).suffix != ".safetensors":
+        found = find_path(path)
+        if found.is_file() and found.suffix != ".safetensors":
             raise FormatError(f"{path}: only .safetensors files and directories of them are packed")
-        super().__init__(path)
+        super().__init__(found)
         if self.layout.total_experts == 0:
             self.close()
             raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")
@@ -86,22 +111,47 @@ class Source(SafetensorsStore):
         ]
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
-    def other_files(self) -> list[OtherFile]:
-        """Return the files that go along: configuration, tokenizer, text; no weights.
+    def others(self) -> Others:
+        """Return what goes along: configuration, tokenizer, text; no weights.
 
         Of a checkpoint that is one file this is the config.json beside it. Hidden
-        files, and directories that are links, stay behind.
+        files, links to directories and links to nothing stay behind.
+
+        Raises
+        ------
+        StoreError
+            If a device, pipe or socket would go along, or a directory cannot be read.
         """
         if not self.path.is_dir():
             config = self.path.parent / "config.json"
-            return [_other(config, config.name)] if config.is_file() else []
-        found = []
+            size = _file_bytes(config)
+            return Others([] if size is None else [OtherFile(config, config.name, size)])
+        files: list[OtherFile] = []
+        left_behind: list[Link] = []
         for directory, names, leaves in os.walk(self.path, onerror=_refuse):
             names[:] = sorted(name for name in names if _goes_along(name))
-            for leaf in sorted(leaves):
+            for leaf in sorted([*names, *filter(_goes_along, leaves)]):
                 path = Path(directory) / leaf
-                if _goes_along(leaf) and path.is_file():
-                    found.append(_other(path, path.relative_to(self.path).as_posix()))
+                name = path.relative_to(self.path).as_posix()
+                size = _file_bytes(path)
+                if size is not None:
+                    files.append(OtherFile(path, name, size))
+                elif path.is_symlink():
+                    left_behind.append((name, os.readlink(path)))
+        return Others(files, left_behind)
+
+    def linked(self, others: Others) -> list[Link]:
+        """Return the files that are links to what lies outside of the checkpoint."""
+        paths = [other.path for other in others.files]
+        directory = self.path.parent
+        if self.path.is_dir():
+            directory = self.path
+            paths += [file.path for file in self.files]
+        root, found = directory.resolve(), []
+        for path in sorted(paths):
+            target = path.resolve()
+            if root not in target.parents:
+                found.append((path.relative_to(directory).as_posix(), str(target)))
         return found
 
     def _hash_header(self, number: int) -> str:
@@ -131,9 +181,22 @@ def _goes_along(name: str) -> bool:
     )
 
 
-def _other(path: Path, name: str) -> OtherFile:
-    return OtherFile(path, name, path.stat().st_size)
+def _file_bytes(path: Path) -> int | None:
+    """Return the size of a file; None for a directory, or if nothing is there."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            _refuse(error)
+        return None
+    if stat.S_ISDIR(status.st_mode):
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreError(
+            f"{path}: is a device, pipe or socket, or a link to one; take it out of the checkpoint"
+        )
+    return status.st_size
 
 
-def _refuse(error: OSError) -> None:
+def _refuse(error: OSError) -> NoReturn:
     raise StoreError(f"{error.filename}: cannot be read: {error.strerror}") from error

@@ -176,11 +176,16 @@ class Prefetcher:
         Raises
         ------
         ValueError
-            If the layer or an id is out of range, or scores do not fit.
-        TypeError
-            If ids are not integers.
+            If the layer or an id is out of range, ids are no whole numbers, or scores do not fit.
         """
         chosen = np.asarray(ids)
+        if chosen.size and chosen.dtype.kind not in "iu":
+            raise ValueError(
+                f"ids must be whole numbers, got an array of {chosen.dtype}; "
+                "convert them with astype(numpy.int64)"
+            )
+        if scores is not None:
+            scores = _as_scores(scores)
         self._store.layout.check(layer)
         if chosen.size and not 0 <= chosen.min() <= chosen.max() < self.cache.num_experts:
             wrong = chosen.min() if chosen.min() < 0 else chosen.max()
@@ -319,6 +324,14 @@ class Prefetcher:
     def __del__(self) -> None:
         """End the thread of a runtime that was dropped without `close`."""
         self._wake.put(None)
+
+
+def _as_scores(scores: npt.ArrayLike) -> np.ndarray:
+    try:
+        with np.errstate(over="ignore"):  # infinity is refused later, with its value
+            return np.asarray(scores, np.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"scores must be numbers: {error}") from error
 
 
 def _work(reference: "weakref.ref[Prefetcher]", wake: "SimpleQueue[None]") -> None:

@@ -166,7 +166,7 @@ def update_profile(
         kept.update(models or {})
         latest = dict(list(kept.items())[-MAX_MODELS:])
         content = _encode(Profile({**profile.disks, **(disks or {})}, latest))
-        with whole_file(path, sync=True) as file:
+        with whole_file(path, None, sync=True) as file:
             file.write(content)
 
 

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Generator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -17,6 +16,7 @@ from moecache.cache._profiler import AccessProfiler
 from moecache.cache.warmpin import WarmPin
 from moecache.cuda import CudaExperts
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.files import Kind, write_whole
 from moecache.layout import ExpertLayout
 from moecache.loading.load import Cause
 from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOADER_THREADS = 999
+_REPORT_FILE = Kind("a report of experts", lambda data: data.startswith(b"experts "))
 
 
 class ExpertRuntime:
@@ -64,7 +65,7 @@ class ExpertRuntime:
         Threads that read experts while the host computes; 0 reads only in the
         thread that waits.
     expert_stats : str or Path, optional
-        Write `report()` there on `close`.
+        Write `report()` there on `close`, whole or not at all.
     reader : Reader, optional
         Reads the store's files, many experts at once; closed with the runtime.
         Without one, `store.read_into` reads one expert at a time in each thread.
@@ -74,14 +75,14 @@ class ExpertRuntime:
     warmpin : int or "auto", default 0
         Experts of each layer to pin after `warmpin_after` accesses; see `WarmPin`.
     warmpin_after : int, default 512
+    disk : DiskSpeed, optional
+        What is known about the disk, if reads go around the page cache.
+    prefault : BackgroundSweep, optional
+        What backs the slots and brings the file into the page cache; cancelled on
+        `close`.
 
     Attributes
     ----------
-    prefault : BackgroundSweep or None
-        What backs the slots and brings the file into the page cache; cancelled on
-        `close`.
-    disk : DiskSpeed or None
-        What is known about the disk, if reads go around the page cache.
     warm_start : WarmStart or None
         What fills free slots by a profile; cancelled on `close`.
     """
@@ -98,6 +99,8 @@ class ExpertRuntime:
         prefetch: str | Predictor = "off",
         warmpin: int | str = 0,
         warmpin_after: int = DEFAULT_WARMPIN_AFTER,
+        disk: DiskSpeed | None = None,
+        prefault: BackgroundSweep | None = None,
     ) -> None:
         layout = store.layout
         if (cache.num_layers, cache.num_experts) != (layout.num_layers, layout.num_experts):
@@ -128,10 +131,11 @@ class ExpertRuntime:
         self._process = os.getpid()
         self._closed = False
         self._pool_bytes = pool.nbytes
-        self.prefault: BackgroundSweep | None = None
-        self.disk: DiskSpeed | None = None
+        self.prefault = prefault
+        self.disk = disk
         self._recording: "Recording | None" = None
-        self._reading_before: ReadingStats | None = None
+        # Reads so far were not for requests.
+        self._reading_before = None if reader is None else ReadingStats.of(reader, None)
         self.warm_start: WarmStart | None = None
         self._usage = KeptUsage(layout, cache)
         pin = WarmPin(cache, layout.top_k, warmpin, warmpin_after)
@@ -354,9 +358,7 @@ class ExpertRuntime:
         Raises
         ------
         ValueError
-            If the layer or an id is out of range, or scores do not fit.
-        TypeError
-            If ids are not integers.
+            If the layer or an id is out of range, ids are no whole numbers, or scores do not fit.
         """
         self._check_usable()
         if self._prefetcher is None:
@@ -391,7 +393,11 @@ class ExpertRuntime:
             self._prefetcher.mode = mode or self._prefetcher.mode
 
     def record_trace(
-        self, path: str | os.PathLike[str], *, max_bytes: int | str = "256MiB"
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int | str = "256MiB",
+        force: bool = False,
     ) -> "Recording":
         """Note what the router chooses from now on, to be written to a file at the end.
 
@@ -401,10 +407,12 @@ class ExpertRuntime:
         Parameters
         ----------
         path : str or Path
-            An .npz file; replaced when the recording ends.
+            An .npz file; a trace that is there is replaced when the recording ends.
         max_bytes : int or str, default "256MiB"
             Bytes of memory after which nothing more is noted: a step takes 12, and 2 per
             id.
+        force : bool, default False
+            Replace whatever is there.
 
         Returns
         -------
@@ -414,8 +422,8 @@ class ExpertRuntime:
         Raises
         ------
         ConfigError
-            If nothing can be written there, as far as that can be known now, or
-            max_bytes is no size.
+            If nothing can be written there, as far as that can be known now, if
+            something else is there, or max_bytes is no size.
         MoeCacheError
             If a recording goes on already.
         """
@@ -425,7 +433,12 @@ class ExpertRuntime:
         self._check_usable()
         model = getattr(self._store, "path", None)
         self._recording = record(
-            self._cache, self.layout, path, model=model, max_bytes=parse_bytes(max_bytes)
+            self._cache,
+            self.layout,
+            path,
+            model=model,
+            max_bytes=parse_bytes(max_bytes),
+            force=force,
         )
         return self._recording
 
@@ -549,12 +562,6 @@ class ExpertRuntime:
             logger.warning("runtime.prefault_hangs after=%d s", CLOSE_TIMEOUT_S)
         logger.info("runtime.closed hit_rate=%.3f", self._cache.profiler.hit_rate)
 
-    def calibrated(self, disk: DiskSpeed | None) -> None:
-        """Note what is known about the disk; reads so far were not for requests."""
-        self.disk = disk
-        if self._reader is not None:
-            self._reading_before = ReadingStats.of(self._reader, None)
-
     def _reading(self) -> ReadingStats | None:
         if self._reader is None:
             return None
@@ -578,9 +585,10 @@ class ExpertRuntime:
     def _write_report(self) -> None:
         if self._expert_stats is not None:
             try:
-                Path(self._expert_stats).write_text(self.report() + "\n")
-            except OSError as error:
-                logger.warning("runtime.no_report path=%s error=%s", self._expert_stats, error)
+                text = f"{self.report()}\n".encode(errors="backslashreplace")
+                write_whole(self._expert_stats, text, _REPORT_FILE)
+            except MoeCacheError as error:
+                logger.warning("runtime.no_report %s", error)
 
     def __enter__(self) -> Self:
         """Return the runtime."""

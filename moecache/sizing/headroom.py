@@ -103,11 +103,6 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
     )
 
 
-def fits_beside(slots_bytes: int, reserve_bytes: int, experts_bytes: int) -> bool:
-    """Return whether the page cache can hold all experts beside slots and what is reserved."""
-    return free_host_bytes() - slots_bytes - reserve_bytes >= experts_bytes
-
-
 def check_fits(slot_bytes: int, staging_bytes: int) -> None:
     """Raise CapacityError if slots and staging alone would swap, or get the process killed."""
     free = free_host_bytes()

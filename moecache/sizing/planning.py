@@ -51,22 +51,28 @@ class SizingPlan:
     status: SizingStatus
     slot_bytes: int
 
+    @property
+    def advice(self) -> str:
+        """What there is to be said of the number of slots, or nothing."""
+        if self.status is SizingStatus.UNKNOWN_EXPERT_SIZE:
+            return "the size of an expert is not known"
+        if self.status is SizingStatus.BUDGET_EXHAUSTED:
+            return f"the budget is smaller than one slot of {format_bytes(self.slot_bytes)}"
+        if self.status is not SizingStatus.BELOW_RECOMMENDED:
+            return ""
+        wanted = format_bytes(self.recommended_slots * self.slot_bytes)
+        text = f"{self.recommended_slots} ({wanted}) are recommended"
+        if self.slots < self.cycle_slots:
+            text += f", and below {self.cycle_slots} most accesses miss"
+        return text
+
     def describe(self) -> str:
         """Return the plan as one line with figures and, if need be, the remedy."""
-        size = format_bytes(self.slots * self.slot_bytes)
-        text = f"{self.slots} of {self.total_slots} experts ({size})"
         if self.status is SizingStatus.EMPTY:
             return "no experts"
-        if self.status is SizingStatus.UNKNOWN_EXPERT_SIZE:
-            return f"{text}; the size of an expert is not known"
-        if self.status is SizingStatus.BUDGET_EXHAUSTED:
-            return f"{text}; the budget is smaller than one slot of {format_bytes(self.slot_bytes)}"
-        if self.status is SizingStatus.BELOW_RECOMMENDED:
-            wanted = format_bytes(self.recommended_slots * self.slot_bytes)
-            text = f"{text}; {self.recommended_slots} ({wanted}) are recommended"
-            if self.slots < self.cycle_slots:
-                text += f", and below {self.cycle_slots} most accesses miss"
-        return text
+        size = format_bytes(self.slots * self.slot_bytes)
+        text = f"{self.slots} of {self.total_slots} experts ({size})"
+        return f"{text}; {self.advice}" if self.advice else text
 
 
 def plan(

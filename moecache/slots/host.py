@@ -272,9 +272,14 @@ def _slot_dtype(role: Role, dtype: np.dtype | None) -> np.dtype:
 def _float_dtype(dtype: npt.DTypeLike | None) -> np.dtype | None:
     if dtype is None:
         return None
-    converted = np.dtype(dtype)
-    known = converted.kind == "f" or converted.type.__module__.startswith("ml_dtypes")
-    if not known or converted.subdtype is not None or converted.itemsize > 8:
+    try:
+        converted = np.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise ConfigError(
+            f"dtype {str(dtype)[:200]!a} is no dtype of NumPy; give one such as numpy.float32"
+        ) from error
+    # Those of ml_dtypes have kind "V", and integers are among them.
+    if "float" not in converted.name or converted.subdtype is not None or converted.itemsize > 8:
         raise ConfigError(f"slots can be converted to a floating-point type, not to {converted}")
     return converted
 

@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Collection
-from pathlib import Path
 
 from moecache.errors import FormatError
+from moecache.stores._paths import find_path
 from moecache.stores.base import ExpertStore, FileStore
 from moecache.stores.memory import MemoryStore
 from moecache.stores.safetensors import SafetensorsStore
@@ -33,9 +33,12 @@ def open_store(
 
     Raises
     ------
+    ConfigError
+        If no file can have such a name.
     StoreError
         If it cannot be opened; FormatError if it is damaged or of another form.
     """
-    if Path(path).is_file() and Path(path).suffix != ".safetensors":
+    found = find_path(path)
+    if found.is_file() and found.suffix != ".safetensors":
         raise FormatError(f"{path}: only .safetensors files and checkpoint directories are read")
-    return SafetensorsStore(path, top_k=top_k, mapped=mapped, layers=layers)
+    return SafetensorsStore(found, top_k=top_k, mapped=mapped, layers=layers)

@@ -69,6 +69,19 @@ class ReadOnlyFile:
                 buffers[0] = buffers[0][count:]
         self.check_unchanged()
 
+    def has_byte(self, offset: int) -> bool:
+        """Return whether the file goes on at `offset`, whatever its size says.
+
+        Raises
+        ------
+        StoreError
+            If that cannot be read.
+        """
+        try:
+            return bool(os.pread(self.descriptor, 1, offset))
+        except OSError as error:
+            raise self.failure(error.errno or errno.EIO, offset, "it", 0) from error
+
     def check_unchanged(self) -> None:
         """Warn, once, if somebody wrote to the file since it was opened."""
         if self._modified_ns is None:

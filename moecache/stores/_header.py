@@ -7,6 +7,7 @@ The form: 8 bytes little-endian header length, a JSON object of that length
 import functools
 import json
 import math
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ from moecache.stores._file import ReadOnlyFile
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 32
+# Models have less than 200.
+MAX_LAYERS = 4096
+# The layer in a name of experts' tensors. Each byte is looked at once, whatever the text is.
+_LAYER = re.compile(rb'"([^"]{1,512}?)\.(?:experts|block_sparse_moe)\.')
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ def read_header(path: Path, file: ReadOnlyFile | None = None) -> dict[str, Tenso
     text = bytearray(header_bytes)
     if header_bytes:
         file.read(8, [memoryview(text)], "the header")
+    check_layers(path, text)
     entries = _parse(path, text)
     data_start = 8 + header_bytes
     tensors = {
@@ -81,6 +87,15 @@ def read_header(path: Path, file: ReadOnlyFile | None = None) -> dict[str, Tenso
     }
     _check_overlap(path, tensors)
     return tensors
+
+
+def check_layers(path: Path, text: bytearray) -> None:
+    """Raise FormatError if JSON names experts of too many layers, before objects are made of it."""
+    layers: set[bytes] = set()
+    for match in _LAYER.finditer(text):
+        layers.add(match[1])
+        if len(layers) > MAX_LAYERS:
+            _fail(path, f"has experts of more than {MAX_LAYERS} layers; no model has so many")
 
 
 @functools.cache
@@ -122,7 +137,7 @@ def _parse(path: Path, text: bytearray) -> dict[str, Any]:
             seen: set[str] = set()
             for name, _ in pairs:
                 if name in seen:
-                    _fail(path, f"the header names {_short(name)} twice")
+                    _fail(path, f"the header names {shown(name)} twice")
                 seen.add(name)
         return entries
 
@@ -138,35 +153,35 @@ def _parse(path: Path, text: bytearray) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, value: Any, data_start: int, file_bytes: int) -> TensorEntry:
-    label = f"tensor {_short(name)}"
+    label = f"tensor {shown(name)}"
     if not isinstance(value, dict):
         _fail(path, f"{label} is described by a JSON {type(value).__name__}, not an object")
     dtype_name, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype_name, str) or dtype_name not in _dtypes():
-        _fail(path, f"{label} has unknown dtype {_short(dtype_name)}")
+        _fail(path, f"{label} has unknown dtype {shown(dtype_name)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_size, shape)):
-        _fail(path, f"{label} has an impossible shape {_short(shape)}")
+        _fail(path, f"{label} has an impossible shape {shown(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        _fail(path, f"{label} has impossible data_offsets {_short(offsets)}")
+        _fail(path, f"{label} has impossible data_offsets {shown(offsets)}")
     bits, dtype = _dtypes()[dtype_name]
     begin, end = offsets
     if begin > end:
-        _fail(path, f"{label} ends at byte {_short(end)}, before it begins at {_short(begin)}")
+        _fail(path, f"{label} ends at byte {shown(end)}, before it begins at {shown(begin)}")
     if data_start + end > file_bytes:
         _fail(
             path,
-            f"{label} ends at byte {_short(data_start + end)}, file has {file_bytes}; "
+            f"{label} ends at byte {shown(data_start + end)}, file has {file_bytes}; "
             "download it again",
         )
     # NumPy multiplies the dimensions that are not 0 too, and must not overflow.
     if math.prod(size or 1 for size in shape) * bits >= 2**66:
-        _fail(path, f"{label} has an impossible shape {_short(shape)}")
+        _fail(path, f"{label} has an impossible shape {shown(shape)}")
     expected, rest = divmod(math.prod(shape) * bits, 8)
     if rest or expected != end - begin:
         _fail(
             path,
-            f"{label} of shape {_short(shape)} and dtype {dtype_name} needs "
-            f"{_short(expected)} bytes, has {end - begin}",
+            f"{label} of shape {shown(shape)} and dtype {dtype_name} needs "
+            f"{shown(expected)} bytes, has {end - begin}",
         )
     return TensorEntry(dtype_name, dtype, tuple(shape), data_start + begin, end - begin)
 
@@ -180,8 +195,8 @@ def _check_overlap(path: Path, tensors: dict[str, TensorEntry]) -> None:
         if offset < previous_end:
             _fail(
                 path,
-                f"tensor {_short(name)} begins at byte {offset}, before tensor "
-                f"{_short(previous_name)} ends at {previous_end}",
+                f"tensor {shown(name)} begins at byte {offset}, before tensor "
+                f"{shown(previous_name)} ends at {previous_end}",
             )
         previous_end, previous_name = offset + nbytes, name
 
@@ -190,14 +205,15 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _short(value: Any, depth: int = 0) -> str:
+def shown(value: Any, depth: int = 0) -> str:
+    """Return what a header has, as short as a message takes it."""
     # Integers of a hostile header can be too long to be converted to text.
     if type(value) is int and value.bit_length() > 128:
         return f"about 2^{value.bit_length()}"
     if isinstance(value, list | dict) and depth == 2:
         return "..."
     if isinstance(value, list):
-        items = ", ".join(_short(item, depth + 1) for item in value[:8])
+        items = ", ".join(shown(item, depth + 1) for item in value[:8])
         return f"[{items}{', ...' if len(value) > 8 else ''}]"
     text = type(value).__name__ if isinstance(value, dict) else repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

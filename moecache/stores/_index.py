@@ -15,7 +15,7 @@ import numpy as np
 
 from moecache.errors import ConfigError, FormatError
 from moecache.layout import ExpertLayout, Role
-from moecache.stores._header import TensorEntry
+from moecache.stores._header import MAX_LAYERS, TensorEntry, shown
 
 # Projection -> (role, its place among the role's pieces). Gate stands before up.
 _PIECES = {
@@ -98,7 +98,7 @@ def index_experts(
     ------
     FormatError
         If experts are missing, differ within a layer, or layers differ in their
-        number.
+        number; or if there are more than 4096 layers.
     ConfigError
         If a chosen layer is not there.
     """
@@ -112,10 +112,14 @@ def index_experts(
         role, place = _PIECES[match["piece"]]
         key = (role, place, _suffix(match["kind"]))
         found = layers.setdefault(match["layer"], {})
+        if len(layers) > MAX_LAYERS:  # of several files together, or with escapes in their names
+            raise FormatError(
+                f"there are experts of more than {MAX_LAYERS} layers; no model has so many"
+            )
         _add(name, found, key, match.groupdict().get("expert"), file, entry)
     for name in chosen or ():
         if name not in layers:
-            raise ConfigError(f"there is no layer {name!r} with experts")
+            raise ConfigError(f"there is no layer {shown(name)} with experts")
     names = sorted(layers, key=_natural)
     _check_projections(names, layers)
     num_experts = _count_experts(names, layers)
@@ -142,7 +146,7 @@ def split_name(name: str, expert: int) -> str:
     """
     match = _STACKED.fullmatch(name) or _GRANITE.fullmatch(name)
     if match is None:
-        raise ValueError(f"tensor {name!r} is no stack of experts")
+        raise ValueError(f"tensor {shown(name)} is no stack of experts")
     return f"{match['layer']}.experts.{expert}.{name[match.start('piece') :]}"
 
 
@@ -155,24 +159,26 @@ def _add(
     entry: TensorEntry,
 ) -> None:
     if entry.dtype is None:
-        raise FormatError(f"tensor {name!r} has dtype {entry.dtype_name}, which is not supported")
+        raise FormatError(
+            f"tensor {shown(name)} has dtype {entry.dtype_name}, which is not supported"
+        )
     shape = entry.shape
     if expert is None:
         # Empty experts would cost memory by the number that is claimed.
         if not shape or entry.nbytes == 0:
-            raise FormatError(f"tensor {name!r} of shape {list(shape)} is no stack of experts")
+            raise FormatError(f"tensor {shown(name)} of shape {list(shape)} is no stack of experts")
         shape = shape[1:]
     # A scalar per expert (a scale) becomes one element.
     shape = shape or (1,)
     group = found.setdefault(key, _Found(entry.dtype, shape, example=name))
     if (group.dtype, group.shape) != (entry.dtype, shape):
         raise FormatError(
-            f"tensor {name!r} is {entry.dtype} {list(shape)}, but {group.example!r} is "
+            f"tensor {shown(name)} is {entry.dtype} {list(shape)}, but {shown(group.example)} is "
             f"{group.dtype} {list(group.shape)}"
         )
     index = -1 if expert is None else int(expert)
     if index in group.places or -1 in group.places or (index == -1 and group.places):
-        raise FormatError(f"tensors {name!r} and {group.example!r} are the same experts")
+        raise FormatError(f"tensors {shown(name)} and {shown(group.example)} are the same experts")
     group.places[index] = (file, entry.offset, name)
     group.num_stacked = 0 if expert is not None else entry.shape[0]
 
@@ -187,8 +193,8 @@ def _check_projections(
         lacking = [_PIECE_NAMES[role, place] for role, place, _ in sorted(complete - present)]
         if lacking:
             raise FormatError(
-                f"layer {name!r} has no {' and no '.join(lacking)} projection, but other layers "
-                "have; download the checkpoint again"
+                f"layer {shown(name)} has no {' and no '.join(lacking)} projection, but other "
+                "layers have; download the checkpoint again"
             )
 
 
@@ -200,15 +206,15 @@ def _count_experts(names: list[str], layers: dict[str, dict[tuple[str, int, str]
             if not group.num_stacked and len(group.places) != count:
                 lacking = next(e for e in range(count) if e not in group.places)
                 raise FormatError(
-                    f"layer {name!r} has {len(group.places)} experts up to number {count - 1}, "
-                    f"but none with number {lacking} (of tensors such as {group.example!r}); "
-                    "download the checkpoint again"
+                    f"layer {shown(name)} has {len(group.places)} experts up to number "
+                    f"{count - 1}, but none with number {lacking} (of tensors such as "
+                    f"{shown(group.example)}); download the checkpoint again"
                 )
             counts.setdefault(count, group.example)
     if len(counts) > 1:
         (few, few_name), (many, many_name) = sorted(counts.items())[:2]
         raise FormatError(
-            f"{few_name!r} is one of {few} experts, {many_name!r} one of {many}: "
+            f"{shown(few_name)} is one of {few} experts, {shown(many_name)} one of {many}: "
             "all layers must have the same number"
         )
     return next(iter(counts), 0)
@@ -227,8 +233,8 @@ def _assemble(
         groups = [found[role, place, suffix] for place in places]
         if len({(group.dtype, group.shape[1:]) for group in groups}) > 1:
             raise FormatError(
-                f"gate and up of layer {layer!r} do not fit together: "
-                + ", ".join(f"{g.example!r} is {g.dtype} {list(g.shape)}" for g in groups)
+                f"gate and up of layer {shown(layer)} do not fit together: "
+                + ", ".join(f"{shown(g.example)} is {g.dtype} {list(g.shape)}" for g in groups)
             )
         rows = sum(group.shape[0] for group in groups)
         roles.append(Role(name, (rows, *groups[0].shape[1:]), groups[0].dtype))

@@ -17,8 +17,9 @@ from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, Store
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
 from moecache.stores._file import ReadOnlyFile
-from moecache.stores._header import TensorEntry, read_header
+from moecache.stores._header import TensorEntry, check_layers, read_header, shown
 from moecache.stores._index import index_experts
+from moecache.stores._paths import find_path
 from moecache.stores.base import Parts, Run, destination_bytes
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ _TOP_K_NAMES = (
     "moe_top_k",
 )
 _MAX_JSON_BYTES = 2**28
+# What is more is impossible all the same, and may have thousands of digits.
+_MOST_EXPERTS = 2**31
 
 
 class SafetensorsStore:
@@ -61,8 +64,11 @@ class SafetensorsStore:
 
     Raises
     ------
+    ConfigError
+        If no file can have such a name.
     FormatError
-        If a file is damaged or the experts are incomplete.
+        If a file is damaged, the experts are incomplete, or there are more than 4096
+        layers of them.
     StoreError
         If a file cannot be read.
     """
@@ -75,7 +81,7 @@ class SafetensorsStore:
         mapped: bool = False,
         layers: Collection[str] | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path = find_path(path)
         self._mapped = mapped
         directory = self.path if self.path.is_dir() else self.path.parent
         self.config = _read_config(directory / "config.json")
@@ -326,17 +332,15 @@ class SafetensorsStore:
 
 
 def _find_files(path: Path, weight_map: dict[str, str] | None) -> list[Path]:
-    if not path.exists():
-        raise StoreError(f"{path}: no such file or directory")
     if not path.is_dir():
         return [path]
     if weight_map is not None:
         files = [path / name for name in sorted(set(weight_map.values()))]
         for file in files:
             if not os.path.isfile(file):  # False, not an error, for impossible names
-                raise FormatError(f"{path / INDEX_NAME}: shard {file.name[:200]!r} is missing")
+                raise FormatError(f"{path / INDEX_NAME}: shard {shown(file.name)} is missing")
         return files
-    if (path / "model.safetensors").is_file():
+    if os.path.isfile(path / "model.safetensors"):
         return [path / "model.safetensors"]
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -346,7 +350,7 @@ def _find_files(path: Path, weight_map: dict[str, str] | None) -> list[Path]:
 
 def _read_weight_map(path: Path) -> dict[str, str] | None:
     index = path / INDEX_NAME
-    if not path.is_dir() or not index.is_file():
+    if not path.is_dir() or not os.path.lexists(index):
         return None
     document = _read_json(index)
     weight_map = document.get("weight_map")
@@ -356,8 +360,7 @@ def _read_weight_map(path: Path) -> dict[str, str] | None:
         # A name with a path in it could point anywhere.
         if not isinstance(shard, str) or shard != os.path.basename(shard) or shard in {"", ".."}:
             raise FormatError(
-                f"{index}: tensor {name[:200]!r} is in {str(shard)[:200]!r}, not a "
-                "file of this directory"
+                f"{index}: tensor {shown(name)} is in {shown(shard)}, not a file of this directory"
             )
     return weight_map
 
@@ -376,29 +379,30 @@ def _merge_headers(
                 continue
             if name in tensors:
                 other = files[tensors[name][0]].path.name
-                raise FormatError(f"{file.path}: tensor {name[:200]!r} is also in {other}")
+                raise FormatError(f"{file.path}: tensor {shown(name)} is also in {other}")
             tensors[name] = (number, entry)
     for name in weight_map or ():
         if name not in tensors:
             raise FormatError(
-                f"{files[0].path.parent / INDEX_NAME}: tensor {name[:200]!r} is not in its shard; "
+                f"{files[0].path.parent / INDEX_NAME}: tensor {shown(name)} is not in its shard; "
                 "download the checkpoint again"
             )
     return tensors
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.is_file() else {}
+    return _read_json(path) if os.path.lexists(path) else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        size = path.stat().st_size
-        text = path.read_bytes() if size <= _MAX_JSON_BYTES else None
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
-    if text is None:
+    file = ReadOnlyFile(path)
+    size = file.nbytes
+    if size > _MAX_JSON_BYTES:
         raise FormatError(f"{path}: has {size} bytes, too many for JSON")
+    text = bytearray(size)
+    if size:
+        file.read(0, [memoryview(text)], "it")
+    check_layers(path, text)
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -416,5 +420,5 @@ def _find_top_k(config: dict[str, Any]) -> int:
             # A list has a figure for each layer.
             values = value if isinstance(value, list) else [value]
             if values and all(type(number) is int and number > 0 for number in values):
-                return max(values)
+                return min(max(values), _MOST_EXPERTS)
     return 0

@@ -1,6 +1,7 @@
 """What a trace's arrays and metadata have to be."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from moecache.errors import ConfigError, FormatError
 
-_CHUNK_IDS = 1 << 20
+_CHUNK_IDS = 1 << 18
 # Names of a trace's own parameters.
 _RESERVED = {"experts", "num_experts", "phase", "sequence", "step", "layers", "bulk"}
 
@@ -39,7 +40,7 @@ def check_ids(experts: np.ndarray, num_experts: int) -> None:
 def vector(
     name: str, values: npt.ArrayLike | None, default: np.ndarray, most: int = 2**31 - 1
 ) -> np.ndarray:
-    """Return the values as a new array of the default's dtype, all in [0, most]."""
+    """Return the values as an array of its own, of the default's dtype, all in [0, most]."""
     if values is None:
         return default
     array = np.asarray(values)
@@ -49,7 +50,13 @@ def vector(
         )
     if array.size and (array.min() < 0 or array.max() > most):
         raise ConfigError(f"{name} must be in [0, {most}], got {array.min()} to {array.max()}")
-    return array.astype(default.dtype)
+    return owned(array, default.dtype)
+
+
+def owned(array: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
+    """Return an array in C order: itself if nobody can change it, else a copy."""
+    fixed = array.flags.owndata and not array.flags.writeable
+    return array.astype(dtype, order="C", copy=not fixed)
 
 
 def check_order(name: str, array: np.ndarray, least: int) -> None:
@@ -103,9 +110,10 @@ def parse_meta(path: Path, array: np.ndarray) -> dict[str, Any]:
     """Return the JSON object of a file's `meta`, which says at least num_experts."""
     if array.ndim != 0 or array.dtype.kind not in "US":
         raise FormatError(f"{path}: meta must be one text, not {array.dtype} of {array.shape}")
+    # Not item(): NumPy takes numbers for letters that there are none for, and Python fails later.
+    letters = f"utf-32-{sys.byteorder[0]}e" if array.dtype.kind == "U" else "utf-8"
     try:
-        text = array.item()
-        meta = json.loads(text if isinstance(text, str) else text.decode())
+        meta = json.loads(array.tobytes().decode(letters).rstrip("\0"))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: meta is not JSON: {error}") from error
     if not isinstance(meta, dict):

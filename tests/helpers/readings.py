@@ -12,11 +12,6 @@ from moecache.runtime import opening
 from tests.helpers.checkpoints import Parts
 
 
-def forget_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what earlier tests found out about disks."""
-    monkeypatch.setattr(opening, "_disks", {})
-
-
 def force_engine(monkeypatch: pytest.MonkeyPatch, engine: str) -> str:
     """Let runtimes read by one engine; skip where there is none of it."""
     try:

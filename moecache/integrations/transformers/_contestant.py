@@ -21,6 +21,7 @@ from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.integrations.transformers import _baselines, generation, load
 from moecache.prefault.page_cache import evict
 from moecache.sizing.host_memory import peak_rss_bytes
+from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
 
 # What every CPython has: prose about the language. The measured text and that of the warm-up.
@@ -45,7 +46,7 @@ def main() -> int:
 def _prepare(task: dict[str, Any]) -> dict[str, Any]:
     """Find the checkpoint's files and the prompts."""
     path = task["model"]
-    generation.check_model(path)
+    check_model(path)
     with generation.reading(path):
         directory = _download(path) if not Path(path).is_dir() else path
         config = transformers.AutoConfig.from_pretrained(directory)

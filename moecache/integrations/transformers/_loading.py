@@ -19,13 +19,13 @@ from moecache.integrations.transformers._experts import dispatch, strip
 from moecache.integrations.transformers._forward import device_of
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
 from moecache.integrations.transformers._offload import Offload
-from moecache.integrations.transformers.generation import check_model
 from moecache.prefault.sweep import Progress
 from moecache.prefetch.predict import Predictor
-from moecache.runtime.opening import open  # noqa: A004 - moecache.open
+from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
 from moecache.sizing.headroom import headroom
 from moecache.stores import SafetensorsStore, open_store
+from moecache.stores._paths import check_model
 
 _DTYPES = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
@@ -186,7 +186,7 @@ record_trace, warmpin, warmpin_after
     _check_arguments(device, from_pretrained)
     # Before the trunk is read, which may take minutes.
     _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch)
-    check_model(os.fspath(path))
+    check_model(path)
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     if model_class is None:
         model_class = find_model_class(path, hub, from_pretrained)

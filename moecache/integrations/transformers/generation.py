@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,17 +168,6 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
     except (OSError, ValueError, ImportError) as error:
         first = " ".join(str(error).split()) or type(error).__name__
         raise StoreError(f"{path}: {first}") from error
-
-
-def check_model(path: str) -> None:
-    """Raise a StoreError if this can be neither a directory nor a name on the hub."""
-    if Path(path).is_dir():
-        return
-    if not path or path.count("/") > 1 or path[0] in "./~" or Path(path).exists():
-        raise StoreError(
-            f"{path!r}: there is no such directory; a model is a directory with config.json and "
-            "safetensors files, or a name on the Hugging Face hub"
-        )
 
 
 def load_tokenizer(path: str) -> Any:

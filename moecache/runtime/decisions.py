@@ -1,0 +1,98 @@
+"""Decisions: what a plan says, without what can be done with it."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moecache.cuda import Device
+from moecache.layout import ExpertLayout
+from moecache.runtime.options import Options
+from moecache.settings import Choice
+from moecache.sizing.headroom import Headroom
+from moecache.sizing.planning import SizingPlan
+from moecache.slots.cuda import MAX_PINNED_BYTES
+from moecache.slots.host import MAX_CONVERTED_BYTES
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """All that `moecache.open` decides.
+
+    Attributes
+    ----------
+    path : str
+    options : Options
+    layout : ExpertLayout
+    capacity, staging_slots : int
+        Experts in the cache, and slots beside it.
+    slot_bytes : int
+        Of one slot, as allocated.
+    sizing : SizingPlan or None
+        How the number of slots came from the budget; None if `slots` says it.
+    device : str
+        Where the slots are, in words.
+    headroom : Headroom
+        What the host needs beside the slots.
+    reserve_bytes : int
+        What stays free of the device's memory.
+    read : {"buffered", "direct", "mmap"}
+    staging_bytes : int
+        Buffers of the reads.
+    policy, scope, prefault : str
+    prefetch : str or Predictor
+    lock : bool
+    warmpin : int or str
+    warmpin_after : int
+    loader_threads : int or None
+        None: 2, or 8 where direct reads find no io_uring.
+    profile, expert_stats : str, Path or None
+    record_trace : Choice
+    reasons : dict of str to str
+        Why, by the names above.
+    """
+
+    path: str
+    options: Options
+    layout: ExpertLayout
+    capacity: int
+    staging_slots: int
+    slot_bytes: int
+    sizing: SizingPlan | None
+    device: str
+    headroom: Headroom
+    reserve_bytes: int
+    read: str
+    staging_bytes: int
+    policy: str
+    scope: str
+    prefetch: Any
+    prefault: str
+    lock: bool
+    warmpin: int | str
+    warmpin_after: int
+    loader_threads: int | None
+    profile: str | os.PathLike[str] | None
+    expert_stats: str | None
+    record_trace: Choice
+    reasons: Mapping[str, str]
+    gpu: Device | None = field(repr=False, compare=False)
+
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes of all slots."""
+        return (self.capacity + self.staging_slots) * self.slot_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Most bytes of the host's memory for what is copied or converted on its way."""
+        return buffer_bytes(self.layout, self.options, on_gpu=self.gpu is not None)
+
+
+def buffer_bytes(layout: ExpertLayout, options: Options, *, on_gpu: bool) -> int:
+    """Return the most bytes of the host's memory for what is copied or converted on its way."""
+    widest = max(map(layout.expert_bytes, range(layout.num_layers)))
+    if on_gpu:
+        return max(4 * widest, MAX_PINNED_BYTES)
+    # What is converted is read beside its slot first.
+    return 0 if options.dtype is None else max(2 * widest, MAX_CONVERTED_BYTES) + widest

@@ -1,0 +1,166 @@
+"""Options: what `moecache.open` and `moecache.plan` can be told."""
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from moecache.cuda import parse_device
+from moecache.errors import ConfigError
+from moecache.prefault.sweep import Progress
+from moecache.prefetch.modes import check_prefetch
+from moecache.prefetch.predict import Predictor
+from moecache.profiles.file import check_path
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `moecache.open` can be told beside the path; None where the environment counts.
+
+    Parameters
+    ----------
+    memory : int or str, optional
+        Bytes for all slots, such as "4GiB", or a share of the experts' own
+        bytes, such as "25%". By default MOECACHE_MEMORY, else what is free less
+        `reserve`.
+    device : str, default "cpu"
+        Where the slots are: "cpu", or a GPU, "cuda" or "cuda:1". There `memory` is the GPU's,
+        and by default what it has free less `reserve`; where other programs were faster, there
+        are fewer slots, and a warning.
+    slots : int, optional
+        Number of experts to keep, instead of `memory`; staging slots come on top.
+    policy : str, optional
+        Who is evicted, see `ExpertCache`. By default MOECACHE_POLICY, else "echo".
+    scope : {"global", "layer"}, optional
+        Whether layers share the slots. By default MOECACHE_SCOPE, else "global".
+    dtype : numpy dtype, optional
+        Convert experts to it as they are read. By default slots hold what the
+        file holds, and on a GPU always.
+    top_k : int, optional
+        Experts per token, if config.json does not say.
+    read : {"auto", "direct", "buffered", "mmap"}, optional
+        How experts are read: around the page cache (for models larger than
+        memory: nothing is in memory twice), through it, or copied from the mapped
+        file. "auto": through the page cache if all experts fit into the memory
+        that slots, trunk and KV cache leave; else direct. By default
+        MOECACHE_READ, else "auto".
+    reserve : int or str, optional
+        What a plan without `memory` leaves free. By default MOECACHE_RESERVE,
+        else 512 MiB, the bytes of all other tensors, and a KV cache of up to
+        4,096 tokens. Say less if those are in memory already.
+    lock : bool, optional
+        Keep the slots from being swapped out (mlock). By default MOECACHE_LOCK,
+        else False.
+    profile : str or Path, optional
+        A file that keeps what is found out about the disk, so that the next start
+        need not measure it, and how experts were used, so that it starts warm: free
+        slots are filled in the background (`runtime.warm_start`) before anybody asks.
+        Written on `close`. A file that cannot be used is a warning. By default
+        MOECACHE_PROFILE, else none.
+    loader_threads : int, optional
+        Threads that read; with io_uring, one or none that helps with long
+        prompts. By default MOECACHE_LOADER_THREADS, else 2; where direct reads
+        find no io_uring, 8.
+    prefetch : {"auto", "echo", "last", "hints", "off"} or Predictor, optional
+        Which experts are read before their layer asks for them: those that ECHO
+        foresees, those of the last token, those that `runtime.hint` names, or those of
+        an object that predicts. "auto": as "echo", as long as tokens are faster with it
+        than without, which is tried from time to time; the report says what was found.
+        By default MOECACHE_PREFETCH, else "auto".
+    prefault : {"auto", "background", "off", "force"}, optional
+        Back the slots with memory, and bring the experts' part of the file into
+        the page cache, so that no request waits for page faults. "force": all of
+        it, before this returns. "background": as much of the file as fits beside
+        the slots, while the host goes on; `runtime.prefault` says how far it is.
+        "auto": all of it before this returns if every expert has a slot and it
+        fits, else as "background". Of the file nothing, if reads are direct. By
+        default MOECACHE_PREFAULT, else "auto". It never makes `open` fail.
+    progress : callable (done_bytes, total_bytes), optional
+        Called some ten times a second while that goes on.
+    record_trace : str or Path, optional
+        Note what the router chooses, and write it there on `close`; see
+        `ExpertRuntime.record_trace`, which can be given more memory than the 256 MiB
+        that this notes at most (`max_bytes=`). By default MOECACHE_RECORD_TRACE, else
+        nothing is noted.
+    warmpin : int or "auto", optional
+        Once `warmpin_after` accesses were counted, keep this many experts of each layer
+        for good: the most used of those that are there, the busiest layers' first, at
+        most half the cache. 0: none. "auto": as many as a token uses, unless everything
+        fits; none with the policies "echo" and "haz2". By default MOECACHE_WARMPIN, else
+        "auto".
+    warmpin_after : int, optional
+        By default MOECACHE_WARMPIN_AFTER, else 512.
+    register : {"off", "host"}, default "off"
+        For slots on a GPU. "host": pin the mapped file's pages, all of it, so that experts are
+        copied from there and pass through no buffer. For models that RAM holds; where it does
+        not, or the system refuses, that is a warning, and they pass through buffers.
+    layers : collection of str, optional
+        Names of the MoE layers that run, if the checkpoint has others too; see
+        `SafetensorsStore`.
+    context_tokens : int, optional
+        Tokens of the KV cache that a plan without `memory` leaves room for; by default as
+        many as the model takes, at most 4,096.
+
+    Raises
+    ------
+    ConfigError
+        If an option cannot be used.
+    """
+
+    memory: int | str | None = None
+    device: str = "cpu"
+    slots: int | None = None
+    policy: str | None = None
+    scope: str | None = None
+    dtype: npt.DTypeLike | None = None
+    top_k: int | None = None
+    read: str | None = None
+    reserve: int | str | None = None
+    lock: bool | None = None
+    profile: str | os.PathLike[str] | None = None
+    loader_threads: int | None = None
+    prefetch: str | Predictor | None = None
+    prefault: str | None = None
+    progress: Progress | None = None
+    record_trace: str | os.PathLike[str] | None = None
+    warmpin: int | str | None = None
+    warmpin_after: int | None = None
+    register: str | None = None
+    layers: Collection[str] | None = None
+    context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be used, before anything is opened."""
+        if self.profile is not None:
+            check_path(self.profile)
+        if self.lock not in {None, True, False}:
+            raise ConfigError(f"lock must be True or False, got {self.lock!r}")
+        on_gpu = parse_device(self.device) is not None
+        if self.slots is not None and self.memory is not None:
+            raise ConfigError("give either memory or slots, not both")
+        for name in ("slots", "loader_threads", "top_k", "context_tokens"):
+            value: Any = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ConfigError(f"{name} must be a whole number, got {value!r}")
+        if self.slots is not None and self.slots < 1:
+            raise ConfigError(f"slots must be at least 1, got {self.slots}")
+        if self.context_tokens is not None and self.context_tokens < 0:
+            raise ConfigError(f"context_tokens must not be negative, got {self.context_tokens}")
+        if self.progress is not None and not callable(self.progress):
+            raise ConfigError(f"progress must be callable, got {self.progress!r}")
+        if self.prefetch is not None:
+            check_prefetch(self.prefetch)
+        if on_gpu and self.dtype is not None:
+            raise ConfigError(f"slots on {self.device} hold what the file holds; leave dtype out")
+        if on_gpu and self.lock:
+            raise ConfigError(f"slots on {self.device} are never swapped out; leave lock out")
+        if self.register not in {None, "off", "host"}:
+            raise ConfigError(f"register {self.register!r} is not one of off, host")
+        if self.register == "host" and not on_gpu:
+            raise ConfigError('register="host" is for slots on a GPU; give device="cuda"')
+        if self.register == "host" and self.read not in {None, "mmap"}:
+            raise ConfigError(
+                f'register="host" maps the file; it does not go with read={self.read!r}'
+            )

@@ -1,0 +1,248 @@
+"""Plan: all that `open` decides, each with its reason, before anything is allocated."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moecache.cuda import Device, open_device, parse_device
+from moecache.errors import CapacityError, ConfigError
+from moecache.layout import ExpertLayout
+from moecache.reader.disk import STAGING_BYTES
+from moecache.runtime.cuda_opening import most_on_gpu, usable_bytes
+from moecache.runtime.decisions import Decisions, buffer_bytes
+from moecache.runtime.opening import open_store_of, open_with
+from moecache.runtime.options import Options
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.settings import Settings
+from moecache.sizing.headroom import check_fits, headroom
+from moecache.sizing.host_memory import free_host_bytes
+from moecache.sizing.planning import RESERVE_BYTES, SizingPlan, num_staging_slots
+from moecache.sizing.planning import plan as plan_slots
+from moecache.slots import CudaSlots, HostSlots
+from moecache.stores import SafetensorsStore, open_store
+from moecache.units import format_bytes, parse_budget, parse_bytes
+
+_WAYS = {"buffered": "through the page cache", "direct": "direct", "mmap": "from the mapped file"}
+
+
+@dataclass(frozen=True)
+class Plan(Decisions):
+    """What `moecache.open` does with a checkpoint and a budget; nothing is allocated yet.
+
+    `Decisions` has the fields, and `reasons` says why.
+    """
+
+    def describe(self) -> str:
+        """Return the plan as lines of text, each with its reason."""
+        return "\n".join(f"{name:<9}  {value}: {why}" for name, value, why in self.rows())
+
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Yield (what, value, reason) of all that a reader wants to know."""
+        why = self.reasons
+        slots = f"{self.capacity} of {self.layout.total_experts} experts"
+        if self.staging_slots:
+            slots += f" and {self.staging_slots} for staging"
+        yield "slots", f"{slots}, {format_bytes(self.slots_bytes)}", why["capacity"]
+        yield "slot", format_bytes(self.slot_bytes), "as allocated"
+        yield "kept free", format_bytes(self.reserve_bytes), why["reserve_bytes"]
+        yield "reads", _WAYS[self.read], why["read"]
+        yield "policy", f"{self.policy}, scope {self.scope}", why["policy"]
+        mode = self.prefetch if isinstance(self.prefetch, str) else type(self.prefetch).__name__
+        yield "prefetch", mode, why["prefetch"]
+        yield "pre-fault", self.prefault, why["prefault"]
+
+    def open(self) -> ExpertRuntime:
+        """Return a runtime that does this; see `moecache.open`."""
+        return open_with(self, open_store_of(self))
+
+
+def plan(
+    path: str | os.PathLike[str],
+    memory: int | str | None = None,
+    device: str = "cpu",
+    *,
+    options: Options | None = None,
+    **keywords: Any,
+) -> Plan:
+    """Return what `moecache.open` would do, without allocating anything.
+
+    Reads the checkpoint's headers, and asks how much memory is free.
+
+    Parameters
+    ----------
+    path : str or Path
+        A Hugging Face checkpoint directory, or one .safetensors file.
+    memory, device, **keywords
+        As for `moecache.open`; `Options` lists them.
+    options : Options, optional
+        All of them as one object, instead.
+
+    Raises
+    ------
+    ConfigError
+        If an option cannot be used, or there are no experts.
+    CapacityError
+        If the memory does not hold a slot and a staging slot, or the slots would not fit
+        into what is free.
+    MoeCacheError
+        If the GPU cannot be used.
+    StoreError
+        If the checkpoint cannot be read.
+    """
+    if options is None:
+        options = Options(memory=memory, device=device, **keywords)
+    elif keywords or memory is not None or device != "cpu":
+        raise ConfigError("give either options or keywords, not both")
+    settings = Settings.from_environ()
+    with open_store(path, top_k=options.top_k, mapped=False, layers=options.layers) as store:
+        return _plan(store, options, settings)
+
+
+def _plan(store: SafetensorsStore, options: Options, settings: Settings) -> Plan:
+    gpu = None if parse_device(options.device) is None else open_device(options.device)
+    layout = store.layout
+    if layout.total_experts == 0:
+        raise ConfigError(f"{store.path}: there are no experts; is it a mixture-of-experts model?")
+    reasons: dict[str, str] = {}
+
+    def choose(name: str) -> Any:
+        value, origin = settings.choose(name, getattr(options, name, None))
+        reasons[name] = origin
+        return value
+
+    buffers = buffer_bytes(layout, options, on_gpu=gpu is not None)
+    room = headroom(
+        store.trunk_bytes,
+        store.config,
+        # Of the device that has the slots: what is staged for a GPU is the host's.
+        staging_bytes=0 if gpu is not None else STAGING_BYTES + buffers,
+        context_tokens=options.context_tokens,
+    )
+    reserve = choose("reserve")
+    reserve_bytes = room.nbytes if reserve is None else parse_bytes(reserve)
+    reasons["reserve_bytes"] = room.describe() if reserve is None else reasons["reserve"]
+    slot_bytes = (
+        HostSlots.bytes_per_slot(layout, options.dtype)
+        if gpu is None
+        else CudaSlots.bytes_per_slot(layout)
+    )
+    if slot_bytes == 0:
+        raise ConfigError("the experts have no weights: every role is of size 0")
+    sizing = None
+    if options.slots is None:
+        memory = choose("memory")
+        sizing, staging = _budgeted(layout, memory, slot_bytes, reserve_bytes, gpu)
+        capacity = sizing.slots
+        budget = "what is free, less what is kept free" if memory is None else f"memory {memory}"
+        advice = f"; {sizing.advice}" if sizing.advice else ""
+        reasons["capacity"] = f"{budget} ({reasons['memory']}){advice}"
+    else:
+        capacity = min(options.slots, layout.total_experts)
+        staging = num_staging_slots(layout.top_k, capacity)
+        staging = staging if capacity < layout.total_experts else 0
+        reasons["capacity"] = f"slots={options.slots} (argument)"
+    if gpu is not None:
+        fewer, staging = most_on_gpu(gpu, layout, capacity, staging)
+        if fewer < capacity:
+            reasons["capacity"] += f"; fewer than {capacity}, for want of memory on {gpu.name}"
+        capacity = fewer
+    slots_bytes = 0 if gpu is not None else (capacity + staging) * slot_bytes
+    read, reasons["read"] = _way_of_reading(
+        layout, options, choose("read"), reasons["read"], slots_bytes, reserve_bytes, gpu
+    )
+    # A request's reads are no larger than the slots they go to.
+    staging_bytes = STAGING_BYTES if gpu is not None else min(STAGING_BYTES, slots_bytes)
+    staging_bytes = 0 if read == "mmap" else staging_bytes
+    check_fits(slots_bytes, staging_bytes + min(buffers, layout.total_bytes))
+    return Plan(
+        path=os.fspath(store.path),
+        options=options,
+        layout=layout,
+        capacity=capacity,
+        staging_slots=staging,
+        slot_bytes=slot_bytes,
+        sizing=sizing,
+        device="cpu" if gpu is None else gpu.description,
+        headroom=room,
+        reserve_bytes=reserve_bytes,
+        read=read,
+        staging_bytes=staging_bytes,
+        policy=choose("policy"),
+        scope=choose("scope"),
+        prefetch=choose("prefetch"),
+        prefault=choose("prefault"),
+        lock=choose("lock"),
+        warmpin=choose("warmpin"),
+        warmpin_after=choose("warmpin_after"),
+        loader_threads=choose("loader_threads"),
+        profile=choose("profile"),
+        expert_stats=settings.expert_stats,
+        record_trace=settings.choose("record_trace", options.record_trace),
+        reasons=reasons,
+        gpu=gpu,
+    )
+
+
+def _budgeted(
+    layout: ExpertLayout,
+    memory: int | str | None,
+    slot_bytes: int,
+    reserve_bytes: int,
+    gpu: Device | None,
+) -> tuple[SizingPlan, int]:
+    """Return how many slots a budget holds, of a GPU's memory if there is one, and for staging."""
+    if memory is None:
+        free = free_host_bytes() if gpu is None else gpu.free_bytes()
+        reserve = reserve_bytes
+    else:
+        free, reserve = parse_budget(memory, layout.total_experts * slot_bytes), 0
+    if gpu is not None:
+        free = usable_bytes(gpu, free - reserve) + reserve
+    staging = num_staging_slots(layout.top_k, max(0, free - reserve) // slot_bytes)
+    found = plan_slots(
+        layout, free, reserve_bytes=reserve, staging_slots=staging, slot_bytes=slot_bytes
+    )
+    if found.budget_slots == 0:
+        if memory is None:
+            raise CapacityError(
+                f"{format_bytes(free)} are free, of which {format_bytes(reserve)} stay reserved: "
+                f"too little for one expert of {format_bytes(slot_bytes)} and {staging} for "
+                "staging; free some memory, reserve less with reserve=, or say how much to use "
+                "with memory="
+            )
+        need = format_bytes((1 + staging) * slot_bytes)
+        raise CapacityError(
+            f"a budget of {format_bytes(free)} does not hold one expert of "
+            f"{format_bytes(slot_bytes)} and {staging} for staging; raise memory to at least {need}"
+        )
+    return found, 0 if found.slots == layout.total_experts else staging
+
+
+def _way_of_reading(
+    layout: ExpertLayout,
+    options: Options,
+    asked: str,
+    origin: str,
+    slots_bytes: int,
+    reserve_bytes: int,
+    gpu: Device | None,
+) -> tuple[str, str]:
+    """Return how experts are read, and why."""
+    experts = format_bytes(layout.total_bytes)
+    if options.register == "host":
+        free = free_host_bytes()
+        if layout.total_bytes <= free * 4 // 5:
+            return "mmap", 'register="host" (argument)'
+        origin = f"the file of {experts} is too large to be pinned; {origin}"
+    if asked != "auto":
+        return asked, origin
+    if gpu is not None:
+        # Of the host's memory: its slots take none, but pinned buffers do.
+        slots_bytes = buffer_bytes(layout, options, on_gpu=True)
+        reserve_bytes = RESERVE_BYTES
+    left = max(0, free_host_bytes() - slots_bytes - reserve_bytes)
+    if left >= layout.total_bytes:
+        return "buffered", f"the page cache has room for all experts, {experts} ({origin})"
+    why = f"the page cache would have {format_bytes(left)} for experts of {experts}"
+    return "direct", f"{why} ({origin})"

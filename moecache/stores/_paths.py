@@ -1,0 +1,75 @@
+"""What somebody gives as the path of a checkpoint."""
+
+import os
+import re
+from pathlib import Path
+
+from moecache.errors import ConfigError, StoreError
+
+# A name on the Hugging Face hub, with its owner or without.
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[\w.-]{1,96})?", re.ASCII)
+# Of a path that is too long, as much as a message can take.
+_SHOWN = 200
+
+
+def check_name(path: object) -> str:
+    """Return a path as text.
+
+    Raises
+    ------
+    ConfigError
+        If no file can have such a name.
+    """
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(name, str):
+        raise ConfigError(f"a path must be a str or Path, got {ascii(path)[:_SHOWN]}")
+    if not name:
+        raise ConfigError("the path is empty; is a shell variable unset?")
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name[:_SHOWN]!a} is no path: {error.reason}; check it") from error
+    if b"\0" in encoded:
+        raise ConfigError(f"{name[:_SHOWN]!a} is no path: it has a NUL in it; check it")
+    return name
+
+
+def find_path(path: object) -> Path:
+    """Return the path of something that is there.
+
+    Raises
+    ------
+    ConfigError
+        If no file can have such a name.
+    StoreError
+        If nothing is there, or the system does not say.
+    """
+    name = check_name(path)
+    try:
+        os.stat(name)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise StoreError(f"{name}: no such file or directory") from error
+    except OSError as error:
+        raise StoreError(
+            f"{name[:_SHOWN]}: cannot be opened: {error.strerror}; check the path"
+        ) from error
+    return Path(name)
+
+
+def check_model(path: object) -> None:
+    """Raise if this can be neither a directory nor a name on the hub.
+
+    Raises
+    ------
+    ConfigError
+        If no file can have such a name.
+    StoreError
+        If there is no such directory.
+    """
+    name = check_name(path)
+    if os.path.isdir(name) or (_HUB_NAME.fullmatch(name) and not os.path.exists(name)):
+        return
+    raise StoreError(
+        f"{name[:_SHOWN]!r}: there is no such directory; a model is a directory with config.json "
+        "and safetensors files, or a name on the Hugging Face hub"
+    )

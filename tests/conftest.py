@@ -92,6 +92,13 @@ def no_settings() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_collections() -> None:
+    """Leave what earlier files made or imported out of garbage collections; many tests ask for."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(params=["fake", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def gpu(request: pytest.FixtureRequest) -> Any:
     """Return a device made for tests, and then a real one, if there is one."""
@@ -172,9 +179,3 @@ def one_thread() -> Iterator[None]:
         patched.setenv("HF_HUB_OFFLINE", "1")
         yield
     torch.set_num_threads(num_threads)
-
-
-def pytest_collection_finish() -> None:
-    """Leave what was imported out of garbage collections, which many tests ask for."""
-    gc.collect()
-    gc.freeze()

@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
         with _loaded(console, arguments) as model, _recorded(model, arguments):
-            runtime = model.moecache.runtime.runtime
+            runtime = model.moecache.runtime
             with LiveLine(console, runtime) as line:
                 stream = generation.TextStream(tokenizer, ids, line.write)
                 line.stamps_s = stream.stamps_s
@@ -191,7 +191,7 @@ def _recorded(model: Any, arguments: argparse.Namespace) -> Iterator[None]:
     if path is None:
         yield
         return
-    with model.moecache.runtime.runtime.record_trace(path, force=arguments.force) as recording:
+    with model.moecache.runtime.record_trace(path, force=arguments.force) as recording:
         yield
     if not recording.saved:
         raise StoreError(f"{path}: the trace was not written; is there room?")

@@ -1,8 +1,13 @@
 """LoadCounts: what a loader did, and how long somebody waited for it."""
 
+import logging
 from collections.abc import Callable
 
 from moecache.loading.load import Cause, Load
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOGGED_CAUSES = 100
 
 
 class LoadCounts:
@@ -31,6 +36,7 @@ class LoadCounts:
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self._clock = clock
+        self._logged: set[tuple[type, str]] = set()
         self._num_urgent = 0
         self._urgent_since = 0
         self.num_steps = 0
@@ -80,3 +86,16 @@ class LoadCounts:
             self.bytes_read[load.cause] += num_bytes
         elif not load.is_cancelled:
             self.num_failed_reads += 1
+
+    def log_failure(self, load: Load) -> None:
+        """Log a failure that no step can be told of.
+
+        Once per cause: a dead disk fails every read.
+        """
+        cause = (type(load.error), str(load.error))
+        if cause not in self._logged and len(self._logged) < _MAX_LOGGED_CAUSES:
+            self._logged.add(cause)
+            logger.warning(
+                "loader.read_failed layer=%d expert=%d error=%s",
+                *(load.layer, load.expert, load.error),
+            )

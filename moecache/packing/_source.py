@@ -14,7 +14,7 @@ from typing import NoReturn
 from moecache.errors import ConfigError, FormatError, StoreError
 from moecache.stores import SafetensorsStore
 from moecache.stores._header import TensorEntry
-from moecache.stores._index import Piece
+from moecache.stores._index import TensorPart
 from moecache.stores._paths import find_path
 
 # Weights in this or another form: they would only lie about beside the packed ones.
@@ -83,7 +83,7 @@ class Source(SafetensorsStore):
         """Every tensor by its name: the number of its file, and its entry there."""
         return self._tensors
 
-    def pieces(self, layer: int) -> Sequence[Piece]:
+    def pieces(self, layer: int) -> Sequence[TensorPart]:
         """Return the pieces of a layer's experts, in the order of the layout's roles."""
         return self._pieces[layer]
 

@@ -86,7 +86,7 @@ class Prefetcher:
         self._total = layout.total_experts
         widths = [layout.expert_bytes(layer) for layer in range(layout.num_layers)]
         # What is converted, or copied to a GPU, takes memory beside its slot.
-        widest, most = max(widths), loader.max_buffers_ahead
+        widest, most = max(widths), loader.pool.max_buffers_ahead
         limit = MAX_BYTES_IN_FLIGHT if most is None else most * widest
         self._max_bytes = max(widest, min(MAX_BYTES_IN_FLIGHT, limit))
         self._hinted: set[int] = set()  # layers whose prediction came from outside
@@ -251,7 +251,7 @@ class Prefetcher:
     def _bytes_in_flight(self) -> int:
         # Copies to a GPU as well, of demands too: those go first.
         reading = self.counts.prefetch_bytes_in_flight
-        return reading + self._loader.uploads.in_flight_bytes
+        return reading + self._loader.pool.uploads.in_flight_bytes
 
     def _expect(self, layer: int, ids: np.ndarray, scores: npt.ArrayLike | None) -> None:
         wanted = self.foresight.expect(

@@ -138,7 +138,7 @@ class WarmStart:
             seen = self._loader.counts.num_steps
             # Whoever makes a request takes in what has arrived.
             while (
-                (self._loader.num_in_flight or self._loader.uploads.in_flight_bytes)
+                (self._loader.num_in_flight or self._loader.pool.uploads.in_flight_bytes)
                 and not self._cancelled
                 and seen == self._loader.counts.num_steps
             ):

@@ -13,7 +13,7 @@ from libc.string cimport memcpy
 import os
 
 from moecache.reader._pieces cimport (
-    SINK, File, Load, Piece, Range, cut, free_pieces, iovec, place, rest,
+    SINK, File, Request, Piece, Range, cut, free_pieces, iovec, place, rest,
 )
 
 cnp.import_array()
@@ -144,8 +144,8 @@ cdef class Reader:
     cdef bint _drained  # closed, and nothing is in flight
     cdef int _process
     cdef int64_t _epoch
-    cdef Load *_finished
-    cdef Load **_finished_end
+    cdef Request *_finished
+    cdef Request **_finished_end
     cdef int64_t _next_token
     cdef dict _held
     cdef int64_t _busy_since
@@ -306,7 +306,7 @@ cdef class Reader:
             for _, _, spans in runs:
                 num_ranges += len(spans)
         cdef Range *ranges = <Range *>malloc((num_ranges + 1) * sizeof(Range))
-        cdef Load **heads = <Load **>calloc(num_loads + 1, sizeof(Load *))
+        cdef Request **heads = <Request **>calloc(num_loads + 1, sizeof(Request *))
         cdef Piece *first = NULL
         cdef Py_ssize_t used = 0
         cdef bint begun = False
@@ -314,7 +314,7 @@ cdef class Reader:
             if ranges == NULL or heads == NULL:
                 raise MemoryError("no memory for reads")
             for i in range(num_loads):
-                heads[i] = <Load *>calloc(1, sizeof(Load))
+                heads[i] = <Request *>calloc(1, sizeof(Request))
                 if heads[i] == NULL:
                     raise MemoryError("no memory for reads")
                 used = self._add_ranges(ranges, used, heads[i], loads[i][1], loads[i][2])
@@ -432,7 +432,7 @@ cdef class Reader:
         ends too early. A list rather than a return value: an interrupt cannot come
         between taking it and keeping it.
         """
-        cdef Load *load
+        cdef Request *load
         pthread_mutex_lock(&self._mutex)
         load = self._finished
         if load != NULL:
@@ -518,7 +518,7 @@ cdef class Reader:
         self.alignment = max(self.alignment, alignment)
 
     cdef Py_ssize_t _add_ranges(
-        self, Range *ranges, Py_ssize_t used, Load *load, runs, parts
+        self, Range *ranges, Py_ssize_t used, Request *load, runs, parts
     ) except -1:
         cdef cnp.ndarray array
         cdef uint64_t offset
@@ -557,7 +557,7 @@ cdef class Reader:
     # The queue. Everything below runs under the mutex and without the GIL.
 
     cdef void _begin(
-        self, Load **loads, Py_ssize_t count, Piece *pieces, bint deferred
+        self, Request **loads, Py_ssize_t count, Piece *pieces, bint deferred
     ) noexcept nogil:
         cdef Py_ssize_t i
         if pieces != NULL and self._in_flight == 0 and self._num_pending == 0:
@@ -653,7 +653,7 @@ cdef class Reader:
     cdef void _drop(self, Piece *piece) noexcept nogil:
         """End a read that was not begun."""
         cdef int i
-        cdef Load *load
+        cdef Request *load
         for i in range(piece.num_ranges):
             load = piece.ranges[i].load
             load.error = ECANCELED
@@ -799,7 +799,7 @@ cdef class Reader:
         cdef int i
         cdef uint64_t stop = piece.offset + piece.num_done
         cdef Range *part
-        cdef Load *load
+        cdef Request *load
         for i in range(piece.num_ranges):
             part = &piece.ranges[i]
             load = part.load
@@ -821,7 +821,7 @@ cdef class Reader:
             self.busy_ns += mc_clock_ns() - self._busy_since
         pthread_cond_broadcast(&self._done)
 
-    cdef void _finish(self, Load *load) noexcept nogil:
+    cdef void _finish(self, Request *load) noexcept nogil:
         load.next = NULL
         self._finished_end[0] = load
         self._finished_end = &load.next
@@ -904,7 +904,7 @@ cdef class Reader:
         cdef int64_t deadline = mc_clock_ns() + timeout_ns
         cdef Piece *piece
         cdef int i
-        cdef Load *load
+        cdef Request *load
         pthread_mutex_lock(&self._mutex)
         self._closed = True
         while self._pending != NULL:

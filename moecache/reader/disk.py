@@ -193,7 +193,7 @@ def _burst(
         raise
     seconds = time.perf_counter() - start
     for slot in range(num_loads):
-        pool.discard(slot)
+        pool.reclaim(slot)
     for _, failure in taken:
         if failure is not None:
             raise store.files[failure[1]].failure(failure[0], failure[2], "an expert", 0)

@@ -18,7 +18,6 @@ from moecache.cuda import CudaExperts
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.files import Kind, write_whole
 from moecache.layout import ExpertLayout
-from moecache.loading.load import Cause
 from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
 from moecache.loading.reader_engine import ReaderEngine
 from moecache.loading.store_engine import StoreEngine
@@ -479,43 +478,20 @@ class ExpertRuntime:
 
     def stats(self) -> RuntimeStats:
         """Return the counters as they are now; `later - earlier` is what happened between."""
-        cache, loader = self._cache, self._loader
-        loader.look()
-        profiler = cache.profiler
-        return RuntimeStats(
-            num_steps=loader.counts.num_steps,
-            num_resident_steps=loader.counts.num_resident_steps,
+        self._loader.look()
+        device = getattr(self._pool, "device", None)
+        return RuntimeStats.of(
+            self._cache,
+            self._loader,
             num_sequences=self._num_sequences,
-            num_hits=profiler.num_hits,
-            num_misses=profiler.num_misses,
-            hits_by_layer=tuple(profiler.hits_by_layer.tolist()),
-            misses_by_layer=tuple(profiler.misses_by_layer.tolist()),
-            num_evictions=cache.num_evictions,
-            num_reads=loader.counts.num_reads,
-            num_failed_reads=loader.counts.num_failed_reads,
-            bytes_demand=loader.counts.bytes_read[Cause.DEMAND],
-            bytes_bulk=loader.counts.bytes_read[Cause.BULK],
-            bytes_prefetch=loader.counts.bytes_read[Cause.PREFETCH],
-            bytes_warm_start=loader.counts.bytes_read[Cause.WARM_START],
-            num_stalls=profiler.num_miss_stalls,
-            stall_ns=profiler.miss_stall_ns,
-            stall_histogram=profiler.stall_histogram,
-            num_in_flight=loader.num_in_flight,
-            num_resident=cache.num_resident,
-            num_pinned=cache.num_pinned,
-            capacity=cache.capacity,
-            staging_slots=loader.num_staging,
             total_experts=self.layout.total_experts,
             pool_bytes=self._pool_bytes,
-            policy=cache.policy,
-            scope=cache.scope,
             opened_ns=self._opened_ns,
-            since_ns=self._opened_ns,
-            taken_ns=time.monotonic_ns(),
-            num_resets=profiler.num_resets,
             reading=self._reading(),
             prefetch=None if self._prefetcher is None else PrefetchStats.of(self._prefetcher),
-            uploads=self._uploads(),
+            uploads=None
+            if device is None
+            else UploadStats.of(device.description, self._pool.uploads),
         )
 
     def report(self) -> str:
@@ -567,10 +543,6 @@ class ExpertRuntime:
             return None
         now = ReadingStats.of(self._reader, None if self.disk is None else self.disk.bytes_per_s)
         return now if self._reading_before is None else now - self._reading_before
-
-    def _uploads(self) -> UploadStats | None:
-        device = getattr(self._pool, "device", None)
-        return None if device is None else UploadStats.of(device.description, self._pool.uploads)
 
     def _disks(self) -> dict[str, Any]:
         if self.disk is None or not isinstance(self._store, FileStore):

@@ -84,7 +84,7 @@ class SlotPool(Protocol):
     def buffers(self, slot: int, layer: int) -> Mapping[str, np.ndarray]:
         """Return host arrays, one per role, to read an expert of `layer` into.
 
-        They are the caller's until it calls `upload` or `discard` for the slot.
+        They are the caller's until it calls `upload` or `reclaim` for the slot.
         """
 
     def upload(
@@ -96,7 +96,7 @@ class SlotPool(Protocol):
         waits for it.
         """
 
-    def discard(self, slot: int) -> None:
+    def reclaim(self, slot: int) -> None:
         """Take back the buffers of a slot that will not be filled from them."""
 
     def wait(self, ticket: object) -> None:

@@ -210,7 +210,7 @@ class CudaSlots:
             for role in self._layout.layers[layer]
         }
 
-    def expert_bytes(self, slot: int, layer: int) -> dict[str, Any]:
+    def raw_expert(self, slot: int, layer: int) -> dict[str, Any]:
         """Return one slot as uint8 arrays, the last axis longer by the dtype's size.
 
         For DLPack, which other libraries take for any type:
@@ -270,7 +270,7 @@ class CudaSlots:
         self._lent[slot] = (buffer, layer, parts)
         return parts
 
-    def discard(self, slot: int) -> None:
+    def reclaim(self, slot: int) -> None:
         """Take back the buffer of a slot that will not be filled from it."""
         lent = self._lent.pop(slot, None)
         if lent is not None:

@@ -197,7 +197,7 @@ class HostSlots:
                 target[role.name] = raw.view(role.dtype).reshape(role.shape)
         return target
 
-    def discard(self, slot: int) -> None:
+    def reclaim(self, slot: int) -> None:
         """Keep the slot's buffer for another one; without conversion there is none."""
         bounce = self._lent.pop(slot, None)
         if bounce is not None:
@@ -225,7 +225,7 @@ class HostSlots:
             # What `buffers` returned may be the slot itself.
             if array.ctypes.data != parts[name].ctypes.data:
                 array[...] = parts[name]
-        self.discard(slot)
+        self.reclaim(slot)
 
     def wait(self, ticket: object) -> None:
         """Return at once: host uploads are done when `upload` returns."""

@@ -128,7 +128,7 @@ def weights_in(runtime: ExpertRuntime, slot: int, layer: int) -> dict[str, torch
     pool = runtime.pool
     if not isinstance(pool, CudaSlots):
         return {role: as_tensor(array) for role, array in runtime.expert(slot, layer).items()}
-    parts = pool.expert_bytes(slot, layer)
+    parts = pool.raw_expert(slot, layer)
     return {
         role.name: torch.utils.dlpack.from_dlpack(parts[role.name]).view(
             getattr(torch, role.dtype.name)

@@ -138,13 +138,10 @@ def test_auto_reads_through_the_page_cache_what_fits_beside_everything_else(
     with moecache.open(model.path, slots=4, read="auto", prefault="off") as runtime:
         assert runtime.stats().reading.way == "buffered"
         slots_bytes, layout = runtime.stats().pool_bytes, runtime.layout
-    with open_store(model.path) as store:
-        room = opening.headroom(
-            store.trunk_bytes, store.config, staging_bytes=reading.STAGING_BYTES
-        )
+    room = moecache.plan(model.path, slots=4, read="auto").headroom
     needed = slots_bytes + room.nbytes + layout.total_bytes
     for free, way in ((needed, "buffered"), (needed - 1, "direct")):
-        monkeypatch.setattr("moecache.sizing.headroom.free_host_bytes", lambda free=free: free)
+        monkeypatch.setattr("moecache.runtime.plan.free_host_bytes", lambda free=free: free)
         with moecache.open(model.path, slots=4, prefault="off") as runtime:
             assert runtime.stats().reading.way == way
             assert same_parts(leased(runtime, 1, 5), model.experts[1][5])

@@ -106,7 +106,7 @@ def test_an_interrupt_at_any_moment_loses_nothing(way: str, storm: int, tmp_path
         timeout=120,
         check=False,
         # The very build that is tested, which need not be the one in this directory.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # noqa: TID251
     )
 
     assert done.returncode == 0, done.stderr

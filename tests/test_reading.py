@@ -13,12 +13,13 @@ import pytest
 import moecache
 from moecache.loading.loader import SlotLoader
 from moecache.reader import disk as reading
-from moecache.reader._reader import Reader
+from moecache.reader._reader import ENGINES, Reader
 from moecache.runtime import opening
 from moecache.settings import READ_MODES
 from moecache.slots import host
 from moecache.stores import open_store
 from tests.helpers.checkpoints import FAMILIES, Checkpoint, same_parts, write_checkpoint
+from tests.helpers.pairs import pairwise
 from tests.helpers.readings import (
     all_experts,
     force_engine,
@@ -28,7 +29,7 @@ from tests.helpers.readings import (
 from tests.test_exactness import assert_same, generate
 
 
-@pytest.fixture(name="engine", params=["io_uring", "threads"])
+@pytest.fixture(name="engine", params=ENGINES)
 def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return force_engine(monkeypatch, request.param)
 
@@ -46,9 +47,11 @@ def _model(tmp_path: Path) -> Checkpoint:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("read", READ_MODES)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "read", "engine", "num_shards"),
+    pairwise(FAMILIES, READ_MODES, ENGINES, (1, 3)),
+    indirect=["engine"],
+)
 def test_every_expert_is_the_files_in_every_way(
     tmp_path: Path, engine: str, read: str, family: str, num_shards: int
 ) -> None:
@@ -71,9 +74,11 @@ def test_every_expert_is_the_files_in_every_way(
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("read", READ_MODES)
-@pytest.mark.parametrize("capacity", [1, 8, 64])
-@pytest.mark.parametrize("dtype", [None, np.float32])
+@pytest.mark.parametrize(
+    ("read", "capacity", "engine", "dtype", "length"),
+    pairwise(READ_MODES, (1, 8, 64), ENGINES, (None, np.float32), (7, 64)),
+    indirect=["engine"],
+)
 def test_logits_are_those_of_resident_experts(
     tiny_moe: Path,
     numpy_loop: ModuleType,
@@ -83,15 +88,13 @@ def test_logits_are_those_of_resident_experts(
     read: str,
     capacity: int,
     dtype: type | None,
+    length: int,
 ) -> None:
     """Prompt and decoding, every bit of them, converted when read or when used."""
-    for length in (7, 64):
-        with moecache.open(
-            tiny_moe, slots=capacity, read=read, dtype=dtype, prefault="off"
-        ) as runtime:
-            logits = generate(numpy_loop, tiny_moe, runtime, prompt[:length])
-            runtime.cache.check()
-        assert_same(logits, resident_logits[length])
+    with moecache.open(tiny_moe, slots=capacity, read=read, dtype=dtype, prefault="off") as runtime:
+        logits = generate(numpy_loop, tiny_moe, runtime, prompt[:length])
+        runtime.cache.check()
+    assert_same(logits, resident_logits[length])
 
 
 @pytest.mark.usefixtures("quick", "engine")

@@ -23,9 +23,11 @@ build: $(call stamp,base)
 
 prepare: $(call stamp,dev) ## install all that the other targets need
 
-# Two processes; in each a BLAS of one thread, as threads spin while they wait for a core.
+# Two processes; in each a BLAS of one thread, as threads spin while they wait for a core. What one
+# process compiles, the others and their children load.
 test: $(call stamp,test) ## run all tests
-	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+		$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.offloading import generated, load_in_slots, load_whole, prompt
+from tests.helpers.pairs import pairwise
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -100,8 +101,12 @@ def test_fewer_slots_than_a_token_has_experts_change_nothing(
         assert torch.equal(generated(model, num_tokens=6), generated(whole, num_tokens=6))
 
 
-@pytest.mark.parametrize("policy", ["lru", "lecar"])
-@pytest.mark.parametrize("prefetch", ["off", "router", "echo"])
+@pytest.mark.parametrize(
+    ("path", "prefetch", "policy"),
+    pairwise(NAMES, ("off", "router", "echo"), ("lru", "lecar")),
+    indirect=["path"],
+    scope="module",
+)
 def test_neither_policy_nor_prefetch_changes_the_output(
     path: Path, whole: Any, policy: str, prefetch: str
 ) -> None:

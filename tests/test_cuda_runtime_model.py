@@ -20,6 +20,7 @@ import moecache
 from moecache.errors import CapacityError, StoreError
 from moecache.slots import CudaSlots
 from moecache.stores.base import Parts
+from tests.helpers.examples import num_examples
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.stores import numbered_store
 
@@ -214,4 +215,4 @@ class RuntimeMachine(RuleBasedStateMachine):
 
 
 TestRuntime = RuntimeMachine.TestCase
-TestRuntime.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestRuntime.settings = settings(max_examples=num_examples(200))

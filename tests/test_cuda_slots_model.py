@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from moecache import ExpertLayout
 from moecache.layout import Role
 from moecache.slots import CudaSlots
+from tests.helpers.examples import num_examples
 from tests.helpers.fake_device import FakeDevice
 
 NUM_SLOTS = 2
@@ -142,4 +143,4 @@ class SlotsMachine(RuleBasedStateMachine):
 
 
 TestSlots = SlotsMachine.TestCase
-TestSlots.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestSlots.settings = settings(max_examples=num_examples(200), stateful_step_count=40)

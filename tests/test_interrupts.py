@@ -98,7 +98,7 @@ runtime.close()
 def test_an_interrupt_at_any_moment_loses_nothing(way: str, storm: int, tmp_path: Path) -> None:
     """Whatever a step had claimed, leased or staged can be had again; no step waits for ever."""
     model = write_checkpoint(tmp_path / "model", num_layers=2)
-    figures = ("400", "1", "0.0001", "0.003") if storm == 1 else ("40", "10", "0.0002", "0.003")
+    figures = ("200", "1", "0.0001", "0.003") if storm == 1 else ("20", "10", "0.0002", "0.003")
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(model.path), way, *figures],
         capture_output=True,

@@ -21,8 +21,8 @@ from tests.helpers.examples import num_examples
 from tests.helpers.runtimes import drain, expected
 from tests.helpers.stores import WrappedStore, numbered_store
 
-# Over all modes 10,000 steps of the demo's eight layers.
-NUM_TOKENS = 250
+# Over all modes 4,000 steps of the demo's eight layers.
+NUM_TOKENS = 100
 PROMPT = b"def "
 
 

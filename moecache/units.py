@@ -25,7 +25,7 @@ def parse_bytes(size: int | str) -> int:
     Raises
     ------
     ConfigError
-        If the text is no size, or the size is negative.
+        If the text is not a size, or the size is negative.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
@@ -91,7 +91,7 @@ def parse_bytes_per_s(rate: float | str) -> float:
     Raises
     ------
     ConfigError
-        If it is no rate, or is less than one byte per second.
+        If it is not a rate, or is less than one byte per second.
     """
     if isinstance(rate, float):
         if rate >= 1:
@@ -132,7 +132,7 @@ def parse_ns(time: int | str) -> int:
     Raises
     ------
     ConfigError
-        If the text is no time, or the time is negative.
+        If the text is not a time, or the time is negative.
     """
     if isinstance(time, int) and not isinstance(time, bool):
         if time < 0:

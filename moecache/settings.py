@@ -241,8 +241,8 @@ OPTIONS = {
             None,
             f"{DEFAULT_LOADER_THREADS}; 8 for direct reads without io_uring",
             "threads that read experts",
-            "0 and up; 0 reads only in the thread that waits; with io_uring a number above 1 counts "
-            "as 1",
+            "0 and up; 0 reads only in the thread that waits; with io_uring a number above 1 "
+            "counts as 1",
         ),
         Option(
             "prefault",

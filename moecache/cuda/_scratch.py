@@ -8,7 +8,7 @@ from moecache.interrupts import uninterrupted
 
 
 class Scratch:
-    """Memory for the intermediate results of one call at a time in one stream, kept for the next."""
+    """Memory for the intermediate results of one call at a time, in one stream; it is reused."""
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self.stream = stream

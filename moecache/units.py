@@ -37,7 +37,7 @@ def parse_bytes(size: int | str) -> int:
     number, prefix, binary, byte = match.groups()
     if binary and not prefix:
         raise ConfigError(f"{size!r} is not a size; write for example 4GiB, 512MiB or 2000000")
-    # "4G" alone means 2**30 to everyone who sizes memory; "4GB" is decimal.
+    # "4G" alone means 2**30 in the sizing of memory; "4GB" is decimal.
     factors = _DECIMAL if byte and not binary else _BINARY
     return int(Fraction(number) * factors[prefix.lower()])
 

@@ -159,7 +159,7 @@ def copy_file(other: OtherFile, target: Path, copied: Copied) -> tuple[int, str]
         if file.has_byte(other.nbytes):
             raise StoreError(
                 f"{other.path}: has more than the {other.nbytes} bytes that it had; pack the model "
-                "again when nobody writes to it"
+                "again when nothing writes to it"
             )
 
     return write_file(target, chunks())

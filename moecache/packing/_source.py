@@ -100,7 +100,7 @@ class Source(SafetensorsStore):
                 raise StoreError(
                     f"{file.path}: was changed while {what} was packed: it had {stamp[0]} bytes "
                     f"of {stamp[1]} ns, now {size} bytes of {changed_ns} ns; pack it again when "
-                    "nobody writes to it"
+                    "nothing writes to it"
                 )
 
     def identity(self) -> str:

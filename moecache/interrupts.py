@@ -62,7 +62,7 @@ class uninterrupted:  # noqa: N801 - reads as what it does, like contextlib.supp
         try:
             _signal.signal(signal.SIGINT, before)
         except BaseException:
-            # Setting a handler first runs those of pending signals: another signal's raised.
+            # Setting a handler first runs the handlers of pending signals, and one of them raised.
             _signal.signal(signal.SIGINT, before)
             raise
         if _noted:

@@ -228,7 +228,7 @@ cdef class AccessProfiler:
 def stall_bucket_ns(int bucket) -> int:
     """Return the longest stall that a bucket of `AccessProfiler.stall_histogram` holds, in ns.
 
-    It is less than 12.5 % above the bucket's shortest. The last bucket also holds all longer stalls.
+    It is less than 12.5 % above the bucket's shortest. The last bucket also holds all longer ones.
     """
     if bucket < 0 or bucket >= NUM_STALL_BUCKETS:
         raise ValueError(f"bucket {bucket} is not in [0, {NUM_STALL_BUCKETS})")

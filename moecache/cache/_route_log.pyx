@@ -26,8 +26,8 @@ cdef class RouteLog:
     32,767 experts). Nothing is raised while decoding: at `max_bytes`, or when there
     is no memory, the log is `full`, keeps what it has, and counts what it drops.
 
-    The log takes its steps for one stream of tokens: if several threads use a cache
-    at once, their steps mix.
+    All steps count as one stream of tokens: if several threads use a cache at once,
+    their steps mix.
 
     Parameters
     ----------

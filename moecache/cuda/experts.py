@@ -325,7 +325,7 @@ class CudaExperts:
         )
 
     def _multiply_waves(self, runtime: _Runtime, step: "_Step", ids: np.ndarray) -> None:
-        """Compute a step of many tokens wave by wave, one expert's products after the other."""
+        """Compute a step of many tokens wave by wave: the products of one expert after another."""
         device, item = self._device, step.dtype.itemsize
         num_pairs = step.num_tokens * step.top_k
         rows = step.scratch.room("rows", num_pairs * step.size * item)

@@ -214,7 +214,7 @@ cdef class S3FifoCache(Policy):
         self.num_small -= was_small
         # A key that leaves without having been named as victim is discarded.
         if key == self.chosen:
-            # Dropped before the victim becomes a ghost, which may be one ghost too many.
+            # Dropped before the victim becomes a ghost: this ghost may be the one too many.
             if self.expected >= 0 and self.ghost[self.expected]:
                 self.drop_ghost(self.expected)
                 self.returning = self.expected

@@ -128,7 +128,7 @@ cdef class LecarCache(Policy):
         self.forget(key)
         # A key that leaves without having been named as victim is discarded.
         if key == self.chosen:
-            # Before the victim enters a history, where this key may be one too many.
+            # Dropped before the victim enters a history: this key may be the one too many there.
             if self.expected >= 0:
                 self.meet_ghost(self.expected)
             self.remember(key, self.chosen_by)

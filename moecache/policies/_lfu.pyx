@@ -54,7 +54,7 @@ cdef class LfuCache(Policy):
         self.nodes[key].stamp = self.clock
         if not self.nodes[key].blocked & PINNED:
             unlink(self.nodes, key)
-            # The search begins at the old bucket: the new one is next to it, if it exists.
+            # The new bucket comes right after the old one, and is made if need be.
             self.bucket_of[key] = self.find_bucket(bucket, self.counts[key])
             link(self.nodes, self.bucket_list(self.bucket_of[key]), key)
             self.drop_if_empty(bucket)

@@ -104,7 +104,7 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
 
 
 def check_fits(slot_bytes: int, staging_bytes: int) -> None:
-    """Raise CapacityError if slots and staging alone make the host swap or kill the process."""
+    """Raise CapacityError if slots and staging alone would swap or get the process killed."""
     free = free_host_bytes()
     if slot_bytes + staging_bytes <= free:
         return

@@ -147,7 +147,7 @@ class CudaSlots:
 
     @property
     def max_buffers_ahead(self) -> int:
-        """Half of the buffers, for experts that no step waits for: a demand finds a free one."""
+        """Half of the buffers, for experts that no step waits for: the others are for demands."""
         return self._buffers.max_buffers // 2
 
     @property

@@ -464,7 +464,7 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
     Raises
     ------
     ConfigError
-        If there is none, or they are of different shapes.
+        If there is no trace, or their shapes differ.
     """
     return _join(traces, [np.full(len(trace), number) for number, trace in enumerate(traces)])
 
@@ -478,7 +478,7 @@ def interleave(traces: Sequence[Trace]) -> Trace:
     Raises
     ------
     ConfigError
-        If there is none, or they are of different shapes.
+        If there is no trace, or their shapes differ.
     """
     return _join(traces, [np.arange(len(trace)) for trace in traces], together=True)
 

@@ -40,8 +40,8 @@ from moecache.units import format_bytes, format_bytes_per_s, parse_bytes
 PLACES = (TRACES, Path(__file__).parents[1] / "shared" / "traces")
 TRACE = next((place for place in PLACES if place.is_dir()), TRACES) / "bigmoe-qwen.npz"
 RESIDENT, GRAPH = "all resident", "all resident, graph"
-Groups of ways that are open at once, beside the one with everything resident: the share of the
-experts that have slots (0: one slot), and further options. No group has more slots than a stack.
+# Groups of ways that are open at once, beside the one with everything resident: the share of the
+# experts that have slots (0: one slot), and further options. No group has more slots than a stack.
 GROUPS: dict[str, dict[str, tuple[float, dict[str, Any]]]] = {
     "half": {
         "50%, echo": (0.5, {"policy": "echo"}),

@@ -78,7 +78,7 @@ class Sample:
         return self.counts[name] / max(self.elapsed_s, _LEAST) if self.elapsed_s > 0 else 0.0
 
     def stall_percentile_s(self, percent: float) -> float:
-        """Return the length that `percent` of stalls do not exceed, interpolated; 0.0 without any."""
+        """Return the length that `percent` of stalls do not exceed, interpolated; 0.0 if none."""
         rank = self.counts["stalls"] * percent / 100
         bound, below = 0.0, 0.0
         for next_bound, next_below in self.stalls_below:

@@ -5,7 +5,9 @@ from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from moecache.policies._policy cimport PINNED, Node, Policy, empty_list, link, link_by_stamp, settle, unlink
+from moecache.policies._policy cimport (
+    PINNED, Node, Policy, empty_list, link, link_by_stamp, settle, unlink,
+)
 
 cdef enum:
     RESIDENT = 1

@@ -23,8 +23,9 @@ build: $(call stamp,base)
 
 prepare: $(call stamp,dev) ## install all that the other targets need
 
+# Two processes; in each a BLAS of one thread, as threads spin while they wait for a core.
 test: $(call stamp,test) ## run all tests
-	$(BIN)/python -m pytest -q
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/ruff check .

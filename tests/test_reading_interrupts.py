@@ -10,7 +10,7 @@ import pytest
 import moecache
 from moecache.runtime import opening
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
-from tests.helpers.readings import all_experts, force_engine, hide_settings, same_converted
+from tests.helpers.readings import all_experts, force_engine, same_converted
 
 
 @pytest.fixture(name="model")
@@ -24,7 +24,6 @@ def _runtime(
 ) -> Iterator[moecache.ExpertRuntime]:
     """Return a runtime that reads only when somebody waits; with conversion or without."""
     engine, converts = request.param
-    hide_settings(monkeypatch)
     force_engine(monkeypatch, engine)
     monkeypatch.setattr(opening, "calibrate", lambda *_: None)
     with moecache.open(

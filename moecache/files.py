@@ -1,7 +1,7 @@
 """Files written whole or not at all, and never over something else.
 
-Whoever writes a file says of what `Kind` it is. A file that is there already is replaced if
-it is of the same kind, or empty; anything else only with `force`.
+The writer of a file says which `Kind` it is. An existing file is replaced if it is of the
+same kind or empty; anything else is replaced only with `force`.
 """
 
 import errno
@@ -25,7 +25,7 @@ class Kind(NamedTuple):
     name : str
         With its article: "a routing trace".
     matches : callable (bytes) -> bool
-        Tells it by the first and the last 4 KiB of a file.
+        Recognises it by the first and the last 4 KiB of a file.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Kind(NamedTuple):
 def whole_file(
     path: str | os.PathLike[str], kind: Kind | None, *, force: bool = False, sync: bool = False
 ) -> Iterator[IO[bytes]]:
-    """Give a file to write to, which is renamed to `path` if nothing was raised.
+    """Yield a file to write to, and rename it to `path` if nothing was raised.
 
-    A file that is replaced hands down its permissions.
+    The new file takes over the permissions of the one that it replaces.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def whole_file(
     force : bool, default False
         Replace whatever is there.
     sync : bool, default False
-        Have it on the disk before it is renamed, so that a power cut leaves one or the other.
+        Flush it to the disk before it is renamed: a power cut leaves the old file or the new one.
 
     Raises
     ------
@@ -66,11 +66,11 @@ def whole_file(
             with open(path, "wb") as file:
                 yield file
             return
-        # Through links: the file behind them is the one that is meant.
+        # Links are followed: the file behind them is the one that is meant.
         target = Path(os.path.realpath(path))
         partial = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
         try:
-            # Never open to more than may read the file it replaces, not for a moment.
+            # Not even for a moment open to more users than the file that it replaces.
             kept = 0o666 if mode is None else mode & 0o777
             partial.touch(mode=kept | stat.S_IWUSR, exist_ok=False)
             with partial.open("wb") as file:
@@ -89,16 +89,17 @@ def whole_file(
 
 
 def check_replaced(path: str | os.PathLike[str], kind: Kind) -> None:
-    """Refuse a path with something else than what is to be written there.
+    """Refuse a path that holds something other than a file of this kind.
 
-    What is not there, is empty, or is no regular file, such as a device, may be written to.
+    A path may be written to if nothing is there, or if its file is empty or, like a device, not
+    a regular one.
 
     Raises
     ------
     ConfigError
-        If there is something else.
+        If something else is there.
     StoreError
-        If that cannot be known.
+        If that cannot be told.
     """
     try:
         mode = _mode(path)

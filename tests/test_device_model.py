@@ -1,6 +1,6 @@
 """The simulated device beside a reckoning nanosecond by nanosecond."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moecache.loading.load import Load
@@ -98,7 +98,6 @@ def play(reads: list[Read], latency_ns: int, chunk: int) -> Bench:
     return made
 
 
-@settings(deadline=None)
 @given(reads=reads, latency_ns=latencies, chunk=chunks)
 def test_every_read_ends_when_reckoned(reads: list[Read], latency_ns: int, chunk: int) -> None:
     """To the nanosecond, and the same each time."""
@@ -111,7 +110,6 @@ def test_every_read_ends_when_reckoned(reads: list[Read], latency_ns: int, chunk
     assert play(reads, latency_ns, chunk).spans == made.spans
 
 
-@settings(deadline=None)
 @given(reads=reads, latency_ns=latencies, chunk=chunks)
 def test_the_link_transfers_one_read_at_a_time_and_never_rests(
     reads: list[Read], latency_ns: int, chunk: int
@@ -132,7 +130,6 @@ def test_the_link_transfers_one_read_at_a_time_and_never_rests(
     assert made.device.busy_ns == sum(sent.values())
 
 
-@settings(deadline=None)
 @given(reads=reads, latency_ns=latencies, chunk=chunks)
 def test_no_chunk_of_a_prefetch_begins_while_a_demand_is_ready(
     reads: list[Read], latency_ns: int, chunk: int
@@ -153,7 +150,6 @@ def test_no_chunk_of_a_prefetch_begins_while_a_demand_is_ready(
         ]
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 200), min_size=1, max_size=12),
     latency_ns=latencies,

@@ -99,14 +99,14 @@ def test_an_interrupt_at_any_moment_loses_nothing(way: str, storm: int, tmp_path
     """Whatever a step had claimed, leased or staged can be had again; no step waits for ever."""
     model = write_checkpoint(tmp_path / "model", num_layers=2)
     figures = ("200", "1", "0.0001", "0.003") if storm == 1 else ("20", "10", "0.0002", "0.003")
+    words = (str(model.path), way, *figures)
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(model.path), way, *figures],
+        # The very build that is tested, which need not be the one in this directory.
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{CHILD}", *words],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        # The very build that is tested, which need not be the one in this directory.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # noqa: TID251
     )
 
     assert done.returncode == 0, done.stderr

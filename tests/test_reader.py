@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecache.reader._reader import ENGINES, Reader
@@ -93,9 +93,7 @@ def requests(draw: st.DrawFn) -> list[tuple[list[Run], int | None]]:
     return plans
 
 
-@settings(
-    max_examples=num_examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=num_examples(400))
 @given(
     plans=requests(),
     engine=st.sampled_from([None, "threads"]),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecache.reader._reader import Reader
@@ -139,9 +139,7 @@ STEPS = st.lists(
 )
 
 
-@settings(
-    max_examples=num_examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=num_examples(200))
 @given(
     steps=STEPS,
     engine=st.sampled_from([None, "threads"]),

@@ -31,7 +31,7 @@ from tests.helpers.routing import (
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=num_examples(20), deadline=None)
+@settings(max_examples=num_examples(20))
 @given(trace=traces(), share=st.floats(0.05, 1))
 def test_a_replay_is_the_cache_hit_for_hit(
     policy: str, scope: str, trace: Trace, share: float
@@ -48,7 +48,7 @@ def test_a_replay_is_the_cache_hit_for_hit(
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@settings(max_examples=num_examples(25), deadline=None)
+@settings(max_examples=num_examples(25))
 @given(trace=traces(bulk=False), share=st.floats(0.05, 1))
 def test_nothing_beats_belady(scope: str, trace: Trace, share: float) -> None:
     """Of steps of one row, all of which find room, no policy finds more than the optimum."""
@@ -61,7 +61,7 @@ def test_nothing_beats_belady(scope: str, trace: Trace, share: float) -> None:
         assert replay(trace, policy, capacity, scope=scope).num_hits <= optimum.num_hits, policy
 
 
-@settings(max_examples=num_examples(100), deadline=None)
+@settings(max_examples=num_examples(100))
 @given(trace=traces(max_tokens=6, max_layers=2, bulk=False), more=st.integers(0, 4))
 def test_belady_is_the_best_of_all_choices(trace: Trace, more: int) -> None:
     """Trying every choice of victims finds no more, over all layers or in each."""
@@ -78,7 +78,7 @@ def test_belady_is_the_best_of_all_choices(trace: Trace, more: int) -> None:
             assert int(done.hits[:, layer].sum()) == most_hits(asked, each + (layer < rest))
 
 
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(60))
 @given(trace=traces(bulk=False))
 def test_the_curve_is_a_plain_lru_at_every_capacity(trace: Trace) -> None:
     """Stack distances give what lists of recent keys give, in the router's order."""
@@ -99,7 +99,7 @@ def test_the_curve_is_a_plain_lru_at_every_capacity(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@settings(max_examples=num_examples(25), deadline=None)
+@settings(max_examples=num_examples(25))
 @given(trace=traces(), share=st.floats(0.05, 1))
 def test_a_policy_in_python_is_driven_like_the_compiled_ones(
     scope: str, trace: Trace, share: float

@@ -342,7 +342,7 @@ ARRAYS = st.dictionaries(st.text(min_size=1, max_size=8), FORMS)
 CHANGES = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ARRAYS)
 def test_files_of_the_safetensors_library_are_read_as_written(
     tmp_path: Path, forms: dict[str, tuple[str, tuple[int, ...]]]
@@ -366,7 +366,6 @@ def test_files_of_the_safetensors_library_are_read_as_written(
 
 
 @settings(
-    deadline=None,
     max_examples=num_examples(300),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

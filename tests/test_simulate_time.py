@@ -42,7 +42,7 @@ def single_misses(num_tokens: int = 7, num_layers: int = 3) -> Trace:
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=num_examples(15), deadline=None)
+@settings(max_examples=num_examples(15))
 @given(trace=traces(), share=st.floats(0.05, 1))
 def test_without_prefetch_it_hits_what_a_replay_hits(
     policy: str, scope: str, trace: Trace, share: float
@@ -92,7 +92,7 @@ def test_a_read_shorter_than_the_hits_work_costs_nothing() -> None:
     assert timing.stall_ns == num_layers * (LATENCY_NS + 150)
 
 
-@settings(max_examples=num_examples(30), deadline=None)
+@settings(max_examples=num_examples(30))
 @given(trace=traces(), share=st.floats(0.05, 1))
 def test_an_infinite_bandwidth_without_latency_never_waits(trace: Trace, share: float) -> None:
     """The time is what the host computes."""
@@ -106,7 +106,7 @@ def test_an_infinite_bandwidth_without_latency_never_waits(trace: Trace, share: 
     assert timing.total_ns >= visits * COMPUTE_NS
 
 
-@settings(max_examples=num_examples(30), deadline=None)
+@settings(max_examples=num_examples(30))
 @given(trace=traces(bulk=False))
 def test_with_nothing_to_compute_the_time_is_the_transfers(trace: Trace) -> None:
     """And a latency for each step that misses."""

@@ -105,7 +105,7 @@ def test_a_trace_cannot_be_changed_through_its_names() -> None:
             part.bulk[0] = 1
 
 
-@settings(max_examples=num_examples(10), deadline=None)
+@settings(max_examples=num_examples(10))
 @given(trace=traces())
 def test_copies_and_pickles_are_the_same_trace(trace: Trace) -> None:
     """Also of another process."""
@@ -122,7 +122,7 @@ def test_large_models_fit() -> None:
     assert (large.experts.dtype, large.experts.item()) == (np.int32, 70_000)
 
 
-@settings(max_examples=num_examples(40), deadline=None)
+@settings(max_examples=num_examples(40))
 @given(trace=traces())
 def test_a_saved_trace_is_the_same_when_loaded(
     trace: Trace, tmp_path_factory: pytest.TempPathFactory

@@ -31,7 +31,7 @@ def close(found: float, expected: float) -> bool:
     return bool(np.isclose(found, expected, rtol=1e-9, atol=1e-12, equal_nan=True))
 
 
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(60))
 @given(trace=traces())
 def test_popularity_is_what_counting_gives(trace: Trace) -> None:
     """Counts, shares of the busiest, Gini, entropy."""
@@ -55,7 +55,7 @@ def test_popularity_is_what_counting_gives(trace: Trace) -> None:
             assert close(found.relative_entropy[layer], bits / math.log2(number))
 
 
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(60))
 @given(trace=traces())
 def test_the_overlap_is_with_the_sequences_token_before(trace: Trace) -> None:
     """Tokens of other sequences in between do not count; nor do tokens without experts."""
@@ -70,7 +70,7 @@ def test_the_overlap_is_with_the_sequences_token_before(trace: Trace) -> None:
         assert close(found[layer], sum(shares) / len(shares) if shares else math.nan)
 
 
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(60))
 @given(trace=traces())
 def test_reuse_is_the_distance_to_the_next_use(trace: Trace) -> None:
     """In bins of powers of two; what never comes again is in the last."""
@@ -84,7 +84,7 @@ def test_reuse_is_the_distance_to_the_next_use(trace: Trace) -> None:
         assert found[layer].tolist() == [bins[b] for b in range(found.shape[1])]
 
 
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(60))
 @given(trace=traces())
 def test_the_working_set_is_averaged_over_all_windows(trace: Trace) -> None:
     """Distinct experts of each window, one by one."""
@@ -98,7 +98,7 @@ def test_the_working_set_is_averaged_over_all_windows(trace: Trace) -> None:
             assert close(found[layer, i], sum(sizes) / len(sizes) if sizes else math.nan)
 
 
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(60))
 @given(trace=traces())
 def test_neighbouring_layers_are_counted_pair_by_pair(trace: Trace) -> None:
     """The matrix, the likeliest follower, and mutual information."""

@@ -10,10 +10,10 @@ cdef struct StepHeader:
 
 # What `trace_parts` finds out, and then writes to.
 cdef struct Passes:
-    const char* begin  # of the steps, and their end
+    const char* begin  # of the first step, and the end of the last
     const char* end
     Py_ssize_t widest  # wider steps are left out
-    Py_ssize_t most_rows  # passes that would come to more are left out
+    Py_ssize_t most_rows  # passes that would exceed it are left out
     Py_ssize_t num_rows
     Py_ssize_t top_k
     Py_ssize_t usual  # how wide most steps are

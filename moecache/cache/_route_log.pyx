@@ -26,18 +26,18 @@ cdef class RouteLog:
     32,767 experts). Nothing is raised while decoding: at `max_bytes`, or when there
     is no memory, the log is `full`, keeps what it has, and counts what it drops.
 
-    Steps are those of one stream of tokens: where several threads use a cache at
-    once, their steps mix.
+    All steps count as one stream of tokens: if several threads use a cache at once,
+    their steps mix.
 
     Parameters
     ----------
     num_layers, num_experts : int
         Shape of the model, each at least 1.
     top_k : int, optional
-        Experts per token. One row of several times as many ids, as a lease of flat ids
-        has, is then noted as so many rows.
+        Experts per token. A single row with a multiple of `top_k` ids, as a lease of flat
+        ids has, is then noted as several rows.
     max_bytes : int, default 256 MiB
-        Bytes after which nothing more is noted; nor does a trace take more.
+        Bytes after which nothing more is noted. A trace of the log takes no more either.
     """
 
     def __cinit__(
@@ -70,7 +70,7 @@ cdef class RouteLog:
             A row is a token. Ids outside [0, num_experts) are noted as -1.
         bulk : bool, optional
             Whether the step admitted no more than its layer's fair share. By default
-            if `ids` has several rows.
+            true if `ids` has several rows.
 
         Raises
         ------
@@ -119,18 +119,18 @@ cdef class RouteLog:
         A pass over the layers begins where the layer's number does not increase,
         the number of rows or `bulk` changes, or a sequence begins. Each of its rows
         is a row of the trace; layers that a pass leaves out are padded with -1, as
-        are ids that are out of range or occur twice in a row. What other threads
+        are ids that are out of range or repeated within a row. What other threads
         note meanwhile is not in it.
 
-        Where `experts` would take more than `max_bytes` (64 KiB if that is less), steps
-        that are wider than `top_k` and than most steps are left out; where that is not
-        enough, so are the last passes.
+        If `experts` would take more than `max_bytes` (but at least 64 KiB), steps wider
+        than both `top_k` and most steps are left out; if that is not enough, so are the
+        last passes.
 
         Returns
         -------
         experts : ndarray of int16 or int32, shape [num_tokens, num_layers, top_k]
-            int32 if there are more than 32,767 experts. Of a row with more ids than
-            there are experts, those that are kept stand side by side.
+            int32 if there are more than 32,767 experts. If a row has more ids than
+            there are experts, the ids that are kept stand side by side.
         phase : ndarray of uint8, shape [num_tokens]
             0 for passes of several rows (prefill), 1 for those of one (decode).
         sequence, step : ndarray of int32, shape [num_tokens]
@@ -252,7 +252,7 @@ cdef class RouteLog:
 
     cdef Py_ssize_t row_bytes(self, const Passes* passes) noexcept nogil:
         cdef Py_ssize_t width = sizeof(int32_t) if self.wide else sizeof(int16_t)
-        # Of whole passes that are all of one width, ids take no more than in the log.
+        # Whole passes of one width take no more bytes for ids than the log does.
         return self.num_layers * max(1, passes.top_k) * width
 
     cdef void scan(self, Passes* passes, char* experts) noexcept nogil:
@@ -281,7 +281,7 @@ cdef class RouteLog:
                 last = -1
                 continue
             if experts == NULL:
-                # A majority vote: what more than half of the steps have, wins.
+                # A majority vote: a width that more than half of the steps have wins.
                 if votes == 0:
                     passes.usual = top_k
                 votes += 1 if top_k == passes.usual else -1

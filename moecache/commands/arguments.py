@@ -1,4 +1,4 @@
-"""What commands that study traces have in common: files, lists of names, where values are wrong."""
+"""What commands share: traces from files, lists of names, output files, options named in errors."""
 
 import argparse
 import contextlib
@@ -30,15 +30,17 @@ def add_force(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
     parser.add_argument(
         "--force",
         action="store_true",
-        help="replace an output file even if it is something else than what is written there "
-        "(by default only an empty one and one of the same kind)",
+        help="replace an output file of any kind (default: only one that is empty or of the kind "
+        "that is written)",
     )
 
 
 def check_outputs(
     arguments: argparse.Namespace, inputs: Mapping[str, str], **kinds: Kind | None
 ) -> None:
-    """Refuse what cannot be written, is an input, or is something else, before anything runs.
+    """Refuse outputs that cannot be written, or would replace an input or a file of another kind.
+
+    Called before anything runs, so that no work is lost.
 
     Parameters
     ----------
@@ -46,7 +48,7 @@ def check_outputs(
     inputs : mapping of str to str
         Paths that the command reads, and what they are.
     **kinds : Kind or None
-        By option, what is written to its path; None if its writer knows what it replaces.
+        The kind of file that each option's path gets; `None` if its writer knows what it replaces.
     """
     taken = dict(inputs)
     for name, kind in kinds.items():
@@ -65,22 +67,22 @@ def check_outputs(
 def check_output(
     option: str, path: str, taken: Mapping[str, str], kind: Kind | None = None
 ) -> None:
-    """Refuse to write over a file that the same command reads or writes, or another kind's.
+    """Refuse to write over a file that the same command reads or writes, or one of another kind.
 
     Parameters
     ----------
     option : str
-        What the path was given as.
+        The option that gave the path.
     path : str
     taken : mapping of str to str
         Other paths, and what they are. Links are followed; devices and pipes may be shared.
     kind : Kind, optional
-        What is to be written.
+        The kind of file that is to be written.
 
     Raises
     ------
     ConfigError
-        If it is one of them, or has something else.
+        If the path is one of `taken`, or a file of another kind.
     """
     for other, name in taken.items():
         if _is_same_file(path, other):
@@ -98,7 +100,7 @@ def _is_same_file(one: str, other: str) -> bool:
             return False
         if os.path.samestat(found, os.stat(other)):
             return True
-    except (OSError, ValueError):  # not there yet, or no path at all: whoever opens it says so
+    except (OSError, ValueError):  # not there yet, or no path at all: opening it says so
         pass
     try:
         return os.path.realpath(one) == os.path.realpath(other)
@@ -131,7 +133,7 @@ def split(option: str, given: str) -> list[str]:
 
 @contextlib.contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Name the option in what is said of its value."""
+    """Name the option in errors about its value."""
     try:
         yield
     except (ConfigError, CapacityError) as error:

@@ -54,10 +54,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--policies",
         metavar="LIST",
-        help=f"who is evicted; names, or all: {', '.join(POLICIES)} (default: {DEFAULT_POLICY})",
+        help=f"which expert is evicted; names, or all: {', '.join(POLICIES)} "
+        f"(default: {DEFAULT_POLICY})",
     )
     parser.add_argument(
-        "--prefetch", choices=MODEL_PREFETCH_MODES, help="whose guesses are read ahead"
+        "--prefetch", choices=MODEL_PREFETCH_MODES, help="which guesses are read ahead"
     )
     parser.add_argument("--read", choices=READ_MODES, help="through the page cache or around it")
     parser.add_argument(
@@ -89,7 +90,7 @@ def add_parser(commands: Any) -> None:
         help="draw tokens at temperature 1 instead of taking the likeliest, after which small "
         "models repeat themselves",
     )
-    work.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    work.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
     work.add_argument("--threads", type=int, metavar="N", help="torch's (default: its own choice)")
     work.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     parser.add_argument("--json", metavar="FILE", help="write all figures of all runs there")
@@ -150,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_all(
     console: Console, contestants: list[Contestant], task: dict[str, Any], repeats: int
 ) -> None:
-    """Run each contestant once, then each once more: what disturbs, disturbs all of them."""
+    """Run each contestant once, then each once more: a disturbance reaches all of them."""
     files = [Path(file) for file in task["files"]]
     for repeat in range(repeats):
         for contestant in contestants:

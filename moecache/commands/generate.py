@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
         type=float,
         help="0 takes the likeliest token (default: what the model's generation_config.json says)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
     cache = parser.add_argument_group("experts")
     cache.add_argument(
         "--memory",
@@ -72,16 +72,16 @@ def add_parser(commands: Any) -> None:
         default="cpu",
         metavar="NAME",
         help='where trunk and experts are computed: "cpu" (default), or a GPU, "cuda" or "cuda:1", '
-        "whose memory --memory is then",
+        "and then --memory is of its memory",
     )
-    cache.add_argument("--policy", choices=POLICIES, help="who is evicted")
+    cache.add_argument("--policy", choices=POLICIES, help="which expert is evicted")
     cache.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
     cache.add_argument(
         "--prefetch",
         choices=MODEL_PREFETCH_MODES,
-        help="whose guesses are read before a layer asks: router, the next layer's own, applied "
+        help="which guesses are read before a layer asks: router, the next layer's own, applied "
         "to this layer's input; auto (default), the same while tokens are faster with it; echo, "
-        "ECHO's; last, the layer's last experts; off, nobody's",
+        "ECHO's; last, the layer's last experts; off, none",
     )
     cache.add_argument(
         "--read", choices=READ_MODES, help="through the page cache or around it (default: auto)"
@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
-    """Load the model, with a bar on a terminal, and close it in the end."""
+    """Load the model, with a bar on a terminal, and close it at the end."""
     from moecache.integrations.transformers import generation, load
 
     columns = (
@@ -186,7 +186,7 @@ def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _recorded(model: Any, arguments: argparse.Namespace) -> Iterator[None]:
-    """Record what is chosen meanwhile; fail if it was asked for and cannot be written."""
+    """Record the routing meanwhile if asked to; fail if the trace cannot be written."""
     path = arguments.record_trace
     if path is None:
         yield
@@ -229,7 +229,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 def _summary(prompt_tokens: int, times: Any, stats: RuntimeStats) -> str:
     tokens = len(times.stamps_s)
-    # Of few tokens there is no rate worth saying.
+    # A single token has no rate.
     decode = f", {times.tokens_per_s:.1f} tokens/s" if tokens > 1 else ""
     return (
         f"{tokens} tokens{decode}; prompt of {prompt_tokens} in {times.prefill_s:.2f} s; hit rate "

@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
         "simulate",
         help="estimate tokens per second on recorded routing",
         description="Put routing traces through the cache and the loader with reads that take a "
-        "set time, and show tokens per second and what was waited for. Nothing is read, nobody "
+        "set time, and show tokens per second and what was waited for. Nothing is read and nothing "
         "waits: the clock is simulated. docs/study.md says what the model leaves out.",
         epilog="examples: moecache simulate examples/traces/tiny_moe.npz --compute 5us | "
         "moecache simulate run.npz --expert-bytes 6MB --bandwidth 25GB/s,2.5GB/s | "
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cells(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[bool], Timing]]]:
-    """Yield the name of a trace and what simulates it, once everything is known to be usable."""
+    """Yield a trace's name and the function that simulates it, once all options are checked."""
     policies = choose("policy", arguments.policy, POLICIES, (DEFAULT_POLICY,))
     modes = choose("prefetch", arguments.prefetch, PREFETCH_MODES, PREFETCH_MODES)
     bandwidths = split("--bandwidth", arguments.bandwidth)

@@ -14,7 +14,7 @@ from moecache.errors import ConfigError, FormatError
 from moecache.study.importers import FORMATS, load_any
 from moecache.traces.trace import TRACE_FILE, Trace
 
-# Below that a file is read before a bar could be looked at.
+# A smaller file is read before anybody could look at a bar.
 _BAR_BYTES = 50 * 10**6
 
 

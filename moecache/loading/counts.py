@@ -1,4 +1,4 @@
-"""LoadCounts: what a loader did, and how long somebody waited for it."""
+"""LoadCounts: what a loader did, and how long steps waited for it."""
 
 import logging
 from collections.abc import Callable
@@ -21,15 +21,15 @@ class LoadCounts:
     Attributes
     ----------
     num_steps, num_resident_steps : int
-        Of all steps, those that missed nothing.
+        All steps, and those that missed nothing.
     num_reads, num_failed_reads : int
-        Experts.
+        Experts that were read, and experts that could not be.
     bytes_read : dict of Cause to int
         From the store, into slots.
     num_urgent_reads, urgent_ns : int
-        Reads that somebody waited for, and the time in which one at least was under way.
+        Reads that a step waited for, and the time in which at least one was under way.
     num_prefetches, num_failed_prefetches, num_cancelled_prefetches : int
-        Reads ahead that were begun; those that failed, or were taken back, before anybody
+        Reads ahead that were begun; those that failed, or were taken back, before a step
         asked for them.
     num_prefetches_in_flight, prefetch_bytes_in_flight : int
     """
@@ -53,13 +53,13 @@ class LoadCounts:
         self.prefetch_bytes_in_flight = 0
 
     def begin_urgent(self) -> None:
-        """Note that somebody waits for one more load."""
+        """Note that a step waits for one more load."""
         if self._num_urgent == 0:
             self._urgent_since = self._clock()
         self._num_urgent += 1
 
     def end_urgent(self, *, read: bool) -> None:
-        """Note that one of them is over, and whether it was read."""
+        """Note that a load that a step waited for is over, and whether it was read."""
         self._num_urgent -= 1
         self.num_urgent_reads += read
         if self._num_urgent == 0:
@@ -72,7 +72,7 @@ class LoadCounts:
         self.prefetch_bytes_in_flight += num_bytes
 
     def end_prefetch(self, load: Load, num_bytes: int) -> None:
-        """Note that a read ahead is over, or somebody's own now."""
+        """Note that a read ahead is over, or now the demand of a step."""
         self.num_prefetches_in_flight -= 1
         self.prefetch_bytes_in_flight -= num_bytes
         if load.error is not None and not load.waiting:

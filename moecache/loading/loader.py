@@ -56,7 +56,7 @@ class SlotLoader:
     engine : Engine
         Reads the store; closed with this.
     clock : callable () -> int, optional
-        Nanoseconds; what stalls are measured with.
+        Returns nanoseconds; stalls are measured with it.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class SlotLoader:
     num_staging : int
         Slots beside the cache's.
     prefetch_done : callable (load)
-        Told of every read ahead that ended, well or not; never under the lock.
+        Called with every read ahead that ended, well or not; never under the lock.
     """
 
     _closed = True  # until everything is there
@@ -144,8 +144,8 @@ class SlotLoader:
     ) -> bool:
         """Read an expert that no step asked for, behind everything that a step waits for.
 
-        Where a reader reads, this returns as soon as it has the expert's runs; whoever
-        looks takes in what it has read. Else the calling thread reads.
+        With a reader, this returns as soon as the reader has the expert's runs; a later call of
+        `look` or `wait` takes in what was read. Without one, the calling thread reads.
 
         Returns
         -------
@@ -238,7 +238,7 @@ class SlotLoader:
             seen = self.engine.epoch
             self._take_in()
             try:
-                # Of a closed engine there is nothing to wait for: `close` tells every step.
+                # There is nothing to wait for in a closed engine: `close` tells every step.
                 return arrived.get(block=self._closed, timeout=0.05)
             except Empty:
                 if not self._closed:
@@ -348,7 +348,7 @@ class SlotLoader:
             step.loads.add(load)
 
     def _undo(self, step: Step, misses: list[int]) -> None:
-        """Have a step hold nothing, as before it was acquired."""
+        """Make a step hold nothing, as before it was acquired."""
         for load in self._loads.values():
             if step.arrived in load.waiting:
                 load.waiting.remove(step.arrived)
@@ -455,7 +455,7 @@ class SlotLoader:
             self._conclude(load, uploaded)
 
     def _conclude(self, load: Load, error: Exception | None) -> None:
-        """Publish a load whose slot is filled, or give the slot back; tell who waits."""
+        """Publish a load whose slot is filled, or give the slot back; tell the steps that wait."""
         if error is not None:
             self.pool.reclaim(load.slot)
         load.parts = None
@@ -505,7 +505,7 @@ class SlotLoader:
             self.counts.end_prefetch(load, self._store.layout.expert_bytes(load.layer))
 
     def _cancel_prefetches(self, layer: int | None) -> bool:
-        """Take back what is read ahead for a layer that came without it, or for any."""
+        """Take back what is read ahead for a layer that came without it; `None`: for any layer."""
         unwanted = [
             load
             for load in self._loads.values()
@@ -543,7 +543,7 @@ class SlotLoader:
             self._release(step.leased, step.staged)
 
     def _leave(self, load: Load, arrived: "SimpleQueue[Load]") -> None:
-        """Have a step no longer wait for a load."""
+        """Let a step wait for a load no longer."""
         if self._loads.get(load.slot) is not load:  # it was over before
             if load.staged:
                 self._return_staging(load.slot)
@@ -564,7 +564,7 @@ class SlotLoader:
     # After every section that held the lock.
 
     def _after_lock(self) -> None:
-        """Take back what was given back meanwhile: who finds the lock taken leaves it there."""
+        """Take back what was left meanwhile by threads that found the lock taken."""
         while not self._over.empty() and self._lock.acquire(blocking=False):
             try:
                 self._drain()
@@ -596,4 +596,4 @@ class SlotLoader:
 
 
 def _ignore(load: Load) -> None:
-    """Tell no one: there is no prefetcher."""
+    """Do nothing: there is no prefetcher."""

@@ -60,8 +60,8 @@ def describe(
 def verify(out: str | os.PathLike[str], *, progress: Progress | None = None) -> int:
     """Read a packed directory again and compare it with its checksums.
 
-    Blocks until all of it was read from the disk: what was in the page cache is
-    dropped from there, unless somebody has it mapped.
+    Blocks until all of it was read from the disk: its pages in the page cache are
+    dropped first, unless a process has them mapped.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def verify(out: str | os.PathLike[str], *, progress: Progress | None = None) -> 
 def _read(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST_NAME
     try:
-        # A pipe would be waited for.
+        # Reading a pipe would wait for its writer.
         usable = path.is_file() and path.stat().st_size <= _MAX_BYTES
         text = path.read_bytes() if usable or not path.exists() else b""
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -129,7 +129,7 @@ def _read(directory: Path) -> dict[str, Any]:
 
 
 def _check(directory: Path, document: dict[str, Any]) -> Iterator[_Part]:
-    """Yield what is to be compared, after the sizes were."""
+    """Check the sizes, then yield the parts whose checksums are to be compared."""
     try:
         files = {
             name: (_size(file["nbytes"]), [_part(name, part) for part in file["parts"]])
@@ -174,7 +174,7 @@ def _is_outside(name: str) -> bool:
 
 
 def _gap(nbytes: int, parts: Iterable[_Part]) -> bool:
-    """Return whether some byte is in no part, or in two."""
+    """Return whether any byte is in no part, or in two."""
     end = 0
     for _, _, offset, size, _ in parts:
         if offset != end:

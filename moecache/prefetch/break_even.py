@@ -4,9 +4,9 @@ from moecache.loading.loader import SlotLoader
 
 # Tokens over which the time of a read and the time between reads are averaged.
 _AVERAGED = 16
-# Until it is known what a read costs.
+# Used until it is known what a read costs.
 _FIRST_LIKELIHOOD = 0.3
-# A wrong one replaced an expert that some later token may have wanted.
+# A wrong read replaced an expert that some later token may have wanted.
 _MIN_LIKELIHOOD = 0.25
 _MAX_LIKELIHOOD = 0.98
 
@@ -22,12 +22,12 @@ class BreakEven:
     ----------
     loader : SlotLoader
     expert_bytes : int
-        Of the largest expert.
+        Bytes of the largest expert.
 
     Attributes
     ----------
     likelihood : float
-        From which on it pays.
+        Likelihood from which on a read ahead pays.
     """
 
     def __init__(self, loader: SlotLoader, expert_bytes: int) -> None:

@@ -43,7 +43,7 @@ cdef struct Piece:
     int descriptor
     uint64_t offset
     size_t nbytes
-    size_t num_wanted  # bytes up to the last one that somebody wants
+    size_t num_wanted  # bytes up to the last one that a range wants
     size_t num_done
     size_t num_staged
     int buffer

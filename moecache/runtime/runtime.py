@@ -299,12 +299,13 @@ class ExpertRuntime:
         """Return whether every expert of the model is in its slot for good, and count a step.
 
         Then a step needs neither a lease nor the ids on the host: `cache.slot_table` says where
-        each expert is. Never waits, and once it is so a test of one bit.
+        each expert is. Never waits; once it is so, this is a test of one bit.
 
         Parameters
         ----------
         look : bool, default True
-            Find out, if it was not so before. A device may not be asked while a graph is captured.
+            Find out whether it is so, if it was not before. A device may not be asked while a
+            graph is captured.
         """
         if not self._all_resident:
             self._check_usable()
@@ -322,8 +323,8 @@ class ExpertRuntime:
     def fill_slots(self) -> WarmStart:
         """Begin to bring experts into slots that are free, from the first layer on.
 
-        In the background; `wait` for it before a CUDA graph of resident steps is captured. Of
-        that nothing counts as an access. A warm start that still goes on is cancelled.
+        Runs in the background; `wait` for it before a CUDA graph of resident steps is captured.
+        These experts do not count as accesses. A warm start that still goes on is cancelled.
         """
         self._check_usable()
         if self.warm_start is not None:
@@ -366,7 +367,7 @@ class ExpertRuntime:
 
     @property
     def predictor(self) -> Predictor | None:
-        """What names the experts to read ahead; None with prefetch="off" or "hints"."""
+        """What names the experts to read ahead; `None` with prefetch="off" or "hints"."""
         return None if self._prefetcher is None else self._prefetcher.predictor
 
     def use_predictor(self, predictor: Predictor, mode: str | None = None) -> None:
@@ -445,8 +446,8 @@ class ExpertRuntime:
         """Go on from what earlier runs kept in a profile, and keep this one there on `close`.
 
         ECHO's state is restored if it has seen nothing yet, and free slots are filled in
-        the background: see `warm_start`. Of that nothing counts as an access. A warm start
-        that still goes on is cancelled.
+        the background: see `warm_start`. These experts do not count as accesses. A warm
+        start that still goes on is cancelled.
 
         Parameters
         ----------
@@ -458,7 +459,7 @@ class ExpertRuntime:
         Raises
         ------
         ConfigError
-            If that is no path.
+            If this is not a path.
         """
         self._check_usable()
         self.warm_start = self._usage.use(path, profile, self._loader)
@@ -533,7 +534,7 @@ class ExpertRuntime:
                 stack.callback(self.warm_start.cancel, 0)
             if self.prefault is not None:
                 stack.callback(self.prefault.cancel, 0)
-        # It holds what it sweeps: a read that hangs does no harm to wait no longer for.
+        # The sweep holds what it reads, so a read that hangs need not be waited for.
         if self.prefault is not None and not self.prefault.cancel(CLOSE_TIMEOUT_S):
             logger.warning("runtime.prefault_hangs after=%d s", CLOSE_TIMEOUT_S)
         logger.info("runtime.closed hit_rate=%.3f", self._cache.profiler.hit_rate)

@@ -94,7 +94,7 @@ class Lease:
         self.close()
 
 
-# Told of a step's layer and ids when its experts are acquired, and before it waits for them.
+# Called with a step's layer and ids when its experts are acquired, and before it waits for them.
 Observe = Callable[[int, np.ndarray], object]
 
 

@@ -75,8 +75,8 @@ def without_unrouted(experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Parameters
     ----------
     experts : ndarray of int16 or int32, shape [tokens, layers, top_k]
-        In C order, its own owner, and nobody else's: what is returned is the same array,
-        changed in place.
+        In C order, owning its data, with no other reference to it: the same array is
+        returned, changed in place.
     """
     num_tokens, num_layers, top_k = experts.shape
     rows = max(1, _PIECE_IDS // max(1, num_layers * top_k))
@@ -90,7 +90,7 @@ def without_unrouted(experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     layers = np.flatnonzero(routed)
     if len(layers) in (0, num_layers):
         return experts, np.arange(num_layers)
-    # What is kept of a piece is no longer than what was read so far.
+    # The part of a piece that is kept is no longer than what was read so far.
     places = experts.reshape(-1)
     width = len(layers) * top_k
     for start in pieces:

@@ -117,7 +117,7 @@ class Table:
     def best(self, **values: Any) -> dict[str, Any]:
         """Return the row with the highest hit rate among those that `select` gives.
 
-        Belady's is no choice: it knows the future. Of equals the first.
+        Belady's is no choice: it knows the future. The first one of equals.
 
         Raises
         ------
@@ -228,7 +228,7 @@ Block = tuple[list[tuple[int, float]], list[str], dict[tuple[str, int], float]]
 
 
 def groups(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[tuple[str, str], Block]]:
-    """Yield (trace, scope) and, of it, capacities with percentages, policies and hit rates."""
+    """Yield (trace, scope) and its capacities with percentages, policies and hit rates."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["trace"], row["scope"]), []).append(row)

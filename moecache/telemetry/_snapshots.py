@@ -12,7 +12,7 @@ from moecache.loading.loader import SlotLoader
 from moecache.telemetry import _html, _text
 from moecache.telemetry._counters import PARTS, RuntimeCounters
 
-# Of `RuntimeStats.to_dict`: raised when a key goes or changes its meaning.
+# Version of `RuntimeStats.to_dict`: raised when a key goes or changes its meaning.
 JSON_VERSION: Final = 1
 
 

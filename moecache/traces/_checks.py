@@ -1,4 +1,4 @@
-"""What a trace's arrays and metadata have to be."""
+"""Checks of a trace's arrays and metadata."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def check_ids(experts: np.ndarray, num_experts: int) -> None:
 def vector(
     name: str, values: npt.ArrayLike | None, default: np.ndarray, most: int = 2**31 - 1
 ) -> np.ndarray:
-    """Return the values as an array of its own, of the default's dtype, all in [0, most]."""
+    """Return the values as an array of the trace's own, of the default's dtype, in [0, most]."""
     if values is None:
         return default
     array = np.asarray(values)
@@ -54,13 +54,13 @@ def vector(
 
 
 def owned(array: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
-    """Return an array in C order: itself if nobody can change it, else a copy."""
+    """Return an array in C order: itself if it cannot be changed, else a copy."""
     fixed = array.flags.owndata and not array.flags.writeable
     return array.astype(dtype, order="C", copy=not fixed)
 
 
 def check_order(name: str, array: np.ndarray, least: int) -> None:
-    """Raise a ConfigError if a number exceeds the one before by less than `least`."""
+    """Raise a ConfigError unless each number exceeds the one before by at least `least`."""
     falls = np.flatnonzero(np.diff(array) < least)
     if len(falls):
         row = int(falls[0])
@@ -71,7 +71,7 @@ def check_order(name: str, array: np.ndarray, least: int) -> None:
 
 
 def several_rows(step: np.ndarray) -> np.ndarray:
-    """Return 1 for each row whose step has others, uint8: those that `waves` limits."""
+    """Return 1 for each row whose step has other rows, which `waves` limits; uint8."""
     same = np.diff(step) == 0
     together = np.zeros(len(step), np.uint8)
     together[1:] |= same
@@ -80,7 +80,7 @@ def several_rows(step: np.ndarray) -> np.ndarray:
 
 
 def check_bulk(bulk: np.ndarray, step: np.ndarray) -> None:
-    """Raise a ConfigError if it is not the same for all rows of a step."""
+    """Raise a ConfigError unless `bulk` is the same for all rows of a step."""
     differs = np.flatnonzero((np.diff(bulk) != 0) & (np.diff(step) == 0))
     if len(differs):
         row = int(differs[0])
@@ -110,7 +110,7 @@ def parse_meta(path: Path, array: np.ndarray) -> dict[str, Any]:
     """Return the JSON object of a file's `meta`, which says at least num_experts."""
     if array.ndim != 0 or array.dtype.kind not in "US":
         raise FormatError(f"{path}: meta must be one text, not {array.dtype} of {array.shape}")
-    # Not item(): NumPy takes numbers for letters that there are none for, and Python fails later.
+    # Not item(): NumPy accepts code points that are no characters, and Python fails later.
     letters = f"utf-32-{sys.byteorder[0]}e" if array.dtype.kind == "U" else "utf-8"
     try:
         meta = json.loads(array.tobytes().decode(letters).rstrip("\0"))

@@ -1,4 +1,4 @@
-"""Arrays out of .npz and .npy files that are not trusted."""
+"""Read arrays from .npz and .npy files without trusting them, and write .npz files."""
 
 import ast
 import errno
@@ -18,11 +18,11 @@ from moecache.errors import FormatError, StoreError
 from moecache.files import Kind, whole_file
 from moecache.units import format_bytes
 
-# An honest trace shrinks to a third or so; a file of zeros would to a thousandth.
+# An honest trace shrinks to a third or so; a file of zeros would shrink to a thousandth.
 MAX_RATIO = 200
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
 MAX_BYTES = 16 * 2**30
-# What a trace keeps, or needs to make, of each token beside its ids.
+# Bytes per token that a trace keeps, or needs while it is made, beside the ids.
 ROW_BYTES = 16
 # What reading a damaged zip file raises, besides OSError.
 ZIP_ERRORS = (
@@ -89,7 +89,7 @@ def read_npy(file: IO[bytes], name: str, size: int, allowed: int) -> np.ndarray:
     size : int
         Bytes of the file, header included.
     allowed : int
-        Bytes the array may take, and what a trace adds to each row of three dimensions.
+        Bytes that the array may take, with what a trace adds to each row of three dimensions.
 
     Raises
     ------
@@ -144,7 +144,7 @@ def write_arrays(
     Raises
     ------
     ConfigError
-        If it would replace something else.
+        If it would replace a file of another kind.
     StoreError
         If it cannot be written. What was there before is still there.
     """
@@ -161,7 +161,7 @@ def _read_members(path: Path, archive: zipfile.ZipFile, names: set[str]) -> dict
             continue
         if name in arrays:
             raise FormatError(f"{path}: has {name!r} twice")
-        # Others fail in ways of their own, or take a dictionary of any size.
+        # Other methods fail in ways of their own, or take a dictionary of any size.
         if member.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
             raise FormatError(
                 f"{path}: {name} is compressed by method {member.compress_type}, not deflate; "
@@ -175,7 +175,7 @@ def _read_members(path: Path, archive: zipfile.ZipFile, names: set[str]) -> dict
 
 
 def _read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, whether in Fortran's order, and dtype; nothing of it is executed."""
+    """Return shape, whether in Fortran's order, and dtype; execute nothing of the header."""
     magic = file.read(8)
     if not magic.startswith(_MAGIC) or len(magic) < 8:
         raise FormatError(f"{name}: is no .npy file")

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recording:
-    """Notes every step of a cache until it is closed, then writes the trace.
+    """Note every step of a cache until the recording is closed, then write the trace.
 
     Made by `ExpertRuntime.record_trace`. A context manager. `close` never fails: what
     cannot be written is a warning in the log, and `trace` still has it.
@@ -29,10 +29,10 @@ class Recording:
     ----------
     cache : ExpertCache
     path : str or Path
-        Written when the recording ends, whole or not at all; a trace that is there is
+        Written when the recording ends, whole or not at all; an existing trace is
         replaced.
     top_k : int, optional
-        Experts per token: flat ids are noted as rows of so many.
+        Experts per token: flat ids are noted as rows of `top_k`.
     layers : list of int, optional
         The model's own layer numbers.
     max_bytes : int, default 256 MiB
@@ -40,7 +40,7 @@ class Recording:
     force : bool, default False
         Replace whatever is there.
     **metadata
-        Goes into the trace.
+        Added to the trace.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Recording:
     Raises
     ------
     ConfigError
-        If the path is a directory, or in a directory that is not there or cannot be
+        If the path is a directory, or is in one that does not exist or cannot be
         written to; if something else is there; or if max_bytes is below 1.
     MoeCacheError
         If the cache is being recorded already.
@@ -132,7 +132,7 @@ class Recording:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the recording, also where something failed."""
+        """End the recording, also after a failure."""
         self.close()
 
 
@@ -145,7 +145,7 @@ def record(
     max_bytes: int,
     force: bool,
 ) -> Recording:
-    """Start to record a cache, with what is known of its model in the trace's metadata."""
+    """Start to record a cache; what is known of its model goes into the trace's metadata."""
     known: dict[str, Any] = {} if model is None else {"model": Path(os.path.abspath(model)).name}
     return Recording(
         cache,
@@ -171,12 +171,12 @@ def _layer_numbers(names: Sequence[str]) -> list[int] | None:
 
 
 def check_recordable(path: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Raise if it can be known now that a recording cannot be written there.
+    """Raise if it is clear now that a recording cannot be written there.
 
     Raises
     ------
     ConfigError
-        If there is no such directory, or something else than a trace (unless `force`).
+        If there is no such directory, or something other than a trace is there (unless `force`).
     """
     path = Path(path)
     if not force:

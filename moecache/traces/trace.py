@@ -10,7 +10,7 @@ The file is an .npz with these arrays:
 | `step` | int32 [T] | rows of one number went through the cache together; absent: each alone |
 | `bulk` | uint8 [T] | 1: the step kept to its layer's fair share; absent: if it has several rows |
 | `layers` | int16 or int32 [L] | the model's own layer numbers; absent: 0 to L - 1 |
-| `meta` | text | a JSON object: num_experts, top_k, version, and what says where it is from |
+| `meta` | text | a JSON object: num_experts, top_k, version, and where the trace is from |
 """
 
 import hashlib
@@ -204,14 +204,14 @@ class Trace:
         Parameters
         ----------
         path : str or Path
-            Another trace that is there is replaced.
+            An existing trace is replaced.
         force : bool, default False
             Replace whatever is there.
 
         Raises
         ------
         ConfigError
-            If there is something else.
+            If something else is there.
         StoreError
             If it cannot be written. What was there before is still there.
         """
@@ -376,7 +376,7 @@ class Trace:
             raise ConfigError(
                 f"layers has {len(layers)} numbers, experts has {experts.shape[1]} layers"
             )
-        # Past the __setattr__ that keeps everybody else out.
+        # Past the __setattr__ that refuses every other write.
         vars(self).update(
             experts=experts,
             num_experts=num_experts,
@@ -464,7 +464,7 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
     Raises
     ------
     ConfigError
-        If there is none, or they are of different shapes.
+        If there is no trace, or their shapes differ.
     """
     return _join(traces, [np.full(len(trace), number) for number, trace in enumerate(traces)])
 
@@ -478,7 +478,7 @@ def interleave(traces: Sequence[Trace]) -> Trace:
     Raises
     ------
     ConfigError
-        If there is none, or they are of different shapes.
+        If there is no trace, or their shapes differ.
     """
     return _join(traces, [np.arange(len(trace)) for trace in traces], together=True)
 

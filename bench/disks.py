@@ -1,4 +1,4 @@
-"""A disk with a read-ahead of one's choice: a file on the disk to be measured, mounted by a loop."""
+"""A disk with a read-ahead of one's choice: a file on the disk to be measured, loop-mounted."""
 
 import contextlib
 import os

@@ -391,6 +391,10 @@ class _Job:
         assert self._report is not None
         return self._report
 
+    def _others_read(self) -> bool:
+        # Looked up each time: what the sweep yields to is said when the sweep is under way.
+        return self.is_busy()
+
     def _run(self) -> PrefaultReport:
         report = PrefaultReport(
             ran=False,
@@ -401,7 +405,7 @@ class _Job:
         )
         if not self._verdict.run:
             return report
-        is_busy = (lambda: self.is_busy()) if self._yielding else None
+        is_busy = self._others_read if self._yielding else None
         sweeper = Sweeper(self._ranges, sweep=self.sweep, is_busy=is_busy, **self._options)
         try:
             resident = sweeper.resident_bytes()
@@ -432,7 +436,7 @@ class _Job:
 
 
 def _never() -> bool:
-    """Nobody else reads."""
+    """Return that no one else reads."""
     return False
 
 

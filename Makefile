@@ -23,8 +23,9 @@ build: $(call stamp,base)
 
 prepare: $(call stamp,dev) ## install all that the other targets need
 
+# Two processes; in each a BLAS of one thread, as threads spin while they wait for a core.
 test: $(call stamp,test) ## run all tests
-	$(BIN)/python -m pytest -q
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/ruff check .
@@ -58,7 +59,8 @@ notebooks: ## execute the notebooks in place; nothing of this machine stays in t
 CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_prefault_gate.py, $(wildcard tests/test_policy*.py \
 	tests/test_slru*.py tests/test_profiler.py tests/test_cache*.py tests/test_echo*.py \
 	tests/test_prefault*.py tests/test_reader*.py tests/test_route_log.py tests/test_replay.py \
-	tests/test_replay_policies.py tests/test_foresight.py))
+	tests/test_replay_policies.py tests/test_foresight.py tests/test_engines.py \
+	tests/test_interrupts.py))
 # The first line fails if another build than the one just made would be tested.
 CHECK_BUILD = PYTHONPATH=build/$@ $(BIN)/python -c "import moecache.cache._cache as c; assert 'build/$@' in c.__file__, c"
 RUN_CORE_TESTS = $(BIN)/python -m pytest -q -o pythonpath="build/$@ ." $(CORE_TESTS)

@@ -13,7 +13,7 @@ from bench.limits import MemoryLimit, NoLimitError
 
 
 def test_contestants_agree_under_a_limit(disk: Path, tmp_path: Path) -> None:
-    """Everybody computes the same, within the limit, and the figures are written."""
+    """Every contestant computes the same within the limit, and the figures are written."""
     try:
         with MemoryLimit(2**30):
             pass

@@ -81,9 +81,9 @@ def hit_requests(num_tokens: int, dtype: str) -> Requests:
 def mixed_requests(policy: str, num_tokens: int) -> Requests:
     """Return requests of six residents and then two experts that are not resident.
 
-    Which ones are resident depends on what the policy evicted before: a cache
-    that serves while the requests are drawn tells. Any other that starts warm
-    and serves them in order answers alike.
+    Which experts are resident depends on what the policy evicted before, so a
+    cache serves the requests while they are drawn. Any other cache that starts
+    warm and serves them in order answers alike.
     """
     rng = np.random.default_rng(11)
     cache = warm_cache(policy)
@@ -235,9 +235,9 @@ def test_a_request_is_four_times_as_fast_as_a_loop_over_cachebox(
     """From the router's array to eight found experts, ours against a cachebox loop.
 
     Both start from the same arrays and answer all of them: the loop has to make
-    the keys. Where integers are at hand already its look-ups alone are what
-    `test_library_hits[cachebox-keys]` shows. The least of many repeats counts,
-    taken in turn, so that a busy machine slows both.
+    the keys. `test_library_hits[cachebox-keys]` shows its look-ups alone, for
+    integers that are at hand already. The two take turns and the least of many
+    repeats counts, so that a busy machine slows both.
     """
     ours, other = warm_cache(policy), warm_library("cachebox")
     requests = hit_requests(HIT_TOKENS, "int64")

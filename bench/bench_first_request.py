@@ -59,7 +59,7 @@ class Request:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all tokens, the first one's wait included."""
+        """Rate over all tokens, the wait for the first one included."""
         return len(self.tokens) / (self.first_s + self.rest_s)
 
 
@@ -160,7 +160,7 @@ def measure(checkpoint: Path, how: str, name: str) -> Request:
     """Run one request."""
     with moecache.open_store(checkpoint) as store:
         trunk = numpy_loop.NumpyMoe(store, lambda *_: np.empty(0))
-        # What is not the experts' is warm in all runs: trunk, KV cache, BLAS.
+        # Everything but the experts is warm in all runs: trunk, KV cache, BLAS.
         ask(trunk, lambda _layer, hidden, *_: np.zeros_like(hidden))
         assert prefault.evict(store.regions()) < max(2**20, store.layout.total_bytes / 1000)
         if name == "warm":

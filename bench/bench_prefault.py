@@ -1,11 +1,11 @@
-"""How fast a file becomes resident, cold and warm, against other ways, in one run.
+"""How fast a file comes into memory, cold and warm, against other ways, in one run.
 
     pytest bench/bench_prefault.py --bench-dir=/on/the/disk
 
 Contestants take turns, in another order each round. Before each the file is swept and dropped from
-the page cache, which is verified: memory that was not used for some seconds may have to be had
-from a virtual machine's host again, which made some runs two to four times slower. After each,
-every page is asked for: all must be resident, or no figure is shown. Direct reads into a huge-page
+the page cache, which is verified: memory that went unused for some seconds may have to come from
+a virtual machine's host again, which made some runs two to four times slower. After each,
+every page is asked for: all must be in memory, or no figure is shown. Direct reads into a huge-page
 buffer fill no page cache; they are the disk's limit. `vmtouch -t` if installed.
 """
 
@@ -35,7 +35,7 @@ TOUCH_THREADS = 2
 
 @pytest.fixture
 def file(disk: Path, small: bool) -> Path:
-    """Return a file of 1 GiB (small: 64 MiB) that nobody has mapped."""
+    """Return a file of 1 GiB (small: 64 MiB) that no process has mapped."""
     path = disk / "model"
     block = np.random.default_rng(0).bytes(16 * MIB)
     with path.open("wb") as handle:
@@ -110,7 +110,7 @@ def test_warm(file: Path, small: bool, table: Table, folios: str) -> None:
 def take_turns(
     file: Path, contestants: dict[str, Callable[[Path], float]], *, rounds: int, cold: bool
 ) -> dict[str, float]:
-    """Return the median seconds of each; all have made the file resident but direct reads."""
+    """Return the median seconds of each; all but direct reads have brought the file into memory."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     size = file.stat().st_size
     shuffled = list(contestants.items())
@@ -118,12 +118,12 @@ def take_turns(
         random.Random(number).shuffle(shuffled)
         for name, contestant in shuffled:
             if cold:
-                # One page in a thousand may be held by somebody for a moment.
+                # One page in a thousand may be held by another process for a moment.
                 warm(file)
                 assert prefault.evict(mapped(file)) < size / 1000
             seconds[name].append(contestant(file))
             share = resident_share(file)
-            # What nobody maps the kernel may already take back, a little.
+            # The kernel may already have reclaimed a few of the pages that no process maps.
             if not name.startswith(("WILLNEED", "direct")):
                 least = 0.99 if name.startswith("moecache") else 0.95
                 assert share > least, f"{name}: {share:.4f} resident"

@@ -1,9 +1,9 @@
 """Replay beside libCacheSim: the same 1.2 million accesses, in one run.
 
 libCacheSim is given its fastest form, a binary trace with next accesses (oracleGeneral),
-one access after the other. moecache replays the same accesses one by one, where LRU, FIFO,
-SIEVE, ARC and Belady must hit as often to the last hit, and as what they are, requests of
-eight experts, of which none may push out another.
+one access after the other. moecache replays the same accesses in two ways: one by one, where
+LRU, FIFO, SIEVE, ARC and Belady must agree to the last hit, and as what they are, requests of
+eight experts, none of which may push out another.
 """
 
 import gc

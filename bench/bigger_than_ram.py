@@ -4,8 +4,8 @@
 
 Makes a random checkpoint of the trace's shape, replays the trace's routing token by token in a
 process per contestant, each in a memory cgroup of its own, and prints tokens/s, hit rate, bytes
-read per token and the disk's rate beside the best it gives. Each expert that is routed to is used:
-a number of every page of it (`--compute` multiplies instead). All contestants must give the same
+read per token and the disk's rate beside the best it gives. Each routed expert is used: a number
+of every page of it is read (`--compute` multiplies instead). All contestants must give the same
 numbers, and the kernel must say that the limit held, or no figure is shown.
 """
 
@@ -223,7 +223,7 @@ def entrants(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 def compare(
     arguments: argparse.Namespace, folder: Path, limit: int, best: list[float]
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Run everybody `runs` times, interleaved; the disk's best, which drifts, after each round."""
+    """Run all `runs` times, interleaved, and the disk's best, which drifts, after each round."""
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in range(arguments.runs):
         for entrant in entrants(arguments):

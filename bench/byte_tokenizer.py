@@ -6,7 +6,7 @@ from typing import Any
 
 
 def write_tokenizer(directory: Path, vocabulary: int) -> None:
-    """Write a byte-level tokenizer; what ids are left are words of two and four letters."""
+    """Write a byte-level tokenizer; the ids that are left are words of two and four letters."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -80,7 +80,7 @@ def run_token(touch: Touch, token: np.ndarray, digest: Any) -> None:
 def use(weights: dict[str, np.ndarray], hidden: np.ndarray | None) -> float:
     """Use an expert: a number of every page of it or, with `hidden`, its two products."""
     if hidden is None:
-        # In the file's own pieces a role may stand as "gate" and "up".
+        # The file itself may store the role gate_up in two pieces, "gate" and "up".
         return float(sum(a.reshape(-1)[::SAMPLE].sum(dtype=np.float64) for a in weights.values()))
     if "gate_up" not in weights:
         parts = {"gate_up": np.concatenate([weights["gate"], weights["up"]])}

@@ -24,7 +24,7 @@ from moecache.slots._memory import aligned_rows
 from moecache.stores import ExpertStore, FileStore
 
 NUM_RUNS = 20
-# Of one copy, by which the others are measured.
+# Bytes of the copy by which the others are measured.
 COPY_BYTES = 2**30
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class PinnedCopy:
         self._undo = ExitStack()
         with ExitStack() as undo:
             self._source = aligned_rows(1, num_bytes)[0]
-            self._source[:] = 1  # zeros that nobody wrote are all the same page
+            self._source[:] = 1  # zeros that were never written are all the same page
             device.pin(self._source.ctypes.data, num_bytes)
             undo.callback(device.unpin, self._source.ctypes.data)
             self._target = device.allocate(num_bytes)
@@ -195,6 +195,6 @@ def run_benchmark(
 
 
 def turns(contestants: Sequence[T], run: int) -> list[T]:
-    """Return who goes when in a run: each of them first, once in a while."""
+    """Return the order of the contestants in a run: each goes first once in a while."""
     first = run % len(contestants)
     return [*contestants[first:], *contestants[:first]]

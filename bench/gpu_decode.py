@@ -40,8 +40,8 @@ from moecache.units import format_bytes, format_bytes_per_s, parse_bytes
 PLACES = (TRACES, Path(__file__).parents[1] / "shared" / "traces")
 TRACE = next((place for place in PLACES if place.is_dir()), TRACES) / "bigmoe-qwen.npz"
 RESIDENT, GRAPH = "all resident", "all resident, graph"
-# By group, which is open at once beside what is all resident: share of the experts that have
-# slots (0: one slot), and the rest. The slots of no group are more than one stack.
+# Groups of ways that are open at once, beside the one with everything resident: the share of the
+# experts that have slots (0: one slot), and further options. No group has more slots than a stack.
 GROUPS: dict[str, dict[str, tuple[float, dict[str, Any]]]] = {
     "half": {
         "50%, echo": (0.5, {"policy": "echo"}),
@@ -60,14 +60,14 @@ GROUPS: dict[str, dict[str, tuple[float, dict[str, Any]]]] = {
         "no cache, registered": (0.0, {"policy": "lru", "registered": True}),
     },
 }
-# Of everything resident, each.
+# Shares of the rate with everything resident.
 BOUNDS = {
     GRAPH: (">=", 2.0),
     "50%, echo": (">=", 0.8),
     "50%, echo, registered": (">=", 0.8),
 }
 MOST_STALLS = 1.0
-# Of a stack, beside the one that is resident.
+# Stacks that the device must hold: one for the slots of a group, one that is resident.
 STACKS = 2
 SPARE = 0.9
 
@@ -90,7 +90,7 @@ def fit(device: Device, size: StackSize, spare_bytes: int) -> StackSize:
     Raises
     ------
     SystemExit
-        If that is none.
+        If the device has no room for two stacks of one layer.
     """
     layer_bytes = size.total_bytes // size.num_layers
     room = int(SPARE * device.free_bytes()) - spare_bytes
@@ -257,7 +257,7 @@ def verify(decoder: Decoder, num_tokens: int, expected: dict[int, str]) -> None:
 
 
 def bounds_of(found: dict[str, dict[str, Any]], refused: dict[str, str]) -> list[dict[str, Any]]:
-    """Return what must hold of the figures."""
+    """Return the bounds that the figures must keep."""
     bounds = [
         bound(
             f"decode, {name}, of all resident",
@@ -285,7 +285,7 @@ def bounds_of(found: dict[str, dict[str, Any]], refused: dict[str, str]) -> list
 
 
 def _ratio(one_ns: float, other_ns: float) -> float:
-    """Return one waiting time over the other; what is below a microsecond counts as one."""
+    """Return one waiting time over the other; less than a microsecond counts as one."""
     return max(one_ns, 1e3) / max(other_ns, 1e3)
 
 
@@ -353,10 +353,10 @@ def main(
     parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=16, help="in each run")
     parser.add_argument("--layers", type=int, default=size.num_layers, help="at most")
-    parser.add_argument("--width", type=int, help="of an expert, instead of 768")
-    parser.add_argument("--threads", type=int, default=8, help="that copy into pinned buffers")
+    parser.add_argument("--width", type=int, help="width of an expert, instead of 768")
+    parser.add_argument("--threads", type=int, default=8, help="threads that fill pinned buffers")
     parser.add_argument("--trace", type=Path, default=TRACE, metavar="FILE")
-    parser.add_argument("--copy-bytes", default="1GiB", help="of the copy that is the limit")
+    parser.add_argument("--copy-bytes", default="1GiB", help="bytes of the copy that is the limit")
     arguments = parser.parse_args(argv)
     arguments.size = size
     return run_benchmark(measure, show, arguments, device)

@@ -1,7 +1,7 @@
 """Memory of a GPU and of the host: the same after 100,000 evictions and after 50 runtimes.
 
-Experts are small, all of them misses, and one token in a hundred is computed as well. What is
-free on the device is asked before and after; somebody else's programs there would be seen, too.
+Experts are small, all of them misses, and one token in a hundred is computed as well. The free
+memory of the device is read before and after, so that other programs there would show, too.
 
     python -m bench.gpu_memory [--evictions 100000] [--rounds 50] [--json OUT]
 """
@@ -22,7 +22,7 @@ from moecache.cuda import Device
 from moecache.units import format_bytes
 
 SIZE = StackSize(num_layers=4, num_experts=64, top_k=8, hidden=256, width=128)
-# Of the host: what an allocator keeps, and the interpreter's own.
+# Growth of RAM that is allowed: what an allocator keeps, and the interpreter's own.
 MOST_RSS_BYTES = 16 * 2**20
 WARM_SHARE = 0.1
 WARM_ROUNDS = 5
@@ -78,7 +78,7 @@ def rounds(device: Device, size: StackSize, num_rounds: int) -> dict[str, Any]:
     for number in range(WARM_ROUNDS + num_rounds):
         if number == WARM_ROUNDS:
             free_before, rss_before = device.free_bytes(), rss_bytes()
-        # All resident and not by turns: each has scratch memory of its own.
+        # By turns all resident and not: each has scratch memory of its own.
         _use_once(device, size, trace, size.num_layers * size.num_experts // (1 + number % 2))
         gc.collect()
     return {

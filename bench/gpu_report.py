@@ -1,4 +1,4 @@
-"""Puts what the stages of bench/gpu.sh left into one JSON, and says whether all of it is well.
+"""Puts what the stages of bench/gpu.sh left into one JSON, and says whether all went well.
 
 Needs Python alone, so that there is a report of a build that failed, too. A stage leaves
 NAME.status (exit code, seconds, seconds allowed), NAME.log, and maybe NAME.json or NAME.xml.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# What `timeout` exits with, and a process that it had to kill.
+# Exit codes of `timeout`, and of a process that it had to kill.
 TIMED_OUT = (124, 137)
 TAIL_CHARACTERS = 2000
 COUNTS = ("tests", "failures", "errors", "skipped")
@@ -56,7 +56,7 @@ def read_stage(work: Path, name: str) -> dict[str, Any]:
 
 def count_tests(path: Path) -> dict[str, int]:
     """Return how many tests of a JUnit file ran, and how many of them passed."""
-    # Of our own run of pytest.
+    # The file is from our own run of pytest.
     suites = ET.parse(path).getroot().iter("testsuite")  # noqa: S314
     found = dict.fromkeys(COUNTS, 0)
     for suite in suites:
@@ -85,7 +85,7 @@ def merge(work: Path, stages: Sequence[str], facts: dict[str, str]) -> dict[str,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report and print a line per stage; return 1 if any is not well."""
+    """Write the report and print a line per stage; return 1 if one failed or missed a bound."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, required=True, metavar="DIR")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")

@@ -55,7 +55,7 @@ class StackSize:
 
 
 class SharedStore(MemoryStore):
-    """As many experts as a layer has, in memory, that stand for those of all layers.
+    """The experts of one layer, in memory, which stand for those of all layers.
 
     Expert e of layer l has the bytes of expert (e + 17 l) mod num_experts: no two layers have the
     same one at the same place. A store of all layers would take 48 times the memory.
@@ -165,7 +165,7 @@ class Decoder:
     stream : Stream
         The calling thread's current one whenever this is used.
     runtime : ExpertRuntime
-        Open longer than this.
+        Stays open longer than this decoder.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Decoder:
         self._hidden = _at(self._block, inputs.hidden_at, (1, size.hidden), bits)
         self._layers = [
             (
-                # An array of the device's own library: what is missing is looked up on the host.
+                # An array of the device's own library: misses are looked up on the host.
                 device.array(self._block, inputs.ids_at + layer * row, chosen, integers),
                 _at(self._block, inputs.weights_at + layer * row, chosen, floats),
                 _at(self._outs, 2 * layer * size.hidden, (1, size.hidden), bits),
@@ -242,7 +242,7 @@ class GraphDecoder(Decoder):
         self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
     ) -> None:
         super().__init__(name, device, inputs, stream, runtime)
-        # What has to be made is made by a step before.
+        # A step before the capture makes whatever has to be made.
         self.bring_in(0)
         super().compute()
         self.finish()
@@ -282,7 +282,7 @@ def open_stack(
         prefetch=prefetch,
         registered=registered,
         loader_threads=loader_threads,
-        # Also with next to no slots a token's experts follow each other without a gap.
+        # Even with next to no slots a token's experts follow each other without a gap.
         staging=size.top_k,
     )
     if runtime.cache.capacity == size.num_layers * size.num_experts:
@@ -307,7 +307,7 @@ def digest(outputs: np.ndarray) -> str:
 
 
 def check_bits(decoder: Decoder, token: int, expected: dict[int, str]) -> None:
-    """Compare the outputs of the token just computed to what another decoder's were.
+    """Compare the outputs of the token just computed with those of another decoder.
 
     Raises
     ------

@@ -42,9 +42,9 @@ WAYS = ("file", "file, registered", "memory", "memory, registered")
 LEAST_SHARE = 0.90
 MOST_P99 = 3.0
 NUM_LAYERS = 4
-# Of a request, all of them misses; the slots hold two of these.
+# Experts of a request, all of them misses; the slots hold two requests.
 GROUP = 16
-# The look-ups' experts; they are pinned.
+# Experts of a look-up; they are pinned.
 TOP_K = 8
 # The one policy by which a read ahead may take the place of what an earlier sequence used.
 STORM_POLICY = "least-stale"
@@ -326,8 +326,8 @@ def main(
 ) -> int:
     """Measure and print; 1 if a bound is not kept, 2 without a GPU."""
     parser = parser_of(__doc__)
-    parser.add_argument("--bytes", default="1GiB", help="of experts, copied in each run")
-    parser.add_argument("--copy-bytes", default="1GiB", help="of the copy that is the limit")
+    parser.add_argument("--bytes", default="1GiB", help="bytes of experts, copied in each run")
+    parser.add_argument("--copy-bytes", default="1GiB", help="bytes of the copy that is the limit")
     parser.add_argument("--look-ups", type=int, default=5000, help="in each run")
     parser.add_argument("--pause-us", type=float, default=100, help="between the storm's requests")
     parser.add_argument("--directory", type=Path, metavar="DIR", help="for the file of experts")

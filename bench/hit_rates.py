@@ -91,8 +91,8 @@ def gptoss_rates(directory: Path) -> dict[int, tuple[float, float, float]]:
     experts = np.full((1 + len(decoded), trace.num_layers, max(map(len, used))), -1, np.int16)
     for layer, union in enumerate(used):
         experts[0, layer, : len(union)] = union
-    # As a set, in the order of the ids: so did the published LRU move them to the top, and so does
-    # the curve.
+    # A set in the order of the ids: the published LRU moved them to the top in this order, and so
+    # does the curve.
     experts[1:, :, : trace.top_k] = np.sort(decoded)
     phase = np.ones(len(experts), np.uint8)
     phase[0] = 0

@@ -21,7 +21,7 @@ class MemoryLimit:
     Raises
     ------
     NoLimitError
-        If it cannot be made.
+        If no such cgroup can be made.
     """
 
     def __init__(self, nbytes: int) -> None:

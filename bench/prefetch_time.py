@@ -2,7 +2,7 @@
 
 Puts the traces of a folder, by default ../shared/traces beside the checkout, through
 `moecache.study.simulate_time`: a quarter of all experts in memory, 6 MB each, 25 GB/s,
-150 us of computing per layer; then a tenth of that bandwidth. Shown is the time that is waited,
+150 us of computing per layer; then a tenth of that bandwidth. Tables show the time that is waited,
 beside that of "off". "auto" may nowhere wait more than 2 % longer than "off", nor take more than
 1 % longer in all.
 
@@ -29,7 +29,7 @@ CAPACITY = "25%"
 BANDWIDTHS = (25 * 10**9, 2_500_000_000)
 LATENCY_NS = 10_000
 COMPUTE_NS = 150_000
-# Of the time waited, and of all time.
+# What "auto" may take more than "off": of the time waited, and of all time.
 TOLERANCES = {"stall_ns": 0.02, "total_ns": 0.01}
 
 Timings = dict[str, dict[str, Timing]]  # by trace and mode

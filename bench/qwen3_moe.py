@@ -6,8 +6,8 @@
 In a model of plain random weights hidden states collapse to one direction, or, where they do not,
 experts are drawn evenly: neither says anything about a cache. Here a hidden state is a direction
 common to all tokens, beside the token's own; heads attend to the last few tokens, so that it also
-changes slowly; and each router prefers some experts along the common direction, as much as
-makes the share of a token's experts that the token before also used `--overlap`. That is measured
+changes slowly; and each router prefers some experts along the common direction, just so much that
+`--overlap` of a token's experts are those that the token before used. This share is measured
 and set layer by layer, as each is written. The same arguments give the same files on one machine.
 """
 
@@ -31,7 +31,7 @@ COMMON, EXPERTS = 0.7, 0.35
 # Attention's part: what the first layer mixes in stays in all hidden states.
 FIRST_ATTENTION, ATTENTION = 2.0, 0.7
 SHARPNESS = 0.6
-# Of the logits: the router's as far as tokens differ, and the vocabulary's.
+# Spread of the logits: the router's as far as tokens differ, and the vocabulary's.
 ROUTER_STD, LOGIT_STD = 1.0, 2.0
 NUM_CALIBRATION_TOKENS = 512
 
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     add("--overlap", type=float, default=0.4, help="share of the experts that repeat (0.4)")
     add("--seed", type=int, default=0)
     add("--check", action="store_true", help="write nothing: decode with what is in DIR")
-    add("--tokens", type=int, default=0, help="decode so many in the end (0; with --check 300)")
+    add("--tokens", type=int, default=0, help="tokens to decode in the end (0; with --check 300)")
     return found
 
 
@@ -98,7 +98,7 @@ def make_config(
         architectures=["Qwen3MoeForCausalLM"],
         dtype="bfloat16",
     )
-    # Layers that are made alone are not told otherwise; it is not written to config.json.
+    # A layer that is made alone has no other way to know it; config.json does not get it.
     config._attn_implementation = "sdpa"  # noqa: SLF001
     config._experts_implementation = "grouped_mm"  # noqa: SLF001
     return config
@@ -140,7 +140,7 @@ def write_checkpoint(directory: Path, config: Any, *, overlap: float = 0.4, seed
     write_tokenizer(directory, config.vocab_size)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    # Sampling draws from all of the vocabulary: its likeliest tokens alone are a narrower text.
+    # Sampling draws from all of the vocabulary: the likeliest alone give a narrower text.
     (directory / "generation_config.json").write_text('{"top_k": 0}\n')
     return total_bytes
 
@@ -181,7 +181,7 @@ def make_layer(config: Any, index: int, common: Any, normal: Callable[..., Any])
         elif name.endswith("experts.gate_up_proj"):
             weights[name] = normal(*shape, std=1 / math.sqrt(hidden))
         elif name.endswith("experts.down_proj"):
-            # Of silu(g) * u the root mean square is 0.6; a few experts share a weight of 1.
+            # The root mean square of silu(g) * u is 0.6; a few experts share a weight of 1.
             std = EXPERTS * math.sqrt(config.num_experts_per_tok / width) / 0.6
             weights[name] = normal(*shape, std=std)
         elif name.endswith(("q_proj.weight", "k_proj.weight")):

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         "verbose": False,
     }
     task |= run_process({**task, "kind": "prepare"})
-    # Of prose in bytes there are few kinds; all of the vocabulary, as in other text.
+    # Prose in bytes has few kinds of tokens: draw from all of the vocabulary, as in other text.
     draw = np.random.default_rng(0)
     with open_store(arguments.directory) as store:
         vocab_size, trunk_bytes = store.config["vocab_size"], store.trunk_bytes
@@ -72,17 +72,17 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     files = [Path(file) for file in task["files"]]
     task["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
     resident = Contestant("all resident", {"kind": "resident"})
-    # Reads all weights for each token: a few tell.
+    # It reads all weights for each token: a few tokens tell.
     few_tokens = {"new_tokens": min(8, arguments.new_tokens), "warm_up": 1}
     offload = Contestant("accelerate disk_offload", {"kind": "disk_offload", **few_tokens})
     whole, quarter = moecache("100%"), moecache("25%")
     direct = {mode: moecache("25%", mode, "direct") for mode in ("off", "router", "auto")}
-    # A long prompt's activations are the model's, whoever holds its experts.
+    # A long prompt's activations are the model's, wherever its experts are.
     short = moecache("25%")
     short.name = "25%, prompt of 16"
     short.task |= {name: task[name][:16] for name in ("prompt", "warm_up_prompt")}
     for repeat in range(arguments.repeats):
-        # The slowest once: it is not close.
+        # The slowest runs once: it is not close.
         for one in (
             resident,
             whole,
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def hit_rates(directory: str, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Return the hit rate of 32 tokens right after a prompt, and of the same ones without.
+    """Return the hit rate of 32 tokens right after a prompt, and of the same ones without it.
 
     Two equal caches, warmed alike. One model reads the prompt; both go on from the same keys and
     values, so that the other's cache has not seen it.
@@ -182,7 +182,7 @@ def hit_rates(directory: str, arguments: argparse.Namespace) -> tuple[float, flo
 
 
 def prefill_ratio(directory: str, arguments: argparse.Namespace) -> float:
-    """Return the time of a prompt with all experts in memory, of that with a quarter in slots.
+    """Return a prompt's time with all experts in memory over that with a quarter in slots.
 
     The two take turns in one process; medians of five after one that is not counted.
     """

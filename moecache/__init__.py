@@ -109,7 +109,7 @@ __all__ = [
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        # A fifth of the package's time to import, for what few processes do.
+        # The study takes a fifth of the package's import time, and few processes use it.
         if name == "study":
             return importlib.import_module("moecache.study")
         raise AttributeError(f"module 'moecache' has no attribute {name!r}")

@@ -214,7 +214,7 @@ cdef class SlruCache(Policy):
             return False
         unlink(self.nodes, key)
         self.num_protected -= 1
-        # Its place on probation counts from now: ties go to who came earlier.
+        # Its time on probation counts from now: ties go to the key that came earlier.
         self.clock += 1
         self.nodes[key].stamp = self.clock
         self.enter_probation(key)
@@ -254,7 +254,7 @@ cdef class CountHeap:
         self.size -= 1
         if index < self.size:
             self._sift_up(index, self.entries[self.size])
-            # Whatever stands there now may still be larger than its children.
+            # The entry that stands there now may still be larger than its children.
             self._sift_down(index, self.entries[index])
 
     cdef void raise_to(self, int key, uint64_t count, uint64_t stamp) noexcept nogil:

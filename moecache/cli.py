@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(levelname)s %(message)s",
     )
     for stream in (sys.stdout, sys.stderr):
-        # A name or a map that the terminal's encoding lacks is no reason to fail.
+        # Characters that the terminal's encoding lacks, in a name or a map, are no reason to fail.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(error, 2)
     except BrokenPipeError:
-        # Whoever read the output has enough. Python would complain once more at exit.
+        # The reader of the output closed it, as `head` does. Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (MoeCacheError, MemoryError, OSError) as error:

@@ -50,7 +50,7 @@ class SweepError(MoeCacheError):
         self.failures = failures
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        """Survive the way from another process."""
+        """Keep table and failures on the way from another process."""
         return type(self), (str(self), self.table, self.failures)
 
 

@@ -56,8 +56,8 @@ def gated_rows(
     hidden : ndarray of float, shape [n, hidden_size]
     weights : dict of role to ndarray
         "gate_up" [2 * width, hidden_size], gate above up, and "down"
-        [hidden_size, width]. Other types than hidden's are converted here, at
-        every use: slots can hold them converted.
+        [hidden_size, width]. Weights of another dtype than hidden's are converted
+        here, at every use; slots can hold them converted.
     activation : callable, default silu
 
     Returns
@@ -111,7 +111,7 @@ def combine(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
     ----------
     rows : ndarray of float, shape [num_tokens * top_k, hidden_size]
     weights : ndarray of float, shape [num_tokens, top_k]
-        The router's. Multiplied before anything is summed or cast.
+        The router's. They are multiplied before anything is summed or cast.
 
     Returns
     -------
@@ -140,7 +140,7 @@ def feed_forward(
     runtime : ExpertRuntime
     layer : int
     hidden : ndarray of float, shape [num_tokens, hidden_size]
-        Or an array on the GPU that has the slots, and so the others; see `CudaExperts`.
+        Or, like `weights`, an array on the GPU that has the slots; see `CudaExperts`.
     ids : ndarray of int32 or int64, shape [num_tokens, top_k]
         What the router chose.
     weights : ndarray of float, shape [num_tokens, top_k]
@@ -160,6 +160,6 @@ def feed_forward(
         for wave in waves:
             compute_wave(hidden, wave, lambda slot: runtime.expert(slot, layer), rows, activation)
     finally:
-        # A traceback that somebody keeps would keep the leases as well.
+        # A traceback that is kept would keep the leases as well.
         waves.close()
     return combine(rows, weights)

@@ -1,33 +1,64 @@
-"""Files written whole or not at all."""
+"""Files written whole or not at all, and never over something else.
+
+The writer of a file says which `Kind` it is. An existing file is replaced if it is of the
+same kind or empty; anything else is replaced only with `force`.
+"""
 
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
-from moecache.errors import StoreError
+from moecache.errors import ConfigError, StoreError
+
+_END_BYTES = 4096
+
+
+class Kind(NamedTuple):
+    """What a file is.
+
+    Parameters
+    ----------
+    name : str
+        With its article: "a routing trace".
+    matches : callable (bytes) -> bool
+        Recognises it by the first and the last 4 KiB of a file.
+    """
+
+    name: str
+    matches: Callable[[bytes], bool]
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[IO[bytes]]:
-    """Give a file to write to, which is renamed to `path` if nothing was raised.
+def whole_file(
+    path: str | os.PathLike[str], kind: Kind | None, *, force: bool = False, sync: bool = False
+) -> Iterator[IO[bytes]]:
+    """Yield a file to write to, and rename it to `path` if nothing was raised.
 
-    A file that is replaced hands down its permissions.
+    The new file takes over the permissions of the one that it replaces.
 
     Parameters
     ----------
     path : str or Path
+    kind : Kind or None
+        What is written; None if the caller knows what it replaces.
+    force : bool, default False
+        Replace whatever is there.
     sync : bool, default False
-        Have it on the disk before it is renamed, so that a power cut leaves one or the other.
+        Flush it to the disk before it is renamed: a power cut leaves the old file or the new one.
 
     Raises
     ------
+    ConfigError
+        If it would replace something else.
     StoreError
         If it cannot be written. What was there before is still there.
     """
+    if not force and kind is not None:
+        check_replaced(path, kind)
     try:
         mode = _mode(path)
         if mode is not None and not stat.S_ISREG(mode):
@@ -35,11 +66,11 @@ def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[
             with open(path, "wb") as file:
                 yield file
             return
-        # Through links: the file behind them is the one that is meant.
+        # Links are followed: the file behind them is the one that is meant.
         target = Path(os.path.realpath(path))
         partial = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
         try:
-            # Never open to more than may read the file it replaces, not for a moment.
+            # Not even for a moment open to more users than the file that it replaces.
             kept = 0o666 if mode is None else mode & 0o777
             partial.touch(mode=kept | stat.S_IWUSR, exist_ok=False)
             with partial.open("wb") as file:
@@ -57,6 +88,37 @@ def whole_file(path: str | os.PathLike[str], *, sync: bool = False) -> Iterator[
         raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
+def check_replaced(path: str | os.PathLike[str], kind: Kind) -> None:
+    """Refuse a path that holds something other than a file of this kind.
+
+    A path may be written to if nothing is there, or if its file is empty or, like a device, not
+    a regular one.
+
+    Raises
+    ------
+    ConfigError
+        If something else is there.
+    StoreError
+        If that cannot be told.
+    """
+    try:
+        mode = _mode(path)
+        if mode is None or not stat.S_ISREG(mode):
+            return
+        with open(path, "rb") as file:
+            known = file.read(_END_BYTES)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(len(known), size - _END_BYTES))
+            known += file.read(_END_BYTES)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from error
+    if known and not kind.matches(known):
+        raise ConfigError(
+            f"{path}: is not {kind.name}, and would be lost; name another file, remove this one, "
+            "or force it (--force, force=True)"
+        )
+
+
 def _mode(path: str | os.PathLike[str]) -> int | None:
     """Return the kind and the permissions of what is at a path, None if nothing is."""
     try:
@@ -69,13 +131,17 @@ def _mode(path: str | os.PathLike[str]) -> int | None:
         raise OSError(errno.EINVAL, str(error)) from error
 
 
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+def write_whole(
+    path: str | os.PathLike[str], data: bytes, kind: Kind, *, force: bool = False
+) -> None:
     """Write a file as `whole_file` does.
 
     Raises
     ------
+    ConfigError
+        If it would replace something else.
     StoreError
         If it cannot be written. What was there before is still there.
     """
-    with whole_file(path) as file:
+    with whole_file(path, kind, force=force) as file:
         file.write(data)

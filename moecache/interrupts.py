@@ -1,4 +1,4 @@
-"""Sections that Ctrl-C does not come in the middle of."""
+"""Sections that Ctrl-C cannot interrupt."""
 
 import importlib
 import signal
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-# Without the conversions to enumerations of `signal.signal`, which take twenty times as long.
+# Without `signal.signal`'s conversions to enumerations, which take twenty times as long.
 _signal: Any = importlib.import_module("_signal")
 _MAIN = threading.main_thread().ident
 _noted: list[FrameType | None] = []
@@ -16,12 +16,12 @@ _noted: list[FrameType | None] = []
 class uninterrupted:  # noqa: N801 - reads as what it does, like contextlib.suppress
     """Hold every interrupt until the end of a section.
 
-    What is claimed and not yet noted, or noted and not yet given back, would be lost.
-    Several interrupts come as one. Sections nest; only the outermost lets an interrupt
-    through. A section must not wait for anything that may never come. Does nothing in
-    other threads than the main one, where no interrupt comes, and where SIGINT has no
-    handler in Python. Putting a handler back forgets what `signal.siginterrupt` said of
-    SIGINT. About 1 us.
+    An interrupt would lose what is claimed and not yet noted, or noted and not yet given
+    back. Several interrupts are delivered as one. Sections nest; only the outermost lets
+    an interrupt through. A section must not wait for anything that may never come. Does
+    nothing in threads other than the main one, where no interrupt arrives, or if SIGINT
+    has no handler in Python. Putting a handler back forgets what `signal.siginterrupt`
+    said of SIGINT. Takes about 1 us.
 
     Examples
     --------
@@ -35,7 +35,7 @@ class uninterrupted:  # noqa: N801 - reads as what it does, like contextlib.supp
         self._before: Any = None
 
     def __enter__(self) -> None:
-        """Put a handler that only takes a note before the one there is."""
+        """Replace the handler by one that only notes the interrupt."""
         if threading.get_ident() != _MAIN:
             return
         before = _signal.getsignal(signal.SIGINT)
@@ -46,7 +46,7 @@ class uninterrupted:  # noqa: N801 - reads as what it does, like contextlib.supp
         self._before = before
         try:
             _signal.signal(signal.SIGINT, _note)
-        except ValueError:  # embedded: Python's main thread is another than `threading`'s
+        except ValueError:  # embedded: Python's main thread is not `threading`'s
             self._before = None
 
     def __exit__(
@@ -55,14 +55,14 @@ class uninterrupted:  # noqa: N801 - reads as what it does, like contextlib.supp
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Put the handler back, and hand it what was noted."""
+        """Put the handler back, and pass it the interrupt that was noted."""
         before: Callable[..., object] | None = self._before
         if before is None:
             return
         try:
             _signal.signal(signal.SIGINT, before)
         except BaseException:
-            # Setting a handler handles what is pending first: another signal's raised.
+            # Setting a handler first runs the handlers of pending signals, and one of them raised.
             _signal.signal(signal.SIGINT, before)
             raise
         if _noted:

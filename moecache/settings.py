@@ -66,13 +66,13 @@ class Option:
     Attributes
     ----------
     name : str
-        Of the argument; the variable's is MOECACHE_ and that in capitals.
+        Name of the argument; the variable is MOECACHE_ and the name in capitals.
     parse : callable (str) -> object
-        From a variable's text; raises ValueError (a ConfigError is one).
+        Converts a variable's text; raises ValueError (a ConfigError is one).
     expected : str
         What a value has to be, in words.
     default : object
-        What counts if neither says anything; None: what `instead` says.
+        The value if neither is given; None: see `instead`.
     instead : str
         The default in words.
     help : str
@@ -241,8 +241,8 @@ OPTIONS = {
             None,
             f"{DEFAULT_LOADER_THREADS}; 8 for direct reads without io_uring",
             "threads that read experts",
-            "0 and up; 0 reads only in the thread that waits; with io_uring more than 1 are no "
-            "more than 1",
+            "0 and up; 0 reads only in the thread that waits; with io_uring a number above 1 "
+            "counts as 1",
         ),
         Option(
             "prefault",
@@ -266,7 +266,7 @@ OPTIONS = {
             f"one of {', '.join(PREFETCH_MODES)}",
             DEFAULT_PREFETCH,
             DEFAULT_PREFETCH,
-            "whose guesses are read before a layer asks",
+            "which predictor's guesses are read before a layer asks",
             f"{_listed(PREFETCH_MODES)}, see [prefetch.md](prefetch.md); also 0, false, no, "
             "disabled (off) and 1, true, on, yes, enabled (auto); the argument also takes a "
             "predictor",
@@ -316,7 +316,7 @@ OPTIONS = {
 
 
 class Choice(NamedTuple):
-    """What counts, and who said it: "argument", a variable's name, or "default"."""
+    """The value that counts, and its origin: "argument", a variable's name, or "default"."""
 
     value: Any
     origin: str
@@ -324,7 +324,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for; each option is an attribute, None where it is silent.
+    """What the environment asks for; each option is an attribute, None if it is not set.
 
     An argument beats the environment, the environment beats the default.
     docs/settings.md lists the variables.
@@ -339,12 +339,12 @@ class Settings:
         return self.values.get(name)
 
     def choose(self, name: str, argument: Any = None) -> Choice:
-        """Return what counts of argument, environment and default.
+        """Return the value that counts: the argument, the environment's, or the default.
 
         Raises
         ------
         ConfigError
-            If the argument is none of the option's choices.
+            If the argument is not one of the option's choices.
         """
         option = OPTIONS[name]
         if argument is not None:
@@ -364,7 +364,7 @@ class Settings:
         Parameters
         ----------
         environ : mapping, optional
-            Instead of the process's environment.
+            Read instead of the process's environment.
         """
         environ = os.environ if environ is None else environ
         known = {option.variable: option for option in OPTIONS.values()}
@@ -398,7 +398,7 @@ def markdown_table() -> str:
 
 
 def parse_prefault(mode: object, known: tuple[str, ...] = PREFAULT_MODES) -> str:
-    """Return a pre-fault mode; what is not known is a warning and the default.
+    """Return a pre-fault mode; for an unknown one, warn and return the default.
 
     Parameters
     ----------
@@ -419,7 +419,7 @@ def parse_prefault(mode: object, known: tuple[str, ...] = PREFAULT_MODES) -> str
 
 
 def _warn_unknown(variable: str, known: list[str]) -> None:
-    # A word in common says more than letters do.
+    # A word in common says more than similar letters.
     words = set(variable.split("_")[1:])
     related = [name for name in known if words & set(name.split("_")[1:])]
     nearest = difflib.get_close_matches(

@@ -25,7 +25,7 @@ def parse_bytes(size: int | str) -> int:
     Raises
     ------
     ConfigError
-        If the text is no size, or the size is negative.
+        If the text is not a size, or the size is negative.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
@@ -37,7 +37,7 @@ def parse_bytes(size: int | str) -> int:
     number, prefix, binary, byte = match.groups()
     if binary and not prefix:
         raise ConfigError(f"{size!r} is not a size; write for example 4GiB, 512MiB or 2000000")
-    # "4G" alone means 2**30 to everyone who sizes memory; "4GB" is decimal.
+    # "4G" alone means 2**30 in the sizing of memory; "4GB" is decimal.
     factors = _DECIMAL if byte and not binary else _BINARY
     return int(Fraction(number) * factors[prefix.lower()])
 
@@ -91,7 +91,7 @@ def parse_bytes_per_s(rate: float | str) -> float:
     Raises
     ------
     ConfigError
-        If it is no rate, or is less than one byte per second.
+        If it is not a rate, or is less than one byte per second.
     """
     if isinstance(rate, float):
         if rate >= 1:
@@ -132,7 +132,7 @@ def parse_ns(time: int | str) -> int:
     Raises
     ------
     ConfigError
-        If the text is no time, or the time is negative.
+        If the text is not a time, or the time is negative.
     """
     if isinstance(time, int) and not isinstance(time, bool):
         if time < 0:

@@ -1,6 +1,8 @@
 """Fixtures that several test files share."""
 
 import gc
+import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from moecache.commands.demo import resident_experts
 from moecache.commands.example import find_example
 from moecache.cuda import open_device
 from moecache.errors import MoeCacheError
+from moecache.settings import PREFIX
 from moecache.stores import open_store
 from tests.helpers import families, offloading
 from tests.helpers.fake_device import FakeDevice
@@ -24,14 +27,76 @@ ROOT = Path(__file__).parents[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files whose tests look at what the machine has one of, or take much of it: the page cache, free
+# memory, cgroups, resident bytes, signals. One process runs them, one after another.
+MACHINE = (
+    *("test_cli_warm", "test_headroom", "test_host_memory", "test_interrupts", "test_mappings"),
+    *("test_memory_limit", "test_opening_prefault", "test_prefault", "test_reading_interrupts"),
+    *("test_sweep", "test_telemetry_memory"),
+)
+
 try:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 except ImportError:  # bench/gpu.sh runs on machines where nothing can be installed
     pass
 else:
-    # For --hypothesis-profile, beside its default of 100.
+    # Random examples, in CI too; a busy machine may take any time for them.
+    settings.register_profile(
+        "moecache",
+        derandomize=False,
+        print_blob=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("moecache")
+    # For --hypothesis-profile, beside the usual 100.
     settings.register_profile("brief", max_examples=30)
     settings.register_profile("long", max_examples=1000)
+    settings.register_profile("damage", max_examples=100_000)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the seed of hypothesis before it does, one for all processes, so that it can be told."""
+    if config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say how to have the same random examples again."""
+    return f"random examples: --hypothesis-seed={config.option.hypothesis_seed}"
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Say so below failures as well: with -q there is no header."""
+    if exitstatus == pytest.ExitCode.TESTS_FAILED:
+        terminalreporter.write_line(pytest_report_header(config))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests that count on the machine in one process of pytest-xdist."""
+    for item in items:
+        if item.path.name.startswith(MACHINE):
+            item.add_marker(pytest.mark.xdist_group("machine"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_settings() -> Iterator[None]:
+    """Hide the developer's own settings; a test sets those that it is about."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in [*os.environ]:  # noqa: TID251 - what is set, to be hidden
+            if name.startswith(PREFIX):
+                patched.delenv(name)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_collections() -> None:
+    """Leave what earlier files made or imported out of garbage collections; many tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["fake", pytest.param("cuda:0", marks=pytest.mark.gpu)])
@@ -114,9 +179,3 @@ def one_thread() -> Iterator[None]:
         patched.setenv("HF_HUB_OFFLINE", "1")
         yield
     torch.set_num_threads(num_threads)
-
-
-def pytest_collection_finish() -> None:
-    """Leave what was imported out of garbage collections, which many tests ask for."""
-    gc.collect()
-    gc.freeze()

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from moecache.cache._cache import ExpertCache
 from moecache.errors import CapacityError
+from moecache.settings import POLICIES
 from tests.helpers.examples import num_examples
 from tests.helpers.oracles import OracleCache, OracleSlot
 
@@ -42,24 +43,23 @@ def as_form(ids: list[int], form: str) -> npt.ArrayLike:
 class CacheMachine(RuleBasedStateMachine):
     """The compiled cache and its oracle side by side."""
 
-    policy = "lru"
-
     @initialize(
+        policy=st.sampled_from(POLICIES),
         num_layers=st.integers(1, 3),
         num_experts=st.sampled_from([1, 4, 6, 10, 300]),
         capacity=st.sampled_from([1, 2, 3, 4, 5, 6, 8, 10, 14]),
         scope=st.sampled_from(["global", "layer"]),
     )
-    def create(self, num_layers: int, num_experts: int, capacity: int, scope: str) -> None:
+    def create(
+        self, policy: str, num_layers: int, num_experts: int, capacity: int, scope: str
+    ) -> None:
         """Start empty."""
         if scope == "layer":
             capacity = max(capacity, num_layers)
         self.layers = num_layers
         self.experts = WIDE if num_experts == 300 else tuple(range(num_experts))
-        self.cache = ExpertCache(num_layers, num_experts, capacity, policy=self.policy, scope=scope)
-        self.oracle = OracleCache(
-            num_layers, num_experts, capacity, policy=self.policy, scope=scope
-        )
+        self.cache = ExpertCache(num_layers, num_experts, capacity, policy=policy, scope=scope)
+        self.oracle = OracleCache(num_layers, num_experts, capacity, policy=policy, scope=scope)
         self.numbers: dict[OracleSlot, int] = {}
         self.filling: list[OracleSlot] = []
         self.steps: list[tuple[npt.NDArray[np.int32], list[OracleSlot | None]]] = []
@@ -263,111 +263,5 @@ class CacheMachine(RuleBasedStateMachine):
                 assert cache.is_pinned(layer, expert) == (local in part.pinned)
 
 
-class ArcMachine(CacheMachine):
-    """ARC."""
-
-    policy = "arc"
-
-
-class EchoMachine(CacheMachine):
-    """ECHO."""
-
-    policy = "echo"
-
-
-class FifoMachine(CacheMachine):
-    """FIFO."""
-
-    policy = "fifo"
-
-
-class Haz2Machine(CacheMachine):
-    """HAZ2."""
-
-    policy = "haz2"
-
-
-class LeastStaleMachine(CacheMachine):
-    """Least-Stale."""
-
-    policy = "least-stale"
-
-
-class LecarMachine(CacheMachine):
-    """LeCaR."""
-
-    policy = "lecar"
-
-
-class LfruMachine(CacheMachine):
-    """LFRU."""
-
-    policy = "lfru"
-
-
-class LfuMachine(CacheMachine):
-    """LFU."""
-
-    policy = "lfu"
-
-
-class LrfuMachine(CacheMachine):
-    """LRFU."""
-
-    policy = "lrfu"
-
-
-class S3FifoMachine(CacheMachine):
-    """S3-FIFO."""
-
-    policy = "s3-fifo"
-
-
-class SieveMachine(CacheMachine):
-    """SIEVE."""
-
-    policy = "sieve"
-
-
-class SlruMachine(CacheMachine):
-    """SLRU."""
-
-    policy = "slru"
-
-
-class SlruLfuMachine(CacheMachine):
-    """SLRU with counts."""
-
-    policy = "slru-lfu"
-
-
-class TinyLfuMachine(CacheMachine):
-    """W-TinyLFU."""
-
-    policy = "w-tinylfu"
-
-
-TestLru = CacheMachine.TestCase
-TestArc = ArcMachine.TestCase
-TestEcho = EchoMachine.TestCase
-TestFifo = FifoMachine.TestCase
-TestHaz2 = Haz2Machine.TestCase
-TestLeastStale = LeastStaleMachine.TestCase
-TestLecar = LecarMachine.TestCase
-TestLfru = LfruMachine.TestCase
-TestLfu = LfuMachine.TestCase
-TestLrfu = LrfuMachine.TestCase
-TestS3Fifo = S3FifoMachine.TestCase
-TestSieve = SieveMachine.TestCase
-TestSlru = SlruMachine.TestCase
-TestSlruLfu = SlruLfuMachine.TestCase
-TestTinyLfu = TinyLfuMachine.TestCase
-for case in [value for name, value in vars().copy().items() if name.startswith("Test")]:
-    case.settings = settings(
-        max_examples=num_examples(50),
-        stateful_step_count=50,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-del case
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=num_examples(300))

@@ -147,7 +147,7 @@ def test_an_interrupt_keeps_the_text_and_closes_the_model(
     assert len(shown.out) >= 5
     assert shown.out.endswith("\n")
     assert shown.err.splitlines()[-1] == "moecache: interrupted"
-    assert models[0].moecache.runtime.runtime.closed
+    assert models[0].moecache.runtime.closed
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def test_too_much_for_the_memory_is_refused_unless_forced(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both figures and the remedy are in the message; nothing is read."""
-    monkeypatch.setattr("moecache.prefault.total_host_bytes", lambda: 3 * MIB)
+    monkeypatch.setattr("moecache.prefault.warming.total_host_bytes", lambda: 3 * MIB)
     assert cli.main(["warm", str(file)]) == 2
     error = capsys.readouterr().err
     assert "3.00 MiB" in error

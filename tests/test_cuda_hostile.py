@@ -334,7 +334,7 @@ def test_roles_without_axes_have_bytes() -> None:
     with CudaSlots(store.layout, 2, device=device) as pool:
         pool.upload(1, 0, store.view(0, 1))
         pool.before_compute(np.array([1], np.int32))
-        assert pool.expert_bytes(1, 0)["scale"].view(np.float32).item() == 7
+        assert pool.raw_expert(1, 0)["scale"].view(np.float32).item() == 7
 
 
 def test_an_activation_is_a_name() -> None:

@@ -92,15 +92,15 @@ def test_whether_it_pays_counts_what_copies_take(busy_ns: int) -> None:
     loader: Any = SimpleNamespace(
         counts=counts, clock=lambda: loader.now_ns, now_ns=0, uploads=UploadCounts()
     )
-    loader.quantum_bytes = None
+    loader.engine.quantum_bytes = None
     even = BreakEven(loader, 1000)
     for _ in range(16):
         loader.now_ns += 1_000_000
         counts.num_steps += 4
         counts.num_urgent_reads += 2
         counts.urgent_ns += 200_000
-        done = loader.uploads
-        loader.uploads = replace(
+        done = loader.pool.uploads
+        loader.pool.uploads = replace(
             done, num_uploads=done.num_uploads + 2, busy_ns=done.busy_ns + 2 * busy_ns
         )
         even.begin_token()

@@ -99,7 +99,7 @@ def test_bytes_of_an_expert_are_for_dlpack(gpu: Any) -> None:
     with CudaSlots(LAYOUT, 2, device=gpu) as pool:
         fill(pool, 1, 3)
         pool.before_compute(np.array([1], np.int32))
-        parts = pool.expert_bytes(1, 0)
+        parts = pool.raw_expert(1, 0)
         assert parts["down"].shape == (5, 6)
         assert parts["down"].dtype == np.uint8
         down = gpu.to_host(parts["down"]).view(BF16)
@@ -110,7 +110,7 @@ def test_torch_takes_a_slot_without_a_copy(gpu: Any) -> None:
     """By DLPack, as bfloat16."""
     torch = pytest.importorskip("torch")
     with CudaSlots(LAYOUT, 2, device=gpu) as pool:
-        part = pool.expert_bytes(1, 0)["down"]
+        part = pool.raw_expert(1, 0)["down"]
         tensor = torch.from_dlpack(part).view(torch.bfloat16)
         fill(pool, 1, 3)
         pool.before_compute(np.array([1], np.int32))
@@ -253,7 +253,7 @@ def test_buffers_given_back_are_used_again() -> None:
     with CudaSlots(LAYOUT, 2, device=device) as pool:
         for _ in range(100):
             pool.buffers(1, 0)
-            pool.discard(1)
+            pool.reclaim(1)
         assert pool.uploads.pinned_bytes == pool.slot_stride
 
 
@@ -392,7 +392,7 @@ def test_an_upload_that_fails_leaves_the_others(number: int) -> None:
         try:
             fill(pool, 2, attempt)
         except MemoryError:
-            pool.discard(2)
+            pool.reclaim(2)
     device.fail_at = -1
     fill(pool, 2, 3)
     for slot in range(3):

@@ -74,10 +74,10 @@ class SlotsMachine(RuleBasedStateMachine):
         self.device.fail_at = -1
 
     @rule(slot=slots)
-    def discard(self, slot: int) -> None:
+    def reclaim(self, slot: int) -> None:
         """Give up what was read."""
         if self.lent.pop(slot, None) is not None:
-            self.pool.discard(slot)
+            self.pool.reclaim(slot)
 
     @rule(slot=slots, behind=st.booleans())
     def refill(self, slot: int, behind: bool) -> None:
@@ -136,7 +136,7 @@ class SlotsMachine(RuleBasedStateMachine):
         assert not self.wrong
         assert self.device.num_queued == 0
         for slot in self.lent:
-            self.pool.discard(slot)
+            self.pool.reclaim(slot)
         self.pool.close()
         assert self.device.pinned_bytes == self.device.used_bytes == self.device.num_events == 0
 

@@ -6,7 +6,7 @@ tests/test_cache_model.py.
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -23,19 +23,20 @@ LAYERS = st.integers(0, 3)
 class EchoMachine(RuleBasedStateMachine):
     """Caches that share an Echo, and oracles that share another one which sees the same."""
 
-    ring = True
-
     @initialize(
+        ring=st.booleans(),
         num_layers=st.integers(1, 4),
         num_experts=st.sampled_from([1, 2, 4, 8, 100]),
         capacity=st.sampled_from([1, 2, 3, 4, 6, 9, 15]),
         is_global=st.booleans(),
     )
-    def create(self, num_layers: int, num_experts: int, capacity: int, is_global: bool) -> None:
+    def create(
+        self, ring: bool, num_layers: int, num_experts: int, capacity: int, is_global: bool
+    ) -> None:
         """Start empty: a cache for all layers, or one for each."""
         self.num_layers, self.num_experts = num_layers, num_experts
-        self.echo = Echo(num_layers, num_experts, ring=self.ring)
-        self.values = EchoValues(Echo(num_layers, num_experts, ring=self.ring))
+        self.echo = Echo(num_layers, num_experts, ring=ring)
+        self.values = EchoValues(Echo(num_layers, num_experts, ring=ring))
         self.num_keys = num_experts * (num_layers if is_global else 1)
         self.caches, self.oracles = [], []
         for layer in [None] if is_global else range(num_layers):
@@ -173,20 +174,5 @@ class EchoMachine(RuleBasedStateMachine):
             assert all(cache.is_pinned(key) for key in oracle.pinned)
 
 
-class Haz2Machine(EchoMachine):
-    """Without the ring."""
-
-    ring = False
-
-
 TestEcho = EchoMachine.TestCase
-TestHaz2 = Haz2Machine.TestCase
-for case in (TestEcho, TestHaz2):
-    case.settings = settings(
-        max_examples=num_examples(60),
-        stateful_step_count=50,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-del case
+TestEcho.settings = settings(max_examples=num_examples(120))

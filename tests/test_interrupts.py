@@ -99,13 +99,14 @@ def test_an_interrupt_at_any_moment_loses_nothing(way: str, storm: int, tmp_path
     """Whatever a step had claimed, leased or staged can be had again; no step waits for ever."""
     model = write_checkpoint(tmp_path / "model", num_layers=2)
     figures = ("400", "1", "0.0001", "0.003") if storm == 1 else ("40", "10", "0.0002", "0.003")
+    words = (str(model.path), way, *figures)
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(model.path), way, *figures],
+        # The very build that is tested, which need not be the one in this directory.
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{CHILD}", *words],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        cwd=Path(__file__).parents[1],
     )
 
     assert done.returncode == 0, done.stderr

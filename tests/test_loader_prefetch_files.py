@@ -91,7 +91,7 @@ def test_a_demand_overtakes_prefetches_that_a_reader_has(files: FileBench) -> No
     assert sorted(files.done) == [0, 1, 2]
     files.lease(0, 0, 1, 2)
     assert files.loader.counts.num_reads == 4
-    assert files.loader.quantum_bytes == 4096
+    assert files.loader.engine.quantum_bytes == 4096
 
 
 def test_a_prefetch_that_is_joined_goes_before_later_demands(files: FileBench) -> None:

@@ -7,15 +7,8 @@ import numpy as np
 import pytest
 
 import moecache
-from tests.helpers.readings import hide_settings
 
 SLOT_BYTES = 3 * 64 * 128 * 2  # bfloat16
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the developer's own settings."""
-    hide_settings(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,6 @@ from tests.helpers.pages import (
     num_descriptors,
     wait_until,
 )
-from tests.helpers.readings import hide_settings
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the developer's own settings."""
-    hide_settings(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -300,11 +301,17 @@ def test_what_was_not_packed_cannot_be_verified(small: Checkpoint, tmp_path: Pat
         (lambda text: text.replace('"version": 1', '"version": 2'), "is of version 2"),
         (lambda text: text.replace('"files"', '"x"'), "is damaged"),
         (lambda text: text.replace('"offset": 0', '"offset": null'), "is damaged"),
+        (lambda text: text.replace('"offset": 0', '"offset": 1e999'), "is damaged"),
+        (lambda text: text.replace('"offset": 0', '"offset": 0.0'), "is damaged"),
+        (lambda text: text.replace('"offset": 0', '"offset": false'), "is damaged"),
+        (lambda text: re.sub('"nbytes": [0-9]+', '"nbytes": Infinity', text), "is damaged"),
+        (lambda text: re.sub('"nbytes": [0-9]+', '"nbytes": -1', text), "is damaged"),
+        (lambda text: re.sub('"nbytes": [0-9]+', '"nbytes": 1' + "0" * 99, text), "is damaged"),
         (lambda text: text.replace('"offset": 0', '"offset": 1'), "what it says of"),
         (lambda text: text.replace('"config.json"', '"../model/config.json"'), "what it says of"),
         (lambda text: text.replace('"config.json"', '"a\\u0000b"'), "cannot be read|is missing"),
     ],
-    ids=range(10),
+    ids=range(16),
 )
 def test_a_damaged_manifest_is_an_error(
     packed: Path, change: Callable[[str], str], message: str

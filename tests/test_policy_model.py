@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -23,27 +23,35 @@ from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, O
 from tests.helpers.oracle_tokens import OracleLeastStale, OracleLrfu
 
 KEYS = st.integers(0, 15)
-SETTINGS = settings(
-    max_examples=num_examples(50),
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
+PAIRS: list[tuple[Any, type[OracleLru]]] = [
+    (ArcCache, OracleArc),
+    (FifoCache, OracleFifo),
+    (LeastStaleCache, OracleLeastStale),
+    (LecarCache, OracleLecar),
+    (LfruCache, OracleLfru),
+    (LfuCache, OracleLfu),
+    (LrfuCache, OracleLrfu),
+    (LruCache, OracleLru),
+    (S3FifoCache, OracleS3Fifo),
+    (SieveCache, OracleSieve),
+    (WTinyLfuCache, OracleWTinyLfu),
+]
 
 
 class PolicyMachine(RuleBasedStateMachine):
     """A compiled policy and its oracle side by side."""
 
-    compiled_type: Any = LruCache
-    oracle_type: type[OracleLru] = OracleLru
-
-    @initialize(capacity=st.integers(1, 8), spare=st.sampled_from([0, 0, 1, 4, 8]))
-    def create(self, capacity: int, spare: int) -> None:
+    @initialize(
+        pair=st.sampled_from(PAIRS),
+        capacity=st.integers(1, 8),
+        spare=st.sampled_from([0, 0, 1, 4, 8]),
+    )
+    def create(self, pair: tuple[Any, type[OracleLru]], capacity: int, spare: int) -> None:
         """Start empty; the cache may be large enough for every key."""
         self.num_keys = capacity + spare
-        self.compiled: Policy = self.compiled_type(capacity, num_keys=self.num_keys)
-        self.oracle = self.oracle_type(capacity)
+        compiled_type, oracle_type = pair
+        self.compiled: Policy = compiled_type(capacity, num_keys=self.num_keys)
+        self.oracle = oracle_type(capacity)
 
     @rule(key=KEYS)
     def touch(self, key: int) -> None:
@@ -109,87 +117,5 @@ class PolicyMachine(RuleBasedStateMachine):
             assert self.compiled.is_pinned(key) == (key in self.oracle.pinned)
 
 
-class ArcMachine(PolicyMachine):
-    """ARC against its oracle."""
-
-    compiled_type = ArcCache
-    oracle_type = OracleArc
-
-
-class FifoMachine(PolicyMachine):
-    """FIFO against its oracle."""
-
-    compiled_type = FifoCache
-    oracle_type = OracleFifo
-
-
-class LeastStaleMachine(PolicyMachine):
-    """Least-Stale against its oracle."""
-
-    compiled_type = LeastStaleCache
-    oracle_type = OracleLeastStale
-
-
-class LecarMachine(PolicyMachine):
-    """LeCaR against its oracle."""
-
-    compiled_type = LecarCache
-    oracle_type = OracleLecar
-
-
-class LfruMachine(PolicyMachine):
-    """LFRU against its oracle."""
-
-    compiled_type = LfruCache
-    oracle_type = OracleLfru
-
-
-class LfuMachine(PolicyMachine):
-    """LFU against its oracle."""
-
-    compiled_type = LfuCache
-    oracle_type = OracleLfu
-
-
-class LrfuMachine(PolicyMachine):
-    """LRFU against its oracle."""
-
-    compiled_type = LrfuCache
-    oracle_type = OracleLrfu
-
-
-class S3FifoMachine(PolicyMachine):
-    """S3-FIFO against its oracle."""
-
-    compiled_type = S3FifoCache
-    oracle_type = OracleS3Fifo
-
-
-class SieveMachine(PolicyMachine):
-    """SIEVE against its oracle."""
-
-    compiled_type = SieveCache
-    oracle_type = OracleSieve
-
-
-class TinyLfuMachine(PolicyMachine):
-    """W-TinyLFU against its oracle."""
-
-    compiled_type = WTinyLfuCache
-    oracle_type = OracleWTinyLfu
-
-
-TestLru = PolicyMachine.TestCase
-TestArc = ArcMachine.TestCase
-TestFifo = FifoMachine.TestCase
-TestLeastStale = LeastStaleMachine.TestCase
-TestLecar = LecarMachine.TestCase
-TestLfru = LfruMachine.TestCase
-TestLfu = LfuMachine.TestCase
-TestLrfu = LrfuMachine.TestCase
-TestS3Fifo = S3FifoMachine.TestCase
-TestSieve = SieveMachine.TestCase
-TestTinyLfu = TinyLfuMachine.TestCase
-for case in [value for name, value in vars().copy().items() if name.startswith("Test")]:
-    case.settings = SETTINGS
-del case
+TestPolicy = PolicyMachine.TestCase
+TestPolicy.settings = settings(max_examples=num_examples(300))

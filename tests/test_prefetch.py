@@ -10,6 +10,7 @@ import pytest
 
 from moecache.errors import StoreError
 from moecache.prefetch.queue import DEPTH
+from moecache.telemetry import PrefetchStats
 from tests.helpers.pages import wait_until
 from tests.helpers.prefetchers import Oracle, is_resident, make_runtime, prefetcher_of, step
 from tests.helpers.stores import Gate, WrappedStore, nothing, numbered_store
@@ -286,7 +287,7 @@ def test_each_read_ahead_has_one_outcome() -> None:
             except StoreError:
                 continue
         prefetcher.close()
-        stats = prefetcher.stats()
+        stats = PrefetchStats.of(prefetcher)
         outcomes = stats.num_useful + stats.num_late + stats.num_wrong
         outcomes += stats.num_cancelled + stats.num_failed
         assert stats.num_issued > 20

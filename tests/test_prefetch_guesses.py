@@ -48,7 +48,7 @@ def test_a_predictor_that_fails_at_a_sequence_is_no_harm() -> None:
 
     with make_runtime(Broken({1: [4]})) as runtime:
         runtime.begin_sequence()
-        assert prefetcher_of(runtime).stats().num_predictor_errors == 1
+        assert prefetcher_of(runtime).num_predictor_errors == 1
 
 
 def test_a_predictor_cannot_change_the_ids() -> None:

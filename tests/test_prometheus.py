@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,9 +35,19 @@ def runtime() -> Iterator[moecache.ExpertRuntime]:
 class Reads:
     """What reads ahead, with counts that are all different."""
 
-    def stats(self) -> PrefetchStats:
-        """Return them."""
-        return PrefetchStats("echo", True, "asked for", *range(1, 17))
+    mode, active, closed, switch = "echo", True, False, None
+    queue = SimpleNamespace(num_requests=1, num_dropped=2, num_stale=3)
+    cache = SimpleNamespace(num_foreseen_hits=5, num_foreseen_late=6, num_foreseen_unused=7)
+    counts = SimpleNamespace(
+        num_prefetches=4,
+        num_failed_prefetches=8,
+        num_cancelled_prefetches=9,
+        num_prefetches_in_flight=11,
+    )
+    foresight = SimpleNamespace(
+        num_used=12, num_predicted_k=13, num_found_k=14, num_predicted_2k=15, num_found_2k=16
+    )
+    num_advised, num_predictor_errors = 10, 0
 
     def stop(self) -> None:
         """End with the runtime."""

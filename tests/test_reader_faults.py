@@ -25,9 +25,8 @@ from tests.helpers.readers import (
     wait_for,
 )
 
-pytestmark = pytest.mark.skipif(
-    not HAS_FAULTS, reason="this build has no faults: make debug, make sanitize"
-)
+if not HAS_FAULTS:
+    pytest.skip("this build has no faults: make debug, make sanitize", allow_module_level=True)
 
 FOR_EVER = 2**40
 SIZE = 3 * MIB + 501

@@ -13,29 +13,23 @@ import pytest
 import moecache
 from moecache.loading.loader import SlotLoader
 from moecache.reader import disk as reading
-from moecache.reader._reader import Reader
+from moecache.reader._reader import ENGINES, Reader
 from moecache.runtime import opening
 from moecache.settings import READ_MODES
 from moecache.slots import host
 from moecache.stores import open_store
 from tests.helpers.checkpoints import FAMILIES, Checkpoint, same_parts, write_checkpoint
+from tests.helpers.pairs import pairwise
 from tests.helpers.readings import (
     all_experts,
     force_engine,
-    hide_settings,
     leased,
     same_converted,
 )
 from tests.test_exactness import assert_same, generate
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the developer's own settings; no disk is known."""
-    hide_settings(monkeypatch)
-
-
-@pytest.fixture(name="engine", params=["io_uring", "threads"])
+@pytest.fixture(name="engine", params=ENGINES)
 def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return force_engine(monkeypatch, request.param)
 
@@ -53,9 +47,11 @@ def _model(tmp_path: Path) -> Checkpoint:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("read", READ_MODES)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "read", "engine", "num_shards"),
+    pairwise(FAMILIES, READ_MODES, ENGINES, (1, 3)),
+    indirect=["engine"],
+)
 def test_every_expert_is_the_files_in_every_way(
     tmp_path: Path, engine: str, read: str, family: str, num_shards: int
 ) -> None:
@@ -78,9 +74,11 @@ def test_every_expert_is_the_files_in_every_way(
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("read", READ_MODES)
-@pytest.mark.parametrize("capacity", [1, 8, 64])
-@pytest.mark.parametrize("dtype", [None, np.float32])
+@pytest.mark.parametrize(
+    ("read", "capacity", "engine", "dtype", "length"),
+    pairwise(READ_MODES, (1, 8, 64), ENGINES, (None, np.float32), (7, 64)),
+    indirect=["engine"],
+)
 def test_logits_are_those_of_resident_experts(
     tiny_moe: Path,
     numpy_loop: ModuleType,
@@ -90,15 +88,13 @@ def test_logits_are_those_of_resident_experts(
     read: str,
     capacity: int,
     dtype: type | None,
+    length: int,
 ) -> None:
     """Prompt and decoding, every bit of them, converted when read or when used."""
-    for length in (7, 64):
-        with moecache.open(
-            tiny_moe, slots=capacity, read=read, dtype=dtype, prefault="off"
-        ) as runtime:
-            logits = generate(numpy_loop, tiny_moe, runtime, prompt[:length])
-            runtime.cache.check()
-        assert_same(logits, resident_logits[length])
+    with moecache.open(tiny_moe, slots=capacity, read=read, dtype=dtype, prefault="off") as runtime:
+        logits = generate(numpy_loop, tiny_moe, runtime, prompt[:length])
+        runtime.cache.check()
+    assert_same(logits, resident_logits[length])
 
 
 @pytest.mark.usefixtures("quick", "engine")
@@ -145,13 +141,10 @@ def test_auto_reads_through_the_page_cache_what_fits_beside_everything_else(
     with moecache.open(model.path, slots=4, read="auto", prefault="off") as runtime:
         assert runtime.stats().reading.way == "buffered"
         slots_bytes, layout = runtime.stats().pool_bytes, runtime.layout
-    with open_store(model.path) as store:
-        room = opening.headroom(
-            store.trunk_bytes, store.config, staging_bytes=reading.STAGING_BYTES
-        )
+    room = moecache.plan(model.path, slots=4, read="auto").headroom
     needed = slots_bytes + room.nbytes + layout.total_bytes
     for free, way in ((needed, "buffered"), (needed - 1, "direct")):
-        monkeypatch.setattr("moecache.sizing.headroom.free_host_bytes", lambda free=free: free)
+        monkeypatch.setattr("moecache.runtime.plan.free_host_bytes", lambda free=free: free)
         with moecache.open(model.path, slots=4, prefault="off") as runtime:
             assert runtime.stats().reading.way == way
             assert same_parts(leased(runtime, 1, 5), model.experts[1][5])

@@ -18,7 +18,6 @@ from tests.helpers.pages import num_descriptors, wait_until
 from tests.helpers.readings import (
     all_experts,
     force_engine,
-    hide_settings,
     leased,
     same_converted,
 )
@@ -28,8 +27,7 @@ PLACES = list(itertools.product(range(2), range(12)))
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hide settings, measure no disk; check that runtimes give back files and threads."""
-    hide_settings(monkeypatch)
+    """Measure no disk; check that runtimes give back files and threads."""
     monkeypatch.setattr(opening, "calibrate", lambda *_: None)
     gc.collect()
     descriptors, threads = num_descriptors(), threading.active_count()

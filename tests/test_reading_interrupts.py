@@ -10,7 +10,7 @@ import pytest
 import moecache
 from moecache.runtime import opening
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
-from tests.helpers.readings import all_experts, force_engine, hide_settings, same_converted
+from tests.helpers.readings import all_experts, force_engine, same_converted
 
 
 @pytest.fixture(name="model")
@@ -24,7 +24,6 @@ def _runtime(
 ) -> Iterator[moecache.ExpertRuntime]:
     """Return a runtime that reads only when somebody waits; with conversion or without."""
     engine, converts = request.param
-    hide_settings(monkeypatch)
     force_engine(monkeypatch, engine)
     monkeypatch.setattr(opening, "calibrate", lambda *_: None)
     with moecache.open(
@@ -84,8 +83,8 @@ def assert_nothing_lost(runtime: moecache.ExpertRuntime, model: Checkpoint) -> N
 
 
 STAGES = [
-    ("_pool", "buffers", False),
-    ("_pool", "buffers", True),
+    ("pool", "buffers", False),
+    ("pool", "buffers", True),
     ("_store", "runs", False),
     ("_store", "runs", True),
     ("_reader", "submit", False),
@@ -94,8 +93,8 @@ STAGES = [
     ("_reader", "wait", True),
     ("_reader", "take", False),
     ("_reader", "take", True),
-    ("_pool", "upload", False),
-    ("_pool", "upload", True),
+    ("pool", "upload", False),
+    ("pool", "upload", True),
 ]
 
 
@@ -112,7 +111,7 @@ def test_an_interrupt_at_any_stage_loses_nothing(
     way: str,
 ) -> None:
     """It reaches the caller; the next step reads what this one did not."""
-    holder = runtime._loader if part == "_pool" else runtime._loader._engine
+    holder = runtime._loader if part == "pool" else runtime._loader.engine
     real = getattr(holder, part)
     ids = np.array([[7, 1, 4]])
     broken = Interrupted(real, method, nth, after=after)

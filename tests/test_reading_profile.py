@@ -19,13 +19,7 @@ from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
 from tests.helpers.pages import num_descriptors
-from tests.helpers.readings import hide_settings, leased
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the developer's own settings; no disk is known."""
-    hide_settings(monkeypatch)
+from tests.helpers.readings import leased
 
 
 @pytest.fixture(name="model")

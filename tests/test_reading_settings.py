@@ -16,13 +16,11 @@ from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
 from tests.helpers.pages import num_descriptors, run_child
-from tests.helpers.readings import hide_settings
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hide the developer's own settings, measure no disk; check that files are given back."""
-    hide_settings(monkeypatch)
+def no_disk_is_measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have a figure for any disk; check that files are given back."""
     monkeypatch.setattr(
         opening, "calibrate", lambda reader, *_: DiskSpeed(reader.engine, 32, 2**19, 1e9)
     )

@@ -195,6 +195,37 @@ def test_a_full_log_is_a_warning_and_a_shorter_trace(
         assert large.log.max_bytes == 2**30
 
 
+def test_flat_ids_of_several_tokens_are_their_rows(tiny_moe: Path, tmp_path: Path) -> None:
+    """A lease of 16 ids of a top-4 model is four tokens, not one with 16 choices."""
+    with opened(tiny_moe, record_trace=tmp_path / "a.npz") as runtime:
+        for ids in (np.arange(16), np.arange(16).reshape(4, 4)):
+            for layer in range(8):
+                with runtime.lease(layer, ids):
+                    pass
+    trace = Trace.load(tmp_path / "a.npz")
+
+    assert trace.step.tolist() == [0] * 4 + [1] * 4
+    assert trace.experts[:4, 7].tolist() == np.arange(16).reshape(4, 4).tolist()
+    assert np.array_equal(trace.experts[:4], trace.experts[4:])
+
+
+def test_steps_that_are_left_out_are_a_warning(
+    tiny_moe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trace is written without them, and says how many they were."""
+    with opened(tiny_moe) as runtime:
+        runtime.record_trace(tmp_path / "a.npz", max_bytes=200_000)
+        with runtime.lease(0, np.arange(31)):
+            pass
+        for _ in range(800):
+            runtime.cache.route_log.record(0, np.arange(4)[None])
+
+    trace = Trace.load(tmp_path / "a.npz")
+    assert trace.experts.shape == (800, 8, 4)
+    assert trace.metadata["num_dropped_steps"] == 1
+    assert "trace.cut left_out=1 of=801 steps" in caplog.text
+
+
 def test_a_forked_child_writes_nothing(tiny_moe: Path, tmp_path: Path) -> None:
     """The file is the parent's."""
     with opened(tiny_moe) as runtime:

@@ -7,12 +7,22 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache.settings import POLICIES
+from moecache.commands.demo import resident_experts
+from moecache.settings import POLICIES, SCOPES
 from moecache.stores import open_store
 from moecache.study import Trace
 from moecache.study.replay import replay
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.pairs import pairwise
 
-PROMPTS = (0, 1, 40, 7)
+PROMPTS = (1, 40, 7)
+# Layer and ids.
+Step = tuple[int, np.ndarray]
+
+
+def texts(prompt: bytes) -> list[bytes]:
+    """Return prompts of one token and of many."""
+    return [prompt[100 * at : 100 * at + length] for at, length in enumerate(PROMPTS)]
 
 
 def record(
@@ -27,48 +37,63 @@ def record(
         ) as runtime,
     ):
         model = numpy_loop.NumpyMoe(store, numpy_loop.through_moecache(runtime))
-        for seed, length in enumerate(PROMPTS):
-            if not length:
-                continue
+        for seed, text in enumerate(texts(prompt)):
             runtime.begin_sequence()
-            text = prompt[100 * seed : 100 * seed + length]
-            for _ in numpy_loop.generate(model, text, 12, temperature=0.9, seed=seed):
+            for _ in numpy_loop.generate(model, text, 8, temperature=0.9, seed=seed):
                 pass
         return runtime.stats()
 
 
-@pytest.mark.parametrize("scope", ["global", "layer"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_recorded_run_replays_to_the_last_hit(
-    tiny_moe: Path,
-    numpy_loop: ModuleType,
-    prompt: bytes,
-    tmp_path: Path,
-    policy: str,
-    scope: str,
-) -> None:
-    """Prompts of one token and of many, decoding, and sequences: hits and misses are equal."""
-    path = tmp_path / "trace.npz"
-    live = record(tiny_moe, numpy_loop, prompt, path, slots=64, policy=policy, scope=scope)
-
-    found = replay(Trace.load(path), policy, live.capacity, scope=scope)
-
-    assert (found.num_hits, found.num_misses) == (live.num_hits, live.num_misses)
-    assert live.num_hits > 0
-    assert live.num_evictions > 0
-
-
 @pytest.mark.parametrize("slots", [1, 8, 30, 255])
-def test_at_every_capacity(
+def test_a_recorded_run_replays_to_the_last_hit(
     tiny_moe: Path, numpy_loop: ModuleType, prompt: bytes, tmp_path: Path, slots: int
 ) -> None:
-    """One slot, a token's cycle, and all experts but one."""
+    """Prompts of one token and of many, decoding, sequences; one slot to all experts but one."""
     path = tmp_path / "trace.npz"
     live = record(tiny_moe, numpy_loop, prompt, path, slots=slots)
 
     found = replay(Trace.load(path), "echo", slots)
 
     assert (found.num_hits, found.num_misses) == (live.num_hits, live.num_misses)
+
+
+@pytest.fixture(scope="module", name="routed_prompts")
+def _routed_prompts(tiny_moe: Path, numpy_loop: ModuleType, prompt: bytes) -> list[list[Step]]:
+    """Return what the model's router asks for, prompt by prompt."""
+    prompts: list[list[Step]] = []
+
+    def note(layer: int, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        prompts[-1].append((layer, ids.copy()))
+        return resident(layer, hidden, ids, weights)
+
+    with open_store(tiny_moe) as store:
+        resident, model = resident_experts(store), numpy_loop.NumpyMoe(store, note)
+        for seed, text in enumerate(texts(prompt)):
+            prompts.append([])
+            for _ in numpy_loop.generate(model, text, 8, temperature=0.9, seed=seed):
+                pass
+    return prompts
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_replays_to_the_last_hit(
+    small_moe: Path, routed_prompts: list[list[Step]], tmp_path: Path, policy: str, scope: str
+) -> None:
+    """What the model asked for, prompts and decoding: hits and misses are equal."""
+    path = tmp_path / "trace.npz"
+    runtime = opened(small_moe, path, slots=64, policy=policy, scope=scope)
+    for steps in routed_prompts:
+        runtime.begin_sequence()
+        for layer, ids in steps:
+            for _wave in runtime.waves(layer, ids):
+                pass
+    assert runtime.stats().num_hits > 0
+    assert runtime.stats().num_evictions > 0
+
+    live, replayed = live_and_replayed(runtime, path)
+
+    assert replayed == live
 
 
 def live_and_replayed(runtime: moecache.ExpertRuntime, path: Path) -> tuple[object, object]:
@@ -79,11 +104,18 @@ def live_and_replayed(runtime: moecache.ExpertRuntime, path: Path) -> tuple[obje
     return (live.num_hits, live.num_misses), (found.num_hits, found.num_misses)
 
 
-def opened(tiny_moe: Path, path: Path, **options: object) -> moecache.ExpertRuntime:
-    """Open the tiny model (8 layers of 32 experts, top-4) and record."""
+@pytest.fixture(scope="module")
+def small_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of the tiny model's layers and experts, of 192 bytes each."""
+    config = {"num_experts_per_tok": 4}
+    path = tmp_path_factory.mktemp("small") / "model"
+    return write_checkpoint(path, num_layers=8, num_experts=32, config=config).path
+
+
+def opened(small_moe: Path, path: Path, **options: object) -> moecache.ExpertRuntime:
+    """Open 8 layers of 32 experts, top-4, and record."""
     return moecache.open(
-        tiny_moe,
-        dtype=np.float32,
+        small_moe,
         prefault="off",
         record_trace=path,
         warmpin=0,
@@ -101,17 +133,17 @@ def routed(rng: np.random.Generator, rows: int) -> np.ndarray:
 WAYS = ["lease", "acquire", "waves", "mixed"]
 
 
-@pytest.mark.parametrize("scope", ["global", "layer"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("policy", ["lru", "echo", "s3-fifo"])
+@pytest.mark.parametrize(
+    ("way", "policy", "scope"), pairwise(WAYS, ("lru", "echo", "s3-fifo"), SCOPES)
+)
 def test_steps_of_several_rows_replay_as_they_were_admitted(
-    tiny_moe: Path, tmp_path: Path, policy: str, way: str, scope: str
+    small_moe: Path, tmp_path: Path, policy: str, way: str, scope: str
 ) -> None:
     """Leases and bare acquires admit everything, waves their fair share, in one run too."""
     path, rng = tmp_path / "trace.npz", np.random.default_rng(8)
     # A fair share of 8: more rows of four would not fit into a layer of its own.
-    runtime = opened(tiny_moe, path, slots=64, policy=policy, scope=scope)
-    for _ in range(60):
+    runtime = opened(small_moe, path, slots=64, policy=policy, scope=scope)
+    for _ in range(30):
         rows = int(rng.choice([1, 2] if scope == "layer" else [1, 1, 3, 4]))
         for layer in range(8):
             ids = routed(rng, rows)
@@ -136,13 +168,13 @@ def test_steps_of_several_rows_replay_as_they_were_admitted(
 
 @pytest.mark.parametrize("policy", ["lru", "echo", "haz2", "least-stale", "lrfu"])
 def test_layers_that_a_pass_leaves_out_are_not_visited(
-    tiny_moe: Path, tmp_path: Path, policy: str
+    small_moe: Path, tmp_path: Path, policy: str
 ) -> None:
     """Early exits, skipped layers, and steps that have nothing but the experts of others."""
     path, rng = tmp_path / "trace.npz", np.random.default_rng(9)
-    runtime = opened(tiny_moe, path, slots=40, policy=policy)
-    for token in range(300):
-        if token % 50 == 0:
+    runtime = opened(small_moe, path, slots=40, policy=policy)
+    for token in range(150):
+        if token % 25 == 0:
             runtime.begin_sequence()
         rows = int(rng.choice([1, 1, 1, 3]))
         exit_after = rng.integers(1, 9)
@@ -162,12 +194,12 @@ def test_layers_that_a_pass_leaves_out_are_not_visited(
 
 @pytest.mark.parametrize("policy", ["lru", "echo", "s3-fifo"])
 def test_an_expert_twice_in_a_row_is_asked_for_once(
-    tiny_moe: Path, tmp_path: Path, policy: str
+    small_moe: Path, tmp_path: Path, policy: str
 ) -> None:
     """Padded rows repeat an id: neither live nor replayed does that make it more wanted."""
     path, rng = tmp_path / "trace.npz", np.random.default_rng(10)
-    runtime = opened(tiny_moe, path, slots=64, policy=policy)
-    for _ in range(150):
+    runtime = opened(small_moe, path, slots=64, policy=policy)
+    for _ in range(60):
         rows = int(rng.choice([1, 2, 6]))
         for layer in range(8):
             ids = routed(rng, rows)

@@ -3,6 +3,7 @@
 import random
 import sys
 import threading
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ def test_a_pass_of_one_row_is_a_decoded_token() -> None:
         log.record(0, np.array(ids))
         log.record(1, np.array(ids)[:, ::-1])
 
-    experts, phase, sequence, step, _ = log.trace_parts()
+    experts, phase, sequence, step, *_ = log.trace_parts()
 
     assert experts.dtype == np.int16
     assert experts.tolist() == [[[3, 1], [1, 3]], [[0, 7], [7, 0]]]
@@ -39,7 +40,7 @@ def test_rows_that_went_together_share_their_step() -> None:
     for layer in range(2):
         log.record(layer, np.array([[6, 7]]))
 
-    experts, phase, _, step, _ = log.trace_parts()
+    experts, phase, _, step, *_ = log.trace_parts()
 
     assert experts[:3, 1].tolist() == prompt.tolist()
     assert phase.tolist() == [0, 0, 0, 1]
@@ -70,7 +71,7 @@ def test_a_sequence_begins_a_pass_and_empty_ones_do_not_count() -> None:
     log.begin_sequence()
     log.record(1, np.array([[2]]))
 
-    experts, _, sequence, step, _ = log.trace_parts()
+    experts, _, sequence, step, *_ = log.trace_parts()
 
     assert sequence.tolist() == [0, 1]
     assert step.tolist() == [0, 1]
@@ -104,6 +105,85 @@ def test_a_full_log_keeps_what_it_has_and_counts_the_rest() -> None:
     assert log.trace_parts()[0].shape == (0, 1, 1)
 
 
+def test_flat_ids_are_rows_of_top_k_where_they_divide() -> None:
+    """One row of several tokens' ids becomes their rows; what does not divide stays a row."""
+    log = RouteLog(2, 8, top_k=2)
+    for layer in range(2):
+        log.record(layer, np.arange(6))
+    log.record(0, np.array([5, 5, 1]))
+    log.record(1, np.array([7, 6]))
+
+    experts, phase, _, step, bulk, left_out = log.trace_parts()
+
+    assert experts[:3, 1].tolist() == [[0, 1, -1], [2, 3, -1], [4, 5, -1]]
+    assert experts[3].tolist() == [[5, -1, 1], [7, 6, -1]]
+    assert (phase.tolist(), step.tolist()) == ([0, 0, 0, 1], [0, 0, 0, 1])
+    assert (bulk.tolist(), left_out) == ([0] * 4, 0)
+
+
+@pytest.mark.parametrize("top_k", [None, 4, 5])
+def test_steps_too_wide_for_the_trace_are_left_out(top_k: int | None) -> None:
+    """Padding every row to eight odd steps would take 100 times what the log may."""
+    log = RouteLog(4, 1024, top_k=top_k, max_bytes=2**20)
+    for _ in range(8):
+        log.record(0, np.arange(1023))
+    for token in range(6000):
+        for layer in range(4):
+            log.record(layer, np.arange(4) + token % 1000)
+
+    tracemalloc.start()
+    experts, _, _, step, _, left_out = log.trace_parts()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert peak < 2.5 * 2**20
+    assert left_out == 8
+    assert experts.shape == (6000, 4, 4)
+    assert experts[:, 3, 0].tolist() == [token % 1000 for token in range(6000)]
+    assert step.tolist() == list(range(6000))
+
+
+def test_passes_too_many_for_the_trace_are_left_out() -> None:
+    """Of 1,000 layers one is used: padding takes a hundred times what is noted."""
+    log = RouteLog(1000, 8, max_bytes=100_000)
+    for token in range(1000):
+        log.record(0, np.array([[token % 8]]))
+
+    experts, *_, left_out = log.trace_parts()
+
+    assert experts[:, 0, 0].tolist() == [token % 8 for token in range(50)]
+    assert left_out == 1000 - 50
+
+
+def test_a_full_log_of_whole_passes_is_a_whole_trace() -> None:
+    """What else a row has does not count: a prompt's rows are cheap in the log."""
+    log = RouteLog(2, 8, max_bytes=100_000)
+    while not log.full:
+        for layer in range(2):
+            log.record(layer, np.zeros((1000, 1), np.int32))
+
+    experts, *_, left_out = log.trace_parts()
+
+    assert log.num_bytes > 97_000
+    assert (len(experts), left_out) == (25_000, 0)
+
+
+def test_a_row_is_no_wider_than_there_are_experts() -> None:
+    """Ids that occur again leave no gaps there."""
+    log = RouteLog(1, 4)
+    log.record(0, np.array([[3, 3, 9, 0, 3, 1, 0, -7, 1]]))
+
+    assert log.trace_parts()[0].tolist() == [[[3, 0, 1, -1]]]
+
+
+def test_a_step_of_a_million_choices_costs_a_look_at_each() -> None:
+    """Whether an id occurred before is not found by going through all before it."""
+    log = RouteLog(1, 2**20)
+    log.record(0, np.arange(2**20, dtype=np.int32)[None])
+
+    assert np.array_equal(log.trace_parts()[0][0, 0], np.arange(2**20))
+
+
 def test_the_log_agrees_with_plain_python() -> None:
     """Random steps of any shape, against the rules written with lists."""
     rng = random.Random(5)
@@ -132,11 +212,12 @@ def test_the_log_agrees_with_plain_python() -> None:
             row[layer] = chosen
         last, fresh = layer, False
 
-    experts, phase, seq, numbers, bulks = log.trace_parts()
+    experts, phase, seq, numbers, bulks, left_out = log.trace_parts()
 
     assert experts.tolist() == rows
     assert (phase.tolist(), seq.tolist(), numbers.tolist()) == (phases, sequences, steps)
     assert bulks.tolist() == shared
+    assert left_out == 0
 
 
 def test_steps_noted_while_the_arrays_are_made_are_not_in_them(
@@ -156,7 +237,7 @@ def test_steps_noted_while_the_arrays_are_made_are_not_in_them(
         return made
 
     monkeypatch.setattr(np, "full", interrupted)
-    experts, phase, _, step, _ = log.trace_parts()
+    experts, phase, _, step, *_ = log.trace_parts()
 
     assert experts.tolist() == [[[1, 2], [1, 2]]]
     assert (phase.tolist(), step.tolist()) == ([1], [0])
@@ -182,7 +263,7 @@ def test_a_log_is_read_while_another_thread_records() -> None:
     thread.start()
     try:
         for _ in range(300):
-            experts, phase, _, step, _ = log.trace_parts()
+            experts, phase, _, step, *_ = log.trace_parts()
             widths = (experts >= 0).sum(2)[:, 0]
             assert widths.tolist() == (np.arange(len(widths)) // 2 + 1).tolist()
             assert step.tolist() == (np.arange(len(widths)) // 2).tolist()
@@ -207,7 +288,7 @@ def test_a_cache_notes_what_is_acquired() -> None:
     cache.route_log = None
     cache.acquire(1, np.array([[1, 0]]), slots[:2].copy(), misses)
 
-    experts, phase, sequence, _, _ = log.trace_parts()
+    experts, phase, sequence, *_ = log.trace_parts()
 
     assert experts[:2].tolist() == [[[5, 2]] * 2, [[2, 7]] * 2]
     assert experts[2].tolist() == [[1, 0], [-1, -1]]
@@ -232,7 +313,7 @@ def test_a_cache_notes_which_steps_kept_to_their_share(scope: str) -> None:
                         cache.publish(slots[index])
                 cache.release(slots)
 
-        *_, step, bulk = cache.route_log.trace_parts()
+        *_, step, bulk, _ = cache.route_log.trace_parts()
 
         assert step.tolist() == [0, 0, 1, 1, 2, 3, 4]
         assert bulk.tolist() == [1, 1, 0, 0, 1, 0, 0]
@@ -268,8 +349,9 @@ def test_wrong_arguments_are_errors() -> None:
     for arguments in ((0, 8), (2, 0)):
         with pytest.raises(ConfigError):
             RouteLog(*arguments)
-    with pytest.raises(ConfigError):
-        RouteLog(2, 8, max_bytes=0)
+    for wrong in ({"max_bytes": 0}, {"top_k": 0}, {"top_k": -1}):
+        with pytest.raises(ConfigError, match="at least 1"):
+            RouteLog(2, 8, **wrong)
     for layer in (-1, 2):
         with pytest.raises(ValueError, match="is not in"):
             log.record(layer, np.array([[1]]))

@@ -8,7 +8,6 @@ import pytest
 
 from moecache.errors import ConfigError
 from moecache.settings import OPTIONS, Settings, markdown_table
-from tests.helpers.readings import hide_settings
 
 
 @pytest.fixture(autouse=True)
@@ -53,18 +52,6 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MOECACHE_POLICY", "slru")
 
     assert Settings.from_environ().policy == "slru"
-
-
-def test_tests_can_hide_every_setting(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Those of a developer are no tests' business."""
-    for option in OPTIONS.values():
-        monkeypatch.setenv(option.variable, "1")
-    hide_settings(monkeypatch)
-
-    assert Settings.from_environ() == Settings()
-    assert not caplog.records
 
 
 def test_spaces_around_a_value_do_not_count() -> None:

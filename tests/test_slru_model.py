@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -117,10 +117,4 @@ class SlruMachine(RuleBasedStateMachine):
 
 
 TestSlru = SlruMachine.TestCase
-TestSlru.settings = settings(
-    max_examples=num_examples(80),
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
+TestSlru.settings = settings(max_examples=num_examples(80))

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import struct
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -334,12 +335,12 @@ def test_sizes_are_compared_before_anything_is_allocated(tmp_path: Path) -> None
     """Headers that ask for terabytes, more than is there, less, or the same twice."""
     meta = ("meta.npy", npy(np.array(json.dumps(META))))
     cases = [
-        ([("experts.npy", member(b"", "(4000000000, 1000, 64)"))], "says it has 4"),
+        ([("experts.npy", member(b"", "(4000000000, 1000, 64)"))], "which takes 465.7 TiB, more"),
         ([("experts.npy", member(b"", "(10, 2, 2)"))], "needs 80 bytes by its header"),
         ([("experts.npy", member(bytes(300), "(10, 2, 2)"))], "goes on after the 80 bytes"),
         ([("experts.npy", member(bytes(8), "(-1, -2, 2)"))], "has the shape"),
         ([("experts.npy", b"\x93NUMPY\x03\x00" + bytes(20))], "version"),
-        ([("experts.npy", b"nothing of the kind")], "has no .npy header"),
+        ([("experts.npy", b"nothing of the kind")], "is no .npy file"),
         ([("experts.npy", member(bytes(8), "(2, 1, 2)", "__import__('os')"))], "header"),
     ]
     for members, message in cases:
@@ -358,8 +359,68 @@ def test_a_zip_bomb_is_refused(tmp_path: Path) -> None:
     path = zipped(tmp_path / "bomb.npz", [("experts.npy", content)])
 
     assert path.stat().st_size < 2**18
-    with pytest.raises(FormatError, match=r"says it has 100\.0 MiB, more than the 64\.0 MiB"):
+    with pytest.raises(FormatError, match=r"takes 900\.0 MiB, more than the 64\.0 MiB"):
         Trace.load(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{'descr': '<i2', 'fortran_order': False, 'shape': (3, 2, 1",
+        b"{'descr': (), 'fortran_order': False, 'shape': (3, 2, 1)}",
+        b"{'descr': '<i3', 'fortran_order': False, 'shape': (3, 2, 1)}",
+        b"{'descr': '<i2', 'fortran_order': 7, 'shape': (3, 2, 1)}",
+        b"{'descr': '<i2', 'fortran_order': False, 'shape': (True, True, True)}",
+        b"{'descr': '<i2', 'fortran_order': False, 'shape': (3, 2.0, 1)}",
+        b"{'descr': '<i2', 'fortran_order': False, 'shape': %a}" % ((1,) * 100,),
+        b"{'descr': '<i2', 'fortran_order': False, 'shape': (0, 1%s, 2)}" % (b"0" * 20),
+        b"{'descr': '<i2', 'fortran_order': False, 'shape': (0, 4294967296, 4294967296)}",
+        b"{'descr': '|S0', 'fortran_order': False, 'shape': (1%s,)}" % (b"0" * 12),
+        b"{'descr': '<U999999999', 'fortran_order': False, 'shape': ()}",
+        b"{'descr': '<i2', 'fortran_order': False}",
+        b"(" * 9000,
+        b"\x00\xff",
+        b"",
+    ],
+)
+def test_a_damaged_array_header_is_a_format_error(header: bytes, tmp_path: Path) -> None:
+    """Whatever it says; nothing that NumPy or Python raises gets out."""
+    for version, layout in ((b"\x01\x00", "<H"), (b"\x02\x00", "<I")):
+        content = b"\x93NUMPY" + version + struct.pack(layout, len(header)) + header + bytes(12)
+        path = zipped(tmp_path / "header.npz", [("experts.npy", content)])
+        with pytest.raises(FormatError, match=r"header\.npz: experts"):
+            Trace.load(path)
+
+
+def test_letters_that_there_are_none_for_are_a_format_error(tmp_path: Path) -> None:
+    """NumPy makes a str of any number, which then is a SystemError somewhere."""
+    meta = npy(np.array(json.dumps({**META, "model": "m"}))).replace(b"m\0\0\0", b"m\0\0\x08")
+    members = [("experts.npy", npy(np.zeros((3, 2, 1), np.int16))), ("meta.npy", meta)]
+    path = zipped(tmp_path / "letters.npz", members)
+    with pytest.raises(FormatError, match=r"meta is not JSON: .*utf-32"):
+        Trace.load(path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_only_what_numpy_writes_is_decompressed(method: int, tmp_path: Path) -> None:
+    """Other methods raise errors of their own when damaged, and take memory as they like."""
+    path = tmp_path / "method.npz"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("experts.npy", npy(np.zeros((3, 2, 1), np.int16)))
+        place = archive.infolist()[0].header_offset + 45
+    content = bytearray(path.read_bytes())
+    content[place : place + 8] = b"\xff" * 8
+    path.write_bytes(content)
+    with pytest.raises(FormatError, match=r"method\.npz: experts is compressed by method"):
+        Trace.load(path)
+
+
+def test_metadata_may_have_any_name(tmp_path: Path) -> None:
+    """Also that of the parameter which every method has."""
+    trace = load_any(write(tmp_path / "self.npz", {**META, "self": 1}, model="m"))
+
+    assert trace.metadata["self"] == 1
+    assert Trace(trace.experts, num_experts=8, **trace.metadata).metadata == trace.metadata
 
 
 def test_a_damaged_file_is_a_format_error_wherever_it_is_cut(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,81 @@ def test_uneven_rows_do_not_take_all_memory(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", wide, *[[[0, 1]]] * 20_000)
     with pytest.raises(FormatError, match="too much for a file of this size"):
         load_any(path)
+
+
+@pytest.mark.parametrize("routed", [1, 15, 16])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("u1", "npz"), ("i2", "npy"), (">u4", "npz"), ("i8", "npy")]
+)
+def test_ids_cost_at_most_twice_their_bytes(
+    dtype: str, kind: str, routed: int, tmp_path: Path
+) -> None:
+    """16 MiB of ids, while they are read and made a trace, with and without layers to leave out."""
+    ids = np.tile(np.arange(8, dtype=dtype), 2**21 // np.dtype(dtype).itemsize).reshape(-1, 16, 8)
+    ids[:, routed:] = 0
+    path = tmp_path / f"a.{kind}"
+    if kind == "npz":
+        np.savez(path, routed_experts=ids)
+    else:
+        np.save(path, ids)
+
+    tracemalloc.start()
+    trace = load_any(path, num_experts=16)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert np.array_equal(trace.experts, ids[:, :routed])
+    assert peak <= 2 * ids.nbytes + 6 * 2**20
+
+
+def test_what_ids_become_counts_for_how_many_there_may_be(tmp_path: Path) -> None:
+    """40 MiB of bytes in 40 KB are 80 MiB in a trace: more than a file of that size may have."""
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, routed_experts=np.zeros((2**20, 5, 8), np.uint8))
+
+    assert path.stat().st_size < 2**18
+    with pytest.raises(FormatError, match=r"takes 96\.0 MiB, more than the 64\.0 MiB"):
+        load_any(path)
+
+
+def test_ids_beyond_32_bits_are_no_experts(tmp_path: Path) -> None:
+    """They are refused, and never become others."""
+    for number, value in enumerate((2**31, -(2**31) - 1, 2**40 + 1, 2**64 - 1)):
+        array = np.array([[[value, 1]]], np.uint64 if value > 2**63 else np.int64)
+        path = tmp_path / f"{number}.npy"
+        np.save(path, array)
+        with pytest.raises(FormatError, match=f"has {value}, which is no expert"):
+            load_any(path)
+        with pytest.raises(ConfigError, match=f"has {value}, which is no expert"):
+            from_routed_experts(array, num_experts=8)
+
+
+def test_arrays_in_fortran_order_keep_their_places(tmp_path: Path) -> None:
+    """Read piece by piece into C's order."""
+    ids = np.random.default_rng(0).integers(0, 64, (30_001, 5, 3)).argsort(axis=2)
+    np.save(tmp_path / "a.npy", np.asfortranarray(ids))
+
+    assert np.array_equal(load_any(tmp_path / "a.npy").experts, ids)
+
+
+def test_responses_of_different_widths_and_prompts_are_joined(tmp_path: Path) -> None:
+    """Small ids and large ones; the prompts' rows are one step each."""
+    path = lines(
+        tmp_path / "a.jsonl",
+        {"prompt_routed_experts": [[[1, 2]], [[3, 4]]], "routed_experts": [[[5, 6]]]},
+        {"routed_experts": [[[40_000, 7]], [[8, 9]], [[1, 0]]], "usage": {"prompt_tokens": 2}},
+        {"routed_experts": []},
+    )
+    with pytest.raises(FormatError, match="must be whole numbers"):
+        load_any(path)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+
+    trace = load_any(path)
+
+    assert trace.experts[:, 0].tolist() == [[1, 2], [3, 4], [5, 6], [40_000, 7], [8, 9], [1, 0]]
+    assert trace.phase.tolist() == [0, 0, 1, 0, 0, 1]
+    assert trace.step.tolist() == [0, 0, 1, 3, 3, 4]
+    assert trace.sequence.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_binary_files_that_lie_are_format_errors(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_closing_what_was_loaded_closes_its_runtime_alone(
     other = load_in_slots(qwen3_moe)
     loaded.moecache.close()
     with other.moecache:
-        assert loaded.moecache.runtime.runtime.closed
+        assert loaded.moecache.runtime.closed
         assert torch.equal(generated(other), generated(whole_model))
 
 

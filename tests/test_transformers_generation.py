@@ -228,7 +228,7 @@ def test_two_threads_generate_on_one_model(model: Any, whole: Any) -> None:
         thread.join(60)
 
     assert [torch.equal(texts[i], expected[i]) for i in range(2)] == [True, True]
-    model.moecache.runtime.runtime.cache.check()
+    model.moecache.runtime.cache.check()
 
 
 def test_a_pipeline_writes_the_whole_models_text(model: Any, whole: Any, tokenizer: Any) -> None:

@@ -261,7 +261,7 @@ def test_a_model_without_references_is_collected_with_its_runtime(
     generated(model)
     if closed:
         model.moecache.close()
-    references = [weakref.ref(model), weakref.ref(model.moecache.runtime.runtime)]
+    references = [weakref.ref(model), weakref.ref(model.moecache.runtime)]
     del model
     gc.collect()
 

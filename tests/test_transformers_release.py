@@ -31,7 +31,7 @@ def test_the_slots_memory_is_free_after_close_while_the_model_lives(path: Path) 
     model = load(path, memory="50%", prefetch="router")
     with torch.no_grad():
         model(torch.tensor([[1, 2, 3]]))
-    slab = weakref.ref(model.moecache.runtime.runtime.slab("down").base)
+    slab = weakref.ref(model.moecache.runtime.slab("down").base)
     model.moecache.close()
     gc.collect()
     assert slab() is None

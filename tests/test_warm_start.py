@@ -16,14 +16,12 @@ from moecache.profiles.usage import usage_of, valuable_keys
 from moecache.settings import POLICIES
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
 from tests.helpers.pages import wait_until
-from tests.helpers.readings import hide_settings
 from tests.helpers.runtimes import drain, expected, make_runtime
 from tests.helpers.stores import Gate, WrappedStore, nothing, numbered_store
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    hide_settings(monkeypatch)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "moecache")
 
 

@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 import moecache
 from moecache.cache.warmpin import WarmPin, auto_pins, choose_pins
 from moecache.settings import POLICIES, Settings
-from tests.helpers.readings import hide_settings
 from tests.helpers.runtimes import drain, expected, make_runtime
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Hide the developer's own settings."""
-    hide_settings(monkeypatch)
+def info_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Keep lines that are no warnings."""
     caplog.set_level(logging.INFO, "moecache")
 
 

@@ -18,7 +18,7 @@ cdef struct Slot:
     int key
     int leases
     int partition
-    bint foreseen  # fetched ahead, and nobody has asked for it since
+    bint foreseen  # read ahead, and no step has asked for its expert since
     SlotState state
 
 
@@ -32,7 +32,7 @@ cdef class ExpertCache:
     cdef readonly AccessProfiler profiler
     cdef public RouteLog route_log  # notes every step, unless None
     cdef list partitions        # one Policy, or one per layer
-    cdef int* abandoned         # [len(partitions)] slots that are nobody's until released
+    cdef int* abandoned         # [len(partitions)] slots without an expert until they are released
     cdef Slot* slots            # [capacity]
     cdef int* free_slots        # stack
     cdef int num_free_slots
@@ -41,9 +41,9 @@ cdef class ExpertCache:
     cdef uint64_t* mask         # [num_layers, num_words] resident experts
     cdef int num_words
     cdef uint64_t* seen         # [num_experts] the last call that missed this expert
-    cdef int* uses              # [num_experts] rows of this call that want it
+    cdef int* uses              # [num_experts] rows of this call that chose it
     cdef Py_ssize_t* last_row   # [num_experts] the last of them
-    cdef int* first             # [num_experts] where it came first
+    cdef int* first             # [num_experts] index of its first occurrence in the ids
     cdef int* missing           # [num_experts] distinct experts that are not resident
     cdef uint64_t* order        # [num_experts] for sorting
     cdef uint64_t call

@@ -1,4 +1,4 @@
-"""ExpertCache: which expert is in which slot, and who may use or refill it."""
+"""ExpertCache: which expert is in which slot, and which slots may be used or refilled."""
 
 cimport cython
 cimport numpy as cnp
@@ -22,14 +22,14 @@ cnp.import_array()
 
 @cython.final
 cdef class ExpertCache:
-    """Map (layer, expert) to slots, and decide who leaves.
+    """Map (layer, expert) to slots, and decide which expert is evicted.
 
-    The cache moves no bytes. A caller *acquires* the experts of a step: those
-    that are there are leased where they are, for the others slots are claimed.
-    The caller fills a claimed slot and then *publishes* it, or *abandons* it if
-    that failed, exactly once. Every slot that `acquire` returned is *released*
-    exactly once, whatever became of it. A slot that is leased or being filled
-    is never given to another expert.
+    The cache moves no bytes. A caller *acquires* the experts of a step: resident
+    experts are leased where they are, and slots are claimed for the others. The
+    caller fills a claimed slot and then *publishes* it, or *abandons* it if that
+    failed, exactly once. Every slot that `acquire` returned is *released* exactly
+    once, whatever became of it. A slot that is leased or being filled is never
+    given to another expert.
 
     Calls are atomic and never block. Ids are int32 or int64 arrays of any shape.
 
@@ -40,12 +40,12 @@ cdef class ExpertCache:
     capacity : int
         Number of slots, at least 1.
     policy : str, default "echo"
-        Who is evicted: "echo" whoever is least likely to be used when its layer comes
-        round again; "haz2" the same from each expert's own history alone, at half the
-        cost; or one of the known ones: "arc", "fifo", "least-stale", "lecar", "lfru",
-        "lfu", "lrfu", "lru", "s3-fifo", "sieve", "slru" (a quarter on probation),
-        "slru-lfu" (evicts the least accessed there), "w-tinylfu". docs/policies.md
-        compares them.
+        Which expert is evicted. "echo": the one least likely to be used when its
+        layer comes round again; "haz2": the same from each expert's own history
+        alone, at half the cost; or a policy from the literature: "arc", "fifo",
+        "least-stale", "lecar", "lfru", "lfu", "lrfu", "lru", "s3-fifo", "sieve",
+        "slru" (a quarter on probation), "slru-lfu" (evicts the least accessed
+        there), "w-tinylfu". docs/policies.md compares them.
     scope : {"global", "layer"}, default "global"
         Whether layers compete for slots, or each has its share (the remainder
         goes to the first layers).
@@ -55,13 +55,13 @@ cdef class ExpertCache:
     Attributes
     ----------
     route_log : RouteLog or None
-        Where `acquire` notes the ids of every step; None, and nothing noted, at first.
+        Where `acquire` notes the ids of every step. None at first: nothing is noted.
 
     Raises
     ------
     ConfigError
-        If a name is unknown, a number below 1, or there are fewer slots than
-        layers with scope "layer".
+        If a name is unknown, a number is below 1, or with scope "layer" there are
+        fewer slots than layers.
     """
 
     def __cinit__(
@@ -155,36 +155,36 @@ cdef class ExpertCache:
         Py_ssize_t share=-1,
         bint ignore_out_of_range=False,
     ) -> int:
-        """Lease the experts of a step that are there, and claim slots for the others.
+        """Lease the resident experts of a step, and claim slots for the others.
 
-        Duplicates are one access and one lease. An expert that somebody else
-        is filling is leased too ("joined"): it is a miss, but not to be filled
-        again.
+        Duplicates are one access and one lease. An expert that another caller
+        is already filling is leased too ("joined"): it counts as a miss, but
+        must not be filled again.
 
         Parameters
         ----------
         layer : int
         ids : ndarray of int32 or int64, shape [..., top_k]
-            What the router chose; for a policy that looks at tokens, a row is one.
+            What the router chose. A policy that looks at tokens takes a row as one.
         slots_out : ndarray of int32, C-contiguous, ids.size elements
             Receives the slot of each id; -1 where there is none. The three arrays
             must not share memory.
         misses_out : ndarray of int32, C-contiguous, at least min(ids.size, num_experts)
-            Receives for each distinct expert that is not ready the flat index
-            where it first occurs in `ids`: first those whose slots are to be
-            filled; then, as ~index, the joined ones; then those that
+            Receives, for each distinct expert that is not resident, the flat index
+            of its first occurrence in `ids`: first the experts whose slots the
+            caller must fill; then, as ~index, the joined ones; then those that
             `share` left without a slot (slots_out -1).
         share : int, default -1
-            Claim slots only until so many of the step's experts have one (those
-            there already count), for the experts that most rows ask for, and no
-            more than can be had. -1: claim all or raise.
+            Claim slots only until this many of the step's experts have one (resident
+            experts count), for the experts that the most rows ask for, and no more
+            than are available. -1: claim all or raise.
         ignore_out_of_range : bool, default False
             Drop ids outside [0, num_experts) rather than raise.
 
         Returns
         -------
         int
-            Number of entries of `misses_out`; 0 when everything is there.
+            Entries written to `misses_out`; 0 if every expert is resident.
 
         Raises
         ------
@@ -193,7 +193,7 @@ cdef class ExpertCache:
         TypeError
             If ids are not integers.
         CapacityError
-            If all were to be claimed and there are not enough slots to evict.
+            If all are to be claimed and too few slots are free or can be evicted.
             After any error nothing has changed.
         """
         cdef cnp.ndarray array = as_ids(ids)
@@ -215,7 +215,7 @@ cdef class ExpertCache:
             )
             if num_missing:
                 admitted = self.plan_claims(<int>layer, data, wide, n, num_missing, share)
-            # A step without experts of ours is none: nor does a replay tell the policy of it.
+            # A step without a valid id is no step: a replay does not tell the policy of it either.
             if num_missing or self.any_valid(data, wide, n):
                 self.part(<int>layer).begin_step(<int>layer, data, wide, rows, top_k)
             if self.route_log is not None:
@@ -231,7 +231,7 @@ cdef class ExpertCache:
         return num_missing
 
     def release(self, cnp.ndarray slots not None) -> None:
-        """End one lease on each distinct slot; entries of -1 are passed over.
+        """End one lease on each distinct slot; entries of -1 are skipped.
 
         Parameters
         ----------
@@ -275,24 +275,25 @@ cdef class ExpertCache:
     def claim(
         self, Py_ssize_t layer, Py_ssize_t expert, *, bint evict=True, bint foreseen=True
     ) -> int:
-        """Claim a slot for an expert that nobody asked for yet.
+        """Claim a slot for an expert that no step has asked for yet.
 
-        Takes a free slot, or that of an expert the policy values less. The
-        slot is not leased; publish or abandon it.
+        Takes a free slot, or that of an expert that the policy values less.
+        The slot is not leased; the caller publishes or abandons it.
 
         Parameters
         ----------
         layer, expert : int
         evict : bool, default True
-            If false, only a free slot will do.
+            If false, take only a free slot.
         foreseen : bool, default True
-            Count what becomes of it: `num_foreseen_hits`, `num_foreseen_late`,
-            `num_foreseen_unused`.
+            Count what becomes of the expert: `num_foreseen_hits`,
+            `num_foreseen_late`, `num_foreseen_unused`.
 
         Returns
         -------
         int
-            The slot, or -1 if the expert is there, in flight, or not worth it.
+            The slot, or -1 if the expert is resident or in flight, or no slot may
+            be taken for it.
         """
         cdef Policy part
         cdef int partition, victim, local, slot
@@ -382,8 +383,8 @@ cdef class ExpertCache:
     def fair_share(self, Py_ssize_t layer) -> int:
         """Return how many slots a layer would have if all had the same, at least 1.
 
-        The `share` of a step of many tokens: it must not evict what the other
-        layers, and later tokens, need.
+        This is the `share` for a step of many tokens, which must not evict what
+        other layers and later tokens need.
         """
         self.checked(layer, 0)
         return self.share_of(<int>layer)
@@ -440,7 +441,7 @@ cdef class ExpertCache:
 
     @property
     def num_resident(self) -> int:
-        """Number of experts that can be used at once; never above `capacity`."""
+        """Number of resident experts; never above `capacity`."""
         return self.resident_count
 
     @property
@@ -516,7 +517,7 @@ cdef class ExpertCache:
         return <Policy>self.partitions[0 if self.is_global else layer]
 
     cdef int local_key(self, int key) noexcept nogil:
-        # With one policy per layer its keys are the experts.
+        # With one policy per layer, a key is the expert's number in its layer.
         return key if self.is_global else key % self.num_experts
 
     cdef void heed_reset(self) noexcept:
@@ -624,7 +625,7 @@ cdef class ExpertCache:
         cdef Py_ssize_t position
         for i in range(num_missing):
             wanted += self.in_flight[layer * self.num_experts + self.missing[i]] < 0
-        # Hits of this step will be leased: their slots are no room.
+        # Hits of this step will be leased: their slots cannot be evicted.
         for position in range(n):
             expert = id_at(ids, wide, position)
             if expert < 0 or expert >= self.num_experts or table[expert] < 0:

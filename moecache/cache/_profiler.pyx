@@ -1,4 +1,4 @@
-"""AccessProfiler: which expert is used how often, and how often it was there."""
+"""AccessProfiler: how often each expert is used, and how often it was resident."""
 
 cimport cython
 cimport numpy as cnp
@@ -44,14 +44,14 @@ cdef class AccessProfiler:
         free(self.layer_misses)
 
     def record_hit(self, Py_ssize_t layer, Py_ssize_t expert) -> None:
-        """Count an access to an expert that was there."""
+        """Count an access to an expert that was resident."""
         self.checked(layer, expert)
         self.totals[layer * self.num_experts + expert] += 1
         self.layer_hits[layer] += 1
         self.hit_count += 1
 
     def record_miss(self, Py_ssize_t layer, Py_ssize_t expert) -> None:
-        """Count an access to an expert that was not there."""
+        """Count an access to an expert that was not resident."""
         self.checked(layer, expert)
         count_miss(self, <int>layer, <int>(layer * self.num_experts + expert))
 
@@ -62,12 +62,12 @@ cdef class AccessProfiler:
 
     @property
     def num_hits(self) -> int:
-        """Accesses that found their expert."""
+        """Accesses whose expert was resident."""
         return self.hit_count
 
     @property
     def num_misses(self) -> int:
-        """Accesses that did not."""
+        """Accesses whose expert was not resident."""
         return self.miss_count
 
     @property
@@ -82,12 +82,12 @@ cdef class AccessProfiler:
 
     @property
     def hits_by_layer(self) -> np.ndarray:
-        """Accesses that found their expert, uint64 [num_layers]: a copy."""
+        """Hits of each layer, uint64 [num_layers]: a copy."""
         return _copied(self.layer_hits, self.num_layers)
 
     @property
     def misses_by_layer(self) -> np.ndarray:
-        """Accesses that did not, uint64 [num_layers]: a copy."""
+        """Misses of each layer, uint64 [num_layers]: a copy."""
         return _copied(self.layer_misses, self.num_layers)
 
     def access_count(self, Py_ssize_t layer, Py_ssize_t expert) -> int:
@@ -109,7 +109,7 @@ cdef class AccessProfiler:
         if n < 0:
             raise ValueError(f"n must not be negative, got {n}")
         row = self.counts_owner[layer]
-        # A stable sort of the negated counts: uint64 would wrap, so as int64.
+        # A stable sort of the negated counts, as int64: uint64 would wrap.
         order = np.argsort(-row.astype(np.int64), kind="stable")[:n]
         return [int(expert) for expert in order if row[expert]]
 
@@ -147,7 +147,7 @@ cdef class AccessProfiler:
         return _rate(self.hit_count - self.warm_hits, self.miss_count - self.warm_misses)
 
     def record_miss_stall(self, Py_ssize_t nanoseconds) -> None:
-        """Count time that a step had nothing to compute and waited for a read."""
+        """Count a stall: time in which a step had nothing to compute and waited for a read."""
         if nanoseconds < 0:
             raise ValueError(f"a stall cannot last {nanoseconds} ns")
         self.stall_ns += <uint64_t>nanoseconds
@@ -156,7 +156,7 @@ cdef class AccessProfiler:
 
     @property
     def stall_histogram(self) -> tuple[int, ...]:
-        """Number of stalls by their length; `stall_bucket_ns` has what each bucket holds."""
+        """Number of stalls by length, one count per bucket; see `stall_bucket_ns`."""
         cdef int bucket
         return tuple([self.stall_buckets[bucket] for bucket in range(NUM_STALL_BUCKETS)])
 
@@ -202,7 +202,7 @@ cdef class AccessProfiler:
 
     @property
     def num_resets(self) -> int:
-        """How often `reset` was called: counts of before and after one do not compare."""
+        """How often `reset` was called: counts from before and after it cannot be compared."""
         return self.generation
 
     def reset(self) -> None:
@@ -228,7 +228,7 @@ cdef class AccessProfiler:
 def stall_bucket_ns(int bucket) -> int:
     """Return the longest stall that a bucket of `AccessProfiler.stall_histogram` holds, in ns.
 
-    That is less than 12.5 % more than its shortest. The last bucket also holds all that are longer.
+    It is less than 12.5 % above the bucket's shortest. The last bucket also holds all longer ones.
     """
     if bucket < 0 or bucket >= NUM_STALL_BUCKETS:
         raise ValueError(f"bucket {bucket} is not in [0, {NUM_STALL_BUCKETS})")

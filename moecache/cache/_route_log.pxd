@@ -10,14 +10,20 @@ cdef struct StepHeader:
 
 # What `trace_parts` finds out, and then writes to.
 cdef struct Passes:
-    const char* begin  # of the steps, and their end
+    const char* begin  # of the first step, and the end of the last
     const char* end
+    Py_ssize_t widest  # wider steps are left out
+    Py_ssize_t most_rows  # passes that would exceed it are left out
     Py_ssize_t num_rows
     Py_ssize_t top_k
+    Py_ssize_t usual  # how wide most steps are
+    Py_ssize_t num_left_out
     unsigned char* phase
     int32_t* sequence
     int32_t* step
     unsigned char* bulk
+    uint32_t* seen  # per expert, the last row that had it
+    uint32_t num_seen
 
 
 @cython.final
@@ -31,6 +37,7 @@ cdef class RouteLog:
     cdef char* data        # StepHeader, ids, StepHeader, ids, ...
     cdef Py_ssize_t used
     cdef Py_ssize_t capacity
+    cdef int model_top_k   # 0: not known
     cdef bint wide         # ids are kept as int32, not int16
     cdef bint between      # no step since the last sequence began
 
@@ -41,7 +48,8 @@ cdef class RouteLog:
     cdef void mark_sequence(self) noexcept nogil
     cdef Py_ssize_t id_bytes(self, Py_ssize_t n) noexcept nogil
     cdef char* reserve(self, Py_ssize_t nbytes) noexcept nogil
+    cdef Py_ssize_t row_bytes(self, const Passes* passes) noexcept nogil
     cdef void scan(self, Passes* passes, char* experts) noexcept nogil
     cdef void copy_step(
-        self, const StepHeader* header, char* out, Py_ssize_t stride
+        self, const StepHeader* header, char* out, Py_ssize_t stride, Passes* passes
     ) noexcept nogil

@@ -5,7 +5,14 @@ import numpy.typing as npt
 
 @final
 class RouteLog:
-    def __new__(cls, num_layers: int, num_experts: int, *, max_bytes: int = 268435456) -> Self: ...
+    def __new__(
+        cls,
+        num_layers: int,
+        num_experts: int,
+        *,
+        top_k: int | None = None,
+        max_bytes: int = 268435456,
+    ) -> Self: ...
     @property
     def num_layers(self) -> int: ...
     @property
@@ -31,4 +38,5 @@ class RouteLog:
         npt.NDArray[np.int32],
         npt.NDArray[np.int32],
         npt.NDArray[np.uint8],
+        int,
     ]: ...

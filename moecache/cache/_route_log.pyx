@@ -14,7 +14,8 @@ from moecache.errors import ConfigError
 
 cnp.import_array()
 
-cdef Py_ssize_t FIRST_BYTES = 64 * 1024
+cdef enum:
+    FIRST_BYTES = 64 * 1024
 
 
 @cython.final
@@ -25,27 +26,33 @@ cdef class RouteLog:
     32,767 experts). Nothing is raised while decoding: at `max_bytes`, or when there
     is no memory, the log is `full`, keeps what it has, and counts what it drops.
 
-    Steps are those of one stream of tokens: where several threads use a cache at
-    once, their steps mix.
+    All steps count as one stream of tokens: if several threads use a cache at once,
+    their steps mix.
 
     Parameters
     ----------
     num_layers, num_experts : int
         Shape of the model, each at least 1.
+    top_k : int, optional
+        Experts per token. A single row with a multiple of `top_k` ids, as a lease of flat
+        ids has, is then noted as several rows.
     max_bytes : int, default 256 MiB
-        Bytes after which nothing more is noted.
+        Bytes after which nothing more is noted. A trace of the log takes no more either.
     """
 
     def __cinit__(
-        self, int num_layers, int num_experts, *, Py_ssize_t max_bytes=256 * 1024 * 1024
+        self, int num_layers, int num_experts, *, top_k=None,
+        Py_ssize_t max_bytes=256 * 1024 * 1024,
     ):
-        if num_layers < 1 or num_experts < 1 or max_bytes < 1:
+        cdef int width = 1 if top_k is None else top_k
+        if num_layers < 1 or num_experts < 1 or width < 1 or max_bytes < 1:
             raise ConfigError(
-                "num_layers, num_experts and max_bytes must be at least 1, "
-                f"got {num_layers}, {num_experts} and {max_bytes}"
+                "num_layers, num_experts, top_k and max_bytes must be at least 1, "
+                f"got {num_layers}, {num_experts}, {top_k} and {max_bytes}"
             )
         self.num_layers = num_layers
         self.num_experts = num_experts
+        self.model_top_k = 0 if top_k is None else width
         self.max_bytes = max_bytes
         self.wide = num_experts > 32767
         self.between = True
@@ -63,7 +70,7 @@ cdef class RouteLog:
             A row is a token. Ids outside [0, num_experts) are noted as -1.
         bulk : bool, optional
             Whether the step admitted no more than its layer's fair share. By default
-            if it has several rows.
+            true if `ids` has several rows.
 
         Raises
         ------
@@ -112,19 +119,26 @@ cdef class RouteLog:
         A pass over the layers begins where the layer's number does not increase,
         the number of rows or `bulk` changes, or a sequence begins. Each of its rows
         is a row of the trace; layers that a pass leaves out are padded with -1, as
-        are ids that are out of range or occur twice in a row. What other threads
+        are ids that are out of range or repeated within a row. What other threads
         note meanwhile is not in it.
+
+        If `experts` would take more than `max_bytes` (but at least 64 KiB), steps wider
+        than both `top_k` and most steps are left out; if that is not enough, so are the
+        last passes.
 
         Returns
         -------
         experts : ndarray of int16 or int32, shape [num_tokens, num_layers, top_k]
-            int32 if there are more than 32,767 experts.
+            int32 if there are more than 32,767 experts. If a row has more ids than
+            there are experts, the ids that are kept stand side by side.
         phase : ndarray of uint8, shape [num_tokens]
             0 for passes of several rows (prefill), 1 for those of one (decode).
         sequence, step : ndarray of int32, shape [num_tokens]
             Which sequence a token belongs to, and which pass.
         bulk : ndarray of uint8, shape [num_tokens]
             1 for passes that admitted no more than each layer's fair share.
+        num_left_out : int
+            Steps that were noted and are not in the arrays.
 
         Raises
         ------
@@ -132,14 +146,21 @@ cdef class RouteLog:
             If there is no memory for a copy of the log and the arrays.
         """
         cdef Passes passes
-        cdef cnp.ndarray experts, phase, sequence, step, bulk
+        cdef Py_ssize_t most = max(self.max_bytes, FIRST_BYTES)
+        cdef cnp.ndarray experts, phase, sequence, step, bulk, seen
         cdef bytes noted
         # Making an array may let another thread run, which appends, clears, or moves the buffer.
         with cython.critical_section(self):
             noted = PyBytes_FromStringAndSize(self.data, self.used)
         passes.begin = PyBytes_AS_STRING(noted)
         passes.end = passes.begin + len(noted)
+        passes.widest = passes.most_rows = 0x7FFFFFFF
         self.scan(&passes, NULL)
+        if passes.num_rows > most // self.row_bytes(&passes):
+            passes.widest = max(passes.usual, self.model_top_k)
+            self.scan(&passes, NULL)
+            passes.most_rows = most // self.row_bytes(&passes)
+            self.scan(&passes, NULL)
         experts = np.full(
             (passes.num_rows, self.num_layers, max(1, passes.top_k)),
             -1,
@@ -149,12 +170,14 @@ cdef class RouteLog:
         sequence = np.empty(passes.num_rows, np.int32)
         step = np.empty(passes.num_rows, np.int32)
         bulk = np.empty(passes.num_rows, np.uint8)
+        seen = np.zeros(self.num_experts, np.uint32)
         passes.phase = <unsigned char*>cnp.PyArray_DATA(phase)
         passes.sequence = <int32_t*>cnp.PyArray_DATA(sequence)
         passes.step = <int32_t*>cnp.PyArray_DATA(step)
         passes.bulk = <unsigned char*>cnp.PyArray_DATA(bulk)
+        passes.seen = <uint32_t*>cnp.PyArray_DATA(seen)
         self.scan(&passes, <char*>cnp.PyArray_DATA(experts))
-        return experts, phase, sequence, step, bulk
+        return experts, phase, sequence, step, bulk, passes.num_left_out
 
     cdef void append(
         self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t top_k,
@@ -175,6 +198,9 @@ cdef class RouteLog:
         if header == NULL:
             self.num_dropped += 1
             return
+        if rows == 1 and self.model_top_k and top_k % self.model_top_k == 0:
+            rows = top_k // self.model_top_k
+            top_k = self.model_top_k
         header.layer = layer
         header.rows = <int32_t>rows
         header.width = 2 * <uint32_t>top_k + bulk
@@ -224,67 +250,96 @@ cdef class RouteLog:
             header.width = 0
             self.between = True
 
+    cdef Py_ssize_t row_bytes(self, const Passes* passes) noexcept nogil:
+        cdef Py_ssize_t width = sizeof(int32_t) if self.wide else sizeof(int16_t)
+        # Whole passes of one width take no more bytes for ids than the log does.
+        return self.num_layers * max(1, passes.top_k) * width
+
     cdef void scan(self, Passes* passes, char* experts) noexcept nogil:
-        # Counts rows and the widest step first; then, with arrays, writes them.
+        # Counts rows, the widest step and the usual one; then, with arrays, writes them.
         cdef const char* here = passes.begin
         cdef const StepHeader* header
         cdef Py_ssize_t first = 0, rows = 0, row, stride = self.num_layers * passes.top_k
         cdef Py_ssize_t width = sizeof(int32_t) if self.wide else sizeof(int16_t)
-        cdef Py_ssize_t top_k
+        cdef Py_ssize_t top_k, votes = 0
         cdef int32_t sequence = 0, step = -1, last = -1
         cdef uint32_t bulk = 0
+        cdef bint over = False
+        passes.num_left_out = 0
+        passes.num_seen = 0
         if experts == NULL:
             passes.top_k = 0
+            passes.usual = 0
         while here < passes.end:
             header = <const StepHeader*>here
             top_k = header.width >> 1
+            here += sizeof(StepHeader) + self.id_bytes(header.rows * top_k)
             if header.layer < 0:
                 sequence += 1
                 first += rows
                 rows = 0
+                last = -1
+                continue
+            if experts == NULL:
+                # A majority vote: a width that more than half of the steps have wins.
+                if votes == 0:
+                    passes.usual = top_k
+                votes += 1 if top_k == passes.usual else -1
+            if top_k > passes.widest or over:
+                passes.num_left_out += 1
+                continue
+            if header.layer <= last or header.rows != rows or (header.width & 1) != bulk:
+                if first + rows + header.rows > passes.most_rows:
+                    over = True
+                    passes.num_left_out += 1
+                    continue
+                first += rows
+                rows = header.rows
+                bulk = header.width & 1
+                step += 1
+                if experts != NULL:
+                    for row in range(first, first + rows):
+                        passes.phase[row] = rows == 1
+                        passes.sequence[row] = sequence
+                        passes.step[row] = step
+                        passes.bulk[row] = bulk
+            if experts == NULL:
+                passes.top_k = max(passes.top_k, min(top_k, self.num_experts))
             else:
-                if header.layer <= last or header.rows != rows or (header.width & 1) != bulk:
-                    first += rows
-                    rows = header.rows
-                    bulk = header.width & 1
-                    step += 1
-                    if experts != NULL:
-                        for row in range(first, first + rows):
-                            passes.phase[row] = rows == 1
-                            passes.sequence[row] = sequence
-                            passes.step[row] = step
-                            passes.bulk[row] = bulk
-                if experts == NULL:
-                    passes.top_k = max(passes.top_k, top_k)
-                else:
-                    self.copy_step(
-                        header,
-                        experts + width * (first * stride + header.layer * passes.top_k),
-                        stride,
-                    )
+                self.copy_step(
+                    header,
+                    experts + width * (first * stride + header.layer * passes.top_k),
+                    stride,
+                    passes,
+                )
             last = header.layer
-            here += sizeof(StepHeader) + self.id_bytes(header.rows * top_k)
         passes.num_rows = first + rows
 
     cdef void copy_step(
-        self, const StepHeader* header, char* out, Py_ssize_t stride
+        self, const StepHeader* header, char* out, Py_ssize_t stride, Passes* passes
     ) noexcept nogil:
         cdef const int16_t* narrow = <const int16_t*>(header + 1)
         cdef const int32_t* wide = <const int32_t*>(header + 1)
         cdef int16_t* narrow_out = <int16_t*>out
         cdef int32_t* wide_out = <int32_t*>out
-        cdef Py_ssize_t row, j, other, here, i = 0, top_k = header.width >> 1
+        cdef Py_ssize_t row, place, i = 0, top_k = header.width >> 1
+        cdef bint packed = top_k > passes.top_k
         cdef int32_t expert
         for row in range(header.rows):
-            here = row * stride
-            for j in range(top_k):
+            place = row * stride
+            passes.num_seen += 1
+            for _ in range(top_k):
                 expert = wide[i] if self.wide else narrow[i]
                 i += 1
-                for other in range(here, here + j):
-                    if (wide_out[other] if self.wide else narrow_out[other]) == expert:
+                if expert >= 0:
+                    if passes.seen[expert] == passes.num_seen:
                         expert = -1
-                        break
+                    else:
+                        passes.seen[expert] = passes.num_seen
+                if expert < 0 and packed:
+                    continue
                 if self.wide:
-                    wide_out[here + j] = expert
+                    wide_out[place] = expert
                 else:
-                    narrow_out[here + j] = <int16_t>expert
+                    narrow_out[place] = <int16_t>expert
+                place += 1

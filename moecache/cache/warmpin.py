@@ -12,12 +12,12 @@ from moecache.settings import DEFAULT_WARMPIN_AFTER
 
 logger = logging.getLogger(__name__)
 
-# They predict every expert's next use: a pin could only keep what they value less.
+# These predict every expert's next use: a pin could only keep an expert that they value less.
 UNPINNED_POLICIES = ("echo", "haz2")
 
 
 def auto_pins(num_layers: int, num_experts: int, top_k: int, capacity: int) -> int:
-    """Return how many experts of each layer to pin if nobody says: as many as a token uses.
+    """Return how many experts of each layer to pin by default: as many as a token uses.
 
     0 if the cache holds everything.
     """
@@ -42,11 +42,11 @@ def choose_pins(
     slot_table : ndarray of int32, shape [num_layers, num_experts]
         Slot of each expert, -1 where it is not resident.
     n : int
-        Of each layer, its most used resident experts; ties by id.
+        Experts of each layer: its most used resident ones, ties by id.
     max_pins : int
-        In all; the layers that come last go without.
+        Most pins in all; the least busy layers go without.
     max_layer_pins : int, optional
-        Of each layer.
+        Most pins of each layer.
     """
     pins: list[tuple[int, int]] = []
     n = n if max_layer_pins is None else min(n, max_layer_pins)
@@ -68,8 +68,8 @@ def choose_pins(
 class WarmPin:
     """Pins once, when enough accesses have been counted.
 
-    At most half of the cache, and with a scope of layers half of each layer's slots, is
-    pinned; what was is in the profiler's report.
+    At most half of the cache is pinned, and with scope "layer" at most half of each layer's
+    slots. The profiler's report lists the pinned experts.
 
     Parameters
     ----------
@@ -80,17 +80,17 @@ class WarmPin:
         Experts of each layer; 0 pins none. "auto": `auto_pins`, but none under the
         policies "echo" and "haz2".
     after : int, default 512
-        Accesses, hits too, before it happens.
+        Accesses, hits included, before it pins.
 
     Attributes
     ----------
     n : int
-        What came of it; 0 if nothing will be pinned.
+        Experts of each layer to pin, "auto" resolved; 0 if nothing will be pinned.
 
     Raises
     ------
     ConfigError
-        If a number is negative, or none.
+        If `n` or `after` is not a whole number from 0 on, and `n` is not "auto" either.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class WarmPin:
             self.n = auto_pins(cache.num_layers, cache.num_experts, top_k, cache.capacity)
 
     def look(self) -> bool:
-        """Pin if it is time; return whether that is over, now or before."""
+        """Pin once enough accesses were counted; return whether that has happened by now."""
         if self._profiler.num_hits + self._profiler.num_misses < self._after:
             return False
         if self._once.acquire(blocking=False):
@@ -135,7 +135,7 @@ class WarmPin:
             max_pins=cache.capacity // 2,
             max_layer_pins=share,
         )
-        # A policy may have no room for a pin; what was evicted meanwhile is not pinned either.
+        # A policy may have no room for a pin; an expert evicted meanwhile is not pinned either.
         pinned = [pair for pair in chosen if cache.pin(*pair)]
         self._profiler.record_warm_pin(pinned)
         logger.info(

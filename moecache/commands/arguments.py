@@ -1,4 +1,4 @@
-"""What commands that study traces have in common: files, lists of names, where values are wrong."""
+"""What commands share: traces from files, lists of names, output files, options named in errors."""
 
 import argparse
 import contextlib
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moecache.errors import CapacityError, ConfigError
+from moecache.files import Kind, check_replaced
 from moecache.study.importers import load_any
 from moecache.traces.trace import Trace
 
@@ -24,39 +25,71 @@ def load_traces(names: Sequence[str]) -> dict[str, Trace]:
     return traces
 
 
-def check_outputs(arguments: argparse.Namespace, *options: str) -> None:
-    """Refuse what cannot be written, or is a trace, before anything is replayed."""
-    taken = dict.fromkeys(arguments.traces, "the trace")
-    for option in options:
-        path = getattr(arguments, option)
+def add_force(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --force, without which `check_outputs` refuses to replace other files."""
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace an output file of any kind (default: only one that is empty or of the kind "
+        "that is written)",
+    )
+
+
+def check_outputs(
+    arguments: argparse.Namespace, inputs: Mapping[str, str], **kinds: Kind | None
+) -> None:
+    """Refuse outputs that cannot be written, or would replace an input or a file of another kind.
+
+    Called before anything runs, so that no work is lost.
+
+    Parameters
+    ----------
+    arguments : Namespace
+    inputs : mapping of str to str
+        Paths that the command reads, and what they are.
+    **kinds : Kind or None
+        The kind of file that each option's path gets; `None` if its writer knows what it replaces.
+    """
+    taken = dict(inputs)
+    for name, kind in kinds.items():
+        path = getattr(arguments, name)
+        option = f"--{name.replace('_', '-')}"
         if path == "":
-            raise ConfigError(f"--{option} is empty; is a shell variable unset?")
-        if path is not None and not Path(path).parent.is_dir():
-            raise ConfigError(f"--{option}: there is no directory {Path(path).parent}")
-        if path is not None:
-            check_output(f"--{option}", path, taken)
-            taken[path] = f"--{option}"
+            raise ConfigError(f"{option} is empty; is a shell variable unset?")
+        if path is None:
+            continue
+        if not Path(path).parent.is_dir():
+            raise ConfigError(f"{option}: there is no directory {Path(path).parent}")
+        check_output(option, path, taken, None if arguments.force else kind)
+        taken[path] = option
 
 
-def check_output(option: str, path: str, taken: Mapping[str, str]) -> None:
-    """Refuse to write over a file that the same command reads or writes.
+def check_output(
+    option: str, path: str, taken: Mapping[str, str], kind: Kind | None = None
+) -> None:
+    """Refuse to write over a file that the same command reads or writes, or one of another kind.
 
     Parameters
     ----------
     option : str
-        What the path was given as.
+        The option that gave the path.
     path : str
     taken : mapping of str to str
         Other paths, and what they are. Links are followed; devices and pipes may be shared.
+    kind : Kind, optional
+        The kind of file that is to be written.
 
     Raises
     ------
     ConfigError
-        If it is one of them.
+        If the path is one of `taken`, or a file of another kind.
     """
     for other, name in taken.items():
         if _is_same_file(path, other):
             raise ConfigError(f"{option} {path} is {name} as well; name another file")
+    if kind is not None:
+        with naming(option):
+            check_replaced(path, kind)
 
 
 def _is_same_file(one: str, other: str) -> bool:
@@ -67,7 +100,7 @@ def _is_same_file(one: str, other: str) -> bool:
             return False
         if os.path.samestat(found, os.stat(other)):
             return True
-    except (OSError, ValueError):  # not there yet, or no path at all: whoever opens it says so
+    except (OSError, ValueError):  # not there yet, or no path at all: opening it says so
         pass
     try:
         return os.path.realpath(one) == os.path.realpath(other)
@@ -100,7 +133,7 @@ def split(option: str, given: str) -> list[str]:
 
 @contextlib.contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Name the option in what is said of its value."""
+    """Name the option in errors about its value."""
     try:
         yield
     except (ConfigError, CapacityError) as error:

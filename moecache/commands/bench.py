@@ -9,18 +9,23 @@ from typing import Any
 from rich.console import Console
 
 from moecache import prefault
-from moecache.commands.arguments import choose, naming, split
+from moecache.commands.arguments import add_force, check_outputs, choose, naming, split
 from moecache.commands.bench_table import print_bench
 from moecache.commands.contestants import Contestant, chosen, differing, run_process
 from moecache.commands.generate import DTYPES, MODEL_PREFETCH_MODES
 from moecache.commands.machine import describe_facts, machine_facts
 from moecache.commands.paths import map_file
-from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError, StoreError
+from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
+from moecache.files import Kind, write_whole
 from moecache.settings import DEFAULT_POLICY, POLICIES, READ_MODES
 from moecache.stores._paths import check_model
 from moecache.units import format_bytes, parse_budget
 
 JSON_VERSION = 1
+_JSON_FILE = Kind(
+    "a file of figures of moecache bench",
+    lambda data: data.startswith(b'{\n "version": ') and b'\n "machine": ' in data,
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -49,10 +54,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--policies",
         metavar="LIST",
-        help=f"who is evicted; names, or all: {', '.join(POLICIES)} (default: {DEFAULT_POLICY})",
+        help=f"which expert is evicted; names, or all: {', '.join(POLICIES)} "
+        f"(default: {DEFAULT_POLICY})",
     )
     parser.add_argument(
-        "--prefetch", choices=MODEL_PREFETCH_MODES, help="whose guesses are read ahead"
+        "--prefetch", choices=MODEL_PREFETCH_MODES, help="which guesses are read ahead"
     )
     parser.add_argument("--read", choices=READ_MODES, help="through the page cache or around it")
     parser.add_argument(
@@ -84,10 +90,11 @@ def add_parser(commands: Any) -> None:
         help="draw tokens at temperature 1 instead of taking the likeliest, after which small "
         "models repeat themselves",
     )
-    work.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    work.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
     work.add_argument("--threads", type=int, metavar="N", help="torch's (default: its own choice)")
     work.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     parser.add_argument("--json", metavar="FILE", help="write all figures of all runs there")
+    add_force(parser)
     parser.set_defaults(run=run)
 
 
@@ -124,7 +131,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     others = differing(contestants)
     if arguments.json:
-        _write(arguments.json, task, facts, contestants, same=not others)
+        found = _figures(task, facts, contestants, same=not others)
+        text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+        write_whole(arguments.json, text.encode(), _JSON_FILE, force=arguments.force)
     print_bench(
         Console(highlight=False, markup=False, emoji=False), contestants, compare=arguments.compare
     )
@@ -142,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_all(
     console: Console, contestants: list[Contestant], task: dict[str, Any], repeats: int
 ) -> None:
-    """Run each contestant once, then each once more: what disturbs, disturbs all of them."""
+    """Run each contestant once, then each once more: a disturbance reaches all of them."""
     files = [Path(file) for file in task["files"]]
     for repeat in range(repeats):
         for contestant in contestants:
@@ -177,29 +186,21 @@ def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     with naming("--memories"):
         for memory in memories:
             parse_budget(memory, 1)
-    if arguments.json is not None and not Path(arguments.json).parent.is_dir():
-        raise ConfigError(f"--json: there is no directory {Path(arguments.json).parent}")
-    if arguments.json == "":
-        raise ConfigError("--json is empty; is a shell variable unset?")
+    check_outputs(arguments, {arguments.model: "the model"}, json=_JSON_FILE)
     return memories, choose("policies", arguments.policies, POLICIES, (DEFAULT_POLICY,))
 
 
-def _write(
-    path: str,
+def _figures(
     task: dict[str, Any],
     facts: dict[str, Any],
     contestants: list[Contestant],
     *,
     same: bool,
-) -> None:
-    found = {
+) -> dict[str, Any]:
+    return {
         "version": JSON_VERSION,
         "machine": facts,
         "settings": {key: value for key, value in task.items() if key != "verbose"},
         "same_tokens": same,
         "contestants": [contestant.to_dict() for contestant in contestants],
     }
-    try:
-        Path(path).write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be written: {error.strerror or error}") from error

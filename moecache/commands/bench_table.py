@@ -22,7 +22,7 @@ def print_bench(console: Console, contestants: list[Contestant], *, compare: boo
     console : Console
     contestants : list of Contestant
     compare : bool
-        Have rates also as shares of those of the fully resident model, if it ran.
+        Also show rates as shares of the fully resident model's, if it ran.
     """
     columns: list[tuple[str, str, Callable[[float], str]]] = [
         ("load\ns", "load_s", "{:.2f}".format),

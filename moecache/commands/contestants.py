@@ -13,7 +13,7 @@ from typing import Any
 from moecache.errors import ConfigError, MoeCacheError
 
 _MODULE = "moecache.integrations.transformers._contestant"
-# Of which the median over all runs is shown.
+# Figures of which the median over all runs is shown.
 _FIGURES = (
     "load_s",
     "imports_rss_bytes",
@@ -38,15 +38,15 @@ class Contestant:
     Attributes
     ----------
     name : str
-        As it is shown.
+        The name that is shown.
     task : dict
-        What sets it apart.
+        The part of the task that sets it apart.
     runs : list of dict
         What each run measured.
     left_out : str
         Why it was not run: it has no room.
     error : str
-        What it failed with; it is not run again.
+        Why it failed; it is not run again then.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Contestant:
         return bool(self.left_out or self.error)
 
     def run(self, task: dict[str, Any]) -> None:
-        """Run it once more, with what all contestants are told."""
+        """Run it once more, with the task that all contestants share."""
         try:
             found = run_process({**task, **self.task})
         except MoeCacheError as error:
@@ -120,7 +120,7 @@ def chosen(
 
 
 def differing(contestants: list[Contestant]) -> list[str]:
-    """Return who generated other tokens than the first that ran, in any run."""
+    """Return the contestants that generated other tokens than the first that ran, in any run."""
     ran = [contestant for contestant in contestants if contestant.runs]
     return [
         contestant.name
@@ -135,9 +135,9 @@ def run_process(task: dict[str, Any]) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        If it says that the task is wrong.
+        If the process says that the task is wrong.
     MoeCacheError
-        If it failed.
+        If the process failed.
     """
     with tempfile.TemporaryFile("w+") as noise:
         process = subprocess.Popen(  # noqa: S603 - our own module

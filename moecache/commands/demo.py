@@ -33,7 +33,7 @@ from moecache.sizing.host_memory import peak_rss_bytes
 from moecache.stores import SafetensorsStore, open_store
 from moecache.units import format_bytes
 
-# Of which `--profile` shows the hit rate: later on, every start is warm.
+# Tokens of which `--profile` shows the hit rate: later on, every start is warm.
 FIRST_TOKENS = 32
 DEFAULT_PROMPT = 'class Cache:\n    """'
 
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         contextlib.ExitStack() as stack,
     ):
         if runtime.warm_start is not None:
-            # Here what it gains is shown; a server would not wait.
+            # The demo waits, to show what a warm start gains; a server would not.
             runtime.warm_start.wait()
         url = None
         if arguments.metrics is not None:
@@ -187,7 +187,7 @@ def _generate(
         generation = generate(loop, model, arguments.prompt, arguments, write)
         write_text("\n")
         return generation
-    # One terminal cannot take both: what goes there too is written when the panel is done.
+    # One terminal cannot take both: the text goes there, too, when the panel is done.
     shared = sys.stdout is not None and sys.stdout.isatty()
     parts: list[str] = []
     try:

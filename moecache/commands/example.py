@@ -48,19 +48,19 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help='memory for experts: "3MiB", or a share of them, "25%%" (default: 25%%)',
     )
-    parser.add_argument("--policy", choices=POLICIES, help="who is evicted")
+    parser.add_argument("--policy", choices=POLICIES, help="which expert is evicted")
     parser.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
     parser.add_argument(
         "--prefetch",
         # The demo's loop gives no hints.
         choices=[mode for mode in PREFETCH_MODES if mode != "hints"],
-        help="whose guesses are read before a layer asks: auto (default), ECHO's, while tokens "
-        "are faster with them; echo, ECHO's; last, the layer's last experts; off, nobody's",
+        help="which guesses are read before a layer asks: auto (default), ECHO's, while tokens "
+        "are faster with them; echo, ECHO's; last, the layer's last experts; off, none",
     )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """Add what says how text is drawn."""
+    """Add the options that say how text is drawn."""
     parser.add_argument(
         "--max-new-tokens",
         type=int,
@@ -151,7 +151,7 @@ def generate(
 def write_text(text: str) -> None:
     """Write to standard output at once, also into a pipe."""
     # What the terminal's encoding lacks is shown as an escape, never an error.
-    if sys.stdout is None:  # closed by whoever started us
+    if sys.stdout is None:  # closed by the parent process
         return
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))

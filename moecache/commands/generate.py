@@ -4,19 +4,19 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moecache.commands.arguments import check_output
+from moecache.commands.arguments import add_force, check_outputs
 from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import printable_lines
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import POLICIES, READ_MODES, SCOPES
 from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
+from moecache.traces.trace import TRACE_FILE
 from moecache.units import format_bytes
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
         type=float,
         help="0 takes the likeliest token (default: what the model's generation_config.json says)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
     cache = parser.add_argument_group("experts")
     cache.add_argument(
         "--memory",
@@ -72,16 +72,16 @@ def add_parser(commands: Any) -> None:
         default="cpu",
         metavar="NAME",
         help='where trunk and experts are computed: "cpu" (default), or a GPU, "cuda" or "cuda:1", '
-        "whose memory --memory is then",
+        "and then --memory is of its memory",
     )
-    cache.add_argument("--policy", choices=POLICIES, help="who is evicted")
+    cache.add_argument("--policy", choices=POLICIES, help="which expert is evicted")
     cache.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
     cache.add_argument(
         "--prefetch",
         choices=MODEL_PREFETCH_MODES,
-        help="whose guesses are read before a layer asks: router, the next layer's own, applied "
+        help="which guesses are read before a layer asks: router, the next layer's own, applied "
         "to this layer's input; auto (default), the same while tokens are faster with it; echo, "
-        "ECHO's; last, the layer's last experts; off, nobody's",
+        "ECHO's; last, the layer's last experts; off, none",
     )
     cache.add_argument(
         "--read", choices=READ_MODES, help="through the page cache or around it (default: auto)"
@@ -102,6 +102,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--stats", action="store_true", help="show all counters at the end, layer by layer"
     )
+    add_force(parser)
     parser.set_defaults(run=run)
 
 
@@ -119,8 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer = generation.load_tokenizer(arguments.model)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
-        with _loaded(console, arguments) as model, _recorded(model, arguments.record_trace):
-            runtime = model.moecache.runtime.runtime
+        with _loaded(console, arguments) as model, _recorded(model, arguments):
+            runtime = model.moecache.runtime
             with LiveLine(console, runtime) as line:
                 stream = generation.TextStream(tokenizer, ids, line.write)
                 line.stamps_s = stream.stamps_s
@@ -144,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
-    """Load the model, with a bar on a terminal, and close it in the end."""
+    """Load the model, with a bar on a terminal, and close it at the end."""
     from moecache.integrations.transformers import generation, load
 
     columns = (
@@ -184,12 +185,13 @@ def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _recorded(model: Any, path: str | None) -> Iterator[None]:
-    """Record what is chosen meanwhile; fail if it was asked for and cannot be written."""
+def _recorded(model: Any, arguments: argparse.Namespace) -> Iterator[None]:
+    """Record the routing meanwhile if asked to; fail if the trace cannot be written."""
+    path = arguments.record_trace
     if path is None:
         yield
         return
-    with model.moecache.runtime.runtime.record_trace(path) as recording:
+    with model.moecache.runtime.record_trace(path, force=arguments.force) as recording:
         yield
     if not recording.saved:
         raise StoreError(f"{path}: the trace was not written; is there room?")
@@ -204,17 +206,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature must be 0 or between 0.01 and 100, got {temperature}")
     if arguments.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {arguments.seed}")
-    taken: dict[str, str] = {}
-    for option in ("profile", "record_trace"):
-        path = getattr(arguments, option)
-        name = f"--{option.replace('_', '-')}"
-        if path == "":
-            raise ConfigError(f"{name} is empty; is a shell variable unset?")
-        if path is not None:
-            if not Path(path).parent.is_dir():
-                raise ConfigError(f"{name}: there is no directory {Path(path).parent}")
-            check_output(name, path, taken)
-            taken[path] = name
+    check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -237,7 +229,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 def _summary(prompt_tokens: int, times: Any, stats: RuntimeStats) -> str:
     tokens = len(times.stamps_s)
-    # Of few tokens there is no rate worth saying.
+    # A single token has no rate.
     decode = f", {times.tokens_per_s:.1f} tokens/s" if tokens > 1 else ""
     return (
         f"{tokens} tokens{decode}; prompt of {prompt_tokens} in {times.prefill_s:.2f} s; hit rate "

@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
         "--context",
         type=int,
         metavar="TOKENS",
-        help="length of the KV cache that is left room for (default: the model's, at most 4096)",
+        help="length of the KV cache to leave room for (default: the model's, at most 4096)",
     )
     parser.add_argument("--top-k", type=int, help="experts per token, if config.json does not say")
     parser.set_defaults(run=run)

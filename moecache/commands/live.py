@@ -40,9 +40,9 @@ def render(
     recent : Sample, optional
         What was counted lately; without one, rates are those of `total`.
     ascii_only : bool, default False
-        The heat strip has digits, tenths of the hit rate.
+        Draw the heat strip in digits, tenths of the hit rate.
     note : str
-        Shown below.
+        Text below the panel.
     """
     now = total if recent is None else recent
     counts, gauges = now.counts, total.gauges
@@ -120,7 +120,7 @@ class LiveView:
     ----------
     console : Console
     runtime : ExpertRuntime
-        Open for as long as this is shown.
+        Stays open for as long as the panel is shown.
     """
 
     def __init__(self, console: Console, runtime: ExpertRuntime) -> None:

@@ -19,7 +19,7 @@ from moecache.units import format_bytes
 
 _REFRESHES_PER_S = 8
 _WINDOW_S = 1.0
-# Of which the shown rate is: a second of a fast model, a few tokens of a slow one.
+# Tokens that the shown rate is over: a second of a fast model, a few tokens of a slow one.
 _RATE_TOKENS = 32
 
 
@@ -32,14 +32,14 @@ class LiveLine:
     Parameters
     ----------
     console : Console
-        Of standard error.
+        The console of standard error.
     runtime : ExpertRuntime
-        Open for as long as this is shown.
+        Stays open for as long as the line is shown.
 
     Attributes
     ----------
     stamps_s : sequence of float
-        To be set: when each token came, by `time.perf_counter`; grows meanwhile.
+        When each token came, by `time.perf_counter`. The caller sets it, and it grows meanwhile.
     """
 
     def __init__(self, console: Console, runtime: ExpertRuntime) -> None:
@@ -50,7 +50,7 @@ class LiveLine:
         self._recent: deque[Sample] = deque([sample_stats(runtime.stats())])
         self._pending = ""
         shown = console.is_terminal and not console.is_dumb_terminal
-        # One terminal cannot be written to by two.
+        # Two writers cannot share one terminal.
         self._above = shown and sys.stdout is not None and sys.stdout.isatty()
         self._ends_line = True
         self._live = Live(
@@ -72,9 +72,9 @@ class LiveLine:
             write_text(text)
             return
         *lines, pending = (self._pending + text).split("\n")
-        # Rows that are full, too: what is redrawn must fit on the terminal.
+        # Full rows are printed, too: what is redrawn must fit on the terminal.
         *rows, last = _text(pending).wrap(self._console, self._console.width) or [Text()]
-        # First: what is printed is drawn together with what is pending.
+        # Set first: printing a row redraws the pending text as well.
         self._pending = last.plain if rows else pending
         for row in (*map(_text, lines), *rows):
             self._console.print(row)

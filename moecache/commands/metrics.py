@@ -33,7 +33,7 @@ def served(runtime: ExpertRuntime, port: int) -> Iterator[str]:
     Raises
     ------
     ConfigError
-        If the port is none, or taken.
+        If this is not a port, or it is taken.
     MissingDependencyError
         If prometheus_client is not installed.
     """
@@ -66,15 +66,15 @@ def served(runtime: ExpertRuntime, port: int) -> Iterator[str]:
 
 
 def metrics_url(text: str) -> str:
-    """Return the URL that is meant: http and /metrics are what is left out.
+    """Return the whole URL: http and /metrics are added where they were left out.
 
     Raises
     ------
     ConfigError
-        If it is none of http or https, or but a number: a process has no address.
+        If it is no URL of http or https, or only a number: a process id is no address.
     """
     if "@" in text:
-        # Not repeated: what stands before it may be a password.
+        # The URL is not repeated: what stands before the @ may be a password.
         raise ConfigError(
             "a URL of metrics has no @: a user and a password cannot be given; write for example "
             "http://localhost:9100/metrics"
@@ -112,7 +112,7 @@ def read_metrics(url: str) -> Sample:
         If prometheus_client is not installed: its parser is used.
     """
     check_prometheus()
-    # A tenth of a command's start, for what only this one does.
+    # These take a tenth of a command's start, and only this command needs them.
     import http.client
     import urllib.error
 
@@ -155,16 +155,16 @@ def _fetch(url: str) -> bytes:
     Raises
     ------
     TimeoutError
-        If it is not there in time, however steadily a byte comes after the other.
+        If not all of it is there in time, however steadily single bytes come.
     MoeCacheError
         If the server points to another scheme, or ends its answer early.
     OSError, HTTPException, ValueError
-        As urllib has them.
+        As urllib raises them.
     """
     import urllib.request
 
     class SameScheme(urllib.request.HTTPRedirectHandler):
-        """Follow redirects, but to what can be typed as well."""
+        """Follow redirects, but only to addresses that can be typed as well."""
 
         def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
             target = headers.get("location") or headers.get("uri") or ""
@@ -191,7 +191,7 @@ def _fetch(url: str) -> bytes:
             with opener.open(request, timeout=_TIMEOUT_S) as answer:
                 while len(body) <= _MOST_BYTES and (part := answer.read1(_PART_BYTES)):
                     body += part
-                    if time.monotonic() > until_s:  # nobody waits for the rest
+                    if time.monotonic() > until_s:  # no thread waits for the rest
                         return
                 if answer.length and len(body) <= _MOST_BYTES:
                     raise MoeCacheError(
@@ -202,7 +202,7 @@ def _fetch(url: str) -> bytes:
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             found.put(error)
 
-    # urllib's own timeout is that of each receive; a header may come letter by letter, too.
+    # urllib's own timeout is per receive, and a header may come letter by letter.
     threading.Thread(target=fetch, name="moecache-top-fetch", daemon=True).start()
     try:
         answer = found.get(timeout=_TIMEOUT_S)

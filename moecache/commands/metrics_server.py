@@ -13,15 +13,15 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 logger = logging.getLogger(__name__)
 
 _MOST_CLIENTS = 16
-# To ask and to read the answer; one takes milliseconds.
+# Time to ask and to read the answer, which takes milliseconds.
 _CLIENT_S = 10
 
 
 class MetricsServer(ThreadingHTTPServer):
     """Serve a registry on this machine alone.
 
-    Whoever asks has 10 s for it. One client too many takes the place of the one that has been
-    there longest: those that hold a connection and say nothing keep nobody else out.
+    A client has 10 s to ask and to read the answer. One client too many takes the place of the one
+    that has been there longest: clients that hold a connection and say nothing keep no other out.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class MetricsServer(ThreadingHTTPServer):
         If the port is taken.
     """
 
-    # With the usual 5, whoever comes in a crowd waits for seconds.
+    # With the usual 5, clients that come in a crowd wait for seconds.
     request_queue_size = 128
 
     def __init__(self, port: int, registry: CollectorRegistry) -> None:

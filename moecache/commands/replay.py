@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,21 +10,35 @@ from typing import Any
 
 from rich.console import Console
 
-from moecache.commands.arguments import check_outputs, choose, load_traces, naming, split
+from moecache.commands.arguments import (
+    add_force,
+    check_outputs,
+    choose,
+    load_traces,
+    naming,
+    split,
+)
 from moecache.commands.paths import printable
 from moecache.commands.replay_tables import print_layers, print_table
-from moecache.errors import ConfigError, StoreError, SweepError
+from moecache.errors import ConfigError, SweepError
+from moecache.files import Kind, write_whole
 from moecache.settings import POLICIES, SCOPES
 from moecache.study import plots
 from moecache.study._arguments import BELADY, clip_capacity, total_experts
 from moecache.study.advice import DEFAULT_POLICIES, expert_size, recommend
 from moecache.study.sweeps import sweep, sweep_error
-from moecache.study.table import Table
+from moecache.study.table import CSV_FILE, PARQUET_FILE, Table
 from moecache.traces.trace import Trace
 from moecache.units import format_bytes, parse_budget
 
 _DEFAULT_POLICIES = ("lru", "slru", "lfru", "echo", BELADY)
 _DEFAULT_CAPACITIES = ("12.5%", "25%", "50%")
+# How pictures begin in which matplotlib does not name itself: svgz, gif, jpg, tiff, webp.
+_UNNAMED = (b"\x1f\x8b", b"GIF8", b"\xff\xd8\xff", b"II*\0", b"RIFF")
+_PICTURE_FILE = Kind(
+    "a picture of matplotlib's",
+    lambda data: b"Matplotlib" in data or data.startswith(_UNNAMED),
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -74,6 +89,7 @@ def add_parser(commands: Any) -> None:
         help="draw miss ratios at a dozen sizes from 3 to 100%% of the experts, which are "
         "replayed as well, and at those asked for: .png, .svg, .pdf",
     )
+    add_force(shown)
     where = parser.add_argument_group("for many or long traces")
     where.add_argument(
         "--processes", type=int, metavar="N", help="how many work side by side (default: as needed)"
@@ -89,7 +105,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.recommend is not None:
         return _recommend(console, arguments)
     _check_workers(arguments)
-    check_outputs(arguments, "csv", "parquet", "plot", "resume")
+    check_outputs(
+        arguments,
+        dict.fromkeys(arguments.traces, "the trace"),
+        csv=CSV_FILE,
+        parquet=PARQUET_FILE,
+        plot=_PICTURE_FILE,
+        resume=None,
+    )
     policies = choose("policy", arguments.policy, (*POLICIES, BELADY), _DEFAULT_POLICIES)
     scopes = choose("scope", arguments.scope, SCOPES, ("global",))
     if arguments.plot:
@@ -114,9 +137,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.per_layer:
             print_layers(console, table, traces)
     if arguments.csv:
-        table.to_csv(arguments.csv)
+        table.to_csv(arguments.csv, force=arguments.force)
     if arguments.parquet:
-        table.to_parquet(arguments.parquet)
+        table.to_parquet(arguments.parquet, force=arguments.force)
     if arguments.plot:
         _plot(arguments, traces, policies, scopes, drawn)
     if failures:
@@ -128,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _recommend(console: Console, arguments: argparse.Namespace) -> int:
-    others = ("per_layer", "csv", "parquet", "plot", "processes", "cluster", "resume")
+    others = ("per_layer", "csv", "parquet", "plot", "force", "processes", "cluster", "resume")
     for name in others:
         if getattr(arguments, name) not in (None, False):
             raise ConfigError(f"--{name.replace('_', '-')} has no meaning with --recommend")
@@ -269,12 +292,9 @@ def _plot(
             )
             if len(scopes) > 1 or scope != "global":
                 ax.set_title(f"{ax.get_title('left') or name}, scope {scope}", loc="left")
-    try:
-        figure.savefig(arguments.plot, dpi=150)
-    except OSError as error:
-        raise StoreError(
-            f"{arguments.plot}: cannot be written: {error.strerror or error}"
-        ) from error
+    data = io.BytesIO()
+    figure.savefig(data, format=arguments.plot.rpartition(".")[2].lower(), dpi=150)
+    write_whole(arguments.plot, data.getvalue(), _PICTURE_FILE, force=arguments.force)
 
 
 def _check_workers(arguments: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from moecache.prefault.regions import Region
 from moecache.units import format_bytes
 
 _MOST_CELLS = 48
-# What the other columns take, and the least the name gets.
+# Characters that the other columns take, and the fewest that the name gets.
 _FIGURES_WIDTH = 34
 _NAME_WIDTH = 20
 # Nothing, up to a third, two thirds, less than all, all: the ends are exact.
@@ -33,7 +33,7 @@ def print_status(
     for path in paths:
         if not experts_only:
             _print(console, shades, path, "file", _file_rows(path))
-        # Without --experts-only other files are welcome too.
+        # Without --experts-only any other file will do, too.
         if experts_only or has_experts(path):
             store, chosen = open_experts(path, layers)
             with store:
@@ -80,7 +80,7 @@ def _print(console: Console, shades: str, title: str, heading: str, rows: list[R
 
 
 def _measure(regions: list[Region], cells: int) -> list[Residency]:
-    """Return the residency of `cells` equal parts of the regions, or of fewer, if of a page."""
+    """Return the residency of `cells` equal parts of the regions, or of fewer, of a page each."""
     ranges, owners = prefault.merge(regions)
     num_pages = sum(nbytes for _, nbytes in ranges) // PAGE_SIZE
     cells = min(cells, num_pages)

@@ -32,7 +32,7 @@ class Sample:
     Attributes
     ----------
     taken_s, elapsed_s : float
-        When, on the reader's own clock; the time in which it was counted.
+        When it was taken, on the reader's own clock; the time in which its counts grew.
     counts : mapping of str to float
         Everything that only grows, by name.
     layer_hits, layer_misses : mapping of int to float
@@ -78,7 +78,7 @@ class Sample:
         return self.counts[name] / max(self.elapsed_s, _LEAST) if self.elapsed_s > 0 else 0.0
 
     def stall_percentile_s(self, percent: float) -> float:
-        """Return the length that so many stalls do not exceed, interpolated; 0.0 without any."""
+        """Return the length that `percent` of stalls do not exceed, interpolated; 0.0 if none."""
         rank = self.counts["stalls"] * percent / 100
         bound, below = 0.0, 0.0
         for next_bound, next_below in self.stalls_below:
@@ -88,7 +88,7 @@ class Sample:
         return bound if rank else 0.0
 
     def since(self, earlier: "Sample") -> "Sample":
-        """Return what was counted since; all of it, if a count fell: then it began anew."""
+        """Return what was counted since; all of it, if a count fell: the counting began anew."""
         if any(self.counts[name] < earlier.counts[name] for name in earlier.counts):
             return self
         below = dict(earlier.stalls_below)
@@ -181,14 +181,14 @@ _GAUGES = {
     "moecache_experts": "experts",
 }
 _MAX_LAYERS = 4096
-# What a served number is taken for, so that sums and quotients stay finite.
+# Bounds that a served number is clamped to, so that sums and quotients stay finite.
 _LEAST, _MOST = 1e-9, 1e18
 
 
 def sample_metrics(metrics: Iterable[Metric], taken_s: float) -> Sample | None:
-    """Return the figures of what a server exposes, or None if it exposes none of a runtime.
+    """Return the figures that a server exposes, or `None` if it exposes none of a runtime.
 
-    Those of several runtimes are added up.
+    The figures of several runtimes are added up.
     """
     counts: defaultdict[str, float] = defaultdict(float)
     gauges: defaultdict[str, float] = defaultdict(float)
@@ -199,7 +199,7 @@ def sample_metrics(metrics: Iterable[Metric], taken_s: float) -> Sample | None:
     words = {"policy": "", "prefetch": ""}
     for metric in metrics:
         for name, labels, value in (sample[:3] for sample in metric.samples):
-            # Whoever answers is not to be trusted with more than a wrong number.
+            # A server is not to be trusted with more than a wrong number.
             if not math.isfinite(value) or value < 0:
                 continue
             value = _clamped(value)

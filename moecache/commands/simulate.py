@@ -11,10 +11,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moecache.commands.arguments import check_outputs, choose, load_traces, naming, split
+from moecache.commands.arguments import (
+    add_force,
+    check_outputs,
+    choose,
+    load_traces,
+    naming,
+    split,
+)
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError
-from moecache.files import write_whole
+from moecache.files import Kind, write_whole
 from moecache.settings import DEFAULT_POLICY, POLICIES, SCOPES
 from moecache.study._arguments import clip_capacity
 from moecache.study.advice import expert_size
@@ -31,6 +38,10 @@ from moecache.traces.trace import Trace
 from moecache.units import format_bytes, format_bytes_per_s, format_ns, parse_bytes_per_s, parse_ns
 
 _DEFAULT_CAPACITY = "25%"
+_CSV_FILE = Kind(
+    "a table of simulations",
+    lambda data: data.startswith(b"trace,") and b"tokens_per_s" in data.partition(b"\n")[0],
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -39,7 +50,7 @@ def add_parser(commands: Any) -> None:
         "simulate",
         help="estimate tokens per second on recorded routing",
         description="Put routing traces through the cache and the loader with reads that take a "
-        "set time, and show tokens per second and what was waited for. Nothing is read, nobody "
+        "set time, and show tokens per second and what was waited for. Nothing is read and nothing "
         "waits: the clock is simulated. docs/study.md says what the model leaves out.",
         epilog="examples: moecache simulate examples/traces/tiny_moe.npz --compute 5us | "
         "moecache simulate run.npz --expert-bytes 6MB --bandwidth 25GB/s,2.5GB/s | "
@@ -97,13 +108,14 @@ def add_parser(commands: Any) -> None:
     shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="all figures, instead of the table")
     shown.add_argument("--csv", metavar="FILE", help="write all figures there, too")
+    add_force(shown)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, show, write; return the exit code."""
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    check_outputs(arguments, "csv")
+    check_outputs(arguments, dict.fromkeys(arguments.traces, "the trace"), csv=_CSV_FILE)
     todo = list(_cells(arguments))
     progress = Console(stderr=True).is_terminal
     found = [(name, simulate(progress)) for name, simulate in todo]
@@ -114,12 +126,12 @@ def run(arguments: argparse.Namespace) -> int:
         for (name, *_), cells in groupby(found, key=_place):
             _print_table(console, name, [timing for _, timing in cells])
     if arguments.csv:
-        _write_csv(arguments.csv, rows)
+        _write_csv(arguments.csv, rows, force=arguments.force)
     return 0
 
 
 def _cells(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[bool], Timing]]]:
-    """Yield the name of a trace and what simulates it, once everything is known to be usable."""
+    """Yield a trace's name and the function that simulates it, once all options are checked."""
     policies = choose("policy", arguments.policy, POLICIES, (DEFAULT_POLICY,))
     modes = choose("prefetch", arguments.prefetch, PREFETCH_MODES, PREFETCH_MODES)
     bandwidths = split("--bandwidth", arguments.bandwidth)
@@ -212,9 +224,10 @@ def _short(figure: float) -> str:
     return f"{figure:.{4 if figure < 0.1 else 3 if figure < 1 else 2 if figure < 10 else 1}f}"
 
 
-def _write_csv(path: str, rows: Sequence[dict[str, Any]]) -> None:
+def _write_csv(path: str, rows: Sequence[dict[str, Any]], *, force: bool) -> None:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_whole(path, text.getvalue().encode(errors="backslashreplace"))
+    data = text.getvalue().encode(errors="backslashreplace")
+    write_whole(path, data, _CSV_FILE, force=force)

@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from moecache.commands import trace_info, trace_record
-from moecache.commands.arguments import check_output
+from moecache.commands.arguments import add_force, check_output
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, FormatError
 from moecache.study.importers import FORMATS, load_any
-from moecache.traces.trace import Trace
+from moecache.traces.trace import TRACE_FILE, Trace
 
-# Below that a file is read before a bar could be looked at.
+# A smaller file is read before anybody could look at a bar.
 _BAR_BYTES = 50 * 10**6
 
 
@@ -45,6 +45,7 @@ def _add_convert(actions: Any) -> None:
     )
     parser.add_argument("input", metavar="IN", help="the file to read")
     parser.add_argument("output", metavar="OUT.npz", help="the file to write")
+    add_force(parser)
     parser.add_argument("--format", default="auto", choices=("auto", *FORMATS))
     parser.add_argument(
         "--num-experts",
@@ -66,12 +67,13 @@ def _convert(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, option)
         if value is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} must be at least 1, got {value}")
-    check_output("OUT.npz", arguments.output, {arguments.input: "the file to read"})
+    inputs = {arguments.input: "the file to read"}
+    check_output("OUT.npz", arguments.output, inputs, None if arguments.force else TRACE_FILE)
     names = ("model", "license", "source", "num_layers", "top_k")
     given = {name: getattr(arguments, name) for name in names}
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     found = _read(console, arguments, {name: v for name, v in given.items() if v is not None})
-    found.save(arguments.output)
+    found.save(arguments.output, force=arguments.force)
     console.print(printable(f"{arguments.output}: {found!r}"))
     if found.metadata.get("num_experts_inferred"):
         console.print(

@@ -15,7 +15,7 @@ from moecache.traces.trace import Trace
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = 64
-# What the table's other columns take.
+# Characters that the table's other columns take.
 _OTHERS = 57
 
 
@@ -61,7 +61,7 @@ def heat(counts: np.ndarray, columns: int = _COLUMNS) -> str:
     most = means.max()
     if most == 0:
         return _BLOCKS[0] * len(means)
-    # What was used at all can be seen.
+    # Any use at all is visible.
     return "".join(_BLOCKS[int(np.ceil(value / most * 8))] for value in means)
 
 

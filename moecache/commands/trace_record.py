@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from moecache.commands.arguments import check_output
+from moecache.commands.arguments import add_force, check_output
 from moecache.commands.example import (
     add_runtime_options,
     add_sampling_options,
@@ -21,6 +21,7 @@ from moecache.commands.paths import printable
 from moecache.errors import ConfigError, StoreError
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.stores import open_store
+from moecache.traces.trace import TRACE_FILE
 
 DEFAULT_PROMPTS = (
     'class Cache:\n    """',
@@ -41,6 +42,7 @@ def add_parser(actions: Any) -> None:
         epilog='example: moecache trace record tiny.npz --prompt "def main():" --prompt "class A:"',
     )
     parser.add_argument("output", metavar="OUT.npz", help="the file to write")
+    add_force(parser)
     parser.add_argument(
         "--prompt",
         action="append",
@@ -60,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate, record, say what was written; return the exit code."""
     prompts = list(arguments.prompt or ())
     files = arguments.prompt_file or ()
-    check_output("OUT.npz", arguments.output, dict.fromkeys(files, "--prompt-file"))
+    inputs = dict.fromkeys(files, "--prompt-file")
+    kind = None if arguments.force else TRACE_FILE
+    check_output("OUT.npz", arguments.output, inputs, kind)
     for name in files:
         try:
             prompts.append(Path(name).read_text(errors="surrogateescape"))
@@ -90,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
                     f"a prompt of {len(os.fsencode(prompt))} bytes leaves no room for new tokens; "
                     f"the model takes {model.max_tokens}; shorten --prompt or --prompt-file"
                 )
-        with runtime.record_trace(arguments.output) as recording:
+        with runtime.record_trace(arguments.output, force=arguments.force) as recording:
             for prompt in prompts:
                 runtime.begin_sequence()
                 model.num_tokens = 0

@@ -1,4 +1,4 @@
-"""`moecache warm`: files brought into memory before somebody needs them."""
+"""`moecache warm`: files brought into memory before they are needed."""
 
 import argparse
 import contextlib

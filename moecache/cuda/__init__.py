@@ -1,4 +1,4 @@
-"""The GPU: what is asked of it, CuPy, which does it, and the kernels."""
+"""The GPU: what the package asks of one, how CuPy does it, and the kernels."""
 
 from moecache.cuda.device import (
     Device,
@@ -31,7 +31,7 @@ def open_device(name: str) -> Device:
     Raises
     ------
     ConfigError
-        If the name is that of no GPU here.
+        If no GPU here has that name.
     MissingDependencyError
         If CuPy is not installed, or finds parts of CUDA missing.
     MoeCacheError

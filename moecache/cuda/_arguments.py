@@ -1,4 +1,4 @@
-"""What experts and arrays must be like for the kernels."""
+"""Checks that experts and arrays suit the kernels."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from moecache.cuda.device import DeviceArray
 from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout
 
-# Of the kernels' names, by the type of the weights.
+# Suffixes of the kernels' names, by the type of the weights.
 SUFFIXES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -23,7 +23,7 @@ def shape_of(layout: ExpertLayout, layer: int) -> tuple[int, int, np.dtype]:
     gate_up, down = roles["gate_up"], roles["down"]
     if gate_up.dtype != down.dtype or gate_up.dtype.name not in SUFFIXES:
         raise ConfigError(
-            f"experts of {gate_up.dtype} and {down.dtype} have no kernels; there are some for "
+            f"experts of {gate_up.dtype} and {down.dtype} have no kernels; kernels exist for "
             f"{', '.join(SUFFIXES)}"
         )
     if gate_up.shape != (2 * down.shape[1], down.shape[0]):
@@ -40,7 +40,7 @@ def check(
     size: int,
     dtype: np.dtype,
 ) -> tuple[int, int]:
-    """Return the number of tokens and of choices of each."""
+    """Return the number of tokens and of choices per token."""
     shape = tuple(ids.shape)
     if isinstance(ids, DeviceArray):
         ids_kind(ids.dtype)
@@ -61,7 +61,7 @@ def check(
 
 
 def host_ids(ids: Any) -> np.ndarray:
-    """Return ids as a kernel takes them, whatever integers they are."""
+    """Return ids of any integer dtype as a kernel takes them."""
     array = np.asarray(ids)
     if array.dtype.kind not in "iu":
         raise ConfigError(f"ids are {array.dtype}, not integers")
@@ -69,7 +69,7 @@ def host_ids(ids: Any) -> np.ndarray:
 
 
 def same_type(found: np.dtype, wanted: np.dtype) -> bool:
-    # CuPy may know bfloat16 as uint16 only.
+    # CuPy may know bfloat16 only as uint16.
     return found == wanted or (wanted.kind == "V" and found == np.dtype(f"u{wanted.itemsize}"))
 
 

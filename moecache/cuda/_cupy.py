@@ -1,4 +1,4 @@
-"""CupyDevice: a GPU through CuPy, whose only importer this is."""
+"""CupyDevice: a GPU through CuPy, in the only module that imports CuPy."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ except ImportError as _error:
     ) from _error
 
 _BLOCK = 256
-# experts.cu is built so that so many blocks of 256 threads fit on each multiprocessor.
+# experts.cu is built so that this many blocks of 256 threads fit on each multiprocessor.
 _BLOCKS_PER_MULTIPROCESSOR = 4
 
 _NON_BLOCKING_STREAM = 1
@@ -32,11 +32,11 @@ _HOST_REGISTER_PORTABLE = 1
 _HOST_REGISTER_READ_ONLY = 8
 _TO_DEVICE, _TO_HOST = 1, 2
 _OUT_OF_MEMORY = 2
-# Some devices know no memory that they only read: invalid value, not supported.
+# Some devices cannot pin memory as read-only: invalid value, not supported.
 _NOT_OF_THIS_DEVICE = {1, 801}
-# Not ready; or it cannot be asked while somebody captures a graph, and counts as not done.
+# Not ready; or the event cannot be queried while a graph is captured, and counts as not done.
 _NOT_DONE = frozenset((600, *range(900, 909)))
-# After these every call of the process fails.
+# After these errors every call of the process fails.
 _LOST = {214, *range(700, 720), 999} - {704, 705, 708, 712, 713}
 _LEGACY_STREAMS = (0, 1)
 _PER_THREAD_STREAM = 2
@@ -49,8 +49,8 @@ _DATA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
 class CupyDevice:
     """A GPU through CuPy; see `Device`.
 
-    Memory comes from CuPy's current allocator, kernels are compiled at first use and kept by CuPy
-    on disk.
+    Memory comes from CuPy's current allocator. Kernels are compiled at first use, and CuPy keeps
+    them on disk.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class CupyDevice:
             raise ConfigError(
                 f"there is no device cuda:{number}; CUDA sees {have} (CUDA_VISIBLE_DEVICES)"
             )
-        # Of several GPUs each thread has a current one; of one there is nothing to set.
+        # With several GPUs each thread has a current one; with one there is nothing to set.
         self._current: contextlib.AbstractContextManager[Any] = (
             cupy.cuda.Device(number) if count > 1 else contextlib.nullcontext()
         )
@@ -113,7 +113,7 @@ class CupyDevice:
         return f"{self.name} ({self._maker})"
 
     def free_bytes(self) -> int:
-        """Return the bytes that nobody has allocated; what CuPy only keeps is given back first."""
+        """Return the free bytes, after CuPy gave back the memory that it only keeps."""
         self.trim()
         with self._guarded():
             free, _ = runtime.memGetInfo()
@@ -129,11 +129,11 @@ class CupyDevice:
         return Memory(pointer.ptr, num_bytes, pointer)
 
     def free(self, memory: Memory) -> None:
-        """Let CuPy have it back with the last array over it."""
+        """Give memory back to CuPy; arrays over it keep it until the last is gone."""
         memory.owner = None
 
     def trim(self) -> None:
-        """Let CuPy give back what it keeps."""
+        """Make CuPy give back the memory that it only keeps."""
         with self._guarded():
             cupy.get_default_memory_pool().free_all_blocks()
 
@@ -181,7 +181,7 @@ class CupyDevice:
 
     @contextlib.contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        """Compute in a stream, CuPy and whoever asks for its current one."""
+        """Make a stream the current one, for CuPy and for code that asks CuPy for it."""
         with self._current, self._in(stream):
             yield
 
@@ -204,7 +204,7 @@ class CupyDevice:
             self._fail(error)
 
     def wait_event(self, stream: Stream, event: int) -> None:
-        """Let what the stream is given from now on wait for an event as it was last recorded."""
+        """Make the stream's later work wait for an event as it was last recorded."""
         try:
             with self._current:
                 runtime.streamWaitEvent(stream.pointer, event)
@@ -268,19 +268,19 @@ class CupyDevice:
         return self.array(memory, offset, shape, dtype, stride)
 
     def empty(self, shape: Sequence[int], dtype: np.dtype, stream: Stream) -> Any:
-        """Return an array with any contents, for work in a stream."""
+        """Return an uninitialised array, for work in a stream."""
         num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         with self._guarded(), self._in(stream):
             pointer = cupy.cuda.alloc(max(1, num_bytes))
             return self.array(Memory(pointer.ptr, num_bytes, pointer), 0, shape, dtype)
 
     def locate(self, array: Any) -> DeviceArray:
-        """Return where an array of CuPy, torch or anything with DLPack is."""
+        """Locate an array of CuPy, of torch, or of any library with DLPack."""
         if isinstance(array, DeviceArray):
             return array
         torch = hasattr(array, "data_ptr")
         if torch:
-            # Not through DLPack: it would wait for torch's stream, and has no way in a graph.
+            # Not through DLPack: it would wait for torch's stream, and cannot be used in a graph.
             number = array.device.index if array.device.type == "cuda" else None
             contiguous = array.is_contiguous()
         elif hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
@@ -303,7 +303,7 @@ class CupyDevice:
 
     def to_device(self, array: np.ndarray, stream: Stream) -> Any:
         """Return a copy on the device; the host's array may change at once."""
-        # A copy of one's own: pageable memory the driver has taken when the call returns.
+        # The call returns once the driver has taken the bytes of pageable memory, as this is.
         array = np.array(array, order="C")
         made = self.empty(array.shape, array.dtype, stream)
         with self._guarded():
@@ -317,7 +317,7 @@ class CupyDevice:
         return isinstance(array, np.ndarray)
 
     def to_host(self, array: Any) -> np.ndarray:
-        """Return a copy in host memory, once what the current stream was given is done."""
+        """Return a copy in host memory, once all work of the current stream is done."""
         there, stream = self.locate(array), self.current_stream()
         here = np.empty(there.shape, there.dtype)
         with self._guarded():
@@ -328,29 +328,29 @@ class CupyDevice:
         return here
 
     def is_capturing(self, stream: Stream) -> bool:
-        """Return whether what a stream is given becomes a graph."""
+        """Return whether a graph captures the stream's work."""
         if stream.pointer in _LEGACY_STREAMS:
-            # They never can, and to ask fails while another stream does.
+            # These never capture, and asking them fails while another stream does.
             return False
         with self._guarded():
             return bool(runtime.streamIsCapturing(stream.pointer))
 
     def begin_capture(self, stream: Stream) -> None:
-        """Note what a stream is given from now on; not for the legacy default stream."""
+        """Capture the stream's work from now on; not for the legacy default stream."""
         with self._guarded():
             made = cupy.cuda.Stream.from_external(_Foreign(stream.pointer))
             made.begin_capture()
-        # CuPy wants the very object back.
+        # CuPy needs this very object to end the capture.
         self._capturing[stream.pointer] = made
 
     def end_capture(self, stream: Stream) -> Graph:
-        """Return what a stream was given since `begin_capture`; the memory it uses must stay."""
+        """Return the work captured since `begin_capture`; the memory that it uses must stay."""
         made = self._capturing.pop(stream.pointer)
         with self._guarded():
             return Graph(made.end_capture())
 
     def replay(self, graph: Graph, stream: Stream) -> None:
-        """Give a stream all of a graph's work."""
+        """Issue all of a graph's work in a stream."""
         owner: Any = graph.owner
         with self._guarded(), self._in(stream):
             owner.launch()
@@ -376,7 +376,7 @@ class CupyDevice:
 
     def products(self, products: Sequence[Product], dtype: np.dtype, stream: Stream) -> None:
         """Compute out[n, m] = rows[n, k] @ matrix[m, k].T by cuBLAS, sums in float32."""
-        # Not with the class: cuBLAS is a large library of its own.
+        # Imported here, not with the module: cuBLAS is a large library of its own.
         from cupy.cuda import cublas, device
 
         kind = _DATA_TYPES[dtype.name]
@@ -384,7 +384,7 @@ class CupyDevice:
         with self._guarded(), self._in(stream):
             handle = device.get_cublas_handle()
             for rows, matrix, out, n, m, k in products:
-                # To cuBLAS, whose matrices go by columns, all three are their transposes.
+                # cuBLAS stores matrices by columns, so it sees the transposes of all three.
                 cublas.gemmEx(
                     *(handle, _TRANSPOSED, _AS_IT_IS, m, n, k, one, matrix, kind, k),
                     *(rows, kind, k, zero, out, kind, m, _COMPUTE_32F, _DEFAULT_ALGORITHM),
@@ -398,7 +398,7 @@ class CupyDevice:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Make the device the current one, and errors of CUDA this library's."""
+        """Make the device the current one, and turn CUDA's errors into this library's."""
         try:
             with self._current:
                 yield
@@ -409,7 +409,7 @@ class CupyDevice:
         except driver.CUDADriverError as error:
             self._fail(error)
         except (RuntimeError, OSError, compiler.CompileException) as error:
-            # cuBLAS, NVRTC, the directory that CuPy keeps kernels in.
+            # Errors of cuBLAS, of NVRTC, or of the directory in which CuPy keeps kernels.
             raise MoeCacheError(f"{self.description}: {error}") from error
 
     def _fail(self, error: Any) -> NoReturn:
@@ -422,7 +422,7 @@ class CupyDevice:
 
 
 class _Foreign:
-    """A stream that somebody else made, as CuPy wants to be told of it."""
+    """A stream made elsewhere, in the form in which CuPy takes one."""
 
     def __init__(self, pointer: int) -> None:
         self._pointer = pointer

@@ -8,7 +8,7 @@ from moecache.interrupts import uninterrupted
 
 
 class Scratch:
-    """Memory for the intermediate results of one call at a time, in one stream; it is kept."""
+    """Memory for the intermediate results of one call at a time, in one stream; it is reused."""
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self.stream = stream
@@ -17,7 +17,7 @@ class Scratch:
         self._memory: dict[str, Memory] = {}
 
     def room(self, name: str, num_bytes: int) -> int:
-        """Return where so many bytes are; they begin as zeros."""
+        """Return a scratch address of at least `num_bytes`, zeros when they are new."""
         memory = self._memory.get(name)
         if memory is None or memory.nbytes < num_bytes:
             if not self.grows:
@@ -31,7 +31,7 @@ class Scratch:
         return self._memory[name].address
 
     def close(self) -> None:
-        """Give all of it back, once what was issued is done."""
+        """Give all of it back, once the work issued in the stream is done."""
         with contextlib.ExitStack() as stack:
             while self._memory:
                 stack.callback(self._free, self._memory.popitem()[1])

@@ -22,7 +22,7 @@ class Memory:
         On the device.
     nbytes : int
     owner : object
-        Whoever refers to it keeps the memory; None once it was given back.
+         A reference to it keeps the memory; None once the memory was given back.
     """
 
     address: int
@@ -39,7 +39,7 @@ class Stream:
     pointer : int
         cudaStream_t.
     owner : object
-        Whoever refers to it keeps the stream.
+        A reference to it keeps the stream.
     """
 
     pointer: int
@@ -48,12 +48,12 @@ class Stream:
 
 @dataclass(frozen=True)
 class Graph:
-    """Work that a stream was given once, to be done again by one call.
+    """Work captured from a stream, which one call issues again.
 
     Parameters
     ----------
     owner : object
-        Whoever refers to it keeps the graph.
+        A reference to it keeps the graph.
     """
 
     owner: object
@@ -69,7 +69,7 @@ class DeviceArray:
     shape : tuple of int
     dtype : numpy.dtype
     owner : object
-        Whoever refers to it keeps the memory.
+        A reference to it keeps the memory.
     """
 
     address: int
@@ -79,12 +79,12 @@ class DeviceArray:
 
 
 class Product(NamedTuple):
-    """A product to be computed, by addresses on the device.
+    """A matrix product to compute, by addresses on the device.
 
     Parameters
     ----------
     rows, matrix, out : int
-        Of [n, k], [m, k] and [n, m].
+        Addresses of arrays [n, k], [m, k] and [n, m].
     n, m, k : int
     """
 
@@ -97,16 +97,16 @@ class Product(NamedTuple):
 
 
 class Device(Protocol):
-    """A GPU, as far as it is asked for anything here.
+    """What the package asks of a GPU.
 
-    Events are integers (cudaEvent_t). What a call issues happens in the order of its stream, at
-    some later time; no call but `synchronize`, `wait_for` and `to_host` waits for it.
-    An error of the device is a `MoeCacheError`, memory that it does not have a `MemoryError`.
+    Events are integers (cudaEvent_t). Work that a call issues is done later, in the order of its
+    stream; only `synchronize`, `wait_for` and `to_host` wait for it. An error of the device is a
+    `MoeCacheError`, a lack of its memory a `MemoryError`.
     """
 
     # Returns the stream (cudaStream_t) that the calling thread computes in; None: CuPy's.
     stream_source: Callable[[], int] | None
-    # What an allocation is rounded up to.
+    # Allocations are rounded up to a multiple of it.
     allocation_bytes: int
     # Blocks of 256 threads that run at once, whatever each of them uses.
     max_resident_blocks: int
@@ -120,19 +120,19 @@ class Device(Protocol):
         """The name and what the maker calls it."""
 
     def free_bytes(self) -> int:
-        """Return the bytes that nobody has allocated."""
+        """Return the bytes that are not allocated."""
 
     def allocate(self, num_bytes: int) -> Memory:
         """Return memory filled with zeros."""
 
     def free(self, memory: Memory) -> None:
-        """Give memory back that nothing uses any more; arrays over it keep it."""
+        """Give back memory that nothing uses any more; arrays over it keep it."""
 
     def trim(self) -> None:
-        """Have what was given back, and is only kept for later, be anybody's."""
+        """Release to others the memory that was given back and is only kept for later."""
 
     def pin(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
-        """Lock pages of the host so that they can be copied from without a detour."""
+        """Lock pages of the host so that copies from them need no detour."""
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
@@ -159,7 +159,7 @@ class Device(Protocol):
         """Let an event stand for all work that the stream was given so far."""
 
     def wait_event(self, stream: Stream, event: int) -> None:
-        """Let what the stream is given from now on wait for an event as it was last recorded."""
+        """Make the stream's later work wait for an event as it was last recorded."""
 
     def is_done(self, event: int) -> bool:
         """Return whether all that an event stands for is done."""
@@ -186,10 +186,10 @@ class Device(Protocol):
         """
 
     def empty(self, shape: Sequence[int], dtype: np.dtype, stream: Stream) -> Any:
-        """Return an array with any contents, for work in a stream."""
+        """Return an uninitialised array, for work in a stream."""
 
     def locate(self, array: Any) -> DeviceArray:
-        """Return where an array is that anybody made (CuPy, torch, DLPack).
+        """Locate an array of any library (CuPy, torch, DLPack).
 
         Raises
         ------
@@ -201,22 +201,22 @@ class Device(Protocol):
         """Return a copy on the device; the host's array may change at once."""
 
     def is_on_host(self, array: Any) -> bool:
-        """Return whether an array is NumPy's, so that whoever has it can look at it."""
+        """Return whether an array is NumPy's, whose values the host can read at once."""
 
     def to_host(self, array: Any) -> np.ndarray:
-        """Return a copy in host memory, once what the current stream was given is done."""
+        """Return a copy in host memory, once all work of the current stream is done."""
 
     def is_capturing(self, stream: Stream) -> bool:
-        """Return whether what a stream is given becomes a graph, and nothing may be waited for."""
+        """Return whether a graph captures the stream's work; then nothing may be waited for."""
 
     def begin_capture(self, stream: Stream) -> None:
-        """Note what a stream is given from now on, instead of doing it."""
+        """Capture the stream's work from now on instead of doing it."""
 
     def end_capture(self, stream: Stream) -> Graph:
-        """Return what a stream was given since `begin_capture`; the memory it uses must stay."""
+        """Return the work captured since `begin_capture`; the memory that it uses must stay."""
 
     def replay(self, graph: Graph, stream: Stream) -> None:
-        """Give a stream all of a graph's work."""
+        """Issue all of a graph's work in a stream."""
 
     def launch(
         self,
@@ -230,7 +230,7 @@ class Device(Protocol):
         """Start a kernel of experts.cu with 256 threads a block."""
 
     def prepare(self, kernels: Sequence[str]) -> None:
-        """Compile kernels of experts.cu that will be started."""
+        """Compile kernels of experts.cu before they are needed."""
 
     def products(self, products: Sequence[Product], dtype: np.dtype, stream: Stream) -> None:
         """Compute out[n, m] = rows[n, k] @ matrix[m, k].T, one after the other, sums in float32."""
@@ -242,14 +242,14 @@ def dtype_of(array: Any) -> np.dtype:
     Raises
     ------
     ConfigError
-        If NumPy has none of that name.
+        If NumPy has no dtype of that name.
     """
     return _dtype(str(array.dtype).removeprefix("torch."))
 
 
 @functools.cache
 def _dtype(name: str) -> np.dtype:
-    import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by its name then
+    import ml_dtypes  # noqa: F401 - with it NumPy knows bfloat16 by name
 
     try:
         return np.dtype(name)

@@ -1,13 +1,13 @@
-// The routed experts of a layer: all of a few tokens in one launch, its parts, and what lies
-// around the matrix products of many tokens.
+// The routed experts of a layer. For few tokens: the whole computation in one launch, and its parts
+// as kernels of their own. For many tokens: the work around the matrix products.
 //
 // NVRTC compiles this at run time, so nothing is included. A pair p is choice p % top_k of token
 // p / top_k. A slot holds gate_up [2 * width, hidden], gate's rows above up's, and down
 // [hidden, width], each at its offset.
 //
 // A sum has one order whatever the grid, the alignment and the split into launches, and each
-// operation says how it rounds: else a compiler contracts one copy and not the other. That is why
-// decode equals gate_up, down and combine_rows bit for bit.
+// operation says how it rounds: otherwise a compiler may contract one copy and not the other. That
+// is why decode equals gate_up, down and combine_rows bit for bit.
 
 #ifndef MOECACHE_EMULATED
 __device__ inline float half_to_float(unsigned short bits)
@@ -60,8 +60,8 @@ struct BF16 {
 
 template <class D> using Row = const typename D::Bits*;
 
-// What one lane loads at once. Lanes take chunks whether rows are aligned or not, so that alignment
-// has no say in the order of a sum.
+// What one lane loads at once. Lanes take chunks whether rows are aligned or not, so that the order
+// of a sum does not depend on alignment.
 constexpr int CHUNK_BYTES = 16;
 template <class D> constexpr unsigned PER_CHUNK = CHUNK_BYTES / sizeof(typename D::Bits);
 
@@ -148,7 +148,7 @@ __device__ inline Two dot_two(Row<D> first, Row<D> second, Row<X> x, Row<X> x_se
 {
     constexpr unsigned per_chunk = PER_CHUNK<D>;
     const unsigned lane = threadIdx.x % 32;
-    // None where chunks are not aligned: they are read by the element then.
+    // 0 if the rows are not aligned to chunks: their elements are then read one by one.
     const unsigned num_chunks = is_chunked<D>(n, first, second, x, x_second) ? n / per_chunk : 0;
     Two sums = {0.0f, 0.0f};
     for (unsigned start = lane; start < num_chunks; start += 32 * IN_FLIGHT) {
@@ -196,7 +196,7 @@ __device__ inline float gated(
     return __fmul_rn(activated(dots.first, activation), dots.second);
 }
 
-// One of `parts` of one of many items, for one warp. Neighbours go to different multiprocessors, so
+// One warp's task: one of the `parts` of an item. Neighbours go to different multiprocessors, so
 // that a few tasks occupy the whole device.
 struct Task {
     unsigned item, part;

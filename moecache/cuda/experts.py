@@ -24,8 +24,8 @@ from moecache.errors import ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-# A step of so few tokens reads weights for one row each: kernels that stream them are enough.
-# Of more, cuBLAS makes products of several rows.
+# A step of this many tokens or fewer reads weights for about one row each: kernels that stream
+# the weights are enough. With more tokens, cuBLAS multiplies several rows at once.
 MAX_STREAMED_TOKENS = 4
 _KERNELS = ("decode", "gate_up", "down", "combine_rows", "gather", "activate", "combine")
 _WARPS = 256 // 32
@@ -64,20 +64,20 @@ class CudaExperts:
     arithmetic, wave by wave. More tokens are grouped by expert and multiplied by cuBLAS.
 
     Work is issued in the current stream of the calling thread; any number of threads may call.
-    What a graph holds uses intermediate results of this object: one runs at a time, and none after
-    `close`.
+    A captured graph uses this object's memory for intermediate results: run one at a time, and none
+    after `close`.
 
     Parameters
     ----------
     runtime : ExpertRuntime
-        Whose slots are on a GPU.
+        Its slots are on a GPU.
     activation : {"silu", "gelu", "gelu_tanh", "relu"}, default "silu"
 
     Raises
     ------
     ConfigError
-        If the slots are in RAM, experts are not gated feed-forward alone, or of another type than
-        float32, float16 or bfloat16.
+        If the slots are in RAM, or the experts are not gated feed-forward alone, or their type is
+        not float32, float16 or bfloat16.
     """
 
     def __init__(self, runtime: _Runtime, activation: str = "silu") -> None:
@@ -91,7 +91,7 @@ class CudaExperts:
         self._layout = runtime.layout
         self._activation = np.int32(ACTIVATIONS.index(activation))
         self._shapes = [shape_of(self._layout, layer) for layer in range(self._layout.num_layers)]
-        # By stream, what no call uses now: calls that are under way at once have one each.
+        # Scratch that no call uses now, by stream; each call that is under way has one of its own.
         self._free: dict[int, list[Scratch]] = {}
         self._inside = 0  # calls
         self._left = threading.Condition()
@@ -99,7 +99,7 @@ class CudaExperts:
         self._table: DeviceArray | None = None  # the slot of each expert of the model
         self._slot_numbers: DeviceArray | None = None  # 0, 1, 2, ...
         suffixes = {SUFFIXES[dtype.name] for _, _, dtype in self._shapes}
-        # Not in the first token: they take seconds to compile, the first time on a machine.
+        # Here rather than in the first token: compiling takes seconds, the first time on a machine.
         self._device.prepare([f"{name}_{suffix}" for name in _KERNELS for suffix in suffixes])
 
     def __call__(self, layer: int, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Any:
@@ -111,8 +111,8 @@ class CudaExperts:
         hidden : array on the device, shape [num_tokens, hidden_size]
             Of the experts' dtype; bfloat16 may come as uint16.
         ids : array of int32 or int64, shape [num_tokens, top_k]
-            On the device or in host memory. On the device and with every expert resident the host
-            does not see them: a wrong one makes its token's row NaN.
+            On the device or in host memory. If they are on the device and every expert is
+            resident, the host does not see them: a wrong id makes its token's row NaN.
         weights : array on the device, shape [num_tokens, top_k]
             The router's, of float32 or hidden's dtype.
         out : array like hidden, optional
@@ -178,9 +178,9 @@ class CudaExperts:
         return out
 
     def close(self) -> None:
-        """Free what intermediate results take; a second call does nothing.
+        """Free the memory of intermediate results; a second call does nothing.
 
-        Calls of other threads are waited for, two seconds at most.
+        Waits for calls of other threads, two seconds at most.
         """
         with self._left:
             self._closed = True
@@ -220,7 +220,7 @@ class CudaExperts:
         device, num_experts = self._device, self._layout.num_experts
         capturing = not step.scratch.grows
         if isinstance(ids, np.ndarray):
-            # Whoever has them on the host is told of wrong ones.
+            # Ids on the host can be checked: a wrong one is an error.
             check_ids(ids, num_experts)
             if capturing:
                 raise ConfigError("in a graph the ids must be on the device")
@@ -233,7 +233,7 @@ class CudaExperts:
         self._decode(step, ids, row, num_experts)
 
     def _launch_wave(self, step: "_Step", wave: Any) -> None:
-        """Compute a step in one launch whose experts are all leased."""
+        """Compute a step whose experts are all leased, in one launch."""
         device = self._device
         if self._slot_numbers is None:
             numbers = np.arange(self._pool.num_slots, dtype=np.int32)
@@ -278,7 +278,7 @@ class CudaExperts:
         return self._device.locate(copy)
 
     def _stream_waves(self, runtime: _Runtime, step: "_Step", ids: np.ndarray) -> None:
-        """Compute a step of few tokens wave by wave, to the bit as in one launch."""
+        """Compute a step of few tokens wave by wave, equal to one launch bit for bit."""
         num_pairs = step.num_tokens * step.top_k
         h = step.scratch.room("h", num_pairs * step.width * 4)
         rows = step.scratch.room("rows", num_pairs * step.size * 4)
@@ -325,7 +325,7 @@ class CudaExperts:
         )
 
     def _multiply_waves(self, runtime: _Runtime, step: "_Step", ids: np.ndarray) -> None:
-        """Compute a step of many tokens: of each wave's experts one product after the other."""
+        """Compute a step of many tokens wave by wave: the products of one expert after another."""
         device, item = self._device, step.dtype.itemsize
         num_pairs = step.num_tokens * step.top_k
         rows = step.scratch.room("rows", num_pairs * step.size * item)

@@ -8,14 +8,14 @@ cdef class Guard:
     """Put an item into a queue when this is closed, or when the last reference to it goes.
 
     An interrupt may come between any two lines of Python, also in a `finally` or a
-    finaliser, the rest of which is left out then. Here is no line of Python: what is
-    guarded reaches the queue, once, however often interrupts come. Let `close` be the
+    finaliser, and the rest of that is left out then. This class has no line of Python: the
+    item reaches the queue, once, however often interrupts come. Let `close` be the
     first call of a `finally`: CPython looks at signals after calls, not before.
 
     Parameters
     ----------
     queue : queue.SimpleQueue
-        Of C, too; its `put` neither blocks nor runs Python.
+        Written in C, too: its `put` neither blocks nor runs Python.
     item : object
 
     Attributes

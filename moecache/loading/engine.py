@@ -22,7 +22,7 @@ class Engine(Protocol):
 
     @property
     def quantum_bytes(self) -> int | None:
-        """Bytes of a deferred read that an urgent one may have to wait for; None: all."""
+        """Bytes of a deferred read that an urgent one may have to wait for; `None`: all."""
 
     @property
     def reads_in_submit(self) -> bool:
@@ -38,7 +38,7 @@ class Engine(Protocol):
         Parameters
         ----------
         reads : list of Read
-            Emptied once all is begun, and not before. `parts` must not be touched until the
+            Emptied once all are begun, and not before. `parts` must not be touched until the
             read is taken.
         deferred : bool, default False
             Let everything else go first, until `hasten`. An engine that cannot wait its
@@ -47,7 +47,7 @@ class Engine(Protocol):
         Raises
         ------
         Exception
-            What is still in the list was not begun.
+            Reads that are still in the list were not begun.
         """
 
     def hasten(self, read: Any) -> None:

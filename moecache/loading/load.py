@@ -55,9 +55,9 @@ class Load:
         Whether a step waits for it, or did.
     state : LoadState
     waiting : list of SimpleQueue
-        Of the steps that wait for it; each gets the load when it is over.
+        Queues of the steps that wait for it; each gets the load when it is over.
     parts : dict of role to ndarray, or None
-        Where to read to, while it is read; None if the pool takes views of the store.
+        Where to read to, while it is read; `None` if the pool takes views of the store.
     error : Exception or None
         Why it failed; `ReadCancelledError` from when it is taken back.
     """

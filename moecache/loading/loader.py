@@ -32,13 +32,12 @@ from moecache.loading.engine import Engine
 from moecache.loading.load import Cause, Load, LoadState, ReadCancelledError, interrupted
 from moecache.loading.staging import StagingSlots
 from moecache.loading.step import Step
-from moecache.slots.base import SlotPool, UploadCounts
+from moecache.slots.base import SlotPool
 from moecache.stores.base import ExpertStore
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
-MAX_LOGGED_CAUSES = 100
 
 
 class SlotLoader:
@@ -57,15 +56,17 @@ class SlotLoader:
     engine : Engine
         Reads the store; closed with this.
     clock : callable () -> int, optional
-        Nanoseconds; what stalls are measured with.
+        Returns nanoseconds; stalls are measured with it.
 
     Attributes
     ----------
+    pool, engine
+        As given.
     counts : LoadCounts
     num_staging : int
         Slots beside the cache's.
     prefetch_done : callable (load)
-        Told of every read ahead that ended, well or not; never under the lock.
+        Called with every read ahead that ended, well or not; never under the lock.
     """
 
     _closed = True  # until everything is there
@@ -80,9 +81,9 @@ class SlotLoader:
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._store = store
-        self._pool = pool
+        self.pool = pool
         self._cache = cache
-        self._engine = engine
+        self.engine = engine
         self.clock = clock
         self._lock = threading.Lock()
         self._loads: dict[int, Load] = {}  # by slot, in the order in which they were claimed
@@ -92,7 +93,6 @@ class SlotLoader:
         self._staging = StagingSlots(range(cache.capacity, pool.num_slots))
         self._to_announce = False
         self._process = os.getpid()
-        self._logged: set[tuple[type, str]] = set()
         # Steps that wait until no unwanted load holds a slot: weakly, as an interrupt may come.
         self._making_room: weakref.WeakSet[Step] = weakref.WeakSet()
         self.counts = LoadCounts(clock)
@@ -104,21 +104,6 @@ class SlotLoader:
     def num_in_flight(self) -> int:
         """Experts that are being read, or wait for it."""
         return len(self._loads)
-
-    @property
-    def max_buffers_ahead(self) -> int | None:
-        """Experts read ahead that may take memory beside their slots at once; None: they do not."""
-        return self._pool.max_buffers_ahead
-
-    @property
-    def uploads(self) -> UploadCounts:
-        """What the slots' device copied."""
-        return self._pool.uploads
-
-    @property
-    def quantum_bytes(self) -> int | None:
-        """Bytes of a prefetch that a demand may have to wait for; None: all of it."""
-        return self._engine.quantum_bytes
 
     def guard(self, step: Step) -> Guard:
         """Return what gives back all that a step holds, when it is closed or dropped.
@@ -155,31 +140,19 @@ class SlotLoader:
             self._making_room.discard(step)
 
     def prefetch(
-        self,
-        layer: int,
-        expert: int,
-        *,
-        cause: Cause = Cause.PREFETCH,
-        evict: bool = True,
+        self, layer: int, expert: int, *, cause: Cause = Cause.PREFETCH, evict: bool = True
     ) -> bool:
         """Read an expert that no step asked for, behind everything that a step waits for.
 
-        Where a reader reads, this returns as soon as it has the expert's runs; whoever
-        looks takes in what it has read. Else the calling thread reads.
-
-        Parameters
-        ----------
-        layer, expert : int
-        cause : Cause, default PREFETCH
-            What its bytes are counted as.
-        evict : bool, default True
-            If false, take free slots only.
+        With a reader, this returns as soon as the reader has the expert's runs; a later call of
+        `look` or `wait` takes in what was read. Without one, the calling thread reads.
 
         Returns
         -------
         bool
-            False if the expert is there or on its way, the policy values it less than
-            the one that it would replace, or the runtime is closed.
+            False if the expert is there or on its way, no slot is free (without `evict`), the
+            policy values the expert less than the one that it would replace, or the runtime
+            is closed.
         """
         with uninterrupted():
             with self._lock:
@@ -198,9 +171,9 @@ class SlotLoader:
             self._submit([load], deferred=True)
             # Joined, or of no use any more, before the engine had it.
             if load.urgent:
-                self._engine.hasten(load)
+                self.engine.hasten(load)
             elif load.is_cancelled:
-                self._engine.cancel(load)
+                self.engine.cancel(load)
         self.look()
         return True
 
@@ -210,10 +183,6 @@ class SlotLoader:
             self._check_open()
             self.counts.num_steps += 1
             self.counts.num_resident_steps += 1
-
-    def before_compute(self, slots: np.ndarray) -> None:
-        """Let what the caller computes from now on wait until these slots are filled."""
-        self._pool.before_compute(slots)
 
     def stage(self, step: Step) -> bool:
         """Start to load bypassed experts into free staging slots; return whether any was free."""
@@ -246,19 +215,19 @@ class SlotLoader:
         CapacityError
             If waiting could last for ever: an unfinished step of this thread holds some.
         """
-        seen = self._engine.epoch
+        seen = self.engine.epoch
         with uninterrupted(), self._lock:
             self._check_open()
             self._drain()
             if self._staging.num_free:
                 return
             self._staging.check_wait(layer)
-        self._engine.wait(seen)
+        self.engine.wait(seen)
         self._take_in()
 
     def look(self) -> None:
         """Take in what has arrived, without waiting."""
-        if self._loads and os.getpid() == self._process and self._engine.poll():
+        if self._loads and os.getpid() == self._process and self.engine.poll():
             self._take_in()
 
     def wait(self, arrived: "SimpleQueue[Load]") -> Load:
@@ -266,14 +235,14 @@ class SlotLoader:
         if os.getpid() != self._process:
             raise MoeCacheError("this runtime is the parent process's; open one in the child")
         while True:
-            seen = self._engine.epoch
+            seen = self.engine.epoch
             self._take_in()
             try:
-                # Of a closed engine there is nothing to wait for: `close` tells every step.
+                # There is nothing to wait for in a closed engine: `close` tells every step.
                 return arrived.get(block=self._closed, timeout=0.05)
             except Empty:
                 if not self._closed:
-                    self._engine.wait(seen)
+                    self.engine.wait(seen)
 
     def release(self, leased: Collection[int], staged: Collection[int] = ()) -> None:
         """Give slots back, once computations that use them are issued."""
@@ -304,21 +273,21 @@ class SlotLoader:
             if self._closed:
                 return
             self._closed = True
-        num_stuck = self._engine.close(CLOSE_TIMEOUT_S)
+        num_stuck = self.engine.close(CLOSE_TIMEOUT_S)
         self._take_in()
         with self._lock:
             left = list(self._loads.values())
         for load in left:
             if self._is_done(load):
                 self._conclude(load, ReadCancelledError("the runtime was closed"))
-        self._engine.announce()
+        self.engine.announce()
         if num_stuck:
             logger.warning("loader.stuck reads=%d do not return", num_stuck)
 
     def __del__(self) -> None:
         """End the threads of a runtime that was dropped without `close`."""
         if not self._closed and os.getpid() == self._process:
-            self._engine.close(0.5)
+            self.engine.close(0.5)
 
     # From a step to its loads.
 
@@ -379,7 +348,7 @@ class SlotLoader:
             step.loads.add(load)
 
     def _undo(self, step: Step, misses: list[int]) -> None:
-        """Have a step hold nothing, as before it was acquired."""
+        """Make a step hold nothing, as before it was acquired."""
         for load in self._loads.values():
             if step.arrived in load.waiting:
                 load.waiting.remove(step.arrived)
@@ -405,13 +374,13 @@ class SlotLoader:
         if not load.urgent:
             load.urgent = True
             self.counts.begin_urgent()
-            self._engine.hasten(load)
+            self.engine.hasten(load)
 
     # From the queue to the engine, without the lock.
 
     def _issue(self) -> None:
         """Give the engine what is queued, as much as there are buffers for."""
-        most = self._pool.max_buffers
+        most = self.pool.max_buffers
         while self._num_queued:
             with self._lock:
                 room = None if most is None else max(0, most - self._num_reading)
@@ -429,10 +398,10 @@ class SlotLoader:
         started = self.clock()
         left = list(batch)  # the engine empties it once it has them
         try:
-            if not self._pool.reads_views:
+            if not self.pool.reads_views:
                 for load in batch:
-                    load.parts = self._pool.buffers(load.slot, load.layer)
-            self._engine.submit(left, deferred=deferred)
+                    load.parts = self.pool.buffers(load.slot, load.layer)
+            self.engine.submit(left, deferred=deferred)
         except BaseException as error:
             for load in left:
                 failure = error if isinstance(error, Exception) else interrupted(load)
@@ -440,7 +409,7 @@ class SlotLoader:
                     self._conclude(load, failure.with_traceback(None))
             if not isinstance(error, Exception):
                 raise
-        if self._engine.reads_in_submit and not deferred:
+        if self.engine.reads_in_submit and not deferred:
             self._cache.profiler.record_miss_stall(self.clock() - started)
 
     # From the engine to the steps that wait, without the lock.
@@ -457,7 +426,7 @@ class SlotLoader:
         done: list[tuple[Load, Exception | None]] = []
         with uninterrupted():
             try:
-                self._engine.take(done)
+                self.engine.take(done)
             finally:
                 for load, error in done:
                     if self._is_done(load):
@@ -478,7 +447,7 @@ class SlotLoader:
                 parts = load.parts
                 if parts is None:
                     parts = self._store.view(load.layer, load.expert)
-                self._pool.upload(load.slot, load.layer, parts, behind=not load.urgent)
+                self.pool.upload(load.slot, load.layer, parts, behind=not load.urgent)
                 uploaded = None
         except Exception as caught:  # noqa: BLE001 - a waiting step raises it
             uploaded = caught.with_traceback(None)
@@ -486,9 +455,9 @@ class SlotLoader:
             self._conclude(load, uploaded)
 
     def _conclude(self, load: Load, error: Exception | None) -> None:
-        """Publish a load whose slot is filled, or give the slot back; tell who waits."""
+        """Publish a load whose slot is filled, or give the slot back; tell the steps that wait."""
         if error is not None:
-            self._pool.discard(load.slot)
+            self.pool.reclaim(load.slot)
         load.parts = None
         with self._lock:
             ahead = load.cause.is_ahead
@@ -508,13 +477,13 @@ class SlotLoader:
         self._after_lock()
         if load.state is LoadState.DONE:
             if error is not None and not (load.waiting or load.is_cancelled):
-                self._log_failure(load)
+                self.counts.log_failure(load)
             for arrived in load.waiting:
                 arrived.put(load)
             if ahead:
                 self.prefetch_done(load)
         # Another thread may wait in the engine for this very load.
-        self._engine.announce()
+        self.engine.announce()
 
     # Under the lock.
 
@@ -536,7 +505,7 @@ class SlotLoader:
             self.counts.end_prefetch(load, self._store.layout.expert_bytes(load.layer))
 
     def _cancel_prefetches(self, layer: int | None) -> bool:
-        """Take back what is read ahead for a layer that came without it, or for any."""
+        """Take back what is read ahead for a layer that came without it; `None`: for any layer."""
         unwanted = [
             load
             for load in self._loads.values()
@@ -546,17 +515,17 @@ class SlotLoader:
         ]
         for load in unwanted:
             load.error = ReadCancelledError("the layer came without it")
-            self._engine.cancel(load)
+            self.engine.cancel(load)
         return bool(unwanted)
 
     def _release(self, leased: np.ndarray | Collection[int], staged: Collection[int]) -> None:
         if len(leased):
             slots = leased if isinstance(leased, np.ndarray) else np.array([*leased], np.int32)
             # In one order: the last end of a lease on a slot is the one that counts.
-            self._pool.release_after_compute(slots)
+            self.pool.release_after_compute(slots)
             self._cache.release(slots)
         if staged:
-            self._pool.release_after_compute(np.array([*staged], np.int32))
+            self.pool.release_after_compute(np.array([*staged], np.int32))
             for slot in staged:
                 self._return_staging(slot)
 
@@ -574,7 +543,7 @@ class SlotLoader:
             self._release(step.leased, step.staged)
 
     def _leave(self, load: Load, arrived: "SimpleQueue[Load]") -> None:
-        """Have a step no longer wait for a load."""
+        """Let a step wait for a load no longer."""
         if self._loads.get(load.slot) is not load:  # it was over before
             if load.staged:
                 self._return_staging(load.slot)
@@ -590,12 +559,12 @@ class SlotLoader:
             self._retire(load)
         elif not load.cause.is_ahead:
             # What has begun goes on, and ends up in the cache.
-            self._engine.cancel(load)
+            self.engine.cancel(load)
 
     # After every section that held the lock.
 
     def _after_lock(self) -> None:
-        """Take back what was given back meanwhile: who finds the lock taken leaves it there."""
+        """Take back what was left meanwhile by threads that found the lock taken."""
         while not self._over.empty() and self._lock.acquire(blocking=False):
             try:
                 self._drain()
@@ -603,7 +572,7 @@ class SlotLoader:
                 self._lock.release()
         if self._to_announce:
             self._to_announce = False
-            self._engine.announce()
+            self.engine.announce()
 
     def _wait_for_unwanted(self) -> None:
         """Wait for every load that no step waits for; take back what can be."""
@@ -613,23 +582,11 @@ class SlotLoader:
             for load in unwanted:
                 self._hasten(load)
         while True:
-            seen = self._engine.epoch
+            seen = self.engine.epoch
             self._take_in()
             if self._closed or not any(self._loads.get(one.slot) is one for one in unwanted):
                 return
-            self._engine.wait(seen)
-
-    def _log_failure(self, load: Load) -> None:
-        # No step could be told. Once per cause: a dead disk fails every read.
-        cause = (type(load.error), str(load.error))
-        if cause not in self._logged and len(self._logged) < MAX_LOGGED_CAUSES:
-            self._logged.add(cause)
-            logger.warning(
-                "loader.read_failed layer=%d expert=%d error=%s",
-                load.layer,
-                load.expert,
-                load.error,
-            )
+            self.engine.wait(seen)
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:
@@ -639,4 +596,4 @@ class SlotLoader:
 
 
 def _ignore(load: Load) -> None:
-    """Tell no one: there is no prefetcher."""
+    """Do nothing: there is no prefetcher."""

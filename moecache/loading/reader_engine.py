@@ -17,12 +17,12 @@ _JOIN_S = 0.2
 
 
 class ReaderEngine:
-    """Give all reads to a reader at once; whoever waits takes in what has arrived.
+    """Give all reads to a reader at once; a thread that waits takes in what has arrived.
 
     Parameters
     ----------
     reader : Reader
-        Of the store's files, in their order. Closed with this.
+        Reader of the store's files, in their order. Closed with this.
     store : FileStore
     num_threads : int
         Threads that read, if there is no io_uring; with it, one thread or none:
@@ -71,11 +71,11 @@ class ReaderEngine:
                 reads.clear()
 
     def hasten(self, read: Read) -> None:
-        """Let it go with the urgent ones."""
+        """Let a deferred read go with the urgent ones."""
         self._reader.hasten(read)
 
     def cancel(self, read: Read) -> None:
-        """Drop what of a deferred read has not reached the kernel."""
+        """Drop the part of a deferred read that has not reached the kernel."""
         self._reader.cancel(read)
 
     def poll(self) -> bool:

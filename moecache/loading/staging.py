@@ -7,7 +7,7 @@ from moecache.errors import CapacityError
 
 
 class StagingSlots:
-    """Which staging slots are free, and whose step uses the others.
+    """Which staging slots are free, and which threads' steps use the others.
 
     Every method is called under the loader's lock.
 
@@ -23,17 +23,17 @@ class StagingSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody uses."""
+        """Slots that are not in use."""
         return len(self._free)
 
     def take(self) -> int:
-        """Return a free slot, which is the calling thread's then."""
+        """Give a free slot to the calling thread and return it."""
         slot = self._free.pop()
         self._users[slot] = threading.get_ident()
         return slot
 
     def give_back(self, slot: int) -> bool:
-        """Make a slot free; False if it is."""
+        """Make a slot free; return False if it is free already."""
         if self._users.pop(slot, None) is None:
             return False
         self._free.append(slot)
@@ -50,7 +50,7 @@ class StagingSlots:
                 f"layer {layer} finds every slot in use and there are no staging slots; "
                 "try again, or open with more memory"
             )
-        # Whoever holds some and waits for more could wait for another who does.
+        # A thread that holds some and waits for more could wait for another that does the same.
         mine = list(self._users.values()).count(threading.get_ident())
         if mine:
             raise CapacityError(

@@ -10,15 +10,15 @@ from moecache.loading.load import Cause, Load
 class Step:
     """What one layer of one forward call asks for, and what it holds until it is over.
 
-    Made before anything is acquired, so that at any interrupt it is known what to
-    give back: `SlotLoader.guard` ties it to the loader.
+    Made before anything is acquired, so that it is known what to give back at any
+    interrupt: `SlotLoader.guard` ties it to the loader.
 
     Parameters
     ----------
     layer : int
     ids : ndarray of int32 or int64, any shape
     num_experts : int
-        Of a layer.
+        Experts of a layer.
     share : int, default -1
         Most experts of the step with a slot in the cache, see `ExpertCache.acquire`;
         -1: all of them, or none is acquired.
@@ -32,7 +32,7 @@ class Step:
     arrived : SimpleQueue of Load
         Loads of the step that are over.
     loads : set of Load
-        Those that it waits for, or has not looked at.
+        Loads that it waits for, or has not looked at.
     bypassed : list of int
         Experts that `share` left without a slot: to be staged.
     leased : ndarray of int32, or set of int

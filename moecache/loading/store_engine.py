@@ -140,7 +140,7 @@ class StoreEngine:
             del read
 
     def _carry_out(self, guard: Guard) -> None:
-        """Read; the guard tells of it, should an interrupt come anywhere."""
+        """Read; the guard reports it wherever an interrupt comes."""
         read: Read = guard.item[0]
         try:
             if read.parts is not None:
@@ -176,7 +176,7 @@ def start_threads(
 
 
 def join_threads(threads: list[threading.Thread], timeout_s: float) -> int:
-    """Wait for threads, all in all so long; return how many still run."""
+    """Wait for threads, `timeout_s` in all; return how many still run."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         if thread.ident is not None:

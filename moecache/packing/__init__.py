@@ -3,7 +3,7 @@
 `pack` writes a checkpoint anew: `experts.safetensors` has the experts in the
 order they run, each contiguous and each of its roles at a multiple of 4 KiB;
 `trunk.safetensors` has the rest. Not a bit of any tensor changes, and the
-result is a checkpoint like any other to whoever reads safetensors. (Experts
+result is a checkpoint like any other to all readers of safetensors. (Experts
 that were stacked in one tensor become a tensor each.)
 """
 

@@ -47,7 +47,7 @@ class PackedFile:
         """Write a unit and return its checksum.
 
         Blocks until the bytes are on disk, and drops them from the page cache,
-        where they would push out what somebody uses.
+        where they would push out pages that are in use.
 
         Parameters
         ----------
@@ -70,7 +70,7 @@ class PackedFile:
                 self._write_at(offset, chunk)
                 offset += len(chunk)
                 copied(len(chunk))
-                # The chunk that is filled next must have been hashed.
+                # The chunk that is filled next must have been hashed before.
                 while len(hashing) >= _NUM_CHUNKS - 1:
                     hashing.popleft().result()
         for hashed in hashing:
@@ -83,7 +83,7 @@ class PackedFile:
         return digest.hexdigest()
 
     def _read(self, unit: Unit, source: Source) -> Iterator[memoryview]:
-        """Yield the unit's bytes in chunks, which are used again."""
+        """Yield the unit's bytes in chunks, whose memory is reused."""
         if unit.header:
             for start in range(0, len(unit.header), CHUNK_BYTES):
                 yield memoryview(unit.header)[start : start + CHUNK_BYTES]
@@ -116,7 +116,7 @@ def hash_range(path: Path, offset: int, nbytes: int, hashed: Copied) -> str:
     Raises
     ------
     StoreError
-        If it cannot be read, or ends before.
+        If it cannot be read, or ends too early.
     """
     digest, buffer = hashlib.blake2b(digest_size=_DIGEST_BYTES), memoryview(bytearray(CHUNK_BYTES))
     try:
@@ -145,7 +145,7 @@ def copy_file(other: OtherFile, target: Path, copied: Copied) -> tuple[int, str]
     Raises
     ------
     StoreError
-        If it cannot be read or written, or is not as long as it was.
+        If it cannot be read or written, or its length has changed.
     """
     file = ReadOnlyFile(other.path)
 
@@ -159,7 +159,7 @@ def copy_file(other: OtherFile, target: Path, copied: Copied) -> tuple[int, str]
         if file.has_byte(other.nbytes):
             raise StoreError(
                 f"{other.path}: has more than the {other.nbytes} bytes that it had; pack the model "
-                "again when nobody writes to it"
+                "again when nothing writes to it"
             )
 
     return write_file(target, chunks())

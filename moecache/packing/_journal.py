@@ -17,7 +17,7 @@ _VERSION = 1
 class Journal:
     """JSON lines, each flushed to disk: the source's identity, then the finished units.
 
-    Units are written in the order of the plan, so that the lines are its beginning.
+    Units are written in the order of the plan, so that the lines are the plan's beginning.
     """
 
     def __init__(self, path: Path, identity: str) -> None:

@@ -13,7 +13,8 @@ from moecache.packing._source import MANIFEST_NAME
 
 _FORMAT = "moecache-pack"
 _VERSION = 1
-_MAX_BYTES = 2**28
+# A unit of 256 MiB takes some 150 bytes.
+_MAX_BYTES = 2**24
 
 # Called with the bytes done and the bytes in all.
 Progress = Callable[[int, int], object]
@@ -59,8 +60,8 @@ def describe(
 def verify(out: str | os.PathLike[str], *, progress: Progress | None = None) -> int:
     """Read a packed directory again and compare it with its checksums.
 
-    Blocks until all of it was read from the disk: what was in the page cache is
-    dropped from there, unless somebody has it mapped.
+    Blocks until all of it was read from the disk: its pages in the page cache are
+    dropped first, unless a process has them mapped.
 
     Parameters
     ----------
@@ -103,7 +104,9 @@ def verify(out: str | os.PathLike[str], *, progress: Progress | None = None) -> 
 def _read(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST_NAME
     try:
-        text = path.read_bytes() if path.stat().st_size <= _MAX_BYTES else b""
+        # Reading a pipe would wait for its writer.
+        usable = path.is_file() and path.stat().st_size <= _MAX_BYTES
+        text = path.read_bytes() if usable or not path.exists() else b""
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FormatError(
             f"{directory}: has no {MANIFEST_NAME}, so it was not made by moecache pack, or not "
@@ -126,10 +129,10 @@ def _read(directory: Path) -> dict[str, Any]:
 
 
 def _check(directory: Path, document: dict[str, Any]) -> Iterator[_Part]:
-    """Yield what is to be compared, after the sizes were."""
+    """Check the sizes, then yield the parts whose checksums are to be compared."""
     try:
         files = {
-            str(name): (int(file["nbytes"]), [_part(name, part) for part in file["parts"]])
+            name: (_size(file["nbytes"]), [_part(name, part) for part in file["parts"]])
             for name, file in document["files"].items()
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -154,7 +157,15 @@ def _check(directory: Path, document: dict[str, Any]) -> Iterator[_Part]:
 
 
 def _part(file: str, part: dict[str, Any]) -> _Part:
-    return file, str(part["name"]), int(part["offset"]), int(part["nbytes"]), str(part["blake2b"])
+    offset, nbytes = _size(part["offset"]), _size(part["nbytes"])
+    return file, str(part["name"]), offset, nbytes, str(part["blake2b"])
+
+
+def _size(value: object) -> int:
+    """Return a number of bytes; JSON also has infinity, fractions and numbers of any length."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{str(value)[:40]} is no number of bytes")
+    return value
 
 
 def _is_outside(name: str) -> bool:
@@ -163,10 +174,10 @@ def _is_outside(name: str) -> bool:
 
 
 def _gap(nbytes: int, parts: Iterable[_Part]) -> bool:
-    """Return whether some byte is in no part, or in two."""
+    """Return whether any byte is in no part, or in two."""
     end = 0
     for _, _, offset, size, _ in parts:
-        if offset != end or size < 0:
+        if offset != end:
             return True
         end += size
     return end != nbytes

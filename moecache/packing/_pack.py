@@ -47,16 +47,16 @@ def pack(
     """Write a checkpoint anew so that each expert is one aligned, contiguous read.
 
     Blocks until all is on the disk. Copies in chunks of 4 MiB, whatever the size
-    of the model. Everything grows in `OUT.partial`, and has its final name only
-    when it is complete. What was interrupted, by whatever, is gone on with by a
-    second call. The same model gives the same files, byte by byte.
+    of the model. Everything grows in `OUT.partial`, and gets its final name only
+    when it is complete. After an interruption of any kind, a second call continues
+    where the first one stopped. The same model gives the same files, byte by byte.
 
     Parameters
     ----------
     model : str or Path
         A checkpoint that `open_store` reads.
     out : str or Path
-        The directory to make; not there yet, or empty.
+        The directory to make; it does not exist yet, or is empty.
     progress : callable (done_bytes, total_bytes), optional
         Called after every few MiB. If it raises, the call ends as if interrupted.
 
@@ -135,7 +135,7 @@ class _Work:
         )
 
     def write(self, place: Place, progress: Progress | None) -> int:
-        """Write what is not there yet; return the bytes that were."""
+        """Write what is not there yet; return the bytes that were there already."""
         done = 0
 
         def copied(nbytes: int) -> None:
@@ -173,14 +173,14 @@ class _Work:
 
     @cached_property
     def _index(self) -> bytes:
-        # Padding is not in it: readers that go by the index never see it.
+        # Padding is left out: readers that go by the index never see it.
         weight_map = {name: file.name for file in self._files for name in file.tensor_names}
         size = sum(file.tensor_bytes for file in self._files)
         document = {"metadata": {"total_size": size}, "weight_map": weight_map}
         return json.dumps(document, indent=1).encode() + b"\n"
 
     def _resume(self, place: Place, journal: Journal) -> list[str]:
-        """Return the checksums of the units that are on the disk, and remove all else."""
+        """Return the checksums of the units that are on the disk, and remove everything else."""
         checksums = journal.load(self._units)
         if checksums is None:
             if place.files.exists():
@@ -188,7 +188,7 @@ class _Work:
             checksums = []
         place.files.mkdir(exist_ok=True)
         for path in place.files.iterdir():
-            if path.is_symlink():  # what it points to is not ours to write to
+            if path.is_symlink():  # its target must not be written to
                 path.unlink()
         del checksums[self._count_intact(place, checksums) :]
         kept = list(zip(self._units, checksums, strict=False))

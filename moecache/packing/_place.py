@@ -26,7 +26,7 @@ class Place:
 
     @property
     def partial(self) -> Path:
-        """Where all is until it is complete."""
+        """Where everything is until it is complete."""
         return self.out.with_name(f"{self.out.name}.partial")
 
     @property
@@ -36,12 +36,12 @@ class Place:
 
     @property
     def journal(self) -> Path:
-        """Which of it is finished."""
+        """The journal of the units that are finished."""
         return self.partial / "moecache-pack.jsonl"
 
     @property
     def lock(self) -> Path:
-        """The file that the process at work has locked."""
+        """The file that the process at work keeps locked."""
         return self.partial / "moecache-pack.lock"
 
     @classmethod
@@ -80,7 +80,7 @@ class Place:
             ) from error
 
     def free_bytes(self) -> int:
-        """Return the room on the disk, with what an earlier run takes there."""
+        """Return the room on the disk; files of an earlier run count as room."""
         parent = next(path for path in (self.out, *self.out.parents) if path.exists())
         taken = 0
         for directory, _, leaves in os.walk(self.partial):
@@ -121,7 +121,7 @@ class Place:
                     f"{self.partial} exists and is no directory, but the files are to grow there; "
                     "remove it"
                 )
-            # What is not ours is not to be removed by us.
+            # Later steps remove what is in it: it must be of an earlier run.
             if any(self.partial.iterdir()) and not self.lock.exists():
                 raise ConfigError(
                     f"{self.partial} exists and is not of moecache, but the files are to grow "
@@ -159,7 +159,7 @@ def locked(place: Place) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it may just have finished, and removed it.
+            # The process that had the lock may just have finished, and removed the file.
             ours = os.path.samestat(os.fstat(descriptor), place.lock.stat())
         except (BlockingIOError, FileNotFoundError):
             ours = False

@@ -99,7 +99,7 @@ def plan_trunk(source: Source) -> FilePlan:
     draft = _Draft(TRUNK_NAME)
     in_order = sorted(source.tensors.items(), key=lambda item: (item[1][0], item[1][1].offset))
     for name, (file, entry) in in_order:
-        # A packed checkpoint's own padding is not packed once more.
+        # The padding of a checkpoint that was packed before is not packed once more.
         if name not in of_experts and not name.startswith(PADDING_PREFIX):
             draft.align(_TRUNK_ALIGNMENT)
             draft.add(name, entry.dtype_name, entry.shape, entry.nbytes, file, entry.offset)
@@ -130,7 +130,7 @@ class _Draft:
         file: int,
         source_offset: int,
     ) -> None:
-        """Put a tensor next."""
+        """Append a tensor."""
         self._names.append(name)
         self._append(name, dtype_name, shape, nbytes, file, source_offset)
 
@@ -148,7 +148,7 @@ class _Draft:
         self._starts.append((self._end, name))
 
     def start_units_every(self, nbytes: int) -> None:
-        """Cut what there is into units of one size, within tensors too."""
+        """Cut what was appended so far into units of one size, within tensors too."""
         for number, start in enumerate(range(0, self._end, nbytes)):
             self._starts.append((start, f"part {number}"))
 

@@ -20,18 +20,18 @@ class PackPlan:
     padding_bytes : int
         Bytes that only align what follows.
     other_bytes : int
-        Bytes of the files that go along.
+        Bytes of the other files that are copied along.
     total_bytes : int
         All of it, with headers.
     disk_bytes : int
-        Room that is needed for it on the disk.
+        Room that all of it needs on the disk.
     free_bytes : int
-        Room where it would be written, with what an unfinished run takes there.
+        Room where it would be written; files of an unfinished run count as room.
     linked : tuple of (str, str)
-        Files of the checkpoint that are links to files outside of it, and those files: what
-        they hold is packed as if it lay in the checkpoint.
+        Files of the checkpoint that are links to files outside of it, and those files: their
+        contents are packed as if they lay in the checkpoint.
     left_behind : tuple of (str, str)
-        Links to directories and links to nothing, and what they say: they do not go along.
+        Links to directories and to nothing, and their targets as written: they are not copied.
     """
 
     num_layers: int

@@ -14,10 +14,10 @@ from typing import NoReturn
 from moecache.errors import ConfigError, FormatError, StoreError
 from moecache.stores import SafetensorsStore
 from moecache.stores._header import TensorEntry
-from moecache.stores._index import Piece
+from moecache.stores._index import TensorPart
 from moecache.stores._paths import find_path
 
-# Weights in this or another form: they would only lie about beside the packed ones.
+# Weights in this or another form: beside the packed ones they would only take room.
 _WEIGHTS = frozenset(
     (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx")
 )
@@ -28,13 +28,13 @@ PADDING_PREFIX = "__moecache_padding__."
 _HASH_CHUNK_BYTES = 2**20
 
 
-# A name in the checkpoint, and what it is a link to.
+# A name in the checkpoint, and the target of this link.
 Link = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class OtherFile:
-    """A file that goes along as it is: where from, under which name, how large."""
+    """A file that is copied along as it is: where from, under which name, how large."""
 
     path: Path
     name: str
@@ -48,9 +48,9 @@ class Others:
     Parameters
     ----------
     files : sequence of OtherFile
-        They go along.
+        Files that are copied along.
     left_behind : sequence of (str, str)
-        Links to directories and links to nothing, and what they say.
+        Links to directories and to nothing, and their targets as written.
     """
 
     files: Sequence[OtherFile]
@@ -83,7 +83,7 @@ class Source(SafetensorsStore):
         """Every tensor by its name: the number of its file, and its entry there."""
         return self._tensors
 
-    def pieces(self, layer: int) -> Sequence[Piece]:
+    def pieces(self, layer: int) -> Sequence[TensorPart]:
         """Return the pieces of a layer's experts, in the order of the layout's roles."""
         return self._pieces[layer]
 
@@ -100,11 +100,11 @@ class Source(SafetensorsStore):
                 raise StoreError(
                     f"{file.path}: was changed while {what} was packed: it had {stamp[0]} bytes "
                     f"of {stamp[1]} ns, now {size} bytes of {changed_ns} ns; pack it again when "
-                    "nobody writes to it"
+                    "nothing writes to it"
                 )
 
     def identity(self) -> str:
-        """Return what tells this checkpoint from another, or from an earlier one."""
+        """Return what tells this checkpoint from others and from earlier versions of itself."""
         facts = [
             [self.files[number].path.name, *stamp, self._hash_header(number)]
             for number, stamp in enumerate(self._stamps)
@@ -112,15 +112,15 @@ class Source(SafetensorsStore):
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
     def others(self) -> Others:
-        """Return what goes along: configuration, tokenizer, text; no weights.
+        """Return what is copied along: configuration, tokenizer, text; no weights.
 
-        Of a checkpoint that is one file this is the config.json beside it. Hidden
-        files, links to directories and links to nothing stay behind.
+        If the checkpoint is one file, this is the config.json beside it. Hidden files,
+        links to directories and links to nothing stay behind.
 
         Raises
         ------
         StoreError
-            If a device, pipe or socket would go along, or a directory cannot be read.
+            If a device, pipe or socket would be copied, or a directory cannot be read.
         """
         if not self.path.is_dir():
             config = self.path.parent / "config.json"
@@ -141,7 +141,7 @@ class Source(SafetensorsStore):
         return Others(files, left_behind)
 
     def linked(self, others: Others) -> list[Link]:
-        """Return the files that are links to what lies outside of the checkpoint."""
+        """Return the files that are links to files outside of the checkpoint."""
         paths = [other.path for other in others.files]
         directory = self.path.parent
         if self.path.is_dir():

@@ -12,7 +12,7 @@ cdef class ArcCache(Policy):
     cdef int num_b1
     cdef int num_b2
     cdef int expected      # the key that is to be inserted, or -1
-    cdef int returning     # the ghost that somebody was evicted for, or -1
+    cdef int returning     # the ghost that the last victim was evicted for, or -1
     cdef int chosen        # the victim named last, or -1
 
     cdef double target_for(self, int key) noexcept nogil

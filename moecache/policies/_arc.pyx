@@ -29,9 +29,10 @@ cdef class ArcCache(Policy):
 
     Details: a prefetched key enters T1 and changes no target, whether it is a
     ghost or not, and its first use moves it to T2 like any second one. If all
-    of the list that is to give a victim is held or pinned, the other one does.
-    Only what is evicted becomes a ghost, not what is discarded or could not be
-    filled; a key that is no longer a ghost for such a reason is not put back.
+    of the list that is to give a victim is held or pinned, the other list gives
+    it. Only evicted keys become ghosts, not keys that are discarded or could
+    not be filled; a key that is no longer a ghost for such a reason is not put
+    back.
 
     Every operation is O(1); a victim search steps over held and pinned keys.
 
@@ -90,9 +91,9 @@ cdef class ArcCache(Policy):
         unlink(self.nodes, key)
         self.forget(key)
         self.num_t1 -= left == T1
-        # Whoever leaves without having been named is discarded.
+        # A key that leaves without having been named as victim is discarded.
         if key == self.chosen:
-            # p moves by the ghosts that there were when the key was missed.
+            # p moves by the ghost lists as they were when the key was missed.
             if self.expected >= 0 and self.ghost[self.expected]:
                 self.meet_ghost(self.expected)
             self.remember(key, B1 if left == T1 else B2)
@@ -130,7 +131,7 @@ cdef class ArcCache(Policy):
             return f"|T1|, |B1|, |B2| are {len(t1)}, {len(b1)}, {len(b2)}, counted otherwise"
         if len(t1) + len(t2) != self.size:
             return f"{len(t1)} + {len(t2)} keys, counted {self.size}"
-        # A capacity that slots given back late keep from T1 and T2 is still theirs.
+        # Capacity that T1 and T2 cannot use yet, as its slots are given back late, is still theirs.
         if len(t1) + len(b1) > self.capacity or self.size + len(b1) + len(b2) > 2 * self.capacity:
             return f"|T1|, |T2|, |B1|, |B2| are {len(t1)}, {len(t2)}, {len(b1)}, {len(b2)}"
         if not 0 <= self.target <= self.capacity:

@@ -151,15 +151,15 @@ static inline int echo_lowest_bit(uint64_t bits)
     return __builtin_ctzll(bits);
 }
 
-/* The `wanted` (at most 16) largest of the ring's scores, the largest first, ties to the lower slot;
- * returns how many there are: -inf is none. */
+/* The `wanted` (at most 16) largest of the ring's scores, the largest first, ties to the lower
+ * slot. Returns how many there are; a score of -inf does not count. */
 static inline int echo_nearest(const float *restrict scores, int wanted, int *restrict slots)
 {
     float best[16], kept[16];
     float least;
     int near[ECHO_RING + 1];
     int count = 0, candidates = 0;
-    /* The largest of every sixteenth score: of these the `wanted`-th bounds what is looked for. */
+    /* The largest of every sixteenth score: the `wanted`-th of these is a bound for the result. */
     for (int lane = 0; lane < 16; lane++)
         best[lane] = scores[lane];
     for (int u = 16; u < ECHO_RING; u += 16)

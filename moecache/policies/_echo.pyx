@@ -44,21 +44,21 @@ cdef float SLOW = 0.001
 
 @cython.final
 cdef class Echo:
-    """Learns a model's routing as it goes, and predicts who is used next.
+    """Learn a model's routing as it goes, and predict which experts are used next.
 
     It sees every request of every layer, in the order of the layers; a token begins
-    with the lowest one. A step of several rows is as many consecutive tokens: all of
-    them are learned from, only the last is predicted from. Each layer and
-    token costs the same always, without training or growth: docs/echo.md has figures.
-    Not safe for use from two threads at once.
+    with the lowest one. A step of several rows is that many consecutive tokens: Echo
+    learns from all of them and predicts from the last alone. The cost of a layer and
+    token is constant, without training or growth: docs/echo.md has figures. Not safe
+    for use from two threads at once.
 
     Parameters
     ----------
     num_layers, num_experts : int
         Shape of the model, each at least 1.
     ring : bool, default True
-        Whether similar tokens vote. Without, an expert's own history is all there is:
-        the policy "haz2", at half the cost.
+        Whether similar tokens vote. If not, an expert's own history alone decides: the
+        policy "haz2", at half the cost.
 
     Raises
     ------
@@ -152,7 +152,7 @@ cdef class Echo:
             self.observe_rows(<int>layer, data, wide, n // k, k)
 
     def predict(self, Py_ssize_t layer, Py_ssize_t n) -> tuple[np.ndarray, np.ndarray]:
-        """Return who is most likely to be used when a layer comes next.
+        """Return the experts most likely to be used when a layer comes next.
 
         Parameters
         ----------
@@ -160,7 +160,7 @@ cdef class Echo:
             If it comes later than the last one seen, the current token's use of it is
             predicted, best for the very next layer; else the next token's.
         n : int
-            How many at most.
+            Most experts to return.
 
         Returns
         -------
@@ -177,7 +177,7 @@ cdef class Echo:
         self.checked(layer)
         if n < 0:
             raise ValueError(f"n must not be negative, got {n}")
-        # What was seen once has a probability above 0.
+        # A layer that was seen once has probabilities above 0.
         m = <int>min(n, self.num_experts) if self.own[layer * self.num_experts] > 0 else 0
         ids_owner, best_owner = np.empty(m, np.int32), np.empty(m, np.float32)
         if m == 0:
@@ -281,15 +281,15 @@ cdef class Echo:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens seen, as far as the clock was not set back (every 2**30)."""
+        """Tokens seen, less what the clock was set back by (every 2**30 tokens)."""
         return self.token
 
     @property
     def reuse(self) -> np.ndarray:
         """Discounted next use of each expert as of its layer's last request.
 
-        A copy, float32 [num_layers, num_experts], each between 0 and 1. The lowest of
-        what is in a cache leaves it.
+        A copy, float32 [num_layers, num_experts], each between 0 and 1. A cache evicts
+        the expert whose value is the lowest of those that it holds.
         """
         cdef Py_ssize_t i
         flat = np.empty(self.num_layers * self.num_experts, np.float32)
@@ -405,7 +405,7 @@ cdef class Echo:
         return count
 
     cdef void start(self, int top_k) noexcept nogil:
-        # What is believed before anything was seen: every expert alike, popular ones used more.
+        # The belief before anything was seen: all experts alike, popular ones used more.
         cdef Py_ssize_t key
         cdef int cell
         cdef float share = <float>top_k / self.num_experts
@@ -425,7 +425,7 @@ cdef class Echo:
         cdef int u, slot
         cdef Py_ssize_t key
         if self.token == REBASE:
-            # By a multiple of the ring and of the quarters that the table learns from.
+            # Set back by a multiple of the ring and of the quarters that the table learns from.
             self.token -= REBASE - (1 << 20)
             for key in range(<Py_ssize_t>self.num_layers * self.num_experts):
                 self.last[key] = max(NEVER, self.last[key] - (REBASE - (1 << 20)))
@@ -441,7 +441,7 @@ cdef class Echo:
         for u in range(ECHO_RING):
             carried = CARRY * (before - best)
             before = self.scores[u]
-            # Of the tokens before this one, as many as there were are filled.
+            # A place of the ring that no earlier token has filled takes no part.
             if u == slot or ((slot - u) & (ECHO_RING - 1)) >= self.token:
                 self.scores[u] = -INFINITY
             else:
@@ -467,7 +467,7 @@ cdef class Echo:
         )
 
     cdef float vote_successors(self, int layer) noexcept nogil:
-        # What the tokens after each neighbour used here, this very request among them.
+        # Votes for what the tokens after each neighbour used here, this very request among them.
         cdef int[NEIGHBOURS] near
         cdef int count = echo_nearest(self.scores, NEIGHBOURS, near)
         cdef int i, step, ago, slot
@@ -482,7 +482,7 @@ cdef class Echo:
         return total
 
     cdef float vote_same(self, int layer) noexcept nogil:
-        # What similar tokens themselves used at a layer that this one has not come to.
+        # Votes for what similar tokens themselves used at a layer that this one has not reached.
         cdef int[AHEAD_NEIGHBOURS] near
         cdef int count = echo_nearest(self.scores, AHEAD_NEIGHBOURS, near)
         cdef int i
@@ -569,12 +569,12 @@ cdef object _check_state(dict given, int num_layers, int num_experts):
     _require(0 <= layer < num_layers, f"layer {layer} is not in [0, {num_layers})")
     _require(0 <= token <= REBASE, f"the number of tokens, {token}, is not in [0, {REBASE}]")
     last = given["last"]
-    # Before the lowest layer had a request that counts, later layers' are of the first token.
+    # Before the first valid request of the lowest layer, later layers count as of the first token.
     latest = max(token, min(top_k, 1))
     _require(((last >= NEVER) & (last <= latest)).all(), f"last must be in [{NEVER}, {latest}]")
     _require((given["cells"] < CELLS).all(), f"cells must be below {CELLS}")
     if "masks" in given and num_experts % 64:
-        # A bit that is no expert's would be voted for past the votes' end.
+        # A bit beyond the last expert would be counted past the end of the votes.
         beyond = given["masks"][:, :, -1] >> np.uint64(num_experts % 64)
         _require(not beyond.any(), f"masks must have no bit from {num_experts} on")
 

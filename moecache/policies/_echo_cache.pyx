@@ -1,4 +1,4 @@
-"""EchoCache: eviction of whatever is least likely to be used, by ECHO's predictions."""
+"""EchoCache: evicts the key that is least likely to be used, by ECHO's predictions."""
 
 cimport cython
 from libc.math cimport INFINITY, powf
@@ -29,8 +29,8 @@ cdef class EchoCache(Policy):
     num_keys : int
         Keys are in [0, num_keys): layer * num_experts + expert, or with `layer` the expert.
     echo : Echo
-        What it learns from. Caches of single layers share one: `clear` of any of them makes
-        it forget all, and only layer 0's passes the beginning of a sequence on.
+        The predictor. Caches of single layers share one: `clear` of any of them makes it
+        forget everything, and only the cache of layer 0 tells it that a sequence begins.
     layer : int, optional
         The only layer that this cache is for.
 
@@ -92,7 +92,7 @@ cdef class EchoCache(Policy):
         self.consider(key)
 
     cdef void access(self, int key) noexcept nogil:
-        # For `keys`; the step itself was observed.
+        # Only for the order of `keys`: `echo` has observed the step itself.
         self.clock += 1
         self.nodes[key].stamp = self.clock
 
@@ -138,7 +138,7 @@ cdef class EchoCache(Policy):
         self.consider(key)
 
     cdef void begin_sequence(self) noexcept nogil:
-        # One of those that share it is enough.
+        # One of the caches that share it is enough.
         if self.first_layer == 0:
             self.echo.blend()
 
@@ -190,7 +190,7 @@ cdef class EchoCache(Policy):
                     # Comes back by `unpark`, or `unpin_key`.
                     nodes[key].parked = 1
                 elif values[key] < lowest:
-                    # Ties to the lower key: the victim depends on what is there, not on the way.
+                    # Ties to the lower key: the victim depends on the keys, not on how they came.
                     best, lowest = base + key, values[key]
         self.lowest[layer] = best
         self.minima[layer] = lowest

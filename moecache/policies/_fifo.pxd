@@ -24,7 +24,7 @@ cdef class S3FifoCache(Policy):
     cdef int num_small
     cdef int num_ghosts
     cdef int expected      # the key that is to be inserted, or -1
-    cdef int returning     # the ghost that somebody was evicted for, or -1
+    cdef int returning     # the ghost that the last victim was evicted for, or -1
     cdef int chosen        # the victim named last, while nothing has changed since
 
     cdef int search_small(self) noexcept nogil

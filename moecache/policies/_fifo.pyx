@@ -58,7 +58,7 @@ cdef class SieveCache(Policy):
     clears marks until it meets a key without one, which is evicted. Unlike
     CLOCK's, survivors keep their place, so that new keys are sifted quickly.
 
-    A new key is not marked, a prefetched one neither. The hand steps over held
+    A new key is not marked, nor is a prefetched one. The hand steps over held
     and pinned keys and leaves their marks. Operations are O(1), a victim
     search amortised over the hits that set the marks.
 
@@ -130,22 +130,22 @@ cdef class SieveCache(Policy):
 cdef class S3FifoCache(Policy):
     """S3-FIFO (Yang, Zhang, Qiu, Yue and Rashmi, SOSP 2023).
 
-    New keys enter a small queue, keys that left it lately (ghosts) the main
+    New keys enter a small queue; keys that left it lately (ghosts) enter the main
     one. The oldest key of the small queue moves on to the main queue if it was
     used twice or more since it came, and is evicted otherwise; the main queue
     gives its oldest key another round for every use, of which at most three
     count.
 
-    Of the published descriptions this follows Algorithm 1: every key that is
-    no ghost enters the small queue, while the cache fills too (libCacheSim
-    sends some to the main queue then); the small queue gives a victim whenever
-    it has its share, the main queue otherwise; ghosts are as many as the main
-    queue's keys and leave in the order they came; whether a key is a ghost is
-    settled when it is missed, before somebody is evicted for it; a key that
-    moves on starts at no uses; a move evicts nobody from the main queue by
-    itself. Only what is evicted from the small queue becomes a ghost, not what
-    is discarded or could not be filled. A prefetched key is like any other,
-    without a use.
+    Of the published descriptions, this one follows Algorithm 1. Every key that
+    is no ghost enters the small queue, also while the cache fills (libCacheSim
+    then sends some to the main queue). The small queue gives a victim whenever
+    it has its share, the main queue otherwise. There are as many ghosts as the
+    main queue has room for keys, and they leave in the order they came. Whether
+    a key is a ghost is settled when it is missed, before a victim is evicted for
+    it. A key that moves on starts with no uses, and a move by itself evicts no
+    key from the main queue. Only keys evicted from the small queue become
+    ghosts, not keys that are discarded or could not be filled. A prefetched key
+    is like any other, without a use.
 
     Operations are O(1), a victim search amortised over the uses; it steps over
     held and pinned keys, which keep their place.
@@ -212,9 +212,9 @@ cdef class S3FifoCache(Policy):
         unlink(self.nodes, key)
         self.forget(key)
         self.num_small -= was_small
-        # Whoever leaves without having been named is discarded.
+        # A key that leaves without having been named as victim is discarded.
         if key == self.chosen:
-            # Before the victim becomes a ghost: it may be the one too many.
+            # Dropped before the victim becomes a ghost: this ghost may be the one too many.
             if self.expected >= 0 and self.ghost[self.expected]:
                 self.drop_ghost(self.expected)
                 self.returning = self.expected
@@ -226,7 +226,7 @@ cdef class S3FifoCache(Policy):
         self.expected = key
 
     cdef int victim(self) noexcept nogil:
-        # A search moves keys between the queues, after which it would turn to the other one.
+        # A search moves keys between the queues, after which a second one could turn to the other.
         if self.chosen >= 0 and not self.nodes[self.chosen].blocked:
             return self.chosen
         self.chosen = -1

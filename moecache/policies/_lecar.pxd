@@ -12,12 +12,12 @@ cdef class LecarCache(Policy):
     cdef double lru_weight
     cdef uint64_t* counts     # uses, of keys in the cache or in a history
     cdef CountHeap heap       # keys that can be victims, by count
-    cdef uint8_t* ghost       # whose history a key that is not in the cache is in
-    cdef int history          # keys of each
+    cdef uint8_t* ghost       # the expert whose history holds a key that is not in the cache
+    cdef int history          # keys that each history holds
     cdef int[3] num_ghosts
     cdef uint64_t seed
     cdef uint64_t random      # state of the generator
-    cdef double draw          # in [0, 1): who decides on the next victim
+    cdef double draw          # in [0, 1): decides which expert names the next victim
     cdef int expected         # the key that is to be inserted, or -1
     cdef int chosen           # the victim named last, or -1
     cdef uint8_t chosen_by

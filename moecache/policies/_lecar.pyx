@@ -35,7 +35,7 @@ cdef class LecarCache(Policy):
     from a generator of the policy's own (splitmix64), one per eviction, so
     that a trace gives the same victims on every run.
 
-    Only what is evicted enters a history, not what is discarded or could not
+    Only evicted keys enter a history, not keys that are discarded or could not
     be filled. A prefetch is not a use: it leaves the weights alone, and takes
     its key out of its history.
 
@@ -93,7 +93,7 @@ cdef class LecarCache(Policy):
 
     @property
     def discount_rate(self) -> float:
-        """What one access takes from a regret, as a factor."""
+        """Factor by which each access since the eviction shrinks a regret."""
         return self.discount
 
     @property
@@ -126,9 +126,9 @@ cdef class LecarCache(Policy):
         if self.heap.contains(key):
             self.heap.remove(key)
         self.forget(key)
-        # Whoever leaves without having been named is discarded.
+        # A key that leaves without having been named as victim is discarded.
         if key == self.chosen:
-            # Before the victim enters a history: the key may be the one too many there.
+            # Dropped before the victim enters a history: this key may be the one too many there.
             if self.expected >= 0:
                 self.meet_ghost(self.expected)
             self.remember(key, self.chosen_by)
@@ -242,7 +242,7 @@ cdef class LecarCache(Policy):
             self.drop_ghost(self.nodes[self.num_keys + expert].previous)
         self.ghost[key] = expert
         self.num_ghosts[expert] += 1
-        # The stamp says when it was evicted: it has no other meaning outside the cache.
+        # The stamp is the time of the eviction: outside the cache it has no other meaning.
         self.nodes[key].stamp = self.clock + 1
         link(self.nodes, self.num_keys + expert, key)
 

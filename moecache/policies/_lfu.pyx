@@ -5,7 +5,9 @@ from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from moecache.policies._policy cimport PINNED, Node, Policy, empty_list, link, link_by_stamp, settle, unlink
+from moecache.policies._policy cimport (
+    PINNED, Node, Policy, empty_list, link, link_by_stamp, settle, unlink,
+)
 
 cdef enum:
     RESIDENT = 1
@@ -54,7 +56,7 @@ cdef class LfuCache(Policy):
         self.nodes[key].stamp = self.clock
         if not self.nodes[key].blocked & PINNED:
             unlink(self.nodes, key)
-            # From its old bucket on: the next one is it, or stands behind it.
+            # The new bucket comes right after the old one, and is made if need be.
             self.bucket_of[key] = self.find_bucket(bucket, self.counts[key])
             link(self.nodes, self.bucket_list(self.bucket_of[key]), key)
             self.drop_if_empty(bucket)
@@ -118,7 +120,7 @@ cdef class LfuCache(Policy):
         return Policy.audit(self)
 
     cdef int find_bucket(self, int after, uint64_t count) noexcept nogil:
-        # The bucket of `count`, made if need be; it stands behind `after`.
+        # The bucket of `count`, made if need be; it comes after the bucket `after`.
         cdef int bucket = self.buckets[after].next
         cdef int made, before
         while bucket != 0 and self.buckets[bucket].count < count:
@@ -139,7 +141,7 @@ cdef class LfuCache(Policy):
     cdef void enter(self, int key, int after) noexcept nogil:
         cdef int bucket = self.find_bucket(after, self.counts[key])
         self.bucket_of[key] = bucket
-        # At the head, unless it was pinned for a while.
+        # At the head, unless the key was pinned for a while.
         link_by_stamp(self.nodes, self.nodes, self.bucket_list(bucket), key)
 
     cdef void leave(self, int key) noexcept nogil:

@@ -23,10 +23,11 @@ cdef class LrfuCache(Policy):
     LFU, a very short one LRU. Ties go to the least recently used.
 
     A token begins when the lowest layer seen so far is visited again; a step
-    of many tokens is one, as an expert's use in it is. While the policy is
-    told of no steps (`touch` and `admit` alone), every access is a token.
+    of many tokens counts as one token, and as one use of each of its experts.
+    While the policy is told of no steps (`touch` and `admit` alone), every
+    access is a token.
 
-    Counts survive eviction, unlike the paper's unless its history is kept;
+    Counts survive eviction, as the paper's do only if its history is kept;
     `clear` forgets them. A prefetch is not a use. Everything is O(log n):
     decay keeps the order of counts, so that a heap holds their logarithms as
     of time 0.

@@ -15,7 +15,7 @@ from moecache.policies._tinylfu cimport WTinyLfuCache
 from moecache.errors import ConfigError
 from moecache.settings import POLICIES, SCOPES
 
-# Those that are made from a capacity and the keys alone.
+# Policies that are made from a capacity and the keys alone.
 cdef dict SIMPLE = {
     "arc": ArcCache,
     "fifo": FifoCache,
@@ -61,7 +61,7 @@ cdef list make_partitions(
 
 
 cdef list _make_echo(str policy, str scope, int num_layers, int num_experts, int capacity):
-    # Layers share what is learned of tokens.
+    # Layers share what is learned about tokens.
     cdef Echo echo = Echo(num_layers, num_experts, ring=policy == "echo")
     if scope == "global":
         return [EchoCache(capacity, num_keys=num_layers * num_experts, echo=echo)]

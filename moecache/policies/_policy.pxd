@@ -30,10 +30,10 @@ cdef class Policy:
     cdef int num_evictable
     cdef uint64_t clock
 
-    # A policy's side. `begin_step` comes before a step's accesses: `rows` tokens of one layer, with
-    # `k` ids each (int64 if `wide`), of which some may be out of range. `insert` finds room made;
-    # `victim` returns -1 if everybody is blocked. It may be asked without its answer being
-    # removed, and twice in a row it gives the same one. `expect` comes before it and names the
+    # What a policy implements. `begin_step` comes before a step's accesses: `rows` tokens of one
+    # layer, with `k` ids each (int64 if `wide`), of which some may be out of range. `insert` is
+    # called when there is room. `victim` returns -1 if every key is blocked; its answer need not
+    # be removed, and two calls in a row give the same one. `expect` comes before it and names the
     # key that is to be inserted; nothing may change but what the next `victim` says, as the
     # insertion may not follow.
     cdef void begin_step(
@@ -110,7 +110,7 @@ cdef inline void unlink(Node* nodes, int key) noexcept nogil:
 cdef inline void link_by_stamp(
     Node* links, const Node* nodes, int sentinel, int key
 ) noexcept nogil:
-    # Where it would be had it never left a list that has the latest first.
+    # Links the key where it would be had it never left a list that has the latest first.
     cdef int after = sentinel
     while links[after].next != sentinel and nodes[links[after].next].stamp > nodes[key].stamp:
         after = links[after].next

@@ -150,7 +150,7 @@ cdef class Policy:
         return -1
 
     cdef bint prefers(self, int candidate, int resident) noexcept nogil:
-        # Recency knows nothing in favour of a key that is not in the cache.
+        # Recency says nothing in favour of a key that is not in the cache.
         return False
 
     cdef bint pin_key(self, int key) noexcept nogil:

@@ -14,13 +14,13 @@ cdef enum:
 
 @cython.final
 cdef class PythonPolicy(Policy):
-    """Wraps an object that decides who is evicted. For replay: each call takes the GIL.
+    """Wrap an object that decides which key is evicted. For replays: each call takes the GIL.
 
     The object has `access(key)` for a hit, `insert(key)` for a key that was
     admitted, `remove(key)` for one that left, and `victim(held) -> key`, where
-    `key in held` says that it is used by the step at hand and must stay. It may have
-    `begin_step(layer, ids)` (ids: int32 [rows, top_k], -1 for nobody) and
-    `begin_sequence()`. What it raises ends the replay.
+    `key in held` says that the step at hand uses the key, which must stay. It may
+    have `begin_step(layer, ids)` (ids: int32 [rows, top_k], -1 for no expert) and
+    `begin_sequence()`. An error that it raises ends the replay.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ cdef class PythonPolicy(Policy):
                 raise error
 
     cdef void fail(self, object error):
-        # The first one counts: what follows is its consequence.
+        # The first error counts: later ones are its consequences.
         if self.error is None:
             self.error = error
 
@@ -132,7 +132,7 @@ cdef class PythonPolicy(Policy):
                     return <int>chosen
                 except BaseException as error:
                     self.fail(error)
-        # The replay is over; until then something must go.
+        # The replay will end with the error; until then some key must be evicted.
         for key in range(self.num_keys):
             if self.nodes[key].segment and not self.nodes[key].blocked:
                 return key

@@ -16,22 +16,22 @@ cdef class LeastStaleCache(Policy):
 
     A forward pass visits the layers in order, so that a layer's experts are
     not needed again before the next pass once the layer is done. A key used in
-    the pass under way is *current*, any other *stale*. The victim is the first
-    there is of
+    the pass under way is *current*, any other *stale*. The victim comes from
+    the first of these groups that has one:
 
     1. the stale keys of layers that are done, the layer under way included,
        the least recently used first;
-    2. the current keys, of which the same is true;
+    2. the current keys of those layers, in the same order;
     3. the keys of layers that are still to come in this pass, those of the
        last layer first and there the least recently used. Evicting one that
        this pass then asks for is the paper's collision miss.
 
-    The paper's text was at hand in part only; where accounts of it differ
-    (some evict the stale keys of layers to come before current ones) this
-    keeps to its aim of few collision misses. Left out is the prefetcher that
-    it is published with. A key prefetched for a layer to come is stale until
-    it is used: among the first to leave once its layer is done without it. A
-    prefetch may take the slot of a key of the first kind.
+    Only part of the paper's text was at hand; where accounts of it differ
+    (some evict the stale keys of layers to come before current ones), this
+    class keeps to its aim of few collision misses. The prefetcher that the
+    policy was published with is left out. A key prefetched for a layer to come
+    is stale until it is used: it is among the first to leave once its layer is
+    done without it. A prefetch may take the slot of a key of the first group.
 
     A pass begins when the lowest layer seen so far is visited again. While the
     policy is told of no steps (`touch` and `admit` alone), this is LRU.
@@ -88,7 +88,7 @@ cdef class LeastStaleCache(Policy):
     cdef void insert(self, int key, bint accessed) noexcept nogil:
         settle(self, key, RESIDENT)
         self.used_in[key] = self.current
-        # For a layer that is done it was fetched with the next pass in mind.
+        # A key that is prefetched for a layer that is done is meant for the next pass.
         if not accessed and key // self.num_experts > self.last_done():
             self.used_in[key] -= 1
         link(self.nodes, self.num_keys + key // self.num_experts, key)

@@ -16,7 +16,7 @@ cdef class WTinyLfuCache(Policy):
     cdef int num_protected
     cdef int candidate        # of the window, to move on in the chosen key's place, or -1
     cdef int chosen           # the victim named last, or -1
-    cdef bint made_room       # whether somebody left for the key that is inserted next
+    cdef bint made_room       # whether a key left for the one that is inserted next
 
     cdef void count(self, int key) noexcept nogil
     cdef void move(self, int key, uint8_t segment) noexcept nogil

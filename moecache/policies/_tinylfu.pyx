@@ -19,18 +19,18 @@ cdef class WTinyLfuCache(Policy):
     """W-TinyLFU (Einziger, Friedman and Manes, ACM Trans. Storage 13(4), 2017).
 
     New keys enter a window, an LRU of 1 % of the keys; the rest is a segmented
-    LRU of 20 % probation and 80 % protected. When somebody must leave, the
-    least recently used key of the window (the candidate) meets that of
+    LRU of 20 % probation and 80 % protected. When a key must leave, the least
+    recently used key of the window (the candidate) competes with that of
     probation: the one counted less often leaves, on a tie the candidate, and a
-    candidate that wins goes on probation. While the cache fills, what falls
-    out of the window goes on probation without a contest.
+    candidate that wins goes on probation. While the cache fills, keys that fall
+    out of the window go on probation without a contest.
 
-    Counts are of four bits, and all are halved after 10 * capacity uses, as in
+    Counts have four bits, and all are halved after 10 * capacity uses, as in
     Caffeine. Keys are dense integers here: a count for each of them costs less
     than the count-min sketch of the paper and has no collisions, and the
     doorkeeper is left out. Counts survive eviction. A prefetch is not a use.
 
-    The cache must admit whatever is used, where the paper's may turn the
+    This cache must admit every key that is used, where the paper's may turn the
     candidate away at once; the key just admitted is held, and the contest is
     for its room. If leases hold all of the window, the other key leaves
     without a contest, so that the window grows as far as one step's leases
@@ -123,7 +123,7 @@ cdef class WTinyLfuCache(Policy):
         self.forget(key)
         self.num_window -= left == WINDOW
         self.num_protected -= left == PROTECTED
-        # Whoever leaves without having been named is discarded.
+        # A key that leaves without having been named as victim is discarded.
         if key == self.chosen:
             self.made_room = True
             if self.candidate >= 0 and self.nodes[self.candidate].segment == WINDOW:

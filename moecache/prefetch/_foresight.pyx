@@ -13,20 +13,20 @@ from moecache.policies._ids cimport as_ids, id_at
 
 cnp.import_array()
 
-# What a class is believed before it was seen weighs as much as so many guesses.
+# The belief in a class that has not been seen weighs as much as so many guesses.
 cdef double PRIOR_TRIALS = 8
-# Older guesses count half when a class has seen so many.
+# When a class has seen so many guesses, they count half from then on.
 cdef double MAX_TRIALS = 1024
 
 
 @cython.final
 cdef class Foresight:
-    """Count how good predictions are, and pick those of which a read ahead would pay.
+    """Count how good predictions are, and pick the guesses that are worth a read ahead.
 
-    A prediction's score says little by itself: an expert that is resident is one that was
-    used lately, so that those that are missing are used less often than their scores say. How
-    often they are is counted here, for guesses that were missing, by classes of scores; for a
-    prediction without scores, by place.
+    A score says little by itself: the resident experts are those that were used lately, so
+    missing experts are used less often than their scores say. How often guesses of missing
+    experts are right is counted here, by classes of scores; for predictions without scores,
+    by place.
 
     Parameters
     ----------
@@ -38,9 +38,9 @@ cdef class Foresight:
     num_used : int
         Experts that tokens used at layers that were predicted.
     num_predicted_k, num_found_k : int
-        Of as many guesses as the token used experts: how many there were, and were right.
+        Among as many guesses as the token used experts: all of them, and those that were right.
     num_predicted_2k, num_found_2k : int
-        Of twice as many.
+        The same among twice as many guesses.
     """
 
     def __cinit__(self, ExpertCache cache not None):
@@ -67,7 +67,7 @@ cdef class Foresight:
     def expect(
         self, Py_ssize_t layer, ids, scores=None, *, double min_likelihood=0.0
     ) -> np.ndarray | None:
-        """Note a prediction for a layer, instead of an earlier one; return whom to fetch.
+        """Note a prediction for a layer, instead of an earlier one; return the experts to fetch.
 
         Parameters
         ----------
@@ -78,13 +78,13 @@ cdef class Foresight:
         scores : ndarray of float, shape [n], optional
             Probabilities of use; more than 1 counts as 1.
         min_likelihood : float, default 0.0
-            Leave out guesses that turned out to be right less often.
+            Leave out guesses of a class that was right less often than this.
 
         Returns
         -------
         ndarray of int32, shape [m], or None
-            Those that are neither resident nor on their way and likely enough; None if
-            there is nobody.
+            Those that are neither resident nor on their way, and likely enough; `None` if there
+            are none.
 
         Raises
         ------
@@ -144,7 +144,7 @@ cdef class Foresight:
         return found
 
     def score(self, Py_ssize_t layer, ids) -> None:
-        """Compare what one token uses at a layer with what was foreseen, which is over then.
+        """Compare what one token uses at a layer with what was foreseen, and forget the latter.
 
         Parameters
         ----------

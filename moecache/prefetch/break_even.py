@@ -4,9 +4,9 @@ from moecache.loading.loader import SlotLoader
 
 # Tokens over which the time of a read and the time between reads are averaged.
 _AVERAGED = 16
-# Until it is known what a read costs.
+# Used until it is known what a read costs.
 _FIRST_LIKELIHOOD = 0.3
-# A wrong one replaced an expert that some later token may have wanted.
+# A wrong read replaced an expert that some later token may have wanted.
 _MIN_LIKELIHOOD = 0.25
 _MAX_LIKELIHOOD = 0.98
 
@@ -22,12 +22,12 @@ class BreakEven:
     ----------
     loader : SlotLoader
     expert_bytes : int
-        Of the largest expert.
+        Bytes of the largest expert.
 
     Attributes
     ----------
     likelihood : float
-        From which on it pays.
+        Likelihood from which on a read ahead pays.
     """
 
     def __init__(self, loader: SlotLoader, expert_bytes: int) -> None:
@@ -45,7 +45,7 @@ class BreakEven:
 
     def _measure(self) -> None:
         counts = self._loader.counts
-        uploads = self._loader.uploads
+        uploads = self._loader.pool.uploads
         now = (
             self._loader.clock(),
             counts.urgent_ns,
@@ -65,7 +65,7 @@ class BreakEven:
         idle_ns = max(0.0, total_ns - urgent_ns) / num_steps
         saved = min(idle_ns, read_ns)
         delay = max(0.0, read_ns - idle_ns)
-        if self._loader.quantum_bytes is not None:
-            delay = min(delay, read_ns * self._loader.quantum_bytes / self._expert_bytes)
+        if self._loader.engine.quantum_bytes is not None:
+            delay = min(delay, read_ns * self._loader.engine.quantum_bytes / self._expert_bytes)
         needed = delay / (delay + saved) if delay + saved else 1.0
         self.likelihood = min(max(needed, _MIN_LIKELIHOOD), _MAX_LIKELIHOOD)

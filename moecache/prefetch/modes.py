@@ -38,7 +38,7 @@ def make_prefetcher(
     threaded: bool = True,
     reads_ahead: bool = False,
 ) -> Prefetcher | None:
-    """Return what does as `prefetch` says, or None for "off".
+    """Return a prefetcher for what `prefetch` says, or `None` for "off".
 
     Raises
     ------

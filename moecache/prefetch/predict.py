@@ -139,7 +139,7 @@ class SharedEcho:
     Parameters
     ----------
     echo : Echo
-        `ExpertCache.echo`: it observes each request before anybody predicts.
+        `ExpertCache.echo`: it observes each request before anything is predicted.
     """
 
     def __init__(self, echo: Echo) -> None:

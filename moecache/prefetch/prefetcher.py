@@ -46,15 +46,15 @@ class Prefetcher:
     store : ExpertStore
     cache : ExpertCache
     predictor : Predictor or None
-        None: only `hint` names experts.
+        `None`: only `hint` names experts.
     mode : str
-        What it was asked for as, for the report.
+        The mode that was asked for, for the report.
     switch : Switch, optional
         Says when to fetch. By default always.
     threaded : bool, default True
-        Work in a thread of its own. Otherwise somebody calls `run_one`.
+        Work in a thread of its own. Otherwise the caller calls `run_one`.
     reads_ahead : bool, default False
-        Advise the system of experts that get no slot: they are read through the page cache.
+        Advise the system to read experts that get no slot into the page cache.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Prefetcher:
         self._total = layout.total_experts
         widths = [layout.expert_bytes(layer) for layer in range(layout.num_layers)]
         # What is converted, or copied to a GPU, takes memory beside its slot.
-        widest, most = max(widths), loader.max_buffers_ahead
+        widest, most = max(widths), loader.pool.max_buffers_ahead
         limit = MAX_BYTES_IN_FLIGHT if most is None else most * widest
         self._max_bytes = max(widest, min(MAX_BYTES_IN_FLIGHT, limit))
         self._hinted: set[int] = set()  # layers whose prediction came from outside
@@ -130,12 +130,12 @@ class Prefetcher:
             What was just looked up.
         """
         if self.cache.num_resident == self._total:
-            # Nobody leaves any more.
+            # All experts are resident, and none leaves any more.
             return
         one_token = ids.ndim == 0 or ids.size == ids.shape[-1]
         self.queue.visit(layer)
         if layer <= self._last_layer and self._counting.acquire(blocking=False):
-            # Of several threads one is enough: their tokens are mixed all the same.
+            # One of several threads is enough: their tokens are mixed all the same.
             try:
                 self._begin_token()
             finally:
@@ -151,7 +151,7 @@ class Prefetcher:
         predictor = self.predictor
         if predictor is None:
             return
-        # Nobody may change what a step goes on with.
+        # A predictor may not change the ids that the step goes on with.
         seen = ids.view()
         seen.flags.writeable = False
         following = layer + 1 if layer + 1 < self._num_layers else 0
@@ -167,7 +167,7 @@ class Prefetcher:
             top_k = ids.shape[-1] if ids.ndim else 1
             guess, scores = predictor.predict(following, 2 * top_k)
             self._expect(following, guess, scores)
-        except Exception as error:  # noqa: BLE001 - somebody's own predictor; a guess is no must
+        except Exception as error:  # noqa: BLE001 - a user's own predictor may fail
             self._note_failure(error)
 
     def hint(self, layer: int, ids: npt.ArrayLike, scores: npt.ArrayLike | None = None) -> None:
@@ -223,14 +223,14 @@ class Prefetcher:
                 return True
 
     def turn(self) -> float | None:
-        """Do what there is to do; return after how many seconds to look again, None: when woken."""
+        """Do what there is to do; return the seconds to the next look; `None`: when woken."""
         while self.run_one():
             pass
         if self._bytes_in_flight():
             self._loader.look()
             return _LOOK_S
         self._idle = True
-        # One that came before that was noted woke nobody.
+        # A request that came before `_idle` was set did not wake this thread.
         return 0.0 if len(self.queue) else None
 
     def stop(self) -> None:
@@ -251,7 +251,7 @@ class Prefetcher:
     def _bytes_in_flight(self) -> int:
         # Copies to a GPU as well, of demands too: those go first.
         reading = self.counts.prefetch_bytes_in_flight
-        return reading + self._loader.uploads.in_flight_bytes
+        return reading + self._loader.pool.uploads.in_flight_bytes
 
     def _expect(self, layer: int, ids: np.ndarray, scores: npt.ArrayLike | None) -> None:
         wanted = self.foresight.expect(

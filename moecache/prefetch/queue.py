@@ -8,7 +8,7 @@ DEPTH = 8
 
 
 class PrefetchQueue:
-    """A short queue of layers and whom they may want; never waits for anything but its lock.
+    """A short queue of layers and the experts they may want; never waits for anything but its lock.
 
     When it is full the oldest request is dropped. A request whose layer came meanwhile is worth
     nothing.
@@ -40,7 +40,7 @@ class PrefetchQueue:
         self._visits[layer] += 1
 
     def put(self, layer: int, experts: Sequence[int]) -> None:
-        """Ask for experts, the likeliest first; not none."""
+        """Ask for one or more experts, the likeliest first."""
         request = _Request(layer, experts, self._visits[layer])
         with self._lock:
             self.num_requests += 1

@@ -20,9 +20,9 @@ _GLARING_HOLD = 1024
 # Tokens until it is tried again; twice as many whenever the answer is the same.
 _FIRST_HOLD = 256
 _LONGEST_HOLD = 8192
-# What is gained must be more than noise, and more than what is not seen: whom it evicted.
+# What is gained must exceed the noise, and what is not seen: misses by its evictions.
 _WORTH_IT = 0.01
-# Of a state's tokens, those that fit least: a host pauses, a machine has neighbours.
+# Share of a state's tokens left out, the worst fits: a host pauses, a machine has neighbours.
 _TRIMMED = 0.125
 
 
@@ -34,14 +34,14 @@ class Switch:
     twice the gain's standard error, for 256 tokens; for twice as many each time the answer is
     confirmed, up to 8,192. A difference of 3 %, and of three standard errors, decides after two
     pairs of windows, one of 20 % after one; a loss of 20 % is not tried again for 1,024 tokens.
-    Of 10,000 tokens 384 or fewer are tried with it where it does not pay:
-    what makes tokens 2 % slower costs less than 0.1 %, what doubles their time 0.64 %.
+    Where it does not pay, 384 of 10,000 tokens or fewer are tried with it: what makes tokens
+    2 % slower costs less than 0.1 %, what doubles their time 0.64 %.
 
     Tokens differ far more from each other than on from off: by what they miss. So times are
     compared at equal misses: by an analysis of covariance, in which time rises with the number
     of misses by one slope in both states (Fisher 1932, Statistical Methods for Research
-    Workers, 4th edition, section 49.1). Misses that on itself adds, by whom it evicts, are not
-    seen there: nor may tokens be slower by the plain means, beyond three standard errors.
+    Workers, 4th edition, section 49.1). Misses that on itself adds, by what it evicts, are not
+    seen there: so tokens may not be slower by the plain means either, beyond three standard errors.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ class ModelUsage:
     Parameters
     ----------
     policy : str
-        Of the cache.
+        Policy of the cache.
     counts : ndarray of uint64, shape [num_layers, num_experts]
         Accesses; those of earlier runs count half as much with every run since.
     residents : ndarray of int32, shape [n]
@@ -85,7 +85,7 @@ def identity(layout: ExpertLayout) -> str:
 
 
 def check_path(path: object) -> None:
-    """Raise a ConfigError if something is no path of a profile, whatever is there."""
+    """Raise a ConfigError if this is not a path for a profile, whatever is there."""
     name = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(name, str):
         raise ConfigError(f"profile must be a path, a str or Path, got {path!r}")
@@ -96,12 +96,12 @@ def check_path(path: object) -> None:
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Return what a file has; nothing if there is no file, or an empty one.
+    """Return what a file has: an empty profile if there is no file, or it is empty.
 
     Raises
     ------
     ConfigError
-        If the path is none.
+        If this is not a path.
     FormatError
         If it is no profile, of another version, or damaged.
     StoreError
@@ -116,13 +116,13 @@ def read_profile(path: str | os.PathLike[str]) -> Profile | None:
     Returns
     -------
     Profile or None
-        Empty if there is no file, or a damaged profile. None if the file is none, is of
+        Empty if there is no file, or a damaged profile. `None` if the file is no profile, is of
         another version, or cannot be read: nothing is to be kept there.
 
     Raises
     ------
     ConfigError
-        If the path is none.
+        If this is not a path.
     """
     data = None
     try:
@@ -148,7 +148,7 @@ def update_profile(
     Raises
     ------
     ConfigError
-        If the path is none.
+        If this is not a path.
     FormatError
         If there is a file that is no profile of this version.
     StoreError
@@ -166,7 +166,7 @@ def update_profile(
         kept.update(models or {})
         latest = dict(list(kept.items())[-MAX_MODELS:])
         content = _encode(Profile({**profile.disks, **(disks or {})}, latest))
-        with whole_file(path, sync=True) as file:
+        with whole_file(path, None, sync=True) as file:
             file.write(content)
 
 
@@ -185,7 +185,7 @@ def _read(path: str | os.PathLike[str]) -> bytes:
             raise FormatError("the path is empty; name a file")
         if not Path(path).exists():
             return b""
-        # A pipe would be waited for; a directory has no bytes.
+        # Reading a pipe would block; a directory has no bytes.
         if not Path(path).is_file():
             raise FormatError(f"{path}: is no regular file; name another one")
         with open(path, "rb") as file:

@@ -51,12 +51,12 @@ class KeptUsage:
         Returns
         -------
         WarmStart or None
-            None if nothing is worth a slot, or none is free.
+            `None` if nothing is worth a slot, or none is free.
 
         Raises
         ------
         ConfigError
-            If the path is none.
+            If this is not a path.
         """
         check_path(path)
         if self._warm_start is not None:
@@ -77,7 +77,7 @@ class KeptUsage:
         cache, echo = self._cache, self._cache.echo
         try:
             keys = valuable_keys(usage, cache)
-            # What has no ring is no state for one that has; what this run has learned stays.
+            # A state without a ring does not suit one with a ring; what this run has learned stays.
             if (
                 usage.echo
                 and echo is not None
@@ -100,7 +100,7 @@ class KeptUsage:
         Raises
         ------
         ConfigError
-            If the path is none.
+            If this is not a path.
         StoreError
             If it cannot be written, or is no profile. What was there before still is.
         """
@@ -108,7 +108,7 @@ class KeptUsage:
         update_profile(path, disks=disks, models={self._model: usage})
 
     def keep(self, disks: Mapping[str, Any]) -> None:
-        """Save it where it came from, if it came from anywhere; never fails."""
+        """Save what is known to the profile that it came from, if any; never fails."""
         profiler = self._cache.profiler
         # A run that used nothing has nothing to add to what earlier ones found out.
         if self._path is None or profiler.num_hits + profiler.num_misses == 0:
@@ -120,9 +120,9 @@ class KeptUsage:
 
 
 def valuable_keys(usage: ModelUsage, cache: ExpertCache) -> list[int]:
-    """Return which experts to bring in, the most valuable first, no more than have room.
+    """Return which experts to bring in, the most valuable first, no more than there is room for.
 
-    Those that were there at the end come first, in the order of ECHO's values, or of how
+    Experts that were resident at the end come first, in the order of ECHO's values, or of how
     often they were used; then what else was used.
 
     Raises

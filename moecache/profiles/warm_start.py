@@ -1,4 +1,4 @@
-"""Warm start: free slots filled with what earlier runs used, before anybody asks."""
+"""Warm start: free slots filled with what earlier runs used, before a request asks."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from moecache.loading.loader import SlotLoader
 
 logger = logging.getLogger(__name__)
 
-# Of a slow store: enough to keep it busy, few enough for a request to get by.
+# Experts: enough to keep a slow store busy, few enough for a request to get by.
 _MAX_IN_FLIGHT = 4
 _POLL_S = 0.001
 # How often, and how long after, it tries again where requests were in the way.
@@ -136,9 +136,9 @@ class WarmStart:
                     break
                 time.sleep(_PAUSE_S)
             seen = self._loader.counts.num_steps
-            # Whoever makes a request takes in what has arrived.
+            # A thread that makes a request takes in what has arrived.
             while (
-                (self._loader.num_in_flight or self._loader.uploads.in_flight_bytes)
+                (self._loader.num_in_flight or self._loader.pool.uploads.in_flight_bytes)
                 and not self._cancelled
                 and seen == self._loader.counts.num_steps
             ):

@@ -14,9 +14,9 @@ cdef struct File:
     int direct  # one that reads around it, or -1
     size_t alignment  # of direct reads; 1 without
 
-cdef struct Load:
+cdef struct Request:
     # An expert of a caller: done when all its ranges are.
-    Load *next
+    Request *next
     int64_t token
     int64_t num_missing
     int error
@@ -29,7 +29,7 @@ cdef struct Range:
     uint64_t offset
     size_t nbytes
     char *target
-    Load *load
+    Request *load
 
 cdef struct Copy:
     char *target
@@ -43,7 +43,7 @@ cdef struct Piece:
     int descriptor
     uint64_t offset
     size_t nbytes
-    size_t num_wanted  # bytes up to the last one that somebody wants
+    size_t num_wanted  # bytes up to the last one that a range wants
     size_t num_done
     size_t num_staged
     int buffer

@@ -5,7 +5,7 @@ from libc.stdlib cimport calloc, free, qsort
 from libc.string cimport memcpy
 
 cdef enum:
-    # Bytes between two ranges that are rather read than made a second request.
+    # Most bytes between two ranges that are read along, rather than made a second request.
     GAP = 8 * 1024
     # Shorter parts go through staging: each part of a read costs the kernel something.
     SMALLEST_STRAIGHT = 16 * 1024
@@ -125,7 +125,7 @@ cdef void _add_part(
     Piece *piece, char *sink, uint64_t first, uint64_t last, Py_ssize_t num_before,
     Py_ssize_t num_ranges
 ) noexcept nogil:
-    """What no target takes directly: into the sink if nobody wants it, else staging."""
+    """Add what no target takes directly: into the sink if no range wants it, else staging."""
     cdef Py_ssize_t i
     cdef bint wanted = False
     if first >= last:
@@ -144,7 +144,7 @@ cdef void _add_part(
 
 
 cdef void _plan_copies(Piece *piece) noexcept nogil:
-    """Which bytes of staging go where, part by part."""
+    """Note which bytes of staging go where, part by part."""
     cdef int i, k
     cdef uint64_t at = piece.offset, stop, first, last
     for k in range(piece.num_parts):

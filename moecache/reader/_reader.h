@@ -317,7 +317,7 @@ static void mc_ring_push(mc_ring *ring, int descriptor, const struct iovec *part
 #endif
 }
 
-/* A completion of nothing, which wakes whoever waits in mc_ring_enter. */
+/* A completion of nothing, which wakes the thread that waits in mc_ring_enter. */
 static void mc_ring_push_nothing(mc_ring *ring)
 {
 #ifdef __linux__

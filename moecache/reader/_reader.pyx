@@ -13,7 +13,7 @@ from libc.string cimport memcpy
 import os
 
 from moecache.reader._pieces cimport (
-    SINK, File, Load, Piece, Range, cut, free_pieces, iovec, place, rest,
+    SINK, File, Request, Piece, Range, cut, free_pieces, iovec, place, rest,
 )
 
 cnp.import_array()
@@ -64,7 +64,7 @@ HAS_FAULTS = mc_has_faults()
 FAULTS = ("none", "short", "error", "zero", "long")
 
 cdef enum:
-    # From here on what is cached is copied by the kernel's threads, beside the caller.
+    # From this size on the kernel's threads copy what is cached, beside the caller.
     COPIED_ELSEWHERE = 256 * 1024
     MAX_ATTEMPTS = 64
     MAX_IO_ERRORS = 2
@@ -82,7 +82,7 @@ cdef class Reader:
     What is submitted together and adjoins in a file is one read; long reads are
     cut into pieces. Direct reads take whole blocks of the disk: those that fit
     the target's own alignment go straight into it, the others through staging
-    buffers. Whoever waits takes in what the kernel has finished; with io_uring
+    buffers. A thread that waits takes in what the kernel has finished; with io_uring
     there need not be any other thread.
 
     Parameters
@@ -144,8 +144,8 @@ cdef class Reader:
     cdef bint _drained  # closed, and nothing is in flight
     cdef int _process
     cdef int64_t _epoch
-    cdef Load *_finished
-    cdef Load **_finished_end
+    cdef Request *_finished
+    cdef Request **_finished_end
     cdef int64_t _next_token
     cdef dict _held
     cdef int64_t _busy_since
@@ -213,7 +213,7 @@ cdef class Reader:
 
     @property
     def engine(self):
-        """Who reads: "io_uring" or "threads"."""
+        """What reads: "io_uring" or "threads"."""
         return "io_uring" if self._uses_ring else "threads"
 
     @property
@@ -306,7 +306,7 @@ cdef class Reader:
             for _, _, spans in runs:
                 num_ranges += len(spans)
         cdef Range *ranges = <Range *>malloc((num_ranges + 1) * sizeof(Range))
-        cdef Load **heads = <Load **>calloc(num_loads + 1, sizeof(Load *))
+        cdef Request **heads = <Request **>calloc(num_loads + 1, sizeof(Request *))
         cdef Piece *first = NULL
         cdef Py_ssize_t used = 0
         cdef bint begun = False
@@ -314,7 +314,7 @@ cdef class Reader:
             if ranges == NULL or heads == NULL:
                 raise MemoryError("no memory for reads")
             for i in range(num_loads):
-                heads[i] = <Load *>calloc(1, sizeof(Load))
+                heads[i] = <Request *>calloc(1, sizeof(Request))
                 if heads[i] == NULL:
                     raise MemoryError("no memory for reads")
                 used = self._add_ranges(ranges, used, heads[i], loads[i][1], loads[i][2])
@@ -349,7 +349,7 @@ cdef class Reader:
         Parameters
         ----------
         owner : object
-            Of the load, or the first item of its owner if that is a tuple.
+            Owner of the load, or the owner's first item if it is a tuple.
         """
         cdef int64_t token = self._token_of(owner)
         if token >= 0:
@@ -364,7 +364,7 @@ cdef class Reader:
         Parameters
         ----------
         owner : object
-            Of the load, or the first item of its owner if that is a tuple. Reads that are not
+            Owner of the load, or the owner's first item if it is a tuple. Reads that are not
             deferred, have begun, or are shared with another load go on as they are.
         """
         cdef int64_t token = self._token_of(owner)
@@ -403,7 +403,7 @@ cdef class Reader:
         buffer, are begun.
         """
         cdef bint found, ready
-        # With the GIL: whoever has the mutex needs no GIL, and gives it back at once.
+        # With the GIL: the thread that has the mutex needs no GIL, and gives it back at once.
         pthread_mutex_lock(&self._mutex)
         found = self._finished != NULL
         ready = not self._closed and (
@@ -415,8 +415,8 @@ cdef class Reader:
             pthread_mutex_lock(&self._mutex)
             if not self._closed:
                 self._num_inside += 1
-                # What is settled gives its buffer back, and the next read can begin: nobody
-                # may wait, so that a later call would find the kernel idle.
+                # What is settled gives its buffer back, and the next read can begin: if no thread
+                # waits, a later call would find the kernel idle.
                 while self._take_in() or self._arrived != NULL:
                     if self._arrived != NULL:
                         self._settle(self._next_arrived())
@@ -432,7 +432,7 @@ cdef class Reader:
         ends too early. A list rather than a return value: an interrupt cannot come
         between taking it and keeping it.
         """
-        cdef Load *load
+        cdef Request *load
         pthread_mutex_lock(&self._mutex)
         load = self._finished
         if load != NULL:
@@ -460,7 +460,7 @@ cdef class Reader:
             pthread_mutex_unlock(&self._mutex)
 
     def serve(self):
-        """Read until `close`: what a thread does that takes part without waiting for a load.
+        """Read until `close`, in a thread that takes part without waiting for a load.
 
         With io_uring it sleeps unless there is more to read than twice the queue takes (a long
         prompt): the hop to it costs more than it gains, measured, also where reads are copied.
@@ -518,7 +518,7 @@ cdef class Reader:
         self.alignment = max(self.alignment, alignment)
 
     cdef Py_ssize_t _add_ranges(
-        self, Range *ranges, Py_ssize_t used, Load *load, runs, parts
+        self, Range *ranges, Py_ssize_t used, Request *load, runs, parts
     ) except -1:
         cdef cnp.ndarray array
         cdef uint64_t offset
@@ -557,7 +557,7 @@ cdef class Reader:
     # The queue. Everything below runs under the mutex and without the GIL.
 
     cdef void _begin(
-        self, Load **loads, Py_ssize_t count, Piece *pieces, bint deferred
+        self, Request **loads, Py_ssize_t count, Piece *pieces, bint deferred
     ) noexcept nogil:
         cdef Py_ssize_t i
         if pieces != NULL and self._in_flight == 0 and self._num_pending == 0:
@@ -569,7 +569,7 @@ cdef class Reader:
         self._issue()
         if self._needs_help():
             pthread_cond_broadcast(&self._work)
-        # What the kernel does not take now is handed over by whoever waits.
+        # What the kernel does not take now is handed over by a thread that waits.
         self._hand_over()
 
     cdef bint _needs_help(self) noexcept nogil:
@@ -595,7 +595,7 @@ cdef class Reader:
             self._urgent_end = end
 
     cdef void _put_back(self, Piece *piece) noexcept nogil:
-        """To the front: it has its buffer already."""
+        """Put a piece in front: it has its buffer already."""
         piece.next = self._pending
         if self._pending_end == &self._pending:
             self._pending_end = &piece.next
@@ -653,7 +653,7 @@ cdef class Reader:
     cdef void _drop(self, Piece *piece) noexcept nogil:
         """End a read that was not begun."""
         cdef int i
-        cdef Load *load
+        cdef Request *load
         for i in range(piece.num_ranges):
             load = piece.ranges[i].load
             load.error = ECANCELED
@@ -771,7 +771,7 @@ cdef class Reader:
             # Once more: a path that fails over, a cable.
             piece.num_io_errors += 1
         elif -result in (EINVAL, EOPNOTSUPP) and piece.descriptor == self._files[piece.file].direct:
-            # The file system takes no direct reads after all, or not such ones.
+            # The file system takes no direct reads after all, or none like this.
             piece.descriptor = self._files[piece.file].cached
         else:
             piece.error = <int>-result
@@ -799,11 +799,11 @@ cdef class Reader:
         cdef int i
         cdef uint64_t stop = piece.offset + piece.num_done
         cdef Range *part
-        cdef Load *load
+        cdef Request *load
         for i in range(piece.num_ranges):
             part = &piece.ranges[i]
             load = part.load
-            # Of a read that failed, what came before is good.
+            # What a failed read brought before its error is good.
             if piece.error and part.offset + part.nbytes > stop and load.error == 0:
                 load.error, load.file, load.offset = piece.error, piece.file, stop
             self.bytes_wanted += part.nbytes
@@ -821,13 +821,13 @@ cdef class Reader:
             self.busy_ns += mc_clock_ns() - self._busy_since
         pthread_cond_broadcast(&self._done)
 
-    cdef void _finish(self, Load *load) noexcept nogil:
+    cdef void _finish(self, Request *load) noexcept nogil:
         load.next = NULL
         self._finished_end[0] = load
         self._finished_end = &load.next
 
     cdef void _work_until(self, int64_t seen, int64_t deadline) noexcept nogil:
-        """Take part until a load is done, something was announced, or it is late."""
+        """Take part until a load is done, something was announced, or the deadline has come."""
         while (
             self._finished == NULL and self._epoch == seen and not self._closed
             and mc_clock_ns() < deadline
@@ -879,7 +879,7 @@ cdef class Reader:
         error = mc_ring_enter(&self._ring, True, timeout)
         pthread_mutex_lock(&self._mutex)
         self._reaping = False
-        # Somebody else may have to take over: a thread that serves leaves when it likes.
+        # Another thread may have to take over: a thread that serves leaves at any time.
         pthread_cond_broadcast(&self._done)
         return error != EINTR
 
@@ -904,7 +904,7 @@ cdef class Reader:
         cdef int64_t deadline = mc_clock_ns() + timeout_ns
         cdef Piece *piece
         cdef int i
-        cdef Load *load
+        cdef Request *load
         pthread_mutex_lock(&self._mutex)
         self._closed = True
         while self._pending != NULL:
@@ -916,8 +916,8 @@ cdef class Reader:
         self._num_pending = 0
         pthread_cond_broadcast(&self._work)
         pthread_cond_broadcast(&self._done)
-        # Those inside leave at the next tick at the latest, without timeouts (before Linux 5.11)
-        # at the next completion. Another thread may close at the same time.
+        # Threads inside leave at the next tick at the latest or, without timeouts (before Linux
+        # 5.11), at the next completion. Another thread may close at the same time.
         while (
             not self._drained and self._in_flight + self._num_inside > 0
             and mc_clock_ns() < deadline

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 STAGING_BYTES = 16 * 2**20
 # (reads in flight, bytes of each), for reads that go straight to their slots.
 STRAIGHT_QUEUE = (32, 256 * 2**10)
-# For those that are copied. More in flight come back all at once, at the end, and are copied
-# then, instead of while the next ones are read: 8 MiB were measured to be a fifth slower.
+# For reads that are copied. With more in flight all come back at once, at the end, and are
+# copied then, not while the next are read: 8 MiB were measured to be a fifth slower.
 STAGED_QUEUE = (16, 256 * 2**10)
 CANDIDATES = tuple(
     (depth, size * 2**10)
@@ -30,13 +30,13 @@ CANDIDATES = tuple(
         *((1024, 4), (1024, 8)),
     )
 )
-# Of the page cache the kernel itself reads ahead; longer pieces are fewer calls.
+# The kernel itself reads ahead into the page cache; longer pieces are fewer calls.
 BUFFERED_QUEUE = (32, 2**20)
-# What a disk gives at most, whatever arrives when.
+# A queue that shows what the disk gives at most, in whatever order reads arrive.
 _DEEP_QUEUE = (32, 512 * 2**10)
 _DEEP_BYTES = 32 * 2**20
 _CALIBRATION_S = 0.3
-# What differs less is noise.
+# A smaller difference is noise.
 _NOISE = 1.1
 _BLOCK = 4096
 
@@ -159,7 +159,7 @@ def default_queue(reader: Reader, store: FileStore) -> tuple[int, int]:
 
 
 def disk_of(store: FileStore) -> str:
-    """Return what tells a store's disk, and how its experts lie, from others on this machine."""
+    """Return a name for a store's disk and the way its experts lie, unique on this machine."""
     devices = sorted({str(os.fstat(file.descriptor).st_dev) for file in store.files})
     aligned = all(offset % _BLOCK == 0 for _, offset, _ in store.runs(0, 0))
     return ",".join(devices) + (" aligned" if aligned else "")
@@ -193,7 +193,7 @@ def _burst(
         raise
     seconds = time.perf_counter() - start
     for slot in range(num_loads):
-        pool.discard(slot)
+        pool.reclaim(slot)
     for _, failure in taken:
         if failure is not None:
             raise store.files[failure[1]].failure(failure[0], failure[2], "an expert", 0)

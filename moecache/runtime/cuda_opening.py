@@ -49,7 +49,7 @@ def make_slots(
 ) -> tuple[CudaSlots, int]:
     """Return slots and their number without those for staging: fewer, if not all of them fit.
 
-    Somebody may have taken memory since it was asked how much there is.
+    Other programs may have taken memory since the free bytes were counted.
 
     Raises
     ------

@@ -27,9 +27,9 @@ class Decisions:
     capacity, staging_slots : int
         Experts in the cache, and slots beside it.
     slot_bytes : int
-        Of one slot, as allocated.
+        Bytes of one slot, as allocated.
     sizing : SizingPlan or None
-        How the number of slots came from the budget; None if `slots` says it.
+        How the number of slots came from the budget; `None` if `slots` says it.
     device : str
         Where the slots are, in words.
     headroom : Headroom
@@ -45,11 +45,11 @@ class Decisions:
     warmpin : int or str
     warmpin_after : int
     loader_threads : int or None
-        None: 2, or 8 where direct reads find no io_uring.
+        `None`: 2, or 8 where direct reads find no io_uring.
     profile, expert_stats : str, Path or None
     record_trace : Choice
     reasons : dict of str to str
-        Why, by the names above.
+        Why, by the names of the attributes above.
     """
 
     path: str
@@ -94,5 +94,5 @@ def buffer_bytes(layout: ExpertLayout, options: Options, *, on_gpu: bool) -> int
     widest = max(map(layout.expert_bytes, range(layout.num_layers)))
     if on_gpu:
         return max(4 * widest, MAX_PINNED_BYTES)
-    # What is converted is read beside its slot first.
+    # An expert that is converted is first read into a buffer beside its slot.
     return 0 if options.dtype is None else max(2 * widest, MAX_CONVERTED_BYTES) + widest

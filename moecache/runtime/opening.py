@@ -45,6 +45,11 @@ def open_with(plan: Decisions, store: SafetensorsStore) -> ExpertRuntime:
     logger.info("runtime.planned %s", plan.reasons["capacity"])
     with contextlib.ExitStack() as undo:
         undo.callback(store.close)
+        if plan.record_trace.origin == "argument":
+            # Not with the package: a runtime that records nothing needs none of it.
+            from moecache.traces.recording import check_recordable
+
+            check_recordable(plan.record_trace.value)
         pool, capacity, way = _make_pool(plan, store, undo)
         reader = None
         if way != "mmap":

@@ -17,7 +17,7 @@ from moecache.profiles.file import check_path
 
 @dataclass(frozen=True)
 class Options:
-    """What `moecache.open` can be told beside the path; None where the environment counts.
+    """What `moecache.open` can be told beside the path; `None` leaves it to the environment.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class Options:
     slots : int, optional
         Number of experts to keep, instead of `memory`; staging slots come on top.
     policy : str, optional
-        Who is evicted, see `ExpertCache`. By default MOECACHE_POLICY, else "echo".
+        Which expert is evicted, see `ExpertCache`. By default MOECACHE_POLICY, else "echo".
     scope : {"global", "layer"}, optional
         Whether layers share the slots. By default MOECACHE_SCOPE, else "global".
     dtype : numpy dtype, optional
@@ -56,7 +56,7 @@ class Options:
     profile : str or Path, optional
         A file that keeps what is found out about the disk, so that the next start
         need not measure it, and how experts were used, so that it starts warm: free
-        slots are filled in the background (`runtime.warm_start`) before anybody asks.
+        slots are filled in the background (`runtime.warm_start`) before a request asks.
         Written on `close`. A file that cannot be used is a warning. By default
         MOECACHE_PROFILE, else none.
     loader_threads : int, optional
@@ -75,7 +75,7 @@ class Options:
         it, before this returns. "background": as much of the file as fits beside
         the slots, while the host goes on; `runtime.prefault` says how far it is.
         "auto": all of it before this returns if every expert has a slot and it
-        fits, else as "background". Of the file nothing, if reads are direct. By
+        fits, else as "background". With direct reads the file is left alone. By
         default MOECACHE_PREFAULT, else "auto". It never makes `open` fail.
     progress : callable (done_bytes, total_bytes), optional
         Called some ten times a second while that goes on.

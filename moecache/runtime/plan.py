@@ -115,7 +115,7 @@ def _plan(store: SafetensorsStore, options: Options, settings: Settings) -> Plan
     room = headroom(
         store.trunk_bytes,
         store.config,
-        # Of the device that has the slots: what is staged for a GPU is the host's.
+        # Staging for a GPU takes the host's memory, not that of the device with the slots.
         staging_bytes=0 if gpu is not None else STAGING_BYTES + buffers,
         context_tokens=options.context_tokens,
     )
@@ -191,7 +191,7 @@ def _budgeted(
     reserve_bytes: int,
     gpu: Device | None,
 ) -> tuple[SizingPlan, int]:
-    """Return how many slots a budget holds, of a GPU's memory if there is one, and for staging."""
+    """Return the slots and staging slots that a budget holds, of a GPU's memory if there is one."""
     if memory is None:
         free = free_host_bytes() if gpu is None else gpu.free_bytes()
         reserve = reserve_bytes
@@ -238,7 +238,7 @@ def _way_of_reading(
     if asked != "auto":
         return asked, origin
     if gpu is not None:
-        # Of the host's memory: its slots take none, but pinned buffers do.
+        # What the host's memory is for: slots on a GPU take none of it, but pinned buffers do.
         slots_bytes = buffer_bytes(layout, options, on_gpu=True)
         reserve_bytes = RESERVE_BYTES
     left = max(0, free_host_bytes() - slots_bytes - reserve_bytes)

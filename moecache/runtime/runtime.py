@@ -16,10 +16,9 @@ from moecache.cache._cache import ExpertCache
 from moecache.cache._profiler import AccessProfiler
 from moecache.cache.warmpin import WarmPin
 from moecache.cuda import CudaExperts
-from moecache.errors import ConfigError, MoeCacheError, StoreError
-from moecache.files import write_whole
+from moecache.errors import ConfigError, MoeCacheError
+from moecache.files import Kind, write_whole
 from moecache.layout import ExpertLayout
-from moecache.loading.load import Cause
 from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
 from moecache.loading.reader_engine import ReaderEngine
 from moecache.loading.store_engine import StoreEngine
@@ -46,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LOADER_THREADS = 999
 _LOOK_AFTER = 100
+_REPORT_FILE = Kind("a report of experts", lambda data: data.startswith(b"experts "))
 
 
 class ExpertRuntime:
@@ -303,12 +303,13 @@ class ExpertRuntime:
         """Return whether every expert of the model is in its slot for good, and count a step.
 
         Then a step needs neither a lease nor the ids on the host: `cache.slot_table` says where
-        each expert is. Never waits, and once it is so a test of one bit.
+        each expert is. Never waits; once it is so, this is a test of one bit.
 
         Parameters
         ----------
         look : bool, default True
-            Find out, if it was not so before. A device may not be asked while a graph is captured.
+            Find out whether it is so, if it was not before. A device may not be asked while a
+            graph is captured.
         """
         if not self._all_resident:
             self._check_usable()
@@ -326,8 +327,8 @@ class ExpertRuntime:
     def fill_slots(self) -> WarmStart:
         """Begin to bring experts into slots that are free, from the first layer on.
 
-        In the background; `wait` for it before a CUDA graph of resident steps is captured. Of
-        that nothing counts as an access. A warm start that still goes on is cancelled.
+        Runs in the background; `wait` for it before a CUDA graph of resident steps is captured.
+        These experts do not count as accesses. A warm start that still goes on is cancelled.
         """
         self._check_usable()
         if self.warm_start is not None:
@@ -370,7 +371,7 @@ class ExpertRuntime:
 
     @property
     def predictor(self) -> Predictor | None:
-        """What names the experts to read ahead; None with prefetch="off" or "hints"."""
+        """What names the experts to read ahead; `None` with prefetch="off" or "hints"."""
         return None if self._prefetcher is None else self._prefetcher.predictor
 
     def use_predictor(self, predictor: Predictor, mode: str | None = None) -> None:
@@ -396,7 +397,11 @@ class ExpertRuntime:
             self._prefetcher.mode = mode or self._prefetcher.mode
 
     def record_trace(
-        self, path: str | os.PathLike[str], *, max_bytes: int | str = "256MiB"
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int | str = "256MiB",
+        force: bool = False,
     ) -> "Recording":
         """Note what the router chooses from now on, to be written to a file at the end.
 
@@ -406,10 +411,12 @@ class ExpertRuntime:
         Parameters
         ----------
         path : str or Path
-            An .npz file; replaced when the recording ends.
+            An .npz file; a trace that is there is replaced when the recording ends.
         max_bytes : int or str, default "256MiB"
             Bytes of memory after which nothing more is noted: a step takes 12, and 2 per
             id.
+        force : bool, default False
+            Replace whatever is there.
 
         Returns
         -------
@@ -419,8 +426,8 @@ class ExpertRuntime:
         Raises
         ------
         ConfigError
-            If nothing can be written there, as far as that can be known now, or
-            max_bytes is no size.
+            If nothing can be written there, as far as that can be known now, if
+            something else is there, or max_bytes is no size.
         MoeCacheError
             If a recording goes on already.
         """
@@ -430,7 +437,12 @@ class ExpertRuntime:
         self._check_usable()
         model = getattr(self._store, "path", None)
         self._recording = record(
-            self._cache, self.layout, path, model=model, max_bytes=parse_bytes(max_bytes)
+            self._cache,
+            self.layout,
+            path,
+            model=model,
+            max_bytes=parse_bytes(max_bytes),
+            force=force,
         )
         return self._recording
 
@@ -438,8 +450,8 @@ class ExpertRuntime:
         """Go on from what earlier runs kept in a profile, and keep this one there on `close`.
 
         ECHO's state is restored if it has seen nothing yet, and free slots are filled in
-        the background: see `warm_start`. Of that nothing counts as an access. A warm start
-        that still goes on is cancelled.
+        the background: see `warm_start`. These experts do not count as accesses. A warm
+        start that still goes on is cancelled.
 
         Parameters
         ----------
@@ -451,7 +463,7 @@ class ExpertRuntime:
         Raises
         ------
         ConfigError
-            If that is no path.
+            If this is not a path.
         """
         self._check_usable()
         self.warm_start = self._usage.use(path, profile, self._loader)
@@ -471,43 +483,20 @@ class ExpertRuntime:
 
     def stats(self) -> RuntimeStats:
         """Return the counters as they are now; `later - earlier` is what happened between."""
-        cache, loader = self._cache, self._loader
-        loader.look()
-        profiler = cache.profiler
-        return RuntimeStats(
-            num_steps=loader.counts.num_steps,
-            num_resident_steps=loader.counts.num_resident_steps,
+        self._loader.look()
+        device = getattr(self._pool, "device", None)
+        return RuntimeStats.of(
+            self._cache,
+            self._loader,
             num_sequences=self._num_sequences,
-            num_hits=profiler.num_hits,
-            num_misses=profiler.num_misses,
-            hits_by_layer=tuple(profiler.hits_by_layer.tolist()),
-            misses_by_layer=tuple(profiler.misses_by_layer.tolist()),
-            num_evictions=cache.num_evictions,
-            num_reads=loader.counts.num_reads,
-            num_failed_reads=loader.counts.num_failed_reads,
-            bytes_demand=loader.counts.bytes_read[Cause.DEMAND],
-            bytes_bulk=loader.counts.bytes_read[Cause.BULK],
-            bytes_prefetch=loader.counts.bytes_read[Cause.PREFETCH],
-            bytes_warm_start=loader.counts.bytes_read[Cause.WARM_START],
-            num_stalls=profiler.num_miss_stalls,
-            stall_ns=profiler.miss_stall_ns,
-            stall_histogram=profiler.stall_histogram,
-            num_in_flight=loader.num_in_flight,
-            num_resident=cache.num_resident,
-            num_pinned=cache.num_pinned,
-            capacity=cache.capacity,
-            staging_slots=loader.num_staging,
             total_experts=self.layout.total_experts,
             pool_bytes=self._pool_bytes,
-            policy=cache.policy,
-            scope=cache.scope,
             opened_ns=self._opened_ns,
-            since_ns=self._opened_ns,
-            taken_ns=time.monotonic_ns(),
-            num_resets=profiler.num_resets,
             reading=self._reading(),
             prefetch=None if self._prefetcher is None else PrefetchStats.of(self._prefetcher),
-            uploads=self._uploads(),
+            uploads=None
+            if device is None
+            else UploadStats.of(device.description, self._pool.uploads),
         )
 
     def report(self) -> str:
@@ -549,7 +538,7 @@ class ExpertRuntime:
                 stack.callback(self.warm_start.cancel, 0)
             if self.prefault is not None:
                 stack.callback(self.prefault.cancel, 0)
-        # It holds what it sweeps: a read that hangs does no harm to wait no longer for.
+        # The sweep holds what it reads, so a read that hangs need not be waited for.
         if self.prefault is not None and not self.prefault.cancel(CLOSE_TIMEOUT_S):
             logger.warning("runtime.prefault_hangs after=%d s", CLOSE_TIMEOUT_S)
         logger.info("runtime.closed hit_rate=%.3f", self._cache.profiler.hit_rate)
@@ -559,10 +548,6 @@ class ExpertRuntime:
             return None
         now = ReadingStats.of(self._reader, None if self.disk is None else self.disk.bytes_per_s)
         return now if self._reading_before is None else now - self._reading_before
-
-    def _uploads(self) -> UploadStats | None:
-        device = getattr(self._pool, "device", None)
-        return None if device is None else UploadStats.of(device.description, self._pool.uploads)
 
     def _disks(self) -> dict[str, Any]:
         if self.disk is None or not isinstance(self._store, FileStore):
@@ -577,8 +562,9 @@ class ExpertRuntime:
     def _write_report(self) -> None:
         if self._expert_stats is not None:
             try:
-                write_whole(self._expert_stats, f"{self.report()}\n".encode())
-            except StoreError as error:
+                text = f"{self.report()}\n".encode(errors="backslashreplace")
+                write_whole(self._expert_stats, text, _REPORT_FILE)
+            except MoeCacheError as error:
                 logger.warning("runtime.no_report %s", error)
 
     def __enter__(self) -> Self:

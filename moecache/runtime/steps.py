@@ -94,7 +94,7 @@ class Lease:
         self.close()
 
 
-# Told of a step's layer and ids when its experts are acquired, and before it waits for them.
+# Called with a step's layer and ids when its experts are acquired, and before it waits for them.
 Observe = Callable[[int, np.ndarray], object]
 
 
@@ -116,7 +116,7 @@ def lease(
             observe(layer, ids)
         while step.loads:
             _wait(loader, cache, step)
-        loader.before_compute(step.slots)
+        loader.pool.before_compute(step.slots)
         return Lease(loader, step, guard)
     except BaseException:
         guard.close()
@@ -154,7 +154,7 @@ def waves(
         if step.loads or step.bypassed:
             yield from _Parts(loader, cache, step, top_k).waves()
         elif ids.size:
-            loader.before_compute(step.slots)
+            loader.pool.before_compute(step.slots)
             yield _whole_step(ids, step.slots, top_k, one_token=one_token)
     finally:
         guard.close()
@@ -202,7 +202,7 @@ class _Parts:
 
     def _wave(self, groups: list[int]) -> Wave:
         wave = _wave_of(self._order, self._starts, groups, self._slots, self._top_k)
-        self._loader.before_compute(wave.slots)
+        self._loader.pool.before_compute(wave.slots)
         return wave
 
     def _release(self, groups: list[int]) -> None:

@@ -19,14 +19,14 @@ class Headroom:
     Parameters
     ----------
     trunk_bytes : int
-        All tensors that are no experts', as stored.
+        All tensors but the experts', as stored.
     kv_cache_bytes : int
         Keys and values of `context_tokens` tokens.
     context_tokens : int
     staging_bytes : int
         Buffers of the reads.
     spare_bytes : int
-        For the interpreter, activations and everybody else.
+        For the interpreter, activations and other processes.
     """
 
     trunk_bytes: int
@@ -37,7 +37,7 @@ class Headroom:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Sum of the parts."""
         return self.trunk_bytes + self.kv_cache_bytes + self.staging_bytes + self.spare_bytes
 
     def describe(self) -> str:
@@ -65,7 +65,7 @@ def headroom(
         The checkpoint's config.json.
     staging_bytes : int, default 0
     context_tokens : int, optional
-        Length of the KV cache; by default what the model takes, at most 4096.
+        Length of the KV cache; by default the model's longest context, at most 4096.
     """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
@@ -104,7 +104,7 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
 
 
 def check_fits(slot_bytes: int, staging_bytes: int) -> None:
-    """Raise CapacityError if slots and staging alone would swap, or get the process killed."""
+    """Raise CapacityError if slots and staging alone would swap or get the process killed."""
     free = free_host_bytes()
     if slot_bytes + staging_bytes <= free:
         return
@@ -120,5 +120,5 @@ def check_fits(slot_bytes: int, staging_bytes: int) -> None:
 
 def _number(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
-    # What no model has is not believed.
+    # A number that no model has counts as absent.
     return value if type(value) is int and 0 < value < 2**31 else 0

@@ -34,8 +34,8 @@ class SizingPlan:
         Twice the experts that one token uses, over all layers, at most all
         (arXiv 2505.16056).
     cycle_slots : int
-        Experts that one token uses over all layers; below, a policy that goes by
-        recency alone finds nothing.
+        Experts that one token uses over all layers; with fewer slots, a policy
+        that goes by recency alone never hits.
     total_slots : int
         All experts.
     status : SizingStatus
@@ -53,7 +53,7 @@ class SizingPlan:
 
     @property
     def advice(self) -> str:
-        """What there is to be said of the number of slots, or nothing."""
+        """Advice on the number of slots; empty if there is none."""
         if self.status is SizingStatus.UNKNOWN_EXPERT_SIZE:
             return "the size of an expert is not known"
         if self.status is SizingStatus.BUDGET_EXHAUSTED:

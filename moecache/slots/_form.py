@@ -9,9 +9,9 @@ from moecache.layout import ExpertLayout
 from moecache.slots._memory import padded
 from moecache.slots._uploads import Piece
 
-# What vectors and copies like best; also the least that CUDA aligns allocations to.
+# The best alignment for vectors and copies; also the least that CUDA gives an allocation.
 ALIGNMENT = 256
-# A role whose parts do not adjoin in a mapped file stands as these.
+# A role whose parts do not adjoin in a mapped file is viewed as these.
 _PIECES = {"gate_up": ("gate", "up")}
 
 
@@ -46,7 +46,7 @@ class SlotForm:
         return max(self.offsets[role.name] + role.nbytes for role in self._layout.layers[layer])
 
     def views(self, buffer: np.ndarray, layer: int) -> dict[str, np.ndarray]:
-        """Return a buffer that lies as a slot does as arrays per role."""
+        """Return arrays per role over a buffer that is laid out as a slot is."""
         found = {}
         for role in self._layout.layers[layer]:
             raw = buffer[self.offsets[role.name] :][: role.nbytes]
@@ -56,7 +56,7 @@ class SlotForm:
     def pieces(
         self, layer: int, parts: Mapping[str, np.ndarray], regions: Sequence[tuple[int, int]]
     ) -> list[Piece] | None:
-        """Return what to copy from memory in sorted regions; None if not all of it is there."""
+        """Return what to copy from the sorted `regions`; None if some part is not in them."""
         pieces: list[Piece] = []
         for role in self._layout.layers[layer]:
             names = [role.name] if role.name in parts else _PIECES.get(role.name, ())
@@ -77,7 +77,7 @@ class SlotForm:
 
 
 def _merged(pieces: list[Piece]) -> list[Piece]:
-    """Return pieces that go on, in slot and file alike, as one."""
+    """Join pieces that follow each other in slot and file alike."""
     merged = pieces[:1]
     for offset, address, size in pieces[1:]:
         before, start, length = merged[-1]

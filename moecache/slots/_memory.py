@@ -1,4 +1,4 @@
-"""What every pool of slots needs: aligned memory of the host, and what roles are like."""
+"""What every pool of slots needs: aligned memory of the host, and checks of roles."""
 
 import contextlib
 import mmap
@@ -9,23 +9,23 @@ import numpy as np
 from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout
 
-# What a disk's blocks may be aligned to: direct reads go straight into roles that begin there.
+# The largest alignment of a disk's blocks: direct reads go straight into roles that begin there.
 BLOCK_BYTES = 4096
-# Smaller roles are copied there: a block for each would be a waste.
+# Smaller roles are copied into place: a block for each would be a waste.
 _BLOCK_ALIGNED_FROM = 64 * 1024
 _HUGE_PAGE = 2 * 2**20
 
 
 def padded(num_bytes: int, unit: int) -> int:
-    """Return the bytes that a role takes in a slot: whole units, whole blocks if it is large."""
+    """Return the bytes that a role takes in a slot: whole units, or whole blocks if it is large."""
     unit = unit if num_bytes < _BLOCK_ALIGNED_FROM else BLOCK_BYTES
     return -(-num_bytes // unit) * unit
 
 
 def aligned_rows(rows: int, stride: int) -> np.ndarray:
-    """Return zeros whose rows are aligned as their stride is, from a mapping of their own."""
-    # Zeros, not empty: an unused slot must never bring a NaN into a product. No memory before it
-    # is written, and none that is locked once nobody refers to it.
+    """Return rows of zeros, aligned as their stride is, in a mapping of their own."""
+    # Zeros, not empty: an unused slot must never bring a NaN into a product. A mapping takes no
+    # memory before it is written, and none, even if locked, once the last reference is gone.
     nbytes = rows * stride
     huge = nbytes >= _HUGE_PAGE
     try:
@@ -66,9 +66,9 @@ def check_parts(
     parts: Mapping[str, np.ndarray],
     held: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Raise ValueError unless there is every role of a layer, as the file has it.
+    """Raise ValueError unless `parts` has every role of a layer with its shape and dtype.
 
-    Or as it is `held` in a slot that converts it.
+    The dtype is the file's or, for a slot that converts, that of the role in `held`.
     """
     for role in layout.layers[layer]:
         part = parts.get(role.name)

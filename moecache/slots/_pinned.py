@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class PinnedBuffers:
-    """Equal buffers, made when they are first needed, at most so many, and kept until `close`.
+    """Buffers of one size, made when first needed, at most `max_buffers`, kept until `close`.
 
-    Each lies in huge pages, as direct reads like it, and is pinned: copies from pageable memory
-    pass through a buffer of the driver's, at a fraction of the speed, while the caller waits.
-    Where the system refuses, buffers are pageable, which is a warning, once.
+    Each lies in huge pages, into which direct reads are fastest, and is pinned: copies from
+    pageable memory pass through a buffer of the driver's, at a fraction of the speed, while the
+    caller waits. If the system refuses to pin, buffers are pageable; one warning says so.
 
     Every method but `close` may be called from any thread.
 
@@ -70,7 +70,7 @@ class PinnedBuffers:
         return buffer
 
     def give_back(self, buffer: np.ndarray) -> None:
-        """Take back a buffer that nothing reads or writes any more; others' are let go."""
+        """Take back a buffer that is no longer read or written; ignore one not made here."""
         if buffer.ctypes.data in self._made:
             self._free.append(buffer)
 

@@ -19,9 +19,9 @@ class Upload:
     Attributes
     ----------
     source : object
-        What is copied from, kept until the copy is done.
+        The memory that is copied from, kept until the copy is done.
     done : bool
-        Whether that is known.
+        Whether the copy is known to be done.
     """
 
     __slots__ = ("done", "end", "num_bytes", "slot", "source", "start")
@@ -45,14 +45,14 @@ class Events:
         self._closed = False
 
     def take(self) -> int:
-        """Return an event that nobody uses."""
+        """Return an event that is not in use."""
         try:
             return self._free.popleft()
         except IndexError:
             return self._device.create_event(timing=self._timing)
 
     def give_back(self, event: int) -> None:
-        """Take an event back; whoever waits for it was told so already."""
+        """Take an event back; all waits for it must have been issued already."""
         if self._closed:
             self._device.destroy_event(event)
         else:
@@ -67,7 +67,7 @@ class Events:
 
 
 class Use:
-    """What was issued until some slots were released: an event for each stream.
+    """The work issued before some slots were released: an event for each stream.
 
     Its events are free for others once no slot refers to it.
     """
@@ -85,9 +85,9 @@ class Use:
 
 
 class Uploads:
-    """Two streams of copies: those that somebody waits for, and the others.
+    """Two streams of copies: those that a step waits for, and the others.
 
-    A copy into a slot waits, on the device, for what was issued before the slot's release, and
+    A copy into a slot waits, on the device, for the work issued before the slot's release, and
     for an earlier copy into it in the other stream. `release` takes no lock; all others may be
     called from any thread at once, and only `wait_for_one` and `close` wait.
 
@@ -134,7 +134,7 @@ class Uploads:
     ) -> Upload:
         """Begin to copy pieces into a slot.
 
-        If that fails, nothing is being copied any more when the error comes.
+        If that fails, no copy is under way any more when the error is raised.
         """
         device, stream = self._device, self._copying[behind]
         with self._lock:
@@ -178,7 +178,7 @@ class Uploads:
             for slot in slots:
                 self._users[slot][stream.pointer] = stream
             return
-        # Nobody destroys an event between looking it up and waiting for it.
+        # Under the lock, no event is destroyed between looking it up and waiting for it.
         with self._lock:
             self._check_open()
             for slot in slots:
@@ -188,7 +188,7 @@ class Uploads:
                     self._device.wait_event(stream, latest[0].end)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Let refills of these slots wait for what was issued so far where they were used.
+        """Make refills of these slots wait for the work issued so far in streams that used them.
 
         The garbage collector may call this in the middle of anything: no lock, no waiting. Never
         fails. One caller at a time.
@@ -203,8 +203,8 @@ class Uploads:
                 use.events.append(event)
                 self._device.record(event, stream)
             except (MoeCacheError, MemoryError):
-                # Without an event it is waited for here. If that fails as well the device is
-                # lost, and refills will be told: the leases must end all the same.
+                # Without an event, the wait happens here. If that fails as well, the device is
+                # lost, and refills will fail: the leases must end all the same.
                 with contextlib.suppress(MoeCacheError, MemoryError):
                     self._device.synchronize(stream)
         if self._closed:
@@ -218,7 +218,7 @@ class Uploads:
         return not self._latest
 
     def settle(self) -> list[object]:
-        """Return the sources of copies that are done; nothing if another thread is about it."""
+        """Return the sources of copies that are done; none if another thread is doing so now."""
         if not self._lock.acquire(blocking=False):
             return []
         try:
@@ -255,7 +255,7 @@ class Uploads:
                 stack.callback(self._synchronize, stream)
 
     def _drop(self) -> None:
-        # All is done by then; what could not be asked any more is not counted.
+        # All copies are done by then; those that could not be queried any more are not counted.
         for queue in self._queues.values():
             while queue:
                 upload = queue.popleft()
@@ -268,7 +268,7 @@ class Uploads:
         try:
             self._device.synchronize(stream)
         except MemoryError:
-            # Of memory that is short for a moment: what is copied from must not go yet.
+            # Memory may be short for a moment: what is copied from must not be freed yet.
             self._device.synchronize(stream)
 
     def _check_open(self) -> None:
@@ -285,7 +285,7 @@ class Uploads:
                 self._num_done += 1
                 self._bytes_done += upload.num_bytes
                 self._busy_ns += self._device.elapsed_ns(upload.start, upload.end)
-                # Before its events stand for something else.
+                # Before its events are used for another copy.
                 upload.done = True
                 latest = self._latest.get(upload.slot)
                 if latest is not None and latest[0] is upload:

@@ -1,4 +1,4 @@
-"""SlotPool: what room for experts in fast memory offers."""
+"""SlotPool: the interface of slots in fast memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class UploadCounts:
     Parameters
     ----------
     num_uploads, num_bytes : int
-        Those that are done: experts, and their bytes.
+        Copies that are done: experts, and their bytes.
     busy_ns : int
         Time in which the device copied them.
     in_flight_bytes : int
-        Bytes of those that are not known to be done.
+        Bytes of copies that are not known to be done.
     pinned_bytes : int
-        Memory of the host that is locked for them.
+        Memory of the host that is locked for copies.
     """
 
     num_uploads: int = 0
@@ -55,18 +55,18 @@ class SlotPool(Protocol):
 
     @property
     def max_buffers(self) -> int | None:
-        """Experts that somebody waits for that may be in buffers at once.
+        """Most experts in buffers at once, of those that a step waits for.
 
         None: any number, as `buffers` returns the slots themselves.
         """
 
     @property
     def max_buffers_ahead(self) -> int | None:
-        """Likewise of those that nobody waits for."""
+        """Most experts in buffers at once, of those that no step waits for."""
 
     @property
     def reads_views(self) -> bool:
-        """Whether `upload` likes views of the mapped file better than what `buffers` gives."""
+        """Whether `upload` prefers views of the mapped file to what `buffers` returns."""
 
     @property
     def uploads(self) -> UploadCounts:
@@ -84,7 +84,7 @@ class SlotPool(Protocol):
     def buffers(self, slot: int, layer: int) -> Mapping[str, np.ndarray]:
         """Return host arrays, one per role, to read an expert of `layer` into.
 
-        They are the caller's until it calls `upload` or `discard` for the slot.
+        They are the caller's until it calls `upload` or `reclaim` for the slot.
         """
 
     def upload(
@@ -92,11 +92,11 @@ class SlotPool(Protocol):
     ) -> object:
         """Bring an expert into a slot and return a ticket for `wait`.
 
-        `parts` is what `buffers` returned, filled; it may be reused at once. `behind`: nobody
-        waits for it.
+        `parts` is what `buffers` returned, filled; it may be reused at once. `behind`: no step
+        waits for the expert.
         """
 
-    def discard(self, slot: int) -> None:
+    def reclaim(self, slot: int) -> None:
         """Take back the buffers of a slot that will not be filled from them."""
 
     def wait(self, ticket: object) -> None:
@@ -112,7 +112,7 @@ class SlotPool(Protocol):
         """
 
     def to_host(self, array: Any) -> np.ndarray:
-        """Return an array of the device, ids say, in the host's memory."""
+        """Return an array of the device, such as ids, in the host's memory."""
 
     def close(self) -> None:
         """Free the slabs; a second call does nothing."""

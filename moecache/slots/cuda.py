@@ -31,14 +31,14 @@ _MIN_BUFFERS = 4
 class CudaSlots:
     """Slots in GPU memory: one allocation, in which every slot has its roles side by side.
 
-    So an expert is one copy, from a buffer that lies as the slot does. It is read into a pinned
-    buffer and copied in a stream of this pool's own. Nobody waits for that on the host: the
-    stream that computes waits for the copy's event (`before_compute`), and a copy into a slot
+    So an expert is one copy, from a buffer that is laid out as the slot is. It is read into a
+    pinned buffer and copied in a stream of this pool's own. The host does not wait for the copy:
+    the stream that computes waits for the copy's event (`before_compute`), and a copy into a slot
     waits for the events of the computations that used it (`release_after_compute`).
 
     Uploads and `before_compute` may be called from any thread; so may `release_after_compute`, by
-    one at a time. That takes no lock and never waits: the garbage collector may call it, in the
-    middle of anything.
+    one at a time. The latter takes no lock and never waits: the garbage collector may call it in
+    the middle of anything.
 
     Parameters
     ----------
@@ -46,10 +46,10 @@ class CudaSlots:
     num_slots : int
         At least 1.
     staging_slots : int, default 0
-        Slots on top.
+        Slots beside them, for experts that get none in the cache.
     device : str or Device, default "cuda:0"
     max_pinned_bytes : int, default 256 MiB
-        Of the host, for experts on their way; four buffers at least.
+        Host memory pinned for experts on their way; four buffers at least.
 
     Raises
     ------
@@ -103,7 +103,7 @@ class CudaSlots:
             self.device.free(self._memory)
             self.device.trim()
             raise
-        # Dropped without `close`, pages would stay pinned, and be others' by and by.
+        # Pages of a pool dropped without `close` would stay pinned, and be put to other uses later.
         self._end = weakref.finalize(
             self,
             _end,
@@ -117,7 +117,7 @@ class CudaSlots:
         # The end of the process frees everything, in its own order.
         self._end.atexit = False
         self._closed = False
-        # Buffers that experts are read to, and as which arrays.
+        # By slot: the buffer that an expert is read into, its layer, and the buffer's arrays.
         self._lent: dict[int, tuple[np.ndarray, int, dict[str, np.ndarray]]] = {}
 
     @staticmethod
@@ -142,12 +142,12 @@ class CudaSlots:
 
     @property
     def max_buffers(self) -> int:
-        """Experts that somebody waits for that may be in buffers at once."""
+        """Most experts in buffers at once, of those that a step waits for."""
         return self._buffers.max_buffers - self.max_buffers_ahead
 
     @property
     def max_buffers_ahead(self) -> int:
-        """Likewise of those that nobody waits for: half of the buffers, for a demand finds some."""
+        """Half of the buffers, for experts that no step waits for: the others are for demands."""
         return self._buffers.max_buffers // 2
 
     @property
@@ -159,7 +159,7 @@ class CudaSlots:
             if not self._closed:
                 self._settle()
         except (MoeCacheError, MemoryError):
-            # Steps tell of a device that is lost. What it was copying will never be there.
+            # Steps report a device that is lost. What it was copying will never arrive.
             return dataclasses.replace(self._uploads.counts(pinned_bytes), in_flight_bytes=0)
         return self._uploads.counts(pinned_bytes)
 
@@ -210,7 +210,7 @@ class CudaSlots:
             for role in self._layout.layers[layer]
         }
 
-    def expert_bytes(self, slot: int, layer: int) -> dict[str, Any]:
+    def raw_expert(self, slot: int, layer: int) -> dict[str, Any]:
         """Return one slot as uint8 arrays, the last axis longer by the dtype's size.
 
         For DLPack, which other libraries take for any type:
@@ -270,7 +270,7 @@ class CudaSlots:
         self._lent[slot] = (buffer, layer, parts)
         return parts
 
-    def discard(self, slot: int) -> None:
+    def reclaim(self, slot: int) -> None:
         """Take back the buffer of a slot that will not be filled from it."""
         lent = self._lent.pop(slot, None)
         if lent is not None:
@@ -279,7 +279,7 @@ class CudaSlots:
     def upload(
         self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, behind: bool = False
     ) -> Upload:
-        """Begin to copy an expert into a slot, once what uses the slot so far is done.
+        """Begin to copy an expert into a slot; the copy waits for work that still uses the slot.
 
         Parameters
         ----------
@@ -288,7 +288,7 @@ class CudaSlots:
             What `buffers` returned, filled; arrays of the mapped file, if `register` has it
             ("gate" and "up" may stand for "gate_up"); or any others, which are copied first.
         behind : bool, default False
-            In the stream of those that nobody waits for.
+            Copy in the stream of experts that no step waits for.
 
         Raises
         ------
@@ -339,7 +339,7 @@ class CudaSlots:
             self._uploads.release(released)
 
     def to_host(self, array: Any) -> np.ndarray:
-        """Return an array of the device, ids say, in host memory; waits for it."""
+        """Return an array of the device, such as ids, in host memory; waits for it."""
         if isinstance(array, (list, tuple, int)) or self.device.is_on_host(array):
             return np.asarray(array)
         return self.device.to_host(array)
@@ -368,7 +368,7 @@ class CudaSlots:
             try:
                 buffer = self._buffers.take()
             except MemoryError:
-                # One that is in use will do.
+                # A buffer that is in use now will do once it is free.
                 if not self._uploads.wait_for_one():
                     raise
                 buffer = None

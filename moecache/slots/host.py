@@ -17,7 +17,7 @@ from moecache.units import format_bytes
 
 # A cache line, and the widest vector register.
 ALIGNMENT = 64
-# What is converted needs memory of its own between file and slot.
+# An expert that is converted needs memory of its own between file and slot.
 MAX_CONVERTED_BYTES = 32 * 2**20
 _NO_UPLOADS = UploadCounts()
 
@@ -165,21 +165,21 @@ class HostSlots:
 
     @property
     def max_buffers_ahead(self) -> int | None:
-        """One, if it is converted."""
+        """One if experts are converted, else None: any number."""
         return 1 if self._converts else None
 
     @property
     def reads_views(self) -> bool:
-        """No: what is read into a slot needs no copy."""
+        """False: experts are read into their slots without a copy."""
         return False
 
     @property
     def uploads(self) -> UploadCounts:
-        """Nothing: `upload` copies itself."""
+        """All zero: `upload` itself copies."""
         return _NO_UPLOADS
 
     def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
-        """Return the slot itself or, where it is converted, a buffer until `upload`."""
+        """Return the slot's own arrays; for roles that are converted, a buffer's until `upload`."""
         target = self.expert(slot, layer)
         if not self._converts:
             return target
@@ -197,7 +197,7 @@ class HostSlots:
                 target[role.name] = raw.view(role.dtype).reshape(role.shape)
         return target
 
-    def discard(self, slot: int) -> None:
+    def reclaim(self, slot: int) -> None:
         """Keep the slot's buffer for another one; without conversion there is none."""
         bounce = self._lent.pop(slot, None)
         if bounce is not None:
@@ -225,19 +225,19 @@ class HostSlots:
             # What `buffers` returned may be the slot itself.
             if array.ctypes.data != parts[name].ctypes.data:
                 array[...] = parts[name]
-        self.discard(slot)
+        self.reclaim(slot)
 
     def wait(self, ticket: object) -> None:
         """Return at once: host uploads are done when `upload` returns."""
 
     def before_compute(self, slots: np.ndarray) -> None:
-        """Return at once: likewise."""
+        """Return at once: the slots are filled already."""
 
     def release_after_compute(self, slots: np.ndarray) -> None:
         """Return at once: host computations are done when the caller releases."""
 
     def to_host(self, array: npt.ArrayLike) -> np.ndarray:
-        """Return it as an array of NumPy."""
+        """Return it as a NumPy array."""
         return np.asarray(array)
 
     def close(self) -> None:
@@ -278,7 +278,7 @@ def _float_dtype(dtype: npt.DTypeLike | None) -> np.dtype | None:
         raise ConfigError(
             f"dtype {str(dtype)[:200]!a} is no dtype of NumPy; give one such as numpy.float32"
         ) from error
-    # Those of ml_dtypes have kind "V", and integers are among them.
+    # Types of ml_dtypes have kind "V", and integers are among them.
     if "float" not in converted.name or converted.subdtype is not None or converted.itemsize > 8:
         raise ConfigError(f"slots can be converted to a floating-point type, not to {converted}")
     return converted

@@ -53,7 +53,7 @@ class ReadOnlyFile:
         Raises
         ------
         StoreError
-            If the file ends before, or cannot be read; the message says `what`.
+            If the file ends too early or cannot be read; the message says `what`.
         """
         while buffers:
             try:
@@ -83,12 +83,12 @@ class ReadOnlyFile:
             raise self.failure(error.errno or errno.EIO, offset, "it", 0) from error
 
     def check_unchanged(self) -> None:
-        """Warn, once, if somebody wrote to the file since it was opened."""
+        """Warn, once, if the file was written to since it was opened."""
         if self._modified_ns is None:
             return
         try:
             modified_ns = os.fstat(self.descriptor).st_mtime_ns
-        except OSError:  # what can be read is read
+        except OSError:  # a read will tell what is wrong, if anything
             return
         if modified_ns != self._modified_ns:
             self._modified_ns = None

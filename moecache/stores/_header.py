@@ -206,7 +206,7 @@ def _is_size(value: Any) -> bool:
 
 
 def shown(value: Any, depth: int = 0) -> str:
-    """Return what a header has, as short as a message takes it."""
+    """Return a value of a header, shortened for a message."""
     # Integers of a hostile header can be too long to be converted to text.
     if type(value) is int and value.bit_length() > 128:
         return f"about 2^{value.bit_length()}"

@@ -50,7 +50,7 @@ _GRANITE = re.compile(
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPart:
     """A part of a role that lies in one tensor: where it is for every expert.
 
     `files` int32 [num_experts] and `offsets` int64 [num_experts] say where,
@@ -83,7 +83,7 @@ def index_experts(
     tensors: Mapping[str, tuple[int, TensorEntry]],
     top_k: int,
     chosen: Collection[str] | None = None,
-) -> tuple[ExpertLayout, list[list[Piece]]]:
+) -> tuple[ExpertLayout, list[list[TensorPart]]]:
     """Return the layout of a checkpoint's experts and, per layer, where they are.
 
     Parameters
@@ -222,9 +222,9 @@ def _count_experts(names: list[str], layers: dict[str, dict[tuple[str, int, str]
 
 def _assemble(
     layer: str, found: dict[tuple[str, int, str], _Found], num_experts: int
-) -> tuple[list[Role], list[Piece]]:
+) -> tuple[list[Role], list[TensorPart]]:
     roles: list[Role] = []
-    pieces: list[Piece] = []
+    pieces: list[TensorPart] = []
     keys = sorted(found, key=lambda key: (key[2], _ROLES.index(key[0]), key[1]))
     for role, suffix in dict.fromkeys((role, suffix) for role, _, suffix in keys):
         places = [place for place in (0, 1) if (role, place, suffix) in found]
@@ -245,7 +245,9 @@ def _assemble(
             piece = name if len(groups) == 1 else _PIECE_NAMES[role, place] + suffix
             stacked = group.num_stacked > 0
             pieces.append(
-                Piece(piece, name, start, nbytes, group.shape, files, offsets, sources, stacked)
+                TensorPart(
+                    piece, name, start, nbytes, group.shape, files, offsets, sources, stacked
+                )
             )
             start += nbytes
     return roles, pieces

@@ -1,4 +1,4 @@
-"""What somebody gives as the path of a checkpoint."""
+"""Checks of what is given as the path of a checkpoint."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from moecache.errors import ConfigError, StoreError
 
 # A name on the Hugging Face hub, with its owner or without.
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[\w.-]{1,96})?", re.ASCII)
-# Of a path that is too long, as much as a message can take.
+# Characters of a long path that a message shows.
 _SHOWN = 200
 
 
@@ -42,7 +42,7 @@ def find_path(path: object) -> Path:
     ConfigError
         If no file can have such a name.
     StoreError
-        If nothing is there, or the system does not say.
+        If nothing is there, or that cannot be told.
     """
     name = check_name(path)
     try:

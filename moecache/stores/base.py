@@ -16,7 +16,7 @@ Run = tuple[int, int, tuple[tuple[str, int, int], ...]]
 
 @runtime_checkable
 class ExpertStore(Protocol):
-    """Where experts come from. Every method may be called from any thread."""
+    """A source of experts. Every method may be called from any thread."""
 
     @property
     def layout(self) -> ExpertLayout:

@@ -72,7 +72,7 @@ class MemoryStore:
         ]
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
-        """Check the ids; everything is in memory."""
+        """Check the ids; everything is in memory already."""
         for expert in experts:
             self._layout.check(layer, expert)
 

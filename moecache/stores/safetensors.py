@@ -36,7 +36,7 @@ _TOP_K_NAMES = (
     "moe_top_k",
 )
 _MAX_JSON_BYTES = 2**28
-# What is more is impossible all the same, and may have thousands of digits.
+# Larger numbers are impossible all the same, and may have thousands of digits.
 _MOST_EXPERTS = 2**31
 
 
@@ -86,7 +86,7 @@ class SafetensorsStore:
         directory = self.path if self.path.is_dir() else self.path.parent
         self.config = _read_config(directory / "config.json")
         weight_map = _read_weight_map(self.path)
-        # Each file is opened once: one that is replaced meanwhile is not mixed up.
+        # Each file is opened once: one that is replaced meanwhile is not mixed with its successor.
         self._files = [ReadOnlyFile(file) for file in _find_files(self.path, weight_map)]
         self._tensors = _merge_headers(self._files, weight_map)
         self._ends = [0] * len(self._files)
@@ -119,13 +119,13 @@ class SafetensorsStore:
 
     @property
     def trunk_bytes(self) -> int:
-        """Bytes of all tensors that are no experts', as stored."""
+        """Bytes of all tensors but the experts', as stored."""
         return sum(entry.nbytes for _, entry in self._tensors.values()) - self._layout.total_bytes
 
     def sources(self, layer: int) -> dict[tuple[str, int], str]:
         """Return a tensor that holds each piece of a layer's experts, by (role, first byte).
 
-        Of tensors that hold one expert each, that of expert 0.
+        If each tensor holds one expert, it is the tensor of expert 0.
         """
         self._check_open()
         self._layout.check(layer)
@@ -173,7 +173,7 @@ class SafetensorsStore:
     def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
         """Return one expert as read-only views of the mapped file.
 
-        A role whose pieces do not adjoin in the file stands as its pieces
+        A role whose pieces do not adjoin in the file is returned as its pieces
         ("gate" and "up"). Views may be misaligned for their dtype. Touching one
         after the file was truncated kills the process (SIGBUS); `read_into`
         does not.
@@ -370,7 +370,7 @@ def _merge_headers(
 ) -> dict[str, tuple[int, TensorEntry]]:
     tensors: dict[str, tuple[int, TensorEntry]] = {}
     for number, file in enumerate(files):
-        # Whoever only looks at a checkpoint should not read it in.
+        # Only the headers: the kernel should not read the experts ahead.
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         entries = read_header(file.path, file)
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
@@ -417,7 +417,7 @@ def _find_top_k(config: dict[str, Any]) -> int:
     for level in (config, config.get("text_config"), config.get("ffn_config")):
         for name in _TOP_K_NAMES:
             value = level.get(name) if isinstance(level, dict) else None
-            # A list has a figure for each layer.
+            # A list has a number for each layer.
             values = value if isinstance(value, list) else [value]
             if values and all(type(number) is int and number > 0 for number in values):
                 return min(max(values), _MOST_EXPERTS)

@@ -72,7 +72,7 @@ class BytelessSlots:
         """Do nothing: there are no bytes."""
         return None
 
-    def discard(self, slot: int) -> None:
+    def reclaim(self, slot: int) -> None:
         """Do nothing: no buffer was given."""
 
     def wait(self, ticket: object) -> None:

@@ -1,4 +1,4 @@
-"""Who a policy is, in words that another process gives to the same one."""
+"""What identifies a policy: words that another process gives to the same one."""
 
 import functools
 import hashlib
@@ -15,7 +15,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 def identify(policy: Any) -> str:
     """Return what tells a policy from all others, or "" if nothing does.
 
-    A name as it is. A class or function of a module: by its own name and its source, or
+    A name identifies itself. A class or function of a module: by its own name and its source, or
     the file it was compiled into. A partial: by function and arguments, if those are
     plain values, or classes and functions themselves.
     """
@@ -56,7 +56,7 @@ def _source(policy: Any) -> bytes | None:
 
 
 def _value(value: Any) -> str:
-    """Return an argument as text that says all of it, or "" if there is none."""
+    """Return an argument as text that says all of it, or "" if no text does."""
     # Exactly these types: a subclass may have a state that its repr does not show.
     if type(value) in _PLAIN:
         return repr(value)

@@ -69,7 +69,10 @@ class Journal:
         self._synced = time.monotonic()
 
     def add(self, key: str, figures: Mapping[str, Any]) -> None:
-        """Append a finished cell. A kill of this process loses it no more, a crash soon."""
+        """Append a finished cell.
+
+        From then on it survives the death of this process, and soon a crash of the machine.
+        """
         text = json.dumps({"cell": key, **figures}, allow_nan=False).encode()
         line = text + b" %08x\n" % zlib.crc32(text)
         try:

@@ -32,7 +32,7 @@ cdef class Accesses:
     Parameters
     ----------
     experts : int32 [num_tokens, num_layers, top_k]
-        -1 is nobody.
+        -1 is no expert.
     steps : int64 [num_steps + 1]
         Step s is the rows from steps[s] to steps[s + 1].
     num_experts : int
@@ -141,8 +141,8 @@ cdef class Accesses:
     ) -> None:
         """Evict whatever is used again the latest (Belady, IBM Systems Journal 5(2), 1966).
 
-        Every miss of a step is admitted, as by any policy; of a bulk step the layer's
-        fair share, those that are used again the soonest. A step's own
+        Every miss of a step is admitted, as by any policy; a bulk step admits its layer's
+        fair share, the experts that are used again the soonest. A step's own
         experts are never victims. Blocks, without the GIL.
 
         Parameters
@@ -262,7 +262,7 @@ cdef inline void _add(int32_t* tree, Py_ssize_t size, Py_ssize_t at, int32_t val
 
 
 cdef inline Py_ssize_t _sum(const int32_t* tree, Py_ssize_t at) noexcept nogil:
-    # Of what is at most at `at`.
+    # The sum of the entries up to `at`.
     cdef Py_ssize_t total = 0
     at += 1
     while at > 0:
@@ -337,7 +337,7 @@ cdef class Timeline:
             moment >>= 6
 
     cdef int64_t latest(self) noexcept nogil:
-        # Of at least one.
+        # There must be at least one.
         cdef int level
         cdef int64_t at = 0
         for level in range(self.num_levels - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""How far a sweep or a simulation is, told to whoever asked."""
+"""How far a sweep or a simulation is, told to the caller."""
 
 from collections.abc import Callable
 from typing import Any, Self

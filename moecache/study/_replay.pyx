@@ -38,7 +38,7 @@ def replay_policy(
     Parameters
     ----------
     experts : int32 [num_tokens, num_layers, top_k]
-        -1 is nobody.
+        -1 is no expert.
     steps : int64 [num_steps + 1]
         Step s is the rows from steps[s] to steps[s + 1].
     begins : uint8 [num_steps]
@@ -138,7 +138,7 @@ cdef void _check_ids(const int32_t[:, :, ::1] experts, int num_experts) except *
 
 @cython.final
 cdef class Visit:
-    """One layer of one step: who is there, who comes, who leaves."""
+    """One layer of one step: which experts are there, which come, which leave."""
 
     def __cinit__(
         self, int num_layers, int num_experts, Py_ssize_t widest, list partitions, counts

@@ -26,7 +26,7 @@ class SimulatedHost:
     device : SimulatedDevice
     cache : ExpertCache
     loader : SlotLoader
-        With the cache, over experts without bytes.
+        Fills that cache with experts without bytes.
     prefetcher : Prefetcher or None
         Works whenever the device has nothing to do.
     stalls_ns : list of int
@@ -105,7 +105,7 @@ class SimulatedHost:
             if clock.now_ns > asked_ns:
                 self.stalls_ns.append(clock.now_ns - asked_ns)
             done += len(wave.pairs)
-            # Of the whole, so that nothing is lost by rounding.
+            # Each time from the whole, so that nothing is lost by rounding.
             until_ns = time_ns * done // num_pairs
             clock.advance(until_ns - spent_ns)
             spent_ns = until_ns

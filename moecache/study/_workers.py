@@ -136,7 +136,7 @@ def run_cluster(
     MissingDependencyError
         If Dask is not installed.
     ConfigError
-        If nobody answers at the address.
+        If no scheduler answers at the address.
     """
     distributed = import_distributed()
     with contextlib.ExitStack() as stack:

@@ -148,20 +148,20 @@ def recommend(
     Parameters
     ----------
     trace : Trace
-        Of at least two steps.
+        A trace of at least two steps.
     memory : int or str
         For experts alone: "4GiB", or a share of all experts, "25%".
     expert_bytes : int or str, optional
-        Of the widest layer's expert: "3MiB". By default what the trace says in its metadata.
+        Bytes of the widest layer's expert: "3MiB". By default what the trace says in its metadata.
     policies : names, classes or functions
-        To choose from; of equals the first. As for `replay`, but for single objects.
+        Policies to choose from; the first one of equals. As for `replay`, but for single objects.
     scopes : "global" and "layer"
-        Those that the slots are enough for.
+        Scopes to choose from, as far as there are slots enough.
 
     Raises
     ------
     ConfigError
-        If an argument cannot be used, or nobody says how large an expert is.
+        If an argument cannot be used, or an expert's size is not known.
     CapacityError
         If the memory holds no expert.
     """
@@ -207,7 +207,7 @@ def _recommend(
             "used, take more memory or let it choose 'global'"
         )
     tried = [replay(trace, policy, slots, scope=scope) for policy in policies for scope in usable]
-    # Stable: of equals the one that was named first.
+    # Stable: among equals, the one that was named first.
     order = sorted(range(len(tried)), key=lambda number: -_warm_rate(tried[number]))
     ranked = [tried[number] for number in order]
     best, chosen = ranked[0], policies[order[0] // len(usable)]
@@ -253,7 +253,7 @@ def expert_size(trace: Trace, given: int | str | None) -> int:
     Raises
     ------
     ConfigError
-        If nobody says it, or it is no size.
+        If the size is not known, or is no size.
     """
     said = trace.metadata.get("expert_bytes") if given is None else given
     if said is None:

@@ -21,8 +21,8 @@ class Timeline(Protocol):
 class VirtualClock:
     """Nanoseconds that pass only when they are made to.
 
-    Calling it returns the time. For one thread: whoever computes calls `advance`,
-    and who waits for a device makes it go to what happens next.
+    Calling it returns the time. For one thread: code that computes calls `advance`,
+    and code that waits for a device makes it go to what happens next.
 
     Attributes
     ----------

@@ -36,7 +36,7 @@ class SimulatedDevice:
     latency_ns : int, default 10,000
         From a read's beginning until its transfer may begin.
     chunk_bytes : int, default 262,144
-        What of a prefetch is transferred before anything may overtake it.
+        Bytes of a prefetch that are transferred before anything may overtake it.
     prefetch_depth : int, default 2
         Reads under way below which `idle` is called: with 2, the latency of the next
         prefetch passes during the transfer of the last.
@@ -47,7 +47,7 @@ class SimulatedDevice:
         As given, the bandwidth as a number.
     idle : callable () -> bool, or None
         Called before time passes while no demand is under way and there is room for a
-        prefetch, until it returns False. Where a thread would run that prefetches.
+        prefetch, until it returns False. It stands for a thread that prefetches.
     observe : callable (read, start_ns, end_ns), or None
         Called at the end of each uninterrupted transfer.
     busy_ns : int
@@ -99,7 +99,7 @@ class SimulatedDevice:
 
     @property
     def quantum_bytes(self) -> int | None:
-        """What of a prefetch a demand may have to wait for: a chunk."""
+        """Bytes of a prefetch that a demand may have to wait for: a chunk."""
         return self.chunk_bytes
 
     @property
@@ -163,7 +163,7 @@ class SimulatedDevice:
         Raises
         ------
         MoeCacheError
-            If nothing is under way: with one thread no one else can help.
+            If nothing is under way: with one thread, nothing can change that.
         """
         if not self._is_awaited(seen):
             return bool(self._done)
@@ -182,7 +182,7 @@ class SimulatedDevice:
         return self._num_announced
 
     def announce(self) -> None:
-        """Count it: no one else can wait, with one thread."""
+        """Count it: with one thread, no other can wait."""
         self._num_announced += 1
 
     def close(self, timeout_s: float) -> int:

@@ -11,6 +11,7 @@
 
 import codecs
 import os
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from moecache.study._lines import (
     load_route_csv,
     load_token_pairs,
 )
-from moecache.study._responses import load_routed_experts, without_unrouted
+from moecache.study._responses import as_ids, load_routed_experts, without_unrouted
+from moecache.traces.files import ZIP_ERRORS
 from moecache.traces.trace import DECODE, PREFILL, Trace
 
 __all__ = [
@@ -194,13 +196,17 @@ def from_routed_experts(
         )
     if not 0 <= prompt_tokens <= len(array):
         raise ConfigError(f"prompt_tokens {prompt_tokens} is not in [0, {len(array)}]")
-    experts, layers = without_unrouted(array)
-    prompt = np.arange(len(experts)) < prompt_tokens
+    try:
+        experts, layers = without_unrouted(as_ids("routed_experts", array))
+    except FormatError as error:
+        raise ConfigError(str(error)) from error
+    rows = np.arange(len(experts), dtype=np.int32)
+    experts.flags.writeable = False
     return Trace(
         experts,
         num_experts=num_experts,
-        phase=np.where(prompt, PREFILL, DECODE),
-        step=np.maximum(np.arange(len(experts)) - max(prompt_tokens - 1, 0), 0),
+        phase=np.where(rows < prompt_tokens, np.uint8(PREFILL), np.uint8(DECODE)),
+        step=np.maximum(rows - max(prompt_tokens - 1, 0), 0),
         layers=layers,
         **metadata,
     )
@@ -291,10 +297,8 @@ def _host_array(value: Any) -> np.ndarray:
 
 
 def _has_member(path: Path, name: str) -> bool:
-    import zipfile
-
     try:
         with zipfile.ZipFile(path) as archive:
             return name in archive.namelist()
-    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
+    except (OSError, *ZIP_ERRORS):
         return True  # its own reader says what is wrong

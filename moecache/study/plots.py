@@ -176,7 +176,7 @@ def hit_rate_over_time(replays: Mapping[str, Replay], window: int = 32, *, ax: A
     Parameters
     ----------
     replays : mapping of names to Replay
-        Of one trace.
+        Replays of one trace.
     window : int, default 32
         Steps.
     ax : matplotlib Axes, optional
@@ -212,7 +212,7 @@ def gap_shares(table: Table, *, scope: str = "global", ax: Any = None) -> Any:
     Parameters
     ----------
     table : Table
-        Of a sweep with "lru" and "belady" among its policies.
+        Results of a sweep with "lru" and "belady" among its policies.
     scope : {"global", "layer"}, default "global"
     ax : matplotlib Axes, optional
 

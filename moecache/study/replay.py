@@ -87,7 +87,7 @@ class Replay:
     def per_phase(self) -> dict[str, float]:
         """Hit rate in "prefill" and in "decode", as far as there were accesses.
 
-        A step with rows of both counts in neither: nobody can say whose an access was.
+        A step with rows of both counts in neither: it is not known which phase an access is of.
         """
         rates = {}
         for name, number in PHASES.items():
@@ -195,8 +195,8 @@ def replay(
         A name that `ExpertCache` knows; "belady", the optimum, which knows the future
         (proven for steps of one row and room for each, at least top_k slots);
         a class or function, called as ``factory(capacity, num_keys=...)`` once for all
-        layers, or once for each; or one object, for scope "global". What is
-        no compiled policy is driven as `moecache.policies._python_policy.PythonPolicy` says:
+        layers, or once for each; or one object, for scope "global". Anything but a
+        compiled policy is driven as `moecache.policies._python_policy.PythonPolicy` says:
         access(key), insert(key), remove(key), victim(held). A compiled object keeps its
         keys: a second replay with it goes on where the first one ended. An object
         written in Python can be replayed once, for the cache around it starts empty.

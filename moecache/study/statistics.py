@@ -39,7 +39,7 @@ class TraceStatistics:
     zipf_exponent : ndarray, shape [L]
         s of the Zipf law count ~ rank ** -s that fits best.
     entropy_bits, relative_entropy : ndarray, shape [L]
-        Of the experts' frequencies; relative to log2 E, 1 if all are used alike.
+        Entropy of the experts' frequencies; relative to log2 E, 1 if all are used alike.
     overlap : ndarray, shape [L]
         Mean share of a token's experts that the sequence's token before also used.
     reuse : ndarray of int64, shape [L, B + 1]

@@ -62,7 +62,7 @@ def sweep(
     traces : mapping of names to traces or files; or some of them, or one
         Files of any form that `load_any` knows. Without names, a file's own.
     policies : names, classes or functions; or one
-        As for `replay`; an object is none, because its state would go from one
+        As for `replay`, but no single object, because its state would go from one
         cell to the next.
     capacities : slots, or shares of all experts
     scopes : "global" and "layer"
@@ -94,7 +94,7 @@ def sweep(
     Raises
     ------
     SweepError
-        If cells failed, after all others are done: those are in its `table`.
+        If cells failed, once all others are done; these are in its `table`.
     ConfigError
         If an argument cannot be used; nothing was replayed then.
     FormatError

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, overload
 
 from moecache.errors import ConfigError, MissingDependencyError
-from moecache.files import write_whole
+from moecache.files import Kind, write_whole
 from moecache.study._arguments import BELADY, parse_capacity
 
 COLUMNS = (
@@ -27,6 +27,12 @@ COLUMNS = (
     "prefill_hit_rate",
     "decode_hit_rate",
     "seconds",
+)
+_HEADER = f"{','.join(COLUMNS)}\n".encode()
+CSV_FILE = Kind("a table of replays", lambda data: data.startswith(_HEADER))
+PARQUET_FILE = Kind("a Parquet file", lambda data: data.startswith(b"PAR1"))
+_JSON_FILE = Kind(
+    "a list of replays", lambda data: data.startswith((b'[\n {\n  "trace": ', b"[]\n"))
 )
 
 
@@ -111,7 +117,7 @@ class Table:
     def best(self, **values: Any) -> dict[str, Any]:
         """Return the row with the highest hit rate among those that `select` gives.
 
-        Belady's is no choice: it knows the future. Of equals the first.
+        Belady's is no choice: it knows the future. The first one of equals.
 
         Raises
         ------
@@ -134,20 +140,25 @@ class Table:
             ) from error
         return pd.DataFrame(self.rows, columns=list(COLUMNS))
 
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as CSV with a header; None is an empty field."""
+    def to_csv(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the table as CSV with a header; None is an empty field.
+
+        Another table is replaced, anything else only with `force`.
+        """
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows)
-        write_whole(path, text.getvalue().encode(errors="backslashreplace"))
+        data = text.getvalue().encode(errors="backslashreplace")
+        write_whole(path, data, CSV_FILE, force=force)
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as a JSON list of objects."""
-        write_whole(path, (json.dumps(self.rows, indent=1, allow_nan=False) + "\n").encode())
+    def to_json(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the rows as a JSON list of objects; see `to_csv` for what is replaced."""
+        data = (json.dumps(self.rows, indent=1, allow_nan=False) + "\n").encode()
+        write_whole(path, data, _JSON_FILE, force=force)
 
-    def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as Parquet; needs pandas and pyarrow."""
+    def to_parquet(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        """Write the table as Parquet; needs pandas and pyarrow. See `to_csv`."""
         try:
             import pandas as pd  # noqa: F401
             import pyarrow as pa  # noqa: F401
@@ -158,7 +169,7 @@ class Table:
             ) from error
         data = io.BytesIO()
         self.to_pandas().to_parquet(data, engine="pyarrow", index=False)
-        write_whole(path, data.getvalue())
+        write_whole(path, data.getvalue(), PARQUET_FILE, force=force)
 
     def pivot(self) -> str:
         """Return hit rates as text: per trace and scope, policies by capacities.
@@ -217,7 +228,7 @@ Block = tuple[list[tuple[int, float]], list[str], dict[tuple[str, int], float]]
 
 
 def groups(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[tuple[str, str], Block]]:
-    """Yield (trace, scope) and, of it, capacities with percentages, policies and hit rates."""
+    """Yield (trace, scope) and its capacities with percentages, policies and hit rates."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["trace"], row["scope"]), []).append(row)

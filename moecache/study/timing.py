@@ -53,7 +53,7 @@ class Timing:
     bandwidth : float
         Bytes per second of the device.
     latency_ns : int
-        Of each read.
+        Latency of each read.
     num_tokens, num_steps : int
     total_ns : int
         From the first token's first layer to the last one's last.
@@ -215,7 +215,7 @@ def simulate_time(
         How much of that is the routed experts' work; the rest passes before the router
         of the layer has spoken.
     expert_bytes : int or str, optional
-        Of every expert, "6MB", at most 2**50. By default what the trace says in its metadata.
+        Bytes of every expert, "6MB", at most 2**50. By default what the trace's metadata says.
     scope : {"global", "layer"}, default "global"
     staging_slots : int, optional
         Slots beside the cache, at most 65,536; by default as many as `moecache.open` makes.
@@ -227,7 +227,7 @@ def simulate_time(
     CapacityError
         If there are no slots, or fewer than layers with scope "layer".
     ConfigError
-        If an argument cannot be used, or nobody says how large an expert is.
+        If an argument cannot be used, or an expert's size is not known.
     """
     if policy not in POLICIES:
         raise ConfigError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")

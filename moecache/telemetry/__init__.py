@@ -1,6 +1,6 @@
 """What a runtime did: snapshots, their difference, text, HTML, JSON and Prometheus.
 
-The runtime counts, and nothing else: a snapshot is made when somebody asks for one.
+The runtime counts, and nothing else: a snapshot is made when the caller asks for one.
 """
 
 from moecache.telemetry._prefetch import PrefetchStats

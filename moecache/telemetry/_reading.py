@@ -28,7 +28,7 @@ class ReadingStats:
     bytes_read, bytes_copied : int
         From the file, whole blocks; through staging.
     busy_ns : int
-        While at least one read was outstanding, until somebody looked.
+        While at least one read was outstanding, until a thread looked.
     disk_bytes_per_s : float or None
         The best rate of the disk, if it was measured.
     """

@@ -1,14 +1,18 @@
 """RuntimeStats: a frozen snapshot of what a runtime did, as text, JSON and HTML."""
 
 import dataclasses
+import time
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
+from moecache.cache._cache import ExpertCache
 from moecache.cache._profiler import stall_bucket_ns
+from moecache.loading.load import Cause
+from moecache.loading.loader import SlotLoader
 from moecache.telemetry import _html, _text
 from moecache.telemetry._counters import PARTS, RuntimeCounters
 
-# Of `RuntimeStats.to_dict`: raised when a key goes or changes its meaning.
+# Version of `RuntimeStats.to_dict`: raised when a key goes or changes its meaning.
 JSON_VERSION: Final = 1
 
 
@@ -18,6 +22,54 @@ class RuntimeStats(RuntimeCounters):
 
     `RuntimeCounters` has the fields.
     """
+
+    @classmethod
+    def of(
+        cls,
+        cache: ExpertCache,
+        loader: SlotLoader,
+        *,
+        num_sequences: int,
+        total_experts: int,
+        pool_bytes: int,
+        opened_ns: int,
+        **parts: Any,
+    ) -> Self:
+        """Return the counters as they are now."""
+        profiler, counts = cache.profiler, loader.counts
+        return cls(
+            num_steps=counts.num_steps,
+            num_resident_steps=counts.num_resident_steps,
+            num_sequences=num_sequences,
+            num_hits=profiler.num_hits,
+            num_misses=profiler.num_misses,
+            hits_by_layer=tuple(profiler.hits_by_layer.tolist()),
+            misses_by_layer=tuple(profiler.misses_by_layer.tolist()),
+            num_evictions=cache.num_evictions,
+            num_reads=counts.num_reads,
+            num_failed_reads=counts.num_failed_reads,
+            bytes_demand=counts.bytes_read[Cause.DEMAND],
+            bytes_bulk=counts.bytes_read[Cause.BULK],
+            bytes_prefetch=counts.bytes_read[Cause.PREFETCH],
+            bytes_warm_start=counts.bytes_read[Cause.WARM_START],
+            num_stalls=profiler.num_miss_stalls,
+            stall_ns=profiler.miss_stall_ns,
+            stall_histogram=profiler.stall_histogram,
+            num_in_flight=loader.num_in_flight,
+            num_resident=cache.num_resident,
+            num_pinned=cache.num_pinned,
+            capacity=cache.capacity,
+            staging_slots=loader.num_staging,
+            total_experts=total_experts,
+            pool_bytes=pool_bytes,
+            policy=cache.policy,
+            scope=cache.scope,
+            opened_ns=opened_ns,
+            since_ns=opened_ns,
+            taken_ns=time.monotonic_ns(),
+            num_resets=profiler.num_resets,
+            **parts,
+        )
 
     def describe(self) -> str:
         """Return the snapshot as lines of text."""

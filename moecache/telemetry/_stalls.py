@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from moecache.cache._profiler import stall_bucket_ns
 
-# Of the histogram that is exported: doublings from a microsecond to 17 s.
+# Buckets of the exported histogram: doublings from a microsecond to 17 s.
 DOUBLINGS = range(10, 35)
 
 

@@ -23,7 +23,7 @@ class UploadStats:
     busy_ns : int
         Time in which the device copied them, by its own clock.
     in_flight_bytes : int
-        Of copies that are not known to be done.
+        Bytes of copies that are not known to be done.
     pinned_bytes : int
         Memory of the host that is locked for copies.
     """

@@ -1,6 +1,7 @@
-"""What a trace's arrays and metadata have to be."""
+"""Checks of a trace's arrays and metadata."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from moecache.errors import ConfigError, FormatError
 
-_CHUNK_IDS = 1 << 20
+_CHUNK_IDS = 1 << 18
 # Names of a trace's own parameters.
 _RESERVED = {"experts", "num_experts", "phase", "sequence", "step", "layers", "bulk"}
 
@@ -39,7 +40,7 @@ def check_ids(experts: np.ndarray, num_experts: int) -> None:
 def vector(
     name: str, values: npt.ArrayLike | None, default: np.ndarray, most: int = 2**31 - 1
 ) -> np.ndarray:
-    """Return the values as a new array of the default's dtype, all in [0, most]."""
+    """Return the values as an array of the trace's own, of the default's dtype, in [0, most]."""
     if values is None:
         return default
     array = np.asarray(values)
@@ -49,11 +50,17 @@ def vector(
         )
     if array.size and (array.min() < 0 or array.max() > most):
         raise ConfigError(f"{name} must be in [0, {most}], got {array.min()} to {array.max()}")
-    return array.astype(default.dtype)
+    return owned(array, default.dtype)
+
+
+def owned(array: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
+    """Return an array in C order: itself if it cannot be changed, else a copy."""
+    fixed = array.flags.owndata and not array.flags.writeable
+    return array.astype(dtype, order="C", copy=not fixed)
 
 
 def check_order(name: str, array: np.ndarray, least: int) -> None:
-    """Raise a ConfigError if a number exceeds the one before by less than `least`."""
+    """Raise a ConfigError unless each number exceeds the one before by at least `least`."""
     falls = np.flatnonzero(np.diff(array) < least)
     if len(falls):
         row = int(falls[0])
@@ -64,7 +71,7 @@ def check_order(name: str, array: np.ndarray, least: int) -> None:
 
 
 def several_rows(step: np.ndarray) -> np.ndarray:
-    """Return 1 for each row whose step has others, uint8: those that `waves` limits."""
+    """Return 1 for each row whose step has other rows, which `waves` limits; uint8."""
     same = np.diff(step) == 0
     together = np.zeros(len(step), np.uint8)
     together[1:] |= same
@@ -73,7 +80,7 @@ def several_rows(step: np.ndarray) -> np.ndarray:
 
 
 def check_bulk(bulk: np.ndarray, step: np.ndarray) -> None:
-    """Raise a ConfigError if it is not the same for all rows of a step."""
+    """Raise a ConfigError unless `bulk` is the same for all rows of a step."""
     differs = np.flatnonzero((np.diff(bulk) != 0) & (np.diff(step) == 0))
     if len(differs):
         row = int(differs[0])
@@ -103,9 +110,10 @@ def parse_meta(path: Path, array: np.ndarray) -> dict[str, Any]:
     """Return the JSON object of a file's `meta`, which says at least num_experts."""
     if array.ndim != 0 or array.dtype.kind not in "US":
         raise FormatError(f"{path}: meta must be one text, not {array.dtype} of {array.shape}")
+    # Not item(): NumPy accepts code points that are no characters, and Python fails later.
+    letters = f"utf-32-{sys.byteorder[0]}e" if array.dtype.kind == "U" else "utf-8"
     try:
-        text = array.item()
-        meta = json.loads(text if isinstance(text, str) else text.decode())
+        meta = json.loads(array.tobytes().decode(letters).rstrip("\0"))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: meta is not JSON: {error}") from error
     if not isinstance(meta, dict):

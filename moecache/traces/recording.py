@@ -12,14 +12,15 @@ from typing import Any, Self
 from moecache.cache._cache import ExpertCache
 from moecache.cache._route_log import RouteLog
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.files import check_replaced
 from moecache.layout import ExpertLayout
-from moecache.traces.trace import Trace, from_log
+from moecache.traces.trace import TRACE_FILE, Trace, from_log
 
 logger = logging.getLogger(__name__)
 
 
 class Recording:
-    """Notes every step of a cache until it is closed, then writes the trace.
+    """Note every step of a cache until the recording is closed, then write the trace.
 
     Made by `ExpertRuntime.record_trace`. A context manager. `close` never fails: what
     cannot be written is a warning in the log, and `trace` still has it.
@@ -28,13 +29,18 @@ class Recording:
     ----------
     cache : ExpertCache
     path : str or Path
-        Written when the recording ends, whole or not at all.
+        Written when the recording ends, whole or not at all; an existing trace is
+        replaced.
+    top_k : int, optional
+        Experts per token: flat ids are noted as rows of `top_k`.
     layers : list of int, optional
         The model's own layer numbers.
     max_bytes : int, default 256 MiB
         Bytes of the log after which nothing more is noted.
+    force : bool, default False
+        Replace whatever is there.
     **metadata
-        Goes into the trace.
+        Added to the trace.
 
     Attributes
     ----------
@@ -47,8 +53,8 @@ class Recording:
     Raises
     ------
     ConfigError
-        If the path is a directory, or in a directory that is not there or cannot be
-        written to; or if max_bytes is below 1.
+        If the path is a directory, or is in one that does not exist or cannot be
+        written to; if something else is there; or if max_bytes is below 1.
     MoeCacheError
         If the cache is being recorded already.
     """
@@ -58,20 +64,23 @@ class Recording:
         cache: ExpertCache,
         path: str | os.PathLike[str],
         *,
+        top_k: int | None = None,
         layers: list[int] | None = None,
         max_bytes: int = 256 * 2**20,
+        force: bool = False,
         **metadata: Any,
     ) -> None:
         self.path = Path(path)
-        _check_writable(self.path)
+        check_recordable(self.path, force=force)
         if cache.route_log is not None:
             raise MoeCacheError("the cache is being recorded already; close that recording first")
-        self.log = RouteLog(cache.num_layers, cache.num_experts, max_bytes=max_bytes)
+        self.log = RouteLog(cache.num_layers, cache.num_experts, top_k=top_k, max_bytes=max_bytes)
         self.trace: Trace | None = None
         self.saved = False
         self._cache = cache
         self._layers = layers
-        self._metadata = metadata
+        self._force = force
+        self._metadata = metadata if top_k is None else {"top_k": top_k, **metadata}
         self._process = os.getpid()
         self._closed = False
         cache.route_log = self.log
@@ -103,7 +112,7 @@ class Recording:
             )
         try:
             self.trace = from_log(self.log, layers=self._layers, **self._metadata)
-            self.trace.save(self.path)
+            self.trace.save(self.path, force=self._force)
         except (MoeCacheError, MemoryError, OSError, ValueError) as error:
             logger.warning("recording.lost path=%s error=%s", self.path, error)
             return
@@ -123,7 +132,7 @@ class Recording:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the recording, also where something failed."""
+        """End the recording, also after a failure."""
         self.close()
 
 
@@ -134,16 +143,17 @@ def record(
     *,
     model: str | os.PathLike[str] | None,
     max_bytes: int,
+    force: bool,
 ) -> Recording:
-    """Start to record a cache, with what is known of its model in the trace's metadata."""
+    """Start to record a cache; what is known of its model goes into the trace's metadata."""
     known: dict[str, Any] = {} if model is None else {"model": Path(os.path.abspath(model)).name}
-    if layout.top_k is not None:
-        known["top_k"] = layout.top_k
     return Recording(
         cache,
         path,
+        top_k=layout.top_k,
         layers=_layer_numbers(layout.layer_names),
         max_bytes=max_bytes,
+        force=force,
         **known,
         expert_bytes=max(map(layout.expert_bytes, range(layout.num_layers))),
         policy=cache.policy,
@@ -160,8 +170,17 @@ def _layer_numbers(names: Sequence[str]) -> list[int] | None:
     return numbers if len(numbers) == len(names) and increasing else None
 
 
-def _check_writable(path: Path) -> None:
-    """Raise if it can be known now that nothing can be written there."""
+def check_recordable(path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Raise if it is clear now that a recording cannot be written there.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such directory, or something other than a trace is there (unless `force`).
+    """
+    path = Path(path)
+    if not force:
+        check_replaced(path, TRACE_FILE)
     directory = path.parent
     if not directory.is_dir():
         raise ConfigError(f"{path}: there is no directory {directory}; make it first")

@@ -10,12 +10,13 @@ The file is an .npz with these arrays:
 | `step` | int32 [T] | rows of one number went through the cache together; absent: each alone |
 | `bulk` | uint8 [T] | 1: the step kept to its layer's fair share; absent: if it has several rows |
 | `layers` | int16 or int32 [L] | the model's own layer numbers; absent: 0 to L - 1 |
-| `meta` | text | a JSON object: num_experts, top_k, version, and what says where it is from |
+| `meta` | text | a JSON object: num_experts, top_k, version, and where the trace is from |
 """
 
 import hashlib
 import html
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,22 +28,30 @@ import numpy.typing as npt
 
 from moecache.cache._route_log import RouteLog
 from moecache.errors import ConfigError, FormatError
+from moecache.files import Kind
 from moecache.traces._checks import (
     check_bulk,
     check_ids,
     check_order,
     clean_metadata,
+    owned,
     parse_meta,
     several_rows,
     vector,
 )
 from moecache.traces.files import read_arrays, write_arrays
+from moecache.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 MAX_EXPERTS = 2**20
 PREFILL, DECODE = 0, 1
 
 _ARRAYS = ("experts", "phase", "seq", "step", "bulk", "layers", "meta")
+TRACE_FILE = Kind(
+    "a routing trace", lambda data: data.startswith(b"PK\x03\x04") and b"experts.npy" in data
+)
 # Sizes that some files repeat in `meta`.
 _SIZES = ("T", "L", "K")
 
@@ -55,7 +64,8 @@ class Trace:
     Parameters
     ----------
     experts : array of integers, shape [num_tokens, num_layers, top_k]
-        Chosen experts; -1 where there is none. No expert twice in one cell.
+        Chosen experts; -1 where there is none. No expert twice in one cell. Copied,
+        unless it is an array of the right dtype that owns its data and is read-only.
     num_experts : int
         Experts per layer, up to 1,048,576.
     phase : array of integers, shape [num_tokens], optional
@@ -101,6 +111,7 @@ class Trace:
 
     def __init__(
         self,
+        /,
         experts: npt.ArrayLike,
         *,
         num_experts: int,
@@ -131,7 +142,7 @@ class Trace:
         check_ids(chosen, int(num_experts))
         steps = vector("step", step, np.arange(num_tokens, dtype=np.int32))
         self._set(
-            chosen.astype(np.int16 if num_experts <= 32767 else np.int32, order="C"),
+            owned(chosen, np.int16 if num_experts <= 32767 else np.int32),
             int(num_experts),
             vector("phase", phase, np.ones(num_tokens, np.uint8), 1),
             vector("sequence", sequence, np.zeros(num_tokens, np.int32)),
@@ -168,6 +179,8 @@ class Trace:
                 f"{path}: is of version {version!r}, this moecache knows {VERSION}; upgrade it"
             )
         experts = arrays["experts"]
+        for array in arrays.values():
+            array.flags.writeable = False
         try:
             trace = cls(
                 experts,
@@ -185,11 +198,20 @@ class Trace:
         except ConfigError as error:
             raise FormatError(f"{path}: {error}") from error
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write the trace to a compressed .npz file, whole or not at all.
+
+        Parameters
+        ----------
+        path : str or Path
+            An existing trace is replaced.
+        force : bool, default False
+            Replace whatever is there.
 
         Raises
         ------
+        ConfigError
+            If something else is there.
         StoreError
             If it cannot be written. What was there before is still there.
         """
@@ -201,7 +223,7 @@ class Trace:
             arrays["bulk"] = self.bulk
         arrays["layers"] = self.layers
         arrays["meta"] = np.array(json.dumps(meta))
-        write_arrays(path, arrays)
+        write_arrays(path, arrays, TRACE_FILE, force=force)
 
     @property
     def num_tokens(self) -> int:
@@ -354,7 +376,7 @@ class Trace:
             raise ConfigError(
                 f"layers has {len(layers)} numbers, experts has {experts.shape[1]} layers"
             )
-        # Past the __setattr__ that keeps everybody else out.
+        # Past the __setattr__ that refuses every other write.
         vars(self).update(
             experts=experts,
             num_experts=num_experts,
@@ -398,7 +420,8 @@ def from_log(log: RouteLog, *, layers: npt.ArrayLike | None = None, **metadata: 
     """Return what a log has noted as a trace.
 
     A pass over the layers is a step, and each of its rows a token: prefill where
-    there are several, decode where there is one. See `RouteLog.trace_parts`.
+    there are several, decode where there is one. See `RouteLog.trace_parts`; steps that
+    it leaves out are a warning, and `num_dropped_steps` in the metadata.
 
     Parameters
     ----------
@@ -408,13 +431,18 @@ def from_log(log: RouteLog, *, layers: npt.ArrayLike | None = None, **metadata: 
     **metadata
         As for `Trace`.
     """
-    experts, phase, sequence, step, bulk = log.trace_parts()
-    if log.num_dropped:
-        metadata["num_dropped_steps"] = log.num_dropped
-    if experts.shape[2] > log.num_experts:
-        # No cell has so many different ids: what there is moves to the front.
-        order = np.argsort(experts < 0, axis=2, kind="stable")
-        experts = np.take_along_axis(experts, order, 2)[:, :, : log.num_experts]
+    experts, phase, sequence, step, bulk, num_left_out = log.trace_parts()
+    if num_left_out:
+        logger.warning(
+            "trace.cut left_out=%d of=%d steps: with them the trace would take more than %s; give "
+            "RouteLog or record_trace a larger max_bytes=, or each step [tokens, top_k] ids",
+            num_left_out,
+            log.num_steps,
+            format_bytes(log.max_bytes),
+        )
+    if log.num_dropped + num_left_out:
+        metadata["num_dropped_steps"] = log.num_dropped + num_left_out
+    experts.flags.writeable = False
     return Trace(
         experts,
         num_experts=log.num_experts,
@@ -436,7 +464,7 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
     Raises
     ------
     ConfigError
-        If there is none, or they are of different shapes.
+        If there is no trace, or their shapes differ.
     """
     return _join(traces, [np.full(len(trace), number) for number, trace in enumerate(traces)])
 
@@ -450,7 +478,7 @@ def interleave(traces: Sequence[Trace]) -> Trace:
     Raises
     ------
     ConfigError
-        If there is none, or they are of different shapes.
+        If there is no trace, or their shapes differ.
     """
     return _join(traces, [np.arange(len(trace)) for trace in traces], together=True)
 

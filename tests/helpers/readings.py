@@ -9,14 +9,7 @@ import moecache
 from moecache.reader import disk as reading
 from moecache.reader._reader import Reader
 from moecache.runtime import opening
-from moecache.settings import OPTIONS
 from tests.helpers.checkpoints import Parts
-
-
-def hide_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the developer's own settings, and what earlier tests found out about disks."""
-    for option in OPTIONS.values():
-        monkeypatch.delenv(option.variable, raising=False)
 
 
 def force_engine(monkeypatch: pytest.MonkeyPatch, engine: str) -> str:

@@ -55,7 +55,7 @@ def load_experts_on_disk(path: str, folder: str, **options: Any) -> Any:
 def device_map(model: torch.nn.Module) -> dict[str, str]:
     """Return a map with experts modules on "disk" and everything beside them on "cpu".
 
-    Each module is named: accelerate puts nothing of a module on disk that only "" covers.
+    Every module is named: a module that only "" covers stays off the disk in accelerate.
     """
     experts = find_experts(model)
     places: dict[str, str] = {}
@@ -77,7 +77,7 @@ def device_map(model: torch.nn.Module) -> dict[str, str]:
 
 
 def lack_of_room(checkpoint_bytes: int, folder: Path | None) -> str | None:
-    """Return why a checkpoint cannot be loaded as a whole, or written anew; None if it can.
+    """Return why a checkpoint cannot be loaded as a whole, or written anew; `None` if it can.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ from moecache.integrations.transformers._experts import ROLES, described, find_e
 from moecache.integrations.transformers._llama4 import is_llama4
 from moecache.stores import SafetensorsStore
 
-# What leaves experts as `SafetensorsStore` serves them: one after the other, gate above up.
+# What leaves experts as `SafetensorsStore` serves them: one after another, gate above up.
 _STACKING = ("MergeModulelist", "Concatenate")
 # A stack that was split: `...experts.7.gate_up_proj`.
 _SPLIT = re.compile(r"\.experts\.\d+\.")
@@ -27,14 +27,14 @@ class Binding:
     Parameters
     ----------
     path : str
-        Of the module, such as "model.layers.3.mlp.experts".
+        Name of the module, such as "model.layers.3.mlp.experts".
     module : Module
     layer : int
-        In the store.
+        Number of the layer in the store.
     name : str
         The store's own name of that layer.
     dtype : torch.dtype
-        In which the model computes with the weights.
+        Type in which the model computes with the weights.
     """
 
     path: str
@@ -134,7 +134,7 @@ class _Targets:
         self._family = type(model).__name__
 
     def path_of(self, store: SafetensorsStore, layer: int) -> str | None:
-        """Return the module that a layer's experts belong to, None: one that is not run."""
+        """Return the module that a layer's experts belong to; `None` if it is not run."""
         places: dict[str, list[int]] = {}
         path = None
         for (role, _), source in sorted(store.sources(layer).items()):
@@ -164,7 +164,7 @@ class _Targets:
         converter = next(entry for entry in self._converters if pattern in entry.source_patterns)
         for operation in converter.operations:
             name = type(operation).__name__
-            # One that compares shapes does nothing where they fit, and they are compared here.
+            # An operation that compares shapes does nothing where they fit; they are compared here.
             if name not in _STACKING and not (
                 name == "Transpose" and getattr(operation, "check_dims", False)
             ):

@@ -24,7 +24,7 @@ from moecache.sizing.host_memory import peak_rss_bytes
 from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
 
-# What every CPython has: prose about the language. The measured text and that of the warm-up.
+# Prose that comes with every CPython: the measured text, and that of the warm-up.
 _TOPICS = ("specialnames", "typesseq")
 _WARM_UP_TOPICS = ("formatstrings", "classes")
 
@@ -191,7 +191,7 @@ def _generate(model: Any, task: dict[str, Any], prompt: list[int], tokens: int) 
 
 
 def _drop_pages(task: dict[str, Any], folder: str) -> int:
-    """Take what will be read from the page cache; return the bytes that stay."""
+    """Drop what will be read out of the page cache; return the bytes that stay."""
     written = [file for file in Path(folder).rglob("*") if file.is_file()]
     mappings = []
     for path in (*map(Path, task["files"]), *written):

@@ -16,9 +16,9 @@ ROLES = {
     for weight, role in (("gate_up_proj", "gate_up"), ("up_proj", "up"), ("down_proj", "down"))
 }
 _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
-# Under this name a module's weights are known after they are gone.
+# Attribute that describes a module's weights after they are gone.
 _WEIGHTS = "_moecache_weights"
-# Under this name it is known what computed them before.
+# Attribute that names the implementation that computed them before.
 _BEFORE = "_moecache_before"
 _DEFAULT = "grouped_mm"
 
@@ -30,7 +30,7 @@ class ExpertsNotResidentError(MoeCacheError, AttributeError):
 
 
 class NotCopied:
-    """What is in a model whose experts are in a cache, and cannot be in two."""
+    """Part of a model whose experts are in a cache; it cannot be part of two."""
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Refuse: a copy would have no experts, and threads and files cannot be copied."""
@@ -40,7 +40,7 @@ class NotCopied:
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: nor can they be pickled."""
+        """Refuse: threads and files cannot be pickled either."""
         raise MoeCacheError(
             "a model whose experts are in a cache cannot be pickled: its experts are in the "
             "checkpoint it was loaded from; give it all of them first with "
@@ -49,10 +49,10 @@ class NotCopied:
 
 
 class OffloadedExperts(NotCopied, nn.Module):
-    """What an experts module is while its weights are in slots: the same, but for these."""
+    """An experts module whose weights are in slots: the same module without them."""
 
     def __getattr__(self, name: str) -> Any:
-        """Say where a weight is that is not here."""
+        """Say where a weight is if it is not here."""
         if name in self.__dict__.get(_WEIGHTS, ()):
             raise ExpertsNotResidentError(
                 f"{name} of {type(self).__name__} is not in memory as a whole: moecache reads "
@@ -68,7 +68,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def described(module: nn.Module) -> dict[str, Described]:
-    """Return (shape, dtype, requires_grad) of each expert weight; of other modules nothing."""
+    """Return (shape, dtype, requires_grad) of each expert weight; nothing for other modules."""
     gone: dict[str, Described] | None = module.__dict__.get(_WEIGHTS)
     if gone is not None:
         return gone
@@ -126,10 +126,10 @@ def num_bytes(module: nn.Module) -> int:
 
 
 def become(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Put what `mixin` does before what a module's own class does."""
+    """Let the methods of `mixin` come before those of a module's own class."""
     cls = type(module)
     if (mixin, cls) not in _mixed:
-        # Still an instance of the class that hooks and plans look for, and of its name.
+        # The module stays an instance of the class that hooks and plans look for, by name, too.
         _mixed[mixin, cls] = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
     module.__class__ = _mixed[mixin, cls]
 

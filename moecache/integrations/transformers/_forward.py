@@ -13,7 +13,7 @@ from moecache.runtime.runtime import ExpertRuntime
 from moecache.runtime.steps import Wave
 from moecache.slots import CudaSlots
 
-# Under this name an experts module knows its layer.
+# Attribute of an experts module that has its layer.
 LAYER = "_moecache_layer"
 # A multiple of what torch's element-wise kernels take at once, in any dtype.
 _VECTOR = 64
@@ -35,7 +35,7 @@ class SlotLayer:
     ----------
     runtime : ExpertRuntime
     layer : int
-        In the runtime's store.
+        Number of the layer in the runtime's store.
     views : dict
         Views of slots seen so far; layers of the same shapes share one.
     is_transposed : bool
@@ -68,7 +68,7 @@ class SlotLayer:
         ----------
         ids : Tensor of int, shape [num_tokens, top_k]
         compute : callable
-            Of a wave, its experts' weights and the number of pairs of each.
+            Called with a wave, its experts' weights and the number of pairs of each.
 
         Returns
         -------
@@ -90,7 +90,7 @@ class SlotLayer:
                     rows = part.new_empty((num_pairs, part.shape[1]))
                 rows[pairs_of(wave, part.device)] = part
         finally:
-            # A traceback that somebody keeps would keep the leases as well.
+            # A traceback that the caller keeps would keep the leases as well.
             waves.close()
         return rows
 
@@ -112,7 +112,7 @@ class SlotLayer:
 
 
 def pairs_of(wave: Wave, device: torch.device) -> torch.Tensor:
-    """Return a wave's pairs; torch takes no arrays that are read-only, as one token's are."""
+    """Return a wave's pairs; torch takes no read-only arrays, and one token's are read-only."""
     pairs = wave.pairs
     return torch.from_numpy(pairs if pairs.flags.writeable else pairs.copy()).to(device)
 
@@ -128,7 +128,7 @@ def weights_in(runtime: ExpertRuntime, slot: int, layer: int) -> dict[str, torch
     pool = runtime.pool
     if not isinstance(pool, CudaSlots):
         return {role: as_tensor(array) for role, array in runtime.expert(slot, layer).items()}
-    parts = pool.expert_bytes(slot, layer)
+    parts = pool.raw_expert(slot, layer)
     return {
         role.name: torch.utils.dlpack.from_dlpack(parts[role.name]).view(
             getattr(torch, role.dtype.name)
@@ -172,12 +172,12 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 def routed_experts(
     module: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a module's experts; what transformers calls as experts implementation "moecache".
+    """Compute a module's experts; transformers calls this as experts implementation "moecache".
 
     Parameters
     ----------
     module : Module
-        Of a model that `load` or `attach` returned.
+        Experts module of a model that `load` returned or `attach` was given.
     hidden : Tensor, shape [num_tokens, hidden_size]
     ids : Tensor of int, shape [num_tokens, top_k]
     weights : Tensor, shape [num_tokens, top_k]
@@ -192,7 +192,7 @@ def routed_experts(
     MoeCacheError
         If the model has no runtime, or the tensors are not in the memory of its slots.
     StoreError
-        If an expert cannot be read; nothing is lost, call again.
+        If an expert cannot be read; nothing is lost: call again.
     """
     layer = layer_of(module, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):

@@ -14,14 +14,14 @@ from moecache.errors import MoeCacheError
 logger = logging.getLogger(__name__)
 
 IMPLEMENTATION = "moecache"
-# What would write or switch without the experts.
+# Methods that would write, or switch the implementation, without the experts.
 _GUARDED = ("save_pretrained", "push_to_hub", "set_experts_implementation")
-# Under this name a model has its hook.
+# Attribute of a model that has its hook.
 _HOOK = "_moecache_state_dict_hook"
 
 
 def guard(model: nn.Module, source: Path) -> None:
-    """Have a model and its parts refuse; a second call says another source at most.
+    """Make a model and its parts refuse; a second call changes the source that they name.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ def guard(model: nn.Module, source: Path) -> None:
     for module in _pretrained(model):
         refuse = functools.partial(_refuse_to_save, source)
         module.__dict__["save_pretrained"] = refuse
-        # It would make the repository first.
+        # The original would make the repository first.
         module.__dict__["push_to_hub"] = refuse
         module.__dict__["set_experts_implementation"] = _refuse_to_switch
         if _HOOK not in module.__dict__:
@@ -41,7 +41,7 @@ def guard(model: nn.Module, source: Path) -> None:
 
 
 def unguard(model: nn.Module) -> None:
-    """Have them do as they were told again."""
+    """Let a model and its parts do as they were told again."""
     for module in _pretrained(model):
         for name in _GUARDED:
             module.__dict__.pop(name, None)

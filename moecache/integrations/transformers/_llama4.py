@@ -29,7 +29,7 @@ def patch(model: nn.Module, path: str) -> nn.Module:
 
 
 class _OffloadedMoe(nn.Module):
-    """`Llama4TextMoe`, but for where its experts are."""
+    """`Llama4TextMoe` with its experts in slots."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the layer's output, and the router's logits, as the original does."""
@@ -74,8 +74,8 @@ def _forward(
 ) -> torch.Tensor:
     layer = layer_of(block.experts, hidden)
     ids = torch.topk(logits, 1, dim=1).indices
-    # The original takes every token through every expert, times a score of 0. Of few rows a
-    # float32 product may round otherwise than of many.
+    # The original takes every token through every expert, times a score of 0. A float32 product of
+    # few rows may round otherwise than one of many.
     whole = hidden.dtype in {torch.float32, torch.float64}
 
     def compute(wave: Wave, experts: list[SlotWeights], counts: list[int]) -> torch.Tensor:

@@ -33,7 +33,7 @@ _DTYPES = {
     torch.float32: np.dtype(np.float32),
     torch.float64: np.dtype(np.float64),
 }
-# What `from_pretrained` takes, but not together with experts in slots.
+# Arguments that `from_pretrained` takes, but not together with experts in slots.
 _REFUSED = {
     "quantization_config": "experts cannot be quantized while they are read",
     "experts_implementation": 'it is "moecache"',
@@ -47,7 +47,7 @@ _NAMES = {
     "policy": POLICIES,
     "scope": SCOPES,
     "read": READ_MODES,
-    # Nobody would give hints.
+    # Not "hints": a transformers model gives none.
     "prefetch": ("router", *(mode for mode in PREFETCH_MODES if mode != "hints")),
 }
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -55,9 +55,9 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolde
 
 @register_quantization_config(IMPLEMENTATION)
 class MoeCacheConfig(QuantizationConfigMixin):
-    """Says to `from_pretrained(..., quantization_config=)` to leave the experts in the file.
+    """Tell `from_pretrained(..., quantization_config=)` to leave the experts in the file.
 
-    What it loads is to be given to `attach`; `load` does both.
+    Give the model that it loads to `attach`; `load` does both.
     """
 
     def __init__(self, **_: Any) -> None:
@@ -156,7 +156,7 @@ def load(
         Where trunk and slots are: "cpu", or a GPU, "cuda" or "cuda:1". There the slots hold
         what the file holds: `dtype` must be the checkpoint's own, as it is by default.
     prefetch : {"auto", "router", "echo", "last", "off"} or Predictor, optional
-        Whose guesses are read before a layer asks. "router": those of the next layer's
+        Which guesses are read before a layer asks. "router": those of the next layer's
         own router, applied to this layer's input. "auto": the same, as long as tokens
         are faster with it than without. The others as for `moecache.open`. By default
         MOECACHE_PREFETCH, else "auto".
@@ -164,7 +164,7 @@ def load(
 record_trace, warmpin, warmpin_after
         See `moecache.open`.
     model_class : class, optional
-        Whose `from_pretrained` is called; by default the class that the checkpoint's
+        Class whose `from_pretrained` is called; by default the class that the checkpoint's
         config.json names, else `AutoModelForCausalLM`.
     **from_pretrained
         Passed on, such as `dtype`, `attn_implementation` or `revision`.
@@ -210,7 +210,7 @@ record_trace, warmpin, warmpin_after
         lock=lock,
         profile=profile,
         loader_threads=loader_threads,
-        # Whom the look-ahead takes the place of; he still guesses for the first layer.
+        # The predictor that the look-ahead replaces; it still guesses for the first layer.
         prefetch="echo" if prefetch == "router" else prefetch,
         prefault=prefault,
         progress=progress,
@@ -299,7 +299,7 @@ def _check_files(store: SafetensorsStore, checkpoint_files: list[str]) -> None:
 
 
 def _slot_dtype(store: SafetensorsStore, bindings: list[Binding]) -> np.dtype[Any] | None:
-    """Return what experts are converted to when they are read, None: to nothing."""
+    """Return the type that experts are converted to as they are read; `None` if they are not."""
     dtypes = {binding.dtype for binding in bindings}
     if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
         raise ConfigError(f"experts of {', '.join(map(str, dtypes))} are not supported")

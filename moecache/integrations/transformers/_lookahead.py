@@ -20,12 +20,12 @@ class RouterLookAhead:
 
     A hidden state changes little from layer to layer, so that the next router, applied one
     layer early, finds most of what it will choose. The first layer has no layer before it:
-    what comes there is predicted by `fallback`.
+    `fallback` predicts that one.
 
     Parameters
     ----------
     routers : sequence of Module or None
-        By layer of the store.
+        One for each layer of the store.
     fallback : Predictor, optional
     """
 
@@ -49,7 +49,7 @@ class RouterLookAhead:
             self._fallback.observe(layer, ids)
 
     def predict(self, layer: int, n: int) -> Prediction:
-        """Return what the layer's router makes of the layer before's input."""
+        """Return what the layer's router makes of the input of the layer before."""
         inputs = self._seen.__dict__.pop("inputs", None)
         router = self._routers[layer]
         if inputs is None or inputs[0] != layer - 1 or router is None:
@@ -85,16 +85,16 @@ class RouterLookAhead:
                 return
             hidden = arguments[0]
             self._others[layer] = arguments[1:]
-            # Nobody asks after a step of many; it is not kept.
+            # Nothing is predicted after a step of many tokens, so its input is not kept.
             if hidden.numel() <= MAX_ROWS * hidden.shape[-1]:
-                # Of each thread its own: two may be at different layers.
+                # Each thread has its own: two may be at different layers.
                 self._seen.inputs = (layer, hidden.detach())
 
         return note
 
 
 def find_routers(model: Any, paths: Sequence[str]) -> list[nn.Module | None]:
-    """Return the router beside each experts module, None where there is none known."""
+    """Return the router beside each experts module, `None` where none is known."""
     recorders: list[Any] = []
     for module in model.modules():
         recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
@@ -119,7 +119,7 @@ def _likeliest(output: Any, n: int) -> np.ndarray:
     """Return up to n experts, the chosen first, of what a router returned."""
     parts = output if isinstance(output, tuple) else (output,)
     chosen = [part for part in parts if not part.is_floating_point()]
-    # Of all experts, rather than of the chosen ones: logits or probabilities.
+    # The logits or probabilities of all experts, rather than those of the chosen ones.
     scores = max((part for part in parts if part.is_floating_point()), key=lambda p: p.shape[-1])
     scores = scores.reshape(-1, scores.shape[-1]).float()
     scores = scores[0] if len(scores) == 1 else torch.softmax(scores, dim=-1).sum(0)

@@ -76,7 +76,7 @@ class Offload(NotCopied):
         self._detached = False
         self._model = weakref.ref(model)
         prefetch = runtime.stats().prefetch
-        # What guesses without the model, and as which mode.
+        # What predicts without this model, and in which mode.
         self._before = runtime.predictor, None if prefetch is None else prefetch.mode
         self._look_ahead: RouterLookAhead | None = None
         # What may fail comes first, and an interrupt last: the model is changed as a whole.
@@ -263,7 +263,7 @@ class Offload(NotCopied):
             self._look_ahead = RouterLookAhead(routers, predictor)
             self.runtime.use_predictor(self._look_ahead, "auto" if mode == "auto" else "router")
 
-    # Whoever detaches in inference mode has weights that can be trained all the same.
+    # Weights that are given back in inference mode can be trained all the same.
     @torch.inference_mode(mode=False)
     def _read(self, binding: Binding) -> dict[str, nn.Parameter]:
         store, layer = self.runtime.store, binding.layer
@@ -288,7 +288,7 @@ def attach(
     *,
     look_ahead: bool | None = None,
 ) -> Offload:
-    """Have a model's experts come from a runtime; what it has of them in memory is given up.
+    """Have a model's experts come from a runtime; those that it has in memory are given up.
 
     For models that were loaded otherwise than by `load`: completely, or without experts by
     `from_pretrained(..., quantization_config=MoeCacheConfig())`.
@@ -298,8 +298,8 @@ def attach(
     model : PreTrainedModel
         On the device that has the slots.
     runtime : ExpertRuntime
-        Of the very checkpoint that the model was loaded from, with slots in the model's
-        dtype (`moecache.open(path, dtype=...)`). Stays the caller's, who closes it.
+        Opened on the very checkpoint that the model was loaded from, with slots in the model's
+        dtype (`moecache.open(path, dtype=...)`). The caller closes it.
     look_ahead : bool, optional
         Have the next layer's router name the experts that are read ahead. By default if
         the runtime's prefetch is "auto".

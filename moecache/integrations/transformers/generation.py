@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from moecache.errors import ConfigError, MoeCacheError, StoreError
 
-# A prompt's last tokens: what of the text before a token decides how it is written.
+# A prompt's last tokens: the text before a token decides how the token is written.
 _CONTEXT_TOKENS = 5
 _REPLACEMENT = "\ufffd"
 
@@ -103,7 +103,7 @@ class TextStream(TokenTimes):
             self._advance(last=False)
 
     def end(self) -> None:
-        """Write what is left: of a broken character, its replacement."""
+        """Write what is left: for a broken character, its replacement."""
         self._advance(last=True)
 
     def _advance(self, *, last: bool) -> None:
@@ -184,7 +184,7 @@ def load_tokenizer(path: str) -> Any:
         raise StoreError(
             f"{path}: has no tokenizer that transformers can read: {' '.join(str(error).split())}"
         ) from error
-    # Of a checkpoint without its files transformers makes one that knows no words.
+    # Without a tokenizer's files transformers makes one that knows no words.
     if set(tokenizer("0 a")["input_ids"]) <= set(tokenizer.all_special_ids):
         raise StoreError(
             f"{path}: has no tokenizer; is tokenizer.json missing? The published model has it"
@@ -200,8 +200,8 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool = False) -> torch.Tensor:
     tokenizer : PreTrainedTokenizerBase
     prompt : str
     chat : bool, default False
-        Whether it is what a user says: in the form that the model was trained on, with the
-        beginning of an answer.
+        Whether the prompt is what a user says: then it is put into the form that the model was
+        trained on, with the beginning of an answer.
 
     Raises
     ------
@@ -273,7 +273,7 @@ def continue_tokens(
         if not temperature:
             sampling.update(top_p=None, top_k=None)
     torch.manual_seed(seed)
-    # Of a model whose weights are elsewhere, and only brought when they are used: as it is.
+    # "meta": weights are elsewhere, and brought when they are used; the prompt stays as it is.
     if model.device.type != "meta":
         prompt = prompt.to(model.device)
     model.generate(

@@ -142,10 +142,7 @@ def describe(requests: dict[str, list[Request]], checkpoint: Path) -> list[str]:
     with moecache.open_store(checkpoint) as store:
         size = sum(nbytes for _, nbytes in store.regions())
     lines = [
-        (
-            f"{size / 2**30:.2f} GiB of experts, {describe_read_ahead(checkpoint)} (medians of "
-            f"{len(requests['cold'])})"
-        ),
+        f"{size / 2**30:.2f} GiB of experts, {describe_read_ahead(checkpoint)}, medians",
         f"{'':12} before, s  first token, s  of cold  tokens 2-{NUM_TOKENS}, s  of cold  tokens/s",
     ]
     for name, found in requests.items():

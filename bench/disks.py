@@ -1,4 +1,4 @@
-"""A disk with a read-ahead of one's choice: a file on the disk to be measured, loop-mounted."""
+"""A disk with a read-ahead of one's choice: a file on the measured disk, by a loop device."""
 
 import contextlib
 import os

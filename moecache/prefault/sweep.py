@@ -190,7 +190,7 @@ class Sweeper:
     def _run_again(self, total: int, tick: Callable[[], None]) -> None:
         """Sweep what was lost meanwhile of page cache that nobody maps.
 
-        The kernel drops a little of it when it makes room for large folios (seen:
+        Some systems take back what nobody maps although memory is free (DAMON; seen:
         2 to 8 MiB of 4 GiB, once 26 MiB of one). Where more is gone there is too
         little memory, and it would only go again.
         """

@@ -391,8 +391,8 @@ class _Job:
         assert self._report is not None
         return self._report
 
-    def _others_read(self) -> bool:
-        # Looked up each time: what the sweep yields to is said when the sweep is under way.
+    def _ask(self) -> bool:
+        # Who is asked may be told only when the sweep has begun.
         return self.is_busy()
 
     def _run(self) -> PrefaultReport:
@@ -405,7 +405,7 @@ class _Job:
         )
         if not self._verdict.run:
             return report
-        is_busy = self._others_read if self._yielding else None
+        is_busy = self._ask if self._yielding else None
         sweeper = Sweeper(self._ranges, sweep=self.sweep, is_busy=is_busy, **self._options)
         try:
             resident = sweeper.resident_bytes()
@@ -436,7 +436,7 @@ class _Job:
 
 
 def _never() -> bool:
-    """Return that no one else reads."""
+    """Nobody else reads."""
     return False
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOADER_THREADS = 999
+_LOOK_AFTER = 100
 _REPORT_FILE = Kind("a report of experts", lambda data: data.startswith(b"experts "))
 _LOOK_AFTER = 100
 

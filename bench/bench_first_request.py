@@ -1,28 +1,39 @@
-"""What the first request waits for: a real decode, cold, pre-faulted and warm.
+r"""What the first request waits for: a real decode, cold, pre-faulted and warm.
 
-    pytest bench/bench_first_request.py --bench-dir=/on/the/disk
+    python -m bench.bench_first_request --dir=/on/the/disk --read-ahead 8MiB 128KiB \
+        --json bench/results/first_request.json
 
 A random model of 2.25 GiB of experts, a prompt of 16 tokens and the first 32 tokens, greedily, by
 the NumPy host loop of examples/. Experts come from the mapped file (as hosts that map their weights
 have them) or through a runtime with half of them in memory. Before each run a request without
 experts warms everything else, and the page cache is dropped, which is verified; "warm" then runs
-the request once before. All runs give the same tokens, or no figure is shown.
+the request once before. "foreground" sweeps before the request, "background" while it goes on.
+Runs take turns, in another order each round; what is compared is compared within a round, and the
+medians of that are shown. All runs give the same tokens, or no figure is shown. With --read-ahead
+the model is on a loop device that has it (root).
 """
 
+import argparse
+import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import moecache
 from bench.checkpoint import Size, write_checkpoint
+from bench.disks import describe_read_ahead, disk_with
+from bench.machine import describe_machine
 from examples import numpy_loop
 from moecache import experts, prefault
+from moecache.units import parse_bytes
 
 Table = Callable[[str, list[str]], None]
 
@@ -30,15 +41,21 @@ PROMPT = b"The first token."
 NUM_TOKENS = 32
 SMALL = Size(num_layers=2, num_experts=8, top_k=2, hidden=64, width=32)
 FULL = Size(num_layers=16, num_experts=48, top_k=8, hidden=1024, width=256)
+# What is done before the request, by whoever holds the experts.
+PREPARED = {
+    "offloaded": {"cold": "off", "background": "background", "foreground": "force", "warm": "off"},
+    "mapped": {"cold": "off", "foreground": "force", "warm": "off"},
+}
 
 
 @dataclass(frozen=True)
 class Request:
     """How one request went."""
 
-    tokens: list[int]
+    before_s: float
     first_s: float
     rest_s: float
+    tokens: tuple[int, ...]
 
     @property
     def tokens_per_s(self) -> float:
@@ -46,59 +63,114 @@ class Request:
         return len(self.tokens) / (self.first_s + self.rest_s)
 
 
-@pytest.fixture
-def checkpoint(disk: Path, small: bool) -> Path:
-    """Return a random checkpoint."""
-    write_checkpoint(disk, SMALL if small else FULL)
-    return disk
-
-
-@pytest.mark.parametrize("how", ["mapped", "offloaded"])
-def test_first_request(checkpoint: Path, small: bool, table: Table, how: str) -> None:
+@pytest.mark.parametrize("how", PREPARED)
+def test_first_request(disk: Path, small: bool, table: Table, how: str) -> None:
     """Time to first token and tokens/s of the first 32 tokens, by what was done before."""
-    prepare = {
-        "cold": [],
-        "pre-faulted": ["force"],
-        "background": ["background"],
-        "warm": ["request"],
+    write_checkpoint(disk, SMALL if small else FULL)
+    requests = take_turns(disk, how, rounds=1 if small else 5)
+    table(f"first request, {how}", describe(requests, disk))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bench.bench_first_request")
+    parser.add_argument("--dir", type=Path, default=Path(), help="on the disk to be measured")
+    parser.add_argument("--read-ahead", type=parse_bytes, nargs="*", default=[None])
+    parser.add_argument("--how", choices=PREPARED, nargs="*", default=list(PREPARED))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--small", action="store_true", help="to see whether it runs")
+    arguments = parser.parse_args(argv)
+    size = SMALL if arguments.small else FULL
+    runs: list[dict[str, Any]] = []
+    for read_ahead in arguments.read_ahead or [None]:
+        with disk_with(read_ahead, arguments.dir, 2 * size.expert_bytes) as disk:
+            print(f"{describe_machine()}, {describe_read_ahead(disk)}", flush=True)
+            write_checkpoint(disk, size)
+            for how in arguments.how:
+                requests = take_turns(disk, how, rounds=arguments.rounds)
+                print(*describe(requests, disk), sep="\n", flush=True)
+                runs.append(
+                    {
+                        "machine": describe_machine(),
+                        "read_ahead": describe_read_ahead(disk),
+                        "experts": how,
+                        "experts_bytes": size.expert_bytes,
+                        "num_tokens": NUM_TOKENS,
+                        "compared": {name: compare(requests, name) for name in requests},
+                        "requests": {
+                            name: [asdict(one) | {"tokens": None} for one in found]
+                            for name, found in requests.items()
+                        },
+                    }
+                )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(runs, indent=1) + "\n")
+    return 0
+
+
+def take_turns(checkpoint: Path, how: str, *, rounds: int) -> dict[str, list[Request]]:
+    """Return the requests by what was done before; one a round of each."""
+    requests: dict[str, list[Request]] = {name: [] for name in PREPARED[how]}
+    for number in range(rounds):
+        names = list(requests)
+        random.Random(number).shuffle(names)
+        for name in names:
+            requests[name].append(measure(checkpoint, how, name))
+    assert len({one.tokens for found in requests.values() for one in found}) == 1
+    return requests
+
+
+def compare(requests: dict[str, list[Request]], name: str) -> dict[str, float]:
+    """Return medians of seconds, and of what they are of the same round's cold request."""
+    found, cold = requests[name], requests["cold"]
+    return {
+        "before_s": statistics.median(one.before_s for one in found),
+        "first_s": statistics.median(one.first_s for one in found),
+        "rest_s": statistics.median(one.rest_s for one in found),
+        "first_of_cold": statistics.median(
+            one.first_s / other.first_s for one, other in zip(found, cold, strict=True)
+        ),
+        "rest_of_cold": statistics.median(
+            one.rest_s / other.rest_s for one, other in zip(found, cold, strict=True)
+        ),
     }
-    if how == "mapped":
-        del prepare["background"]
-    requests: dict[str, list[Request]] = {name: [] for name in prepare}
-    waits: dict[str, list[float]] = {name: [] for name in prepare}
-    for _ in range(1 if small else 5):
-        for name, steps in prepare.items():
-            wait, request = measure(checkpoint, how, steps)
-            waits[name].append(wait)
-            requests[name].append(request)
-    assert len({tuple(one.tokens) for runs in requests.values() for one in runs}) == 1
-
-    lines = [f"{'':12} before, s  first token, s  first {NUM_TOKENS} tokens, tokens/s  of warm"]
-    warm_rate = statistics.median(request.tokens_per_s for request in requests["warm"])
-    for name, runs in requests.items():
-        rate = statistics.median(request.tokens_per_s for request in runs)
-        first = statistics.median(request.first_s for request in runs)
-        before = f"{statistics.median(waits[name]):9.2f}" if name != "warm" else f"{'':9}"
-        lines.append(f"{name:12} {before}  {first:14.3f}  {rate:25.2f}  {rate / warm_rate:7.2f}")
-    size = sum(nbytes for _, nbytes in moecache.open_store(checkpoint).regions())
-    table(f"first request, {size / 2**30:.2f} GiB of experts, {how} (medians)", lines)
 
 
-def measure(checkpoint: Path, how: str, steps: list[str]) -> tuple[float, Request]:
-    """Run one request; return the seconds spent before it, and how it went."""
+def describe(requests: dict[str, list[Request]], checkpoint: Path) -> list[str]:
+    """Return the figures as lines."""
+    with moecache.open_store(checkpoint) as store:
+        size = sum(nbytes for _, nbytes in store.regions())
+    lines = [
+        f"{size / 2**30:.2f} GiB of experts, {describe_read_ahead(checkpoint)}, medians",
+        f"{'':12} before, s  first token, s  of cold  tokens 2-{NUM_TOKENS}, s  of cold  tokens/s",
+    ]
+    for name, found in requests.items():
+        figures = compare(requests, name)
+        rate = statistics.median(request.tokens_per_s for request in found)
+        lines.append(
+            f"{name:12} {figures['before_s']:9.2f}  {figures['first_s']:14.3f}  "
+            f"{figures['first_of_cold']:7.2f}  {figures['rest_s']:14.3f}  "
+            f"{figures['rest_of_cold']:7.2f}  {rate:8.2f}"
+        )
+    return lines
+
+
+def measure(checkpoint: Path, how: str, name: str) -> Request:
+    """Run one request."""
     with moecache.open_store(checkpoint) as store:
         trunk = numpy_loop.NumpyMoe(store, lambda *_: np.empty(0))
         # Everything but the experts is warm in all runs: trunk, KV cache, BLAS.
         ask(trunk, lambda _layer, hidden, *_: np.zeros_like(hidden))
-        assert prefault.evict(store.regions()) < 2**20
-        start = time.perf_counter()
-        if "request" in steps:
+        assert prefault.evict(store.regions()) < max(2**20, store.layout.total_bytes / 1000)
+        if name == "warm":
             with opened(store, how, "off") as routed:
                 ask(trunk, routed)
-        mode = next((step for step in steps if step != "request"), "off")
-        with opened(store, how, mode) as routed:
-            wait = time.perf_counter() - start
-            return wait, ask(trunk, routed)
+        start = time.perf_counter()
+        with opened(store, how, PREPARED[how][name]) as routed:
+            before_s = time.perf_counter() - start
+            first_s, rest_s, tokens = ask(trunk, routed)
+            return Request(before_s, first_s, rest_s, tokens)
 
 
 @contextmanager
@@ -134,8 +206,13 @@ def through_views(store: moecache.SafetensorsStore) -> numpy_loop.RoutedExperts:
     return routed_experts
 
 
-def ask(model: numpy_loop.NumpyMoe, routed: numpy_loop.RoutedExperts) -> Request:
-    """Generate greedily from an empty KV cache."""
+def ask(
+    model: numpy_loop.NumpyMoe, routed: numpy_loop.RoutedExperts
+) -> tuple[float, float, tuple[int, ...]]:
+    """Generate greedily from an empty KV cache; return seconds to the first token, and of the rest.
+
+    Also the tokens.
+    """
     model.routed_experts = routed
     model.num_tokens = 0
     prompt = np.frombuffer(PROMPT, np.uint8).astype(np.int64) + numpy_loop.BYTE_OFFSET
@@ -144,4 +221,8 @@ def ask(model: numpy_loop.NumpyMoe, routed: numpy_loop.RoutedExperts) -> Request
     first_s = time.perf_counter() - start
     while len(tokens) < NUM_TOKENS:
         tokens.append(int(model.forward(np.array(tokens[-1:])).argmax()))
-    return Request(tokens, first_s, time.perf_counter() - start - first_s)
+    return first_s, time.perf_counter() - start - first_s, tuple(tokens)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

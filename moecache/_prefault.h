@@ -59,14 +59,31 @@ static int mc_populate(uintptr_t address, size_t nbytes, int for_writing)
 #endif
 }
 
-/* Start reading without waiting. A hint: what comes back may be ignored. */
-static int mc_willneed(uintptr_t address, size_t nbytes)
+/* Start reading without waiting, by steps. A hint: what comes back may be ignored. */
+static int mc_willneed(uintptr_t address, size_t nbytes, size_t step)
 {
+    size_t at = 0;
+    int error = 0;
+    while (at < nbytes && error == 0) {
+        size_t part = nbytes - at < step ? nbytes - at : step;
 #if defined(_WIN32)
-    WIN32_MEMORY_RANGE_ENTRY range = {(void *)address, nbytes};
-    return PrefetchVirtualMemory(GetCurrentProcess(), 1, &range, 0) ? 0 : EINVAL;
+        WIN32_MEMORY_RANGE_ENTRY range = {(void *)(address + at), part};
+        error = PrefetchVirtualMemory(GetCurrentProcess(), 1, &range, 0) ? 0 : EINVAL;
 #else
-    return posix_madvise((void *)address, nbytes, POSIX_MADV_WILLNEED);
+        error = posix_madvise((void *)(address + at), part, POSIX_MADV_WILLNEED);
+#endif
+        at += part;
+    }
+    return error;
+}
+
+/* From now on the calling thread's reads are served when the disk has nothing else to do. A hint:
+ * bfq and mq-deadline heed it, a disk without a scheduler does not. */
+static void mc_read_when_idle(void)
+{
+#ifdef __linux__
+    enum { WHO_PROCESS = 1, CLASS_IDLE = 3, CLASS_SHIFT = 13 };
+    (void)syscall(SYS_ioprio_set, WHO_PROCESS, 0, CLASS_IDLE << CLASS_SHIFT);
 #endif
 }
 

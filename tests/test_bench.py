@@ -11,6 +11,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(path.name for path in (ROOT / "bench").glob("bench_*.py"))
 
 
+@pytest.fixture(autouse=True)
+def hide_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let children measure, which pytest-benchmark does not in a worker of pytest-xdist."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+
+
 def run_bench(*arguments: str) -> str:
     """Run pytest over benchmarks in a child; return what it wrote, or fail with it."""
     command = [
@@ -37,11 +43,8 @@ def test_all_benchmarks_are_found() -> None:
     assert all(f"bench/{module}::" in output for module in MODULES)
 
 
-def test_a_benchmark_runs_small_and_shows_hit_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_benchmark_runs_small_and_shows_hit_rates() -> None:
     """`.ci/run` runs all of them; the summary has what an access takes, and hit rates."""
-    # pytest-benchmark measures nothing in a process of pytest-xdist, as ours may be.
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-
     output = run_bench("bench/bench_policies.py", "-k", "slru")
 
     assert "ns per access" in output

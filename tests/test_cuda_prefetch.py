@@ -90,9 +90,12 @@ def test_whether_it_pays_counts_what_copies_take(busy_ns: int) -> None:
     """By the device's own clock: a read that is over is not there before it is copied."""
     counts = SimpleNamespace(urgent_ns=0, num_urgent_reads=0, num_steps=0)
     loader: Any = SimpleNamespace(
-        counts=counts, clock=lambda: loader.now_ns, now_ns=0, uploads=UploadCounts()
+        counts=counts,
+        clock=lambda: loader.now_ns,
+        now_ns=0,
+        engine=SimpleNamespace(quantum_bytes=None),
+        pool=SimpleNamespace(uploads=UploadCounts()),
     )
-    loader.engine.quantum_bytes = None
     even = BreakEven(loader, 1000)
     for _ in range(16):
         loader.now_ns += 1_000_000

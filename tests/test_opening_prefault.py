@@ -18,6 +18,7 @@ from moecache.prefault import BackgroundSweep, Region, merge, warm
 from moecache.prefault.sweep import Sweeper
 from moecache.runtime import opening
 from moecache.runtime.opening import _cut_to
+from moecache.runtime.runtime import _reading
 from moecache.slots import HostSlots
 from moecache.stores import ExpertStore, MemoryStore, SafetensorsStore, open_store
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
@@ -420,3 +421,42 @@ def test_a_store_in_memory_gives_regions_within_its_arrays() -> None:
         for address, nbytes in regions:
             if low <= address < high:
                 assert address + nbytes <= high
+
+
+def test_a_sweep_waits_for_reads_under_way_and_has_what_was_left_taken_in() -> None:
+    """It keeps no loader: a runtime that is dropped can go."""
+
+    class Loader:
+        num_in_flight = 1
+        num_looks = 0
+
+        def look(self) -> None:
+            self.num_looks += 1
+            self.num_in_flight = 0
+
+    loader = Loader()
+    is_reading = _reading(loader)  # type: ignore[arg-type]
+    answers = [is_reading() for _ in range(150)]
+    loader.num_in_flight = 1
+    again = is_reading()
+    del loader
+
+    assert answers == [True] * 100 + [False] * 50
+    assert again
+    assert not is_reading()
+
+
+@pytest.mark.parametrize(("mode", "yielding"), [("background", True), ("force", False)])
+def test_only_what_open_does_not_wait_for_yields(
+    model: Checkpoint, monkeypatch: pytest.MonkeyPatch, mode: str, yielding: bool
+) -> None:
+    """A sweep beside requests begins nothing while they read; one before them uses threads."""
+    asked: list[bool] = []
+
+    def warm_and_note(*arguments: object, **options: object) -> object:
+        asked.append(bool(options["yielding"]))
+        return warm(*arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(opening, "warm", warm_and_note)
+    with moecache.open(model.path, slots=9, prefault=mode, read="buffered"):
+        assert asked == [yielding]

@@ -15,6 +15,7 @@ import pytest
 from moecache import StoreError
 from moecache._prefault import address_of
 from moecache.prefault import BackgroundSweep, PrefaultReport, Region, warm
+from moecache.prefault.extents import Extent
 from moecache.prefault.sweep import Sweeper
 from tests.helpers.pages import (
     MIB,
@@ -419,3 +420,54 @@ def test_bare_addresses_unmapped_under_a_sweep_never_kill(
     assert done.stdout.split()
     assert set(done.stdout.split()) <= {"swept", "failed"}
     assert all(line.startswith("prefault.failed") for line in done.stderr.splitlines())
+
+
+def test_a_yielding_sweep_begins_nothing_while_somebody_else_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on when they have read, in chunks of 2 MiB, and not with what they read meanwhile."""
+    path = write_cold(tmp_path / "file", 6 * MIB)
+    swept: list[tuple[int, int]] = []
+    asked: list[bool] = []
+    sweep_part = Sweeper._sweep_part
+
+    def sweep_and_note(self: Sweeper, part: list[Extent]) -> None:
+        swept.extend((extent.offset, extent.nbytes) for extent in part)
+        sweep_part(self, part)
+
+    def is_busy() -> bool:
+        asked.append(0 < len(asked) < 4)
+        return asked[-1]
+
+    monkeypatch.setattr(Sweeper, "_sweep_part", sweep_and_note)
+    # Not the kernel's answer: it reads ahead.
+    monkeypatch.setattr(Extent, "resident_pages", lambda self: _seen(self, len(asked)))
+    with mapped(path) as mapping:
+        begin = threading.Event()
+        run = Sweeper.run
+        monkeypatch.setattr(
+            Sweeper, "run", lambda self, *a, **k: begin.wait(30) and run(self, *a, **k)
+        )
+        handle = warm(mapping, mode="force", background=True, yielding=True, keep_mapped=False)
+        handle.yield_to(is_busy)
+        begin.set()
+        report = handle.wait(30)
+
+    assert asked == [False, True, True, True, False]
+    assert swept == [(0, 2 * MIB), (4 * MIB, 2 * MIB)]
+    assert report.done_bytes == report.num_bytes == 6 * MIB
+    assert report.num_threads == 1
+
+
+def _seen(extent: Extent, num_asked: int) -> int:
+    """Return the pages of one who reads the second chunk while the sweep is asked to wait."""
+    return extent.num_pages if extent.offset == 2 * MIB and num_asked >= 4 else 0
+
+
+def test_a_pause_ends_with_a_cancel(memory: mmap.mmap) -> None:
+    """Although somebody else reads for ever."""
+    with warm(memory, mode="force", background=True, yielding=True) as handle:
+        handle.yield_to(lambda: True)
+        handle.cancel()
+
+    assert handle.wait(0).reason == "cancelled"

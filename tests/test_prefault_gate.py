@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecache import ConfigError, StoreError, prefault
-from moecache.prefault import Region, decide, merge, warm
+from moecache.prefault import Region, decide, merge, warm, warming
 from moecache.sizing import host_memory
 from moecache.sizing.host_memory import CgroupLimit
 from tests.helpers.examples import num_examples
@@ -145,14 +145,14 @@ def test_memory_that_cannot_be_found_out_is_no_reason_to_skip(
         def fail(kind: type[Exception] = kind) -> int:
             raise kind("there is no such thing here")
 
-        monkeypatch.setattr(prefault, "total_host_bytes", fail)
+        monkeypatch.setattr(warming, "total_host_bytes", fail)
         with anonymous(PAGE) as memory:
             assert warm(memory).reason == "room unknown"
 
 
 def test_a_given_room_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller who knows better decides."""
-    monkeypatch.setattr(prefault, "total_host_bytes", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(warming, "total_host_bytes", lambda: pytest.fail("asked"))
     with anonymous(10 * PAGE) as memory:
         assert warm(memory, room_bytes=12 * PAGE).reason == "too large"
         assert warm(memory, room_bytes=10 * PAGE * 5 // 4).reason == "fits"
@@ -165,7 +165,7 @@ def test_switched_off_nothing_is_read(
 ) -> None:
     """Not the memory, not the mappings, not the files: claimed sizes return at once."""
     for name in ("Sweeper", "free_host_bytes", "total_host_bytes"):
-        monkeypatch.setattr(prefault, name, lambda *_, **__: pytest.fail("something was read"))
+        monkeypatch.setattr(warming, name, lambda *_, **__: pytest.fail("something was read"))
     result = warm([(NOWHERE, num_bytes)], mode="off", background=background)
     report = result if isinstance(result, prefault.PrefaultReport) else result.wait(30)
 

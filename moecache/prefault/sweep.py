@@ -16,6 +16,7 @@ from moecache._prefault import (
     Sweep,
     advise_huge,
     can_populate,
+    read_when_idle,
 )
 from moecache.errors import ConfigError
 from moecache.prefault.extents import Extent, ExtentFinder
@@ -25,9 +26,13 @@ MAX_THREADS = 64
 # Which number of threads is fastest depends on disk, read-ahead and neighbours: 1, 2 and 4
 # were each best somewhere. Below a GiB it does not pay to find out.
 _CALIBRATE_FROM_BYTES = 2**30
-_CALIBRATE_THREADS = (1, 2, 4)
 _SAMPLE_BYTES = 4 * CHUNK_BYTES
 _DEFAULT_THREADS = 2
+# What comes while one is read waits for it, and for what the kernel reads ahead of it. Not less:
+# it is the size of a large folio.
+YIELDING_CHUNK_BYTES = 2 * 2**20
+# More often would take the GIL from whoever waits for a read.
+_YIELD_POLL_S = 0.005
 _POLL_S = 0.1
 _REASONS = {
     errno.EFAULT: "the kernel could not read it",
@@ -54,6 +59,9 @@ class Sweeper:
         emptied as it goes: it fills the page cache alone.
     read_back : bool, default True
         Read chunks once more if their first read is slow, see `Sweep.run`.
+    is_busy : callable () -> bool, optional
+        Whether somebody else reads. Then this sweeps with one thread, when the disk is
+        idle, in small chunks, and none of them while that is so.
     sweep : Sweep, optional
         Counts what is done, and can cancel.
 
@@ -71,6 +79,7 @@ class Sweeper:
         threads: int | None = None,
         keep_mapped: bool = True,
         read_back: bool = True,
+        is_busy: Callable[[], bool] | None = None,
         sweep: Sweep | None = None,
     ) -> None:
         self.method = check_method(method)
@@ -79,6 +88,7 @@ class Sweeper:
         self.num_threads = 0
         self._keep_mapped = keep_mapped
         self._read_back = read_back
+        self._is_busy = is_busy
         self._finder = ExtentFinder(own_mappings=not keep_mapped)
         try:
             self._extents, self.failures = self._finder.find(ranges)
@@ -137,7 +147,9 @@ class Sweeper:
             # Page tables to be filled: no disk to learn about, nothing that arrives.
             self.threads = self.threads or _DEFAULT_THREADS
             self._read_back = False
-        if self.threads is None:
+        if self._is_busy is not None:
+            self.threads = 1
+        elif self.threads is None:
             rest = self._calibrate(total, tick)
         self._run_threads(rest, self.threads or _DEFAULT_THREADS, tick)
         if not self._keep_mapped or self.method == "read":
@@ -160,14 +172,15 @@ class Sweeper:
         self._extents = kept
 
     def _calibrate(self, total: int, tick: Callable[[], None]) -> list[Extent]:
-        """Set `threads` by sweeping the first part with several numbers; return the rest."""
+        """Set `threads` by sweeping the first parts with several numbers; return the rest."""
         rest = self._extents
         self.threads = min(_DEFAULT_THREADS, max(1, total // CHUNK_BYTES))
         if total < _CALIBRATE_FROM_BYTES:
             return rest
-        rates = {}
-        for threads in _CALIBRATE_THREADS:
-            sample, rest = _cut(rest, threads * _SAMPLE_BYTES)
+        rates: dict[int, float] = {}
+        # A single one only where more of them were slower: a disk that has to seek.
+        while rest and (threads := _next_to_try(rates)):
+            sample, rest = _cut(rest, _SAMPLE_BYTES)
             start = time.perf_counter()
             self._run_threads(sample, threads, tick)
             rates[threads] = _total(sample) / (time.perf_counter() - start)
@@ -177,7 +190,7 @@ class Sweeper:
     def _run_again(self, total: int, tick: Callable[[], None]) -> None:
         """Sweep what was lost meanwhile of page cache that nobody maps.
 
-        The kernel drops a little of it when it makes room for large folios (seen:
+        Some systems take back what nobody maps although memory is free (DAMON; seen:
         2 to 8 MiB of 4 GiB, once 26 MiB of one). Where more is gone there is too
         little memory, and it would only go again.
         """
@@ -194,9 +207,11 @@ class Sweeper:
         results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         workers: list[threading.Thread] = []
 
+        sweep_part = self._sweep_part if self._is_busy is None else self._sweep_yielding
+
         def work(part: list[Extent]) -> None:
             try:
-                self._sweep_part(part)
+                sweep_part(part)
                 results.put(None)
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits
                 results.put(error)
@@ -223,6 +238,31 @@ class Sweeper:
             # Not called in the main thread: there Ctrl-C would make a join end too early.
             for worker in workers:
                 worker.join()
+
+    def _sweep_yielding(self, part: list[Extent]) -> None:
+        """Sweep what is not in memory yet chunk by chunk, and none while somebody else reads."""
+        read_when_idle()
+        for extent in part:
+            for start in range(0, extent.nbytes, YIELDING_CHUNK_BYTES):
+                chunk = extent.part(start, min(YIELDING_CHUNK_BYTES, extent.nbytes - start))
+                if self._is_wanted(chunk):
+                    self._sweep_part([chunk])
+                elif self.sweep.cancelled:
+                    return
+                else:
+                    self.sweep.skip(chunk.nbytes)
+
+    def _is_wanted(self, chunk: Extent) -> bool:
+        """Wait until nobody else reads; return whether the chunk is missing, and not cancelled."""
+        assert self._is_busy is not None
+        # What others read meanwhile may be this very chunk.
+        while not self.sweep.cancelled and not (
+            chunk.path and chunk.resident_pages() == chunk.num_pages
+        ):
+            if not self._is_busy():
+                return True
+            time.sleep(_YIELD_POLL_S)
+        return False
 
     def _sweep_part(self, part: list[Extent]) -> None:
         pieces = [
@@ -280,6 +320,13 @@ def _next(
             return results.get(timeout=_POLL_S)
         except queue.Empty:
             tick()
+
+
+def _next_to_try(rates: dict[int, float]) -> int:
+    """Return with how many threads to sweep the next sample, 0 if enough was tried."""
+    if len(rates) < 2:
+        return 4 if rates else 2
+    return 1 if 1 not in rates and rates[4] < rates[2] else 0
 
 
 def _total(extents: list[Extent]) -> int:

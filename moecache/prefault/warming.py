@@ -5,6 +5,7 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, overload
@@ -118,6 +119,17 @@ class BackgroundSweep:
         """How far it is."""
         return self._job.progress()
 
+    def yield_to(self, is_busy: Callable[[], bool]) -> None:
+        """Begin no chunk from now on while `is_busy()`; nothing, if begun without `yielding`.
+
+        Parameters
+        ----------
+        is_busy : callable () -> bool
+            Whether somebody else reads. Asked by the sweep's own thread, before each
+            chunk and every five milliseconds of a pause; what it raises ends the sweep.
+        """
+        self._job.is_busy = is_busy
+
     @property
     def done(self) -> bool:
         """Whether it has ended: with a report, cancelled, or with an error."""
@@ -181,6 +193,7 @@ def warm(
     method: str | None = ...,
     keep_mapped: bool = ...,
     read_back: bool = ...,
+    yielding: bool = ...,
     room_bytes: int | str | None = ...,
 ) -> PrefaultReport: ...
 @overload
@@ -195,6 +208,7 @@ def warm(
     method: str | None = ...,
     keep_mapped: bool = ...,
     read_back: bool = ...,
+    yielding: bool = ...,
     room_bytes: int | str | None = ...,
 ) -> BackgroundSweep: ...
 def warm(
@@ -208,6 +222,7 @@ def warm(
     method: str | None = None,
     keep_mapped: bool = True,
     read_back: bool = True,
+    yielding: bool = False,
     room_bytes: int | str | None = None,
 ) -> PrefaultReport | BackgroundSweep:
     """Make every page of some mapped memory resident, so that no later access waits for it.
@@ -246,6 +261,9 @@ def warm(
         In a virtual machine whose host takes back what is freed, the first access to
         a page costs microseconds although it is resident. Where samples show that,
         read what has arrived once more, so that it is not the request that pays.
+    yielding : bool, default False
+        Sweep with one thread, when the disk is idle, in chunks of 2 MiB, and none of
+        them while `BackgroundSweep.yield_to` says that somebody else reads.
     room_bytes : int or str, optional
         Bytes, or "4GiB", instead of what the gate would ask the machine for.
 
@@ -288,6 +306,7 @@ def warm(
             "keep_mapped": keep_mapped,
             "read_back": read_back,
         },
+        yielding=yielding,
     )
     # In the foreground too in a thread of its own: Ctrl-C never comes between it and its workers.
     job.level = logging.WARNING if background else logging.DEBUG
@@ -312,8 +331,12 @@ class _Job:
         verdict: Verdict,
         progress: Progress | None,
         options: dict[str, Any],
+        *,
+        yielding: bool,
     ) -> None:
         self.sweep = Sweep()
+        self.is_busy: Callable[[], bool] = _never
+        self._yielding = yielding
         self.num_bytes = sum(nbytes for _, nbytes in ranges)
         self._ranges = ranges
         self._owners = owners
@@ -368,6 +391,10 @@ class _Job:
         assert self._report is not None
         return self._report
 
+    def _ask(self) -> bool:
+        # Who is asked may be told only when the sweep has begun.
+        return self.is_busy()
+
     def _run(self) -> PrefaultReport:
         report = PrefaultReport(
             ran=False,
@@ -378,7 +405,8 @@ class _Job:
         )
         if not self._verdict.run:
             return report
-        sweeper = Sweeper(self._ranges, sweep=self.sweep, **self._options)
+        is_busy = self._ask if self._yielding else None
+        sweeper = Sweeper(self._ranges, sweep=self.sweep, is_busy=is_busy, **self._options)
         try:
             resident = sweeper.resident_bytes()
             report = replace(report, already_resident_bytes=resident, method=sweeper.method)
@@ -405,6 +433,11 @@ class _Job:
             read_back_bytes=self.sweep.read_back_bytes,
             num_threads=sweeper.num_threads,
         )
+
+
+def _never() -> bool:
+    """Nobody else reads."""
+    return False
 
 
 def _major_faults() -> int:

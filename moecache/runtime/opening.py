@@ -174,6 +174,8 @@ def _start_prefault(
         if not slots and not chosen:
             return None
         logger.info("prefault.chosen regions=%d of=%d mode=%s", len(chosen), len(regions), mode)
+        all_in_slots = plan.capacity == plan.layout.total_experts
+        waits = mode == "force" or (mode == "auto" and all_in_slots and chosen == regions)
         sweep = warm(
             chosen + slots,
             mode="force" if mode == "force" else "auto",
@@ -181,9 +183,9 @@ def _start_prefault(
             background=True,
             progress=plan.options.progress,
             keep_mapped=False,
+            yielding=not waits,
         )
-        all_in_slots = plan.capacity == plan.layout.total_experts
-        if mode == "force" or (mode == "auto" and all_in_slots and chosen == regions):
+        if waits:
             sweep.join()
     except (MoeCacheError, OSError, RuntimeError, ValueError, MemoryError, ImportError) as error:
         # What cannot be warmed may still be read, or fails where it is needed.

@@ -104,6 +104,19 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def assert_resident_after(sweep: Callable[[], object], look: Callable[[], bool]) -> None:
+    """Sweep and look, again if pages have left in between: nothing promises that they stay.
+
+    Some systems take back what nobody maps although memory is free. What a sweep leaves out
+    it leaves out each time.
+    """
+    for _ in range(10):
+        sweep()
+        if look():
+            return
+    pytest.fail("a sweep says that all is done, and some of it is not in memory")
+
+
 def wait_until(condition: Callable[[], object], timeout: float = 30.0) -> None:
     """Wait for something another thread does."""
     pause = threading.Event()

@@ -113,23 +113,33 @@ def test_whether_it_pays_counts_what_copies_take(busy_ns: int) -> None:
     assert even.likelihood == pytest.approx(min(max(delay / (delay + saved), 0.25), 0.98))
 
 
+def results_on(device: FakeDevice, prefetch: str) -> list[np.ndarray]:
+    """Return what twelve tokens put out in every layer."""
+    outs = []
+    with make_runtime(device, FP32, 7, prefetch=prefetch, policy="echo") as runtime:
+        for number in range(12):
+            hidden, ids, weights = make_step(FP32, 1, number % 5)
+            x, w = on(device, hidden, weights)
+            outs += [runtime.on_device()(layer, x, ids, w) for layer in range(LAYERS)]
+            time.sleep(0.001)
+        device.run()
+        runtime.cache.check()
+        return [np.array(out) for out in outs]
+
+
+@pytest.fixture(scope="module", name="without")
+def _without() -> list[np.ndarray]:
+    return results_on(FakeDevice(), "off")
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("prefetch", ["echo", "auto", "last"])
-def test_what_is_read_ahead_changes_no_bit(seed: int, prefetch: str) -> None:
+def test_what_is_read_ahead_changes_no_bit(
+    without: list[np.ndarray], seed: int, prefetch: str
+) -> None:
     """On a device that goes on as it likes, with a thread that fetches."""
-    tokens = [make_step(FP32, 1, number % 5) for number in range(12)]
-    results = []
-    for device, mode in ((FakeDevice(), "off"), (FakeDevice(eager=False, seed=seed), prefetch)):
-        with make_runtime(device, FP32, 7, prefetch=mode, policy="echo") as runtime:
-            outs = []
-            for hidden, ids, weights in tokens:
-                x, w = on(device, hidden, weights)
-                outs += [runtime.on_device()(layer, x, ids, w) for layer in range(LAYERS)]
-                time.sleep(0.001)
-            device.run()
-            results.append([np.array(out) for out in outs])
-            runtime.cache.check()
-    for one, other in zip(*results, strict=True):
+    found = results_on(FakeDevice(eager=False, seed=seed), prefetch)
+    for one, other in zip(without, found, strict=True):
         assert np.array_equal(one, other)
 
 

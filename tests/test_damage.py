@@ -19,7 +19,7 @@ import pytest
 
 from moecache import packing
 from moecache.errors import MoeCacheError
-from moecache.profiles.file import ModelUsage, load_profile, update_profile
+from moecache.profiles.file import ModelUsage, read_profile, update_profile
 from moecache.stores import open_store
 from moecache.study import Trace, load_any, statistics
 from moecache.study._journal import Journal
@@ -181,9 +181,9 @@ def make_profile(directory: Path) -> Kind:
         # Now and then, as it waits for the disk.
         if path.stat().st_size % 16 == 0:
             update_profile(path, disks={"two": {}})
-            assert "two" in load_profile(path).disks
+            assert "two" in read_profile(path).disks
         else:
-            load_profile(path)
+            read_profile(path)
 
     return Kind([path.read_bytes()], path, spoil_body, use)
 

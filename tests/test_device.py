@@ -33,7 +33,7 @@ def test_reads_begun_together_pay_their_latency_at_once() -> None:
     assert made.spans == [(1, 100, 1100), (2, 1100, 2100), (3, 2100, 2500)]
     assert made.finished == [(1, 1100), (2, 2100), (3, 2500)]
     assert made.device.busy_ns == 2400
-    assert made.device.num_under_way == 0
+    assert not made.device._transfers
 
 
 def test_reads_arrive_while_the_host_computes_each_at_its_time() -> None:
@@ -164,7 +164,7 @@ def test_hastening_what_is_done_is_nothing() -> None:
     load = made.prefetch(1)
     made.run_out()
     made.device.hasten(load)
-    assert made.device.num_under_way == 0
+    assert not made.device._transfers
 
 
 def test_idle_is_called_while_no_demand_is_under_way() -> None:

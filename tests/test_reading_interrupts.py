@@ -1,5 +1,6 @@
 """Ctrl-C at every stage of a read: the step is over, and nothing is lost or left claimed."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 import moecache
+from moecache.reader._reader import ENGINES
 from moecache.runtime import opening
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
+from tests.helpers.pairs import pairwise
 from tests.helpers.readings import all_experts, force_engine, same_converted
 
 
@@ -18,7 +21,7 @@ def _model(tmp_path: Path) -> Checkpoint:
     return write_checkpoint(tmp_path / "model", num_layers=2)
 
 
-@pytest.fixture(name="runtime", params=[(e, d) for e in ("io_uring", "threads") for d in (0, 1)])
+@pytest.fixture(name="runtime")
 def _runtime(
     request: pytest.FixtureRequest, model: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[moecache.ExpertRuntime]:
@@ -96,21 +99,24 @@ STAGES = [
     ("pool", "upload", False),
     ("pool", "upload", True),
 ]
+MOMENTS = list(itertools.product(STAGES, (1, 2), ("waves", "lease", "bulk")))
 
 
-@pytest.mark.parametrize(("part", "method", "after"), STAGES)
-@pytest.mark.parametrize("nth", [1, 2])
-@pytest.mark.parametrize("way", ["waves", "lease", "bulk"])
+@pytest.mark.parametrize(
+    ("stage", "nth", "way", "runtime"),
+    [(*moment, reads) for moment, *reads in pairwise(MOMENTS, ENGINES, (False, True))],
+    indirect=["runtime"],
+    ids=str,
+)
 def test_an_interrupt_at_any_stage_loses_nothing(
     runtime: moecache.ExpertRuntime,
     model: Checkpoint,
-    part: str,
-    method: str,
-    after: bool,
+    stage: tuple[str, str, bool],
     nth: int,
     way: str,
 ) -> None:
     """It reaches the caller; the next step reads what this one did not."""
+    part, method, after = stage
     holder = runtime._loader if part == "pool" else runtime._loader.engine
     real = getattr(holder, part)
     ids = np.array([[7, 1, 4]])

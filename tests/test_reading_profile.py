@@ -10,7 +10,7 @@ import pytest
 
 import moecache
 from moecache.profiles.disk import speed_of
-from moecache.profiles.file import load_profile, update_profile
+from moecache.profiles.file import read_profile, update_profile
 from moecache.reader import disk as reading
 from moecache.reader._reader import Reader
 from moecache.reader.disk import CANDIDATES, DiskSpeed, calibrate, default_queue, disk_of
@@ -93,7 +93,7 @@ def test_a_profile_is_written_and_spares_the_next_start_the_measuring(
     assert len(measured) == 1
     with open_store(model.path) as store:
         disk = disk_of(store)
-    assert set(load_profile(path).disks) == {"77", disk}
+    assert set(read_profile(path).disks) == {"77", disk}
     assert os.listdir(path.parent) == ["disks.profile"]
 
     def never(*_: object) -> None:
@@ -151,7 +151,7 @@ def test_a_calibration_that_cannot_be_is_a_warning(
     assert len(ignored) == 1
     assert len(measured) == 1
     with open_store(model.path) as store:
-        assert speed_of(load_profile(path).disks, store) == measured[0]
+        assert speed_of(read_profile(path).disks, store) == measured[0]
 
 
 @pytest.mark.parametrize("rate", [np.nan, np.inf, -np.inf, -5, 0, True, 1e308])

@@ -274,12 +274,12 @@ def test_a_big_claimed_size_costs_neither_memory_nor_time(
 ) -> None:
     """What a header claims is compared, never allocated."""
     path = write_raw(tmp_path / "m.safetensors", {"w": _entry(**changes)}, b"\0" * 24)
-    begin = time.perf_counter()
+    begin = time.process_time()
 
     _, peak = _peak_of(path)
 
     assert peak < path.stat().st_size * 20 + 2**20
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 def test_tensors_without_elements_are_accepted(tmp_path: Path) -> None:

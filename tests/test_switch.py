@@ -6,13 +6,23 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from moecache.prefetch.switch import WARM_UP, WINDOW, Switch, gained
+from moecache.prefetch.switch import WARM_UP, WINDOW, Gain, Switch, gained
 
 TRIAL = 8 * WINDOW  # tokens: four pairs of windows
 SHORT = 4 * WINDOW  # what is clear then is decided
 PAIR = 2 * WINDOW  # what is glaring
 TOKEN_NS = 10_000_000
 TimeOf = Callable[[bool], float]
+
+
+class Counted(Switch):
+    """A switch that says how often it was decided."""
+
+    num_trials = 0
+
+    def _decide(self, found: Gain) -> None:
+        self.num_trials += 1
+        super()._decide(found)
 
 
 class Host:
@@ -22,7 +32,7 @@ class Host:
         self.time_of = time_of
         self.now = self.misses = self.stall_ns = self.num_bytes = 0
         self.misses_of: Callable[[], int] = lambda: 10
-        self.switch = Switch(
+        self.switch = Counted(
             lambda: self.now,
             lambda: self.misses,
             lambda: self.stall_ns,

@@ -12,7 +12,7 @@ import pytest
 import moecache
 from moecache.commands.demo import resident_experts
 from moecache.errors import StoreError
-from moecache.profiles.file import ModelUsage, identity, load_profile, update_profile
+from moecache.profiles.file import ModelUsage, identity, read_profile, update_profile
 from moecache.profiles.usage import usage_of, valuable_keys
 from moecache.settings import POLICIES
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
@@ -185,13 +185,13 @@ def test_another_policy_takes_what_it_can(
     with opened(model.path, policy=before, profile=path) as runtime:
         use(runtime)
         expected_keys = residents(runtime)
-    learned = load_profile(path).models[identity(runtime.layout)].echo
+    learned = read_profile(path).models[identity(runtime.layout)].echo
     with opened(model.path, policy=after, profile=path) as runtime:
         assert runtime.warm_start is not None
         assert runtime.warm_start.wait(30)
         assert residents(runtime) == expected_keys
         use(runtime, 2)
-    kept = load_profile(path).models[identity(runtime.layout)]
+    kept = read_profile(path).models[identity(runtime.layout)]
     assert kept.policy == after
     if after == "lru":
         assert all(np.array_equal(kept.echo[name], array) for name, array in learned.items())
@@ -445,7 +445,7 @@ def test_the_profile_of_another_model_is_one_warning(
     with opened(model.path, profile=path) as runtime:
         assert runtime.warm_start is None
         use(runtime)
-    assert len(load_profile(path).models) == 2
+    assert len(read_profile(path).models) == 2
     (record,) = caplog.records
     assert f"profile.foreign path={path} has the experts of 1 other models" in record.getMessage()
 
@@ -463,7 +463,7 @@ def test_a_damaged_profile_is_one_warning_and_replaced(
         use(runtime)
     (record,) = caplog.records
     assert f"profile.ignored {path}: is damaged" in record.getMessage()
-    assert list(load_profile(path).models) == [identity(runtime.layout)]
+    assert list(read_profile(path).models) == [identity(runtime.layout)]
 
 
 def test_an_echo_that_cannot_be_is_one_warning(
@@ -474,7 +474,7 @@ def test_an_echo_that_cannot_be_is_one_warning(
     with opened(model.path, profile=path) as runtime:
         use(runtime)
     name = identity(runtime.layout)
-    kept = load_profile(path).models[name]
+    kept = read_profile(path).models[name]
     echo = {**kept.echo, "fast": np.full_like(kept.echo["fast"], -2)}
     update_profile(path, models={name: ModelUsage(kept.policy, kept.counts, kept.residents, echo)})
     with opened(model.path, profile=path) as runtime:
@@ -495,7 +495,7 @@ def test_counts_of_another_kind_are_one_warning(
     with opened(model.path, policy=policy, profile=path) as runtime:
         use(runtime)
     name = identity(runtime.layout)
-    kept = load_profile(path).models[name]
+    kept = read_profile(path).models[name]
     wrong = ModelUsage(kept.policy, kept.counts.astype(kind), kept.residents, kept.echo)
     update_profile(path, models={name: wrong})
 
@@ -506,7 +506,7 @@ def test_counts_of_another_kind_are_one_warning(
 
     (record,) = caplog.records
     assert f"profile.ignored {path}: is damaged: its counts are" in record.getMessage()
-    assert load_profile(path).models[name].counts.dtype == np.uint64
+    assert read_profile(path).models[name].counts.dtype == np.uint64
 
 
 @pytest.mark.parametrize("content", [b"a thesis", b"moecache-profile 2 x\n{}"])

@@ -143,7 +143,6 @@ class SharedEcho:
     """
 
     def __init__(self, echo: Echo) -> None:
-        self._echo = echo
         self.predict = echo.predict
 
     def observe(self, layer: int, ids: npt.ArrayLike) -> None:

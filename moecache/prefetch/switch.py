@@ -57,8 +57,6 @@ class Switch:
         What to do now.
     reason : str
         What was found out.
-    num_trials : int
-        How often it was decided.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class Switch:
     ) -> None:
         self.on = False
         self.reason = "not tried yet"
-        self.num_trials = 0
         self._counters = (clock, misses, stall_ns, num_bytes)
         self._before: tuple[int, ...] | None = None  # the current token's beginning
         self._hold = _FIRST_HOLD
@@ -118,7 +115,6 @@ class Switch:
     def _decide(self, found: "Gain") -> None:
         gain = found.share
         self.on = gain > max(_WORTH_IT, 2 * found.error) and not found.is_slower
-        self.num_trials += 1
         same = self.on == self._decision
         first = _FIRST_HOLD if gain > -_GLARING else _GLARING_HOLD
         self._hold = min(2 * self._hold, _LONGEST_HOLD) if same else first

@@ -95,21 +95,6 @@ def check_path(path: object) -> None:
         raise ConfigError(f"profile {name!r} is no text that can be shown; rename it") from error
 
 
-def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Return what a file has: an empty profile if there is no file, or it is empty.
-
-    Raises
-    ------
-    ConfigError
-        If this is not a path.
-    FormatError
-        If it is no profile, of another version, or damaged.
-    StoreError
-        If it cannot be read.
-    """
-    return _decode(path, _read(path))
-
-
 def read_profile(path: str | os.PathLike[str]) -> Profile | None:
     """Return what a file has; what cannot be used is one warning that says why.
 

@@ -14,17 +14,15 @@ Piece = tuple[int, int, int]
 
 
 class Upload:
-    """One expert on its way into one slot; what `wait` takes.
+    """One expert on its way into one slot.
 
     Attributes
     ----------
     source : object
         The memory that is copied from, kept until the copy is done.
-    done : bool
-        Whether the copy is known to be done.
     """
 
-    __slots__ = ("done", "end", "num_bytes", "slot", "source", "start")
+    __slots__ = ("end", "num_bytes", "slot", "source", "start")
 
     def __init__(self, slot: int, num_bytes: int, source: object, start: int, end: int) -> None:
         self.slot = slot
@@ -32,7 +30,6 @@ class Upload:
         self.source = source
         self.start = start
         self.end = end
-        self.done = False
 
 
 class Events:
@@ -131,7 +128,7 @@ class Uploads:
 
     def begin(
         self, slot: int, pieces: Sequence[Piece], num_bytes: int, source: object, *, behind: bool
-    ) -> Upload:
+    ) -> None:
         """Begin to copy pieces into a slot.
 
         If that fails, no copy is under way any more when the error is raised.
@@ -170,7 +167,6 @@ class Uploads:
             self._users[slot] = {}
             self._latest[slot] = (upload, behind)
             self._queues[behind].append(upload)
-        return upload
 
     def order(self, stream: Stream, slots: Sequence[int]) -> None:
         """Let a stream wait until these slots are filled; it may use them from now on."""
@@ -259,7 +255,6 @@ class Uploads:
         for queue in self._queues.values():
             while queue:
                 upload = queue.popleft()
-                upload.done = True
                 self._timing.give_back(upload.start)
                 self._timing.give_back(upload.end)
         self._latest.clear()
@@ -286,7 +281,6 @@ class Uploads:
                 self._bytes_done += upload.num_bytes
                 self._busy_ns += self._device.elapsed_ns(upload.start, upload.end)
                 # Before its events are used for another copy.
-                upload.done = True
                 latest = self._latest.get(upload.slot)
                 if latest is not None and latest[0] is upload:
                     del self._latest[upload.slot]

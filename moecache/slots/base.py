@@ -89,8 +89,8 @@ class SlotPool(Protocol):
 
     def upload(
         self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, behind: bool = False
-    ) -> object:
-        """Bring an expert into a slot and return a ticket for `wait`.
+    ) -> None:
+        """Bring an expert into a slot, or begin to: `before_compute` waits for it.
 
         `parts` is what `buffers` returned, filled; it may be reused at once. `behind`: no step
         waits for the expert.
@@ -98,9 +98,6 @@ class SlotPool(Protocol):
 
     def reclaim(self, slot: int) -> None:
         """Take back the buffers of a slot that will not be filled from them."""
-
-    def wait(self, ticket: object) -> None:
-        """Return when the upload is complete, as seen by computations issued afterwards."""
 
     def before_compute(self, slots: np.ndarray) -> None:
         """Let what this thread computes from now on wait until these slots are filled."""

@@ -18,7 +18,7 @@ from moecache.prefault.regions import merge
 from moecache.slots._form import SlotForm
 from moecache.slots._memory import aligned_rows, check_parts, shared_form
 from moecache.slots._pinned import PinnedBuffers
-from moecache.slots._uploads import Upload, Uploads
+from moecache.slots._uploads import Uploads
 from moecache.slots.base import UploadCounts
 from moecache.units import format_bytes
 
@@ -278,7 +278,7 @@ class CudaSlots:
 
     def upload(
         self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, behind: bool = False
-    ) -> Upload:
+    ) -> None:
         """Begin to copy an expert into a slot; the copy waits for work that still uses the slot.
 
         Parameters
@@ -302,7 +302,8 @@ class CudaSlots:
         if self._registered and slot not in self._lent:
             pieces = self._form.pieces(layer, parts, self._registered)
             if pieces is not None:
-                return self._uploads.begin(slot, pieces, num_bytes, parts, behind=behind)
+                self._uploads.begin(slot, pieces, num_bytes, parts, behind=behind)
+                return
         lent = self._lent.get(slot)
         if lent is None or parts is not lent[2] or layer != lent[1]:
             check_parts(self._layout, layer, parts)
@@ -312,15 +313,10 @@ class CudaSlots:
         buffer, _, _ = self._lent.pop(slot)
         whole = [(0, buffer.ctypes.data, self._form.span(layer))]
         try:
-            return self._uploads.begin(slot, whole, num_bytes, buffer, behind=behind)
+            self._uploads.begin(slot, whole, num_bytes, buffer, behind=behind)
         except BaseException:
             self._buffers.give_back(buffer)
             raise
-
-    def wait(self, ticket: object) -> None:
-        """Let the calling thread's stream wait for an upload; the host does not."""
-        if isinstance(ticket, Upload) and not ticket.done:
-            self.device.wait_event(self.device.current_stream(), ticket.end)
 
     def before_compute(self, slots: np.ndarray) -> None:
         """Let the calling thread's stream wait until these slots are filled; the host does not.

@@ -227,9 +227,6 @@ class HostSlots:
                 array[...] = parts[name]
         self.reclaim(slot)
 
-    def wait(self, ticket: object) -> None:
-        """Return at once: host uploads are done when `upload` returns."""
-
     def before_compute(self, slots: np.ndarray) -> None:
         """Return at once: the slots are filled already."""
 

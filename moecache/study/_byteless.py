@@ -68,15 +68,11 @@ class BytelessSlots:
 
     def upload(
         self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, behind: bool = False
-    ) -> object:
+    ) -> None:
         """Do nothing: there are no bytes."""
-        return None
 
     def reclaim(self, slot: int) -> None:
         """Do nothing: no buffer was given."""
-
-    def wait(self, ticket: object) -> None:
-        """Do nothing: no upload was begun."""
 
     def before_compute(self, slots: np.ndarray) -> None:
         """Do nothing: there is nothing to compute with."""

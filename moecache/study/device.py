@@ -102,11 +102,6 @@ class SimulatedDevice:
         """Bytes of a prefetch that a demand may have to wait for: a chunk."""
         return self.chunk_bytes
 
-    @property
-    def num_under_way(self) -> int:
-        """Reads that were begun and are not finished."""
-        return len(self._transfers)
-
     def submit(self, reads: list[Read], *, deferred: bool = False) -> None:
         """Begin reads; every demand may overtake deferred ones."""
         for read in reads:

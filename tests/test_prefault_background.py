@@ -464,6 +464,20 @@ def _seen(extent: Extent, num_asked: int) -> int:
     return extent.num_pages if extent.offset == 2 * MIB and num_asked >= 4 else 0
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="no idle class of threads")
+def test_only_a_yielding_sweep_runs_when_nothing_else_does(
+    memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the threads of others nor the caller's own are slowed."""
+    classes: list[int] = []
+    monkeypatch.setattr(Sweeper, "_sweep_part", lambda *_: classes.append(os.sched_getscheduler(0)))
+    for yielding in (False, True):
+        warm(memory, mode="force", background=True, yielding=yielding).wait(30)
+
+    assert set(classes) == {os.SCHED_OTHER, os.SCHED_IDLE}
+    assert classes[0] == os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 def test_a_pause_ends_with_a_cancel(memory: mmap.mmap) -> None:
     """Although somebody else reads for ever."""
     with warm(memory, mode="force", background=True, yielding=True) as handle:

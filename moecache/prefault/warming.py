@@ -262,8 +262,9 @@ def warm(
         a page costs microseconds although it is resident. Where samples show that,
         read what has arrived once more, so that it is not the request that pays.
     yielding : bool, default False
-        Sweep with one thread, when the disk is idle, in chunks of 2 MiB, and none of
-        them while `BackgroundSweep.yield_to` says that somebody else reads.
+        Sweep with one thread, when the disk and a processor are idle, in chunks of 2 MiB,
+        and none of them while `BackgroundSweep.yield_to` says that somebody else reads.
+        Nothing is read back.
     room_bytes : int or str, optional
         Bytes, or "4GiB", instead of what the gate would ask the machine for.
 

@@ -241,7 +241,7 @@ def test_a_prefetch_can_be_taken_back_and_frees_the_link() -> None:
 def test_waiting_for_nothing_is_an_error_not_a_hang() -> None:
     """With one thread nobody else can help."""
     made = bench()
-    with pytest.raises(MoeCacheError, match="it would for ever"):
+    with pytest.raises(MoeCacheError, match="it would wait for ever"):
         made.device.wait(made.device.epoch)
     seen = made.device.epoch
     made.device.announce()

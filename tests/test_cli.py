@@ -83,7 +83,7 @@ def test_demo_takes_no_more_memory_than_it_says(
     shown = demonstrated.stderr
     figures = re.search(r"imports ([\d.]+) MiB, .*the rest ([\d.]+) (MiB|KiB)", shown)
     assert figures is not None, shown
-    # The process's own peak, not one it has from whoever started it.
+    # The process's own peak, not one inherited from its parent.
     assert float(figures[1]) < 100
     assert figures[3] == "KiB" or float(figures[2]) <= 30
 

@@ -66,7 +66,11 @@ def add_parser(commands: Any) -> None:
         metavar="LIST",
         help="slots, or shares of all experts: 64,25%%,0.25 (default: 12.5%%,25%%,50%%)",
     )
-    add_option(size, "memory", ", instead of a capacity", metavar="LIST", instead="none")
+    add_option(
+        *(size, "memory", "; a list, instead of a capacity: 2GiB,4GiB"),
+        metavar="LIST",
+        instead="none",
+    )
     size.add_argument(
         "--recommend", metavar="MEMORY", help="say what to set for so much memory, and why"
     )

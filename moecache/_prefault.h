@@ -40,8 +40,8 @@ static size_t mc_page_size(void)
 #endif
 }
 
-/* Linux 5.14 and later. Where unknown, EINVAL. For writing: pages of its own for private
- * memory, which a read would all give the one page of zeros. Contents stay as they are. */
+/* Linux 5.14 and later; EINVAL where the kernel does not know it. For writing: gives private
+ * memory pages of its own, where a read would map the shared page of zeros. Contents stay. */
 static int mc_populate(uintptr_t address, size_t nbytes, int for_writing)
 {
 #ifdef __linux__
@@ -49,7 +49,7 @@ static int mc_populate(uintptr_t address, size_t nbytes, int for_writing)
     for (;;) {
         if (madvise((void *)address, nbytes, advice) == 0)
             return 0;
-        /* Both are passing conditions; what is resident by now stays so. */
+        /* Both are passing conditions; pages that are in memory by now stay there. */
         if ((errno != EAGAIN && errno != EINTR) || ++tries == 10)
             return errno;
     }
@@ -59,7 +59,7 @@ static int mc_populate(uintptr_t address, size_t nbytes, int for_writing)
 #endif
 }
 
-/* Start reading without waiting, by steps. A hint: what comes back may be ignored. */
+/* Start reading without waiting, step by step. A hint: the result may be ignored. */
 static int mc_willneed(uintptr_t address, size_t nbytes, size_t step)
 {
     size_t at = 0;
@@ -156,13 +156,13 @@ static int64_t mc_now_ns(void)
 #endif
 }
 
-/* Whether resident pages of a file are slow to read the first time.
+/* Whether pages of a file that are in memory are slow to read the first time.
  *
  * In a virtual machine they can be: where its host takes back what the guest has
  * freed (free page reporting, balloons), the disk's data arrives in host memory
  * that the guest's processor has no translation for yet, and the first access to
- * each page costs microseconds. Seen: 0.2 to 6.5 s for 4 GiB, all of it resident.
- * So pages here and there are read twice, and the two times compared.
+ * each page costs microseconds. Seen: 0.2 to 6.5 s for 4 GiB, all of it in memory.
+ * So this reads pages here and there twice, and compares the two times.
  */
 static int mc_first_read_is_slow(int descriptor, uint64_t offset, size_t nbytes)
 {
@@ -185,7 +185,7 @@ static int mc_first_read_is_slow(int descriptor, uint64_t offset, size_t nbytes)
     return slow >= ENOUGH;
 }
 
-/* One byte of every page_size, and the last one. */
+/* Read one byte of every page_size bytes, and the last byte. */
 static void mc_touch(const volatile unsigned char *first, size_t nbytes, size_t page_size)
 {
     size_t at;
@@ -199,7 +199,7 @@ static void mc_touch(const volatile unsigned char *first, size_t nbytes, size_t 
     (void)first[nbytes - 1];
 }
 
-/* A byte per page, its lowest bit set if the page is resident. */
+/* A byte per page; its lowest bit is set if the page is in memory. */
 static int mc_mincore(uintptr_t address, size_t nbytes, unsigned char *pages)
 {
 #ifdef __linux__

@@ -1,5 +1,5 @@
 # distutils: depends = moecache/_prefault.h
-"""The page sweep: pages of mappings made resident without the GIL, chunk by chunk."""
+"""The page sweep: brings pages of mappings into memory without the GIL, chunk by chunk."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
@@ -39,12 +39,12 @@ cdef enum:
     CHUNK = 32 * 1024 * 1024
     SCRATCH = 1024 * 1024
     BITE = 8 * 1024 * 1024
-    # Read ahead of the sweep; small pieces far apart would be waited for one by one.
+    # Read ahead of the sweep, which would else wait for small pieces far apart one by one.
     AHEAD = 128 * 1024 * 1024
     # The kernel reads no more for one hint than its read-ahead or the disk's largest request.
     HINT = 1024 * 1024
-    # What is hinted comes in small folios, at ten times the processor's time; what is populated
-    # comes in large ones, and is read ahead where it is long enough.
+    # Hinted pages come in small folios, at ten times the processor's time; populated pages come
+    # in large ones, and the kernel reads ahead where a range is long enough.
     MAX_HINTED = 4 * 1024 * 1024
     # A range that gives nothing but errors is left after so many chunks in a row.
     MAX_FAILURES = 64
@@ -76,12 +76,12 @@ cdef class Sweep:
 
     @property
     def done_bytes(self):
-        """Bytes made resident so far; may be read while the sweep runs."""
+        """Bytes brought into memory so far; may be read while the sweep runs."""
         return mc_load(&self._done_bytes)
 
     @property
     def read_back_bytes(self):
-        """Bytes that were read once more, as this machine's host had not backed them."""
+        """Bytes that were read once more because the machine's host had not backed them."""
         return mc_load(&self._read_back_bytes)
 
     @property
@@ -90,7 +90,7 @@ cdef class Sweep:
         return mc_load(&self._cancelled) != 0
 
     def skip(self, int64_t nbytes):
-        """Count bytes as done: they were resident already."""
+        """Count bytes as done: they were in memory already."""
         mc_add(&self._done_bytes, nbytes)
 
     def cancel(self):
@@ -98,21 +98,21 @@ cdef class Sweep:
         mc_store(&self._cancelled, 1)
 
     def run(self, pieces, str method, *, bint keep_mapped=True, bint read_back=True):
-        """Make the pieces resident, in their order; blocks without holding the GIL.
+        """Bring the pieces into memory, in their order; blocks without holding the GIL.
 
-        Whoever calls keeps the ranges mapped meanwhile. A chunk that fails does
-        not stop the others.
+        The caller keeps the ranges mapped meanwhile. A chunk that fails does not stop
+        the others.
 
         Parameters
         ----------
         pieces : sequence of (address, nbytes, descriptor, offset)
-            Page-aligned address; the bytes behind it are those of the open file
-            `descriptor` from `offset`, or of no file that is known (NO_FILE), or
-            private memory without a file that may be written (OWN_MEMORY): that
-            gets pages of its own by any method, its contents stay as they are.
+            A page-aligned range, and what is behind it: the bytes of the open file
+            `descriptor` from `offset`, no known file (NO_FILE), or private memory
+            without a file that may be written (OWN_MEMORY). The last gets pages of its
+            own by any method, and keeps its contents.
         method : {"populate", "read", "touch"}
-            MADV_POPULATE_READ; pread of the file, of the pieces that have one,
-            and a touch of the others; a touch of every page, which kills the
+            "populate": MADV_POPULATE_READ. "read": a pread of pieces that have a file,
+            and a touch of the others. "touch": a touch of every page, which kills the
             process (SIGBUS) where the file is too short.
         keep_mapped : bool, default True
             If false, take each chunk out of the page table again: the bytes stay
@@ -124,8 +124,8 @@ cdef class Sweep:
         Returns
         -------
         list of (index, start, nbytes, errno)
-            The first chunk that failed of each piece that had one, `start` being
-            counted from the piece's.
+            For each piece that failed, its first chunk that did; `start` is counted from
+            the beginning of the piece.
 
         Raises
         ------
@@ -140,7 +140,7 @@ cdef class Sweep:
         cdef Py_ssize_t i, count = len(pieces)
         cdef Piece *table = <Piece *>malloc((count + 1) * sizeof(Piece))
         cdef char *scratch = <char *>malloc(SCRATCH) if action != 2 else NULL
-        # What is not to stay mapped goes in small bites: it counts as this process's memory.
+        # Small bites if nothing stays mapped: until it goes, a bite counts as process memory.
         cdef size_t chunk_bytes = CHUNK if keep_mapped else BITE
         try:
             if table == NULL or (action != 2 and scratch == NULL):
@@ -195,7 +195,7 @@ cdef class Sweep:
             if piece.descriptor == _OWN_MEMORY:
                 error = mc_populate(piece.address + at, nbytes, True)
                 if error == EINVAL:
-                    # Before Linux 5.14. It cannot be cut short.
+                    # Before Linux 5.14. A touch is safe: there is no file to be cut short.
                     mc_touch(<const unsigned char *>(piece.address + at), nbytes, mc_page_size())
                     error = 0
             elif action == 0:
@@ -216,7 +216,7 @@ cdef class Sweep:
                 failures += 1
                 if piece.error == 0:
                     piece.error, piece.failed_at = error, at
-            # Anonymous memory would lose its contents.
+            # Only with a file behind it: anonymous memory would lose its contents.
             if not keep_mapped and action != 1 and piece.descriptor >= 0:
                 mc_unmap_pages(piece.address + at, nbytes)
             at += nbytes
@@ -225,7 +225,7 @@ cdef class Sweep:
         self, int descriptor, uint64_t offset, size_t nbytes, char *scratch
     ) noexcept nogil:
         if mc_first_read_is_slow(descriptor, offset, nbytes):
-            # A short read is no failure here: the pages were resident.
+            # A short read is no failure here: the pages were in memory.
             mc_read(descriptor, offset, nbytes, scratch, SCRATCH)
             mc_add(&self._read_back_bytes, nbytes)
 
@@ -240,7 +240,7 @@ def touch_pages(region, *, page_size=None):
     Parameters
     ----------
     region : contiguous buffer of any kind
-        Bytes to read. It cannot be unmapped before this returns.
+        Bytes to read. The buffer cannot be unmapped before this returns.
     page_size : int, optional
         Bytes between two reads; by default the system's page size. The last
         byte is read too.
@@ -271,7 +271,8 @@ def touch_pages(region, *, page_size=None):
 cdef class HeldBuffer:
     """A contiguous buffer that cannot be closed, resized or freed while this exists.
 
-    Asks for bytes alone: also for arrays whose type no memoryview knows (bfloat16).
+    It asks for plain bytes, so that arrays of types that no memoryview knows (bfloat16)
+    can be held, too.
 
     Parameters
     ----------
@@ -280,9 +281,9 @@ cdef class HeldBuffer:
     Raises
     ------
     TypeError
-        If it is no buffer.
+        If `buffer` is no buffer.
     BufferError, ValueError
-        If it is closed or not contiguous.
+        If the buffer is closed or not contiguous.
     """
 
     cdef Py_buffer view
@@ -298,12 +299,12 @@ cdef class HeldBuffer:
 
     @property
     def address(self):
-        """Where its first byte is."""
+        """Address of the buffer's first byte."""
         return <uintptr_t>self.view.buf
 
     @property
     def nbytes(self):
-        """Its size."""
+        """Size of the buffer in bytes."""
         return <size_t>self.view.len
 
 
@@ -324,7 +325,7 @@ def advise_huge(uintptr_t address, size_t nbytes):
 
 
 def advise_willneed(uintptr_t address, size_t nbytes):
-    """Ask the kernel to start reading; return whether it agreed."""
+    """Ask the kernel to start reading a mapped range; return whether it agreed."""
     cdef int error
     with nogil:
         error = mc_willneed(address, nbytes, nbytes)
@@ -332,7 +333,7 @@ def advise_willneed(uintptr_t address, size_t nbytes):
 
 
 def read_when_idle():
-    """Have the calling thread's reads served when the disk has nothing else to do; a hint."""
+    """Ask the kernel to serve this thread's reads only while the disk is idle; a hint."""
     mc_read_when_idle()
 
 
@@ -355,8 +356,8 @@ def lock_pages(uintptr_t address, size_t nbytes):
 def resident_pages(uintptr_t address, size_t nbytes):
     """Return how many pages of a mapped range are in memory (mincore).
 
-    For files that this user neither owns nor may write, the kernel says that
-    every page is.
+    For files that this user neither owns nor may write, the kernel counts every page
+    as in memory.
 
     Raises
     ------
@@ -388,8 +389,8 @@ def cached_pages(int descriptor, uint64_t offset, uint64_t nbytes):
     Raises
     ------
     OSError
-        Of kind ENOSYS before Linux 6.5, EPERM for a file that this user neither
-        owns nor may write.
+        ENOSYS before Linux 6.5; EPERM for a file that this user neither owns nor may
+        write.
     """
     cdef uint64_t num_pages = 0
     cdef int error

@@ -76,11 +76,13 @@ class Option:
     instead : str
         The default in words.
     help : str
-        What it does, for `--help` and docs/settings.md.
+        What it is, for `--help`.
     values : str
         The values, for docs/settings.md, in Markdown.
     choices : tuple of str
         All values, if they are a few words.
+    metavar : str
+        What stands for the value in `--help`, if not the choices.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Option:
     help: str
     values: str
     choices: tuple[str, ...] = ()
+    metavar: str = ""
 
     @property
     def variable(self) -> str:
@@ -175,6 +178,7 @@ OPTIONS = {
             "what is free, less `reserve`",
             'memory for experts: "16GiB", or a share of them, "25%"',
             "`4GiB`, `512MiB`, bytes, or a share of the experts such as `25%`",
+            metavar="SIZE",
         ),
         Option(
             "policy",
@@ -185,6 +189,7 @@ OPTIONS = {
             "which expert is evicted",
             f"{_listed(POLICIES)}, see [policies.md](policies.md)",
             POLICIES,
+            "NAME",
         ),
         Option(
             "scope",
@@ -202,7 +207,9 @@ OPTIONS = {
             f"one of {', '.join(READ_MODES)}",
             DEFAULT_READ,
             DEFAULT_READ,
-            "through the page cache or around it",
+            "how experts are read: buffered (through the page cache), direct (around it), mmap "
+            "(copied from the mapped file), auto (buffered if memory beside the slots holds all "
+            "experts, else direct)",
             f"{_listed(READ_MODES)}, see below",
             READ_MODES,
         ),
@@ -221,7 +228,7 @@ OPTIONS = {
             "one of on, off",
             False,
             "off",
-            "keep the slots from being swapped out",
+            "lock the memory (mlock), so that the system keeps it",
             "on or off (1/0, true/false, yes/no, enabled/disabled): mlock the slots",
         ),
         Option(
@@ -233,6 +240,7 @@ OPTIONS = {
             "start warm from what earlier runs kept there, and keep this run's use of experts",
             "a path: what was found out about the disk, and how experts were used, is kept there "
             "on `close`; see below",
+            metavar="FILE",
         ),
         Option(
             "loader_threads",
@@ -287,9 +295,9 @@ OPTIONS = {
             "a number of experts, auto or off",
             DEFAULT_WARMPIN,
             DEFAULT_WARMPIN,
-            "experts of each layer that are kept for good",
-            "experts of each layer to keep for good once `warmpin_after` accesses were counted; 0 "
-            "or off: none; `auto`",
+            "experts of each layer that are pinned, once",
+            "experts of each layer to pin, once, after `warmpin_after` accesses; 0 or off: none; "
+            "`auto`",
         ),
         Option(
             "warmpin_after",
@@ -297,8 +305,8 @@ OPTIONS = {
             "a number of accesses",
             DEFAULT_WARMPIN_AFTER,
             str(DEFAULT_WARMPIN_AFTER),
-            "accesses before that happens",
-            "0 and up: accesses, hits too, before that happens",
+            "accesses, hits and misses together, that are counted before the warm pin",
+            "0 and up: accesses, hits and misses together, that are counted before `warmpin` pins",
         ),
         Option(
             "record_trace",
@@ -310,6 +318,7 @@ OPTIONS = {
             "a path: what the router chose is written there on `close`, see "
             "[traces.md](traces.md); as a variable, a path that cannot be written is a warning; of "
             "several runtimes the last to close writes it",
+            metavar="FILE",
         ),
     )
 }

@@ -38,7 +38,7 @@ def resident(cache: ExpertCache, layer: int = 0) -> list[int]:
 
 
 def test_a_miss_claims_a_slot_and_publish_makes_it_resident() -> None:
-    """Until then the expert is in flight: nobody may use it."""
+    """Until then the expert is in flight: no step may use it."""
     cache = ExpertCache(2, 4, 3)
 
     slots, misses = acquire(cache, 1, [2])
@@ -122,7 +122,7 @@ def test_an_abandoned_slot_is_free_once_its_leases_end() -> None:
 
 
 def test_an_abandoned_prefetch_is_free_at_once() -> None:
-    """Nobody leased it."""
+    """No step leased it."""
     cache = ExpertCache(1, 4, 2)
 
     cache.abandon(cache.claim(0, 0))
@@ -132,7 +132,7 @@ def test_an_abandoned_prefetch_is_free_at_once() -> None:
 
 
 def test_a_slot_released_before_it_is_published_is_held_until_then() -> None:
-    """Nobody else may fill it meanwhile."""
+    """No other load may fill it meanwhile."""
     cache = ExpertCache(1, 4, 1)
     slots, _ = acquire(cache, 0, [0])
     cache.release(slots)
@@ -144,7 +144,7 @@ def test_a_slot_released_before_it_is_published_is_held_until_then() -> None:
 
 
 def test_evictions_are_counted() -> None:
-    """A free slot taken is none."""
+    """To take a free slot is no eviction."""
     cache = ExpertCache(1, 8, 2, policy="lru")
 
     for expert in range(5):

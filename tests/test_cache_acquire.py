@@ -72,7 +72,7 @@ def test_the_most_used_missing_experts_come_first() -> None:
 
 
 def test_an_expert_twice_in_a_row_is_used_once() -> None:
-    """A row is one token: what fills it up makes no expert more wanted."""
+    """A row is one token: repeats that fill it up do not make an expert more wanted."""
     cache = ExpertCache(1, 8, 8)
 
     _, misses = acquire(cache, 0, [[5, 3, 3, 3], [4, 5, 3, 0], [5, 4, 0, 0]])
@@ -81,7 +81,7 @@ def test_an_expert_twice_in_a_row_is_used_once() -> None:
 
 
 def test_misses_are_claimed_then_joined_then_bypassed() -> None:
-    """A joined one is told by its complement, a bypassed one has no slot."""
+    """`misses_out` has a joined miss as its complement; a bypassed miss has no slot."""
     cache = ExpertCache(1, 8, 8)
     flying = cache.claim(0, 6)
 
@@ -95,7 +95,7 @@ def test_misses_are_claimed_then_joined_then_bypassed() -> None:
 
 
 def test_a_joined_expert_is_leased_and_published_by_who_claimed_it() -> None:
-    """It stays held until both steps ended."""
+    """Its slot stays held until both steps have ended."""
     cache = ExpertCache(1, 4, 1, policy="lru")
     first, _ = acquire(cache, 0, [0])
     second, _ = acquire(cache, 0, [0])

@@ -1,4 +1,4 @@
-"""ExpertCache.claim: slots for experts that nobody asked for, and what became of them."""
+"""ExpertCache.claim: slots for experts that no step asked for, and what became of them."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_without_evict_only_a_free_slot_will_do() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_claim_without_evict_leaves_the_policy_as_it_was(policy: str) -> None:
-    """Asked often, it changes no victim."""
+    """However often it is called, the next victim stays the same."""
     asked, left = (ExpertCache(1, 8, 3, policy=policy) for _ in range(2))
     for cache in (asked, left):
         serve(cache, 0)
@@ -55,7 +55,7 @@ def test_a_claim_without_evict_leaves_the_policy_as_it_was(policy: str) -> None:
 
 
 def test_a_slot_that_waits_for_its_lease_is_not_free() -> None:
-    """Of an expert that could not be filled."""
+    """The slot was claimed for an expert that could not be read."""
     cache = ExpertCache(1, 8, 1, policy="lru")
     slots = np.empty(1, np.int32)
     cache.acquire(0, [0], slots, slots.copy())
@@ -66,7 +66,7 @@ def test_a_slot_that_waits_for_its_lease_is_not_free() -> None:
 
 
 def test_a_foreseen_expert_that_is_used_is_a_hit_once() -> None:
-    """And no more when it leaves."""
+    """It is not counted again when it leaves."""
     cache = ExpertCache(1, 8, 2, policy="lru")
     cache.publish(cache.claim(0, 3))
     assert outcomes(cache) == (0, 0, 0)
@@ -106,7 +106,7 @@ def test_a_foreseen_expert_that_leaves_unused_is_counted() -> None:
 
 
 def test_what_could_not_be_filled_counts_as_nothing() -> None:
-    """Nor does the next expert in its slot."""
+    """The next expert in its slot does not count either."""
     cache = ExpertCache(1, 8, 1, policy="lru")
     cache.abandon(cache.claim(0, 3))
     serve(cache, 4)
@@ -152,7 +152,7 @@ def test_pins_are_counted_over_all_layers(scope: str) -> None:
 @pytest.mark.parametrize("scope", ["global", "layer"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_echo_has_learned_can_be_asked(policy: str, scope: str) -> None:
-    """Under the policies that have one; it is the one that they evict by."""
+    """The policies that learn by ECHO give the very object by which they evict."""
     cache = ExpertCache(2, 8, 6, policy=policy, scope=scope)
     echo = cache.echo
     if policy not in {"echo", "haz2"}:

@@ -140,7 +140,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(layer=st.integers(0, 2), indices=st.lists(st.integers(0, 9), max_size=4))
     def serve(self, layer: int, indices: list[int]) -> None:
-        """Do a whole step at once, so that leases do not hold everything."""
+        """Do a whole step at once, so that not everything is leased."""
         steps = len(self.steps)
         self.acquire(layer, indices, "int32", 4, foreign=False)
         while self.filling:
@@ -206,7 +206,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(dice=st.integers(0, 4))
     def pin_all(self, dice: int) -> None:
-        """Pin everything that can be, but seldom."""
+        """Pin everything that can be pinned, but seldom."""
         for layer, expert in sorted(self.oracle.resident()) if dice == 0 else []:
             assert self.cache.pin(layer, expert) == self.oracle.pin(layer, expert)
 

@@ -106,7 +106,7 @@ def test_a_pinned_expert_stays(policy: str) -> None:
 
 
 def test_only_resident_experts_are_pinned() -> None:
-    """Neither an absent one nor one in flight."""
+    """Neither an absent expert nor one in flight can be pinned."""
     cache = ExpertCache(1, 4, 4)
     cache.claim(0, 1)
 
@@ -165,7 +165,7 @@ def test_what_is_there_or_in_flight_is_not_claimed() -> None:
 
 @pytest.mark.parametrize("policy", ["arc", "fifo", "lecar", "lru", "s3-fifo", "sieve", "slru"])
 def test_recency_never_evicts_for_a_prefetch(policy: str) -> None:
-    """It knows nothing in favour of who is not there."""
+    """Recency says nothing in favour of an expert that is not there."""
     cache = ExpertCache(1, 8, 2, policy=policy)
     serve(cache, 0, 7, 7, 7, 0, 1)
 
@@ -176,7 +176,7 @@ def test_recency_never_evicts_for_a_prefetch(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["lfu", "lrfu", "slru-lfu", "w-tinylfu"])
 def test_a_claim_evicts_only_who_was_used_less(policy: str) -> None:
-    """As often is not enough."""
+    """An expert that was used as often stays."""
     cache = ExpertCache(1, 8, 2, policy=policy)
     serve(cache, 0, 0, 0, 0, 2, 1)
 
@@ -188,7 +188,7 @@ def test_a_claim_evicts_only_who_was_used_less(policy: str) -> None:
 
 
 def test_lfru_claims_for_the_higher_score() -> None:
-    """Count over age, of both as of now; 2 / 4 does not beat 1 / 2, but 3 / 4 does."""
+    """Its score is count over age, as of now: 2 / 4 does not beat 1 / 2, but 3 / 4 does."""
     equal = ExpertCache(1, 8, 1, policy="lfru")
     higher = ExpertCache(1, 8, 1, policy="lfru")
     serve(equal, 0, 2, 2, 1, 0)
@@ -199,7 +199,7 @@ def test_lfru_claims_for_the_higher_score() -> None:
 
 
 def test_a_claim_does_not_count_as_a_use() -> None:
-    """A prefetched expert that nobody asked for is the first to leave."""
+    """A prefetched expert that no step asked for is the first to leave."""
     cache = ExpertCache(1, 8, 2, policy="lfu")
     serve(cache, 0, 0)
     cache.publish(cache.claim(0, 1))
@@ -221,7 +221,7 @@ def test_a_claim_is_recent() -> None:
 
 
 def test_a_claim_never_evicts_who_is_leased() -> None:
-    """However little it was used."""
+    """It stays however little it was used."""
     cache = ExpertCache(1, 8, 1, policy="lfu")
     serve(cache, 0, 2, 2, 2, 0)
     lease(cache, 0, 0)
@@ -242,7 +242,7 @@ def test_a_leased_expert_is_never_evicted() -> None:
 
 
 def test_leases_on_all_of_probation_cost_a_protected_expert() -> None:
-    """Its tail-most one."""
+    """The victim is the tail-most protected expert."""
     cache = ExpertCache(1, 8, 4, policy="slru")
     serve(cache, 0, 0, 1, 2, 0, 1, 2, 3)
     slots, misses = np.empty(2, np.int32), np.empty(2, np.int32)
@@ -282,7 +282,7 @@ def test_after_a_reset_slru_lfu_chooses_by_the_new_counts() -> None:
 
 
 def test_after_a_reset_a_claim_chooses_by_the_new_counts() -> None:
-    """Also when no step has missed since."""
+    """Even if no step has missed since."""
     profiler = AccessProfiler(1, 8)
     for _ in range(5):
         profiler.record_hit(0, 0)

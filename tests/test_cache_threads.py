@@ -53,7 +53,7 @@ class Worker:
         """Acquire some experts, and fill or give back what is to be filled."""
         layer = self.random.randrange(NUM_LAYERS)
         ids = np.array(self.random.choices(range(NUM_EXPERTS), k=6), np.int32)
-        # share: what the other threads lease must not be an error here.
+        # With a share, slots that other threads lease are no error here.
         num_misses = self.cache.acquire(layer, ids, self.slots, self.misses, share=6)
         slots = self.slots[: ids.size].copy()
         self.num_accesses += len(set(ids.tolist()))
@@ -63,7 +63,7 @@ class Worker:
                 self.finish(int(slots[index]))
 
     def prefetch(self) -> None:
-        """Claim an expert that nobody asked for, perhaps."""
+        """Claim an expert that no step asked for, perhaps."""
         slot = self.cache.claim(
             self.random.randrange(NUM_LAYERS), self.random.randrange(NUM_EXPERTS)
         )

@@ -1,15 +1,18 @@
 """The command line: what it prints, where, and its exit codes."""
 
+import argparse
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moecache import cli
 from moecache.commands import demo
+from moecache.settings import OPTIONS
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,7 +86,7 @@ def test_demo_takes_no_more_memory_than_it_says(
     shown = demonstrated.stderr
     figures = re.search(r"imports ([\d.]+) MiB, .*the rest ([\d.]+) (MiB|KiB)", shown)
     assert figures is not None, shown
-    # The process's own peak, not one it has from whoever started it.
+    # The process's own peak, not one inherited from its parent.
     assert float(figures[1]) < 100
     assert figures[3] == "KiB" or float(figures[2]) <= 30
 
@@ -182,6 +185,40 @@ def test_help_teaches(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     assert "moecache" in text
     assert len(arguments) == 1 or "example: moecache" in text
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the arguments of a parser and of all its commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _actions(command)
+        else:
+            yield action
+
+
+def test_an_option_is_the_same_in_every_command_that_has_it() -> None:
+    """Help and choices are the table's; other choices are explained one by one."""
+    actions = [action for action in _actions(cli._parser()) if action.dest in OPTIONS]
+    assert {"memory", "policy", "prefetch", "record_trace"} < {action.dest for action in actions}
+    for action in actions:
+        option, text = OPTIONS[action.dest], (action.help or "").replace("%%", "%")
+        assert text.startswith(option.help), action.option_strings
+        if action.choices is None:
+            assert all(choice in text for choice in option.choices), text
+        elif tuple(action.choices) != option.choices:
+            assert all(f" {choice} (" in text for choice in action.choices), text
+
+
+def test_a_wrong_choice_is_named_with_its_option_and_the_right_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the last line; exit code 2."""
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["demo", "--policy", "clock"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "argument --policy: invalid choice: 'clock'" in last
+    assert all(policy in last for policy in OPTIONS["policy"].choices)
 
 
 def test_a_damaged_checkpoint_is_an_error_not_a_traceback(tiny_moe: Path, tmp_path: Path) -> None:

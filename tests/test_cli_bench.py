@@ -222,7 +222,7 @@ def test_wrong_options_are_refused_before_anything_runs(
 
 
 def test_medians_are_over_all_runs(capsys: Captured) -> None:
-    """Of each figure for itself; two that agree do not differ."""
+    """Each figure has its own median; runs that agree do not differ."""
     from rich.console import Console
 
     runs = [{"load_s": seconds, "hit_rate": 0.5, "tokens": [1]} for seconds in (3.0, 1.0, 2.0)]

@@ -107,7 +107,7 @@ def test_the_bar_shows_bytes_rate_and_time_on_a_terminal(
 def test_links_out_of_the_model_are_shown(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before and after: a directory of somebody's may not be meant to be copied."""
+    """Shown before and after: a directory elsewhere may not be meant to be copied."""
     (model / "notes.txt").symlink_to("/etc/passwd")
     (model / "sub").symlink_to("/etc")
     for option in (["--dry-run"], []):

@@ -194,7 +194,7 @@ def test_a_server_can_only_give_wrong_numbers() -> None:
     ["0000000019999999999999999999", "4096", "00001", "-1", "1_0", "\u0661", " 1", "9" * 5000],
 )
 def test_layers_that_cannot_be_are_left_out(layer: str) -> None:
-    """Not even one too many is made room for, however its number is written."""
+    """No room is made for them, however their numbers are written."""
     lines = [f'moecache_layer_hits_total{{layer="{number}"}} 1\n' for number in ("1", layer)]
     with answering(("moecache_uptime_seconds 1\n" + "".join(lines)).encode()) as url:
         assert dict(read_metrics(url).layer_hits) == {1: 1.0}
@@ -262,7 +262,7 @@ def test_a_url_beyond_ascii_is_refused(text: str) -> None:
 def test_an_answer_that_never_ends_is_given_up(
     start: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although a byte comes now and then: what is waited for is the whole."""
+    """A byte that comes now and then does not help: the limit is for the whole answer."""
     monkeypatch.setattr("moecache.commands.metrics._TIMEOUT_S", 0.5)
     over = threading.Event()
 
@@ -307,7 +307,7 @@ def saying(*answers: bytes) -> Iterator[str]:
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("target", ["ftp://127.0.0.1/x", "https://127.0.0.1:1/x", "file:///x"])
 def test_another_scheme_is_not_followed(target: str, code: int) -> None:
-    """Whoever answers on a port does not choose what is read."""
+    """The program that answers on a port does not choose what is read."""
     answer = f"HTTP/1.0 {code} Found\r\nLocation: {target}\r\n\r\n".encode()
     with saying(answer) as url, pytest.raises(MoeCacheError, match="redirects to") as caught:
         read_metrics(url)
@@ -322,7 +322,7 @@ def test_another_path_is_followed() -> None:
 
 
 def test_an_answer_that_ends_early_is_an_error() -> None:
-    """Figures of which the last are missing would be taken for all."""
+    """Else a part of the figures would be taken for all of them."""
     body = b"moecache_uptime_seconds 1\n"
     answer = b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body) + 7, body)
     with (
@@ -333,7 +333,7 @@ def test_an_answer_that_ends_early_is_an_error() -> None:
 
 
 def test_clients_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One too many takes the place of the first: no thread for each of a hundred."""
+    """A client too many takes the place of the first: a hundred do not get a thread each."""
     monkeypatch.setattr("moecache.commands.metrics_server._MOST_CLIENTS", 3)
     with make_runtime(24, staging=0) as runtime, served(runtime, 0) as url:
         address = ("127.0.0.1", int(url.split(":")[2].split("/")[0]))
@@ -348,7 +348,7 @@ def test_clients_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_client_that_is_slow_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although a byte comes now and then."""
+    """A byte that comes now and then does not help."""
     monkeypatch.setattr("moecache.commands.metrics_server._CLIENT_S", 0.3)
     with make_runtime(24, staging=0) as runtime, served(runtime, 0) as url:
         address = ("127.0.0.1", int(url.split(":")[2].split("/")[0]))
@@ -546,7 +546,7 @@ def on_terminal(command: list[str], *, shared: bool) -> tuple[str, str]:
     ) as process:
         os.close(its)
         parts: list[bytes] = []
-        # Read until nobody has the other end: Linux says so by EIO.
+        # Read until no process has the other end open: Linux says so by EIO.
         with contextlib.suppress(OSError):
             while part := os.read(mine, 65536):
                 parts.append(part)

@@ -132,7 +132,7 @@ def test_status_has_a_line_for_each_layer(
 def test_status_says_so_where_the_kernel_does_not_tell(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of somebody else's is neither in memory nor not."""
+    """For a file of another user it shows neither."""
 
     def refuse(*_: object) -> int:
         raise PermissionError
@@ -192,7 +192,7 @@ def test_lock_that_is_refused_is_a_clear_error(
 def test_a_lock_beyond_the_limit_is_refused_before_anything_is_read(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With both limits, and the command that raises the one."""
+    """The message has both limits, and the command that raises the lower one."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 2**20))
     monkeypatch.setattr("moecache.commands.warm._has_capability", lambda _: False)
     assert cli.main(["warm", str(file), "--lock"]) == 1

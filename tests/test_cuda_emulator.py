@@ -72,7 +72,7 @@ def test_every_thread_runs_once(module: EmulatedModule) -> None:
 
 
 def test_blocks_that_wait_for_each_other_are_launched_together(module: EmulatedModule) -> None:
-    """One after the other, they would wait for ever, and are told so."""
+    """Launched one after the other they would wait for ever: that is an error."""
     counter = np.zeros(1, np.uint64)
     module.launch("wait_for_blocks", 4, 64, [address_of(counter)], cooperative=True)
     counter[0] = 0
@@ -81,7 +81,7 @@ def test_blocks_that_wait_for_each_other_are_launched_together(module: EmulatedM
 
 
 def test_a_barrier_that_some_threads_miss_is_an_error(module: EmulatedModule) -> None:
-    """Nobody waits for ever, and the next launch works."""
+    """No thread waits for ever, and the next launch works."""
     out = np.zeros(1, np.int32)
     with pytest.raises(RuntimeError, match="never arrive"):
         module.launch("half_a_block", 1, 64, [address_of(out)])

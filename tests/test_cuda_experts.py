@@ -210,7 +210,7 @@ def test_a_graph_needs_everything_resident_and_a_step_before() -> None:
 
 
 def test_a_wrong_id_on_the_device_makes_its_row_nan(gpu: Any) -> None:
-    """Nobody on the host saw it; the other tokens are as they would be."""
+    """The host never saw the id; the other tokens are as they would be without it."""
     dtype = TYPES["float32"]
     hidden, ids, weights = make_step(dtype, 3)
     with make_runtime(gpu, dtype) as runtime:
@@ -247,7 +247,7 @@ def test_a_wrong_id_on_the_host_is_an_error(
 
 
 def test_ids_may_be_on_the_device_where_experts_are_missing(gpu: Any) -> None:
-    """They are fetched to the host then: int32 and int64."""
+    """Then the ids, int32 or int64, are copied to the host."""
     dtype = TYPES["float32"]
     hidden, ids, weights = make_step(dtype, 2)
     with make_runtime(gpu, dtype, 5) as runtime:
@@ -345,7 +345,7 @@ def test_the_feed_forward_of_the_host_goes_to_the_device(gpu: Any) -> None:
 
 
 def test_a_runtime_that_is_gone_is_an_error() -> None:
-    """What computes does not keep it."""
+    """`CudaExperts` does not keep it alive."""
     device = FakeDevice()
     runtime = make_runtime(device, TYPES["float32"], 5)
     experts = CudaExperts(runtime)

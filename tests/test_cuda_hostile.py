@@ -119,7 +119,7 @@ def test_a_lease_in_any_of_many_streams_holds_its_slot(seed: int) -> None:
 
 
 def test_dropped_ids_have_no_slot() -> None:
-    """A lease says -1 for them, which is no slot to wait for."""
+    """A lease gives -1 for them, and waits for no such slot."""
     device = FakeDevice()
     with make_runtime(device, FP32, 3) as runtime:
         ids = np.array([0, EXPERTS, -1, 2])
@@ -202,7 +202,7 @@ def test_an_interrupt_while_copies_are_looked_at_leaves_the_lock(
 @pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize("loader_threads", [0, 2])
 def test_a_runtime_that_is_dropped_gives_everything_back(closes: bool, loader_threads: int) -> None:
-    """Also to the system: pages that stay pinned would be others' by and by."""
+    """The system too gets it back: pages left pinned would sooner or later be other programs'."""
     device = FakeDevice()
     num_threads = threading.active_count()
     for _ in range(20):
@@ -242,7 +242,7 @@ def test_filled_slots_can_be_captured_at_once(seed: int) -> None:
 def test_a_lost_device_is_told_once_and_figures_are_still_to_be_had(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A thread that reads ahead does not fill the log; `close` returns."""
+    """A thread that reads ahead does not fill the log, and `close` returns."""
     device = FakeDevice(eager=False)
     runtime = make_runtime(device, FP32, 5, prefetch="hints")
     runtime.lease(0, np.arange(3)).close()
@@ -362,7 +362,7 @@ def test_slots_take_what_was_planned_and_give_it_back(gpu: Any) -> None:
 
 
 def test_hidden_states_may_be_their_own_result(gpu: Any) -> None:
-    """A loop that needs its input no more gives it as `out`."""
+    """A loop that no longer needs its input can pass it as `out`."""
     hidden, ids, weights = make_step(FP32, 3)
     with make_runtime(gpu, FP32, 5) as runtime:
         x, w = on(gpu, hidden, weights)

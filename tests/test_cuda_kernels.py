@@ -146,7 +146,7 @@ def test_experts_that_are_not_there_make_their_tokens_nan(
 
 @pytest.mark.parametrize("slot", [-1, -(2**31), 1, 2**31 - 1])
 def test_slots_that_are_not_there_make_their_tokens_nan(kernels: EmulatedModule, slot: int) -> None:
-    """A table that names a slot outside the pool reads nothing outside of it."""
+    """A table may name a slot outside the pool: nothing is read there."""
     layer = Layer("bf16", (2, 2, 4, 64, 48), place=ends_at_guard)
     layer.ids[...] = [[0, 1], [2, 3]]
     layer.slot_table[...] = [0, 0, slot, 0]
@@ -161,7 +161,7 @@ def test_slots_that_are_not_there_make_their_tokens_nan(kernels: EmulatedModule,
 def test_nothing_is_touched_outside_the_buffers(
     kernels: EmulatedModule, suffix: str, place: Place, sizes: Sizes
 ) -> None:
-    """Every buffer lies at a page that stops whoever touches it."""
+    """Every buffer adjoins a page where an access is an error."""
     layer = Layer(suffix, sizes, place=place)
     decoded = layer.decode(kernels)
     assert relative_error(decoded, layer.expected()) < TOLERANCES[suffix]

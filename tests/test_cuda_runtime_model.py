@@ -160,7 +160,7 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     @rule(layer=layers, expert=experts, fault=faults, read_fails=st.booleans())
     def read_ahead(self, layer: int, expert: int, fault: int, read_fails: bool) -> None:
-        """Fetch an expert that nobody asked for."""
+        """Fetch an expert that no step asked for."""
         self.device.fail_at, self.store.fails = fault, read_fails
         with contextlib.suppress(MemoryError):
             self.runtime._loader.prefetch(layer, expert)

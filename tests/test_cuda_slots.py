@@ -128,7 +128,7 @@ def test_an_expert_is_one_copy() -> None:
 
 
 def test_nobody_waits_on_the_host() -> None:
-    """Neither for the copy, nor for those who used the slot before."""
+    """The host waits neither for the copy, nor for the computation that used the slot before."""
     device = FakeDevice(eager=False)
     pool = CudaSlots(LAYOUT, 2, device=device)
     for number in range(1, 4):
@@ -179,7 +179,7 @@ def test_every_stream_that_uses_a_slot_is_waited_for(seed: int) -> None:
 
 
 def test_more_streams_than_are_noted_are_waited_for() -> None:
-    """Of many streams the one longest unused is waited for when another comes."""
+    """When one more stream comes, the host waits for the one that was unused for longest."""
     device = FakeDevice(eager=False)
     pool = CudaSlots(LAYOUT, 1, device=device)
     fill(pool, 0, 1)
@@ -224,7 +224,7 @@ def test_buffers_are_bounded_and_used_again() -> None:
 
 
 def test_a_buffer_that_all_are_lent_of_is_pageable() -> None:
-    """Reads that hold all of them may wait for this very one: nobody may wait here."""
+    """To wait here could last for ever: the reads that hold all buffers may wait for this one."""
     device = FakeDevice()
     pool = CudaSlots(LAYOUT, 9, device=device, max_pinned_bytes=0)
     lent = [pool.buffers(slot, 0) for slot in range(9)]

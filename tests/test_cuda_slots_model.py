@@ -52,7 +52,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @rule(slot=slots)
     def read(self, slot: int) -> None:
-        """Begin to read into a slot's buffer: nobody has leased it."""
+        """Begin to read into the buffer of a slot that no lease holds."""
         if not self.leases[slot] and slot not in self.lent:
             self.lent[slot] = self.pool.buffers(slot, 0)
             for part in self.lent[slot].values():

@@ -12,7 +12,7 @@ from tests.helpers.devices import bench
 
 
 def test_a_clock_goes_only_where_it_is_told() -> None:
-    """Forwards, by what is asked."""
+    """It goes forwards, by the time that is asked for."""
     clock = VirtualClock()
     clock.advance(7)
     clock.advance(0)
@@ -37,7 +37,7 @@ def test_reads_begun_together_pay_their_latency_at_once() -> None:
 
 
 def test_reads_arrive_while_the_host_computes_each_at_its_time() -> None:
-    """And nobody who computes longer waits."""
+    """A host that computes for longer does not wait."""
     made = bench()
     made.demand(1, 2)
 
@@ -48,7 +48,7 @@ def test_reads_arrive_while_the_host_computes_each_at_its_time() -> None:
 
 
 def test_looking_takes_no_time() -> None:
-    """What is due is taken in, the rest is not."""
+    """Reads that are due are taken in, the others are not."""
     made = bench(bandwidth=math.inf, latency_ns=0)
     made.demand(1)
     assert made.finished == []
@@ -74,7 +74,7 @@ def test_a_demand_overtakes_at_the_end_of_the_chunk() -> None:
 
 
 def test_a_demand_that_is_ready_at_a_chunk_s_end_takes_it() -> None:
-    """Not the next one's."""
+    """The next chunk is not the prefetch's."""
     made = bench()
     made.prefetch(1)
     made.clock.advance(250)
@@ -146,7 +146,7 @@ def test_a_prefetch_in_transfer_that_is_joined_goes_on() -> None:
 
 
 def test_a_prefetch_joined_in_its_latency_is_a_demand() -> None:
-    """It cuts whom a demand would cut."""
+    """It interrupts the reads that a demand would interrupt."""
     made = bench()
     made.prefetch(1)
     made.clock.advance(50)
@@ -159,7 +159,7 @@ def test_a_prefetch_joined_in_its_latency_is_a_demand() -> None:
 
 
 def test_hastening_what_is_done_is_nothing() -> None:
-    """It may arrive in between."""
+    """The read may have arrived in between."""
     made = bench()
     load = made.prefetch(1)
     made.run_out()
@@ -239,9 +239,9 @@ def test_a_prefetch_can_be_taken_back_and_frees_the_link() -> None:
 
 
 def test_waiting_for_nothing_is_an_error_not_a_hang() -> None:
-    """With one thread nobody else can help."""
+    """With one thread nothing else can end the wait."""
     made = bench()
-    with pytest.raises(MoeCacheError, match="it would for ever"):
+    with pytest.raises(MoeCacheError, match="it would wait for ever"):
         made.device.wait(made.device.epoch)
     seen = made.device.epoch
     made.device.announce()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from moecache.loading.load import Load
 from tests.helpers.devices import Bench, bench
 
-# Begun at, bytes (a byte takes a nanosecond), and how long after that somebody asks for it.
+# When a read begins, its bytes (one per nanosecond), and how much later a demand asks for it.
 Read = tuple[int, int, int | None]
 BEGIN, JOIN = 0, 1
 
@@ -54,7 +54,7 @@ class Reckoning:
             self.send()
 
     def choose(self) -> None:
-        """Give the link to whom it is due."""
+        """Give the link to the read whose turn it is."""
         ready = [
             (number not in self.urgent, self.order[number], number)
             for number, since in self.ready_at.items()

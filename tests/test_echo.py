@@ -199,7 +199,7 @@ def test_a_prediction_changes_nothing() -> None:
 
 
 def test_similar_tokens_tell_what_comes() -> None:
-    """Of a cycle of five tokens the next is known, and of a token its next layer."""
+    """In a cycle of five tokens the next token is foreseen, and within a token the next layer."""
     echo = Echo(2, 20)
 
     for token in range(60):
@@ -251,7 +251,7 @@ def test_reuse_is_a_copy() -> None:
 
 
 def test_a_new_sequence_lets_recent_habits_go() -> None:
-    """Values change with the next request: what only the last tokens used is worth less."""
+    """At the next request, experts that only the last tokens used are worth less."""
     going, ended = (Echo(1, 32, ring=False) for _ in range(2))
     for echo in (going, ended):
         for token in range(2000):
@@ -300,7 +300,7 @@ def test_a_cache_must_fit_its_echo() -> None:
 
 
 def test_of_equal_values_the_lower_key_leaves() -> None:
-    """Before anything was seen nobody is worth anything; the order of arrival does not count."""
+    """At first no expert is worth anything; the order of arrival does not count."""
     cache = cache_of(Echo(2, 4), 3, 6, 2, 5)
 
     assert [cache.admit(key) for key in (7, 1, 0)] == [2, 5, 1]
@@ -321,7 +321,7 @@ def test_accesses_teach_nothing_but_their_order() -> None:
 
 
 def test_the_wait_until_a_layer_comes_is_discounted() -> None:
-    """Of two equal values that of the layer just seen is worth less, being used the latest."""
+    """Of two equal values, the one whose layer was just seen is worth less: it is used last."""
     echo = Echo(2, 4)
     for _ in range(9):
         echo.observe(0, [1])

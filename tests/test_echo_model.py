@@ -55,7 +55,7 @@ class EchoMachine(RuleBasedStateMachine):
         rows=st.lists(st.lists(st.integers(-1, 8), min_size=2, max_size=2), max_size=3),
     )
     def observe(self, layer: int, rows: list[list[int]]) -> None:
-        """Let both see a request; nobody is accessed."""
+        """Let both see a request; no key is accessed."""
         ids = np.array(rows, np.int64).reshape(-1, 2)
         self.echo.observe(layer % self.num_layers, ids)
         self.values.observe(layer % self.num_layers, ids)
@@ -104,7 +104,7 @@ class EchoMachine(RuleBasedStateMachine):
 
     @rule(which=LAYERS, place=KEYS)
     def discard_victim(self, which: int, place: int) -> None:
-        """Take out whoever would leave next."""
+        """Take out the key that would leave next."""
         cache, oracle, _ = self.pick(which, place)
         key = oracle.victim()
         if key >= 0:
@@ -119,7 +119,7 @@ class EchoMachine(RuleBasedStateMachine):
 
     @rule(which=LAYERS, times=st.integers(1, 3))
     def pin_victim(self, which: int, times: int) -> None:
-        """Pin whoever would leave next."""
+        """Pin the key that would leave next."""
         cache, oracle, _ = self.pick(which, 0)
         for _ in range(times):
             key = oracle.victim()

@@ -99,7 +99,7 @@ def test_a_ring_that_came_round_is_restored_too() -> None:
 
 
 def test_a_state_is_a_copy() -> None:
-    """Neither later requests nor whoever holds it changes what was learned."""
+    """Later requests do not change it, and changes to it teach nothing."""
     echo = learned()
     state = echo.state()
     kept = {name: array.copy() for name, array in state.items()}
@@ -185,7 +185,7 @@ def test_a_state_that_cannot_be_is_refused(name: str, value: object) -> None:
 @pytest.mark.parametrize("name", sorted(learned().state()))
 @pytest.mark.parametrize("instead", [None, [0.0], "text"])
 def test_a_part_that_is_missing_or_no_array_is_named(name: str, instead: object) -> None:
-    """Every one of them is needed."""
+    """Every part is needed."""
     echo = learned()
     state: dict[str, object] = dict(echo.state())
     del state[name]

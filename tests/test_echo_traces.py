@@ -76,7 +76,7 @@ def test_the_published_hit_rates_are_reached_and_the_optimum_is_not(
 
     assert abs(found.sum() / experts.size - TABLE[policy][name][index]) <= 0.003
     assert found.sum() <= optimum.sum()
-    # At a half everybody may fit who is used again; then nothing is left to lose.
+    # With a half, all experts that are used again may fit; then nothing is left to lose.
     assert FRACTIONS[index] == 0.5 or found.sum() < 0.97 * optimum.sum()
 
 

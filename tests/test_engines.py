@@ -106,7 +106,7 @@ def test_every_read_is_taken_once_and_right(made: tuple[Engine, ExpertStore]) ->
 
 
 def test_what_is_taken_back_is_taken_all_the_same(made: tuple[Engine, ExpertStore]) -> None:
-    """As cancelled, unless it was read by then; what is not known is nothing."""
+    """It comes as cancelled, unless it was read by then; an unknown read is ignored."""
     engine, store = made
     ahead: list[Any] = [load(store, expert, Cause.PREFETCH) for expert in (1, 2)]
     engine.submit(list(ahead), deferred=True)
@@ -164,7 +164,7 @@ def test_a_read_that_hangs_is_counted_by_close() -> None:
 
 
 def test_a_store_without_files_has_no_reader(tmp_path: Path) -> None:
-    """Which is said before any thread is started."""
+    """The error comes before any thread is started."""
     store = open_store(write_checkpoint(tmp_path / "model").path)
     with pytest.raises(ConfigError, match="a MemoryStore has no files"):
         ReaderEngine(open_reader(store, direct=False), numbered_store(), 1)

@@ -72,7 +72,7 @@ def test_output_does_not_depend_on_the_policy(
     resident_logits: dict[int, list[np.ndarray]],
     policy: str,
 ) -> None:
-    """Who is evicted decides what is read, never what is computed."""
+    """The choice of victims decides what is read, never what is computed."""
     with moecache.open(tiny_moe, slots=30, policy=policy, dtype=np.float32) as runtime:
         logits = generate(numpy_loop, tiny_moe, runtime, prompt[:64])
         runtime.cache.check()

@@ -1,4 +1,4 @@
-"""Foresight: what of a prediction came true, and whom it is worth to fetch."""
+"""Foresight: which guesses came true, and which experts are worth a fetch."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ LAYERS = 2
 
 
 def empty(num_experts: int = 64, capacity: int = 8) -> ExpertCache:
-    """Return a cache of nobody."""
+    """Return an empty cache."""
     return ExpertCache(LAYERS, num_experts, capacity, policy="lru")
 
 
@@ -37,7 +37,7 @@ def counters(foresight: Foresight) -> tuple[int, ...]:
 
 
 def wanted(foresight: Foresight, *arguments: Any, **options: Any) -> list[int]:
-    """Return whom `expect` names; nobody is None, and never an empty array."""
+    """Return the experts that `expect` names; no expert is None, never an empty array."""
     found = foresight.expect(*arguments, **options)
     assert found is None or (found.dtype == np.int32 and len(found) > 0)
     return [] if found is None else found.tolist()
@@ -158,7 +158,7 @@ def test_without_scores_places_are_the_classes() -> None:
 
 
 def test_guesses_of_who_was_there_teach_nothing() -> None:
-    """They are used more often, and are not fetched; they count for recall."""
+    """Resident experts are used more often, and are not fetched; they count for recall."""
     cache = empty()
     fill(cache, 0, 3)
     foresight = Foresight(cache)
@@ -254,7 +254,7 @@ def calls(draw: st.DrawFn) -> tuple[int, list[tuple[Any, ...]]]:
 def test_everything_is_as_in_plain_python(
     plan: tuple[int, list[tuple[Any, ...]]], dtype: type[np.integer[Any]]
 ) -> None:
-    """Who is wanted, and every counter, after every call."""
+    """The wanted experts and every counter agree after every call."""
     num_experts, made = plan
     cache = empty(num_experts, capacity=6)
     on_their_way: set[tuple[int, int]] = set()

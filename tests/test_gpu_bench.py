@@ -185,7 +185,7 @@ def test_what_was_scaled_down_is_said(decoded: dict[str, Any]) -> None:
 
 
 def test_a_way_with_other_bits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any speed is printed: its name and the token are."""
+    """Its name and the token are printed, and no speed."""
     original = SharedStore.view
 
     def view(store: SharedStore, layer: int, expert: int) -> dict[str, np.ndarray]:
@@ -212,7 +212,7 @@ def test_a_way_with_other_bits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("outputs", [np.zeros((2, 3), np.uint16), np.full(4, 0x7FC0, np.uint16)])
 def test_outputs_that_say_nothing_are_refused(outputs: np.ndarray) -> None:
-    """Zeros and NaNs are equal to each other, whoever computed them."""
+    """Zeros and NaNs are equal to each other, whatever computed them."""
     with pytest.raises(ValueError, match="zero or not finite"):
         digest(outputs)
 
@@ -243,7 +243,7 @@ def test_a_graph_leaves_the_bits_of_single_steps(gpu: Any) -> None:
 
 
 def test_layers_have_other_experts_in_the_same_memory() -> None:
-    """One layer's experts stand for all, and lie where nobody else's are."""
+    """One layer's experts stand for all, in memory that no other layer uses."""
     with SharedStore(SIZE) as store:
         assert isinstance(store, ExpertStore)
         assert sum(num_bytes for _, num_bytes in store.regions()) == 8 * SIZE.expert_bytes
@@ -295,7 +295,7 @@ def test_a_leak_of_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_goes_first_in_turn() -> None:
-    """Nobody always follows the same one's heat."""
+    """No way always runs in the heat that the same other way left."""
     assert [turns("abc", run) for run in range(4)] == [
         ["a", "b", "c"],
         ["b", "c", "a"],

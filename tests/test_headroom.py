@@ -89,7 +89,7 @@ def test_a_config_that_does_not_say_has_no_kv_cache(missing: str) -> None:
 @pytest.mark.parametrize("name", [*MIXTRAL, "head_dim", "v_head_dim", "text_config", "dtype"])
 @pytest.mark.parametrize("value", [None, 0, -1, "12", 2.5, True, [], [3], {}, 10**30], ids=str)
 def test_hostile_values_give_a_figure(name: str, value: object) -> None:
-    """Whatever somebody wrote into config.json: never an error, never below zero."""
+    """Whatever config.json says: never an error, never below zero."""
     room = headroom(1000, {**MIXTRAL, name: value}, staging_bytes=5)
 
     assert room.kv_cache_bytes >= 0
@@ -106,7 +106,7 @@ def test_a_decoder_one_level_down_is_found() -> None:
 
 
 def test_the_parts_add_up() -> None:
-    """Trunk, KV cache of 4,096 tokens, staging, and something for everybody else."""
+    """Trunk, KV cache of 4,096 tokens, staging, and some for all other programs."""
     room = headroom(3 * 2**30, MIXTRAL, staging_bytes=2**24)
 
     assert room == Headroom(3 * 2**30, 4096 * 131_072, 4096, 2**24, RESERVE_BYTES)
@@ -129,7 +129,7 @@ def test_the_parts_add_up() -> None:
 def test_the_kv_cache_is_as_long_as_the_model_takes(
     config: dict[str, Any], asked: int | None, tokens: int
 ) -> None:
-    """At most 4,096 tokens, unless somebody says how many."""
+    """At most 4,096 tokens, unless the caller says how many."""
     room = headroom(0, config, context_tokens=asked)
 
     assert room.context_tokens == tokens

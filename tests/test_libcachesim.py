@@ -112,7 +112,7 @@ def test_the_same_policy_hits_as_often(
 
 
 class InCacheLfu(OracleLfu):
-    """LFU that forgets the count of whom it evicts; ties to the least recently used."""
+    """LFU that forgets the count of a key that it evicts; ties to the least recently used."""
 
     def remove(self, key: int) -> None:
         """Take out a key, its count too."""
@@ -121,7 +121,7 @@ class InCacheLfu(OracleLfu):
 
 
 class FillingS3Fifo(OracleS3Fifo):
-    """S3-FIFO that fills its main queue before anybody is evicted."""
+    """S3-FIFO that fills its main queue before it evicts a key."""
 
     filled = False
 
@@ -160,7 +160,7 @@ def test_the_oracle_of_their_variant_hits_as_often(
 
 # The largest differences, in shares of the accesses, over the Zipf traces. Loops are left out:
 # there the details decide about all or nothing.
-# lfu: LfuCache keeps the counts of whom it evicts and so hits more often.
+# lfu: LfuCache keeps the counts of evicted keys and so hits more often.
 # s3-fifo: only the first keys go elsewhere.
 # lecar: they keep no counts of evicted keys, have one history as large as the cache, bound no
 # weight, and draw other numbers.

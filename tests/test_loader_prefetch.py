@@ -1,4 +1,4 @@
-"""SlotLoader.prefetch: experts that nobody asked for, and the demands that meet them."""
+"""SlotLoader.prefetch: experts that no step asked for, and the demands that meet them."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -169,7 +169,7 @@ def test_a_demand_for_others_does_not_wait_for_a_prefetch(pool: ThreadPoolExecut
 def test_a_failing_prefetch_is_read_again_for_who_joined_it(
     pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The demand succeeds, and nobody is warned."""
+    """The demand succeeds, without a warning."""
     gate, fail = Gate(), FailEachOnce()
 
     def hold_and_fail(layer: int, expert: int) -> None:
@@ -256,7 +256,7 @@ def test_a_closed_loader_claims_nothing() -> None:
 
 
 def test_a_prefetch_that_ends_after_close_is_no_failure(pool: ThreadPoolExecutor) -> None:
-    """Its expert is there, whether anybody still asks or not."""
+    """Its expert is there, whether it is still asked for or not."""
     gate = Gate()
     bench = Bench(4, gate)
     ahead = pool.submit(bench.loader.prefetch, 0, 1)
@@ -269,7 +269,7 @@ def test_a_prefetch_that_ends_after_close_is_no_failure(pool: ThreadPoolExecutor
 
 
 def test_a_lease_waits_for_slots_that_only_prefetches_hold(pool: ThreadPoolExecutor) -> None:
-    """No CapacityError for what nobody asked for; no new prefetch gets in between."""
+    """Experts that no step asked for cause no CapacityError; no new prefetch gets in between."""
     gate = Gate()
 
     def hold_those_of_layer_2(layer: int, expert: int) -> None:
@@ -296,7 +296,7 @@ def test_a_lease_waits_for_slots_that_only_prefetches_hold(pool: ThreadPoolExecu
 
 
 def test_a_prefetch_that_ends_between_the_failure_and_the_look_is_no_error() -> None:
-    """The slot it held can be had by then."""
+    """The slot that it held is free by then."""
     bench = Bench(2)
     bench.loader.prefetch(2, 0)
     held = bench.cache.claim(2, 1)

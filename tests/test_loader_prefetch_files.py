@@ -79,7 +79,7 @@ def _files(tmp_path: Path) -> Iterator[FileBench]:
 
 
 def test_a_demand_overtakes_prefetches_that_a_reader_has(files: FileBench) -> None:
-    """What was begun before it is still to come when it is there."""
+    """When the demand has arrived, prefetches that were begun before it are still to come."""
     for expert in (0, 1, 2):
         assert files.loader.prefetch(0, expert)
     assert files.loader.counts.prefetch_bytes_in_flight == 3 * files.store.layout.expert_bytes(0)
@@ -95,7 +95,7 @@ def test_a_demand_overtakes_prefetches_that_a_reader_has(files: FileBench) -> No
 
 
 def test_a_prefetch_that_is_joined_goes_before_later_demands(files: FileBench) -> None:
-    """Somebody waits for it, too."""
+    """A step waits for it, too."""
     assert files.loader.prefetch(0, 0)
     files.demand(0, 0)
     files.lease(1, 5)
@@ -142,7 +142,7 @@ def test_what_is_taken_back_before_the_reader_has_it_is_dropped(files: FileBench
 def test_close_drops_prefetches_that_a_reader_has(
     files: FileBench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their slots are free again, and nobody is warned."""
+    """Their slots are free again, without a warning."""
     for expert in (0, 1, 2):
         assert files.loader.prefetch(0, expert)
     with caplog.at_level(logging.WARNING):

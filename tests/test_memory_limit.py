@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cold(checkpoint: Path) -> Path:
-    """Return the model, none of it in memory: what is there is charged to somebody else."""
+    """Return the model, none of it in memory: cached pages are charged to another cgroup."""
     for file in checkpoint.glob("*.safetensors"):
         evict(file)
     return checkpoint

@@ -375,7 +375,7 @@ def _bytes_at(region: Region) -> np.ndarray:
 
 
 def test_a_region_outlives_its_store(model: Checkpoint) -> None:
-    """It keeps its file mapped; nobody else does after close."""
+    """After close it alone keeps the file mapped."""
     store = SafetensorsStore(model.path)
     regions = store.regions([0])
     owner = weakref.ref(regions[0].owner)
@@ -424,7 +424,7 @@ def test_a_store_in_memory_gives_regions_within_its_arrays() -> None:
 
 
 def test_a_sweep_waits_for_reads_under_way_and_has_what_was_left_taken_in() -> None:
-    """It keeps no loader: a runtime that is dropped can go."""
+    """The sweep keeps no loader alive: a runtime that is dropped can go."""
 
     class Loader:
         num_in_flight = 1

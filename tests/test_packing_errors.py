@@ -164,7 +164,7 @@ def test_a_second_process_is_refused(small: Checkpoint, tmp_path: Path) -> None:
 def test_whoever_locks_what_the_first_process_removed_is_refused(
     small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lock on a file that has no name any more keeps nobody out."""
+    """A lock on a file that has no name any more locks out no process."""
     lock = fcntl.flock
 
     def lock_late(descriptor: int, mode: int) -> None:
@@ -272,7 +272,7 @@ def test_verify_finds_what_is_missing_or_cut(packed: Path) -> None:
 
 
 def test_verify_leaves_other_files_alone_and_counts_all_it_reads(packed: Path) -> None:
-    """What somebody put there later is not its business."""
+    """It does not look at files that were put there later."""
     (packed / "notes.txt").write_text("mine")
     calls: list[tuple[int, int]] = []
 

@@ -167,7 +167,7 @@ def test_one_file_is_packed_with_the_config_beside_it(small: Checkpoint, tmp_pat
 
 
 def test_an_empty_directory_and_a_link_to_one_are_filled(small: Checkpoint, tmp_path: Path) -> None:
-    """Whoever made it beforehand gets it."""
+    """A directory that was made beforehand is used."""
     (tmp_path / "disk" / "out").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
 

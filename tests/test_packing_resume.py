@@ -263,7 +263,7 @@ def test_a_last_line_that_is_torn_is_left_out(
     expected: dict[str, str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As after a power cut: the unit before it is still finished, and nobody is warned."""
+    """As after a power cut: the unit before it is still finished, and there is no warning."""
     partial = interrupt(small.path, tmp_path / "out")
     os.truncate(partial / JOURNAL, (partial / JOURNAL).stat().st_size - 5)
     with caplog.at_level(logging.WARNING):

@@ -124,7 +124,7 @@ def test_a_given_axes_is_drawn_into() -> None:
 
 
 def test_the_heat_map_has_the_uses() -> None:
-    """Layer by expert, or each layer's most used first; padding is nobody."""
+    """Layer by expert, or each layer's most used first; padding is no expert."""
     trace = Trace([[[0, 2], [1, -1]], [[2, 1], [1, 0]]], num_experts=3, layers=[4, 9])
 
     ax = plots.expert_heat_map(trace)

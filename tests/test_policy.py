@@ -17,7 +17,7 @@ def kind(request: pytest.FixtureRequest) -> type[LruCache | LfuCache]:
 
 
 def access(policy: Policy, keys: list[int]) -> list[int]:
-    """Admit the keys in turn and return who left."""
+    """Admit the keys in turn and return those that left."""
     return [left for left in map(policy.admit, keys) if left >= 0]
 
 
@@ -59,7 +59,7 @@ def test_nobody_leaves_before_the_cache_is_full(kind: type[LruCache | LfuCache])
 
 
 def test_admitting_a_resident_key_is_a_touch(kind: type[LruCache | LfuCache]) -> None:
-    """It refreshes the key and evicts nobody."""
+    """It refreshes the key and evicts none."""
     policy = kind(2, num_keys=8)
     access(policy, [0, 1])
 

@@ -11,7 +11,7 @@ from moecache.policies._policy import LruCache, Policy
 
 
 def access(policy: Policy, keys: list[int]) -> list[int]:
-    """Admit the keys in turn and return who left."""
+    """Admit the keys in turn and return those that left."""
     return [left for left in map(policy.admit, keys) if left >= 0]
 
 

@@ -12,7 +12,7 @@ from moecache.policies._tinylfu import WTinyLfuCache
 
 
 def access(policy: Policy, keys: list[int]) -> list[int]:
-    """Admit the keys in turn and return who left."""
+    """Admit the keys in turn and return those that left."""
     return [left for left in map(policy.admit, keys) if left >= 0]
 
 

@@ -13,7 +13,7 @@ from moecache.policies._stale import LeastStaleCache
 
 
 def access(policy: Policy, keys: list[int]) -> list[int]:
-    """Admit the keys in turn and return who left."""
+    """Admit the keys in turn and return those that left."""
     return [left for left in map(policy.admit, keys) if left >= 0]
 
 
@@ -42,7 +42,7 @@ def test_lrfu_lies_between_lfu_and_lru(half_life: float, kind: type[LfuCache | L
 
 
 def test_lrfu_evicts_the_lowest_decayed_count() -> None:
-    """Of each key's uses, summed with what they are worth by then."""
+    """The count is the sum over a key's uses of what each is worth by then."""
     rng = random.Random(4)
     policy = LrfuCache(10, num_keys=30, half_life=17.0)
     uses: dict[int, list[int]] = {key: [] for key in range(30)}
@@ -74,7 +74,8 @@ def test_lrfu_measures_time_in_tokens() -> None:
     two_layers.check()
     assert resident(two_layers) == [0, 1]
 
-    # Expert 2 takes the last slot of one, and in the other that of whom 65 tokens devalued less.
+    # Expert 2 takes the last slot of the one cache; of the other, the slot of the expert that
+    # 65 tokens devalued less.
     serve(one_layer, 0, 2)
     serve(one_layer, 0, 3)
     serve(two_layers, 0, 2)
@@ -124,7 +125,7 @@ def test_what_a_pass_has_left_behind_leaves_first() -> None:
 
 
 def test_a_current_expert_leaves_before_one_of_a_layer_to_come() -> None:
-    """So that this pass misses nobody that it evicted."""
+    """So this pass misses no expert that it evicted."""
     cache = ExpertCache(3, 4, 3, policy="least-stale")
     for layer in range(3):
         serve(cache, layer, 0)
@@ -138,7 +139,7 @@ def test_a_current_expert_leaves_before_one_of_a_layer_to_come() -> None:
 
 
 def test_of_layers_to_come_the_last_gives_the_victim() -> None:
-    """It has the longest to wait; there is no other key to evict."""
+    """Its experts wait for longest; there is no other key to evict."""
     cache = ExpertCache(3, 4, 3, policy="least-stale")
     serve(cache, 0, 0)
     serve(cache, 1, 0)

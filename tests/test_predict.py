@@ -10,7 +10,7 @@ from moecache.prefetch.predict import Frequency, LastSelection, Predictor, Share
 
 
 def ids_of(predictor: Predictor, layer: int, n: int) -> list[int]:
-    """Return whom a predictor names; their type is checked."""
+    """Return the experts that a predictor names; their type is checked."""
     ids, scores = predictor.predict(layer, n)
     assert ids.dtype == np.int32
     assert scores is None or (scores.dtype == np.float32 and scores.shape == ids.shape)
@@ -55,7 +55,7 @@ def test_the_latest_selection_wins() -> None:
 
 
 def test_of_several_rows_the_last_one_counts() -> None:
-    """What continues a prompt continues its last token."""
+    """The step after a prompt continues its last token."""
     predictor = LastSelection(1)
     predictor.observe(0, np.arange(12, dtype=np.int32).reshape(2, 3, 2))
     assert ids_of(predictor, 0, 8) == [10, 11]
@@ -116,7 +116,7 @@ def test_padding_is_left_out() -> None:
 
 
 def test_with_a_history_of_two_the_one_before_follows() -> None:
-    """Without whom both have, and twice as many in all at most."""
+    """Experts of both come once; at most twice as many in all."""
     predictor = LastSelection(1, history=2)
     for ids, expected in (
         ([1, 2], [1, 2]),

@@ -1,4 +1,4 @@
-"""warm: what was asked for is resident afterwards, and the report says what was done."""
+"""warm: what was asked for is in memory afterwards, and the report says what was done."""
 
 import errno
 import logging
@@ -114,7 +114,7 @@ def test_what_was_in_memory_before_is_in_the_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["populate", "touch"])
 def test_a_file_that_is_resident_and_mapped_is_recognised(tmp_path: Path, method: str) -> None:
-    """The second sweep is none; one that is merely in the page cache is swept."""
+    """A second sweep does nothing; a file that is merely in the page cache is swept."""
     with mapped(write_file(tmp_path / "file", 3 * MIB + 1)) as mapping:
         mapping.madvise(mmap.MADV_RANDOM)
         first, second = (warm(mapping, method=method, **OPTIONS) for _ in range(2))
@@ -164,7 +164,7 @@ def test_without_keep_mapped_nothing_counts_as_this_processs_memory(
 
 
 def test_pages_that_are_mapped_already_stay_so_without_keep_mapped(tmp_path: Path) -> None:
-    """What the caller had is the caller's."""
+    """Pages that the caller had mapped stay mapped."""
     with mapped(write_cold(tmp_path / "file", 2 * MIB)) as mapping:
         warm(memoryview(mapping)[:MIB], **OPTIONS)
         before = mapped_in(*address_of(mapping))
@@ -308,7 +308,7 @@ def _refuse_with(number: int) -> Callable[..., int]:
 def test_of_a_file_of_somebody_else_nothing_is_known_and_it_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cachestat refuses; mincore would claim that all is there."""
+    """Cachestat refuses such a file; mincore would claim that all of it is there."""
     monkeypatch.setattr(extents, "cached_pages", _refuse_with(errno.EPERM))
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
@@ -365,7 +365,7 @@ def test_without_a_list_of_mappings_they_are_populated_all_the_same(
 def test_what_page_cache_the_kernel_dropped_meanwhile_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody maps it, so the kernel may; one more sweep of what is gone."""
+    """The kernel may drop pages that no process maps; what is gone is swept once more."""
     path = write_cold(tmp_path / "file", 40 * MIB)
     sweep_part, calls = sweep.Sweeper._sweep_part, []
 

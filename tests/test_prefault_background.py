@@ -132,7 +132,7 @@ def test_leaving_the_block_cancels(memory: mmap.mmap) -> None:
 
 
 def test_a_sweep_that_nobody_holds_goes_on(tmp_path: Path) -> None:
-    """In the background means that nobody has to wait for it, or to keep its handle."""
+    """The caller need not wait for it, nor keep its handle."""
     path = write_cold(tmp_path / "file", 4 * PAGE)
     with mapped(path) as mapping:
         warm(mapping, background=True, mode="force")
@@ -157,7 +157,7 @@ def test_a_mapping_cannot_be_closed_while_it_is_swept() -> None:
 
 @pytest.mark.usefixtures("endless")
 def test_the_sweep_holds_its_regions_owners_until_it_ends() -> None:
-    """Nobody else has to; afterwards the handle does not."""
+    """The caller need not hold them; when it has ended the handle does not either."""
     array = np.zeros(NUM_BYTES, np.uint8)
     alive = weakref.ref(array)
     handle = start([Region(*address_of(array), array)])
@@ -425,7 +425,7 @@ def test_bare_addresses_unmapped_under_a_sweep_never_kill(
 def test_a_yielding_sweep_begins_nothing_while_somebody_else_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on when they have read, in chunks of 2 MiB, and not with what they read meanwhile."""
+    """It goes on after their reads, in chunks of 2 MiB, and leaves out what they read meanwhile."""
     path = write_cold(tmp_path / "file", 6 * MIB)
     swept: list[tuple[int, int]] = []
     asked: list[bool] = []
@@ -460,7 +460,7 @@ def test_a_yielding_sweep_begins_nothing_while_somebody_else_reads(
 
 
 def _seen(extent: Extent, num_asked: int) -> int:
-    """Return the pages of one who reads the second chunk while the sweep is asked to wait."""
+    """Answer as if others had read the second chunk while the sweep was asked to wait."""
     return extent.num_pages if extent.offset == 2 * MIB and num_asked >= 4 else 0
 
 
@@ -479,7 +479,7 @@ def test_only_a_yielding_sweep_runs_when_nothing_else_does(
 
 
 def test_a_pause_ends_with_a_cancel(memory: mmap.mmap) -> None:
-    """Although somebody else reads for ever."""
+    """Even if other reads never end."""
     with warm(memory, mode="force", background=True, yielding=True) as handle:
         handle.yield_to(lambda: True)
         handle.cancel()

@@ -175,7 +175,7 @@ def test_an_address_is_where_the_bytes_are() -> None:
 
 
 def test_resident_pages_are_those_in_memory() -> None:
-    """Of memory nobody has touched, none; partial pages count as pages."""
+    """Untouched memory has none; partial pages count as pages."""
     with anonymous(8 * PAGE) as memory:
         address, nbytes = address_of(memory)
         assert resident_pages(address, nbytes) == 0

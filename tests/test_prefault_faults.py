@@ -171,7 +171,7 @@ def test_a_file_cut_short_while_the_sweep_runs_never_kills(
 
 @pytest.mark.parametrize("past", [PAGE, 5 * PAGE])
 def test_a_region_past_the_end_of_its_mapping_is_a_store_error(past: int) -> None:
-    """What follows the mapping is nobody's; the mapped part is swept."""
+    """Nothing is mapped behind it; the mapped part is swept."""
     if "libasan" in Path("/proc/self/maps").read_text():
         pytest.skip("the sanitizer maps memory of its own into holes, for each thread")
     with anonymous(8 * PAGE) as memory:
@@ -199,7 +199,7 @@ def test_memory_that_may_not_be_read_is_a_store_error_and_what_is_around_it_come
 
 
 def test_every_failed_part_is_counted_and_the_first_is_told() -> None:
-    """A message of a thousand parts would help nobody."""
+    """A message of a thousand parts would be of no help."""
     regions = [(NOWHERE + 2 * number * PAGE, PAGE) for number in range(1000)]
 
     message = warm_to_failure(regions)
@@ -364,7 +364,7 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def mmap_again(address: int, nbytes: int) -> None:
-    """Fill a gap, so that whoever mapped all of it can unmap all of it."""
+    """Fill a gap, so that the owner of the mapping can unmap all of it."""
     fixed = 0x10
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed
     _libc("mmap", address, nbytes, mmap.PROT_READ, flags, -1, 0)

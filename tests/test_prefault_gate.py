@@ -175,7 +175,7 @@ def test_switched_off_nothing_is_read(
 
 @pytest.mark.parametrize(("mode", "reason"), [("off", "off"), ("auto", "too large")])
 def test_a_terabyte_that_is_mapped_is_not_touched(mode: str, reason: str) -> None:
-    """Neither switched off nor refused by the gate does a page come in."""
+    """If it is switched off, or the gate refuses, no page comes in."""
     with anonymous(TIB) as memory:
         report = warm(memory, mode=mode)
         address, _ = merge([memory])[0][0]
@@ -334,7 +334,7 @@ def test_buffers_stay_open_as_long_as_their_owners_are_held() -> None:
 
 
 def test_a_region_is_a_pair() -> None:
-    """Whoever knows nothing of owners unpacks it."""
+    """Code that knows nothing of owners can unpack it."""
     region = Region(3, 4, owner="me")
     address, nbytes = region
 

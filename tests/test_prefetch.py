@@ -35,7 +35,7 @@ def test_the_next_layers_experts_are_there_when_it_asks() -> None:
 
 
 def test_what_is_there_is_not_asked_for() -> None:
-    """Nor is a request made of nobody."""
+    """Nor is there a request without experts."""
     with make_runtime(Oracle({1: [4, 5], 2: [6]})) as runtime:
         for _ in range(3):
             step(runtime, 1, 4, 5)
@@ -121,7 +121,7 @@ def test_a_sequence_forgets_requests_and_tells_the_predictor() -> None:
 
 @pytest.mark.usefixtures("no_restraint")
 def test_pins_and_leases_stay() -> None:
-    """A storm of guesses evicts neither, whatever it is worth, but everybody else."""
+    """A storm of guesses, whatever their worth, evicts all other experts, but neither of these."""
     with make_runtime("hints", capacity=4, policy="lfu") as runtime:
         prefetcher = prefetcher_of(runtime)
         step(runtime, 0, 0, 1)
@@ -228,7 +228,7 @@ def test_one_slot_does_not_deadlock() -> None:
             step(runtime, number % 3, number % 7, (number + 3) % 7)
             with runtime.lease(number % 3, np.array([number % 7])):
                 pass
-            # Worth more than anybody else is: it takes the one slot there is.
+            # Worth more than any other expert: it takes the only slot.
             runtime.hint((number + 1) % 3, [7])
             if number % 4 == 0:
                 wait_until(lambda: prefetcher._idle)

@@ -163,7 +163,7 @@ def test_auto_keeps_what_is_faster() -> None:
 
 
 def test_auto_leaves_off_what_gains_nothing() -> None:
-    """What nobody can foresee: every layer uses anything."""
+    """Routing that cannot be foreseen: a layer may use any expert."""
     rng = np.random.default_rng(2)
     experts = np.stack([[rng.permutation(64)[:4] for _ in range(4)] for _ in range(600)])
     trace = Trace(experts.astype(np.int16), num_experts=64)

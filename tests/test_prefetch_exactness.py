@@ -46,7 +46,7 @@ class Chaos:
 
 
 class Careless:
-    """Predicts as somebody else, or anything, or nothing, or fails."""
+    """Predicts as another predictor does, or anything, or nothing, or fails."""
 
     def __init__(self, inner: Predictor, num_experts: int, seed: int) -> None:
         self._inner = inner

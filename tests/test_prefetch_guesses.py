@@ -1,4 +1,4 @@
-"""Predictors and hints: whoever names experts can do no harm."""
+"""Predictors and hints: whatever names experts can do no harm."""
 
 from typing import Any
 

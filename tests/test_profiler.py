@@ -56,7 +56,7 @@ def test_counts_outlives_the_profiler() -> None:
 
 
 def test_top_experts_are_the_most_used_ties_by_id(profiler: AccessProfiler) -> None:
-    """Experts that nobody used are not among them."""
+    """Experts that were never used are not among them."""
     assert profiler.top_experts(0, 2) == [2, 1]
     assert profiler.top_experts(0, 9) == [2, 1, 3]
     assert profiler.top_experts(0, 0) == []

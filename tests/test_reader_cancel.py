@@ -30,7 +30,7 @@ def _contents(path: Path) -> list[bytes]:
 
 @pytest.fixture(name="reader")
 def _reader(path: Path) -> Iterator[Reader]:
-    # Nobody reads but who waits, one piece of 64 KiB after the other.
+    # Only the thread that waits reads, one piece of 64 KiB after the other.
     descriptor = open_descriptor(path)
     reader = Reader([descriptor], engine="threads", depth=1, piece_bytes=65_536)
     yield reader
@@ -88,7 +88,7 @@ def test_the_rest_of_what_has_begun_is_dropped(reader: Reader, contents: list[by
 
 @pytest.mark.parametrize("how", ["urgent", "hastened", "unknown"])
 def test_what_somebody_waits_for_goes_on(reader: Reader, contents: list[bytes], how: str) -> None:
-    """As does everything when an owner is nobody's."""
+    """An urgent load goes on, and so does a hastened one; an unknown owner cancels nothing."""
     order = one_range(contents, 0, LONG)
     submit(reader, order, deferred=how != "urgent")
     if how == "hastened":

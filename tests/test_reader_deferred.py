@@ -44,7 +44,7 @@ def _descriptor(path: Path) -> Iterator[int]:
 
 @pytest.fixture(name="reader")
 def _reader(descriptor: int) -> Iterator[Reader]:
-    # Nobody reads but who waits, one piece after the other: the order is that of the queue.
+    # Only the thread that waits reads, one piece after the other: in the order of the queue.
     reader = Reader([descriptor], engine="threads", depth=1)
     yield reader
     reader.close()

@@ -59,7 +59,7 @@ def _reader(request: pytest.FixtureRequest, descriptor: int) -> Iterator[Reader]
 
 @pytest.fixture(name="idle")
 def _idle(descriptor: int) -> Iterator[Reader]:
-    """Return a reader that reads nothing unless somebody waits: what is submitted stays."""
+    """Return a reader that reads only while a thread waits: what is submitted stays."""
     reader = Reader([descriptor], engine="threads")
     yield reader
     reader.close()
@@ -190,7 +190,7 @@ def test_nonsense_is_refused_and_nothing_is_begun(
 
 
 def test_the_list_is_emptied_once_all_is_begun(idle: Reader, contents: list[bytes]) -> None:
-    """Whoever is interrupted knows by it whose the loads are."""
+    """After an interrupt the list tells whether the reader has taken the loads."""
     order = one_range(contents, 0, 1000)
     entries = [order.entry]
     idle.submit(entries)
@@ -378,7 +378,7 @@ def test_a_read_that_never_comes_back_does_not_hang_close(
         assert reader.num_in_flight == 1
         with pytest.raises(ValueError, match="the reader is closed"):
             reader.submit([late.entry])
-        # What was not begun is an error, or is nobody's any more.
+        # A load that was not begun is an error, or is dropped.
         reader.take(taken)
         assert taken in ([], [(queued, (errno.ECANCELED, 0, 0))])
         assert queued.is_untouched()
@@ -404,7 +404,7 @@ def test_a_slow_close_gives_everything_back_later(reader: Reader, contents: list
 
 @pytest.mark.parametrize("dtype", [object, [("weight", "f4"), ("name", object)]], ids=str)
 def test_an_array_of_objects_is_no_target(idle: Reader, dtype: Any) -> None:
-    """Bytes of a file are no references: whoever looked at one would crash."""
+    """Bytes of a file are no references: to use one as such would crash."""
     with pytest.raises(ValueError, match="'weights' holds references to objects"):
         idle.submit([("load", ((0, 0, (("weights", 0, 64),)),), {"weights": np.empty(16, dtype)})])
     assert idle.num_in_flight == 0

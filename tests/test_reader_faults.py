@@ -248,7 +248,7 @@ def test_a_reader_closes_while_reads_fail(reader: Reader, contents: list[bytes],
 def test_where_io_uring_is_refused_threads_read(
     path: Path, contents: list[bytes], name: str
 ) -> None:
-    """Whoever insists on it gets the kernel's error."""
+    """A caller that insists on it gets the kernel's error."""
     error = getattr(errno, name)
     inject_fault("none", refuse_ring=error)
     descriptor = open_descriptor(path)

@@ -109,7 +109,7 @@ class Caller(threading.Thread):
 def test_threads_that_share_a_reader_each_get_their_own_loads(
     reader: Reader, contents: list[bytes], num_servers: int
 ) -> None:
-    """Whoever takes a load in hands it on; with few buffers, which they wait for."""
+    """A thread that takes in another one's load hands it on; threads wait for the few buffers."""
     reader.tune(depth=5, piece_bytes=16_384, staging_bytes=0)
     servers = [threading.Thread(target=reader.serve, daemon=True) for _ in range(num_servers)]
     callers = [Caller(reader, contents, seed) for seed in range(4)]
@@ -134,7 +134,7 @@ def test_threads_that_serve_read_while_nobody_waits(reader: Reader, contents: li
     server.start()
     orders = [one_range(contents, at, 40_000, shift=1) for at in range(0, MIB, 50_000)]
     reader.submit([order.entry for order in orders])
-    # What the kernel has finished last is taken in by whoever waits for it.
+    # The reads that finish last are taken in by the thread that waits for them.
     wait_until(lambda: reader.num_in_flight <= (4 if reader.engine == "io_uring" else 0))
 
     assert wait_for(reader, len(orders)) == dict.fromkeys(orders)
@@ -156,7 +156,7 @@ def test_reads_survive_the_thread_that_began_them(reader: Reader, contents: list
 
 def test_other_threads_run_while_one_waits(reader: Reader) -> None:
     """One that is woken just before announces during the wait, not after it."""
-    # Nobody asks the waiting thread for the GIL meanwhile: it has to give it up itself.
+    # No thread asks the waiting one for the GIL meanwhile: it has to give it up by itself.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)
     wake, seen = threading.Event(), reader.epoch
@@ -178,7 +178,7 @@ def test_other_threads_run_while_one_waits(reader: Reader) -> None:
 
 
 def test_announcing_ends_every_wait(reader: Reader) -> None:
-    """Of threads that wait for what somebody else takes in."""
+    """Also of threads that wait for a read that another thread takes in."""
     returned = threading.Semaphore(0)
     seen = reader.epoch
 

@@ -148,7 +148,7 @@ def test_a_file_replaced_while_decoding_is_not_looked_at(
 def test_a_runtime_closed_while_others_step_ends_their_steps_with_an_error(
     model: Checkpoint, read: str, loader_threads: int, dtype: type | None
 ) -> None:
-    """No hang, no crash, no wrong expert; whoever comes too late is told so."""
+    """No hang, no crash, no wrong expert; a step that comes too late gets an error."""
     problems: list[object] = []
 
     def step(runtime: moecache.ExpertRuntime, seed: int, started: threading.Barrier) -> None:

@@ -25,7 +25,7 @@ def _model(tmp_path: Path) -> Checkpoint:
 def _runtime(
     request: pytest.FixtureRequest, model: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[moecache.ExpertRuntime]:
-    """Return a runtime that reads only when somebody waits; with conversion or without."""
+    """Return a runtime that reads only while a step waits; with conversion or without."""
     engine, converts = request.param
     force_engine(monkeypatch, engine)
     monkeypatch.setattr(opening, "calibrate", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Advice: the best of what was tried, with figures somebody can check; and tables."""
+"""Advice: the best of what was tried, with figures that can be checked; and tables."""
 
 import csv
 import json
@@ -66,7 +66,7 @@ def test_the_optimum_is_of_what_it_is_compared_with(scopes: tuple[str, ...]) -> 
 
 
 def test_in_the_second_half_alone_a_policy_may_be_ahead_of_belady() -> None:
-    """Who chooses for the whole trace is no bound of a part of it."""
+    """The optimum over a whole trace is no bound on a part of it."""
     trace = random_trace(69, (12, 1, 1), 6)
     advice = recommend(trace, 2, expert_bytes=1, scopes=("global",))
     assert advice.hit_rate == 1
@@ -91,7 +91,7 @@ def test_below_the_cliff_the_policy_is_measured_at_it() -> None:
 
 
 def test_the_cliff_is_where_one_token_fits() -> None:
-    """LRU finds nothing with one layer's choices less than a token uses."""
+    """LRU has no hits if there is room for all that a token uses but one layer's choices."""
     rows = np.tile(np.arange(3), (200, 4, 1))
     trace = Trace(rows, num_experts=24, expert_bytes=10)
 

@@ -18,7 +18,7 @@ from tests.helpers.stores import Gate, WrappedStore, nothing, numbered_store
 
 
 def test_iterators_collected_as_garbage_end_their_leases_without_a_deadlock() -> None:
-    """The collector may close one while this very thread holds the loader's lock."""
+    """The garbage collector may close one while this very thread holds the loader's lock."""
 
     def orphan(runtime: moecache.ExpertRuntime, ids: np.ndarray) -> None:
         waves = runtime.waves(0, ids)

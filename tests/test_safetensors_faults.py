@@ -291,7 +291,7 @@ def test_addresses_stay_valid_when_two_threads_map_at_once(
 
 
 def test_a_store_cannot_be_copied(small: Checkpoint) -> None:
-    """Two owners of a descriptor would close it twice, and then somebody else's file."""
+    """Two owners would close one descriptor twice, and so perhaps a file of other code."""
     with SafetensorsStore(small.path) as store:
         for twice in (copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError):

@@ -293,7 +293,7 @@ def test_tensors_without_elements_are_accepted(tmp_path: Path) -> None:
 
 
 def test_holes_are_accepted(tmp_path: Path) -> None:
-    """Bytes between tensors and after the last are nobody's."""
+    """Bytes between tensors and after the last belong to no tensor."""
     header = {"w": _entry(data_offsets=[8, 32]), "v": _entry(data_offsets=[40, 64])}
 
     assert len(read_header(write_raw(tmp_path / "m.safetensors", header, b"\0" * 99))) == 2

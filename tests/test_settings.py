@@ -203,7 +203,7 @@ def test_a_prefetch_that_is_no_mode_is_a_warning(caplog: pytest.LogCaptureFixtur
 
 
 def test_an_argument_beats_the_environment_and_that_beats_the_default() -> None:
-    """Who said it is known; what is no choice is refused, with those that are."""
+    """The origin of a value is known; the refusal of a wrong one names the choices."""
     settings = Settings.from_environ({"MOECACHE_READ": "direct"})
     assert settings.choose("read", "mmap") == ("mmap", "argument")
     assert settings.choose("read") == ("direct", "MOECACHE_READ")

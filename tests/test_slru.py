@@ -70,7 +70,7 @@ def test_a_touch_of_an_absent_key_admits_nothing() -> None:
 
 
 def test_admitting_a_resident_key_is_a_touch() -> None:
-    """It promotes and evicts nobody."""
+    """It promotes the key and evicts none."""
     cache = make(1, 1, admitted=(0, 1))
 
     assert cache.admit(0) == -1
@@ -78,7 +78,7 @@ def test_admitting_a_resident_key_is_a_touch() -> None:
 
 
 def test_a_full_protected_segment_demotes_its_tail_to_the_probationary_head() -> None:
-    """The demoted key counts as newer than who is on probation already."""
+    """The demoted key counts as newer than the keys that are on probation already."""
     cache = make(2, 2, admitted=(0, 1, 2, 3), promoted=(0, 1))
 
     cache.touch(2)
@@ -98,7 +98,7 @@ def test_demotion_passes_over_pinned_keys() -> None:
 
 
 def test_a_touch_refreshes_recency_when_all_protected_keys_are_pinned() -> None:
-    """Nobody can be demoted, so the key stays on probation, as its head."""
+    """No key can be demoted, so the touched one stays on probation, as its head."""
     cache = make(2, 1, admitted=(0, 1, 2))
     cache.pin(0)
 
@@ -125,7 +125,7 @@ def test_strict_probation_evicts_as_soon_as_it_overflows() -> None:
 
 
 def test_elastic_probation_gives_room_back_as_keys_are_protected() -> None:
-    """A promotion moves a key and evicts nobody."""
+    """A promotion moves a key and evicts none."""
     cache = make(1, 3, admitted=(0, 1, 2, 3), promoted=(0, 1, 2))
 
     assert segments(cache) == ([3], [2, 1, 0])

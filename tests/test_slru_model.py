@@ -67,7 +67,7 @@ class SlruMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS, count=st.integers(0, 5))
     def change_count(self, key: int, count: int) -> None:
-        """Change a count without an access: nobody reads it before the next one."""
+        """Change a count without an access: it is not read before the next one."""
         self.counts[key] = count
 
     @rule(key=KEYS)

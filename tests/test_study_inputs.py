@@ -17,7 +17,7 @@ from tests.helpers.traces import random_trace
 
 @pytest.fixture(name="pipe")
 def _pipe(tmp_path: Path) -> Path:
-    """Return a named pipe that nobody writes to."""
+    """Return a named pipe that no process writes to."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     return path

@@ -25,7 +25,7 @@ def snapshots() -> tuple[RuntimeStats, RuntimeStats]:
         drain(runtime, 0, np.array([[1, 2]]))
         drain(runtime, 1, np.array([[1, 2], [2, 3]]))
         drain(runtime, 0, np.array([[2, 5]]))
-        # One at least: a thread may have read everything before anybody waited.
+        # One at least: a thread may have read everything before a step waited.
         runtime.profiler.record_miss_stall(1000)
         return earlier, runtime.stats()
 

@@ -13,7 +13,7 @@ from tests.helpers.stores import WrappedStore, nothing, numbered_store
 
 @pytest.mark.parametrize(("prefetch", "policy"), [("off", "lru"), ("echo", "echo")])
 def test_steps_add_no_memory(prefetch: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With hits and misses, and nobody asking: one block per step would be 20,000.
+    """With hits and misses, and no snapshot: one block per step would be 20,000.
 
     Also where the prefetcher reads, whatever became of the guesses before.
     """

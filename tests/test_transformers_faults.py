@@ -115,7 +115,7 @@ def test_experts_in_slots_need_no_file_any_more(copied: Path, whole_model: Any) 
 
 
 def test_a_file_that_is_replaced_stays_the_one_it_was(copied: Path, whole_model: Any) -> None:
-    """As who downloads a checkpoint again replaces it: the old one is open still."""
+    """As a new download replaces a checkpoint: the old file is still open."""
     model = load_in_slots(copied)
     with model.moecache:
         (copied / "new").write_bytes(b"short")

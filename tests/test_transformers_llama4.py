@@ -57,7 +57,7 @@ def test_after_close_the_error_says_what_to_do(model: Any) -> None:
 
 
 def test_experts_are_pinned_though_steps_end_at_their_first_wave(path: Path) -> None:
-    """With one expert per token nobody asks for a second one."""
+    """With one expert per token no second wave is asked for."""
     from moecache.integrations.transformers import load
 
     model = load(path, memory="50%", policy="lru", warmpin=1, warmpin_after=20)

@@ -124,7 +124,7 @@ def test_the_second_run_hits_as_often_as_a_warm_one(
 def test_what_was_there_at_the_end_is_there_at_the_beginning(
     model: Checkpoint, tmp_path: Path, policy: str, scope: str
 ) -> None:
-    """Whatever the policy; and nobody counted an access, a miss or an eviction."""
+    """Under every policy; no access, miss or eviction is counted."""
     path = tmp_path / "kept.profile"
     with opened(model.path, policy=policy, scope=scope, profile=path) as runtime:
         use(runtime)
@@ -221,7 +221,7 @@ def test_residents_come_first_then_the_most_used() -> None:
 
 
 def test_echos_values_say_who_is_worth_more() -> None:
-    """Rather than how often it was used."""
+    """By ECHO's values, rather than by how often an expert was used."""
     values = np.array([[0.1, 0.9, 0.3, 0], [0.2, 0.5, 0.5, 0]], np.float32)
     kept = usage([[5, 1, 1, 0], [9, 2, 2, 0]], [0, 4], {"values": values})
     cache = moecache.ExpertCache(2, 4, 8)

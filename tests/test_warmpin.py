@@ -79,7 +79,7 @@ def test_what_is_not_there_is_passed_over() -> None:
 
 
 def test_it_stops_at_half_the_cache_and_at_the_first_unused_layer() -> None:
-    """In the middle of a layer if need be."""
+    """It may stop in the middle of a layer."""
     profiler = used([[1, 1], [0, 0], [2, 2]])
     everything = table([[0, 1]] * 3, 2)
 

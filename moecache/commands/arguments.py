@@ -1,16 +1,72 @@
-"""What commands share: traces from files, lists of names, output files, options named in errors."""
+"""What commands share: arguments of options, traces, lists, output files, options in errors."""
 
 import argparse
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moecache.errors import CapacityError, ConfigError
 from moecache.files import Kind, check_replaced
+from moecache.settings import OPTIONS
 from moecache.study.importers import load_any
 from moecache.traces.trace import Trace
+
+# Modes of prefetch that need neither hints nor routers.
+PLAIN_MODES = {"echo": "what ECHO foresees", "last": "the layer's last experts", "off": "none"}
+
+
+def add_option(
+    parser: argparse._ActionsContainer,
+    name: str,
+    more: str = "",
+    *,
+    flag: str = "",
+    modes: Mapping[str, str] | None = None,
+    names: Sequence[str] = (),
+    instead: str = "",
+    **keywords: Any,
+) -> None:
+    """Add the argument of an option, as the table in `moecache.settings` describes it.
+
+    Parameters
+    ----------
+    parser : ArgumentParser or a group of one
+    name : str
+        Name of the option.
+    more : str
+        What the command adds to the table's help.
+    flag : str, optional
+        By default -- and the name.
+    modes : mapping of str to str, optional
+        Choices, and what each means, instead of the table's.
+    names : sequence of str, optional
+        Names of which the argument takes a list; `choose` reads it.
+    instead : str, optional
+        The default in words, if it is neither the table's nor `default=`.
+    **keywords
+        Other arguments of `add_argument`; they beat the table.
+    """
+    option = OPTIONS[name]
+    choices = tuple(modes or option.choices)
+    if names:
+        more += f"; names, or all: {', '.join(names)}"
+        keywords["metavar"] = "LIST"
+    elif "action" not in keywords:
+        keywords = {"choices": choices or None, "metavar": option.metavar or None} | keywords
+        if modes:
+            more += ": " + ", ".join(f"{mode} ({meaning})" for mode, meaning in modes.items())
+        elif choices and option.metavar:
+            more += f": {', '.join(choices)}"
+    # The default of memory is what is free, less that of another option.
+    others = re.sub(r"`(\w+)`", lambda match: OPTIONS[match[1]].instead, option.instead)
+    instead = instead or keywords.get("default") or others
+    told = "" if instead in {"none", "off"} else f" (default: {instead})"
+    text = f"{option.help}{more}{told}".replace("%", "%%")
+    parser.add_argument(flag or f"--{name.replace('_', '-')}", help=text, **keywords)
 
 
 def load_traces(names: Sequence[str]) -> dict[str, Trace]:
@@ -25,7 +81,7 @@ def load_traces(names: Sequence[str]) -> dict[str, Trace]:
     return traces
 
 
-def add_force(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+def add_force(parser: argparse._ActionsContainer) -> None:
     """Add --force, without which `check_outputs` refuses to replace other files."""
     parser.add_argument(
         "--force",

@@ -9,15 +9,15 @@ from typing import Any
 from rich.console import Console
 
 from moecache import prefault
-from moecache.commands.arguments import add_force, check_outputs, choose, naming, split
+from moecache.commands.arguments import add_force, add_option, check_outputs, choose, naming, split
 from moecache.commands.bench_table import print_bench
 from moecache.commands.contestants import Contestant, chosen, differing, run_process
-from moecache.commands.generate import DTYPES, MODEL_PREFETCH_MODES
+from moecache.commands.generate import add_model_options
 from moecache.commands.machine import describe_facts, machine_facts
 from moecache.commands.paths import map_file
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.files import Kind, write_whole
-from moecache.settings import DEFAULT_POLICY, POLICIES, READ_MODES
+from moecache.settings import DEFAULT_POLICY, POLICIES
 from moecache.stores._paths import check_model
 from moecache.units import format_bytes, parse_budget
 
@@ -45,22 +45,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a checkpoint directory, or a name on the Hugging Face hub"
     )
-    parser.add_argument(
-        "--memories",
-        default="25%,50%,100%",
-        metavar="LIST",
-        help="memory for experts: sizes, or shares of them (default: 25%%,50%%,100%%)",
-    )
-    parser.add_argument(
-        "--policies",
-        metavar="LIST",
-        help=f"which expert is evicted; names, or all: {', '.join(POLICIES)} "
-        f"(default: {DEFAULT_POLICY})",
-    )
-    parser.add_argument(
-        "--prefetch", choices=MODEL_PREFETCH_MODES, help="which guesses are read ahead"
-    )
-    parser.add_argument("--read", choices=READ_MODES, help="through the page cache or around it")
+    add_option(parser, "memory", flag="--memories", metavar="LIST", default="25%,50%,100%")
+    add_option(parser, "policy", flag="--policies", names=POLICIES)
+    add_model_options(parser)
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -83,7 +70,9 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="tokens to generate after another prompt, before anything is measured (default: 16)",
     )
-    work.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each, default 3")
+    work.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="runs of each (default: 3)"
+    )
     work.add_argument(
         "--sample",
         action="store_true",
@@ -92,7 +81,6 @@ def add_parser(commands: Any) -> None:
     )
     work.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
     work.add_argument("--threads", type=int, metavar="N", help="torch's (default: its own choice)")
-    work.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     parser.add_argument("--json", metavar="FILE", help="write all figures of all runs there")
     add_force(parser)
     parser.set_defaults(run=run)

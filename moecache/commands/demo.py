@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from moecache.commands.arguments import add_option
 from moecache.commands.example import (
     Generation,
     add_runtime_options,
@@ -52,11 +53,7 @@ def add_parser(commands: Any) -> None:
     add_runtime_options(parser)
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="text to continue")
     add_sampling_options(parser, max_new_tokens=400)
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="start warm from what earlier runs kept there, and keep this run's use of experts",
-    )
+    add_option(parser, "profile")
     parser.add_argument("--report", action="store_true", help="show hit rates layer by layer")
     parser.add_argument(
         "--live",

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from moecache.commands.arguments import PLAIN_MODES, add_option
 from moecache.errors import ConfigError
-from moecache.settings import POLICIES, PREFETCH_MODES, SCOPES
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,12 @@ class Generation:
 def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which model runs, and with how many experts in memory."""
     parser.add_argument("--model", metavar="DIR", help="another OLMoE checkpoint over bytes")
-    parser.add_argument(
-        "--memory",
-        default="25%",
-        metavar="SIZE",
-        help='memory for experts: "3MiB", or a share of them, "25%%" (default: 25%%)',
-    )
-    parser.add_argument("--policy", choices=POLICIES, help="which expert is evicted")
-    parser.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
-    parser.add_argument(
-        "--prefetch",
-        # The demo's loop gives no hints.
-        choices=[mode for mode in PREFETCH_MODES if mode != "hints"],
-        help="which guesses are read before a layer asks: auto (default), ECHO's, while tokens "
-        "are faster with them; echo, ECHO's; last, the layer's last experts; off, none",
-    )
+    add_option(parser, "memory", default="25%")
+    add_option(parser, "policy")
+    add_option(parser, "scope")
+    # The demo's loop gives no hints.
+    modes = {"auto": "as echo, while tokens are faster with it", **PLAIN_MODES}
+    add_option(parser, "prefetch", modes=modes)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -69,9 +60,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
         help=f"tokens to generate (default: {max_new_tokens})",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.7, help="0 takes the likeliest token (default 0.7)"
+        "--temperature", type=float, default=0.7, help="0 takes the likeliest token (default: 0.7)"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
 
 
 def check_sampling(arguments: argparse.Namespace, prompts: Sequence[str]) -> None:

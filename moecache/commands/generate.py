@@ -9,18 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moecache.commands.arguments import add_force, check_outputs
+from moecache.commands.arguments import PLAIN_MODES, add_force, add_option, check_outputs
 from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import printable_lines
 from moecache.errors import ConfigError, StoreError
-from moecache.settings import POLICIES, READ_MODES, SCOPES
 from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
 from moecache.traces.trace import TRACE_FILE
 from moecache.units import format_bytes
-
-DTYPES = ("bfloat16", "float16", "float32")
-MODEL_PREFETCH_MODES = ("auto", "router", "echo", "last", "off")
 
 
 def add_parser(commands: Any) -> None:
@@ -61,12 +57,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
     cache = parser.add_argument_group("experts")
-    cache.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help='memory for experts: "16GiB", or a share of them, "25%%"; the trunk comes on top '
-        "(default: what is free, less some reserve)",
-    )
+    add_option(cache, "memory", "; the trunk comes on top")
     cache.add_argument(
         "--device",
         default="cpu",
@@ -74,36 +65,32 @@ def add_parser(commands: Any) -> None:
         help='where trunk and experts are computed: "cpu" (default), or a GPU, "cuda" or "cuda:1", '
         "and then --memory is of its memory",
     )
-    cache.add_argument("--policy", choices=POLICIES, help="which expert is evicted")
-    cache.add_argument("--scope", choices=SCOPES, help="whether layers share the slots")
-    cache.add_argument(
-        "--prefetch",
-        choices=MODEL_PREFETCH_MODES,
-        help="which guesses are read before a layer asks: router, the next layer's own, applied "
-        "to this layer's input; auto (default), the same while tokens are faster with it; echo, "
-        "ECHO's; last, the layer's last experts; off, none",
-    )
-    cache.add_argument(
-        "--read", choices=READ_MODES, help="through the page cache or around it (default: auto)"
-    )
-    cache.add_argument(
-        "--dtype", choices=DTYPES, help="compute in this type (default: the checkpoint's)"
-    )
-    cache.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="start warm from what earlier runs kept there, and keep this run's use of experts",
-    )
-    cache.add_argument(
-        "--record-trace",
-        metavar="FILE",
-        help="write which experts each token chose, for `moecache replay` (.npz)",
-    )
+    add_option(cache, "policy")
+    add_option(cache, "scope")
+    add_model_options(cache)
+    add_option(cache, "profile")
+    add_option(cache, "record_trace")
     parser.add_argument(
         "--stats", action="store_true", help="show all counters at the end, layer by layer"
     )
     add_force(parser)
     parser.set_defaults(run=run)
+
+
+def add_model_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options of `load` that `moecache bench` has, too."""
+    modes = {
+        "router": "the next layer's router, given this layer's input",
+        "auto": "as router, while tokens are faster with it",
+        **PLAIN_MODES,
+    }
+    add_option(parser, "prefetch", modes=modes)
+    add_option(parser, "read")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="compute in this type (default: the checkpoint's)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moecache.commands.arguments import add_option
 from moecache.commands.paths import printable
 from moecache.layout import ExpertLayout
 from moecache.runtime.plan import Plan, plan
@@ -27,13 +28,7 @@ def add_parser(commands: Any) -> None:
         "inspect ./Qwen3-30B-A3B --device cuda",
     )
     parser.add_argument("path", help="checkpoint directory or .safetensors file")
-    parser.add_argument(
-        "--memory",
-        nargs="?",
-        metavar="SIZE",
-        help='memory for experts: "8GiB", "512MiB", or a share of them, "25%%" '
-        "(default, and without SIZE: what is free now, less trunk, KV cache and 512 MiB)",
-    )
+    add_option(parser, "memory", "; without SIZE, the default counts", nargs="?")
     parser.add_argument(
         "--device",
         default="cpu",

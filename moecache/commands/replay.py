@@ -12,6 +12,7 @@ from rich.console import Console
 
 from moecache.commands.arguments import (
     add_force,
+    add_option,
     check_outputs,
     choose,
     load_traces,
@@ -56,20 +57,20 @@ def add_parser(commands: Any) -> None:
         "moecache replay run.npz --plot curves.png",
     )
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="files")
-    parser.add_argument(
-        "--policy",
-        metavar="LIST",
-        help=f"names, or all: {', '.join((*POLICIES, BELADY))} "
-        f"(default: {','.join(_DEFAULT_POLICIES)})",
-    )
-    parser.add_argument("--scope", metavar="LIST", help="global, layer, or both (default: global)")
+    defaults = ",".join(_DEFAULT_POLICIES)
+    add_option(parser, "policy", names=(*POLICIES, BELADY), instead=defaults)
+    add_option(parser, "scope", names=SCOPES)
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--capacity",
         metavar="LIST",
         help="slots, or shares of all experts: 64,25%%,0.25 (default: 12.5%%,25%%,50%%)",
     )
-    size.add_argument("--memory", metavar="LIST", help="instead of a capacity, bytes: 2GiB,4GiB")
+    add_option(
+        *(size, "memory", "; a list, instead of a capacity: 2GiB,4GiB"),
+        metavar="LIST",
+        instead="none",
+    )
     size.add_argument(
         "--recommend", metavar="MEMORY", help="say what to set for so much memory, and why"
     )

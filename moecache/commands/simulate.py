@@ -13,6 +13,7 @@ from rich.table import Table
 
 from moecache.commands.arguments import (
     add_force,
+    add_option,
     check_outputs,
     choose,
     load_traces,
@@ -22,7 +23,7 @@ from moecache.commands.arguments import (
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError
 from moecache.files import Kind, write_whole
-from moecache.settings import DEFAULT_POLICY, POLICIES, SCOPES
+from moecache.settings import DEFAULT_POLICY, DEFAULT_SCOPE, POLICIES
 from moecache.study._arguments import clip_capacity
 from moecache.study.advice import expert_size
 from moecache.study.device import DEFAULT_LATENCY_NS
@@ -57,17 +58,9 @@ def add_parser(commands: Any) -> None:
         "moecache simulate run.npz --policy lru,echo --capacity 10%,25% --csv times.csv",
     )
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="files")
-    parser.add_argument(
-        "--prefetch",
-        metavar="LIST",
-        help=f"modes, or all: {', '.join(PREFETCH_MODES)} (default: all)",
-    )
-    parser.add_argument(
-        "--policy",
-        metavar="LIST",
-        help=f"names, or all: {', '.join(POLICIES)} (default: {DEFAULT_POLICY})",
-    )
-    parser.add_argument("--scope", choices=SCOPES, default="global", help="default: global")
+    add_option(parser, "prefetch", names=PREFETCH_MODES, instead="all")
+    add_option(parser, "policy", names=POLICIES)
+    add_option(parser, "scope", default=DEFAULT_SCOPE)
     parser.add_argument(
         "--capacity",
         metavar="LIST",

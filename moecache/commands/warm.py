@@ -23,6 +23,7 @@ from rich.text import Text
 
 from moecache import prefault
 from moecache._prefault import advise_willneed, lock_pages
+from moecache.commands.arguments import add_option
 from moecache.commands.paths import find_files, map_file, open_experts
 from moecache.commands.residency import print_status
 from moecache.errors import ConfigError, StoreError
@@ -72,11 +73,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="only ask the kernel to read ahead, and do not wait for it",
     )
-    instead.add_argument(
-        "--lock",
-        action="store_true",
-        help="keep the pages in memory (mlock) until this command is interrupted",
-    )
+    add_option(instead, "lock", " until this command is interrupted", action="store_true")
     instead.add_argument(
         "--evict", action="store_true", help="drop the files from the page cache, for benchmarks"
     )

@@ -1,4 +1,4 @@
-"""Pre-fault: make a model's pages resident before the first request needs them."""
+"""Pre-fault: bring a model's pages into memory before the first request needs them."""
 
 from moecache._prefault import touch_pages
 from moecache.prefault.gate import Verdict, decide

@@ -24,10 +24,12 @@ class Extent:
     Parameters
     ----------
     address, nbytes : int
+        Where the range begins, and its length.
     descriptor : int
-        Open file behind it; NO_FILE; or OWN_MEMORY: private, and may be written.
+        The open file behind the range; NO_FILE; or OWN_MEMORY, private memory that may be
+        written.
     offset : int
-        Where in the file it begins.
+        Byte of the file at which the range begins.
     path : str
         The file's name; empty for anonymous memory.
     mapping : (int, int)
@@ -47,7 +49,7 @@ class Extent:
         return -(-self.nbytes // PAGE_SIZE)
 
     def part(self, start: int, nbytes: int) -> "Extent":
-        """Return `nbytes` of it from `start` on."""
+        """Return the part of `nbytes` bytes that begins at byte `start` of the extent."""
         return replace(
             self, address=self.address + start, nbytes=nbytes, offset=self.offset + start
         )
@@ -55,13 +57,13 @@ class Extent:
     def resident_pages(self) -> int | None:
         """Return how many pages are in memory now, or None if the kernel does not tell.
 
-        It does not of a file that this user neither owns nor may write: mincore
-        then claims all of them, cachestat refuses.
+        The kernel does not tell for a file that this user neither owns nor may write:
+        mincore then claims every page, and cachestat refuses.
         """
         try:
             if self.descriptor >= 0:
-                # Refused for a file of somebody else's; not known before Linux 6.5, to some file
-                # systems, and to filters of system calls that are older.
+                # cachestat refuses files of other users. Linux before 6.5, some file systems and
+                # older filters of system calls do not know it.
                 with contextlib.suppress(OSError):
                     return int(cached_pages(self.descriptor, self.offset, self.nbytes))
                 owner = os.fstat(self.descriptor).st_uid == os.geteuid()
@@ -74,7 +76,7 @@ class Extent:
             return None
 
     def missing_bytes(self) -> int:
-        """Return how much of it is past the end of its file as that is now."""
+        """Return how many of its bytes lie past the present end of its file."""
         if self.descriptor < 0:
             return 0
         size = os.fstat(self.descriptor).st_size
@@ -82,7 +84,7 @@ class Extent:
         return min(self.nbytes, max(0, self.offset + self.nbytes - stop))
 
     def describe_failure(self, reason: str) -> str:
-        """Return a sentence with the file, where in it, and its size now."""
+        """Return a sentence that names the file, the place in it, and its size now."""
         if not self.path:
             return f"{self.nbytes} bytes at address {self.address:#x}: {reason}"
         where = f"{self.path}: {self.nbytes} bytes at byte {self.offset}"
@@ -93,13 +95,13 @@ class Extent:
 
 
 class ExtentFinder:
-    """Finds extents, and holds the files they refer to open until it is closed.
+    """Finds extents, and keeps their files open until it is closed.
 
     Parameters
     ----------
     own_mappings : bool
-        Give extents of mappings made here where a file can be opened, so that
-        what is done to them does not touch the caller's.
+        Map each file that can be opened once more, and give extents of that mapping, so
+        that a sweep does not touch the caller's mappings.
     """
 
     def __init__(self, *, own_mappings: bool) -> None:
@@ -114,7 +116,7 @@ class ExtentFinder:
             self._mappings = read_mappings()
         mappings = self._mappings
         if mappings is None:
-            # What is behind them could be a file, which a touch must not go past the end of.
+            # A file could be behind them, and a touch past its end would kill the process.
             return [Extent(*span, path="(no /proc: unknown)") for span in ranges], []
         extents: list[Extent] = []
         failures: list[str] = []
@@ -142,7 +144,7 @@ class ExtentFinder:
         return extents, failures
 
     def close(self) -> None:
-        """Close the files; the extents' descriptors and own mappings are gone then."""
+        """Close the files and own mappings; extents found here cannot be used any more."""
         for mapping in self._mapped.values():
             mapping.close()
         self._mapped = {}
@@ -170,7 +172,7 @@ class ExtentFinder:
                 return replace(extent, descriptor=NO_FILE)
             self._mapped[extent.descriptor] = mapped
         address, nbytes = address_of(mapped)
-        # A file that grew or shrank since the first extent: what is not covered stays as it is.
+        # The file grew or shrank since it was mapped: what is not covered stays as it is.
         if extent.offset + extent.nbytes > -(-nbytes // PAGE_SIZE) * PAGE_SIZE:
             return replace(extent, descriptor=NO_FILE)
         whole = (address, -(-nbytes // PAGE_SIZE) * PAGE_SIZE)

@@ -1,4 +1,4 @@
-"""The gate of a pre-fault: whether there is room for what would become resident."""
+"""The gate of a pre-fault: whether there is room for what a sweep would bring in."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,16 @@ GATES = ("fits", "fits-free", "always")
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether to sweep.
+    """The gate's decision.
 
     Parameters
     ----------
     run : bool
+        Whether to sweep.
     reason : str
         One of "empty", "off", "forced", "always", "room unknown", "too large", "fits".
     message : str
-        The same for people, with the figures.
+        The reason in words, with the figures.
     """
 
     run: bool
@@ -32,18 +33,21 @@ def decide(
 ) -> Verdict:
     """Decide whether to sweep. Pure: reads nothing.
 
-    In this order: nothing to sweep; mode "off"; mode "force"; gate "always";
-    room unknown; more than 80 % of the room; else it fits.
+    The first that applies decides: nothing to sweep (no); mode "off" (no); mode
+    "force" (yes); gate "always" (yes); room unknown (yes); more than 80 % of the
+    room (no); else it fits (yes).
 
     Parameters
     ----------
     num_bytes : int
-        What would become resident.
+        What a sweep would bring into memory.
     room_bytes : int or None
-        Memory to be had; None if unknown.
+        Memory of the kind that the gate compares with; `None` if unknown.
     mode : {"auto", "off", "force"}
         Also 0 for off and 1 for force. Anything else is a warning and "auto".
     gate : {"fits", "fits-free", "always"}
+        What `room_bytes` is: the machine's memory, or what of it is free; "always" does
+        not compare.
 
     Raises
     ------
@@ -55,7 +59,7 @@ def decide(
     mode = parse_prefault(mode, known=("auto", "off", "force"))
     size = format_bytes(num_bytes)
     if num_bytes == 0:
-        return Verdict(False, "empty", "there is nothing to make resident")
+        return Verdict(False, "empty", "there is nothing to bring into memory")
     if mode == "off":
         return Verdict(False, "off", "switched off")
     if mode == "force":
@@ -63,7 +67,7 @@ def decide(
     if gate == "always":
         return Verdict(True, "always", f"{size}, whatever the memory")
     if room_bytes is None:
-        return Verdict(True, "room unknown", f"{size}; how much memory there is is not known")
+        return Verdict(True, "room unknown", f"{size}; the size of the memory is unknown")
     share = f"{size} of {format_bytes(room_bytes)} {'free' if gate == 'fits-free' else 'memory'}"
     # Integers: exactly 80 % runs.
     if num_bytes * 5 > room_bytes * 4:

@@ -21,15 +21,17 @@ class Mapping:
     Parameters
     ----------
     start, stop : int
-        Addresses.
+        Addresses of the first byte and of the byte after the last.
     readable : bool
+        Whether the process may read there.
     offset : int
-        Where in the file `start` is.
+        Byte of the file that is at `start`.
     inode : int
         0 for anonymous memory.
     path : str
         Empty for anonymous memory.
     writable : bool
+        Whether the process may write there.
     """
 
     start: int
@@ -42,29 +44,29 @@ class Mapping:
 
     @property
     def anonymous(self) -> bool:
-        """Whether no file is behind it that could be cut short."""
-        # Shared memory without a name has one of the kernel's own.
+        """Whether the mapping has no file behind it that could be cut short."""
+        # The kernel gives a path of its own to shared memory that has no name.
         return self.inode == 0 or self.path == "/dev/zero (deleted)" or self.path[:5] == "/SYSV"
 
     def open_file(self) -> int:
-        """Return a descriptor of the file behind the mapping, or -1 if it cannot be had.
+        """Return a descriptor of the file behind the mapping, or -1 if there is none.
 
-        Only a regular file that is still found under its name: not a device, a
-        deleted file, or another one that took its place.
+        Opens only a regular file that is still found under its name: no device, no
+        deleted file, and no other file that took its place.
         """
         if self.anonymous:
             return -1
-        # What the kernel wrote as an escape may have been those four characters.
+        # The escape for a line feed may have been these four characters in the name itself.
         literal = self.path.replace("\n", "\\012")
         path = self.path if os.path.exists(self.path) else literal
         try:
-            # Before opening: that alone can do something to a device or a pipe.
+            # Checked before opening: to open a device or a pipe can have an effect already.
             if not stat.S_ISREG(os.stat(path).st_mode):
                 return -1
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError):
             return -1
-        # Not the device number: overlayfs and btrfs show two different ones.
+        # The inode alone: overlayfs and btrfs show two different device numbers.
         if os.fstat(descriptor).st_ino != self.inode:
             os.close(descriptor)
             return -1
@@ -72,17 +74,17 @@ class Mapping:
 
 
 def read_mappings(proc: Path = Path("/proc")) -> list[Mapping] | None:
-    """Return this process's mappings by address, or None where there is no such list."""
+    """Return this process's mappings by address, or None where the system has no such list."""
     try:
         lines = (proc / "self/maps").read_bytes().split(b"\n")[:-1]
     except OSError:
         return None
     mappings = []
     for line in lines:
-        # Not splitlines and split: a name may have a carriage return in it.
+        # Neither splitlines nor a bare split: a name may have a carriage return in it.
         span, flags, offset, _device, inode, *path = line.split(b" ", 5)
         start, _, stop = span.partition(b"-")
-        # The kernel writes a line feed in a name as an escape, and nothing else.
+        # A line feed is the only character of a name that the kernel writes as an escape.
         name = os.fsdecode(path[0].lstrip(b" ").replace(b"\\012", b"\n")) if path else ""
         mappings.append(
             Mapping(
@@ -123,7 +125,7 @@ def split(
 def is_mapped_in(address: int, nbytes: int) -> bool:
     """Return whether every page of a range is in this process's page table already.
 
-    False where the system does not tell. Costs nothing if the first page is not.
+    False where the system does not tell. Costs next to nothing if the first page is missing.
     """
     first, stop = address // PAGE_SIZE, -(-(address + nbytes) // PAGE_SIZE)
     try:

@@ -18,10 +18,11 @@ class Residency(NamedTuple):
     Parameters
     ----------
     num_bytes : int
-        Of its pages.
+        Bytes of the region's pages.
     resident_bytes : int
+        Those of them that are in memory.
     known : bool
-        False if the kernel does not tell: of files that this user neither owns
+        False if the kernel does not tell, as for files that this user neither owns
         nor may write.
     """
 
@@ -66,9 +67,9 @@ def residency(regions: Any) -> list[Residency]:
 def evict(regions: Any) -> int:
     """Drop the files behind regions from the page cache; return the bytes that stay.
 
-    For benchmarks. What other processes have mapped or locked stays, so does what
-    this process has touched of its mappings; what the kernel tells nothing of
-    counts as staying. Writes dirty pages out first.
+    For benchmarks. Writes dirty pages out first. Pages stay that another process has
+    mapped or locked, or that this process has touched in its mappings. Pages that the
+    kernel tells nothing about count as staying.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ def evict(regions: Any) -> int:
         for descriptor in {extent.descriptor for extent in extents if extent.descriptor >= 0}:
             os.fsync(descriptor)
         left = 0
-        # The kernel passes over pages that are on their way to a list just now.
+        # The kernel skips pages that it is just moving from one of its lists to another.
         for attempt in range(_EVICT_TRIES):
             time.sleep(attempt * _EVICT_PAUSE_S)
             for extent in extents:

@@ -1,4 +1,4 @@
-"""Regions: address ranges to be made resident, and what keeps them mapped."""
+"""Regions: address ranges to be brought into memory, and what keeps them mapped."""
 
 import operator
 from collections.abc import Iterable
@@ -16,6 +16,7 @@ class Region(tuple[int, int]):  # noqa: SLOT001 - a tuple subclass cannot have s
     Parameters
     ----------
     address, nbytes : int
+        Where the memory begins, and its length.
     owner : object
         What must stay alive for the address to be valid, such as an `mmap.mmap`.
     """
@@ -32,8 +33,8 @@ class Region(tuple[int, int]):  # noqa: SLOT001 - a tuple subclass cannot have s
 def merge(regions: Any) -> tuple[list[tuple[int, int]], list[object]]:
     """Return page-aligned ranges, each page once, and what keeps them mapped.
 
-    Ranges that meet are one. They come in the order in which their first region
-    was given: a checkpoint's first layer stays first, wherever it is mapped.
+    Ranges that touch or overlap become one. Ranges come in the order in which their
+    first regions were given: a checkpoint's first layer stays first, wherever it is mapped.
 
     Parameters
     ----------
@@ -65,7 +66,7 @@ def merge(regions: Any) -> tuple[list[tuple[int, int]], list[object]]:
 
 
 def listed(regions: Any) -> Iterable[Any]:
-    """Return regions as an iterable of them: one buffer is a region itself.
+    """Return the regions as an iterable; a single buffer is one region.
 
     Raises
     ------
@@ -80,13 +81,13 @@ def listed(regions: Any) -> Iterable[Any]:
 
 
 def _hold(number: int, thing: Any) -> HeldBuffer | None:
-    """Return a hold on memory, or None if `thing` is none."""
+    """Return a hold on the memory of `thing`, or None if `thing` is no buffer."""
     try:
         return HeldBuffer(thing)
     except TypeError:
         return None
     except (BufferError, ValueError) as error:
-        raise ConfigError(f"region {number} is no memory to be had: {error}") from error
+        raise ConfigError(f"region {number} cannot be held in place: {error}") from error
 
 
 def _parse_region(number: int, region: Any) -> tuple[int, int, object]:
@@ -107,5 +108,5 @@ def _parse_region(number: int, region: Any) -> tuple[int, int, object]:
             f"region {number} ends beyond the address space: address {address:#x}, {nbytes} bytes"
         )
     owner = getattr(region, "owner", None)
-    # Held, not only referred to: a mapping can be closed by whoever else has it.
+    # Held, not only referred to: other code that has the mapping could close it.
     return address, nbytes, _hold(number, owner) or owner

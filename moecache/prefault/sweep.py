@@ -1,4 +1,4 @@
-"""Sweeper: makes extents resident, with as many threads as pay."""
+"""Sweeper: brings extents into memory, with as many threads as pay."""
 
 import contextlib
 import errno
@@ -29,10 +29,10 @@ MAX_THREADS = 64
 _CALIBRATE_FROM_BYTES = 2**30
 _SAMPLE_BYTES = 4 * CHUNK_BYTES
 _DEFAULT_THREADS = 2
-# What comes while one is read waits for it, and for what the kernel reads ahead of it. Not less:
-# it is the size of a large folio.
+# A read that arrives while a chunk is read waits for it, and for what the kernel reads ahead of
+# it. Not smaller: a large folio has this size.
 YIELDING_CHUNK_BYTES = 2 * 2**20
-# More often would take the GIL from whoever waits for a read.
+# To poll more often would take the GIL from threads that wait for a read.
 _YIELD_POLL_S = 0.005
 _POLL_S = 0.1
 _REASONS = {
@@ -45,7 +45,7 @@ Progress = Callable[[int, int], object]
 
 
 class Sweeper:
-    """Makes address ranges resident, once; `close` it afterwards.
+    """Brings address ranges into memory, once; `close` it afterwards.
 
     Parameters
     ----------
@@ -56,16 +56,16 @@ class Sweeper:
     threads : int, optional
         By default found by a short calibration.
     keep_mapped : bool, default True
-        If false, files are swept through mappings of the sweeper's own that are
-        emptied as it goes: it fills the page cache alone.
+        If false, sweep files through the sweeper's own mappings, which are emptied on
+        the way: so only the page cache is filled.
     read_back : bool, default True
         Read chunks once more if their first read is slow, see `Sweep.run`.
     is_busy : callable () -> bool, optional
-        Whether somebody else reads. Then this sweeps with one thread, when the disk and a
-        processor are idle, in small chunks, and none of them while that is so; nothing is
-        read back.
+        Whether other reads are under way. If given, sweep with one thread, at idle
+        priority of disk and processor, in small chunks, begin none while it returns
+        True, and read nothing back.
     sweep : Sweep, optional
-        Counts what is done, and can cancel.
+        Counts what is done; can be cancelled.
 
     Raises
     ------
@@ -103,11 +103,11 @@ class Sweeper:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that can be swept; less than the ranges' if some are not there."""
+        """Bytes that can be swept: less than asked for if some are not mapped."""
         return _total(self._extents)
 
     def resident_bytes(self) -> int:
-        """Return the bytes in memory now, as far as the kernel tells."""
+        """Return how many bytes are in memory now, as far as the kernel tells."""
         pages = [(extent, extent.resident_pages()) for extent in self._extents]
         return sum(min(extent.nbytes, count * PAGE_SIZE) for extent, count in pages if count)
 
@@ -115,7 +115,7 @@ class Sweeper:
         """Return whether all is in memory, and in the page table if it has to be."""
         if self.failures or resident_bytes < self.total_bytes:
             return False
-        # Present may be the one page of zeros; and to populate what is there costs little.
+        # A page that is present may be the shared page of zeros; to populate it costs little.
         if any(extent.descriptor == OWN_MEMORY for extent in self._extents):
             return False
         if not self._keep_mapped or self.method == "read":
@@ -123,7 +123,7 @@ class Sweeper:
         return all(is_mapped_in(extent.address, extent.nbytes) for extent in self._extents)
 
     def run(self, progress: Progress | None = None, *, resident_bytes: int = 0) -> None:
-        """Sweep; what fails is described in `failures` afterwards.
+        """Sweep; afterwards `failures` describes what failed.
 
         Parameters
         ----------
@@ -131,10 +131,10 @@ class Sweeper:
             Called by this thread, some ten times a second and at the end. If it
             raises, the sweep ends.
         resident_bytes : int, default 0
-            What is in memory already.
+            How much of it is in memory already.
         """
-        # The whole mapping: advice for parts would split it, and there may be only 65,530. Not
-        # for memory without a file, where it would change how much of it is allocated.
+        # Advice for a part would split the mapping, and a process may have only 65,530: so for
+        # the whole mapping. Not for memory without a file: there it would allocate more of it.
         if self.method != "read":
             files = (extent.mapping for extent in self._extents if extent.path)
             for address, nbytes in dict.fromkeys(files):
@@ -147,7 +147,7 @@ class Sweeper:
 
         rest = self._extents
         if resident_bytes * 10 > total * 9:
-            # Page tables to be filled: no disk to learn about, nothing that arrives.
+            # Only page tables are left to fill: no disk to learn about, no data that arrives.
             self.threads = self.threads or _DEFAULT_THREADS
             self._read_back = False
         if self._is_busy is not None:
@@ -160,12 +160,12 @@ class Sweeper:
         tick()
 
     def close(self) -> None:
-        """Give back files and mappings; not before `run` has returned."""
+        """Give back files and mappings; call it only after `run` has returned."""
         self._extents = []
         self._finder.close()
 
     def _drop_unreadable(self) -> None:
-        """Leave out what has a file that cannot be read: a touch could kill the process."""
+        """Leave out extents whose file cannot be read: a touch could kill the process."""
         kept = []
         for extent in self._extents:
             if extent.descriptor < 0 and extent.path:
@@ -181,7 +181,7 @@ class Sweeper:
         if total < _CALIBRATE_FROM_BYTES:
             return rest
         rates: dict[int, float] = {}
-        # A single one only where more of them were slower: a disk that has to seek.
+        # A single thread is tried only where more were slower: a disk that has to seek.
         while rest and (threads := _next_to_try(rates)):
             sample, rest = _cut(rest, _SAMPLE_BYTES)
             start = time.perf_counter()
@@ -191,11 +191,11 @@ class Sweeper:
         return rest
 
     def _run_again(self, total: int, tick: Callable[[], None]) -> None:
-        """Sweep what was lost meanwhile of page cache that nobody maps.
+        """Sweep once more what the page cache has lost meanwhile.
 
-        Some systems take back what nobody maps although memory is free (DAMON; seen:
-        2 to 8 MiB of 4 GiB, once 26 MiB of one). Where more is gone there is too
-        little memory, and it would only go again.
+        Some systems take back pages that no process maps although memory is free (DAMON;
+        seen: 2 to 8 MiB of 4 GiB, once 26 MiB of one). Where more than an eighth is gone
+        memory is short, and the pages would only go again.
         """
         if self.failures or self.sweep.cancelled:
             return
@@ -204,7 +204,7 @@ class Sweeper:
             self._run_threads(lost, 1, tick)
 
     def _run_threads(self, extents: list[Extent], threads: int, tick: Callable[[], None]) -> None:
-        """Sweep extents, each thread a contiguous part; returns when all have stopped."""
+        """Sweep extents, a contiguous part per thread; return when all threads have stopped."""
         parts = _deal(extents, threads)
         self.num_threads = max(self.num_threads, len(parts))
         results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -216,7 +216,7 @@ class Sweeper:
             try:
                 sweep_part(part)
                 results.put(None)
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
                 results.put(error)
 
         try:
@@ -238,12 +238,12 @@ class Sweeper:
             self.sweep.cancel()
             raise
         finally:
-            # Not called in the main thread: there Ctrl-C would make a join end too early.
+            # This is never the main thread, where Ctrl-C would make a join end too early.
             for worker in workers:
                 worker.join()
 
     def _sweep_yielding(self, part: list[Extent]) -> None:
-        """Sweep what is not in memory yet chunk by chunk, and none while somebody else reads."""
+        """Sweep chunks that are not in memory yet; begin none while others read."""
         read_when_idle()
         _run_when_idle()
         for extent in part:
@@ -257,9 +257,9 @@ class Sweeper:
                     self.sweep.skip(chunk.nbytes)
 
     def _is_wanted(self, chunk: Extent) -> bool:
-        """Wait until nobody else reads; return whether the chunk is missing, and not cancelled."""
+        """Wait while others read; return whether to sweep: missing, not cancelled."""
         assert self._is_busy is not None
-        # What others read meanwhile may be this very chunk.
+        # The others may read this very chunk meanwhile.
         while not self.sweep.cancelled and not (
             chunk.path and chunk.resident_pages() == chunk.num_pages
         ):
@@ -286,7 +286,7 @@ def check_method(method: str | None) -> str:
     Raises
     ------
     ConfigError
-        If it is unknown, or not to be had on this kernel.
+        If it is unknown, or this kernel lacks it.
     """
     if method is None:
         return "populate" if can_populate() else "read"
@@ -327,7 +327,7 @@ def _next(
 
 
 def _next_to_try(rates: dict[int, float]) -> int:
-    """Return with how many threads to sweep the next sample, 0 if enough was tried."""
+    """Return the number of threads for the next sample, 0 if enough were tried."""
     if len(rates) < 2:
         return 4 if rates else 2
     return 1 if 1 not in rates and rates[4] < rates[2] else 0
@@ -359,7 +359,7 @@ def _lost_parts(extent: Extent) -> list[Extent]:
 
 
 def _cut(extents: list[Extent], nbytes: int) -> tuple[list[Extent], list[Extent]]:
-    """Return what makes up the first `nbytes`, and the rest."""
+    """Return the first `nbytes` of the extents, and the rest."""
     head: list[Extent] = []
     for index, extent in enumerate(extents):
         if extent.nbytes > nbytes:
@@ -372,7 +372,7 @@ def _cut(extents: list[Extent], nbytes: int) -> tuple[list[Extent], list[Extent]
 
 
 def _deal(extents: list[Extent], threads: int) -> list[list[Extent]]:
-    """Return at most `threads` contiguous parts of whole chunks, equal but for one chunk."""
+    """Return at most `threads` contiguous parts, in whole chunks, equal to within a chunk."""
     share = -(-_total(extents) // threads)
     share = -(-share // CHUNK_BYTES) * CHUNK_BYTES
     parts = []

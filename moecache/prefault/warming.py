@@ -1,4 +1,4 @@
-"""Pre-fault: make a model's pages resident before the first request needs them."""
+"""Pre-fault: bring a model's pages into memory before the first request needs them."""
 
 import logging
 import os
@@ -25,14 +25,14 @@ _POLL_S = 0.1
 
 
 class Done(NamedTuple):
-    """How far a sweep is."""
+    """How far a sweep has come."""
 
     done_bytes: int
     total_bytes: int
 
     @property
     def fraction(self) -> float:
-        """From 0 to 1."""
+        """The share that is done, from 0 to 1."""
         return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
 
 
@@ -45,12 +45,12 @@ class PrefaultReport:
     ran : bool
         Whether any page was swept.
     reason : str
-        The verdict's; "resident" if all was there already; "cancelled".
+        The reason of the verdict; "resident" if all was in memory already; "cancelled".
     num_bytes, num_pages : int
-        What was asked for: page-aligned, each page once.
+        What was asked for, in whole pages, each page once.
     already_resident_bytes : int
         What was in memory before (cachestat, mincore). 0 for files that this
-        user neither owns nor may write, of which the kernel does not tell.
+        user neither owns nor may write: the kernel does not tell about those.
     done_bytes : int
         What was swept; less than `num_bytes` if cancelled.
     seconds : float
@@ -58,15 +58,17 @@ class PrefaultReport:
     gib_per_s : float
         `done_bytes` over `seconds`; 0.0 if it did not run.
     major_faults : int
-        Of the whole process, meanwhile.
+        Page faults of the whole process, meanwhile, that waited for a disk.
     read_back_bytes : int
         What was read once more after it had arrived: in a virtual machine whose
         host takes back what is freed, the first access to a page costs
-        microseconds although it is resident.
+        microseconds although the page is in memory.
     num_threads : int
-        The most that were used at once.
+        The largest number of threads that swept at once.
     method : str
+        "populate", "read" or "touch"; empty if the gate refused.
     message : str
+        The reason in words.
     """
 
     ran: bool
@@ -98,11 +100,11 @@ class PrefaultReport:
 
 
 class BackgroundSweep:
-    """A sweep that goes on by itself: wait for it, cancel it, or ask how far it is.
+    """A sweep in the background: wait for it, cancel it, or ask how far it has come.
 
-    Made by `warm(..., background=True)`. Holds what it sweeps mapped until it
-    ends. A context manager: leaving the block cancels. Without a reference it goes
-    on by itself; what goes wrong is logged as a warning.
+    Made by `warm(..., background=True)`. It keeps what it sweeps mapped until it
+    ends, and goes on if no reference to it is left. A failure is logged as a warning.
+    It is a context manager: leaving the block cancels.
     """
 
     def __init__(self, job: "_Job") -> None:
@@ -116,35 +118,35 @@ class BackgroundSweep:
 
     @property
     def progress(self) -> Done:
-        """How far it is."""
+        """How far the sweep has come."""
         return self._job.progress()
 
     def yield_to(self, is_busy: Callable[[], bool]) -> None:
-        """Begin no chunk from now on while `is_busy()`; nothing, if begun without `yielding`.
+        """Begin no chunk while `is_busy()`, from now on; no effect without `yielding`.
 
         Parameters
         ----------
         is_busy : callable () -> bool
-            Whether somebody else reads. Asked by the sweep's own thread, before each
-            chunk and every five milliseconds of a pause; what it raises ends the sweep.
+            Whether other reads are under way. The sweep's own thread calls it before each
+            chunk, and every five milliseconds of a pause; what it raises ends the sweep.
         """
         self._job.is_busy = is_busy
 
     @property
     def done(self) -> bool:
-        """Whether it has ended: with a report, cancelled, or with an error."""
-        # Not whether the thread is alive: a join that Ctrl-C interrupts makes Python forget it.
+        """Whether the sweep has ended: complete, cancelled, or with an error."""
+        # Not `is_alive`: after a join that Ctrl-C interrupts, Python takes the thread for dead.
         return self._job.ended
 
     def wait(self, timeout: float | None = None) -> PrefaultReport:
-        """Return the report when it has ended.
+        """Wait until the sweep has ended, and return the report.
 
         Raises
         ------
         TimeoutError
-            If it has not after `timeout` seconds; it goes on.
+            If it has not ended after `timeout` seconds; the sweep goes on.
         StoreError
-            If a part could not be made resident. All other parts are.
+            If a part could not be brought into memory. All other parts were.
         MoeCacheError
             In a forked child: the threads are the parent's.
         """
@@ -153,19 +155,19 @@ class BackgroundSweep:
         return self._job.result()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait, and return whether it has ended; raises nothing of what went wrong."""
+        """Wait, and return whether the sweep has ended; an error of the sweep is not raised."""
         if os.getpid() != self._process and not self.done:
             raise MoeCacheError("the sweep was started by the parent process; start one here")
         return self._job.join(timeout)
 
     def cancel(self, timeout: float | None = None) -> bool:
-        """Stop it before its next chunk; return whether it has stopped.
+        """Stop the sweep before its next chunk; return whether it has stopped.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for that; by default as long as it takes. A read from a
-            disk that hangs does not end.
+            Seconds to wait until it has stopped; by default as long as it takes, which
+            is for ever if the disk hangs.
         """
         self._job.sweep.cancel()
         if os.getpid() != self._process or threading.current_thread() is self._thread:
@@ -225,72 +227,75 @@ def warm(
     yielding: bool = False,
     room_bytes: int | str | None = None,
 ) -> PrefaultReport | BackgroundSweep:
-    """Make every page of some mapped memory resident, so that no later access waits for it.
+    """Bring every page of some mapped memory into memory, so that no later access waits.
 
     Blocks until the disk has served what was missing, unless `background`. Other
     Python threads keep running. A file that is cut short before or during the
-    sweep is an error, not a SIGBUS; one that is cut short later still kills
-    whoever touches the mapping.
+    sweep is an error, not a SIGBUS; after one that is cut short later, an access to
+    the mapping still kills the process.
 
     Parameters
     ----------
     regions : iterable of (address, nbytes) pairs or buffers, or one buffer
-        What to make resident: a store's `regions()`, arrays, `mmap.mmap`
-        objects. Pairs of bare integers must stay mapped until the sweep ends.
+        What to bring into memory: a store's `regions()`, arrays, `mmap.mmap`
+        objects. Memory given by bare integers must stay mapped until the sweep ends.
     mode : {"auto", "off", "force"}, default "auto"
-        "auto" asks the gate, "force" does not.
+        "auto" asks the gate; "off" sweeps nothing; "force" sweeps without asking.
     gate : {"fits", "fits-free", "always"}, default "fits"
-        Room is the memory of the machine or its cgroup; what of that is free
-        now; or not asked for. More than 80 % of it is not swept.
+        More than 80 % of the room is not swept. "fits": the room is the memory of the
+        machine or its cgroup. "fits-free": what of that is free now. "always": sweep
+        whatever the room.
     threads : int, optional
-        By default found by a short calibration.
+        Threads that read; by default found by a short calibration.
     background : bool, default False
         Return at once with a `BackgroundSweep`.
     progress : callable (done_bytes, total_bytes), optional
-        Called some ten times a second, by the sweep's own thread. What it raises
+        Called by the sweep's own thread some ten times a second. What it raises
         ends the sweep.
     method : {"populate", "read", "touch"}, optional
-        MADV_POPULATE_READ (Linux 5.14), else pread of the file behind the
-        memory. "touch" reads a byte of every page through the mapping: if the
+        How pages are read. "populate": by MADV_POPULATE_READ, the default where the
+        kernel has it (Linux 5.14). "read": by pread of the file behind the memory, the
+        default elsewhere. "touch": a byte of every page through the mapping; if the
         file is cut short meanwhile, the process dies.
     keep_mapped : bool, default True
         Whether the pages stay in this process's page table, and count as its
-        memory. If not, they are only brought into the page cache, as far as the
-        file behind them can be opened under its name.
+        memory. If not, they are only brought into the page cache, where the file
+        behind them can be opened under its name.
     read_back : bool, default True
         In a virtual machine whose host takes back what is freed, the first access to
-        a page costs microseconds although it is resident. Where samples show that,
-        read what has arrived once more, so that it is not the request that pays.
+        a page costs microseconds although the page is in memory. Where samples show
+        that, read what has arrived once more, so that no request pays for it.
     yielding : bool, default False
-        Sweep with one thread, when the disk and a processor are idle, in chunks of 2 MiB,
-        and none of them while `BackgroundSweep.yield_to` says that somebody else reads.
-        Nothing is read back.
+        Sweep with one thread, at idle priority of disk and processor, in chunks of
+        2 MiB; begin none while `BackgroundSweep.yield_to` says that others read, and
+        read nothing back.
     room_bytes : int or str, optional
-        Bytes, or "4GiB", instead of what the gate would ask the machine for.
+        The room, in bytes or as "4GiB"; by default the gate asks the machine.
 
     Returns
     -------
     PrefaultReport or BackgroundSweep
+        The latter with `background`.
 
     Raises
     ------
     ConfigError
         If an argument cannot be used.
     StoreError
-        If a part could not be made resident, say because its file was cut
-        short. All other parts are.
+        If a part could not be brought into memory, say because its file was cut
+        short. All other parts were.
 
     Notes
     -----
-    Private memory without a file, such as arrays, gets pages of its own, whatever
-    the method: zeros where nothing was written yet; what was written stays.
+    Private memory without a file, such as an array, gets pages of its own by any
+    method. Its contents stay: zeros where nothing was written yet.
     """
     ranges, owners = merge(regions)
     if progress is not None and not callable(progress):
         raise ConfigError(f"progress must be callable, got {progress!r}")
     method, threads = check_method(method), check_threads(threads)
     num_bytes = sum(nbytes for _, nbytes in ranges)
-    # Asked only if it matters: with mode "off" nothing is read at all.
+    # The machine is asked only if its room matters: with mode "off" nothing is read at all.
     verdict = decide(num_bytes, None, mode=mode, gate=gate)
     if verdict.reason == "room unknown":
         room = _room(gate) if room_bytes is None else parse_bytes(room_bytes)
@@ -309,14 +314,14 @@ def warm(
         },
         yielding=yielding,
     )
-    # In the foreground too in a thread of its own: Ctrl-C never comes between it and its workers.
+    # The foreground has a thread of its own, too: Ctrl-C never comes between it and its workers.
     job.level = logging.WARNING if background else logging.DEBUG
     if background:
         return BackgroundSweep(job)
     try:
         return BackgroundSweep(job).wait()
     except KeyboardInterrupt:
-        # It holds what it uses: a read that hangs need not be waited for.
+        # The job holds what it uses: so nothing has to wait for a read that hangs.
         job.sweep.cancel()
         job.join(_INTERRUPT_TIMEOUT_S)
         raise
@@ -353,7 +358,7 @@ class _Job:
         self._traceback: TracebackType | None = None
 
     def run(self) -> None:
-        """Do it; never raises: `result` does. A failure is logged at `level`."""
+        """Sweep, and log a failure at `level`; never raises, `result` does."""
         try:
             self._report = self._run()
             logger.info("prefault.ended %s", self._report.describe())
@@ -369,8 +374,8 @@ class _Job:
     def join(self, timeout: float | None) -> bool:
         """Wait for the end, at most `timeout` seconds; return whether it has come.
 
-        Not an Event: Ctrl-C inside of one may leave it locked for ever. Polls, as a
-        signal just before a lock is waited for does not end that wait.
+        Not an Event: Ctrl-C inside one may leave it locked for ever. This polls: a signal
+        that arrives just before the wait for a lock does not end that wait.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self.ended and (left := until - time.monotonic()) > 0:
@@ -379,21 +384,21 @@ class _Job:
         return self.ended
 
     def progress(self) -> Done:
-        """Return how far it is; all of it if all was there."""
+        """Return how far the sweep has come; all of it if all was in memory before."""
         resident = self._report is not None and self._report.reason == "resident"
         done = self.num_bytes if resident else min(self.sweep.done_bytes, self.num_bytes)
         return Done(done, self.num_bytes)
 
     def result(self) -> PrefaultReport:
-        """Return the report or raise what went wrong."""
+        """Return the report, or raise the error of the sweep."""
         if self._error is not None:
-            # As it was first raised: each raise would lengthen it.
+            # With the traceback of the first raise: each raise would lengthen it.
             raise self._error.with_traceback(self._traceback)
         assert self._report is not None
         return self._report
 
     def _ask(self) -> bool:
-        # Who is asked may be told only when the sweep has begun.
+        # Looked up each time: `yield_to` may come when the sweep has begun.
         return self.is_busy()
 
     def _run(self) -> PrefaultReport:
@@ -437,7 +442,7 @@ class _Job:
 
 
 def _never() -> bool:
-    """Nobody else reads."""
+    """Return False: no other reads are known of."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""Slots on a GPU for `moecache.open`: how many fit, and what to do when they do not."""
+"""Slots on a GPU for `moecache.open`: how many fit, and fewer where they do not."""
 
 import logging
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def usable_bytes(device: Device, num_bytes: int) -> int:
-    """Return as much of a budget as whole allocations of the device make."""
+    """Return the part of a budget that whole allocations of the device can use."""
     whole = num_bytes // device.allocation_bytes * device.allocation_bytes
     return whole if whole > 0 else num_bytes
 
@@ -22,12 +22,21 @@ def usable_bytes(device: Device, num_bytes: int) -> int:
 def most_on_gpu(
     device: Device, layout: ExpertLayout, capacity: int, staging: int, most: int | None = None
 ) -> tuple[int, int]:
-    """Return the slots that a GPU has room for, with and without those for staging.
+    """Return how many slots a GPU has room for: the cache's, and those for staging.
+
+    Parameters
+    ----------
+    device : Device
+    layout : ExpertLayout
+    capacity, staging : int
+        Slots that are wanted.
+    most : int, optional
+        Slots that there is room for in all; by default the device is asked.
 
     Raises
     ------
     CapacityError
-        If not even one fits.
+        If not even one fits beside one for staging.
     """
     slot_bytes = CudaSlots.bytes_per_slot(layout)
     free = device.free_bytes()
@@ -47,7 +56,7 @@ def most_on_gpu(
 def make_slots(
     device: Device, layout: ExpertLayout, capacity: int, staging: int
 ) -> tuple[CudaSlots, int]:
-    """Return slots and their number without those for staging: fewer, if not all of them fit.
+    """Return the slots, and the number of them for the cache: fewer than asked if need be.
 
     Other programs may have taken memory since the free bytes were counted.
 
@@ -77,11 +86,11 @@ def make_slots(
 
 
 def register_experts(pool: CudaSlots, store: ExpertStore) -> bool:
-    """Pin a store's mapped experts; where the system refuses, say so, and return False."""
+    """Pin a store's mapped experts; return False, with a warning, if the system refuses."""
     try:
         num_bytes = pool.register(store.regions())
     except (MoeCacheError, MemoryError) as error:
-        logger.warning("cuda.not_registered they go through buffers: %s", error)
+        logger.warning("cuda.not_registered experts go through buffers: %s", error)
         return False
     logger.info("cuda.registered bytes=%s", format_bytes(num_bytes))
     return True

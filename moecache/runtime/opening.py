@@ -23,19 +23,19 @@ from moecache.stores import SafetensorsStore, open_store
 
 logger = logging.getLogger(__name__)
 
-# Without io_uring there are as many direct reads in flight as threads.
+# Without io_uring each direct read in flight takes a thread.
 DIRECT_THREADS = 8
 
 
 def open_store_of(plan: Decisions) -> SafetensorsStore:
-    """Open the checkpoint as the plan reads it."""
+    """Open the checkpoint in the way that the plan reads it."""
     options = plan.options
     mapped = plan.read == "mmap"
     return open_store(plan.path, top_k=options.top_k, mapped=mapped, layers=options.layers)
 
 
 def open_with(plan: Decisions, store: SafetensorsStore) -> ExpertRuntime:
-    """Return a runtime that does what was planned; it has the store then, or the store is closed.
+    """Return a runtime that does what was planned; it owns the store. On an error, close the store.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def open_with(plan: Decisions, store: SafetensorsStore) -> ExpertRuntime:
     with contextlib.ExitStack() as undo:
         undo.callback(store.close)
         if plan.record_trace.origin == "argument":
-            # Not with the package: a runtime that records nothing needs none of it.
+            # Imported here: a runtime that records nothing does not need it.
             from moecache.traces.recording import check_recordable
 
             check_recordable(plan.record_trace.value)
@@ -102,10 +102,10 @@ def open_with(plan: Decisions, store: SafetensorsStore) -> ExpertRuntime:
 def _make_pool(
     plan: Decisions, store: SafetensorsStore, undo: contextlib.ExitStack
 ) -> tuple[SlotPool, int, str]:
-    """Return the slots, how many are the cache's, and how experts are read into them."""
+    """Return the slots, the number of them for the cache, and the way experts are read."""
     staging, way = plan.staging_slots, plan.read
     if plan.gpu is None:
-        # What is free may have changed since it was planned.
+        # The free memory may have changed since the plan was made.
         buffers = min(plan.buffer_bytes, plan.layout.total_bytes)
         check_fits(plan.slots_bytes, plan.staging_bytes + buffers)
         pool = HostSlots(plan.layout, plan.capacity + staging, dtype=plan.options.dtype)
@@ -128,7 +128,7 @@ def _measure_disk(
     path: str | os.PathLike[str] | None,
     profile: Profile | None,
 ) -> DiskSpeed | None:
-    """Tune the reader to the disk: to what was measured before, or is measured now."""
+    """Tune the reader to the disk, by an earlier measurement or a new one."""
     kept = None if profile is None else speed_of(profile.disks, store)
     if kept is not None and apply(kept, reader):
         return kept
@@ -139,14 +139,14 @@ def _measure_disk(
 
 
 def _start_recording(runtime: ExpertRuntime, plan: Decisions) -> None:
-    """Record the runtime's whole life, if an argument or the environment says so."""
+    """Record the routing of the runtime's whole life, if an option says so."""
     path, origin = plan.record_trace
     if path is None:
         return
     try:
         runtime.record_trace(path)
     except ConfigError as error:
-        # As of any setting: a mistake there does not stop a program.
+        # A mistake in the environment does not stop a program, whatever the setting.
         if origin == "argument":
             raise
         logger.warning("settings.malformed %s: %s", origin, error)
@@ -165,7 +165,7 @@ def _start_prefault(
             Region(*pair, getattr(pair, "owner", None))
             for pair in (store.regions() if file else ())
         ]
-        # Nothing is read into the slots yet: what they will take still counts as free.
+        # Nothing is in the slots yet: the memory that they will take still counts as free.
         room = free_host_bytes() * 4 // 5
         of_slots = [Region(*pair, getattr(pair, "owner", None)) for pair in pool.regions()]
         slots = _cut_to(of_slots, room)
@@ -179,7 +179,7 @@ def _start_prefault(
         sweep = warm(
             chosen + slots,
             mode="force" if mode == "force" else "auto",
-            gate="always",  # what fits was chosen above
+            gate="always",  # the regions chosen above fit
             background=True,
             progress=plan.options.progress,
             keep_mapped=False,
@@ -188,7 +188,7 @@ def _start_prefault(
         if waits:
             sweep.join()
     except (MoeCacheError, OSError, RuntimeError, ValueError, MemoryError, ImportError) as error:
-        # What cannot be warmed may still be read, or fails where it is needed.
+        # Pages that cannot be brought in may still be read later, or fail where they are needed.
         logger.warning("prefault.failed %s", str(error))
     except BaseException:
         if sweep is not None:

@@ -78,19 +78,18 @@ class Options:
         fits, else as "background". With direct reads the file is left alone. By
         default MOECACHE_PREFAULT, else "auto". It never makes `open` fail.
     progress : callable (done_bytes, total_bytes), optional
-        Called some ten times a second while that goes on.
+        Called some ten times a second while the pre-fault goes on.
     record_trace : str or Path, optional
-        Note what the router chooses, and write it there on `close`; see
-        `ExpertRuntime.record_trace`, which can be given more memory than the 256 MiB
-        that this notes at most (`max_bytes=`). By default MOECACHE_RECORD_TRACE, else
-        nothing is noted.
+        Where to write, on `close`, what the router chose: at most 256 MiB of it. See
+        `ExpertRuntime.record_trace`, which can be given more memory (`max_bytes=`). By
+        default MOECACHE_RECORD_TRACE, else nothing is recorded.
     warmpin : int or "auto", optional
-        Once `warmpin_after` accesses were counted, keep this many experts of each layer
-        for good: the most used of those that are there, the busiest layers' first, at
-        most half the cache. 0: none. "auto": as many as a token uses, unless everything
-        fits; none with the policies "echo" and "haz2". By default MOECACHE_WARMPIN, else
-        "auto".
+        Experts of each layer that are pinned, once, after `warmpin_after` accesses: the most
+        used ones that are resident then, the busiest layers' first, at most half the cache.
+        0: none. "auto": as many as a token uses, unless everything fits; none with the
+        policies "echo" and "haz2". By default MOECACHE_WARMPIN, else "auto".
     warmpin_after : int, optional
+        Accesses, hits and misses together, that are counted before `warmpin` pins; 0 and up.
         By default MOECACHE_WARMPIN_AFTER, else 512.
     register : {"off", "host"}, default "off"
         For slots on a GPU. "host": pin the mapped file's pages, all of it, so that experts are

@@ -163,7 +163,7 @@ class SimulatedDevice:
         if not self._is_awaited(seen):
             return bool(self._done)
         if not self._clock.skip() and self._is_awaited(seen):
-            raise MoeCacheError("nothing is under way, and a step waits for it: it would for ever")
+            raise MoeCacheError("a step waits, but nothing is under way: it would wait for ever")
         return bool(self._done)
 
     def take(self, done: list[tuple[Read, Exception | None]]) -> None:

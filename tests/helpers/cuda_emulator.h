@@ -2,7 +2,7 @@
 //
 // Each thread is a fiber, left only where it waits for others: at shuffles, barriers and sleeps.
 // Which warp goes on is drawn by lot, so that a missing barrier shows in some seed. A launch in
-// which nobody can go on ends with a message, as does one that a signal of the processor stops.
+// which no thread can go on ends with a message, as does one that a signal of the processor stops.
 #pragma once
 #define _GNU_SOURCE 1
 #include <math.h>

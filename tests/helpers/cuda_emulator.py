@@ -121,7 +121,7 @@ def _built(source: str, flags: list[str]) -> Path:
     folder = Path(tempfile.gettempdir()) / f"moecache-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise RuntimeError(f"{folder} belongs to somebody else; remove it")
+        raise RuntimeError(f"{folder} belongs to another user; remove it")
     library = folder / f"{key[:32]}.so"
     if library.exists():
         return library

@@ -47,12 +47,12 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def ends_at_guard(array: np.ndarray) -> np.ndarray:
-    """Return a copy whose last byte lies right before a page that nobody may touch."""
+    """Return a copy whose last byte lies right before a page where an access is an error."""
     return _guarded(array, at_end=True)
 
 
 def starts_at_guard(array: np.ndarray) -> np.ndarray:
-    """Return a copy whose first byte lies right behind a page that nobody may touch."""
+    """Return a copy whose first byte lies right behind a page where an access is an error."""
     return _guarded(array, at_end=False)
 
 

@@ -32,7 +32,7 @@ class FakeArray(np.ndarray):
 
 
 class DeadlockError(AssertionError):
-    """Somebody waits for what can never come."""
+    """A wait for what can never come."""
 
 
 class FakeDevice:
@@ -43,7 +43,7 @@ class FakeDevice:
     total_bytes : int
         Of memory.
     eager : bool, default True
-        Work is done as soon as it can be. Else it waits until somebody waits for it, or `run`.
+        Work is done as soon as it can be. Else it is done when the host waits for it, or by `run`.
     seed : int, default 0
         Of the order in which streams go on.
     max_pinned_bytes : int, optional
@@ -86,7 +86,7 @@ class FakeDevice:
         self._completed: dict[int, set[int]] = {}
         self._times: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
-        # As with CuPy's pool, what is given up is nobody else's before its stream is so far.
+        # As with CuPy's pool, what is freed is not handed out again before its stream is so far.
         self._kept: list[np.ndarray] = []
         self._capture: list[Callable[[], None]] | None = None
         self._current = threading.local()
@@ -154,7 +154,7 @@ class FakeDevice:
     # What a Device does.
 
     def free_bytes(self) -> int:
-        """Return the bytes that nobody has allocated."""
+        """Return the bytes that are not allocated."""
         return self.total_bytes - self._used_bytes
 
     def allocate(self, num_bytes: int) -> Memory:
@@ -173,7 +173,7 @@ class FakeDevice:
     def free(self, memory: Memory) -> None:
         """Give memory back; to use it later is an error of the test's."""
         assert memory.address in self._live, "freed twice"
-        # Arrays over it keep it, but nobody may rely on what is in it.
+        # Arrays over it keep it, but what is in it is undefined.
         self._live.pop(memory.address)[:] = RUBBISH
         memory.owner = None
         self._used_bytes -= -(-memory.nbytes // self.allocation_bytes) * self.allocation_bytes

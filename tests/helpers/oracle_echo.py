@@ -261,7 +261,7 @@ class OracleEchoCache(OracleLru):
         self.values.reset()
 
     def victim(self) -> int:
-        """Return who is worth least."""
+        """Return the key that is worth least."""
         found = self.values.victim(self.first + key for key in self.evictable())
         return found if found < 0 else found - self.first
 

@@ -49,7 +49,7 @@ class OracleForesight:
     def expect(
         self, layer: int, ids: Sequence[int], scores: Sequence[float] | None, min_likelihood: float
     ) -> list[int]:
-        """Note a prediction; return who is missing and likely enough."""
+        """Note a prediction; return the experts that are missing and likely enough."""
         guesses: list[tuple[int, int, bool]] = []
         wanted = []
         for index, expert in enumerate(ids):

@@ -1,4 +1,4 @@
-"""Plain-Python ARC and LeCaR: policies that learn from whom they evicted too early."""
+"""Plain-Python ARC and LeCaR: policies that learn from keys that they evicted too early."""
 
 import math
 from collections import Counter
@@ -27,7 +27,7 @@ class OracleArc(OracleLru):
         self.expected = self.returning = -1
 
     def expect(self, key: int) -> None:
-        """Note who is missed."""
+        """Note the key that is missed."""
         self.expected = key
 
     def step(self, mine: list[int], other: list[int]) -> float:
@@ -43,7 +43,7 @@ class OracleArc(OracleLru):
         return self.p
 
     def victim(self) -> int:
-        """Return whom REPLACE chooses, or from the other list if all of that one is blocked."""
+        """Return the key that REPLACE chooses; from the other list if that one is all blocked."""
         p = self.adapted(self.expected)
         t1, t2 = self.unblocked(self.t1), self.unblocked(self.t2)
         from_t1 = len(self.t1) > p or (len(self.t1) == p and self.expected in self.b2)
@@ -137,7 +137,7 @@ class OracleLecar(OracleLru):
         return float((bits ^ (bits >> 31)) >> 11) / 2**53
 
     def expect(self, key: int) -> None:
-        """Note who is missed."""
+        """Note the key that is missed."""
         self.expected = key
 
     def weight_after(self, key: int) -> float:
@@ -155,7 +155,7 @@ class OracleLecar(OracleLru):
         return lru
 
     def victim(self) -> int:
-        """Return whom the expert that was drawn names."""
+        """Return the key that the drawn expert names."""
         free = self.evictable()
         if not free:
             return -1

@@ -37,7 +37,7 @@ class OracleLru:
         return True
 
     def admit(self, key: int) -> int:
-        """Put the key in and return who left, or -1."""
+        """Put the key in and return the key that left, or -1."""
         evicted = -1
         if key in self:
             self.access(key)
@@ -74,7 +74,7 @@ class OracleLru:
         self.held.clear()
 
     def full(self) -> bool:
-        """Return whether somebody must leave before a key is inserted."""
+        """Return whether a key must leave before another is inserted."""
         return len(self) == self.capacity
 
     def evictable(self) -> list[int]:
@@ -86,7 +86,7 @@ class OracleLru:
         return [k for k in reversed(newest_first) if k not in self.pinned | self.held]
 
     def begin_step(self, layer: int, rows: npt.ArrayLike = ()) -> None:
-        """Note that a layer is visited, and by whom."""
+        """Note that a layer is visited, and by which experts."""
 
     def begin_sequence(self) -> None:
         """Note that the next tokens do not continue the last ones."""
@@ -95,7 +95,7 @@ class OracleLru:
         """Note which key the next victim is to make room for."""
 
     def victim(self) -> int:
-        """Return who leaves next, or -1."""
+        """Return the key that leaves next, or -1."""
         return next(iter(self.evictable()), -1)
 
     def access(self, key: int) -> None:

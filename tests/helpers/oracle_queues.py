@@ -76,7 +76,7 @@ class OracleSieve(OracleFifo):
         self.visited.discard(key)
 
     def newer(self, key: int) -> int | None:
-        """Return who came after the key."""
+        """Return the key that came after this one."""
         index = self.queue.index(key) + 1
         return self.queue[index] if index < len(self.queue) else None
 
@@ -102,7 +102,7 @@ class OracleS3Fifo(OracleLru):
         self.named = -1
 
     def expect(self, key: int) -> None:
-        """Note who is missed."""
+        """Note the key that is missed."""
         self.expected = key
 
     def meet(self, key: int) -> None:
@@ -112,7 +112,7 @@ class OracleS3Fifo(OracleLru):
             self.returning = key
 
     def victim(self) -> int:
-        """Return who leaves next; the same again as long as nothing changes."""
+        """Return the key that leaves next; the same one as long as nothing changes."""
         if self.named < 0 or self.named in self.pinned | self.held:
             searches = [self.search_main, self.search_small, self.search_main]
             if len(self.small) >= self.room_small:
@@ -196,7 +196,7 @@ class OracleWTinyLfu(OracleLru):
         self.__init__(capacity)  # type: ignore[misc]
 
     def victim(self) -> int:
-        """Return who loses between the window and the rest."""
+        """Return the key that loses between the window and the rest."""
         free = {
             name: [key for key in keys if key not in self.pinned | self.held]
             for name, keys in vars(self).items()
@@ -242,7 +242,7 @@ class OracleWTinyLfu(OracleLru):
         self.evicted = False
 
     def evict(self, key: int) -> None:
-        """Take out the victim; who won against it takes its place."""
+        """Take out the victim; the key that won against it takes its place."""
         self.remove(key)
         self.evicted = True
         if self.winner >= 0:

@@ -118,7 +118,7 @@ class OracleCache:
     def claim(
         self, layer: int, expert: int, *, evict: bool = True, foreseen: bool = True
     ) -> OracleSlot | None:
-        """Start a prefetch, if there is room or somebody is worth less."""
+        """Start a prefetch, if there is room or another expert is worth less."""
         part = self._part(layer)
         if (layer, expert) in self.slots:
             return None

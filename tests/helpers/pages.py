@@ -42,7 +42,7 @@ def write_cold(path: Path, nbytes: int, seed: int = 0) -> Path:
 
 
 def evict(path: Path) -> None:
-    """Drop a file that nobody maps from the page cache; skip where that does not work."""
+    """Drop a file that no process maps from the page cache; skip where that does not work."""
     with path.open("rb") as file:
         for _ in range(20):
             os.fsync(file.fileno())
@@ -107,8 +107,8 @@ def num_descriptors() -> int:
 def assert_resident_after(sweep: Callable[[], object], look: Callable[[], bool]) -> None:
     """Sweep and look, again if pages have left in between: nothing promises that they stay.
 
-    Some systems take back what nobody maps although memory is free. What a sweep leaves out
-    it leaves out each time.
+    Some systems take back pages that no process maps although memory is free. Pages that a
+    sweep leaves out are left out each time.
     """
     for _ in range(10):
         sweep()

@@ -162,7 +162,7 @@ class Hole:
         self._ioctl(0x8010AA02, self._address, self._nbytes)  # UFFDIO_WAKE
 
     def close(self) -> None:
-        """Give back the descriptor. The memory stays: somebody may still write to it."""
+        """Give back the descriptor. The memory stays: the kernel may still write to it."""
         os.close(self.descriptor)
 
     def _ioctl(self, request: int, *words: int) -> None:

@@ -144,7 +144,7 @@ def stack_hits(asked: list[tuple[int, ...]], capacity: int) -> int:
 
 
 class ScriptedLru:
-    """LRU as somebody would write it for a replay."""
+    """LRU as a user would write it for a replay."""
 
     def __init__(self, capacity: int, *, num_keys: int) -> None:
         self.recent: OrderedDict[int, None] = OrderedDict()

@@ -1,0 +1,71 @@
+/* Matrices and activations as the kernels take them, and the tables of a level's functions. */
+#ifndef MOECACHE_MATRIX_H
+#define MOECACHE_MATRIX_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Rows that a tile has, and rows that lie interleaved in the compute form. */
+#define MC_TILE 16
+/* Columns that share a scale. */
+#define MC_BLOCK 32
+
+enum { MC_F32, MC_F16, MC_BF16, MC_Q8_0, MC_Q4_0, MC_NUM_FORMATS };
+enum { MC_X_F32, MC_X_BF16, MC_NUM_INPUTS };
+
+/* A weight matrix [rows, columns]. Formats of blocks lie in their compute form: groups of 16 rows,
+ * in each for every 32 columns 16 scales (fp16), then the values of 16 rows (see `_form.h`). */
+typedef struct {
+    const uint8_t *data;
+    int64_t rows, columns;
+    int64_t row_bytes; /* from a row to the next; of formats of blocks, from a group to the next */
+    int format;
+} mc_matrix;
+
+/* Writes the products of rows [row, row + 16) with `num` inputs: out[i * 16 + r], fp32.
+ * Rows beyond the matrix have any value. An input is `columns` numbers. */
+typedef void (*mc_tile)(
+    const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out);
+
+typedef struct {
+    const char *name;
+    mc_tile tiles[MC_NUM_INPUTS][MC_NUM_FORMATS]; /* NULL: inputs are converted to fp32 first */
+} mc_level;
+
+static inline float mc_bits_to_float(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint32_t mc_float_to_bits(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static inline float mc_bf16_to_float(uint16_t bits) { return mc_bits_to_float((uint32_t)bits << 16); }
+
+/* To the nearest, ties to even; a NaN stays one. */
+static inline uint16_t mc_float_to_bf16(float value)
+{
+    uint32_t bits = mc_float_to_bits(value);
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Exact, as every fp16 is an fp32; denormals by a product with 2^112. */
+static inline float mc_f16_to_float(uint16_t bits)
+{
+    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = (uint32_t)(bits & 0x7fff) << 13;
+    float value = mc_bits_to_float(rest) * 0x1p112f;
+    if (rest >= 0x0f800000) /* infinities and NaN */
+        value = mc_bits_to_float(rest + 0x70000000);
+    return mc_bits_to_float(mc_float_to_bits(value) | sign);
+}
+
+#endif

@@ -41,19 +41,27 @@ INLINE vf LEVEL(halves)(vh raw)
 #endif
 }
 
-/* LANES columns of a row as fp32; `num` of them are there, the others are zero. */
-INLINE vf LEVEL(load)(const uint8_t *at, int64_t num, int format)
+/* LANES columns of a row as fp32. */
+INLINE vf LEVEL(load)(const uint8_t *at, int format)
 {
     if (format == MC_F32) {
-        vf values = {0};
-        memcpy(&values, at, num == LANES ? sizeof values : (size_t)num * 4);
+        vf values;
+        memcpy(&values, at, sizeof values);
         return values;
     }
-    vh raw = {0};
-    memcpy(&raw, at, num == LANES ? sizeof raw : (size_t)num * 2);
+    vh raw;
+    memcpy(&raw, at, sizeof raw);
     if (format == MC_F16)
         return LEVEL(halves)(raw);
     return (vf)(__builtin_convertvector(raw, vu) << 16);
+}
+
+/* The last `num` columns of a row; the others are zero. */
+INLINE vf LEVEL(load_tail)(const uint8_t *at, int64_t num, int format)
+{
+    uint8_t whole[LANES * 4] = {0};
+    memcpy(whole, at, (size_t)(num * (format == MC_F32 ? 4 : 2)));
+    return LEVEL(load)(whole, format);
 }
 
 /* The sum of a register's lanes, by halves. */
@@ -74,17 +82,22 @@ INLINE void LEVEL(block)(
 {
     int64_t bytes = format == MC_F32 ? 4 : 2, k = 0;
     vf sums[4][TOKENS] = {{{0}}};
-    for (; k < columns; k += LANES) {
-        int64_t left = columns - k < LANES ? columns - k : LANES;
-        vf values[4];
-        for (int r = 0; r < 4; r++)
-            values[r] = LEVEL(load)(rows[r] + k * bytes, left, format);
-        for (int t = 0; t < num; t++) {
-            vf input = LEVEL(load)(inputs[t] + k * 4, left, MC_F32);
-            for (int r = 0; r < 4; r++)
-                sums[r][t] = LEVEL(fma)(values[r], input, sums[r][t]);
-        }
+#define STEP(LOAD, ...)                                                        \
+    {                                                                          \
+        vf values[4];                                                          \
+        for (int r = 0; r < 4; r++)                                            \
+            values[r] = LOAD(rows[r] + k * bytes, ##__VA_ARGS__, format);      \
+        for (int t = 0; t < num; t++) {                                        \
+            vf input = LOAD(inputs[t] + k * 4, ##__VA_ARGS__, MC_F32);         \
+            for (int r = 0; r < 4; r++)                                        \
+                sums[r][t] = LEVEL(fma)(values[r], input, sums[r][t]);         \
+        }                                                                      \
     }
+    for (; k + LANES <= columns; k += LANES)
+        STEP(LEVEL(load))
+    if (k < columns)
+        STEP(LEVEL(load_tail), columns - k)
+#undef STEP
     for (int t = 0; t < num; t++)
         for (int r = 0; r < 4; r++)
             out[t * MC_TILE + r] = LEVEL(total)(sums[r][t]);
@@ -155,8 +168,10 @@ INLINE vu LEVEL(by_rows)(vu lanes)
     vb bytes = (vb)lanes;
 #if LANES == 16
     return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0), PAIRS(16), PAIRS(32), PAIRS(48));
-#else
+#elif LANES == 8
     return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0), PAIRS(16));
+#else
+    return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0));
 #endif
 #undef PAIRS
 }
@@ -225,5 +240,152 @@ static void LEVEL(tile_q4_0)(
     LEVEL(blocked)(matrix, row, inputs, num, out, MC_Q4_0);
 }
 
-#define FP32_TILES \
-    {LEVEL(tile_f32), LEVEL(tile_f16), LEVEL(tile_bf16), LEVEL(tile_q8_0), LEVEL(tile_q4_0)}
+/* e^x, within 2 units of the last place, and the same on every level: nothing is fused here.
+ * Polynomial of degree 6 (Cody and Waite's reduction by ln 2 in two parts). */
+INLINE vf LEVEL(exp)(vf x)
+{
+    vf high = LEVEL(all)(88.5f), low = LEVEL(all)(-87.0f);
+    vi is_nan = x != x, above = x > high, below = x < low;
+    vf y = (vf)((above & (vi)high) | (below & (vi)low) | (~(above | below | is_nan) & (vi)x));
+    vf turns = y * 1.44269504f;
+    /* To the nearest integer, by the sum with 1.5 * 2^23. */
+    vf n = (turns + 12582912.0f) - 12582912.0f;
+    vf r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+    vf value = 1.98756915e-4f - (vf){0};
+    value = value * r + 1.39819995e-3f;
+    value = value * r + 8.33345200e-3f;
+    value = value * r + 4.16657968e-2f;
+    value = value * r + 1.66666657e-1f;
+    value = value * r + 5.00000012e-1f;
+    value = (value * (r * r) + r) + 1.0f;
+    vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+    value = value * (vf)power;
+    vf infinite = LEVEL(all)(mc_bits_to_float(0x7f800000));
+    vi is_finite = ~(above | below | is_nan);
+    return (vf)((is_finite & (vi)value) | (above & (vi)infinite) | (is_nan & (vi)x));
+}
+
+INLINE vf LEVEL(act)(vf x, int activation)
+{
+    if (activation == MC_RELU || activation == MC_RELU2) {
+        vf kept = (vf)(~(vi)(x <= 0) & (vi)x);
+        return activation == MC_RELU ? kept : kept * kept;
+    }
+    if (activation == MC_GELU) {
+        float lanes[LANES];
+        memcpy(lanes, &x, sizeof x);
+        for (int i = 0; i < LANES; i++)
+            lanes[i] = 0.5f * lanes[i] * (1.0f + erff(lanes[i] * 0.70710678f));
+        memcpy(&x, lanes, sizeof x);
+        return x;
+    }
+    /* gelu by tanh is x * sigmoid(2 z), z the argument of tanh. */
+    vf z = x;
+    if (activation == MC_GELU_TANH)
+        z = (x + x * x * x * 0.044715f) * 1.5957691f;
+    return x / (1.0f + LEVEL(exp)(-z));
+}
+
+/* gate = act(gate) * up, or act(gate) if there is no up; `num` is a multiple of 16. */
+static void LEVEL(activate)(float *gate, const float *up, int64_t num, const mc_activation *how)
+{
+    for (int64_t i = 0; i < num; i += LANES) {
+        vf g, u = {0};
+        memcpy(&g, gate + i, sizeof g);
+        if (up)
+            memcpy(&u, up + i, sizeof u);
+        if (how->kind == MC_SWIGLU) {
+            /* Comparisons that a NaN passes through. */
+            vf limit = LEVEL(all)(how->limit);
+            vi over = g > limit, up_over = u > limit, up_below = u < -limit;
+            g = (vf)((over & (vi)limit) | (~over & (vi)g));
+            u = (vf)((up_over & (vi)limit) | (up_below & (vi)-limit)
+                     | (~(up_over | up_below) & (vi)u));
+            g = (g / (1.0f + LEVEL(exp)(-(g * how->alpha)))) * (u + 1.0f);
+        } else {
+            g = LEVEL(act)(g, how->kind);
+            if (up)
+                g = g * u;
+        }
+        memcpy(gate + i, &g, sizeof g);
+    }
+}
+
+typedef uint16_t LEVEL(v8) __attribute__((vector_size(16)));
+typedef uint8_t LEVEL(v16) __attribute__((vector_size(16)));
+
+/* The values of a block of 16 rows, Q8_0: of each 4 rows, pairs of columns are put side by side. */
+INLINE void LEVEL(form_q8_0)(const uint8_t *const *blocks, uint8_t *out)
+{
+    for (int r = 0; r < MC_TILE; r += 4)
+        for (int half = 0; half < 2; half++) {
+            LEVEL(v8) rows[4], two[4];
+            for (int i = 0; i < 4; i++)
+                memcpy(&rows[i], blocks[r + i] + 2 + 16 * half, 16);
+            for (int i = 0; i < 2; i++) {
+                two[i] = __builtin_shufflevector(rows[2 * i], rows[2 * i + 1],
+                                                 0, 8, 1, 9, 2, 10, 3, 11);
+                two[2 + i] = __builtin_shufflevector(rows[2 * i], rows[2 * i + 1],
+                                                     4, 12, 5, 13, 6, 14, 7, 15);
+            }
+            for (int i = 0; i < 2; i++) {
+                LEVEL(v8) low = __builtin_shufflevector(two[2 * i], two[2 * i + 1],
+                                                        0, 1, 8, 9, 2, 3, 10, 11);
+                LEVEL(v8) high = __builtin_shufflevector(two[2 * i], two[2 * i + 1],
+                                                         4, 5, 12, 13, 6, 7, 14, 15);
+                memcpy(out + (4 * half + 2 * i) * 64 + r * 4, &low, 16);
+                memcpy(out + (4 * half + 2 * i + 1) * 64 + r * 4, &high, 16);
+            }
+        }
+}
+
+/* Of Q4_0: a word has the even columns of 8, the next one the odd ones. */
+INLINE void LEVEL(form_q4_0)(const uint8_t *const *blocks, uint8_t *out)
+{
+    for (int r = 0; r < MC_TILE; r++) {
+        LEVEL(v16) bytes, halves[2];
+        memcpy(&bytes, blocks[r] + 2, 16);
+        halves[0] = bytes & 15;
+        halves[1] = bytes >> 4;
+        for (int half = 0; half < 2; half++) {
+            LEVEL(v8) pairs = (LEVEL(v8))__builtin_shufflevector(
+                halves[half], halves[half], 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+            LEVEL(v16) packed = (LEVEL(v16))(pairs | pairs >> 4);
+            packed = __builtin_shufflevector(
+                packed, packed, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
+            memcpy(out + 2 * half * 64 + r * 4, &packed, 4);
+            uint64_t both;
+            memcpy(&both, &packed, 8);
+            both >>= 32;
+            memcpy(out + (2 * half + 1) * 64 + r * 4, &both, 4);
+        }
+    }
+}
+
+/* The compute form of rows [row, row + 16) of `rows`, from the file's order. */
+static void LEVEL(form)(
+    const uint8_t *data, int64_t row_bytes, int64_t rows, int64_t columns, int64_t row, int format,
+    uint8_t *out)
+{
+    static const uint8_t nothing[2 + MC_BLOCK];
+    int64_t block_bytes = mc_block_bytes(format);
+    for (int64_t k = 0; k < columns / MC_BLOCK; k++) {
+        const uint8_t *blocks[MC_TILE];
+        for (int r = 0; r < MC_TILE; r++) {
+            blocks[r] = row + r < rows ? data + (row + r) * row_bytes + k * block_bytes : nothing;
+            memcpy(out + 2 * r, blocks[r], 2);
+        }
+        out += 2 * MC_TILE;
+        if (format == MC_Q8_0)
+            LEVEL(form_q8_0)(blocks, out);
+        else
+            LEVEL(form_q4_0)(blocks, out);
+        out += MC_TILE * (block_bytes - 2);
+    }
+}
+
+#define LEVEL_OF(name, ...) \
+    {name, \
+     {{LEVEL(tile_f32), LEVEL(tile_f16), LEVEL(tile_bf16), LEVEL(tile_q8_0), LEVEL(tile_q4_0)}, \
+      {__VA_ARGS__}}, \
+     LEVEL(activate), LEVEL(form)}

@@ -2,6 +2,7 @@
 #ifndef MOECACHE_MATRIX_H
 #define MOECACHE_MATRIX_H
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -23,6 +24,13 @@ typedef struct {
     int format;
 } mc_matrix;
 
+enum { MC_SILU, MC_GELU, MC_GELU_TANH, MC_SWIGLU, MC_RELU, MC_RELU2, MC_NUM_ACTIVATIONS };
+
+typedef struct {
+    int kind;
+    float alpha, limit; /* of MC_SWIGLU */
+} mc_activation;
+
 /* Writes the products of rows [row, row + 16) with `num` inputs: out[i * 16 + r], fp32.
  * Rows beyond the matrix have any value. An input is `columns` numbers. */
 typedef void (*mc_tile)(
@@ -31,7 +39,19 @@ typedef void (*mc_tile)(
 typedef struct {
     const char *name;
     mc_tile tiles[MC_NUM_INPUTS][MC_NUM_FORMATS]; /* NULL: inputs are converted to fp32 first */
+    void (*activate)(float *gate, const float *up, int64_t num, const mc_activation *how);
+    void (*form)(const uint8_t *data, int64_t row_bytes, int64_t rows, int64_t columns, int64_t row,
+                 int format, uint8_t *out);
 } mc_level;
+
+/* Bytes of a number, or of a block of 32 in the file. */
+static inline int64_t mc_block_bytes(int format)
+{
+    static const int64_t bytes[MC_NUM_FORMATS] = {4, 2, 2, 34, 18};
+    return bytes[format];
+}
+
+static inline int mc_is_blocked(int format) { return format >= MC_Q8_0; }
 
 static inline float mc_bits_to_float(uint32_t bits)
 {

@@ -1,0 +1,129 @@
+"""Format: what the bytes of a weight matrix mean."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moecache.errors import ConfigError
+
+Parts = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
+# By name; each is put there by the file that has it.
+FORMATS: dict[str, "Format"] = {}
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """How a weight matrix [rows, columns] is stored, and what its values are.
+
+    Parameters
+    ----------
+    name : str
+        Such as "bf16" or "q4_0"; that of ggml where it has the format.
+    block : (int, int)
+        Rows and columns that are stored together, and share a scale.
+    """
+
+    name: str
+    block: tuple[int, int]
+
+    @abstractmethod
+    def parts(self, rows: int, columns: int) -> Parts:
+        """Return dtype and shape of each array that a matrix consists of, by name.
+
+        Raises
+        ------
+        ConfigError
+            If no matrix of this shape can be stored.
+        """
+
+    @abstractmethod
+    def dequantize(
+        self, parts: Mapping[str, np.ndarray], dtype: npt.DTypeLike = np.float32
+    ) -> np.ndarray:
+        """Return the values, exact in float32 and then rounded once.
+
+        Parameters
+        ----------
+        parts : mapping of str to ndarray
+            As `parts` says.
+        dtype : numpy dtype, default float32
+
+        Returns
+        -------
+        ndarray, shape [rows, columns]
+        """
+
+    @abstractmethod
+    def quantize(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the parts that are nearest to some values, as the format defines it.
+
+        Parameters
+        ----------
+        values : ndarray of float, shape [rows, columns]
+
+        Raises
+        ------
+        ConfigError
+            If the shape cannot be stored, or a value is infinite or no number and the format
+            has none.
+        """
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of a matrix."""
+        return sum(
+            dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            for dtype, shape in self.parts(rows, columns).values()
+        )
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits that a weight takes, scales included."""
+        return self.nbytes(*self.block) * 8 / (self.block[0] * self.block[1])
+
+
+def find_format(name: str) -> Format:
+    """Return a format by its name.
+
+    Raises
+    ------
+    ConfigError
+        If there is none.
+    """
+    try:
+        return FORMATS[name]
+    except (KeyError, TypeError):
+        known = ", ".join(FORMATS)
+        raise ConfigError(f"format {name!r} is not supported; supported are {known}") from None
+
+
+def format_of(dtype: npt.DTypeLike) -> Format:
+    """Return the format of a matrix whose elements are numbers of a dtype.
+
+    Raises
+    ------
+    ConfigError
+        If there is none.
+    """
+    wanted = np.dtype(dtype)
+    for known in FORMATS.values():
+        if known.block == (1, 1) and known.parts(1, 1)["values"][0] == wanted:
+            return known
+    raise ConfigError(f"no format has elements of {wanted}; supported are {', '.join(FORMATS)}")
+
+
+def quantize(values: npt.ArrayLike, name: str) -> dict[str, np.ndarray]:
+    """Return the parts of a matrix in a format; see `Format.quantize`."""
+    return find_format(name).quantize(np.asarray(values))
+
+
+def check_matrix(values: np.ndarray) -> None:
+    """Raise ConfigError if this is not a matrix of floating-point numbers."""
+    if values.ndim != 2 or "float" not in values.dtype.name:
+        raise ConfigError(
+            f"a matrix [rows, columns] of floating-point numbers is needed, got {values.dtype} "
+            f"of shape {list(values.shape)}"
+        )

@@ -1,0 +1,233 @@
+/* Tiles for inputs of bf16, by the processor's own products of bf16 (AVX512-BF16).
+ *
+ * vdpbf16ps adds two columns at a time, the odd one first, to an fp32 sum, and takes denormals as
+ * zeros. Weights of 4 and 8 bits are exact in bf16, so that there is no error but that of the sums. */
+
+typedef __m512bh mc_bh;
+
+INLINE __m512 mc_dp(__m512 sum, __m512i weights, __m512i inputs)
+{
+    return _mm512_dpbf16_ps(sum, (mc_bh)weights, (mc_bh)inputs);
+}
+
+/* The sums of 16 registers, each by halves, as the lanes of one. */
+INLINE __m512 mc_totals(const __m512 *sums)
+{
+    __m512 two[8], four[4];
+    for (int i = 0; i < 8; i++)
+        two[i] = _mm512_add_ps(_mm512_unpacklo_ps(sums[2 * i], sums[2 * i + 1]),
+                               _mm512_unpackhi_ps(sums[2 * i], sums[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        __m512d a = _mm512_castps_pd(two[2 * i]), b = _mm512_castps_pd(two[2 * i + 1]);
+        four[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+#define LANES_OF(a, b) \
+    _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd))
+    __m512 low = LANES_OF(four[0], four[1]), high = LANES_OF(four[2], four[3]);
+    return LANES_OF(low, high);
+#undef LANES_OF
+}
+
+/* 16 rows with one input: rows one after the other, as the memory likes best. */
+INLINE __m512 mc_rows_bf16(
+    const uint8_t *row, int64_t row_bytes, int num_rows, const uint8_t *input, int64_t columns)
+{
+    __m512 sums[MC_TILE];
+    __mmask32 tail = (__mmask32)((1ull << (columns % 32)) - 1);
+#pragma GCC unroll 16
+    for (int r = 0; r < MC_TILE; r++) {
+        const uint8_t *at = row + (r < num_rows ? r : num_rows - 1) * row_bytes;
+        __m512 sum = _mm512_setzero_ps();
+        int64_t k = 0;
+#pragma GCC unroll 4
+        for (; k + 32 <= columns; k += 32)
+            sum = mc_dp(sum, _mm512_loadu_si512(at + 2 * k), _mm512_loadu_si512(input + 2 * k));
+        if (tail)
+            sum = mc_dp(sum, _mm512_maskz_loadu_epi16(tail, at + 2 * k),
+                        _mm512_maskz_loadu_epi16(tail, input + 2 * k));
+        sums[r] = sum;
+    }
+    return mc_totals(sums);
+}
+
+/* 4 rows with 4 inputs. */
+INLINE __m512 mc_block_bf16(
+    const uint8_t *const *rows, const uint8_t *const *inputs, int64_t columns)
+{
+    __m512 sums[16];
+    __mmask32 tail = (__mmask32)((1ull << (columns % 32)) - 1);
+    for (int i = 0; i < 16; i++)
+        sums[i] = _mm512_setzero_ps();
+    int64_t k = 0;
+#define STEP(LOAD)                                          \
+    __m512i weights[4];                                     \
+    for (int r = 0; r < 4; r++)                             \
+        weights[r] = LOAD(rows[r] + 2 * k);                 \
+    for (int t = 0; t < 4; t++) {                           \
+        __m512i input = LOAD(inputs[t] + 2 * k);            \
+        for (int r = 0; r < 4; r++)                         \
+            sums[t * 4 + r] = mc_dp(sums[t * 4 + r], weights[r], input); \
+    }
+#define PART(at) _mm512_maskz_loadu_epi16(tail, at)
+    for (; k + 32 <= columns; k += 32) {
+        STEP(_mm512_loadu_si512)
+    }
+    if (tail) {
+        STEP(PART)
+    }
+#undef PART
+#undef STEP
+    return mc_totals(sums);
+}
+
+static void mc_tile_bf16_dp(
+    const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out)
+{
+    int num_rows = matrix->rows - row < MC_TILE ? (int)(matrix->rows - row) : MC_TILE;
+    const uint8_t *first = matrix->data + row * matrix->row_bytes;
+    int64_t t = 0;
+    for (; t + 4 <= num; t += 4)
+        for (int r = 0; r < num_rows; r += 4) {
+            const uint8_t *rows[4];
+            for (int i = 0; i < 4; i++)
+                rows[i] = first + (r + i < num_rows ? r + i : num_rows - 1) * matrix->row_bytes;
+            __m512 sums = mc_block_bf16(rows, inputs + t, matrix->columns);
+#define STORE(i) _mm_storeu_ps(out + (t + i) * MC_TILE + r, _mm512_extractf32x4_ps(sums, i))
+            STORE(0);
+            STORE(1);
+            STORE(2);
+            STORE(3);
+#undef STORE
+        }
+    for (; t < num; t++)
+        _mm512_storeu_ps(
+            out + t * MC_TILE,
+            mc_rows_bf16(first, matrix->row_bytes, num_rows, inputs[t], matrix->columns));
+}
+
+/* Two columns of an input, for all rows. */
+INLINE __m512i mc_pair(const uint8_t *input, int64_t column)
+{
+    int32_t pair;
+    memcpy(&pair, input + 2 * column, 4);
+    return _mm512_set1_epi32(pair);
+}
+
+/* What a nibble of a word, its lowest, means, by 5 bits of which the highest does not count. */
+INLINE __m512i mc_nibbles(void)
+{
+    uint16_t table[32];
+    for (int i = 0; i < 32; i++)
+        table[i] = mc_float_to_bf16((float)((i & 15) - 8));
+    return _mm512_loadu_si512(table);
+}
+
+/* bf16 of 0 to 127: low bytes and high bytes. */
+typedef struct {
+    __m512i low[2], high[2];
+} mc_bytes;
+
+INLINE mc_bytes mc_load_bytes(void)
+{
+    uint8_t low[128], high[128];
+    for (int i = 0; i < 128; i++) {
+        uint16_t value = mc_float_to_bf16((float)i);
+        low[i] = (uint8_t)value;
+        high[i] = (uint8_t)(value >> 8);
+    }
+    mc_bytes bytes;
+    for (int i = 0; i < 2; i++) {
+        bytes.low[i] = _mm512_loadu_si512(low + 64 * i);
+        bytes.high[i] = _mm512_loadu_si512(high + 64 * i);
+    }
+    return bytes;
+}
+
+/* bf16 of signed bytes, as low and high bytes. */
+INLINE void mc_widen(__m512i values, mc_bytes bytes, __m512i *low, __m512i *high)
+{
+    __m512i size = _mm512_abs_epi8(values), least = _mm512_set1_epi8(-128);
+    *low = _mm512_permutex2var_epi8(bytes.low[0], size, bytes.low[1]);
+    *high = _mm512_permutex2var_epi8(bytes.high[0], size, bytes.high[1]);
+    /* The sign; of -128, whose size has 8 bits, the table had that of 0. */
+    *high = _mm512_ternarylogic_epi64(*high, values, least, 0xf8);
+    *high = _mm512_mask_mov_epi8(
+        *high, _mm512_cmpeq_epi8_mask(values, least), _mm512_set1_epi8((char)0xc3));
+}
+
+/* 16 rows with `num` inputs: as in `_level.h`, two columns at a time. */
+INLINE void mc_blocks_dp(
+    const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
+    int format)
+{
+    const uint8_t *at = matrix->data + row / MC_TILE * matrix->row_bytes;
+    __m512 sums[8], block[8];
+    __m512i nibbles = format == MC_Q4_0 ? mc_nibbles() : _mm512_setzero_si512();
+    mc_bytes bytes = {0};
+    if (format == MC_Q8_0)
+        bytes = mc_load_bytes();
+    for (int t = 0; t < num; t++)
+        sums[t] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < matrix->columns; k += MC_BLOCK) {
+        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+        at += 2 * MC_TILE;
+        for (int t = 0; t < num; t++)
+            block[t] = _mm512_setzero_ps();
+        if (format == MC_Q4_0) {
+#pragma GCC unroll 4
+            for (int chunk = 0; chunk < 4; chunk++, at += 64) {
+                __m512i words = _mm512_loadu_si512(at);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) {
+                    __m512i pairs =
+                        _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * i), nibbles);
+                    for (int t = 0; t < num; t++)
+                        block[t] = mc_dp(block[t], pairs, mc_pair(inputs[t], k + 8 * chunk + 2 * i));
+                }
+            }
+        } else {
+#pragma GCC unroll 8
+            for (int chunk = 0; chunk < 8; chunk++, at += 64) {
+                __m512i values = _mm512_loadu_si512(at);
+                __m512i low, high;
+                mc_widen(values, bytes, &low, &high);
+                __m512i first = _mm512_unpacklo_epi8(low, high);
+                __m512i second = _mm512_unpackhi_epi8(low, high);
+                for (int t = 0; t < num; t++) {
+                    block[t] = mc_dp(block[t], first, mc_pair(inputs[t], k + 4 * chunk));
+                    block[t] = mc_dp(block[t], second, mc_pair(inputs[t], k + 4 * chunk + 2));
+                }
+            }
+        }
+        for (int t = 0; t < num; t++)
+            sums[t] = _mm512_fmadd_ps(block[t], scale, sums[t]);
+    }
+    for (int t = 0; t < num; t++)
+        _mm512_storeu_ps(out + t * MC_TILE, sums[t]);
+}
+
+INLINE void mc_blocked_dp(
+    const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out,
+    int format)
+{
+    int64_t t = 0;
+    for (; t + 8 <= num; t += 8)
+        mc_blocks_dp(matrix, row, inputs + t, 8, out + t * MC_TILE, format);
+    for (; t + 2 <= num; t += 2)
+        mc_blocks_dp(matrix, row, inputs + t, 2, out + t * MC_TILE, format);
+    if (t < num)
+        mc_blocks_dp(matrix, row, inputs + t, 1, out + t * MC_TILE, format);
+}
+
+static void mc_tile_q8_0_dp(
+    const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out)
+{
+    mc_blocked_dp(matrix, row, inputs, num, out, MC_Q8_0);
+}
+
+static void mc_tile_q4_0_dp(
+    const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out)
+{
+    mc_blocked_dp(matrix, row, inputs, num, out, MC_Q4_0);
+}

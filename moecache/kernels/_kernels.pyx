@@ -1,0 +1,473 @@
+"""Products over weights where they lie, on the CPU and without the GIL."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset
+
+from moecache.errors import ConfigError
+
+
+cdef extern from "_products.h" nogil:
+    enum:
+        MC_TILE
+        MC_X_F32
+        MC_X_BF16
+        MC_SILU
+
+    ctypedef struct mc_matrix:
+        const uint8_t *data
+        int64_t rows
+        int64_t columns
+        int64_t row_bytes
+        int format
+
+    ctypedef void (*mc_tile)(
+        const mc_matrix *, int64_t, const uint8_t *const *, int64_t, float *
+    ) noexcept nogil
+
+    ctypedef struct mc_activation:
+        int kind
+        float alpha
+        float limit
+
+    ctypedef struct mc_level:
+        const char *name
+        mc_tile tiles[2][5]
+        void (*form)(
+            const uint8_t *, int64_t, int64_t, int64_t, int64_t, int, uint8_t *
+        ) noexcept nogil
+
+    ctypedef struct mc_rows:
+        uint8_t *data
+        int64_t row_bytes
+        int type
+
+    ctypedef struct mc_product:
+        const mc_level *level
+        mc_matrix matrix
+        mc_rows bias
+        mc_rows out
+        const uint8_t *const *inputs
+        int input_type
+        int64_t num_inputs
+
+    ctypedef struct mc_slots:
+        mc_matrix first
+        int64_t slot_bytes
+        mc_rows bias
+
+    ctypedef struct mc_experts:
+        const mc_level *level
+        mc_slots up
+        mc_slots down
+        mc_activation activation
+        int is_gated
+        int is_interleaved
+        int64_t width
+        int64_t up_row
+        const int32_t *slots
+        const int64_t *offsets
+        const int64_t *pairs
+        int64_t num_experts
+        const uint8_t *const *inputs
+        int input_type
+        mc_rows hidden
+        const uint8_t **hidden_inputs
+        mc_rows out
+
+    int mc_levels(const mc_level **levels)
+    int mc_is_blocked(int format)
+    int64_t mc_block_bytes(int format)
+    void mc_to_f32(const uint8_t *values, int type, int64_t num, float *out)
+    void mc_products(mc_product *product, int num_threads)
+    void mc_compute_experts(mc_experts *experts, int num_threads)
+    void mc_after_fork() noexcept
+
+cdef extern from "<pthread.h>" nogil:
+    int pthread_atfork(void (*prepare)() noexcept nogil, void (*parent)() noexcept nogil,
+                       void (*child)() noexcept nogil)
+
+
+FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
+INPUTS = ("f32", "bf16")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu", "relu2")
+TILE = MC_TILE
+
+cdef const mc_level *_levels[3]
+cdef int _num_levels = mc_levels(_levels)
+cdef const mc_level *_level = _levels[_num_levels - 1]
+cdef int _num_threads = 1
+pthread_atfork(NULL, NULL, mc_after_fork)
+
+
+def levels():
+    """Return the names of the levels that this processor has, the best one last."""
+    return tuple((<bytes>_levels[i].name).decode() for i in range(_num_levels))
+
+
+def level():
+    """Return the name of the level in use."""
+    return (<bytes>_level.name).decode()
+
+
+def use_level(str name):
+    """Compute with a level from now on; for tests, and to compare.
+
+    Raises
+    ------
+    ConfigError
+        If the processor does not have it.
+    """
+    global _level
+    cdef int i
+    for i in range(_num_levels):
+        if (<bytes>_levels[i].name).decode() == name:
+            _level = _levels[i]
+            return
+    raise ConfigError(f"level {name!r} is not one of {', '.join(levels())}")
+
+
+def num_threads():
+    """Return how many threads compute."""
+    return _num_threads
+
+
+def use_threads(int number):
+    """Compute with so many threads from now on, the calling one included.
+
+    Raises
+    ------
+    ConfigError
+        If that is not between 1 and 256.
+    """
+    global _num_threads
+    if not 1 <= number <= 256:
+        raise ConfigError(f"threads must be a number from 1 to 256, got {number}")
+    _num_threads = number
+
+
+cdef class Matrix:
+    """A weight matrix [rows, columns] in memory, as the kernels read it.
+
+    Parameters
+    ----------
+    address : int
+        Of its first byte.
+    format : str
+        One of `FORMATS`; formats of blocks lie in their compute form, see `to_form`.
+    rows, columns : int
+    row_bytes : int
+        From a row to the next; of a compute form, from a group of 16 rows to the next.
+    owner : object
+        Kept alive.
+
+    Attributes
+    ----------
+    rows, columns : int
+    """
+
+    cdef mc_matrix matrix
+    cdef readonly object owner
+
+    def __cinit__(
+        self, uintptr_t address, str format, int64_t rows, int64_t columns, int64_t row_bytes,
+        owner=None
+    ):
+        if format not in FORMATS:
+            raise ConfigError(f"format {format!r} has no kernel; {', '.join(FORMATS)} have")
+        if rows < 0 or columns < 0 or address == 0:
+            raise ConfigError(f"a matrix of {rows} x {columns} at {address:#x} cannot be computed")
+        self.matrix.data = <const uint8_t *>address
+        self.matrix.format = FORMATS.index(format)
+        self.matrix.rows = rows
+        self.matrix.columns = columns
+        self.matrix.row_bytes = row_bytes
+        if row_bytes < least_row_bytes(format, columns):
+            raise ConfigError(
+                f"{columns} columns of {format} take more than {row_bytes} bytes a row"
+            )
+        self.owner = owner
+
+    @property
+    def rows(self):
+        """Rows, outputs."""
+        return self.matrix.rows
+
+    @property
+    def columns(self):
+        """Columns, inputs."""
+        return self.matrix.columns
+
+    def multiply(
+        self, uintptr_t inputs, str input_type, int64_t num, int64_t input_row_bytes,
+        uintptr_t out, str out_type, int64_t out_row_bytes, uintptr_t bias=0,
+        str bias_type="f32"
+    ):
+        """Write the products with `num` inputs: out[i] = matrix @ inputs[i] + bias.
+
+        Parameters
+        ----------
+        inputs, out, bias : int
+            Addresses: rows of `columns`, rows of `rows`, one row of `rows`, or 0.
+        input_type, out_type, bias_type : {"f32", "bf16"}
+        num : int
+        input_row_bytes, out_row_bytes : int
+            From a row to the next.
+
+        Raises
+        ------
+        MemoryError
+            If there is none for what the inputs are converted to.
+        """
+        cdef mc_product product
+        cdef Inputs given
+        if num <= 0:
+            return
+        memset(&product, 0, sizeof(product))
+        product.level = _level
+        product.matrix = self.matrix
+        product.out.data = <uint8_t *>out
+        product.out.row_bytes = out_row_bytes
+        product.out.type = INPUTS.index(out_type)
+        product.bias.data = <uint8_t *>bias
+        product.bias.type = INPUTS.index(bias_type)
+        product.num_inputs = num
+        product.input_type = _type_for(INPUTS.index(input_type), self.matrix.format)
+        given = Inputs(num)
+        given.fill(
+            <const uint8_t *>inputs, INPUTS.index(input_type), product.input_type,
+            input_row_bytes, self.matrix.columns, NULL, 0
+        )
+        product.inputs = given.rows
+        cdef int threads = _num_threads
+        with nogil:
+            mc_products(&product, threads)
+
+
+cdef class Experts:
+    """Gated feed-forwards of the experts in slots: down(act(gate(x)) * up(x)).
+
+    Parameters
+    ----------
+    up, down : Matrix
+        Those of slot 0. "up" has gate's rows above up's, or alternating ones, or no gate.
+    up_slot_bytes, down_slot_bytes : int
+        From a slot's matrix to the next one's.
+    width : int
+        Rows of gate.
+    up_row : int
+        First row of up; 0 if there is no gate or rows alternate.
+    is_gated, is_interleaved : bool
+    activation : str
+        One of `ACTIVATIONS`; "swiglu" is gpt-oss's, with `alpha` and `limit`.
+    up_bias, down_bias : (int, int, str), optional
+        Address of slot 0's, bytes to the next, type.
+    owner : object
+        Kept alive.
+    """
+
+    cdef mc_experts experts
+    cdef readonly object owner
+    cdef Matrix up
+    cdef Matrix down
+
+    def __cinit__(
+        self, Matrix up not None, int64_t up_slot_bytes, Matrix down not None,
+        int64_t down_slot_bytes, int64_t width, int64_t up_row, *, bint is_gated=True,
+        bint is_interleaved=False, str activation="silu", float alpha=1.702,
+        float limit=7.0, up_bias=None, down_bias=None, owner=None
+    ):
+        if activation not in ACTIVATIONS:
+            raise ConfigError(
+                f"activation {activation!r} has no kernel; {', '.join(ACTIVATIONS)} have"
+            )
+        if width < 0 or down.columns != width or up.rows < width * (1 + is_gated):
+            raise ConfigError(
+                f"experts of width {width} do not fit: up has {up.rows} rows, down "
+                f"{down.columns} columns"
+            )
+        if is_gated and not is_interleaved and not width <= up_row <= up.rows - width:
+            raise ConfigError(f"up begins at row {up_row} of {up.rows}, gate has {width}")
+        if (is_interleaved or activation == "swiglu") and not is_gated:
+            raise ConfigError("experts without a gate have one input of the activation alone")
+        memset(&self.experts, 0, sizeof(self.experts))
+        self.up, self.down, self.owner = up, down, owner
+        self.experts.up.first = up.matrix
+        self.experts.up.slot_bytes = up_slot_bytes
+        self.experts.down.first = down.matrix
+        self.experts.down.slot_bytes = down_slot_bytes
+        self.experts.width = width
+        self.experts.up_row = up_row
+        self.experts.is_gated = is_gated
+        self.experts.is_interleaved = is_interleaved
+        self.experts.activation.kind = ACTIVATIONS.index(activation)
+        self.experts.activation.alpha = alpha
+        self.experts.activation.limit = limit
+        _set_bias(&self.experts.up.bias, up_bias)
+        _set_bias(&self.experts.down.bias, down_bias)
+
+    def compute(
+        self, const int32_t[::1] slots, const int64_t[::1] offsets, const int64_t[::1] pairs,
+        int64_t top_k, uintptr_t inputs, str input_type, int64_t num_tokens,
+        int64_t input_row_bytes, uintptr_t out, str out_type, int64_t out_row_bytes
+    ):
+        """Write the rows that a wave covers: out[p], for each of its pairs.
+
+        Parameters
+        ----------
+        slots : int32 [n]
+        offsets : int64 [n + 1]
+        pairs : int64 [m]
+            As a `Wave` has them.
+        top_k : int
+            Pair p is of token p // top_k.
+        inputs : int
+            Address of the hidden states [num_tokens, columns].
+        input_type, out_type : {"f32", "bf16"}
+        num_tokens : int
+        input_row_bytes, out_row_bytes : int
+            From a row to the next.
+        out : int
+            Address of the rows [num_tokens * top_k, hidden_size].
+
+        Raises
+        ------
+        MemoryError
+            If there is none for the activations.
+        """
+        cdef mc_experts e = self.experts
+        cdef Inputs given, hidden
+        cdef uint8_t *scratch
+        cdef int64_t i, num = pairs.shape[0], width = e.width
+        cdef int given_type = INPUTS.index(input_type)
+        cdef int threads = _num_threads
+        if offsets.shape[0] != slots.shape[0] + 1 or top_k < 1:
+            raise ValueError("a wave has one offset more than slots, and a positive top_k")
+        if num == 0 or slots.shape[0] == 0:
+            return
+        if offsets[0] != 0 or offsets[slots.shape[0]] != num:
+            raise ValueError(f"offsets end at {offsets[slots.shape[0]]}, but there are {num} pairs")
+        for i in range(slots.shape[0]):
+            if offsets[i] > offsets[i + 1]:
+                raise ValueError(f"offsets fall from {offsets[i]} to {offsets[i + 1]}")
+        for i in range(num):
+            if not 0 <= pairs[i] < num_tokens * top_k:
+                raise ValueError(f"pair {pairs[i]} is not in [0, {num_tokens * top_k})")
+        e.level = _level
+        e.slots = &slots[0]
+        e.offsets = &offsets[0]
+        e.pairs = &pairs[0]
+        e.num_experts = slots.shape[0]
+        e.out.data = <uint8_t *>out
+        e.out.row_bytes = out_row_bytes
+        e.out.type = INPUTS.index(out_type)
+        e.input_type = _type_for(given_type, e.up.first.format)
+        e.hidden.type = _type_for(given_type, e.down.first.format)
+        given = Inputs(num)
+        given.fill(
+            <const uint8_t *>inputs, given_type, e.input_type, input_row_bytes,
+            e.up.first.columns, &pairs[0], top_k, num_tokens
+        )
+        e.inputs = given.rows
+        hidden = Inputs(num)
+        e.hidden.row_bytes = (width * (2 if e.hidden.type == MC_X_BF16 else 4) + 63) & ~63
+        hidden.scratch = <uint8_t *>malloc(max(1, num * e.hidden.row_bytes))
+        if hidden.scratch == NULL:
+            raise MemoryError(f"no memory for the activations of {num} pairs")
+        scratch = hidden.scratch
+        e.hidden.data = scratch
+        for i in range(num):
+            hidden.rows[i] = scratch + i * e.hidden.row_bytes
+        e.hidden_inputs = hidden.rows
+        with nogil:
+            mc_compute_experts(&e, threads)
+
+
+cdef class Inputs:
+    """Addresses of inputs, and the memory of those that were converted."""
+
+    cdef const uint8_t **rows
+    cdef uint8_t *scratch
+    cdef int64_t num
+
+    def __cinit__(self, int64_t num):
+        self.scratch = NULL
+        self.num = num
+        self.rows = <const uint8_t **>malloc(num * sizeof(void *))
+        if self.rows == NULL:
+            raise MemoryError(f"no memory for {num} inputs")
+
+    def __dealloc__(self):
+        free(self.rows)
+        free(self.scratch)
+
+    cdef int fill(
+        self, const uint8_t *inputs, int given, int wanted, int64_t row_bytes, int64_t columns,
+        const int64_t *pairs, int64_t top_k, int64_t num_tokens=0
+    ) except -1:
+        """Point to the inputs, or to their values as fp32, of each pair's token."""
+        cdef int64_t i, token, num_rows = self.num if pairs == NULL else num_tokens
+        if given != wanted:
+            self.scratch = <uint8_t *>malloc(max(1, num_rows * columns * 4))
+            if self.scratch == NULL:
+                raise MemoryError(f"no memory for {num_rows} inputs of {columns} numbers")
+            with nogil:
+                for i in range(num_rows):
+                    mc_to_f32(
+                        inputs + i * row_bytes, given, columns,
+                        <float *>(self.scratch + i * columns * 4)
+                    )
+            inputs, row_bytes = self.scratch, columns * 4
+        for i in range(self.num):
+            token = i if pairs == NULL else pairs[i] // top_k
+            self.rows[i] = inputs + token * row_bytes
+        return 0
+
+
+cdef int _type_for(int given, int format) noexcept:
+    """Return as what inputs are multiplied: as given, or as fp32 if there is no such kernel."""
+    return given if _level.tiles[given][format] != NULL else MC_X_F32
+
+
+cdef int _set_bias(mc_rows *rows, bias) except -1:
+    if bias is not None:
+        address, stride, kind = bias
+        rows.data = <uint8_t *><uintptr_t>address
+        rows.row_bytes = stride
+        rows.type = INPUTS.index(kind)
+    return 0
+
+
+def least_row_bytes(str format, int64_t columns):
+    """Return the bytes of a row; of a compute form, of a group of 16 rows."""
+    cdef int number = FORMATS.index(format)
+    if not mc_is_blocked(number):
+        return columns * mc_block_bytes(number)
+    return columns // 32 * mc_block_bytes(number) * MC_TILE
+
+
+def to_form(
+    uintptr_t data, str format, int64_t rows, int64_t columns, int64_t row_bytes, uintptr_t out
+):
+    """Write the compute form of a matrix of blocks: groups of 16 rows, interleaved.
+
+    Parameters
+    ----------
+    data : int
+        Address of the blocks in the file's order.
+    format : {"q8_0", "q4_0"}
+    rows, columns : int
+        Groups are made whole with rows of zeros.
+    row_bytes : int
+        From a row of `data` to the next.
+    out : int
+        Address of ceil(rows / 16) * `least_row_bytes` bytes.
+    """
+    cdef int number = FORMATS.index(format)
+    cdef int64_t row = 0, step = least_row_bytes(format, columns)
+    cdef uint8_t *target = <uint8_t *>out
+    with nogil:
+        while row < rows:
+            _level.form(<const uint8_t *>data, row_bytes, rows, columns, row, number, target)
+            target += step
+            row += MC_TILE

@@ -1,0 +1,13 @@
+/* Ends what `_level.h` began. */
+#undef LEVEL
+#undef LANES
+#undef TOKENS
+#undef FMA
+#undef F16C
+#undef INLINE
+#undef LEVEL_OF
+#undef vf
+#undef vi
+#undef vu
+#undef vh
+#undef vb

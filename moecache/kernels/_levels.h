@@ -1,0 +1,83 @@
+/* What the processor can do: a table of tiles for each level, chosen once. */
+#ifndef MOECACHE_LEVELS_H
+#define MOECACHE_LEVELS_H
+
+#include "_matrix.h"
+
+/* "generic" is what every processor of this architecture has: SSE2, NEON. */
+#define LEVEL(name) mc_generic_##name
+#define LANES 4
+#define TOKENS 2
+#include "_level.h"
+static const mc_level mc_generic = LEVEL_OF("generic", NULL);
+#include "_level_end.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define MC_X86 1
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#define LEVEL(name) mc_avx2_##name
+#define LANES 8
+#define TOKENS 2
+#define FMA(a, b, c) (vf) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+#define F16C(raw) (vf) _mm256_cvtph_ps((__m128i)(raw))
+#include "_level.h"
+static const mc_level mc_avx2 = LEVEL_OF("avx2", NULL);
+#include "_level_end.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#ifdef __clang__
+#pragma clang attribute push( \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi"))), \
+    apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi")
+#endif
+#define LEVEL(name) mc_avx512_##name
+#define LANES 16
+#define TOKENS 4
+#define FMA(a, b, c) (vf) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
+#define F16C(raw) (vf) _mm512_cvtph_ps((__m256i)(raw))
+#include "_level.h"
+#include "_avx512.h"
+static const mc_level mc_avx512 =
+    LEVEL_OF("avx512", NULL, NULL, mc_tile_bf16_dp, mc_tile_q8_0_dp, mc_tile_q4_0_dp);
+#include "_level_end.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+/* The levels that this processor has, the best one last; returns how many. */
+static int mc_levels(const mc_level **levels)
+{
+    int num = 0;
+    levels[num++] = &mc_generic;
+#ifdef MC_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("f16c")) {
+        levels[num++] = &mc_avx2;
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+            levels[num++] = &mc_avx512;
+    }
+#endif
+    return num;
+}
+
+#endif

@@ -1,0 +1,241 @@
+/* Products and gated experts: what is to be done, cut into items for threads. */
+#ifndef MOECACHE_PRODUCTS_H
+#define MOECACHE_PRODUCTS_H
+
+#include "_levels.h"
+#include "_threads.h"
+
+/* Inputs that a tile is given at once: their results fit on the stack. */
+#define MC_CHUNK 64
+/* Weights of an item: a thread takes the next one every few microseconds. */
+#define MC_ITEM_BYTES (128 * 1024)
+
+/* Rows of fp32 or bf16. */
+typedef struct {
+    uint8_t *data;
+    int64_t row_bytes;
+    int type;
+} mc_rows;
+
+static inline int64_t mc_input_bytes(int type) { return type == MC_X_F32 ? 4 : 2; }
+
+static void mc_to_f32(const uint8_t *from, int type, int64_t num, float *to)
+{
+    if (type == MC_X_F32) {
+        memcpy(to, from, (size_t)num * 4);
+        return;
+    }
+    for (int64_t i = 0; i < num; i++) {
+        uint16_t bits;
+        memcpy(&bits, from + 2 * i, 2);
+        to[i] = mc_bf16_to_float(bits);
+    }
+}
+
+static void mc_from_f32(const float *from, int64_t num, int type, uint8_t *to)
+{
+    if (type == MC_X_F32) {
+        memcpy(to, from, (size_t)num * 4);
+        return;
+    }
+    for (int64_t i = 0; i < num; i++) {
+        uint16_t bits = mc_float_to_bf16(from[i]);
+        memcpy(to + 2 * i, &bits, 2);
+    }
+}
+
+static void mc_add_bias(float *values, const mc_rows *bias, int64_t index, int64_t row, int64_t num)
+{
+    float terms[MC_TILE];
+    if (!bias->data)
+        return;
+    mc_to_f32(bias->data + index * bias->row_bytes + row * mc_input_bytes(bias->type), bias->type,
+              num, terms);
+    for (int64_t i = 0; i < num; i++)
+        values[i] += terms[i];
+}
+
+/* Tiles of 16 rows that are one item. */
+static int64_t mc_tiles_per_item(const mc_matrix *matrix)
+{
+    int64_t bytes = matrix->row_bytes * (mc_is_blocked(matrix->format) ? 1 : MC_TILE);
+    int64_t tiles = bytes < MC_ITEM_BYTES ? MC_ITEM_BYTES / (bytes + 1) : 1;
+    return tiles < 1 ? 1 : tiles;
+}
+
+static inline int64_t mc_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* out[i] = matrix @ inputs[i] + bias */
+typedef struct {
+    const mc_level *level;
+    mc_matrix matrix;
+    mc_rows bias, out;
+    const uint8_t *const *inputs;
+    int input_type;
+    int64_t num_inputs, tiles_per_item;
+} mc_product;
+
+static void mc_product_item(void *job, int64_t item)
+{
+    const mc_product *p = job;
+    mc_tile tile = p->level->tiles[p->input_type][p->matrix.format];
+    int64_t first = item * p->tiles_per_item * MC_TILE;
+    int64_t last = first + p->tiles_per_item * MC_TILE;
+    if (last > p->matrix.rows)
+        last = p->matrix.rows;
+    for (int64_t row = first; row < last; row += MC_TILE) {
+        int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
+        for (int64_t t = 0; t < p->num_inputs; t += MC_CHUNK) {
+            float results[MC_CHUNK * MC_TILE];
+            int64_t count = p->num_inputs - t < MC_CHUNK ? p->num_inputs - t : MC_CHUNK;
+            tile(&p->matrix, row, p->inputs + t, count, results);
+            for (int64_t i = 0; i < count; i++) {
+                mc_add_bias(results + i * MC_TILE, &p->bias, 0, row, num);
+                mc_from_f32(results + i * MC_TILE, num, p->out.type,
+                            p->out.data + (t + i) * p->out.row_bytes
+                                + row * mc_input_bytes(p->out.type));
+            }
+        }
+    }
+}
+
+static void mc_products(mc_product *product, int num_threads)
+{
+    product->tiles_per_item = mc_tiles_per_item(&product->matrix);
+    mc_share(num_threads, mc_product_item, product,
+             mc_ceil(product->matrix.rows, product->tiles_per_item * MC_TILE));
+}
+
+/* Matrices of a role in slots: the same shape, one after the other. */
+typedef struct {
+    mc_matrix first; /* of slot 0 */
+    int64_t slot_bytes;
+    mc_rows bias; /* a row for each slot, or none */
+} mc_slots;
+
+static inline mc_matrix mc_in_slot(const mc_slots *slots, int64_t slot)
+{
+    mc_matrix matrix = slots->first;
+    matrix.data += slot * slots->slot_bytes;
+    return matrix;
+}
+
+/* rows[pairs[i]] = down(act(gate(x)) * up(x)) of the expert in slots[e], for
+ * i in [offsets[e], offsets[e + 1]). */
+typedef struct {
+    const mc_level *level;
+    mc_slots up, down;
+    mc_activation activation;
+    int is_gated, is_interleaved;
+    int64_t width, up_row; /* rows of gate; the first one of up */
+    const int32_t *slots;
+    const int64_t *offsets, *pairs;
+    int64_t num_experts;
+    const uint8_t *const *inputs; /* of each i */
+    int input_type;
+    mc_rows hidden; /* scratch: activations of each i; what `down` is given */
+    const uint8_t **hidden_inputs;
+    mc_rows out;
+    int64_t tiles_per_item, items_per_expert;
+} mc_experts;
+
+/* Rows [row, row + num) of gate and of up, for a chunk of inputs, to fp32. */
+static void mc_gate_and_up(
+    const mc_experts *e, const mc_matrix *matrix, int64_t slot, int64_t row, int64_t num,
+    const uint8_t *const *inputs, int64_t count, float *gate, float *up)
+{
+    mc_tile tile = e->level->tiles[e->input_type][matrix->format];
+    if (!e->is_interleaved) {
+        tile(matrix, row, inputs, count, gate);
+        if (e->is_gated) {
+            tile(matrix, row + e->up_row, inputs, count, up);
+            for (int64_t i = 0; i < count; i++)
+                mc_add_bias(up + i * MC_TILE, &e->up.bias, slot, row + e->width, num);
+        }
+        for (int64_t i = 0; i < count; i++)
+            mc_add_bias(gate + i * MC_TILE, &e->up.bias, slot, row, num);
+        return;
+    }
+    /* Gate has the even rows, up the odd ones. */
+    float both[MC_CHUNK * MC_TILE];
+    for (int half = 0; half < 2; half++) {
+        int64_t at = 2 * row + half * MC_TILE, left = matrix->rows - at;
+        if (left <= 0)
+            break;
+        tile(matrix, at, inputs, count, both);
+        for (int64_t i = 0; i < count; i++) {
+            mc_add_bias(both + i * MC_TILE, &e->up.bias, slot, at, left < MC_TILE ? left : MC_TILE);
+            for (int j = 0; j < MC_TILE / 2; j++) {
+                gate[i * MC_TILE + half * 8 + j] = both[i * MC_TILE + 2 * j];
+                up[i * MC_TILE + half * 8 + j] = both[i * MC_TILE + 2 * j + 1];
+            }
+        }
+    }
+}
+
+static void mc_up_item(void *job, int64_t item)
+{
+    const mc_experts *e = job;
+    int64_t expert = item / e->items_per_expert, slot = e->slots[expert];
+    mc_matrix matrix = mc_in_slot(&e->up, slot);
+    int64_t first = item % e->items_per_expert * e->tiles_per_item * MC_TILE;
+    int64_t last = first + e->tiles_per_item * MC_TILE;
+    if (last > e->width)
+        last = e->width;
+    for (int64_t row = first; row < last; row += MC_TILE) {
+        int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
+        for (int64_t t = e->offsets[expert]; t < e->offsets[expert + 1]; t += MC_CHUNK) {
+            float gate[MC_CHUNK * MC_TILE] = {0}, up[MC_CHUNK * MC_TILE] = {0};
+            int64_t count = e->offsets[expert + 1] - t;
+            if (count > MC_CHUNK)
+                count = MC_CHUNK;
+            mc_gate_and_up(e, &matrix, slot, row, num, e->inputs + t, count, gate, up);
+            e->level->activate(gate, e->is_gated ? up : NULL, count * MC_TILE, &e->activation);
+            for (int64_t i = 0; i < count; i++)
+                mc_from_f32(gate + i * MC_TILE, num, e->hidden.type,
+                            e->hidden.data + (t + i) * e->hidden.row_bytes
+                                + row * mc_input_bytes(e->hidden.type));
+        }
+    }
+}
+
+static void mc_down_item(void *job, int64_t item)
+{
+    const mc_experts *e = job;
+    int64_t expert = item / e->items_per_expert, slot = e->slots[expert];
+    mc_matrix matrix = mc_in_slot(&e->down, slot);
+    mc_tile tile = e->level->tiles[e->hidden.type][matrix.format];
+    int64_t first = item % e->items_per_expert * e->tiles_per_item * MC_TILE;
+    int64_t last = first + e->tiles_per_item * MC_TILE;
+    if (last > matrix.rows)
+        last = matrix.rows;
+    for (int64_t row = first; row < last; row += MC_TILE) {
+        int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
+        for (int64_t t = e->offsets[expert]; t < e->offsets[expert + 1]; t += MC_CHUNK) {
+            float results[MC_CHUNK * MC_TILE];
+            int64_t count = e->offsets[expert + 1] - t;
+            if (count > MC_CHUNK)
+                count = MC_CHUNK;
+            tile(&matrix, row, e->hidden_inputs + t, count, results);
+            for (int64_t i = 0; i < count; i++) {
+                mc_add_bias(results + i * MC_TILE, &e->down.bias, slot, row, num);
+                mc_from_f32(results + i * MC_TILE, num, e->out.type,
+                            e->out.data + e->pairs[t + i] * e->out.row_bytes
+                                + row * mc_input_bytes(e->out.type));
+            }
+        }
+    }
+}
+
+static void mc_compute_experts(mc_experts *e, int num_threads)
+{
+    /* Gate and up: an item has tiles of both. */
+    e->tiles_per_item = mc_ceil(mc_tiles_per_item(&e->up.first), 1 + e->is_gated);
+    e->items_per_expert = mc_ceil(e->width, e->tiles_per_item * MC_TILE);
+    mc_share(num_threads, mc_up_item, e, e->num_experts * e->items_per_expert);
+    e->tiles_per_item = mc_tiles_per_item(&e->down.first);
+    e->items_per_expert = mc_ceil(e->down.first.rows, e->tiles_per_item * MC_TILE);
+    mc_share(num_threads, mc_down_item, e, e->num_experts * e->items_per_expert);
+}
+
+#endif

@@ -1,0 +1,145 @@
+/* Threads that share one job at a time: they sleep while there is none, and take what is to do in
+ * small items, so that a thread that lost its processor delays the job by one item at most. */
+#ifndef MOECACHE_THREADS_H
+#define MOECACHE_THREADS_H
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <string.h>
+
+#define MC_MAX_THREADS 256
+/* Looks at a counter before a thread sleeps: some microseconds. */
+#define MC_LOOKS 400
+
+typedef void (*mc_work)(void *job, int64_t item);
+
+static struct {
+    pthread_mutex_t turn; /* held by the thread whose job it is */
+    pthread_mutex_t lock; /* of all below but `next` */
+    pthread_cond_t wake, left;
+    int num_workers; /* threads that were started */
+    int num_wanted;  /* workers that may still join the job */
+    int num_joined;  /* workers that are at it */
+    uint64_t number; /* of the job */
+    mc_work work;
+    void *job;
+    int64_t num_items;
+    int64_t next; /* item to be taken */
+} mc_pool = {
+    .turn = PTHREAD_MUTEX_INITIALIZER,
+    .lock = PTHREAD_MUTEX_INITIALIZER,
+    .wake = PTHREAD_COND_INITIALIZER,
+    .left = PTHREAD_COND_INITIALIZER,
+};
+
+static inline void mc_relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void mc_take_items(mc_work work, void *job, int64_t num_items)
+{
+    int64_t item;
+    while ((item = __atomic_fetch_add(&mc_pool.next, 1, __ATOMIC_RELAXED)) < num_items)
+        work(job, item);
+}
+
+static void *mc_worker(void *unused)
+{
+    uint64_t seen = 0;
+    (void)unused;
+    for (;;) {
+        for (int i = 0; i < MC_LOOKS; i++) {
+            if (__atomic_load_n(&mc_pool.number, __ATOMIC_ACQUIRE) != seen)
+                break;
+            mc_relax();
+        }
+        pthread_mutex_lock(&mc_pool.lock);
+        while (mc_pool.number == seen)
+            pthread_cond_wait(&mc_pool.wake, &mc_pool.lock);
+        seen = mc_pool.number;
+        if (mc_pool.num_wanted > 0) {
+            mc_work work = mc_pool.work;
+            void *job = mc_pool.job;
+            int64_t num_items = mc_pool.num_items;
+            mc_pool.num_wanted--;
+            mc_pool.num_joined++;
+            pthread_mutex_unlock(&mc_pool.lock);
+            mc_take_items(work, job, num_items);
+            pthread_mutex_lock(&mc_pool.lock);
+            if (--mc_pool.num_joined == 0)
+                pthread_cond_signal(&mc_pool.left);
+        }
+        pthread_mutex_unlock(&mc_pool.lock);
+    }
+    return NULL;
+}
+
+/* In the child of a fork there are no workers, whatever they were doing. */
+static void mc_after_fork(void)
+{
+    pthread_mutex_init(&mc_pool.turn, NULL);
+    pthread_mutex_init(&mc_pool.lock, NULL);
+    pthread_cond_init(&mc_pool.wake, NULL);
+    pthread_cond_init(&mc_pool.left, NULL);
+    mc_pool.num_workers = mc_pool.num_wanted = mc_pool.num_joined = 0;
+}
+
+static void mc_start_workers(int num)
+{
+    pthread_attr_t attributes;
+    sigset_t all, before;
+    if (mc_pool.num_workers >= num || pthread_attr_init(&attributes))
+        return;
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    /* Signals are for threads that can handle them. */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (mc_pool.num_workers < num) {
+        pthread_t thread;
+        /* With fewer threads it takes longer, that is all. */
+        if (pthread_create(&thread, &attributes, mc_worker, NULL))
+            break;
+        mc_pool.num_workers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+}
+
+/* Do `work` for every item below `num_items`, with at most `num_threads` threads, this one
+ * included; returns when all is done. Alone if another thread's job is under way. */
+static void mc_share(int num_threads, mc_work work, void *job, int64_t num_items)
+{
+    if (num_items < num_threads)
+        num_threads = (int)num_items;
+    if (num_threads <= 1 || pthread_mutex_trylock(&mc_pool.turn)) {
+        for (int64_t item = 0; item < num_items; item++)
+            work(job, item);
+        return;
+    }
+    pthread_mutex_lock(&mc_pool.lock);
+    mc_start_workers(num_threads - 1);
+    mc_pool.work = work;
+    mc_pool.job = job;
+    mc_pool.num_items = num_items;
+    mc_pool.num_wanted = num_threads - 1;
+    __atomic_store_n(&mc_pool.next, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&mc_pool.number, mc_pool.number + 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&mc_pool.wake);
+    pthread_mutex_unlock(&mc_pool.lock);
+    mc_take_items(work, job, num_items);
+    pthread_mutex_lock(&mc_pool.lock);
+    /* Nobody joins any more; those who did are at their last items. */
+    mc_pool.num_wanted = 0;
+    while (mc_pool.num_joined)
+        pthread_cond_wait(&mc_pool.left, &mc_pool.lock);
+    pthread_mutex_unlock(&mc_pool.lock);
+    pthread_mutex_unlock(&mc_pool.turn);
+}
+
+#endif

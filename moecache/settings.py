@@ -39,6 +39,8 @@ DEFAULT_SCOPE = "global"
 DEFAULT_LOADER_THREADS = 2
 PREFAULT_MODES = ("auto", "background", "off", "force")
 DEFAULT_PREFAULT = "auto"
+# Instructions of the kernels, the best last.
+KERNEL_LEVELS = ("generic", "avx2", "avx512")
 READ_MODES = ("auto", "buffered", "direct", "mmap")
 DEFAULT_READ = "auto"
 PREFETCH_MODES = ("auto", "echo", "hints", "last", "off")
@@ -83,6 +85,8 @@ class Option:
         All values, if they are a few words.
     metavar : str
         What stands for the value in `--help`, if not the choices.
+    is_argument : bool
+        Whether `moecache.open` takes it, too.
     """
 
     name: str
@@ -94,6 +98,7 @@ class Option:
     values: str
     choices: tuple[str, ...] = ()
     metavar: str = ""
+    is_argument: bool = True
 
     @property
     def variable(self) -> str:
@@ -123,6 +128,13 @@ def _threads(text: str) -> int:
     if len(text) > 3:
         raise ValueError
     return _number(text)
+
+
+def _cores(text: str) -> int:
+    number = _threads(text)
+    if not 1 <= number <= 256:
+        raise ValueError
+    return number
 
 
 def _pins(text: str) -> int | str:
@@ -288,6 +300,7 @@ OPTIONS = {
             "write the report there on close",
             "a path: the report is written there on `close`; a path that cannot be written is a "
             "warning",
+            is_argument=False,
         ),
         Option(
             "warmpin",
@@ -319,6 +332,27 @@ OPTIONS = {
             "[traces.md](traces.md); as a variable, a path that cannot be written is a warning; of "
             "several runtimes the last to close writes it",
             metavar="FILE",
+        ),
+        Option(
+            "threads",
+            _cores,
+            "a number of threads from 1 to 256",
+            None,
+            "the cores that the process may use",
+            "threads that compute experts (`load` takes `num_threads`)",
+            "1 to 256: threads of the kernels; `load` takes `num_threads`",
+            is_argument=False,
+        ),
+        Option(
+            "kernels",
+            _one_of(KERNEL_LEVELS),
+            f"one of {', '.join(KERNEL_LEVELS)}",
+            None,
+            "the best one that the processor has",
+            "instructions that the kernels use",
+            f"{_listed(KERNEL_LEVELS)}: instructions that the kernels use, for tests",
+            KERNEL_LEVELS,
+            is_argument=False,
         ),
     )
 }
@@ -363,7 +397,9 @@ class Settings:
         return Choice(option.default, "default")
 
     @classmethod
-    def from_environ(cls, environ: Mapping[str, str] | None = None) -> Self:
+    def from_environ(
+        cls, environ: Mapping[str, str] | None = None, *, only: tuple[str, ...] | None = None
+    ) -> Self:
         """Read the MOECACHE_* variables.
 
         A value that cannot be read is a warning that names variable, value and
@@ -374,8 +410,13 @@ class Settings:
         ----------
         environ : mapping, optional
             Read instead of the process's environment.
+        only : tuple of str, optional
+            Options to be read; the others are not looked at.
         """
         environ = os.environ if environ is None else environ
+        if only is not None:
+            asked = [OPTIONS[name].variable for name in only]
+            environ = {name: environ[name] for name in asked if name in environ}
         known = {option.variable: option for option in OPTIONS.values()}
         values: dict[str, Any] = {}
         for variable in sorted(environ):
@@ -400,7 +441,7 @@ def markdown_table() -> str:
     """Return the table of docs/settings.md."""
     lines = ["| variable | argument of `moecache.open` | values | default |", "|-|-|-|-|"]
     for option in OPTIONS.values():
-        argument = "" if option.name == "expert_stats" else f"`{option.name}`"
+        argument = f"`{option.name}`" if option.is_argument else ""
         default = f"`{option.default}`" if option.default in option.choices else option.instead
         lines.append(f"| `{option.variable}` | {argument} | {option.values} | {default} |")
     return "\n".join(lines)

@@ -99,7 +99,7 @@ def test_a_number_of_thousands_of_digits_is_malformed(caplog: pytest.LogCaptureF
     [
         ("MOECACHE_MEMROY", "MOECACHE_MEMORY"),
         ("MOECACHE_POLICIES", "MOECACHE_POLICY"),
-        ("MOECACHE_THREADS", "MOECACHE_LOADER_THREADS"),
+        ("MOECACHE_LOADER_THREAD", "MOECACHE_LOADER_THREADS"),
         ("MOECACHE_STATS", "MOECACHE_EXPERT_STATS"),
     ],
 )

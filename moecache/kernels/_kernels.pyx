@@ -1,5 +1,6 @@
 """Products over weights where they lie, on the CPU and without the GIL."""
 
+cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
@@ -75,12 +76,21 @@ cdef extern from "_products.h" nogil:
         const uint8_t **hidden_inputs
         mc_rows out
 
+    ctypedef struct mc_sum:
+        const float *rows
+        mc_rows weights
+        mc_rows out
+        int64_t num_tokens
+        int64_t top_k
+        int64_t columns
+
     int mc_levels(const mc_level **levels)
     int mc_is_blocked(int format)
     int64_t mc_block_bytes(int format)
     void mc_to_f32(const uint8_t *values, int type, int64_t num, float *out)
     void mc_products(mc_product *product, int num_threads)
     void mc_compute_experts(mc_experts *experts, int num_threads)
+    void mc_combine(mc_sum *sum, int num_threads)
     void mc_after_fork() noexcept
 
 cdef extern from "<pthread.h>" nogil:
@@ -146,6 +156,7 @@ def use_threads(int number):
     _num_threads = number
 
 
+@cython.final
 cdef class Matrix:
     """A weight matrix [rows, columns] in memory, as the kernels read it.
 
@@ -153,8 +164,8 @@ cdef class Matrix:
     ----------
     address : int
         Of its first byte.
-    format : str
-        One of `FORMATS`; formats of blocks lie in their compute form, see `to_form`.
+    name : str
+        Format, one of `FORMATS`; those of blocks lie in their compute form, see `to_form`.
     rows, columns : int
     row_bytes : int
         From a row to the next; of a compute form, from a group of 16 rows to the next.
@@ -170,21 +181,21 @@ cdef class Matrix:
     cdef readonly object owner
 
     def __cinit__(
-        self, uintptr_t address, str format, int64_t rows, int64_t columns, int64_t row_bytes,
+        self, uintptr_t address, str name, int64_t rows, int64_t columns, int64_t row_bytes,
         owner=None
     ):
-        if format not in FORMATS:
-            raise ConfigError(f"format {format!r} has no kernel; {', '.join(FORMATS)} have")
+        if name not in FORMATS:
+            raise ConfigError(f"format {name!r} has no kernel; {', '.join(FORMATS)} have")
         if rows < 0 or columns < 0 or address == 0:
             raise ConfigError(f"a matrix of {rows} x {columns} at {address:#x} cannot be computed")
         self.matrix.data = <const uint8_t *>address
-        self.matrix.format = FORMATS.index(format)
+        self.matrix.format = FORMATS.index(name)
         self.matrix.rows = rows
         self.matrix.columns = columns
         self.matrix.row_bytes = row_bytes
-        if row_bytes < least_row_bytes(format, columns):
+        if row_bytes < least_row_bytes(name, columns):
             raise ConfigError(
-                f"{columns} columns of {format} take more than {row_bytes} bytes a row"
+                f"{columns} columns of {name} take more than {row_bytes} bytes a row"
             )
         self.owner = owner
 
@@ -220,7 +231,7 @@ cdef class Matrix:
             If there is none for what the inputs are converted to.
         """
         cdef mc_product product
-        cdef Inputs given
+        cdef _Inputs given
         if num <= 0:
             return
         memset(&product, 0, sizeof(product))
@@ -233,7 +244,7 @@ cdef class Matrix:
         product.bias.type = INPUTS.index(bias_type)
         product.num_inputs = num
         product.input_type = _type_for(INPUTS.index(input_type), self.matrix.format)
-        given = Inputs(num)
+        given = _Inputs(num)
         given.fill(
             <const uint8_t *>inputs, INPUTS.index(input_type), product.input_type,
             input_row_bytes, self.matrix.columns, NULL, 0
@@ -244,6 +255,7 @@ cdef class Matrix:
             mc_products(&product, threads)
 
 
+@cython.final
 cdef class Experts:
     """Gated feed-forwards of the experts in slots: down(act(gate(x)) * up(x)).
 
@@ -336,7 +348,7 @@ cdef class Experts:
             If there is none for the activations.
         """
         cdef mc_experts e = self.experts
-        cdef Inputs given, hidden
+        cdef _Inputs given, hidden
         cdef uint8_t *scratch
         cdef int64_t i, num = pairs.shape[0], width = e.width
         cdef int given_type = INPUTS.index(input_type)
@@ -363,13 +375,13 @@ cdef class Experts:
         e.out.type = INPUTS.index(out_type)
         e.input_type = _type_for(given_type, e.up.first.format)
         e.hidden.type = _type_for(given_type, e.down.first.format)
-        given = Inputs(num)
+        given = _Inputs(num)
         given.fill(
             <const uint8_t *>inputs, given_type, e.input_type, input_row_bytes,
             e.up.first.columns, &pairs[0], top_k, num_tokens
         )
         e.inputs = given.rows
-        hidden = Inputs(num)
+        hidden = _Inputs(num)
         e.hidden.row_bytes = (width * (2 if e.hidden.type == MC_X_BF16 else 4) + 63) & ~63
         hidden.scratch = <uint8_t *>malloc(max(1, num * e.hidden.row_bytes))
         if hidden.scratch == NULL:
@@ -383,7 +395,39 @@ cdef class Experts:
             mc_compute_experts(&e, threads)
 
 
-cdef class Inputs:
+def combine(
+    uintptr_t rows, int64_t num_tokens, int64_t top_k, int64_t columns, uintptr_t weights,
+    str weight_type, int64_t weight_row_bytes, uintptr_t out, str out_type, int64_t out_row_bytes
+):
+    """Write each token's weighted sum of rows: out[t] = sum of weights[t, j] * rows[t * top_k + j].
+
+    Parameters
+    ----------
+    rows, weights, out : int
+        Addresses: fp32 [num_tokens * top_k, columns] without gaps, [num_tokens, top_k],
+        [num_tokens, columns].
+    weight_type, out_type : {"f32", "bf16"}
+    weight_row_bytes, out_row_bytes : int
+        From a row to the next.
+    """
+    cdef mc_sum job
+    job.rows = <const float *>rows
+    job.num_tokens = num_tokens
+    job.top_k = top_k
+    job.columns = columns
+    job.weights.data = <uint8_t *>weights
+    job.weights.type = INPUTS.index(weight_type)
+    job.weights.row_bytes = weight_row_bytes
+    job.out.data = <uint8_t *>out
+    job.out.type = INPUTS.index(out_type)
+    job.out.row_bytes = out_row_bytes
+    cdef int threads = _num_threads
+    with nogil:
+        mc_combine(&job, threads)
+
+
+@cython.final
+cdef class _Inputs:
     """Addresses of inputs, and the memory of those that were converted."""
 
     cdef const uint8_t **rows
@@ -438,16 +482,16 @@ cdef int _set_bias(mc_rows *rows, bias) except -1:
     return 0
 
 
-def least_row_bytes(str format, int64_t columns):
+def least_row_bytes(str name, int64_t columns):
     """Return the bytes of a row; of a compute form, of a group of 16 rows."""
-    cdef int number = FORMATS.index(format)
+    cdef int number = FORMATS.index(name)
     if not mc_is_blocked(number):
         return columns * mc_block_bytes(number)
     return columns // 32 * mc_block_bytes(number) * MC_TILE
 
 
 def to_form(
-    uintptr_t data, str format, int64_t rows, int64_t columns, int64_t row_bytes, uintptr_t out
+    uintptr_t data, str name, int64_t rows, int64_t columns, int64_t row_bytes, uintptr_t out
 ):
     """Write the compute form of a matrix of blocks: groups of 16 rows, interleaved.
 
@@ -455,7 +499,8 @@ def to_form(
     ----------
     data : int
         Address of the blocks in the file's order.
-    format : {"q8_0", "q4_0"}
+    name : {"q8_0", "q4_0"}
+        The format.
     rows, columns : int
         Groups are made whole with rows of zeros.
     row_bytes : int
@@ -463,8 +508,8 @@ def to_form(
     out : int
         Address of ceil(rows / 16) * `least_row_bytes` bytes.
     """
-    cdef int number = FORMATS.index(format)
-    cdef int64_t row = 0, step = least_row_bytes(format, columns)
+    cdef int number = FORMATS.index(name)
+    cdef int64_t row = 0, step = least_row_bytes(name, columns)
     cdef uint8_t *target = <uint8_t *>out
     with nogil:
         while row < rows:

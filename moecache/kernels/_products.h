@@ -227,6 +227,47 @@ static void mc_down_item(void *job, int64_t item)
     }
 }
 
+/* out[t] = sum over j of weights[t, j] * rows[t * top_k + j], in the order of j. */
+typedef struct {
+    const float *rows;
+    mc_rows weights, out;
+    int64_t num_tokens, top_k, columns;
+} mc_sum;
+
+#define MC_SUM_COLUMNS 1024
+
+static void mc_sum_item(void *job, int64_t item)
+{
+    const mc_sum *s = job;
+    float sums[MC_SUM_COLUMNS];
+    for (int64_t first = 0; first < s->columns; first += MC_SUM_COLUMNS) {
+        int64_t num = s->columns - first < MC_SUM_COLUMNS ? s->columns - first : MC_SUM_COLUMNS;
+        for (int64_t j = 0; j < s->top_k; j++) {
+            const float *row = s->rows + (item * s->top_k + j) * s->columns + first;
+            float weight;
+            mc_to_f32(s->weights.data + item * s->weights.row_bytes
+                          + j * mc_input_bytes(s->weights.type),
+                      s->weights.type, 1, &weight);
+            if (j == 0)
+                for (int64_t i = 0; i < num; i++)
+                    sums[i] = row[i] * weight;
+            else
+                for (int64_t i = 0; i < num; i++)
+                    sums[i] += row[i] * weight;
+        }
+        if (s->top_k == 0)
+            memset(sums, 0, sizeof sums);
+        mc_from_f32(sums, num, s->out.type,
+                    s->out.data + item * s->out.row_bytes + first * mc_input_bytes(s->out.type));
+    }
+}
+
+static void mc_combine(mc_sum *sum, int num_threads)
+{
+    /* Waking a thread costs more than a few tokens do. */
+    mc_share(sum->num_tokens < 16 ? 1 : num_threads, mc_sum_item, sum, sum->num_tokens);
+}
+
 static void mc_compute_experts(mc_experts *e, int num_threads)
 {
     /* Gate and up: an item has tiles of both. */

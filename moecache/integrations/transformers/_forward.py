@@ -9,6 +9,8 @@ import torch.utils.dlpack
 from torch import nn
 
 from moecache.errors import MoeCacheError
+from moecache.integrations.transformers._fast import fast_experts
+from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.runtime.steps import Wave
 from moecache.slots import CudaSlots
@@ -40,6 +42,8 @@ class SlotLayer:
         Views of slots seen so far; layers of the same shapes share one.
     is_transposed : bool
         Whether weights are stored [in, out].
+    kernel : SlotKernel, optional
+        What computes them; by default torch does.
     """
 
     def __init__(
@@ -49,7 +53,9 @@ class SlotLayer:
         views: dict[int, SlotWeights],
         *,
         is_transposed: bool,
+        kernel: SlotKernel | None = None,
     ) -> None:
+        self.kernel = kernel
         self.runtime = runtime
         self.layer = layer
         self.device = device_of(runtime)
@@ -185,7 +191,7 @@ def routed_experts(
     Returns
     -------
     Tensor, shape [num_tokens, hidden_size]
-        Equal to that of "grouped_mm", bit for bit, on the CPU.
+        Equal to that of "grouped_mm", bit for bit, on the CPU, unless `compute` is "fast".
 
     Raises
     ------
@@ -197,6 +203,12 @@ def routed_experts(
     layer = layer_of(module, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
         out: torch.Tensor = _Differentiable.apply(hidden, weights, ids, module, layer)
+        return out
+    if layer.kernel is not None and ids.numel():
+        out, num_experts = fast_experts(
+            module, layer.runtime, layer.layer, layer.kernel, hidden, ids, weights
+        )
+        layer.num_products += num_experts
         return out
     return _forward(module, layer, hidden, ids, weights)
 

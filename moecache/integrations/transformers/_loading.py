@@ -12,10 +12,12 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from moecache import kernels
 from moecache.cuda import open_device, parse_device
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Binding, bind, check_family
 from moecache.integrations.transformers._experts import dispatch, strip
+from moecache.integrations.transformers._fast import check_compute
 from moecache.integrations.transformers._forward import device_of
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
 from moecache.integrations.transformers._offload import Offload
@@ -133,6 +135,8 @@ def load(
     record_trace: str | os.PathLike[str] | None = None,
     warmpin: int | str | None = None,
     warmpin_after: int | None = None,
+    compute: str = "torch",
+    num_threads: int | None = None,
     model_class: Any = None,
     **from_pretrained: Any,
 ) -> Any:
@@ -163,6 +167,15 @@ def load(
     slots, policy, scope, read, reserve, lock, profile, loader_threads, prefault, progress, \
 record_trace, warmpin, warmpin_after
         See `moecache.open`.
+    compute : {"torch", "fast"}, default "torch"
+        What multiplies. "torch": transformers' own products. "fast": moecache's kernels, at the
+        speed at which weights can be read, for experts and for the trunk's linear layers where
+        there are up to 8 rows. Its sums are float32 in an order of their own, and the
+        activations between an expert's products are rounded once: the output is that of the
+        same model at any number of slots and threads, bit for bit, but not transformers'.
+    num_threads : int, optional
+        Threads of the kernels, of all models of the process. By default MOECACHE_THREADS, else
+        the cores that the process may use.
     model_class : class, optional
         Class whose `from_pretrained` is called; by default the class that the checkpoint's
         config.json names, else `AutoModelForCausalLM`.
@@ -185,6 +198,9 @@ record_trace, warmpin, warmpin_after
     """
     _check_arguments(device, from_pretrained)
     # Before the trunk is read, which may take minutes.
+    check_compute(compute)
+    if num_threads is not None:
+        kernels.use_threads(num_threads)
     _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch)
     check_model(path)
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
@@ -222,7 +238,13 @@ record_trace, warmpin, warmpin_after
     try:
         # After the slots, whose plan leaves room for it.
         model = model.to(device_of(runtime))
-        Offload(model, runtime, look_ahead=True if prefetch == "router" else None, owned=True)
+        Offload(
+            model,
+            runtime,
+            look_ahead=True if prefetch == "router" else None,
+            compute=compute,
+            owned=True,
+        )
     except BaseException:
         runtime.close()
         raise

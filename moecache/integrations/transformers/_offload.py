@@ -25,6 +25,13 @@ from moecache.integrations.transformers._experts import (
     restore,
     strip,
 )
+from moecache.integrations.transformers._fast import (
+    check_compute,
+    describe_compute,
+    kernel_of,
+    quicken,
+    slow_down,
+)
 from moecache.integrations.transformers._forward import (
     LAYER,
     SlotLayer,
@@ -36,6 +43,7 @@ from moecache.integrations.transformers._forward import (
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
 from moecache.interrupts import uninterrupted
+from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots
@@ -64,6 +72,7 @@ class Offload(NotCopied):
         runtime: ExpertRuntime,
         *,
         look_ahead: bool | None,
+        compute: str,
         owned: bool,
     ) -> None:
         before = getattr(model, "moecache", None)
@@ -71,6 +80,9 @@ class Offload(NotCopied):
             raise MoeCacheError("the model's experts are in a cache already; detach() it first")
         self.runtime = runtime
         self._bindings = _bind(model, runtime)
+        self._compute = check_compute(compute)
+        self._kernels = self._make_kernels() if compute == "fast" else {}
+        self._linears: list[nn.Module] = []
         self._owned = owned
         self._released: bool = False
         self._detached = False
@@ -89,6 +101,8 @@ class Offload(NotCopied):
                 if _llama4.is_llama4(binding.module)
             ]
             self._layers = self._strip()
+            if compute == "fast":
+                self._linears = quicken(model)
             _follow_streams(runtime)
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
             self._hook = model.register_forward_pre_hook(_SequenceHook(runtime), with_kwargs=True)
@@ -131,7 +145,8 @@ class Offload(NotCopied):
         trunk = format_bytes(self.model.get_memory_footprint())
         return (
             f"trunk {trunk}, slots {format_bytes(stats.pool_bytes)} for experts of "
-            f"{format_bytes(experts)} in {len(self._bindings)} layers\n{self.runtime.report()}"
+            f"{format_bytes(experts)} in {len(self._bindings)} layers\n"
+            f"{describe_compute(self._compute)}\n{self.runtime.report()}"
         )
 
     def detach(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -175,6 +190,7 @@ class Offload(NotCopied):
                 restore(binding.module, parameters)
             for block in self._blocks:
                 become_again(block)
+            slow_down(self._linears)
             self._detached = True
             unguard(self.model)
             self.model.__dict__.pop("moecache", None)
@@ -218,6 +234,20 @@ class Offload(NotCopied):
         if self._owned:
             self.runtime.close()
 
+    def _make_kernels(self) -> dict[int, SlotKernel]:
+        """Return what computes each layer; layers of one form and activation share theirs."""
+        return {
+            binding.layer: kernel_of(
+                binding.module,
+                self.runtime,
+                binding.layer,
+                is_transposed=getattr(
+                    binding.module, "is_transposed", _llama4.is_llama4(binding.module)
+                ),
+            )
+            for binding in self._bindings
+        }
+
     def _strip(self) -> list[SlotLayer]:
         views: dict[Any, dict[int, SlotWeights]] = {}
         layers = []
@@ -229,6 +259,7 @@ class Offload(NotCopied):
                 views.setdefault(self.runtime.layout.layers[binding.layer], {}),
                 # Llama 4, which has no such flag, stores [in, out].
                 is_transposed=getattr(binding.module, "is_transposed", bool(self._blocks)),
+                kernel=self._kernels.get(binding.layer),
             )
             binding.module.__dict__[LAYER] = layer
             layers.append(layer)
@@ -287,6 +318,7 @@ def attach(
     runtime: ExpertRuntime,
     *,
     look_ahead: bool | None = None,
+    compute: str = "torch",
 ) -> Offload:
     """Have a model's experts come from a runtime; those that it has in memory are given up.
 
@@ -303,6 +335,8 @@ def attach(
     look_ahead : bool, optional
         Have the next layer's router name the experts that are read ahead. By default if
         the runtime's prefetch is "auto".
+    compute : {"torch", "fast"}, default "torch"
+        What multiplies; see `load`.
 
     Returns
     -------
@@ -317,7 +351,7 @@ def attach(
     MoeCacheError
         If the model has a cache already.
     """
-    return Offload(model, runtime, look_ahead=look_ahead, owned=False)
+    return Offload(model, runtime, look_ahead=look_ahead, compute=compute, owned=False)
 
 
 def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[Binding]:

@@ -1,0 +1,196 @@
+"""`compute="fast"`: experts, and the trunk's products of a few rows, by moecache's own kernels."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import nn
+from transformers.integrations import moe
+
+from moecache import kernels
+from moecache.errors import ConfigError
+from moecache.integrations.transformers._experts import become, become_again
+from moecache.kernels import SlotKernel, matrix_of
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.slots import HostSlots
+
+COMPUTE = ("torch", "fast")
+# With more rows torch's products are as fast, and what they cost is not the reading of weights.
+MAX_ROWS = 8
+# Class of an activation module -> its kernel.
+_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu2",
+}
+_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# Attribute of a linear layer that has its matrix, and where that was.
+_MATRIX = "_moecache_matrix"
+
+
+def check_compute(compute: object) -> str:
+    """Return a way of computing; raise ConfigError if there is none of that name."""
+    if compute not in COMPUTE:
+        raise ConfigError(f"compute {compute!r} is not one of {', '.join(COMPUTE)}")
+    return str(compute)
+
+
+def describe_compute(compute: str) -> str:
+    """Return who multiplies, for a report."""
+    if compute == "torch":
+        return f"computed by torch, {torch.get_num_threads()} threads"
+    return f"computed by kernels: {kernels.level()}, {kernels.num_threads()} threads"
+
+
+def kernel_of(
+    module: nn.Module, runtime: ExpertRuntime, layer: int, *, is_transposed: bool
+) -> SlotKernel:
+    """Return what computes the experts of a module in the runtime's slots.
+
+    Raises
+    ------
+    ConfigError
+        If there is no kernel for them.
+    """
+    pool, family = runtime.pool, type(module).__name__
+    problem = None
+    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__, "")
+    if not isinstance(pool, HostSlots):
+        problem = "kernels compute in RAM, and the slots are on a GPU"
+    elif is_transposed:
+        problem = "their weights are stored transposed, [in, out]"
+    elif getattr(module, "has_gate", True) and not _has_default_gate(module):
+        problem = "their gate is one of their own"
+    elif not activation:
+        problem = f"there is no kernel for {type(getattr(module, 'act_fn', None)).__name__}"
+    else:
+        try:
+            return SlotKernel(
+                lambda slot: runtime.expert(slot, layer), pool.num_slots, activation=activation
+            )
+        except ConfigError as error:
+            problem = str(error)
+    raise ConfigError(f'{family} cannot be computed with compute="fast": {problem}; use "torch"')
+
+
+def fast_rows(
+    runtime: ExpertRuntime,
+    layer: int,
+    kernel: SlotKernel,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+) -> tuple[torch.Tensor, int]:
+    """Return each (token, choice) pair's row, float32, and how many experts were computed."""
+    num_tokens, top_k = ids.shape
+    rows = torch.empty((num_tokens * top_k, hidden.shape[1]), dtype=torch.float32)
+    kind, width = _TYPES[hidden.dtype], hidden.shape[1]
+    source = hidden.data_ptr(), kind, num_tokens, width * hidden.element_size()
+    target = rows.data_ptr(), "f32", width * 4
+    num_experts = 0
+    waves = runtime.waves(layer, ids.cpu().numpy())
+    try:
+        for wave in waves:
+            kernel.compute_at(wave.slots, wave.offsets, wave.pairs, top_k, *source, *target)
+            num_experts += len(wave.slots)
+    finally:
+        # A traceback that the caller keeps would keep the leases as well.
+        waves.close()
+    return rows, num_experts
+
+
+def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Return each token's sum of its rows times the router's weights, of hidden's dtype."""
+    weights = weights.contiguous() if weights.dtype in _TYPES else weights.float()
+    num_tokens, top_k = weights.shape
+    width = rows.shape[1]
+    out = torch.empty((num_tokens, width), dtype=hidden.dtype)
+    kernels.combine(
+        *(rows.data_ptr(), num_tokens, top_k, width),
+        *(weights.data_ptr(), _TYPES[weights.dtype], top_k * weights.element_size()),
+        *(out.data_ptr(), _TYPES[out.dtype], width * out.element_size()),
+    )
+    return out
+
+
+def fast_experts(
+    module: Any,
+    runtime: ExpertRuntime,
+    layer: int,
+    kernel: SlotKernel,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> tuple[torch.Tensor, int]:
+    """Return the output of a module's experts, and how many experts were computed."""
+    given = hidden.contiguous() if hidden.dtype in _TYPES else hidden.float()
+    rows, num_experts = fast_rows(runtime, layer, kernel, given, ids)
+    if getattr(module, "has_post_expert_norm", False):
+        rows = module.post_expert_norm(rows.to(hidden.dtype)).float().contiguous()
+    return weighted_sum(rows, weights, given).to(hidden.dtype), num_experts
+
+
+class FastLinear(nn.Module):
+    """A linear layer that has its products of up to `MAX_ROWS` rows computed by the kernels."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """Return input @ weight.T + bias."""
+        linear: Any = self
+        weight, bias = linear.weight, linear.bias
+        num_rows = input.numel() // max(1, input.shape[-1])
+        if (
+            torch.compiler.is_compiling()
+            or not 0 < num_rows <= MAX_ROWS
+            or (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad))
+            or not (weight.dtype == input.dtype in _TYPES)
+            or weight.device.type != "cpu"
+        ):
+            out: torch.Tensor = super().forward(input)
+            return out
+        address = weight.data_ptr()
+        kept = linear.__dict__.get(_MATRIX)
+        if kept is None or kept[0] != address:
+            kept = address, _matrix(weight)
+            linear.__dict__[_MATRIX] = kept
+        kind, size = _TYPES[input.dtype], input.element_size()
+        given = input.contiguous()
+        result = torch.empty((*input.shape[:-1], weight.shape[0]), dtype=input.dtype)
+        terms = (0, kind) if bias is None else (bias.data_ptr(), _TYPES[bias.dtype])
+        kept[1].multiply(
+            *(given.data_ptr(), kind, num_rows, weight.shape[1] * size),
+            *(result.data_ptr(), kind, weight.shape[0] * size),
+            *terms,
+        )
+        return result
+
+
+def quicken(model: nn.Module) -> list[nn.Module]:
+    """Have the kernels compute a model's plain linear layers; return these."""
+    found: list[nn.Module] = [m for m in model.modules() if type(m) is nn.Linear]
+    for linear in found:
+        become(linear, FastLinear)
+    return found
+
+
+def slow_down(linears: list[nn.Module]) -> None:
+    """Give linear layers their own products back."""
+    for linear in linears:
+        linear.__dict__.pop(_MATRIX, None)
+        become_again(linear)
+
+
+def _has_default_gate(module: nn.Module) -> bool:
+    default = getattr(moe, "_default_apply_gate", None)
+    return default is not None and getattr(type(module), "_apply_gate", None) is default
+
+
+def _matrix(weight: torch.Tensor) -> Any:
+    array = weight.detach()
+    if array.dtype == torch.bfloat16:
+        return matrix_of(array.view(torch.uint16).numpy().view(ml_dtypes.bfloat16))
+    return matrix_of(np.asarray(array))

@@ -1,0 +1,33 @@
+"""Products over weights where they lie: on the CPU, at the speed of memory.
+
+The order of every sum depends on the number of columns alone, so that a token's result has the same
+bits alone and among others, with any number of threads, wherever the weights are. Levels of
+instructions ("generic", "avx2", "avx512") differ in their last bits from each other.
+"""
+
+from moecache.kernels._kernels import (
+    ACTIVATIONS,
+    combine,
+    level,
+    levels,
+    num_threads,
+    use_level,
+    use_threads,
+)
+from moecache.kernels.experts import SlotKernel
+from moecache.kernels.matrices import matrix_of, products
+from moecache.kernels.startup import usable_cores
+
+__all__ = [
+    "ACTIVATIONS",
+    "SlotKernel",
+    "combine",
+    "level",
+    "levels",
+    "matrix_of",
+    "num_threads",
+    "products",
+    "usable_cores",
+    "use_level",
+    "use_threads",
+]

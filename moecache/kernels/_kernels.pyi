@@ -1,0 +1,97 @@
+from typing import Final, Self, final
+
+import numpy as np
+import numpy.typing as npt
+
+FORMATS: Final[tuple[str, ...]]
+INPUTS: Final[tuple[str, ...]]
+ACTIVATIONS: Final[tuple[str, ...]]
+TILE: Final[int]
+
+def levels() -> tuple[str, ...]: ...
+def level() -> str: ...
+def use_level(name: str) -> None: ...
+def num_threads() -> int: ...
+def use_threads(number: int) -> None: ...
+
+@final
+class Matrix:
+    def __new__(
+        cls,
+        address: int,
+        name: str,
+        rows: int,
+        columns: int,
+        row_bytes: int,
+        owner: object = None,
+    ) -> Self: ...
+    @property
+    def owner(self) -> object: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    def multiply(
+        self,
+        inputs: int,
+        input_type: str,
+        num: int,
+        input_row_bytes: int,
+        out: int,
+        out_type: str,
+        out_row_bytes: int,
+        bias: int = 0,
+        bias_type: str = "f32",
+    ) -> None: ...
+
+@final
+class Experts:
+    def __new__(
+        cls,
+        up: Matrix,
+        up_slot_bytes: int,
+        down: Matrix,
+        down_slot_bytes: int,
+        width: int,
+        up_row: int,
+        *,
+        is_gated: bool = True,
+        is_interleaved: bool = False,
+        activation: str = "silu",
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        up_bias: tuple[int, int, str] | None = None,
+        down_bias: tuple[int, int, str] | None = None,
+        owner: object = None,
+    ) -> Self: ...
+    @property
+    def owner(self) -> object: ...
+    def compute(
+        self,
+        slots: npt.NDArray[np.int32],
+        offsets: npt.NDArray[np.int64],
+        pairs: npt.NDArray[np.int64],
+        top_k: int,
+        inputs: int,
+        input_type: str,
+        num_tokens: int,
+        input_row_bytes: int,
+        out: int,
+        out_type: str,
+        out_row_bytes: int,
+    ) -> None: ...
+
+def combine(
+    rows: int,
+    num_tokens: int,
+    top_k: int,
+    columns: int,
+    weights: int,
+    weight_type: str,
+    weight_row_bytes: int,
+    out: int,
+    out_type: str,
+    out_row_bytes: int,
+) -> None: ...
+def least_row_bytes(name: str, columns: int) -> int: ...
+def to_form(data: int, name: str, rows: int, columns: int, row_bytes: int, out: int) -> None: ...

@@ -1,0 +1,146 @@
+"""SlotKernel: the gated experts of a layer, computed in the slots they are in."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from moecache.errors import ConfigError
+from moecache.formats import format_of
+from moecache.kernels._kernels import Experts, Matrix
+from moecache.kernels.matrices import type_of
+
+# Of the names that a layout has: these and no others can be computed.
+_ROLES = {"gate_up", "up", "down", "gate_up_bias", "up_bias", "down_bias"}
+
+
+class SlotKernel:
+    """Computes down(act(gate(x)) * up(x)) of experts where they are.
+
+    Parameters
+    ----------
+    expert : callable (slot) -> dict of role to ndarray
+        The weights in a slot: "gate_up" [2 * width, hidden_size] or "up" [width, hidden_size],
+        "down" [hidden_size, width], and biases. All slots lie at one distance from each other.
+    num_slots : int
+    activation : str, default "silu"
+        One of `ACTIVATIONS`.
+    is_interleaved : bool, default False
+        Whether rows of gate and up alternate; else gate's are above up's.
+    alpha, limit : float
+        Of activation "swiglu".
+
+    Attributes
+    ----------
+    hidden_size : int
+
+    Raises
+    ------
+    ConfigError
+        If the roles, shapes or dtypes are not those of a gated feed-forward.
+    """
+
+    def __init__(
+        self,
+        expert: Callable[[int], Mapping[str, np.ndarray]],
+        num_slots: int,
+        *,
+        activation: str = "silu",
+        is_interleaved: bool = False,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+    ) -> None:
+        first, second = expert(0), expert(min(1, num_slots - 1))
+        _check_roles(first)
+        is_gated = "gate_up" in first
+        wide = "gate_up" if is_gated else "up"
+        up, down = first[wide], first["down"]
+        self.hidden_size, width = down.shape
+        if up.shape != (width * (1 + is_gated), self.hidden_size):
+            raise ConfigError(
+                f"{wide} {list(up.shape)} and down {list(down.shape)} are not [rows, columns] "
+                "of one feed-forward; experts that are stored transposed have no kernel"
+            )
+        self.num_slots = num_slots
+
+        def bias(role: str, rows: int) -> tuple[int, int, str] | None:
+            array = first.get(role)
+            if array is None:
+                return None
+            if array.shape != (rows,) or not array.flags.c_contiguous:
+                raise ConfigError(f"{role} {list(array.shape)} is not [{rows}]")
+            return array.ctypes.data, _distance(array, second[role]), type_of(array)
+
+        self._experts = Experts(
+            _matrix(wide, up),
+            _distance(up, second[wide]),
+            _matrix("down", down),
+            _distance(down, second["down"]),
+            width,
+            width if is_gated and not is_interleaved else 0,
+            is_gated=is_gated,
+            is_interleaved=is_interleaved,
+            activation=activation,
+            alpha=alpha,
+            limit=limit,
+            up_bias=bias(f"{wide}_bias", up.shape[0]),
+            down_bias=bias("down_bias", self.hidden_size),
+            owner=(first, second),
+        )
+        # With the addresses of torch's tensors no array is made for a call.
+        self.compute_at = self._experts.compute
+
+    def compute(
+        self,
+        hidden: np.ndarray,
+        slots: np.ndarray,
+        offsets: np.ndarray,
+        pairs: np.ndarray,
+        top_k: int,
+        rows: np.ndarray,
+    ) -> None:
+        """Write the rows that a wave covers.
+
+        Parameters
+        ----------
+        hidden : ndarray of float32 or bfloat16, shape [num_tokens, hidden_size]
+        slots, offsets, pairs, top_k
+            As a `Wave` has them.
+        rows : ndarray of float32 or bfloat16, shape [num_tokens * top_k, hidden_size]
+            Written in place.
+
+        Raises
+        ------
+        ConfigError
+            If shapes or dtypes do not fit.
+        """
+        wanted = [(len(hidden), self.hidden_size), (len(hidden) * top_k, self.hidden_size)]
+        for name, array, shape in zip(("hidden", "rows"), (hidden, rows), wanted, strict=True):
+            if array.shape != shape or not array.flags.c_contiguous:
+                raise ConfigError(f"{name} {list(array.shape)} is no contiguous {list(shape)}")
+        if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_slots:
+            raise ValueError(f"slots {slots} are not in [0, {self.num_slots})")
+        self.compute_at(
+            *(slots, offsets, pairs, top_k),
+            *(hidden.ctypes.data, type_of(hidden), len(hidden), hidden.strides[0]),
+            *(rows.ctypes.data, type_of(rows), rows.strides[0]),
+        )
+
+
+def _check_roles(roles: Mapping[str, np.ndarray]) -> None:
+    wide = {"gate_up", "up"} & roles.keys()
+    if not roles.keys() <= _ROLES or len(wide) != 1 or "down" not in roles:
+        raise ConfigError(
+            f"an expert of {', '.join(sorted(roles))} is no feed-forward of gate_up (or up) and "
+            "down that has a kernel"
+        )
+
+
+def _matrix(role: str, array: np.ndarray) -> Matrix:
+    if array.ndim != 2 or not array.flags.c_contiguous:
+        raise ConfigError(f"{role} {list(array.shape)} is no contiguous matrix [rows, columns]")
+    name, (rows, columns) = format_of(array.dtype).name, array.shape
+    return Matrix(array.ctypes.data, name, rows, columns, array.strides[0], array)
+
+
+def _distance(first: np.ndarray, second: np.ndarray) -> int:
+    return second.ctypes.data - first.ctypes.data

@@ -1,0 +1,122 @@
+"""Matrices for the kernels, made of NumPy arrays; their products."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from moecache.errors import ConfigError
+from moecache.formats import find_format, format_of
+from moecache.kernels._kernels import TILE, Matrix, least_row_bytes, to_form
+
+# Vectors are loaded from any address, but fastest where no cache line is crossed.
+_ALIGNMENT = 64
+_TYPES = {"float32": "f32", "bfloat16": "bf16"}
+
+
+def matrix_of(weights: np.ndarray | Mapping[str, np.ndarray], name: str | None = None) -> Matrix:
+    """Return a matrix as the kernels read it.
+
+    Parameters
+    ----------
+    weights : ndarray [rows, columns], or mapping of str to ndarray
+        Floating-point numbers, used where they are, or the parts of a format, such as
+        `formats.quantize` returns; those of blocks are brought into their compute form.
+    name : str, optional
+        The format; by default that of the array's dtype.
+
+    Raises
+    ------
+    ConfigError
+        If these are not the parts of a matrix in a format that has a kernel.
+    """
+    parts = weights if isinstance(weights, Mapping) else {"values": weights}
+    if name is None:
+        if "values" not in parts:
+            raise ConfigError("parts of a matrix need the name of their format")
+        name = format_of(parts["values"].dtype).name
+    array = parts.get("values", parts.get("blocks"))
+    if array is None or array.ndim not in (2, 3) or not array.flags.c_contiguous:
+        raise ConfigError(f"{name} needs a C-contiguous array of rows; see Format.parts")
+    rows, columns = array.shape[0], array.shape[1] * (1 if array.ndim == 2 else 32)
+    wanted = find_format(name).parts(rows, columns)
+    found = {part: (given.dtype, given.shape) for part, given in parts.items()}
+    if found != wanted:
+        raise ConfigError(f"a {rows} x {columns} matrix in {name} is {wanted}, got {found}")
+    row_bytes = least_row_bytes(name, columns)
+    if array.ndim == 2:
+        return Matrix(array.ctypes.data, name, rows, columns, row_bytes, array)
+    form = _aligned(-(-rows // TILE) * row_bytes)
+    # An array without elements has no address to speak of.
+    if array.size:
+        to_form(array.ctypes.data, name, rows, columns, array.strides[0], form.ctypes.data)
+    return Matrix(form.ctypes.data, name, rows, columns, row_bytes, form)
+
+
+def products(
+    inputs: np.ndarray, matrix: Matrix | np.ndarray, *, bias: np.ndarray | None = None
+) -> np.ndarray:
+    """Return inputs @ matrix.T + bias, as a linear layer does.
+
+    Weights are exact, sums are float32, and a row's bits are the same whatever the other rows,
+    and with any number of threads.
+
+    Parameters
+    ----------
+    inputs : ndarray of float32 or bfloat16, shape [num, columns]
+    matrix : Matrix, or ndarray of float32, float16 or bfloat16, shape [rows, columns]
+        See `matrix_of`.
+    bias : ndarray of float32 or bfloat16, shape [rows], optional
+
+    Returns
+    -------
+    ndarray, shape [num, rows], of the inputs' dtype
+
+    Raises
+    ------
+    ConfigError
+        If shapes or dtypes do not fit.
+    """
+    if not isinstance(matrix, Matrix):
+        matrix = matrix_of(np.ascontiguousarray(matrix))
+    kind = type_of(inputs)
+    if inputs.ndim != 2 or inputs.shape[1] != matrix.columns:
+        raise ConfigError(
+            f"inputs of shape {list(inputs.shape)} are not [num, {matrix.columns}], the columns "
+            "of the matrix"
+        )
+    if bias is not None and bias.shape != (matrix.rows,):
+        raise ConfigError(f"a bias of shape {list(bias.shape)} is not [{matrix.rows}], the rows")
+    inputs = np.ascontiguousarray(inputs)
+    out = np.empty((len(inputs), matrix.rows), inputs.dtype)
+    terms = None if bias is None else np.ascontiguousarray(bias)
+    matrix.multiply(
+        inputs.ctypes.data,
+        kind,
+        len(inputs),
+        inputs.strides[0],
+        out.ctypes.data,
+        kind,
+        out.strides[0],
+        *((0, "f32") if terms is None else (terms.ctypes.data, type_of(terms))),
+    )
+    return out
+
+
+def type_of(array: np.ndarray) -> str:
+    """Return what the kernels call an array's dtype.
+
+    Raises
+    ------
+    ConfigError
+        If they do not take it.
+    """
+    try:
+        return _TYPES[array.dtype.name]
+    except KeyError:
+        raise ConfigError(f"kernels take float32 and bfloat16, not {array.dtype}") from None
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes]

@@ -15,6 +15,11 @@ from moecache.settings import OPTIONS
 from moecache.study.importers import load_any
 from moecache.traces.trace import Trace
 
+# What multiplies, as `load` takes it.
+COMPUTE = {
+    "torch": "transformers' own products, its output bit for bit",
+    "fast": "moecache's kernels, at the speed of memory; sums are rounded otherwise",
+}
 # Modes of prefetch that need neither hints nor routers.
 PLAIN_MODES = {"echo": "what ECHO foresees", "last": "the layer's last experts", "off": "none"}
 
@@ -58,7 +63,7 @@ def add_option(
     elif "action" not in keywords:
         keywords = {"choices": choices or None, "metavar": option.metavar or None} | keywords
         if modes:
-            more += ": " + ", ".join(f"{mode} ({meaning})" for mode, meaning in modes.items())
+            more += f": {explain(modes)}"
         elif choices and option.metavar:
             more += f": {', '.join(choices)}"
     # The default of memory is what is free, less that of another option.
@@ -67,6 +72,11 @@ def add_option(
     told = "" if instead in {"none", "off"} else f" (default: {instead})"
     text = f"{option.help}{more}{told}".replace("%", "%%")
     parser.add_argument(flag or f"--{name.replace('_', '-')}", help=text, **keywords)
+
+
+def explain(modes: Mapping[str, str]) -> str:
+    """Return choices, each with what it means, as a line of help."""
+    return ", ".join(f"{mode} ({meaning})" for mode, meaning in modes.items())
 
 
 def load_traces(names: Sequence[str]) -> dict[str, Trace]:

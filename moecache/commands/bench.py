@@ -9,7 +9,16 @@ from typing import Any
 from rich.console import Console
 
 from moecache import prefault
-from moecache.commands.arguments import add_force, add_option, check_outputs, choose, naming, split
+from moecache.commands.arguments import (
+    COMPUTE,
+    add_force,
+    add_option,
+    check_outputs,
+    choose,
+    explain,
+    naming,
+    split,
+)
 from moecache.commands.bench_table import print_bench
 from moecache.commands.contestants import Contestant, chosen, differing, run_process
 from moecache.commands.generate import add_model_options
@@ -36,8 +45,8 @@ def add_parser(commands: Any) -> None:
         description="Measure how fast a mixture-of-experts model reads a prompt (prefill) and "
         "generates (decode) with its experts in several amounts of memory and under several "
         "policies. Every run is a process of its own, and runs of different kinds take turns; "
-        "medians are shown. All of them must generate the same tokens, else the exit code is 1. "
-        "Needs pip install 'moecache[transformers]'.",
+        "medians are shown. All that multiply alike must generate the same tokens, else the exit "
+        "code is 1. Needs pip install 'moecache[transformers]'.",
         epilog="examples: moecache bench ./OLMoE-1B-7B | "
         "moecache bench ./Qwen3-30B-A3B --memories 4GiB,8GiB --policies echo,lru --sample | "
         "moecache bench ./Qwen3-30B-A3B --compare --cold --json figures.json",
@@ -48,6 +57,12 @@ def add_parser(commands: Any) -> None:
     add_option(parser, "memory", flag="--memories", metavar="LIST", default="25%,50%,100%")
     add_option(parser, "policy", flag="--policies", names=POLICIES)
     add_model_options(parser)
+    parser.add_argument(
+        "--compute",
+        metavar="LIST",
+        default="torch",
+        help=f"what multiplies; names, or all: {explain(COMPUTE)} (default: torch)",
+    )
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -80,7 +95,9 @@ def add_parser(commands: Any) -> None:
         "models repeat themselves",
     )
     work.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
-    work.add_argument("--threads", type=int, metavar="N", help="torch's (default: its own choice)")
+    work.add_argument(
+        "--threads", type=int, metavar="N", help="torch's and the kernels' (default: their own)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures of all runs there")
     add_force(parser)
     parser.set_defaults(run=run)
@@ -88,7 +105,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run everything in turn, show the table; return the exit code."""
-    memories, policies = _check(arguments)
+    memories, policies, compute = _check(arguments)
     check_model(arguments.model)
     if arguments.compare and importlib.util.find_spec("accelerate") is None:
         raise MissingDependencyError(
@@ -107,7 +124,11 @@ def run(arguments: argparse.Namespace) -> int:
     files = [Path(file) for file in task["files"]]
     task["checkpoint_bytes"] = sum(file.stat().st_size for file in files)
     contestants = chosen(
-        memories, policies, arguments.prefetch, arguments.read, all_=arguments.compare
+        memories,
+        policies,
+        compute,
+        {"prefetch": arguments.prefetch, "read": arguments.read},
+        all_=arguments.compare,
     )
     _run_all(console, contestants, task, arguments.repeats)
     facts["threads"] = next((run["threads"] for one in contestants for run in one.runs), None)
@@ -158,8 +179,8 @@ def _run_all(
                 contestant.run(task)
 
 
-def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return memories and policies; refuse what cannot be used, before anything runs."""
+def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
+    """Return memories, policies and ways to compute; refuse the rest before anything runs."""
     for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("warm_up", 0), ("repeats", 1)):
         if getattr(arguments, name) < least:
             raise ConfigError(
@@ -175,7 +196,8 @@ def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
         for memory in memories:
             parse_budget(memory, 1)
     check_outputs(arguments, {arguments.model: "the model"}, json=_JSON_FILE)
-    return memories, choose("policies", arguments.policies, POLICIES, (DEFAULT_POLICY,))
+    policies = choose("policies", arguments.policies, POLICIES, (DEFAULT_POLICY,))
+    return memories, policies, choose("compute", arguments.compute, list(COMPUTE), ("torch",))
 
 
 def _figures(

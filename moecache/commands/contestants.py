@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +93,12 @@ class Contestant:
 
 
 def chosen(
-    memories: list[str], policies: list[str], prefetch: str | None, read: str | None, *, all_: bool
+    memories: list[str],
+    policies: list[str],
+    compute: list[str],
+    options: Mapping[str, Any],
+    *,
+    all_: bool,
 ) -> list[Contestant]:
     """Return what is compared; with `all_` also what one would do without moecache."""
     others = {
@@ -104,29 +110,35 @@ def chosen(
         *(Contestant(name, {"kind": kind}) for kind, name in others.items() if all_),
         *(
             Contestant(
-                f"moecache {memory} {policy}",
+                f"moecache {memory} {policy}{'' if way == 'torch' else f' {way}'}",
                 {
                     "kind": "moecache",
                     "memory": memory,
                     "policy": policy,
-                    "prefetch": prefetch,
-                    "read": read,
+                    "compute": way,
+                    **options,
                 },
             )
             for memory in memories
             for policy in policies
+            for way in compute
         ),
     ]
 
 
 def differing(contestants: list[Contestant]) -> list[str]:
-    """Return the contestants that generated other tokens than the first that ran, in any run."""
-    ran = [contestant for contestant in contestants if contestant.runs]
-    return [
-        contestant.name
-        for contestant in ran
-        if any(run["tokens"] != ran[0].runs[0]["tokens"] for run in contestant.runs)
-    ]
+    """Return the contestants that generated other tokens, in any run, than the first of its kind.
+
+    What is computed by kernels rounds otherwise than what torch computes.
+    """
+    names: list[str] = []
+    firsts: dict[str, Any] = {}
+    for contestant in contestants:
+        for run in contestant.runs:
+            first = firsts.setdefault(contestant.task.get("compute", "torch"), run["tokens"])
+            if run["tokens"] != first and contestant.name not in names:
+                names.append(contestant.name)
+    return names
 
 
 def run_process(task: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moecache.commands.arguments import PLAIN_MODES, add_force, add_option, check_outputs
+from moecache.commands.arguments import (
+    COMPUTE,
+    PLAIN_MODES,
+    add_force,
+    add_option,
+    check_outputs,
+    explain,
+)
 from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import printable_lines
 from moecache.errors import ConfigError, StoreError
@@ -27,7 +34,8 @@ def add_parser(commands: Any) -> None:
         description="Continue a prompt with any mixture-of-experts model that transformers runs, "
         "with its experts in as much memory as --memory says. The text comes on standard output "
         "as it is generated, figures on standard error. It is the same text, token by token, as "
-        "that of the model completely in memory. Needs pip install 'moecache[transformers]'.",
+        "that of the model completely in memory. On a CPU --compute fast is several times as fast. "
+        "Needs pip install 'moecache[transformers]'.",
         epilog="examples: moecache generate ./Qwen3-30B-A3B 'Why is the sky blue?' --chat "
         "--memory 16GiB | moecache generate ./OLMoE-1B-7B 'def main():' --temperature 0 | "
         "moecache generate ./Mixtral-8x7B --chat - < question.txt > answer.txt",
@@ -68,6 +76,12 @@ def add_parser(commands: Any) -> None:
     add_option(cache, "policy")
     add_option(cache, "scope")
     add_model_options(cache)
+    cache.add_argument(
+        "--compute",
+        choices=COMPUTE,
+        default="torch",
+        help=f"what multiplies: {explain(COMPUTE)} (default: torch)",
+    )
     add_option(cache, "profile")
     add_option(cache, "record_trace")
     parser.add_argument(
@@ -163,6 +177,7 @@ def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
             scope=arguments.scope,
             prefetch=arguments.prefetch,
             read=arguments.read,
+            compute=arguments.compute,
             profile=arguments.profile,
             progress=show,
             **options,

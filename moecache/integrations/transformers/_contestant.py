@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from moecache import kernels
 from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.integrations.transformers import _baselines, generation, load
 from moecache.prefault.page_cache import evict
@@ -102,6 +103,7 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
     imports_bytes = peak_rss_bytes()
     if task["threads"]:
         torch.set_num_threads(task["threads"])
+        kernels.use_threads(task["threads"])
     if task["kind"] != "moecache":
         room = _baselines.lack_of_room(task["checkpoint_bytes"], None)
         if room is not None and task["kind"] != "experts_on_disk":
@@ -136,7 +138,7 @@ def _loaded(task: dict[str, Any], folder: str) -> Iterator[Any]:
     options = {} if task["dtype"] is None else {"dtype": task["dtype"]}
     with generation.reading(path):
         if kind == "moecache":
-            chosen = {key: task[key] for key in ("policy", "prefetch", "read")}
+            chosen = {key: task[key] for key in ("policy", "prefetch", "read", "compute")}
             model = load(path, task["memory"], **chosen, **options)
         elif kind == "resident":
             model = _baselines.load_resident(path, **options)

@@ -7,10 +7,12 @@ what was in the cache. transformers' `grouped_mm` has the same form.
 
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from moecache.errors import ConfigError
+from moecache.kernels import SlotKernel
 
 Activation = Callable[[np.ndarray], np.ndarray]
 
@@ -26,6 +28,10 @@ class ExpertWave(Protocol):
 
 class WaveSource(Protocol):
     """What hands out waves: a runtime."""
+
+    @property
+    def pool(self) -> Any:
+        """The slots."""
 
     def waves(self, layer: int, ids: np.ndarray) -> Generator[ExpertWave, None, None]:
         """Yield the waves of a step."""
@@ -129,6 +135,8 @@ def feed_forward(
     ids: np.ndarray,
     weights: np.ndarray,
     activation: Activation = silu,
+    *,
+    compute: str = "numpy",
 ) -> np.ndarray:
     """Return the output of a layer's routed experts.
 
@@ -145,21 +153,54 @@ def feed_forward(
         What the router chose.
     weights : ndarray of float, shape [num_tokens, top_k]
     activation : callable, default silu
+    compute : {"numpy", "fast"}, default "numpy"
+        What multiplies: NumPy's BLAS, or the kernels of `moecache.kernels`. With these, hidden is
+        float32 or bfloat16, slots may hold bfloat16 as the file does, a token's result has
+        the same bits alone and among others, and `activation` is silu.
 
     Returns
     -------
     ndarray of float, shape [num_tokens, hidden_size]
     """
+    if compute not in ("numpy", "fast"):
+        raise ConfigError(f"compute {compute!r} is not one of numpy, fast")
     if not isinstance(hidden, np.ndarray):
         if activation is not silu:
             raise ConfigError("on a GPU give the activation's name: runtime.on_device(activation)")
         return runtime.on_device()(layer, hidden, ids, weights)
-    rows = np.empty((ids.size, hidden.shape[1]), hidden.dtype)
+    if compute == "fast":
+        if activation is not silu:
+            raise ConfigError('compute="fast" has silu alone; for others see kernels.SlotKernel')
+        kernel = _kernel(runtime, layer)
+        hidden = np.ascontiguousarray(hidden)
+        rows = np.empty((ids.size, hidden.shape[1]), np.float32)
+
+        def compute_rows(wave: Any) -> None:
+            kernel.compute(hidden, wave.slots, wave.offsets, wave.pairs, wave.top_k, rows)
+
+    else:
+        rows = np.empty((ids.size, hidden.shape[1]), hidden.dtype)
+
+        def compute_rows(wave: Any) -> None:
+            compute_wave(hidden, wave, lambda slot: runtime.expert(slot, layer), rows, activation)
+
     waves = runtime.waves(layer, ids)
     try:
         for wave in waves:
-            compute_wave(hidden, wave, lambda slot: runtime.expert(slot, layer), rows, activation)
+            compute_rows(wave)
     finally:
         # A traceback that is kept would keep the leases as well.
         waves.close()
-    return combine(rows, weights)
+    return combine(rows, weights).astype(hidden.dtype, copy=False)
+
+
+# Of each runtime, by layer; gone with it.
+_kernels: WeakKeyDictionary[Any, dict[int, SlotKernel]] = WeakKeyDictionary()
+
+
+def _kernel(runtime: WaveSource, layer: int) -> SlotKernel:
+    known = _kernels.setdefault(runtime, {})
+    if layer not in known:
+        num_slots = runtime.pool.num_slots
+        known[layer] = SlotKernel(lambda slot: runtime.expert(slot, layer), num_slots)
+    return known[layer]

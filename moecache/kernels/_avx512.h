@@ -156,13 +156,14 @@ INLINE void mc_widen(__m512i values, mc_bytes bytes, __m512i *low, __m512i *high
         *high, _mm512_cmpeq_epi8_mask(values, least), _mm512_set1_epi8((char)0xc3));
 }
 
-/* 16 rows with `num` inputs: as in `_level.h`, two columns at a time. */
+/* 16 rows with `num` inputs: as in `_level.h`, but two columns at a time, and each block as two sums
+ * that do not wait for each other. */
 INLINE void mc_blocks_dp(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
     int format)
 {
     const uint8_t *at = matrix->data + row / MC_TILE * matrix->row_bytes;
-    __m512 sums[8], block[8];
+    __m512 sums[8], block[8], other[8];
     __m512i nibbles = format == MC_Q4_0 ? mc_nibbles() : _mm512_setzero_si512();
     mc_bytes bytes = {0};
     if (format == MC_Q8_0)
@@ -173,17 +174,22 @@ INLINE void mc_blocks_dp(
         __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
         at += 2 * MC_TILE;
         for (int t = 0; t < num; t++)
-            block[t] = _mm512_setzero_ps();
+            block[t] = other[t] = _mm512_setzero_ps();
         if (format == MC_Q4_0) {
 #pragma GCC unroll 4
             for (int chunk = 0; chunk < 4; chunk++, at += 64) {
                 __m512i words = _mm512_loadu_si512(at);
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) {
-                    __m512i pairs =
+                for (int i = 0; i < 4; i += 2) {
+                    __m512i first =
                         _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * i), nibbles);
-                    for (int t = 0; t < num; t++)
-                        block[t] = mc_dp(block[t], pairs, mc_pair(inputs[t], k + 8 * chunk + 2 * i));
+                    __m512i second =
+                        _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * i + 4), nibbles);
+                    int64_t at_column = k + 8 * chunk + 2 * i;
+                    for (int t = 0; t < num; t++) {
+                        block[t] = mc_dp(block[t], first, mc_pair(inputs[t], at_column));
+                        other[t] = mc_dp(other[t], second, mc_pair(inputs[t], at_column + 2));
+                    }
                 }
             }
         } else {
@@ -196,12 +202,12 @@ INLINE void mc_blocks_dp(
                 __m512i second = _mm512_unpackhi_epi8(low, high);
                 for (int t = 0; t < num; t++) {
                     block[t] = mc_dp(block[t], first, mc_pair(inputs[t], k + 4 * chunk));
-                    block[t] = mc_dp(block[t], second, mc_pair(inputs[t], k + 4 * chunk + 2));
+                    other[t] = mc_dp(other[t], second, mc_pair(inputs[t], k + 4 * chunk + 2));
                 }
             }
         }
         for (int t = 0; t < num; t++)
-            sums[t] = _mm512_fmadd_ps(block[t], scale, sums[t]);
+            sums[t] = _mm512_fmadd_ps(_mm512_add_ps(block[t], other[t]), scale, sums[t]);
     }
     for (int t = 0; t < num; t++)
         _mm512_storeu_ps(out + t * MC_TILE, sums[t]);
@@ -211,9 +217,11 @@ INLINE void mc_blocked_dp(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out,
     int format)
 {
+    /* As many as registers hold. */
+    enum { MANY = 6 };
     int64_t t = 0;
-    for (; t + 8 <= num; t += 8)
-        mc_blocks_dp(matrix, row, inputs + t, 8, out + t * MC_TILE, format);
+    for (; t + MANY <= num; t += MANY)
+        mc_blocks_dp(matrix, row, inputs + t, MANY, out + t * MC_TILE, format);
     for (; t + 2 <= num; t += 2)
         mc_blocks_dp(matrix, row, inputs + t, 2, out + t * MC_TILE, format);
     if (t < num)

@@ -1,7 +1,7 @@
 """Products over weights where they lie, on the CPU and without the GIL."""
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
@@ -37,6 +37,7 @@ cdef extern from "_products.h" nogil:
         void (*form)(
             const uint8_t *, int64_t, int64_t, int64_t, int64_t, int, uint8_t *
         ) noexcept nogil
+        uint32_t (*read)(const uint8_t *, int64_t) noexcept nogil
 
     ctypedef struct mc_rows:
         uint8_t *data
@@ -488,6 +489,14 @@ def least_row_bytes(str name, int64_t columns):
     if not mc_is_blocked(number):
         return columns * mc_block_bytes(number)
     return columns // 32 * mc_block_bytes(number) * MC_TILE
+
+
+def read_all(uintptr_t address, int64_t nbytes):
+    """Read memory and do nothing with it, by the thread that calls; to be timed."""
+    cdef uint32_t found
+    with nogil:
+        found = _level.read(<const uint8_t *>address, nbytes)
+    return found
 
 
 def to_form(

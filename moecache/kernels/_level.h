@@ -384,8 +384,24 @@ static void LEVEL(form)(
     }
 }
 
+/* Reads all whole 256 bytes and does nothing else: how fast that is, is what a product can reach. */
+static uint32_t LEVEL(read)(const uint8_t *at, int64_t num)
+{
+    enum { STEPS = 256 / (LANES * 4) };
+    vu all[STEPS] = {{0}}, total = {0};
+    for (int64_t i = 0; i + 256 <= num; i += 256)
+        for (int j = 0; j < STEPS; j++) {
+            vu values;
+            memcpy(&values, at + i + j * LANES * 4, sizeof values);
+            all[j] ^= values;
+        }
+    for (int j = 0; j < STEPS; j++)
+        total ^= all[j];
+    return total[0] ^ total[LANES - 1];
+}
+
 #define LEVEL_OF(name, ...) \
     {name, \
      {{LEVEL(tile_f32), LEVEL(tile_f16), LEVEL(tile_bf16), LEVEL(tile_q8_0), LEVEL(tile_q4_0)}, \
       {__VA_ARGS__}}, \
-     LEVEL(activate), LEVEL(form)}
+     LEVEL(activate), LEVEL(form), LEVEL(read)}

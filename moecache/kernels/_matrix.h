@@ -42,6 +42,7 @@ typedef struct {
     void (*activate)(float *gate, const float *up, int64_t num, const mc_activation *how);
     void (*form)(const uint8_t *data, int64_t row_bytes, int64_t rows, int64_t columns, int64_t row,
                  int format, uint8_t *out);
+    uint32_t (*read)(const uint8_t *at, int64_t num);
 } mc_level;
 
 /* Bytes of a number, or of a block of 32 in the file. */

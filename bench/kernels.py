@@ -1,0 +1,299 @@
+"""How fast the kernels multiply, beside torch's products, and as a share of what memory can do.
+
+    python -m bench.kernels                                   # one layer, one token, one thread
+    python -m bench.kernels --json bench/results/kernels.json
+
+One layer's gated experts, 8 of them for one token, from weights that are in no cache: of many
+experts in huge pages, each time others. Contestants take turns, in another order each round; shown
+are medians of a thread's CPU time, and of rounds' ratios. "bandwidth" reads the same bytes
+and does nothing with them. "torch" multiplies expert by expert, as transformers does on a CPU.
+A prompt is 512 tokens through 128 experts, 8 for each.
+"""
+
+import argparse
+import json
+import mmap
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from bench.machine import describe_machine
+from moecache import kernels
+from moecache.formats import find_format, quantize
+from moecache.kernels import _kernels
+from moecache.kernels.matrices import matrix_of
+
+TOP_K = 8
+SHAPES = ((1024, 512), (2048, 768))
+FORMATS = ("bf16", "q8_0", "q4_0")
+NUM_TOKENS, NUM_EXPERTS = 512, 128
+_HUGE = 2 * 2**20
+
+Work = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one contestant did with one shape."""
+
+    name: str
+    hidden_size: int
+    width: int
+    num_tokens: int
+    nbytes: int
+    cpu_s: float
+    of_bandwidth: float
+    of_torch: float
+
+    @property
+    def gib_per_s(self) -> float:
+        """Weights read."""
+        return self.nbytes / 2**30 / self.cpu_s
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--small", action="store_true", help="to see whether it runs")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    kernels.use_threads(arguments.threads)
+    print(f"{describe_machine()}, {kernels.level()}, {arguments.threads} threads")
+    figures: list[Figure] = []
+    shapes, rounds = (((64, 32),), 1) if arguments.small else (SHAPES, arguments.rounds)
+    num_experts = 2 * TOP_K if arguments.small else NUM_EXPERTS
+    for hidden_size, width in shapes:
+        figures += one_token(hidden_size, width, num_experts, rounds)
+        tokens = 16 if arguments.small else NUM_TOKENS
+        figures += prompt(hidden_size, width, tokens, num_experts, max(1, rounds // 5))
+    for line in describe(figures):
+        print(line)
+    if arguments.json is not None:
+        found = {
+            "machine": describe_machine(),
+            "level": kernels.level(),
+            "threads": arguments.threads,
+            "figures": [asdict(figure) | {"gib_per_s": figure.gib_per_s} for figure in figures],
+        }
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def one_token(hidden_size: int, width: int, num_experts: int, rounds: int) -> list[Figure]:
+    """Return the figures of 8 experts and one token."""
+    hidden = _random((1, hidden_size)).astype(ml_dtypes.bfloat16)
+    works: dict[str, tuple[int, Work]] = {}
+    for name in FORMATS:
+        layer = _Layer(name, hidden_size, width, num_experts)
+        works[f"ours {name}"] = layer.nbytes, layer.kernel_work(hidden)
+        works[f"bandwidth {name}"] = layer.nbytes, layer.read_work()
+        if name == "bf16":
+            works["torch bf16"] = layer.nbytes, layer.torch_work(hidden)
+            _check_equal(layer, hidden)
+    return _figures(works, hidden_size, width, 1, rounds, repeats=num_experts // TOP_K)
+
+
+def prompt(
+    hidden_size: int, width: int, num_tokens: int, num_experts: int, rounds: int
+) -> list[Figure]:
+    """Return the figures of a prompt."""
+    hidden = _random((num_tokens, hidden_size)).astype(ml_dtypes.bfloat16)
+    works: dict[str, tuple[int, Work]] = {}
+    for name in FORMATS:
+        layer = _Layer(name, hidden_size, width, num_experts)
+        nbytes = layer.nbytes // TOP_K * num_experts
+        works[f"ours {name}"] = nbytes, layer.kernel_work(hidden)
+        if name == "bf16":
+            works["torch bf16"] = nbytes, layer.torch_work(hidden)
+    return _figures(works, hidden_size, width, num_tokens, rounds, repeats=1)
+
+
+class _Layer:
+    """Experts of one format in huge pages, and steps over them."""
+
+    def __init__(self, name: str, hidden_size: int, width: int, num_experts: int) -> None:
+        self.num_experts, self.hidden_size = num_experts, hidden_size
+        self.name = name
+        random_ = np.random.default_rng(0)
+        shapes = {"up": (2 * width, hidden_size), "down": (hidden_size, width)}
+        self.slabs: dict[str, np.ndarray] = {}
+        self.matrices: dict[str, Any] = {}
+        self.strides: dict[str, int] = {}
+        for role, (rows, columns) in shapes.items():
+            row = _kernels.least_row_bytes(name, columns)
+            groups = -(-rows // _kernels.TILE) if name in ("q8_0", "q4_0") else rows
+            self.strides[role] = groups * row
+            slab = _huge(num_experts * groups * row)
+            # One expert's worth of sensible numbers, again and again.
+            values = (random_.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)
+            parts = quantize(values, name)
+            one = matrix_of({part: np.ascontiguousarray(a) for part, a in parts.items()}, name)
+            flat = np.asarray(one.owner).reshape(-1).view(np.uint8)
+            for expert in range(num_experts):
+                slab[expert * groups * row :][: flat.size] = flat
+            self.slabs[role] = slab
+            self.matrices[role] = _kernels.Matrix(slab.ctypes.data, name, rows, columns, row, slab)
+            del one
+        self.width = width
+        self.kernel = _kernels.Experts(
+            self.matrices["up"],
+            self.strides["up"],
+            self.matrices["down"],
+            self.strides["down"],
+            width,
+            width,
+        )
+        self.nbytes = TOP_K * sum(
+            find_format(name).nbytes(rows, columns) for rows, columns in shapes.values()
+        )
+
+    def step(self, number: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return slots, offsets and pairs of a step; of one token's, others each time."""
+        if num_tokens == 1:
+            first = number * TOP_K % self.num_experts
+            slots = np.arange(first, first + TOP_K, dtype=np.int32)
+            return slots, np.arange(TOP_K + 1), np.arange(TOP_K)
+        ids = np.arange(num_tokens * TOP_K) % self.num_experts
+        pairs = np.argsort(ids, kind="stable")
+        counts = np.bincount(ids, minlength=self.num_experts)
+        slots = np.arange(self.num_experts, dtype=np.int32)
+        return slots, np.concatenate([[0], np.cumsum(counts)]), pairs
+
+    def kernel_work(self, hidden: np.ndarray) -> Work:
+        """Return a step by the kernels."""
+        rows = np.empty((len(hidden) * TOP_K, self.hidden_size), np.float32)
+
+        def work(number: int) -> None:
+            self.kernel.compute(
+                *self.step(number, len(hidden)),
+                TOP_K,
+                *(hidden.ctypes.data, "bf16", len(hidden), hidden.strides[0]),
+                *(rows.ctypes.data, "f32", rows.strides[0]),
+            )
+
+        self.rows = rows
+        return work
+
+    def torch_work(self, hidden: np.ndarray) -> Work:
+        """Return the same step by torch, a product for each expert."""
+        up, down = (self._tensor(role) for role in ("up", "down"))
+        given = torch.from_numpy(hidden.view(np.uint16)).view(torch.bfloat16)
+
+        @torch.inference_mode()
+        def work(number: int) -> None:
+            slots, offsets, pairs = self.step(number, len(hidden))
+            self.torch_rows = torch.empty(len(pairs), self.hidden_size, dtype=torch.bfloat16)
+            for expert, slot in enumerate(slots.tolist()):
+                chosen = torch.from_numpy(pairs[offsets[expert] : offsets[expert + 1]])
+                gate, high = (given[chosen // TOP_K] @ up[slot].t()).chunk(2, -1)
+                self.torch_rows[chosen] = (torch.nn.functional.silu(gate) * high) @ down[slot].t()
+
+        return work
+
+    def read_work(self) -> Work:
+        """Return the reading of what a step of one token reads."""
+
+        def work(number: int) -> None:
+            first = number * TOP_K % self.num_experts
+            for role, slab in self.slabs.items():
+                stride = self.strides[role]
+                _kernels.read_all(slab.ctypes.data + first * stride, TOP_K * stride)
+
+        return work
+
+    def _tensor(self, role: str) -> torch.Tensor:
+        matrix = self.matrices[role]
+        raw = torch.from_numpy(self.slabs[role].view(np.uint16)).view(torch.bfloat16)
+        return raw.view(self.num_experts, matrix.rows, matrix.columns)
+
+
+def _check_equal(layer: _Layer, hidden: np.ndarray) -> None:
+    """Raise AssertionError if kernels and torch did other work."""
+    layer.kernel_work(hidden)(0)
+    layer.torch_work(hidden)(0)
+    ours, theirs = layer.rows, layer.torch_rows.float().numpy()
+    assert np.abs(ours - theirs).max() < 0.02 * np.abs(ours).max()
+
+
+def _figures(
+    works: dict[str, tuple[int, Work]],
+    hidden_size: int,
+    width: int,
+    num_tokens: int,
+    rounds: int,
+    *,
+    repeats: int,
+) -> list[Figure]:
+    """Time each contestant in turns; return medians."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        names = list(works)
+        random.Random(number).shuffle(names)
+        for name in names:
+            start = time.process_time()
+            for step in range(repeats):
+                works[name][1](step)
+            spent = (time.process_time() - start) / repeats
+            if number:  # the first round warms up
+                times[name].append(spent)
+
+    def share(name: str, other: str) -> float:
+        if other not in times:
+            return float("nan")
+        pairs = zip(times[name], times[other], strict=True)
+        # By bytes a second: formats differ in size.
+        scale = works[name][0] / works[other][0] if other.startswith("bandwidth") else 1
+        return statistics.median(b / a for a, b in pairs) * scale
+
+    return [
+        Figure(
+            name,
+            hidden_size,
+            width,
+            num_tokens,
+            works[name][0],
+            statistics.median(times[name]),
+            share(name, f"bandwidth {name.split()[1]}"),
+            share(name, "torch bf16"),
+        )
+        for name in works
+    ]
+
+
+def describe(figures: list[Figure]) -> list[str]:
+    """Return the figures as lines."""
+    title = f"{'':16} {'hidden, width':>14} {'tokens':>6} {'CPU us':>9} {'GiB/s':>6}"
+    lines = [f"{title} {'of bandwidth':>12} {'torch / this':>12}"]
+    lines += [
+        f"{one.name:16} {one.hidden_size:>7}, {one.width:>5} {one.num_tokens:>6} "
+        f"{one.cpu_s * 1e6:>9.0f} {one.gib_per_s:>6.1f} {one.of_bandwidth:>12.2f} "
+        f"{one.of_torch:>12.2f}"
+        for one in figures
+    ]
+    return lines
+
+
+def _huge(nbytes: int) -> np.ndarray:
+    memory = mmap.mmap(-1, nbytes + _HUGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, np.uint8)
+    return raw[-raw.ctypes.data % _HUGE :][:nbytes]
+
+
+def _random(shape: tuple[int, int]) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -5,7 +5,7 @@
     python -m bench.against_llama_cpp DIR GGUF --convert LLAMA_CPP --json FILE
 
 GGUF is the model in bfloat16; --convert writes it if it is not there, by the converter in the
-sources of llama.cpp (`pip download --no-binary :all: --no-deps llama-cpp-python`, vendor/llama.cpp).
+sources of llama.cpp (vendor/llama.cpp in that of llama-cpp-python: pip download --no-binary :all:).
 
 All contestants are given the same tokens, one at a time after a prompt, so that they use the same
 experts; how often they would have chosen the same next token is shown. They take turns, in another

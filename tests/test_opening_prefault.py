@@ -18,7 +18,7 @@ from moecache.prefault import BackgroundSweep, Region, merge, warm
 from moecache.prefault.sweep import Sweeper
 from moecache.runtime import opening
 from moecache.runtime.opening import _cut_to
-from moecache.runtime.runtime import _reading
+from moecache.runtime.steps import reading
 from moecache.slots import HostSlots
 from moecache.stores import ExpertStore, MemoryStore, SafetensorsStore, open_store
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
@@ -435,7 +435,7 @@ def test_a_sweep_waits_for_reads_under_way_and_has_what_was_left_taken_in() -> N
             self.num_in_flight = 0
 
     loader = Loader()
-    is_reading = _reading(loader)  # type: ignore[arg-type]
+    is_reading = reading(loader)  # type: ignore[arg-type]
     answers = [is_reading() for _ in range(150)]
     loader.num_in_flight = 1
     again = is_reading()

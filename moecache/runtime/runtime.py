@@ -4,8 +4,7 @@ import contextlib
 import logging
 import os
 import time
-import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
@@ -31,7 +30,7 @@ from moecache.profiles.warm_start import WarmStart
 from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed, disk_of
 from moecache.runtime import steps
-from moecache.runtime.steps import Lease, Wave
+from moecache.runtime.steps import Lease, Wave, reading
 from moecache.settings import DEFAULT_LOADER_THREADS, DEFAULT_WARMPIN_AFTER
 from moecache.slots import SlotPool
 from moecache.stores import ExpertStore, FileStore
@@ -44,9 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOADER_THREADS = 999
-_LOOK_AFTER = 100
 _REPORT_FILE = Kind("a report of experts", lambda data: data.startswith(b"experts "))
-_LOOK_AFTER = 100
 
 
 class ExpertRuntime:
@@ -156,7 +153,7 @@ class ExpertRuntime:
             else ReaderEngine(reader, store, loader_threads),
         )
         if prefault is not None:
-            prefault.yield_to(_reading(self._loader))
+            prefault.yield_to(reading(self._loader))
         # What is read around the page cache is not to be brought into it.
         cached = isinstance(store, FileStore) and (reader is None or not reader.direct)
         self._prefetcher = make_prefetcher(self._loader, store, cache, prefetch, reads_ahead=cached)
@@ -584,23 +581,3 @@ class ExpertRuntime:
                 "this runtime was opened by the parent process, and its threads did not survive "
                 "the fork; open one in the child"
             )
-
-
-def _reading(loader: SlotLoader) -> Callable[[], bool]:
-    """Return what tells whether experts are on their way into slots; it keeps no loader."""
-    reference = weakref.ref(loader)
-    num_asked = 0
-
-    def is_reading() -> bool:
-        nonlocal num_asked
-        loader = reference()
-        if loader is None or not loader.num_in_flight:
-            num_asked = 0
-            return False
-        num_asked += 1
-        # Whoever asked for them may have gone, and left them to be taken in.
-        if num_asked % _LOOK_AFTER == 0:
-            loader.look()
-        return True
-
-    return is_reading

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from queue import Empty
 from types import TracebackType
@@ -15,6 +16,9 @@ from moecache.loading._guard import Guard
 from moecache.loading.load import Load
 from moecache.loading.loader import SlotLoader
 from moecache.loading.step import Step
+
+# Questions after which finished reads are looked for.
+_LOOK_AFTER = 100
 
 
 class Wave:
@@ -275,3 +279,23 @@ def _one_token(top_k: int) -> tuple[np.ndarray, np.ndarray]:
     # Shared by every wave of that size.
     pairs.flags.writeable = offsets.flags.writeable = False
     return pairs, offsets
+
+
+def reading(loader: SlotLoader) -> Callable[[], bool]:
+    """Return what tells whether experts are on their way into slots; it keeps no loader."""
+    reference = weakref.ref(loader)
+    num_asked = 0
+
+    def is_reading() -> bool:
+        nonlocal num_asked
+        loader = reference()
+        if loader is None or not loader.num_in_flight:
+            num_asked = 0
+            return False
+        num_asked += 1
+        # Whoever asked for them may have gone, and left them to be taken in.
+        if num_asked % _LOOK_AFTER == 0:
+            loader.look()
+        return True
+
+    return is_reading

@@ -49,11 +49,20 @@ def test_level_and_threads_are_settings() -> None:
     assert logged == ""
 
 
-def test_a_level_that_the_processor_lacks_is_a_warning() -> None:
-    """Which lists those it has; the best one computes."""
+def test_a_level_that_is_none_is_a_warning_at_the_start() -> None:
+    """Which lists those there are; the best one computes."""
     found, logged = tell(MOECACHE_KERNELS="nonsense", MOECACHE_THREADS="3")
     assert found[:2] == [kernels.levels()[-1], "3"]
-    assert "WARNING settings.unsupported MOECACHE_KERNELS='nonsense'" in logged
+    assert "WARNING settings.malformed MOECACHE_KERNELS='nonsense' is not one of" in logged
+    assert "generic, avx2, avx512; using the default" in logged
+
+
+@pytest.mark.skipif("avx512" in kernels.levels(), reason="the processor lacks no level")
+def test_a_level_that_the_processor_lacks_is_a_warning_at_the_start() -> None:
+    """Which lists those that it has; the best one computes."""
+    found, logged = tell(MOECACHE_KERNELS="avx512")
+    assert found[0] == kernels.levels()[-1]
+    assert "WARNING settings.unsupported MOECACHE_KERNELS='avx512'" in logged
     assert f"this processor has {', '.join(kernels.levels())}; using {found[0]}" in logged
 
 

@@ -81,9 +81,7 @@ def test_products_are_as_good_as_sums_in_float32(
 
 @every_format
 @every_dtype
-def test_an_output_in_bfloat16_is_that_in_float32_rounded_once(
-    name: str, dtype: np.dtype
-) -> None:
+def test_an_output_in_bfloat16_is_that_in_float32_rounded_once(name: str, dtype: np.dtype) -> None:
     """To the nearest, ties to even."""
     matrix, _ = draw_matrix(name, 70, 96, 1)
     inputs = draw_inputs(9, 96, dtype, 2)
@@ -137,9 +135,7 @@ def test_a_row_of_weights_has_the_same_bits_in_any_matrix(name: str, dtype: np.d
 
 @every_dtype
 @pytest.mark.parametrize("name", BLOCKED)
-def test_every_integer_of_a_block_is_multiplied_at_every_column(
-    name: str, dtype: np.dtype
-) -> None:
+def test_every_integer_of_a_block_is_multiplied_at_every_column(name: str, dtype: np.dtype) -> None:
     """Down to -128 and -8, which have no opposite; products with ones of an identity are exact."""
     integers = np.arange(256, dtype=np.uint8) if name == "q8_0" else np.arange(16, dtype=np.uint8)
     signed = integers.view(np.int8) if name == "q8_0" else integers.astype(np.int8) - 8

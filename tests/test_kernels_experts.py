@@ -268,7 +268,10 @@ def wrong(**changes: Any) -> dict[str, Any]:
         ({"slots": np.array([-1, 1], np.int32)}, r"are not in \[0, 4\)"),
         ({"slots": np.array([0, 1], np.int64)}, "mismatch"),
         ({"slots": np.array([0], np.int32)}, "one offset more"),
-        ({"slots": np.zeros(0, np.int32), "offsets": np.array([0], np.int64)}, "from 0 to 0, but there are 2"),
+        (
+            {"slots": np.zeros(0, np.int32), "offsets": np.array([0], np.int64)},
+            "from 0 to 0, but there are 2",
+        ),
         ({"pairs": np.zeros(0, np.int64)}, "from 0 to 2, but there are 0 pairs"),
         ({"offsets": np.array([0, 1, 1], np.int64)}, "from 0 to 1, but there are 2 pairs"),
         ({"offsets": np.array([0, 3, 2], np.int64)}, "offsets fall from 3 to 2"),
@@ -292,7 +295,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     compute = EXPERTS[F32].kernel.compute
     with pytest.raises(ConfigError, match="not float16"):
         compute(**wrong(), rows=np.zeros((2, 37), np.float16))
-    with pytest.raises(ConfigError, match="rows .* is no contiguous"):
+    with pytest.raises(ConfigError, match=r"rows .* is no contiguous"):
         compute(**wrong(), rows=np.zeros((2, 74), np.float32)[:, ::2])
     rows = np.zeros((2, 37), np.float32)
     rows.flags.writeable = False

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import moecache
 from moecache import kernels
 from moecache.errors import ConfigError
 from tests.helpers.kernels import computing
 
-ROOT = Path(__file__).parents[1]
+# A child imports the build that is tested here.
+PACKAGE = Path(moecache.__file__).parents[1]
 TELL = """
 import logging
 logging.basicConfig(format="%(levelname)s %(message)s")
@@ -28,7 +30,7 @@ def tell(**environment: str) -> tuple[list[str], str]:
         text=True,
         timeout=60,
         check=True,
-        cwd=ROOT,
+        cwd=PACKAGE,
         env={**os.environ, **environment},  # noqa: TID251 - a child's
     )
     return done.stdout.split(), done.stderr

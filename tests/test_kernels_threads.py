@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+import moecache
 from moecache import kernels
 from tests.helpers.kernels import F32, Experts, computing, draw_inputs, wave_of
 
-ROOT = Path(__file__).parents[1]
+# A child imports the build that is tested here.
+PACKAGE = Path(moecache.__file__).parents[1]
 # More items than threads: an item is 128 KiB of weights.
 ROWS, COLUMNS = 600, 500
 
@@ -23,7 +25,7 @@ def child(program: str) -> "subprocess.CompletedProcess[str]":
         text=True,
         timeout=60,
         check=False,
-        cwd=ROOT,
+        cwd=PACKAGE,
     )
 
 

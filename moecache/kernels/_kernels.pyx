@@ -357,7 +357,8 @@ cdef class Experts:
             raise ValueError("a wave has one offset more than slots, and a positive top_k")
         if offsets[0] != 0 or offsets[slots.shape[0]] != num:
             raise ValueError(
-                f"offsets go from {offsets[0]} to {offsets[slots.shape[0]]}, but there are {num} pairs"
+                f"offsets go from {offsets[0]} to {offsets[slots.shape[0]]}, but there are {num} "
+                "pairs"
             )
         if num == 0:
             return

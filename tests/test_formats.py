@@ -193,7 +193,7 @@ def test_the_format_of_a_dtype_is_found(name: str) -> None:
 
 def test_a_dtype_without_a_format_is_refused() -> None:
     """The message names those there are."""
-    with pytest.raises(ConfigError, match="elements of float64; supported are .*bf16"):
+    with pytest.raises(ConfigError, match=r"elements of float64; supported are .*bf16"):
         format_of(np.float64)
 
 

@@ -123,7 +123,7 @@ def test_experts_are_as_good_as_sums_in_float32(
     threads: int,
     seed: int,
 ) -> None:
-    """Gate and up of every form, with biases and without, over shapes that are multiples of no 2."""
+    """Gate and up of every form, with biases and without, over any shapes."""
     form = "stacked" if activation == "swiglu" and form == "no gate" else form
     experts = Experts(
         dtype,

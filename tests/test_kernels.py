@@ -90,6 +90,17 @@ def test_an_output_in_bfloat16_is_that_in_float32_rounded_once(name: str, dtype:
     assert raw_product(matrix, inputs, BF16).tobytes() == wide.astype(BF16).tobytes()
 
 
+@every_dtype
+def test_ties_between_two_numbers_of_bfloat16_go_to_the_even_one(dtype: np.dtype) -> None:
+    """Upwards and downwards, of both signs; a NaN stays one, and what is too large is infinite."""
+    ulp = 2.0**-7
+    wide = [1 + ulp / 2, 1 + 3 * ulp / 2, -1 - ulp / 2, -1 - 3 * ulp / 2, 1 + ulp * 0.5001]
+    near = [1, 1 + 2 * ulp, -1, -1 - 2 * ulp, 1 + ulp]
+    weights = np.array([*wide, np.nan, 3.4e38], np.float32)[:, None]
+    found = raw_product(kernels.matrix_of(weights), np.ones((1, 1), dtype), BF16)
+    np.testing.assert_array_equal(found[0].astype(np.float32), [*near, np.nan, np.inf])
+
+
 @every_format
 @every_dtype
 @pytest.mark.parametrize("columns", [192, 95])

@@ -44,7 +44,8 @@ class BlockFormat(Format):
         blocks = parts["blocks"]
         scales = blocks[..., :2].copy().view(np.float16).astype(np.float32)
         values = scales * self._integers(blocks[..., 2:]).astype(np.float32)
-        return values.reshape(len(blocks), -1).astype(dtype, copy=False)
+        shape = len(blocks), blocks.shape[1] * BLOCK_COLUMNS
+        return values.reshape(shape).astype(dtype, copy=False)
 
     def quantize(self, values: np.ndarray) -> dict[str, np.ndarray]:
         """Return blocks, as ggml's reference quantiser makes them."""
@@ -55,10 +56,12 @@ class BlockFormat(Format):
             raise ConfigError(f"{self.name} has no infinity and no NaN; some values are")
         scale = self._scale(wide)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale)
+            inverse = np.float32(1) / scale
             stored = scale.astype(np.float16)
         if not np.isfinite(stored).all():
             raise ConfigError(f"{self.name} has scales of float16: the values are too large")
+        # Of zero, and of scales so small that float16 has none of them: all is zero.
+        inverse[np.isinf(inverse)] = 0
         blocks = np.empty(shape, np.uint8)
         blocks[..., :2] = stored.view(np.uint8)
         blocks[..., 2:] = self._bytes(wide * inverse)

@@ -356,10 +356,13 @@ cdef class Experts:
         cdef int threads = _num_threads
         if offsets.shape[0] != slots.shape[0] + 1 or top_k < 1:
             raise ValueError("a wave has one offset more than slots, and a positive top_k")
-        if num == 0 or slots.shape[0] == 0:
-            return
         if offsets[0] != 0 or offsets[slots.shape[0]] != num:
-            raise ValueError(f"offsets end at {offsets[slots.shape[0]]}, but there are {num} pairs")
+            raise ValueError(
+                f"offsets go from {offsets[0]} to {offsets[slots.shape[0]]}, but there are {num} "
+                "pairs"
+            )
+        if num == 0:
+            return
         for i in range(slots.shape[0]):
             if offsets[i] > offsets[i + 1]:
                 raise ValueError(f"offsets fall from {offsets[i]} to {offsets[i + 1]}")

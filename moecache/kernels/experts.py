@@ -117,6 +117,8 @@ class SlotKernel:
         for name, array, shape in zip(("hidden", "rows"), (hidden, rows), wanted, strict=True):
             if array.shape != shape or not array.flags.c_contiguous:
                 raise ConfigError(f"{name} {list(array.shape)} is no contiguous {list(shape)}")
+        if not rows.flags.writeable:
+            raise ConfigError("rows are read-only; the results are written there")
         if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_slots:
             raise ValueError(f"slots {slots} are not in [0, {self.num_slots})")
         self.compute_at(

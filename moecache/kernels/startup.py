@@ -20,7 +20,8 @@ def usable_cores(root: Path = Path("/")) -> int:
 def _quotas(root: Path) -> list[int]:
     """Return the whole cores that cgroups (v2) of this process leave it."""
     quotas = []
-    with suppress(OSError, ValueError):
+    # Without cgroups of version 2 there is no such line.
+    with suppress(OSError, ValueError, StopIteration):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         inside = next(line[3:] for line in lines if line.startswith("0::"))
         group = root / "sys/fs/cgroup" / inside.lstrip("/")

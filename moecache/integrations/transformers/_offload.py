@@ -190,7 +190,6 @@ class Offload(NotCopied):
                 restore(binding.module, parameters)
             for block in self._blocks:
                 become_again(block)
-            slow_down(self._linears)
             self._detached = True
             unguard(self.model)
             self.model.__dict__.pop("moecache", None)
@@ -220,6 +219,7 @@ class Offload(NotCopied):
     def _release(self) -> None:
         self._released = True
         self._hook.remove()
+        slow_down(self._linears)
         if self._look_ahead is not None:
             self._look_ahead.close()
             # A runtime that goes on guesses as before; another model's guesses are let alone.

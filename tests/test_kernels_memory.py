@@ -1,0 +1,177 @@
+"""Kernels read and write no byte beyond their arrays: the page after each is not mapped."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moecache
+from moecache import kernels
+
+# A child imports the build that is tested here.
+PACKAGE = Path(moecache.__file__).parents[1]
+
+# Places arrays so that their last byte is a page's last, and the next page may not be touched; or
+# so that their first byte is a page's first, and the page before may not.
+GUARDED = """
+import ctypes, itertools, mmap, sys
+import ml_dtypes
+import numpy as np
+from moecache import kernels
+from moecache.formats import FORMATS, quantize
+from moecache.kernels import _kernels
+
+PAGE = mmap.PAGESIZE
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+kept = []
+BF16 = np.dtype(ml_dtypes.bfloat16)
+TYPES = {np.dtype(np.float32): "f32", BF16: "bf16"}
+
+
+def forbid(address):
+    if libc.mprotect(address, PAGE, 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def guarded(array, at_end=True):
+    "Return a copy of an array that ends, or begins, where memory does."
+    array = np.ascontiguousarray(array)
+    pages = -(-max(1, array.nbytes) // PAGE)
+    area = mmap.mmap(-1, (pages + 2) * PAGE)
+    start = np.frombuffer(area, np.uint8).ctypes.data
+    forbid(start), forbid(start + (pages + 1) * PAGE)
+    first = (pages + 1) * PAGE - array.nbytes if at_end else PAGE
+    copy = np.frombuffer(area, np.uint8, array.nbytes, first).view(array.dtype)
+    copy = copy.reshape(array.shape)
+    copy[...] = array
+    kept.append(area)
+    return copy
+
+
+def draw(shape, dtype=np.float32):
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
+
+
+def matrix(name, rows, columns, at_end):
+    parts = quantize(draw((rows, columns)), name)
+    if "values" in parts:
+        return kernels.matrix_of(guarded(parts["values"], at_end))
+    blocks = guarded(parts["blocks"], at_end)
+    row_bytes = _kernels.least_row_bytes(name, columns)
+    form = guarded(np.zeros(-(-rows // 16) * row_bytes, np.uint8), at_end)
+    _kernels.to_form(
+        blocks.ctypes.data, name, rows, columns, blocks.strides[0], form.ctypes.data
+    )
+    plain = kernels.matrix_of(parts, name)
+    assert form.tobytes() == plain.owner.tobytes()
+    return _kernels.Matrix(form.ctypes.data, name, rows, columns, row_bytes, form)
+
+
+def products():
+    shapes = [(1, 1), (3, 5), (16, 16), (17, 31), (33, 65)]
+    for name, at_end in itertools.product(FORMATS, (True, False)):
+        for rows, columns in shapes:
+            columns = -(-columns // 32) * 32 if name in ("q8_0", "q4_0") else columns
+            weights = matrix(name, rows, columns, at_end)
+            for dtype, count in itertools.product(TYPES, (1, 2, 9)):
+                inputs = guarded(draw((count, columns), dtype), at_end)
+                bias = guarded(draw((rows,), dtype), at_end)
+                out = guarded(np.zeros((count, rows), dtype), at_end)
+                weights.multiply(
+                    inputs.ctypes.data, TYPES[inputs.dtype], count, inputs.strides[0],
+                    out.ctypes.data, TYPES[out.dtype], out.strides[0],
+                    bias.ctypes.data, TYPES[bias.dtype],
+                )
+                expected = kernels.products(inputs.copy(), weights, bias=bias.copy())
+                assert out.tobytes() == expected.tobytes()
+
+
+def experts():
+    weight_dtypes = [np.float32, np.float16, BF16]
+    forms = [(True, False), (True, True), (False, False)]
+    sizes = [(1, 1), (17, 33), (37, 15)]
+    for dtype, (is_gated, is_interleaved), (hidden_size, width), at_end in itertools.product(
+        weight_dtypes, forms, sizes, (True, False)
+    ):
+        wide = "gate_up" if is_gated else "up"
+        rows = width * (1 + is_gated)
+        slots = {
+            wide: guarded(draw((3, rows, hidden_size), dtype), at_end),
+            "down": guarded(draw((3, hidden_size, width), dtype), at_end),
+            wide + "_bias": guarded(draw((3, rows)), at_end),
+            "down_bias": guarded(draw((3, hidden_size)), at_end),
+        }
+        kernel = kernels.SlotKernel(
+            lambda slot: {name: array[slot] for name, array in slots.items()},
+            3,
+            is_interleaved=is_interleaved,
+        )
+        for input_dtype in TYPES:
+            hidden = guarded(draw((7, hidden_size), input_dtype), at_end)
+            out = guarded(np.full((14, hidden_size), np.nan, input_dtype), at_end)
+            kernel.compute(
+                hidden,
+                guarded(np.array([2, 0, 1], np.int32), at_end),
+                guarded(np.array([0, 5, 6, 14]), at_end),
+                guarded(np.arange(14), at_end),
+                2,
+                out,
+            )
+            assert not np.isnan(out).any()
+
+
+def combine():
+    for columns, at_end, dtype, weight_dtype in itertools.product(
+        (1, 5, 1023, 1025), (True, False), TYPES, TYPES
+    ):
+        rows = guarded(draw((6, columns)), at_end)
+        weights = guarded(draw((2, 3), weight_dtype), at_end)
+        out = guarded(np.zeros((2, columns), dtype), at_end)
+        kernels.combine(
+            rows.ctypes.data, 2, 3, columns,
+            weights.ctypes.data, TYPES[weights.dtype], weights.strides[0],
+            out.ctypes.data, TYPES[out.dtype], out.strides[0],
+        )
+
+
+def overrun():
+    array = guarded(draw((3, 5)))
+    print("placed", flush=True)
+    too_long = _kernels.Matrix(array.ctypes.data, "f32", 4, 5, 20, array)
+    kernels.products(np.ones((1, 5), np.float32), too_long)
+
+
+kernels.use_level(sys.argv[1])
+for name in sys.argv[2:]:
+    globals()[name]()
+print("done")
+"""
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run parts of the program above, with two threads."""
+    return subprocess.run(
+        [sys.executable, "-c", GUARDED, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=PACKAGE,
+    )
+
+
+@pytest.mark.parametrize("level", kernels.levels())
+def test_no_byte_beyond_an_array_is_touched(level: str) -> None:
+    """Of weights, inputs, biases, waves and outputs, in ragged columns and rows too."""
+    done = run(level, "products", "experts", "combine")
+
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
+
+
+def test_the_guard_notices_a_row_too_many() -> None:
+    """Or the test above would prove nothing."""
+    done = run("generic", "overrun")
+    assert done.returncode != 0
+    assert done.stdout == "placed\n"

@@ -1,0 +1,249 @@
+"""compute="fast": as good as torch's products, the same bits whatever is resident, and undone."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moecache
+from moecache import kernels
+from moecache.errors import ConfigError
+from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.kernels import computing
+from tests.helpers.offloading import generated, load_whole, prompt
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "one_kernel_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+FAMILY = FAMILIES["qwen3_moe"]
+# Why the kernels do not compute them.
+REFUSED = {
+    "gpt_oss": "stored transposed",
+    "llama4": "stored transposed",
+    "lfm2_moe": "there is no kernel for function",
+}
+# One of each form of experts, router and trunk that the kernels meet.
+COMPUTED = sorted(FAMILIES.keys() - REFUSED.keys() - {"qwen3_vl_moe_hub"})
+IDS = torch.arange(96).reshape(2, 48) * 7 % 120
+
+
+@pytest.fixture(scope="module")
+def one_kernel_thread() -> Iterator[None]:
+    """Have the kernels compute in one thread, where a test does not say otherwise."""
+    with computing(threads=1):
+        yield
+
+
+@pytest.fixture(name="checkpoint", scope="module")
+def _checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a Qwen3-MoE in bfloat16."""
+    return write_checkpoint(FAMILY, tmp_path_factory.mktemp("fast") / "model", "bfloat16")
+
+
+def load(path: Path, memory: str | None = "25%", **options: Any) -> Any:
+    """Return a model whose experts are computed by the kernels."""
+    from moecache.integrations.transformers import load as load_model
+
+    return load_model(path, memory=memory, **{"compute": "fast", **options})
+
+
+def attach(model: Any, runtime: moecache.ExpertRuntime, compute: str = "fast") -> Any:
+    """Import late: transformers may not be there."""
+    from moecache.integrations.transformers import attach as attach_to
+
+    return attach_to(model, runtime, compute=compute)
+
+
+def logits(model: Any, ids: Any = IDS) -> Any:
+    """Return a model's logits, those of single tokens and of several."""
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def linears(model: Any) -> list[type]:
+    """Return the classes of a model's linear layers."""
+    return [type(m) for m in model.modules() if isinstance(m, torch.nn.Linear)]
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_the_error_is_that_of_torch(tmp_path: Path, name: str) -> None:
+    """In median, against the model in float32: half more than torch's own in bfloat16 at most."""
+    path = write_checkpoint(FAMILIES[name], tmp_path, "bfloat16")
+    # Few tokens, so that the trunk's kernels compute, too.
+    ids = IDS[:, :4]
+    exact = logits(load_whole(FAMILIES[name], path), ids)
+    torchs = logits(load_whole(FAMILIES[name], path, "bfloat16"), ids).float()
+    model = load(path)
+    with model.moecache as offload:
+        found = logits(model, ids).float()
+        assert offload.num_products > 0
+
+    assert (found - exact).abs().median() <= 1.5 * (torchs - exact).abs().median()
+    # The model is no other: what is left over is far below what the logits are.
+    assert (found - exact).abs().median() < exact.abs().median() / 4
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_experts_without_a_kernel_are_refused(tmp_path: Path, name: str) -> None:
+    """The message says why, and what to ask for instead."""
+    path = write_checkpoint(FAMILIES[name], tmp_path, "bfloat16")
+    with pytest.raises(ConfigError, match=rf'compute="fast": .*{REFUSED[name]}.*; use "torch"'):
+        load(path)
+
+
+@pytest.mark.parametrize("level", kernels.levels())
+def test_slots_threads_and_prefetch_change_no_bit(checkpoint: Path, level: str) -> None:
+    """Of logits of a prompt and of single tokens."""
+    found = {}
+    for memory, threads, prefetch in [
+        ("100%", 1, "off"),
+        ("100%", 2, "off"),
+        ("25%", 1, "router"),
+        ("25%", 2, "echo"),
+        ("25%", 2, "off"),
+    ]:
+        with computing(level, threads):
+            model = load(checkpoint, memory, prefetch=prefetch)
+            with model.moecache as offload:
+                parts = [logits(model), *(logits(model, IDS[:1, i : i + 1]) for i in range(6))]
+                tokens = generated(model)
+                assert (offload.stats().num_evictions > 0) == (memory == "25%")
+        found[memory, threads, prefetch] = [*parts, tokens]
+    first, *others = found.values()
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_token_has_the_same_bits_alone_and_among_others(checkpoint: Path) -> None:
+    """Of its experts; attention is torch's."""
+    model = load(checkpoint)
+    with model.moecache:
+        experts = model.model.layers[1].mlp.experts
+        hidden = torch.randn(9, model.config.hidden_size).bfloat16()
+        ids = torch.arange(18).reshape(9, 2) % model.config.num_experts
+        weights = torch.full((9, 2), 0.5).bfloat16()
+        with torch.no_grad():
+            together = experts(hidden, ids, weights)
+            alone = [
+                experts(hidden[i : i + 1], ids[i : i + 1], weights[i : i + 1]) for i in range(9)
+            ]
+        assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_models_of_other_dtypes_are_computed(tmp_path: Path, dtype: str) -> None:
+    """Those of float16 from fp32 activations; their trunk stays torch's."""
+    path = write_checkpoint(FAMILY, tmp_path, dtype)
+    exact = logits(load_whole(FAMILY, path), IDS[:, :4])
+    model = load(path)
+    with model.moecache:
+        assert model.dtype == getattr(torch, dtype)
+        found = logits(model, IDS[:, :4])
+    assert found.dtype == getattr(torch, dtype)
+    bound = 1e-4 if dtype == "float32" else 3e-2
+    assert (found.float() - exact).abs().median() <= bound * exact.abs().median()
+
+
+def test_gradients_are_those_of_torch(checkpoint: Path) -> None:
+    """Of what flows through the experts; the forward of training is torch's, too."""
+    gradients = []
+    for compute in ("torch", "fast"):
+        model = load(checkpoint, compute=compute)
+        with model.moecache:
+            inputs = model.get_input_embeddings()(prompt()).detach().requires_grad_()
+            model(inputs_embeds=inputs).logits.float().square().mean().backward()
+            gradients.append(inputs.grad)
+    assert gradients[0].abs().max() > 0
+    assert torch.equal(*gradients)
+
+
+def test_detach_gives_linear_layers_back(checkpoint: Path) -> None:
+    """And the plain model's output, bit for bit."""
+    whole = load_whole(FAMILY, checkpoint, "bfloat16")
+    model = copy.deepcopy(whole)
+    with moecache.open(checkpoint, "25%") as runtime:
+        offload = attach(model, runtime)
+        assert torch.nn.Linear not in linears(model)
+        logits(model, IDS[:1, :1])
+        offload.detach()
+    assert set(linears(model)) == {torch.nn.Linear}
+    for module, original in zip(model.modules(), whole.modules(), strict=True):
+        assert type(module) is type(original)
+        assert module.__dict__.keys() == original.__dict__.keys()
+    for ids in (IDS, IDS[:1, :1]):
+        assert torch.equal(logits(model, ids), logits(whole, ids))
+
+
+def test_another_way_of_computing_can_follow_a_closed_one(checkpoint: Path) -> None:
+    """Torch's products are torch's again."""
+    whole = load_whole(FAMILY, checkpoint, "bfloat16")
+    model = copy.deepcopy(whole)
+    with moecache.open(checkpoint, "25%") as runtime:
+        attach(model, runtime).close()
+        attach(model, runtime, "torch")
+        assert torch.equal(logits(model, IDS[:1, :1]), logits(whole, IDS[:1, :1]))
+        model.moecache.close()
+        attach(model, runtime).detach()
+    assert set(linears(model)) == {torch.nn.Linear}
+
+
+def test_weights_that_were_replaced_are_those_that_are_multiplied(checkpoint: Path) -> None:
+    """A linear layer's matrix follows its parameter."""
+    model = load(checkpoint)
+    with model.moecache:
+        ids = IDS[:1, :1]
+        before = logits(model, ids)
+        head = model.get_output_embeddings()
+        head.weight.data = head.weight.data * 2
+        assert torch.equal(logits(model, ids), before * 2)
+        head.weight.data.mul_(2)
+        assert torch.equal(logits(model, ids), before * 4)
+
+
+def test_a_compiled_block_runs(checkpoint: Path) -> None:
+    """Router, experts and all; its linear layers are torch's."""
+    model = load(checkpoint)
+    with model.moecache:
+        block = model.model.layers[1].mlp
+        hidden = torch.randn(1, 4, model.config.hidden_size).bfloat16()
+        with torch.no_grad():
+            expected = block(hidden).float()
+            found = torch.compile(block, backend="eager")(hidden).float()
+    assert (found - expected).abs().median() <= 0.02 * expected.abs().median()
+
+
+@pytest.mark.parametrize("compute", ["nonsense", None, "fast-int8"])
+def test_another_way_of_computing_is_refused_before_the_trunk_is_read(compute: object) -> None:
+    """The path is not looked at; the message lists the ways."""
+    with pytest.raises(ConfigError, match=r"compute .* is not one of torch, fast"):
+        load(Path("nowhere"), compute=compute)
+
+
+def test_attach_refuses_another_way_of_computing(checkpoint: Path) -> None:
+    """The model is as it was."""
+    model = load_whole(FAMILY, checkpoint, "bfloat16")
+    with (
+        moecache.open(checkpoint, "25%") as runtime,
+        pytest.raises(ConfigError, match="compute 'nonsense' is not one of torch, fast"),
+    ):
+        attach(model, runtime, "nonsense")
+    assert set(linears(model)) == {torch.nn.Linear}
+    assert not hasattr(model, "moecache")
+
+
+def test_the_report_says_who_computes(checkpoint: Path) -> None:
+    """Level and threads of the kernels, or torch's threads."""
+    for level in kernels.levels():
+        with computing(level, 2):
+            model = load(checkpoint)
+            with model.moecache as offload:
+                assert f"computed by kernels: {level}, 2 threads" in offload.report()
+    model = load(checkpoint, compute="torch")
+    with model.moecache as offload:
+        assert "computed by torch, 1 threads" in offload.report()

@@ -54,7 +54,7 @@ def test_demo_is_exact_whatever_the_threads_of_the_blas(
 ) -> None:
     """A prompt's products are large enough to be split among four of them."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")
-    done = run("demo", "--prompt", prompt.decode(), "--max-new-tokens", "2")
+    done = run("demo", "--prompt", prompt[:200].decode(), "--max-new-tokens", "2")
     assert done.returncode == 0, done.stderr
     assert "output equals the fully resident run: 2 tokens" in done.stderr
 

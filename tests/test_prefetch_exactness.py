@@ -116,7 +116,7 @@ def test_the_demos_output_is_the_same_to_the_last_bit(
         assert one.tobytes() == two.tobytes()
 
 
-@settings(max_examples=num_examples(25))
+@settings(max_examples=num_examples(15))
 @given(
     seed=st.integers(0, 2**32),
     capacity=st.integers(1, 9),

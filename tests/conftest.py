@@ -75,11 +75,19 @@ def pytest_terminal_summary(
         terminalreporter.write_line(pytest_report_header(config))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that count on the machine in one process of pytest-xdist."""
-    for item in items:
-        if item.path.name.startswith(MACHINE):
-            item.add_marker(pytest.mark.xdist_group("machine"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file's tests in one process, which makes its fixtures, and those of the machine."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        """Begins with what has most tests."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", maxsplit=1)[0]
+            return "machine" if Path(file).name.startswith(MACHINE) else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

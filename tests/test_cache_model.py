@@ -264,4 +264,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=num_examples(300))
+TestCache.settings = settings(max_examples=num_examples(150))

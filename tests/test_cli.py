@@ -57,7 +57,7 @@ def test_demo_is_exact_whatever_the_threads_of_the_blas(
 ) -> None:
     """A prompt's products are large enough to be split among four of them."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")
-    done = run("demo", "--prompt", prompt.decode(), "--max-new-tokens", "2")
+    done = run("demo", "--prompt", prompt[:200].decode(), "--max-new-tokens", "2")
     assert done.returncode == 0, done.stderr
     assert "output equals the fully resident run: 2 tokens" in done.stderr
 
@@ -100,10 +100,10 @@ def test_demo_is_the_same_text_at_any_memory(capsys: pytest.CaptureFixture[str])
         ("--memory", "100%", "--policy", "lfu"),
         ("--policy", "lru", "--scope", "layer"),
     ):
-        assert cli.main(["demo", "--max-new-tokens", "50", *options]) == 0
+        assert cli.main(["demo", "--max-new-tokens", "25", *options]) == 0
         texts.add(capsys.readouterr().out)
     assert len(texts) == 1
-    assert len(texts.pop()) >= 50
+    assert len(texts.pop()) >= 25
 
 
 def test_a_mismatch_exits_with_1(

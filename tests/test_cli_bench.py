@@ -49,12 +49,18 @@ def in_process(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> list[dict[s
 
 
 def test_a_run_is_measured_in_a_process_of_its_own(
-    tiny_moe: Path, tmp_path: Path, capsys: Captured
+    tiny_moe: Path,
+    tmp_path: Path,
+    in_process: list[dict[str, Any]],
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Machine first; a row per memory and policy; every figure in the JSON."""
+    monkeypatch.setattr(contestants, "run_process", run_process)
     figures = tmp_path / "figures.json"
     options = ("--memories", "25%", "--repeats", "1", "--cold", "--json", str(figures))
     assert cli.main(["bench", str(tiny_moe), *SHORT, *options]) == 0
+    assert [task["kind"] for task in in_process] == ["prepare"]
     shown = capsys.readouterr()
     for part in ("cores", "torch", "transformers", "1 threads, page cache cold", "prose"):
         assert part in shown.err

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 PROMPT = "def main(argv=None):\n    "
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 Captured = pytest.CaptureFixture[str]
 
 

@@ -507,22 +507,22 @@ def test_demo_serves_its_metrics_until_ctrl_c() -> None:
     assert len(sample.hit_rates) == 8
 
 
-def test_demo_live_shows_nothing_without_a_terminal() -> None:
+def test_demo_live_shows_nothing_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     """Text and figures are as without it."""
-    command = [sys.executable, "-m", "moecache", "demo", "--max-new-tokens", "9"]
-    plain, live = (
-        subprocess.run([*command, *options], capture_output=True, text=True, check=True, timeout=60)
-        for options in ([], ["--live"])
-    )
+    shown = []
+    for options in ([], ["--live"]):
+        assert cli.main(["demo", "--max-new-tokens", "9", *options]) == 0
+        shown.append(capfd.readouterr())
 
-    assert live.stdout == plain.stdout
-    assert "by layer" not in live.stderr
+    assert shown[0].out == shown[1].out
+    assert "by layer" not in shown[1].err
 
 
-def test_demo_live_draws_on_its_terminal() -> None:
+def test_demo_live_draws_on_its_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """The panel on standard error; the text is whole, there too if both are one terminal."""
-    command = [sys.executable, "-m", "moecache", "demo", "--max-new-tokens", "60"]
-    plain = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert cli.main(["demo", "--max-new-tokens", "40"]) == 0
+    plain = capsys.readouterr().out
+    command = [sys.executable, "-m", "moecache", "demo", "--max-new-tokens", "40"]
 
     together, nothing = on_terminal([*command, "--live"], shared=True)
     drawn, out = on_terminal([*command, "--live"], shared=False)

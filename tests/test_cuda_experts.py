@@ -13,6 +13,7 @@ from moecache.errors import ConfigError, MoeCacheError
 from moecache.experts import feed_forward, silu
 from moecache.slots import CudaSlots, HostSlots
 from moecache.stores.memory import MemoryStore
+from tests.helpers.examples import num_examples
 from tests.helpers.fake_device import FakeArray, FakeDevice
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH = 2, 12, 3, 40, 24
@@ -373,7 +374,7 @@ def _in_order() -> list[np.ndarray]:
     return results_on(FakeDevice(), "off")
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(num_examples(8)))
 @pytest.mark.parametrize("prefetch", ["off", "echo"])
 def test_results_do_not_depend_on_when_the_device_comes_to_it(
     in_order: list[np.ndarray], seed: int, prefetch: str

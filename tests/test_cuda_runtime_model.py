@@ -215,4 +215,4 @@ class RuntimeMachine(RuleBasedStateMachine):
 
 
 TestRuntime = RuntimeMachine.TestCase
-TestRuntime.settings = settings(max_examples=num_examples(200))
+TestRuntime.settings = settings(max_examples=num_examples(100))

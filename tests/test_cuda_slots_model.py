@@ -143,4 +143,4 @@ class SlotsMachine(RuleBasedStateMachine):
 
 
 TestSlots = SlotsMachine.TestCase
-TestSlots.settings = settings(max_examples=num_examples(200), stateful_step_count=40)
+TestSlots.settings = settings(max_examples=num_examples(100), stateful_step_count=40)

@@ -175,4 +175,4 @@ class EchoMachine(RuleBasedStateMachine):
 
 
 TestEcho = EchoMachine.TestCase
-TestEcho.settings = settings(max_examples=num_examples(120))
+TestEcho.settings = settings(max_examples=num_examples(80))

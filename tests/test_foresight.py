@@ -249,7 +249,7 @@ def calls(draw: st.DrawFn) -> tuple[int, list[tuple[Any, ...]]]:
     return num_experts, found
 
 
-@settings(max_examples=num_examples(300))
+@settings(max_examples=num_examples(200))
 @given(calls(), st.sampled_from([np.int32, np.int64]))
 def test_everything_is_as_in_plain_python(
     plan: tuple[int, list[tuple[Any, ...]]], dtype: type[np.integer[Any]]

@@ -12,8 +12,9 @@ import pytest
 from moecache import interrupts
 from moecache.interrupts import uninterrupted
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.examples import num_examples
 
-# Interrupts itself some hundred times, anywhere, while experts are asked for, once or in storms;
+# Interrupts itself a hundred times, anywhere, while experts are asked for, once or in storms;
 # after each one everything must be as if it had not been.
 CHILD = """
 import faulthandler, os, random, signal, sys
@@ -98,7 +99,8 @@ runtime.close()
 def test_an_interrupt_at_any_moment_loses_nothing(way: str, storm: int, tmp_path: Path) -> None:
     """Whatever a step had claimed, leased or staged can be had again; no step waits for ever."""
     model = write_checkpoint(tmp_path / "model", num_layers=2)
-    figures = ("200", "1", "0.0001", "0.003") if storm == 1 else ("20", "10", "0.0002", "0.003")
+    rounds = num_examples(100 // storm)
+    figures = (str(rounds), str(storm), "0.0001" if storm == 1 else "0.0002", "0.003")
     words = (str(model.path), way, *figures)
     done = subprocess.run(
         # The very build that is tested, which need not be the one in this directory.

@@ -174,7 +174,7 @@ def address_spaces(draw: st.DrawFn) -> list[Mapping]:
     return [Mapping(one, two, True, 0, one + 1, f"/{one}") for one, two, keep in spans if keep]
 
 
-@settings(max_examples=num_examples(1500))
+@settings(max_examples=num_examples(500))
 @given(address_spaces(), st.integers(0, 65), st.integers(0, 65))
 def test_a_range_is_split_where_the_mapping_changes(
     mappings: list[Mapping], address: int, nbytes: int

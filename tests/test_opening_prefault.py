@@ -45,7 +45,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 @pytest.fixture(name="model")
 def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     """Return a checkpoint whose weights are not in memory when `open` gets to the pre-fault."""
-    model = write_checkpoint(tmp_path / "model", num_experts=64, num_shards=2)
+    model = write_checkpoint(tmp_path / "model", num_layers=4, num_experts=64, num_shards=2)
 
     def open_cold(*arguments: object, **options: object) -> ExpertStore:
         store = open_store(*arguments, **options)  # type: ignore[arg-type]
@@ -308,7 +308,7 @@ def test_a_model_whose_file_was_cut_meanwhile_still_opens(
             runtime.prefault.wait(30)
         with runtime.lease(0, np.array([3])):
             pass
-        with pytest.raises(moecache.StoreError), runtime.lease(10, np.array([63])):
+        with pytest.raises(moecache.StoreError), runtime.lease(3, np.array([63])):
             pass
 
     assert caplog.text.count("prefault.failed") == 1

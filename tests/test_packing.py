@@ -38,6 +38,13 @@ from tests.helpers.packs import (
 EXPERT = "model.layers.{}.mlp.experts.{}.{}_proj.{}"
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nothing written through to it: tests of what a kill leaves do that."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda descriptor: None)
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Checkpoint:
     """Return a checkpoint of two MoE layers, three experts each."""

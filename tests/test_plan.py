@@ -10,6 +10,7 @@ import moecache
 from moecache import CapacityError, ConfigError, Options
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.pages import num_descriptors
+from tests.helpers.pairs import pairwise
 
 OPTIONS: list[dict[str, Any]] = [
     *({"memory": memory} for memory in ("100KiB", "1MiB", "25%", "64MiB", None)),
@@ -24,6 +25,8 @@ ENVIRONMENTS: list[dict[str, str]] = [
     {"MOECACHE_MEMORY": "2MiB", "MOECACHE_READ": "direct"},
     {"MOECACHE_RESERVE": "300MiB", "MOECACHE_POLICY": "lfru"},
 ]
+# Each of the options with every environment and device; not all three with one another.
+CASES = pairwise(ENVIRONMENTS, ("cpu", "cuda"), OPTIONS)
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda found: "-".join(found) or "none")
@@ -39,7 +42,7 @@ def test_a_plan_says_what_open_does(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("moecache.runtime.opening.calibrate", lambda *_: None)
-    for options in OPTIONS:
+    for options in [case[2] for case in CASES if case[:2] == (environment, device)]:
         if device == "cuda" and "dtype" in options:
             continue
         planned = moecache.plan(tiny_moe, device=device, prefault="off", **options)

@@ -118,4 +118,4 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 TestPolicy = PolicyMachine.TestCase
-TestPolicy.settings = settings(max_examples=num_examples(300))
+TestPolicy.settings = settings(max_examples=num_examples(150))

@@ -28,6 +28,7 @@ from tests.helpers.pages import (
     write_cold,
     write_file,
 )
+from tests.helpers.pairs import pairwise
 
 OPTIONS = {"mode": "force"}
 
@@ -41,9 +42,9 @@ def nothing_is_left_behind() -> object:
     assert threading.active_count() <= threads
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("keep_mapped", [True, False])
-@pytest.mark.parametrize("threads", [1, 2, 4, None])
+@pytest.mark.parametrize(
+    ("method", "keep_mapped", "threads"), pairwise(METHODS, (True, False), (1, 2, 4, None))
+)
 def test_all_that_was_asked_for_is_resident_afterwards(
     tmp_path: Path, method: str, keep_mapped: bool, threads: int | None
 ) -> None:

@@ -388,7 +388,7 @@ libc.mmap.restype = ctypes.c_void_p
 rng, size = random.Random(7), os.path.getsize(path)
 outcomes = set()
 with open(path, "rb") as file:
-    for step in range(60):
+    for step in range(30):
         if step % 3 == 0:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         address = libc.mmap(None, ctypes.c_size_t(size), 1, mmap.MAP_SHARED, file.fileno(), 0)

@@ -13,6 +13,7 @@ import pytest
 from moecache import StoreError
 from moecache._prefault import address_of, can_populate, resident_pages
 from moecache.prefault import PrefaultReport, merge, sweep, warm
+from tests.helpers.examples import num_examples
 from tests.helpers.pages import (
     MIB,
     NOWHERE,
@@ -130,7 +131,7 @@ path, method, keep_mapped = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
 rng, size = random.Random(5), 24 * 2**20
 outcomes = {"failed": 0, "swept": 0}
 with open(path, "r+b") as file:
-    for step in range(60):
+    for step in range(int(sys.argv[4])):
         os.truncate(path, size)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -160,13 +161,13 @@ print(outcomes["failed"], outcomes["swept"])
 def test_a_file_cut_short_while_the_sweep_runs_never_kills(
     tmp_path: Path, method: str, keep_mapped: bool
 ) -> None:
-    """A StoreError or a report, 60 times, and no other error; then the mapping closes."""
-    path = write_file(tmp_path / "file", MIB)
-    done = run_child(_CUTTING, path, method, keep_mapped)
+    """A StoreError or a report, each time, and no other error; then the mapping closes."""
+    path, times = write_file(tmp_path / "file", MIB), num_examples(25)
+    done = run_child(_CUTTING, path, method, keep_mapped, times)
 
     assert (done.returncode, done.stderr) == (0, "")
     failed, swept = map(int, done.stdout.split())
-    assert failed + swept == 60
+    assert failed + swept == times
 
 
 @pytest.mark.parametrize("past", [PAGE, 5 * PAGE])
@@ -308,14 +309,15 @@ def test_a_memfd_cut_short_is_a_store_error() -> None:
 
 
 def test_random_regions_are_swept_or_a_clear_error(tmp_path: Path) -> None:
-    """4,000 of a mapping whose file was cut: unaligned, overlapping, empty, past its end."""
+    """Thousands of a mapping whose file was cut: unaligned, overlapping, empty, past its end."""
     rng, total, there = random.Random(3), 512 * PAGE, 300 * PAGE
+    steps = num_examples(150)
     path = write_cold(tmp_path / "file", total)
     outcomes = {"failed": 0, "swept": 0}
     with mapped(path) as mapping:
         os.truncate(path, there - 100)
         address, _ = address_of(mapping)
-        for step in range(400):
+        for step in range(steps):
             regions = []
             for _ in range(10):
                 start = rng.randrange(total if step % 3 == 0 else there)
@@ -342,7 +344,7 @@ def test_random_regions_are_swept_or_a_clear_error(tmp_path: Path) -> None:
                 if size > 0:
                     assert resident_pages(start, size) * PAGE == size
 
-    assert min(outcomes.values()) > 50
+    assert min(outcomes.values()) > steps // 8
 
 
 def _libc(name: str, address: int, nbytes: int, *arguments: int) -> None:

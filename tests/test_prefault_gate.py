@@ -221,7 +221,7 @@ def _region(number: int) -> tuple[int, int]:
     return min(ends), max(ends) - min(ends)
 
 
-@settings(max_examples=num_examples(2000), deadline=None)
+@settings(max_examples=num_examples(1000), deadline=None)
 @given(st.lists(st.integers(0, 2**16 - 1), max_size=6))
 def test_ranges_are_the_set_of_pages_asked_for(numbers: list[int]) -> None:
     """Whatever the order: the same pages as one by one, no two ranges touching."""

@@ -182,8 +182,11 @@ def test_a_failing_expert_is_logged_once_and_never_tried_again(
         step(runtime, 1, 4, 5)
 
 
-def test_closing_is_bounded_while_a_read_hangs(caplog: pytest.LogCaptureFixture) -> None:
+def test_closing_is_bounded_while_a_read_hangs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread is left behind with a warning, and ends with its read."""
+    monkeypatch.setattr("moecache.runtime.runtime.CLOSE_TIMEOUT_S", 0.1)
     gate = Gate()
     runtime = make_runtime("hints", store=WrappedStore(numbered_store(), gate))
     runtime.hint(0, [0])
@@ -245,7 +248,7 @@ def test_threads_meet_in_auto_without_harm() -> None:
     def decode(seed: int) -> None:
         rng = np.random.default_rng(seed)
         try:
-            for _ in range(400):
+            for _ in range(150):
                 for layer in range(3):
                     step(runtime, layer, *rng.permutation(8)[:2].tolist())
         except BaseException as error:

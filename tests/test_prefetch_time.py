@@ -16,7 +16,7 @@ def test_every_mode_is_shown_on_every_trace(
 ) -> None:
     """At both bandwidths, and nothing is missed: neither in time waited nor in time taken."""
     for seed, name in enumerate(NAMES):
-        random_trace(seed, shape=(150, 4, 3)).save(tmp_path / f"{name}.npz")
+        random_trace(seed, shape=(100, 4, 3)).save(tmp_path / f"{name}.npz")
 
     code = prefetch_time.main(["--traces", str(tmp_path), "--json", str(tmp_path / "figures")])
 

@@ -93,7 +93,7 @@ def requests(draw: st.DrawFn) -> list[tuple[list[Run], int | None]]:
     return plans
 
 
-@settings(max_examples=num_examples(400))
+@settings(max_examples=num_examples(200))
 @given(
     plans=requests(),
     engine=st.sampled_from([None, "threads"]),

@@ -86,6 +86,17 @@ def test_the_rest_of_what_has_begun_is_dropped(reader: Reader, contents: list[by
     assert reader.busy_ns == busy_ns
 
 
+def test_time_ends_with_the_cancel_of_all_there_was(reader: Reader, contents: list[bytes]) -> None:
+    """The load was outstanding until then; afterwards nothing is."""
+    order = one_range(contents, 0, 5000)
+    submit(reader, order)
+    reader.cancel(order)
+    busy_ns = reader.busy_ns
+    assert busy_ns > 0
+    assert [owner for owner, _ in taken(reader, 1)] == [order]
+    assert reader.busy_ns == busy_ns
+
+
 @pytest.mark.parametrize("how", ["urgent", "hastened", "unknown"])
 def test_what_somebody_waits_for_goes_on(reader: Reader, contents: list[bytes], how: str) -> None:
     """An urgent load goes on, and so does a hastened one; an unknown owner cancels nothing."""

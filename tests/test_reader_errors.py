@@ -157,7 +157,7 @@ def test_a_load_that_cannot_be_is_refused_and_nothing_is_begun(
         reader.submit(entries)
     assert len(entries) == 2
     assert (reader.num_reads, reader.num_in_flight) == (0, 0)
-    assert reader.wait(reader.epoch) is False
+    assert reader.poll() is False
     assert good.is_untouched()
     assert read_all(reader, [good]) == {good: None}
 

@@ -1,5 +1,6 @@
 """Files that break, disks that are full, processes that end: clear errors, and nothing is lost."""
 
+import contextlib
 import errno
 import gc
 import json
@@ -7,8 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 
-import moecache
 from moecache.errors import MoeCacheError, StoreError
 from moecache.stores import SafetensorsStore
 from tests.helpers.families import FAMILIES
@@ -31,16 +29,6 @@ pytestmark = [
 
 FAMILY = FAMILIES["qwen3_moe"]
 FILE = "model.safetensors"
-_ROOT = str(Path(moecache.__file__).parents[1])
-GENERATE = """
-import sys
-import torch
-torch.set_num_threads(1)
-from tests.helpers.offloading import generated, load_in_slots
-model = load_in_slots(sys.argv[1])
-while True:
-    print(generated(model).tolist(), flush=True)
-"""
 
 
 @pytest.fixture(name="copied")
@@ -231,26 +219,29 @@ def test_two_processes_use_one_checkpoint_and_one_is_killed(
     """In the middle of a generation; the files are as they were, for the other and for the next."""
     before = {file.name: file.read_bytes() for file in qwen3_moe.iterdir()}
     expected = generated(whole_model).tolist()
-    model = load_in_slots(qwen3_moe)
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", GENERATE, str(qwen3_moe)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=_ROOT,
-    )
-    with model.moecache:
-        try:
-            assert child.stdout is not None
+    reading, writing = os.pipe()
+    # Not a new interpreter, which would import torch again: the child loads its own model.
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            model = load_in_slots(qwen3_moe)
+            while True:
+                os.write(writing, f"{generated(model).tolist()}\n".encode())
+        os._exit(1)
+    os.close(writing)
+    try:
+        model = load_in_slots(qwen3_moe)
+        with model.moecache, os.fdopen(reading) as lines:
             # It is in its second generation then.
-            assert json.loads(child.stdout.readline()) == expected
+            assert json.loads(lines.readline()) == expected
             assert generated(model).tolist() == expected
-        finally:
-            child.send_signal(signal.SIGKILL)
-            child.communicate(timeout=60)
-        assert generated(model).tolist() == expected
+            os.kill(child, signal.SIGKILL)
+            assert generated(model).tolist() == expected
+    finally:
+        os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    assert child.returncode == -signal.SIGKILL
+    assert status == -signal.SIGKILL
     assert {file.name: file.read_bytes() for file in qwen3_moe.iterdir()} == before
     model = load_in_slots(qwen3_moe)
     with model.moecache:

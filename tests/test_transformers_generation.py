@@ -19,6 +19,8 @@ pytestmark = [
 ]
 
 NAMES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+# Where nothing is asked of the experts that another family's would answer otherwise.
+one_family = pytest.mark.parametrize("path", NAMES[:1], indirect=True, scope="module")
 PADDING = 0
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -78,6 +80,7 @@ def test_every_logit_of_a_generation_is_the_whole_models(
     assert model.moecache.stats().num_evictions > 0
 
 
+@one_family
 def test_left_padded_prompts_of_several_lengths_are_continued_equally(
     model: Any, whole: Any
 ) -> None:
@@ -117,7 +120,12 @@ def test_neither_policy_nor_prefetch_changes_the_output(
         assert torch.equal(generated(model), generated(whole))
 
 
-@pytest.mark.parametrize("read", ["direct", "buffered", "mmap"])
+@pytest.mark.parametrize(
+    ("path", "read"),
+    list(zip(NAMES, ("direct", "buffered", "mmap"), strict=True)),
+    indirect=["path"],
+    scope="module",
+)
 def test_the_way_of_reading_does_not_change_the_output(path: Path, whole: Any, read: str) -> None:
     """Through the page cache, around it, or from the mapped file."""
     model = load_in_slots(path, read=read)
@@ -147,6 +155,7 @@ def test_what_a_forward_returns_beside_logits_is_equal(model: Any, whole: Any) -
         assert torch.equal(tensor, flat[1][name]), name
 
 
+@one_family
 def test_a_conversation_goes_on_from_its_cache(model: Any, whole: Any) -> None:
     """A second turn starts from the keys and values of the first."""
     outcomes = []
@@ -186,6 +195,7 @@ def test_gradients_of_inputs_and_trunk_are_the_whole_models(path: Path, whole: A
         torch.testing.assert_close(gradient, parameters[0][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@one_family
 def test_what_ran_in_inference_mode_has_gradients_later(path: Path) -> None:
     """Views of slots that were made there are kept, and are ordinary tensors."""
     model = load_in_slots(path, "100%")
@@ -236,6 +246,7 @@ def test_two_threads_generate_on_one_model(model: Any, whole: Any) -> None:
     model.moecache.runtime.cache.check()
 
 
+@one_family
 def test_a_pipeline_writes_the_whole_models_text(model: Any, whole: Any, tokenizer: Any) -> None:
     """One prompt, and a batch of several lengths."""
     import transformers
@@ -251,6 +262,7 @@ def test_a_pipeline_writes_the_whole_models_text(model: Any, whole: Any, tokeniz
     assert texts[0][0][0]["generated_text"].startswith("def f")
 
 
+@one_family
 def test_a_chat_template_is_applied_as_ever(model: Any, whole: Any, tokenizer: Any) -> None:
     """What it makes of a conversation is a prompt like any other."""
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -264,6 +276,7 @@ def test_a_chat_template_is_applied_as_ever(model: Any, whole: Any, tokenizer: A
     assert torch.equal(generated(model, ids, **options), generated(whole, ids, **options))
 
 
+@one_family
 def test_streamers_get_each_token_as_it_comes(model: Any, whole: Any) -> None:
     """The prompt first, then one token at a time."""
 

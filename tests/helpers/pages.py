@@ -28,8 +28,10 @@ _PACKAGE_ROOT = str(Path(moecache.__file__).parents[1])
 
 def write_file(path: Path, nbytes: int, seed: int = 0) -> Path:
     """Write random bytes; the file is clean and in the page cache afterwards."""
+    # The same 64 pages and a byte again and again, so that no page is like one near it.
+    block = np.random.default_rng(seed).bytes(64 * PAGE + 1)
     with path.open("wb") as file:
-        file.write(np.random.default_rng(seed).bytes(nbytes))
+        file.write((block * (nbytes // len(block) + 1))[:nbytes])
         file.flush()
         os.fsync(file.fileno())
     return path

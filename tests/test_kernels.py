@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecache import kernels
@@ -23,6 +23,8 @@ from tests.helpers.kernels import (
 )
 
 every_format = pytest.mark.parametrize("name", FORMATS)
+# Of each level, format and dtype; all of them together are many.
+few = settings(max_examples=max(1, settings().max_examples // 4))
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Around the ends of tiles, of registers and of chunks of inputs.
 NUM_INPUTS = (1, 2, 3, 4, 5, 7, 9, 63, 64, 65, 200)
@@ -60,6 +62,7 @@ def takes_denormals_as_zeros(level: str, name: str, dtype: np.dtype) -> bool:
     threads=st.integers(1, 4),
     seed=st.integers(0, 2**32 - 1),
 )
+@few
 def test_products_are_as_good_as_sums_in_float32(
     name: str, dtype: np.dtype, rows: int, columns: int, num: int, threads: int, seed: int
 ) -> None:

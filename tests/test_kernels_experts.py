@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecache import kernels
@@ -23,6 +23,8 @@ from tests.helpers.kernels import (
 )
 
 F16 = np.dtype(np.float16)
+# Of each level, format and dtype; all of them together are many.
+few = settings(max_examples=max(1, settings().max_examples // 4))
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 GRID = np.concatenate([np.linspace(-100, 100, 801), np.linspace(-4, 4, 257)]).astype(np.float32)
 
@@ -111,6 +113,7 @@ def test_activations_of_infinities_and_nan_are_those_of_their_formulas(activatio
     threads=st.integers(1, 4),
     seed=st.integers(0, 2**32 - 1),
 )
+@few
 def test_experts_are_as_good_as_sums_in_float32(
     dtype: np.dtype,
     input_dtype: np.dtype,
@@ -150,6 +153,7 @@ def test_experts_are_as_good_as_sums_in_float32(
 @every_dtype
 @pytest.mark.parametrize("input_dtype", DTYPES, ids=str)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+@few
 def test_waves_give_the_bits_of_the_resident_order(
     dtype: np.dtype, input_dtype: np.dtype, data: st.DataObject, seed: int
 ) -> None:

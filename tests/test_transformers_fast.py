@@ -28,7 +28,6 @@ REFUSED = {
     "llama4": "stored transposed",
     "lfm2_moe": "there is no kernel for function",
 }
-# One of each form of experts, router and trunk that the kernels meet.
 COMPUTED = sorted(FAMILIES.keys() - REFUSED.keys() - {"qwen3_vl_moe_hub"})
 IDS = torch.arange(96).reshape(2, 48) * 7 % 120
 

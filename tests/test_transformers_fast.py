@@ -26,7 +26,6 @@ FAMILY = FAMILIES["qwen3_moe"]
 REFUSED = {
     "gpt_oss": "stored transposed",
     "llama4": "stored transposed",
-    "lfm2_moe": "there is no kernel for function",
 }
 COMPUTED = sorted(FAMILIES.keys() - REFUSED.keys() - {"qwen3_vl_moe_hub"})
 IDS = torch.arange(96).reshape(2, 48) * 7 % 120

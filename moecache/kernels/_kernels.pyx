@@ -301,6 +301,10 @@ cdef class Experts:
             )
         if is_gated and not is_interleaved and not width <= up_row <= up.rows - width:
             raise ConfigError(f"up begins at row {up_row} of {up.rows}, gate has {width}")
+        if mc_is_blocked(up.matrix.format) and up_row % MC_TILE:
+            raise ConfigError(
+                f"up begins at row {up_row}; in a compute form that is a multiple of {MC_TILE}"
+            )
         if (is_interleaved or activation == "swiglu") and not is_gated:
             raise ConfigError("experts without a gate have one input of the activation alone")
         memset(&self.experts, 0, sizeof(self.experts))

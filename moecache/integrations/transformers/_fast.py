@@ -22,6 +22,7 @@ MAX_ROWS = 8
 _ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
+    "silu": "silu",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
@@ -60,7 +61,10 @@ def kernel_of(
     """
     pool, family = runtime.pool, type(module).__name__
     problem = None
-    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__, "")
+    given = getattr(module, "act_fn", None)
+    # A function, such as torch's silu, has a name of its own.
+    named = str(getattr(given, "__name__", type(given).__name__))
+    activation = _ACTIVATIONS.get(named, "")
     if not isinstance(pool, HostSlots):
         problem = "kernels compute in RAM, and the slots are on a GPU"
     elif is_transposed:
@@ -68,7 +72,7 @@ def kernel_of(
     elif getattr(module, "has_gate", True) and not _has_default_gate(module):
         problem = "their gate is one of their own"
     elif not activation:
-        problem = f"there is no kernel for {type(getattr(module, 'act_fn', None)).__name__}"
+        problem = f"there is no kernel for {named}"
     else:
         try:
             return SlotKernel(

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -17,10 +16,21 @@ class FloatFormat(Format):
 
     Parameters
     ----------
-    dtype : numpy dtype
+    element : str
+        Name of the elements' dtype, of NumPy or ml_dtypes.
     """
 
-    dtype: np.dtype[Any]
+    element: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The elements' dtype."""
+        if self.element == "bfloat16":
+            # Here, as `import moecache` needs NumPy alone.
+            import ml_dtypes
+
+            return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(self.element)
 
     def parts(self, rows: int, columns: int) -> Parts:
         """Return one array, "values" [rows, columns]."""
@@ -38,7 +48,7 @@ class FloatFormat(Format):
         return {"values": values.astype(self.dtype)}
 
 
-F32 = FloatFormat("f32", (1, 1), np.dtype(np.float32))
-F16 = FloatFormat("f16", (1, 1), np.dtype(np.float16))
-BF16 = FloatFormat("bf16", (1, 1), np.dtype(ml_dtypes.bfloat16))
+F32 = FloatFormat("f32", (1, 1), "float32")
+F16 = FloatFormat("f16", (1, 1), "float16")
+BF16 = FloatFormat("bf16", (1, 1), "bfloat16")
 FORMATS.update({known.name: known for known in (F32, F16, BF16)})

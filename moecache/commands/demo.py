@@ -4,8 +4,8 @@ import argparse
 import contextlib
 import os
 import platform
-import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +37,8 @@ from moecache.units import format_bytes
 # Tokens of which `--profile` shows the hit rate: later on, every start is warm.
 FIRST_TOKENS = 32
 DEFAULT_PROMPT = 'class Cache:\n    """'
+
+_POLL_S = 0.2
 
 
 def add_parser(commands: Any) -> None:
@@ -124,9 +126,12 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             console.print("[bold red]output differs from the fully resident run[/]")
         if url is not None:
-            console.print(f"metrics at {url} until Ctrl-C")
+            # Who reads the line may send the interrupt at once.
             with contextlib.suppress(KeyboardInterrupt):
-                signal.pause()
+                console.print(f"metrics at {url} until Ctrl-C")
+                while True:
+                    # Not pause(): a signal just before it would not end it.
+                    time.sleep(_POLL_S)
     return 0 if equal else 1
 
 

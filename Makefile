@@ -27,7 +27,7 @@ prepare: $(call stamp,dev) ## install all that the other targets need
 # process compiles, the others and their children load.
 test: $(call stamp,test) ## run all tests
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-		$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+		$(BIN)/python -m pytest -q -n 2
 
 check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/ruff check .

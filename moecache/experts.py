@@ -191,7 +191,8 @@ def feed_forward(
     finally:
         # A traceback that is kept would keep the leases as well.
         waves.close()
-    return combine(rows, weights).astype(hidden.dtype, copy=False)
+    out = combine(rows, weights)
+    return out.astype(hidden.dtype, copy=False) if compute == "fast" else out
 
 
 # Of each runtime, by layer; gone with it.

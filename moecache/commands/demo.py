@@ -37,7 +37,6 @@ from moecache.units import format_bytes
 # Tokens of which `--profile` shows the hit rate: later on, every start is warm.
 FIRST_TOKENS = 32
 DEFAULT_PROMPT = 'class Cache:\n    """'
-
 _POLL_S = 0.2
 
 
@@ -126,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             console.print("[bold red]output differs from the fully resident run[/]")
         if url is not None:
-            # Who reads the line may send the interrupt at once.
+            # The interrupt may come as soon as the line is there.
             with contextlib.suppress(KeyboardInterrupt):
                 console.print(f"metrics at {url} until Ctrl-C")
                 while True:

@@ -1,4 +1,4 @@
-"""Products over weights where they lie: on the CPU, at the speed of memory.
+"""Products over weights where they lie, on the CPU; with AVX-512 at the speed of memory.
 
 The order of every sum depends on the number of columns alone, so that a token's result has the same
 bits alone and among others, with any number of threads, wherever the weights are. Levels of

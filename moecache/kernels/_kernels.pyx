@@ -13,7 +13,6 @@ cdef extern from "_products.h" nogil:
         MC_TILE
         MC_X_F32
         MC_X_BF16
-        MC_SILU
 
     ctypedef struct mc_matrix:
         const uint8_t *data

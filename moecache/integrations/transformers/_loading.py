@@ -168,11 +168,12 @@ def load(
 record_trace, warmpin, warmpin_after
         See `moecache.open`.
     compute : {"torch", "fast"}, default "torch"
-        What multiplies. "torch": transformers' own products. "fast": moecache's kernels, at the
-        speed at which weights can be read, for experts and for the trunk's linear layers where
-        there are up to 8 rows. Its sums are float32 in an order of their own, and the
-        activations between an expert's products are rounded once: the output is that of the
-        same model at any number of slots and threads, bit for bit, but not transformers'.
+        What multiplies. "torch": transformers' own products. "fast": moecache's kernels, for
+        experts and for the trunk's linear layers where there are up to 8 rows; with AVX-512's
+        products of bfloat16 at the speed at which weights can be read. Sums are float32 in an
+        order of their own, and the activations between an expert's products are rounded once:
+        the output is that of the same model at any number of slots and threads, bit for bit,
+        but not transformers'.
     num_threads : int, optional
         Threads of the kernels, of all models of the process. By default MOECACHE_THREADS, else
         the cores that the process may use.
@@ -199,9 +200,11 @@ record_trace, warmpin, warmpin_after
     _check_arguments(device, from_pretrained)
     # Before the trunk is read, which may take minutes.
     check_compute(compute)
+    if compute == "fast" and parse_device(device) is not None:
+        raise ConfigError(f'compute="fast" multiplies in RAM, not on {device}; use "torch"')
+    _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch)
     if num_threads is not None:
         kernels.use_threads(num_threads)
-    _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch)
     check_model(path)
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     if model_class is None:

@@ -235,15 +235,13 @@ class Offload(NotCopied):
             self.runtime.close()
 
     def _make_kernels(self) -> dict[int, SlotKernel]:
-        """Return what computes each layer; layers of one form and activation share theirs."""
+        """Return what computes each layer."""
         return {
             binding.layer: kernel_of(
                 binding.module,
                 self.runtime,
                 binding.layer,
-                is_transposed=getattr(
-                    binding.module, "is_transposed", _llama4.is_llama4(binding.module)
-                ),
+                is_transposed=_is_transposed(binding.module),
             )
             for binding in self._bindings
         }
@@ -257,8 +255,7 @@ class Offload(NotCopied):
                 self.runtime,
                 binding.layer,
                 views.setdefault(self.runtime.layout.layers[binding.layer], {}),
-                # Llama 4, which has no such flag, stores [in, out].
-                is_transposed=getattr(binding.module, "is_transposed", bool(self._blocks)),
+                is_transposed=_is_transposed(binding.module),
                 kernel=self._kernels.get(binding.layer),
             )
             binding.module.__dict__[LAYER] = layer
@@ -372,6 +369,11 @@ def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[B
                 remedy = f"load the model with dtype={names!r}, as slots on a GPU hold the file's"
             raise ConfigError(f"the slots hold {names}, the model computes in {wanted}; {remedy}")
     return bindings
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Return whether a module's weights are stored [in, out]; Llama 4's are, without a flag."""
+    return bool(getattr(module, "is_transposed", _llama4.is_llama4(module)))
 
 
 def _follow_streams(runtime: ExpertRuntime) -> None:

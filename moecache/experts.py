@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.kernels import SlotKernel
+from moecache.kernels import SlotKernel, values_in
 
 Activation = Callable[[np.ndarray], np.ndarray]
 
@@ -155,8 +155,9 @@ def feed_forward(
     activation : callable, default silu
     compute : {"numpy", "fast"}, default "numpy"
         What multiplies: NumPy's BLAS, or the kernels of `moecache.kernels`. With these, hidden is
-        float32 or bfloat16, slots may hold bfloat16 as the file does, a token's result has
-        the same bits alone and among others, and `activation` is silu.
+        float32 or bfloat16, slots may hold bfloat16 as the file does or weights in a format's
+        compute form (NumPy dequantizes these at every use), a token's result has the same
+        bits alone and among others, and `activation` is silu.
 
     Returns
     -------
@@ -180,9 +181,14 @@ def feed_forward(
 
     else:
         rows = np.empty((ids.size, hidden.shape[1]), hidden.dtype)
+        roles = {role.name: role for role in runtime.pool.layout.layers[layer]}
+
+        def weights_in(slot: int) -> dict[str, np.ndarray]:
+            found = runtime.expert(slot, layer)
+            return {name: values_in(array, roles[name]) for name, array in found.items()}
 
         def compute_rows(wave: Any) -> None:
-            compute_wave(hidden, wave, lambda slot: runtime.expert(slot, layer), rows, activation)
+            compute_wave(hidden, wave, weights_in, rows, activation)
 
     waves = runtime.waves(layer, ids)
     try:
@@ -202,6 +208,7 @@ _kernels: WeakKeyDictionary[Any, dict[int, SlotKernel]] = WeakKeyDictionary()
 def _kernel(runtime: WaveSource, layer: int) -> SlotKernel:
     known = _kernels.setdefault(runtime, {})
     if layer not in known:
-        num_slots = runtime.pool.num_slots
-        known[layer] = SlotKernel(lambda slot: runtime.expert(slot, layer), num_slots)
+        pool = runtime.pool
+        roles = pool.layout.layers[layer]
+        known[layer] = SlotKernel(lambda slot: pool.expert(slot, layer), pool.num_slots, roles=roles)
     return known[layer]

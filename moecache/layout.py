@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from moecache.errors import ConfigError
+from moecache.formats import find_format, tiled_rows
 
 
 @dataclass(frozen=True)
@@ -20,19 +21,48 @@ class Role:
         "gate_up" (gate's rows above up's), "down", "up" where there is no gate,
         or one of these with a suffix such as "_bias".
     shape : tuple of int
-        As stored, without the expert axis.
+        Without the expert axis; as stored or, of a role with a format, [rows, columns].
     dtype : numpy.dtype
-        As stored; bfloat16 and float8 by ml_dtypes.
+        As stored; bfloat16 and float8 by ml_dtypes. Of a role with a format, uint8.
+    format : str, default ""
+        Name of the format, such as "q4_0", or "": elements of `dtype`.
+    is_tiled : bool, default False
+        Whether the file has the format's compute form, which a slot takes as it is.
+
+    Raises
+    ------
+    ConfigError
+        If no such matrix can be stored in the format.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: np.dtype = np.dtype(np.uint8)
+    format: str = ""
+    is_tiled: bool = False
 
-    @property
+    def __post_init__(self) -> None:
+        if not self.format and not self.is_tiled:
+            return
+        if len(self.shape) != 2 or self.dtype != np.uint8:
+            raise ConfigError(
+                f"role {self.name!r}: a format's matrix is [rows, columns], and its bytes are "
+                f"uint8, got {self.dtype} of shape {list(self.shape)}"
+            )
+        find_format(self.format).parts(*self.shape)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the matrix."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        if not self.format:
+            return math.prod(self.shape) * self.dtype.itemsize
+        rows, columns = self.shape
+        return find_format(self.format).nbytes(tiled_rows(rows) if self.is_tiled else rows, columns)
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        """Shape of the array that has the bytes; of a role with a format they are in a row."""
+        return (self.nbytes,) if self.format else self.shape
 
 
 @dataclass(frozen=True)

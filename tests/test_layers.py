@@ -9,8 +9,8 @@ import moecache
 PACKAGE = Path(moecache.__file__).parent
 # Lowest first. A room is a file or a folder of `moecache/`.
 ROOMS = (
-    *("errors", "units", "settings", "layout", "interrupts", "files"),
-    *("formats", "kernels"),
+    *("errors", "units", "settings", "interrupts", "files"),
+    *("formats", "layout", "kernels"),
     *("policies", "cache", "sizing", "prefault", "cuda", "stores", "slots", "experts", "traces"),
     *("reader", "packing", "loading", "profiles", "prefetch", "telemetry", "runtime", "study"),
     *("integrations", "commands", "cli", "__main__"),

@@ -126,7 +126,7 @@ def _plan_table(planned: Plan) -> Table:
 
 def _layer_table(layout: ExpertLayout) -> Table:
     """Return the roles of every layer, layers that are alike in one row."""
-    table = Table("layers", "role", "shape", "dtype", "bytes")
+    table = Table("layers", "role", "shape", "format", "bytes")
     first = 0
     for layer in range(1, layout.num_layers + 1):
         if layer < layout.num_layers and layout.layers[layer] == layout.layers[first]:
@@ -138,7 +138,7 @@ def _layer_table(layout: ExpertLayout) -> Table:
                 f"{span}  {names}" if index == 0 else "",
                 role.name,
                 " x ".join(map(str, role.shape)),
-                str(role.dtype),
+                role.format or str(role.dtype),
                 format_bytes(role.nbytes),
             )
         first = layer

@@ -1,6 +1,14 @@
 """What the bytes of a weight matrix mean: formats, their parts, their values."""
 
-from moecache.formats.base import FORMATS, Format, find_format, format_of, quantize
+from moecache.formats.base import (
+    FORMATS,
+    TILE_ROWS,
+    Format,
+    find_format,
+    format_of,
+    quantize,
+    tiled_rows,
+)
 from moecache.formats.blocks import Q4_0, Q8_0
 from moecache.formats.floats import BF16, F16, F32
 
@@ -11,8 +19,10 @@ __all__ = [
     "FORMATS",
     "Q4_0",
     "Q8_0",
+    "TILE_ROWS",
     "Format",
     "find_format",
     "format_of",
     "quantize",
+    "tiled_rows",
 ]

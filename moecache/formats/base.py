@@ -1,5 +1,6 @@
 """Format: what the bytes of a weight matrix mean."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moecache.errors import ConfigError
+
+# Rows of a compute form that lie interleaved, so that a vector's lanes are rows.
+TILE_ROWS = 16
 
 Parts = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 # By name; each is put there by the file that has it.
@@ -74,10 +78,22 @@ class Format(ABC):
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Return the bytes of a matrix."""
-        return sum(
-            dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-            for dtype, shape in self.parts(rows, columns).values()
-        )
+        parts = self.parts(rows, columns).values()
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in parts)
+
+    def split(self, raw: np.ndarray, rows: int, columns: int) -> dict[str, np.ndarray]:
+        """Return the parts of a matrix whose bytes follow each other, as views.
+
+        Parameters
+        ----------
+        raw : ndarray of uint8, shape [nbytes(rows, columns)]
+        """
+        parts, start = {}, 0
+        for name, (dtype, shape) in self.parts(rows, columns).items():
+            stop = start + dtype.itemsize * math.prod(shape)
+            parts[name] = raw[start:stop].view(dtype).reshape(shape)
+            start = stop
+        return parts
 
     @property
     def bits_per_weight(self) -> float:
@@ -113,6 +129,11 @@ def format_of(dtype: npt.DTypeLike) -> Format:
         if known.block == (1, 1) and known.parts(1, 1)["values"][0] == wanted:
             return known
     raise ConfigError(f"no format has elements of {wanted}; supported are {', '.join(FORMATS)}")
+
+
+def tiled_rows(rows: int) -> int:
+    """Return the rows that a matrix has in its compute form: whole tiles."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS
 
 
 def quantize(values: npt.ArrayLike, name: str) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from moecache.kernels._kernels import (
     use_threads,
 )
 from moecache.kernels.experts import SlotKernel
+from moecache.kernels.forms import has_form, tile, untile, values_in
 from moecache.kernels.matrices import matrix_of, products
 from moecache.kernels.startup import usable_cores
 
@@ -22,12 +23,16 @@ __all__ = [
     "ACTIVATIONS",
     "SlotKernel",
     "combine",
+    "has_form",
     "level",
     "levels",
     "matrix_of",
     "num_threads",
     "products",
+    "tile",
+    "untile",
     "usable_cores",
     "use_level",
     "use_threads",
+    "values_in",
 ]

@@ -160,7 +160,7 @@ INLINE vf LEVEL(byte)(vu lanes, int at)
     return __builtin_convertvector((vi)(lanes << (24 - 8 * at)) >> 24, vf);
 }
 
-/* The four columns of a row side by side, which lie in pairs: see `_form.h`. */
+/* The four columns of a row side by side, which lie in pairs: see `kernels/forms.py`. */
 INLINE vu LEVEL(by_rows)(vu lanes)
 {
 #define PAIRS(i) i, i + 1, i + 8, i + 9, i + 2, i + 3, i + 10, i + 11, \

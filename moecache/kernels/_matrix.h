@@ -16,7 +16,7 @@ enum { MC_F32, MC_F16, MC_BF16, MC_Q8_0, MC_Q4_0, MC_NUM_FORMATS };
 enum { MC_X_F32, MC_X_BF16, MC_NUM_INPUTS };
 
 /* A weight matrix [rows, columns]. Formats of blocks lie in their compute form: groups of 16 rows,
- * in each for every 32 columns 16 scales (fp16), then the values of 16 rows (see `_form.h`). */
+ * in each for every 32 columns 16 scales (fp16), then the values of 16 rows (see `kernels/forms.py`). */
 typedef struct {
     const uint8_t *data;
     int64_t rows, columns;

@@ -1,13 +1,15 @@
 """SlotKernel: the gated experts of a layer, computed in the slots they are in."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from moecache.errors import ConfigError
 from moecache.formats import format_of
-from moecache.kernels._kernels import Experts, Matrix
+from moecache.kernels._kernels import Experts, Matrix, least_row_bytes
+from moecache.kernels.forms import has_form
 from moecache.kernels.matrices import type_of
+from moecache.layout import Role
 
 # Of the names that a layout has: these and no others can be computed.
 _ROLES = {"gate_up", "up", "down", "gate_up_bias", "up_bias", "down_bias"}
@@ -22,6 +24,9 @@ class SlotKernel:
         The weights in a slot: "gate_up" [2 * width, hidden_size] or "up" [width, hidden_size],
         "down" [hidden_size, width], and biases. All slots lie at one distance from each other.
     num_slots : int
+    roles : sequence of Role, optional
+        What says format and shape of arrays that are in a compute form, such as
+        `layout.layers[layer]`.
     activation : str, default "silu"
         One of `ACTIVATIONS`.
     is_interleaved : bool, default False
@@ -44,6 +49,7 @@ class SlotKernel:
         expert: Callable[[int], Mapping[str, np.ndarray]],
         num_slots: int,
         *,
+        roles: Sequence[Role] = (),
         activation: str = "silu",
         is_interleaved: bool = False,
         alpha: float = 1.702,
@@ -53,12 +59,14 @@ class SlotKernel:
         _check_roles(first)
         is_gated = "gate_up" in first
         wide = "gate_up" if is_gated else "up"
-        up, down = first[wide], first["down"]
-        self.hidden_size, width = down.shape
-        if up.shape != (width * (1 + is_gated), self.hidden_size):
+        known = {role.name: role for role in roles}
+        up, down = (_matrix(name, first[name], known.get(name)) for name in (wide, "down"))
+        self.hidden_size, width = down.rows, down.columns
+        if (up.rows, up.columns) != (width * (1 + is_gated), self.hidden_size):
             raise ConfigError(
-                f"{wide} {list(up.shape)} and down {list(down.shape)} are not [rows, columns] "
-                "of one feed-forward; experts that are stored transposed have no kernel"
+                f"{wide} {[up.rows, up.columns]} and down {[down.rows, down.columns]} are not "
+                "[rows, columns] of one feed-forward; experts that are stored transposed have no "
+                "kernel"
             )
         self.num_slots = num_slots
 
@@ -71,10 +79,10 @@ class SlotKernel:
             return array.ctypes.data, _distance(array, second[role]), type_of(array)
 
         self._experts = Experts(
-            _matrix(wide, up),
-            _distance(up, second[wide]),
-            _matrix("down", down),
-            _distance(down, second["down"]),
+            up,
+            _distance(first[wide], second[wide]),
+            down,
+            _distance(first["down"], second["down"]),
             width,
             width if is_gated and not is_interleaved else 0,
             is_gated=is_gated,
@@ -82,7 +90,7 @@ class SlotKernel:
             activation=activation,
             alpha=alpha,
             limit=limit,
-            up_bias=bias(f"{wide}_bias", up.shape[0]),
+            up_bias=bias(f"{wide}_bias", up.rows),
             down_bias=bias("down_bias", self.hidden_size),
             owner=(first, second),
         )
@@ -137,11 +145,18 @@ def _check_roles(roles: Mapping[str, np.ndarray]) -> None:
         )
 
 
-def _matrix(role: str, array: np.ndarray) -> Matrix:
+def _matrix(name: str, array: np.ndarray, role: Role | None) -> Matrix:
+    if role is not None and role.format:
+        if not has_form(role.format):
+            raise ConfigError(f"{name} is {role.format}, which has no kernel")
+        rows, columns = role.shape
+        row_bytes = least_row_bytes(role.format, columns)
+        return Matrix(array.ctypes.data, role.format, rows, columns, row_bytes, array)
     if array.ndim != 2 or not array.flags.c_contiguous:
-        raise ConfigError(f"{role} {list(array.shape)} is no contiguous matrix [rows, columns]")
-    name, (rows, columns) = format_of(array.dtype).name, array.shape
-    return Matrix(array.ctypes.data, name, rows, columns, array.strides[0], array)
+        raise ConfigError(f"{name} {list(array.shape)} is no contiguous matrix [rows, columns]")
+    rows, columns = array.shape
+    form = format_of(array.dtype).name
+    return Matrix(array.ctypes.data, form, rows, columns, array.strides[0], array)
 
 
 def _distance(first: np.ndarray, second: np.ndarray) -> int:

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.formats import find_format, format_of
-from moecache.kernels._kernels import TILE, Matrix, least_row_bytes, to_form
+from moecache.formats import TILE_ROWS, find_format, format_of
+from moecache.kernels._kernels import Matrix, least_row_bytes
+from moecache.kernels.forms import tile
 
 # Vectors are loaded from any address, but fastest where no cache line is crossed.
 _ALIGNMENT = 64
@@ -45,10 +46,8 @@ def matrix_of(weights: np.ndarray | Mapping[str, np.ndarray], name: str | None =
     row_bytes = least_row_bytes(name, columns)
     if array.ndim == 2:
         return Matrix(array.ctypes.data, name, rows, columns, row_bytes, array)
-    form = _aligned(-(-rows // TILE) * row_bytes)
-    # An array without elements has no address to speak of.
-    if array.size:
-        to_form(array.ctypes.data, name, rows, columns, array.strides[0], form.ctypes.data)
+    form = _aligned(-(-rows // TILE_ROWS) * row_bytes)
+    tile(array, name, rows, columns, form)
     return Matrix(form.ctypes.data, name, rows, columns, row_bytes, form)
 
 

@@ -12,7 +12,7 @@ from moecache.settings import Choice
 from moecache.sizing.headroom import Headroom
 from moecache.sizing.planning import SizingPlan
 from moecache.slots.cuda import MAX_PINNED_BYTES
-from moecache.slots.host import MAX_CONVERTED_BYTES
+from moecache.slots.host import MAX_CONVERTED_BYTES, converts
 
 
 @dataclass(frozen=True)
@@ -95,4 +95,5 @@ def buffer_bytes(layout: ExpertLayout, options: Options, *, on_gpu: bool) -> int
     if on_gpu:
         return max(4 * widest, MAX_PINNED_BYTES)
     # An expert that is converted is first read into a buffer beside its slot.
-    return 0 if options.dtype is None else max(2 * widest, MAX_CONVERTED_BYTES) + widest
+    is_converted = converts(layout, options.dtype)
+    return max(2 * widest, MAX_CONVERTED_BYTES) + widest if is_converted else 0

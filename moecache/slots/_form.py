@@ -50,7 +50,7 @@ class SlotForm:
         found = {}
         for role in self._layout.layers[layer]:
             raw = buffer[self.offsets[role.name] :][: role.nbytes]
-            found[role.name] = raw.view(role.dtype).reshape(role.shape)
+            found[role.name] = raw.view(role.dtype).reshape(role.array_shape)
         return found
 
     def pieces(

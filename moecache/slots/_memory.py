@@ -53,7 +53,7 @@ def shared_form(layout: ExpertLayout, role: str) -> tuple[tuple[int, ...], np.dt
     ConfigError
         If there is no such role, or layers differ in it.
     """
-    variants = {(r.shape, r.dtype) for roles in layout.layers for r in roles if r.name == role}
+    variants = {(r.array_shape, r.dtype) for roles in layout.layers for r in roles if r.name == role}
     if len(variants) != 1:
         problem = "layers differ in it" if variants else "there is no such role"
         raise ConfigError(f"no slab for role {role!r}: {problem}")
@@ -72,8 +72,8 @@ def check_parts(
     """
     for role in layout.layers[layer]:
         part = parts.get(role.name)
-        if part is None or part.shape != role.shape:
+        if part is None or part.shape != role.array_shape:
             found = "nothing" if part is None else f"an array of shape {part.shape}"
-            raise ValueError(f"role {role.name!r} has shape {role.shape}, got {found}")
+            raise ValueError(f"role {role.name!r} has shape {role.array_shape}, got {found}")
         if part.dtype != role.dtype and (held is None or part.dtype != held[role.name].dtype):
             raise ValueError(f"role {role.name!r} is {role.dtype}, got {part.dtype}")

@@ -204,7 +204,7 @@ class CudaSlots:
             role.name: self.device.array(
                 self._memory,
                 slot * self.slot_stride + self._form.offsets[role.name],
-                role.shape,
+                role.array_shape,
                 role.dtype,
             )
             for role in self._layout.layers[layer]
@@ -221,7 +221,7 @@ class CudaSlots:
             role.name: self.device.array(
                 self._memory,
                 slot * self.slot_stride + self._form.offsets[role.name],
-                (*role.shape[:-1], role.nbytes // math.prod(role.shape[:-1])),
+                (*role.array_shape[:-1], role.nbytes // math.prod(role.array_shape[:-1])),
                 np.dtype(np.uint8),
             )
             for role in self._layout.layers[layer]

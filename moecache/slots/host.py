@@ -1,7 +1,7 @@
 """HostSlots: slots in RAM, as NumPy arrays."""
 
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import numpy as np
@@ -9,9 +9,10 @@ import numpy.typing as npt
 
 from moecache._prefault import lock_pages
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
-from moecache.layout import ExpertLayout, Role
+from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
-from moecache.slots._memory import aligned_rows, check_parts, padded, shared_form
+from moecache.slots._held import Held, hold_all
+from moecache.slots._memory import aligned_rows, check_parts, padded
 from moecache.slots.base import UploadCounts
 from moecache.units import format_bytes
 
@@ -24,6 +25,9 @@ _NO_UPLOADS = UploadCounts()
 
 class HostSlots:
     """Slots in RAM: one 64-byte-aligned slab per role, every slot in it aligned too.
+
+    A role with a format lies in the format's compute form, an array of bytes: what was read is
+    brought into it as a slot is filled, unless the file has that form.
 
     Pages are allocated when a slot is first filled, or by a pre-fault of `regions`.
 
@@ -55,12 +59,12 @@ class HostSlots:
             raise ConfigError("the layout has no experts; is it a mixture-of-experts model?")
         self._layout = layout
         self._num_slots = num_slots
-        self._dtype = _float_dtype(dtype)
+        self._held = hold_all(layout, _float_dtype(dtype))
         self._slabs: dict[str, np.ndarray] = {}
         # Buffers that reads go to before they are converted: in use, by slot, and free.
         self._lent: dict[int, dict[str, np.ndarray]] = {}
         self._bounces: list[dict[str, np.ndarray]] = []
-        for name, stride in _strides(layout, self._dtype).items():
+        for name, stride in _strides(self._held).items():
             try:
                 self._slabs[name] = aligned_rows(num_slots, stride)
             except MemoryError as error:
@@ -68,23 +72,15 @@ class HostSlots:
                 raise MemoryError(
                     f"no memory for {num_slots} slots of role {name!r} ({size}); lower the budget"
                 ) from error
-        variants = {tuple(roles) for roles in layout.layers}
         # Layers alike, the usual case: a slot's arrays are rows of the slabs.
-        self._rows = (
-            {role.name: self.slab(role.name) for role in layout.layers[0]}
-            if len(variants) == 1
-            else {}
-        )
-        self._converts = any(
-            _slot_dtype(role, self._dtype) != role.dtype
-            for roles in layout.layers
-            for role in roles
-        )
+        alike = len(set(layout.layers)) == 1
+        self._rows = {name: self.slab(name) for name in self._held[0]} if alike else {}
+        self._converts = converts(layout, dtype)
 
     @staticmethod
     def bytes_per_slot(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> int:
         """Return the bytes that one slot takes: all roles, converted and aligned."""
-        return sum(_strides(layout, _float_dtype(dtype)).values())
+        return sum(_strides(hold_all(layout, _float_dtype(dtype))).values())
 
     @property
     def layout(self) -> ExpertLayout:
@@ -134,9 +130,12 @@ class HostSlots:
             `expert` there.
         """
         self._check_open()
-        (shape, dtype) = shared_form(self._layout, role)
+        held = {roles[role] for roles in self._held if role in roles}
+        if len(held) != 1:
+            problem = "layers differ in it" if held else "there is no such role"
+            raise ConfigError(f"no slab for role {role!r}: {problem}")
         raw = self._slabs[role]
-        dtype = _slot_dtype(Role(role, shape, dtype), self._dtype)
+        shape, dtype = (one := held.pop()).shape, one.dtype
         item_strides = np.empty(shape, dtype).strides if 0 not in shape else (0,) * len(shape)
         return np.ndarray(
             (self._num_slots, *shape), dtype, raw, strides=(raw.shape[1], *item_strides)
@@ -151,8 +150,7 @@ class HostSlots:
         if self._rows:
             return {name: slab[slot] for name, slab in self._rows.items()}
         return {
-            role.name: self._slot_view(role, slot, _slot_dtype(role, self._dtype))
-            for role in self._layout.layers[layer]
+            name: held.view(self._slabs[name][slot]) for name, held in self._held[layer].items()
         }
 
     @property
@@ -188,13 +186,13 @@ class HostSlots:
             try:
                 bounce = self._bounces.pop()
             except IndexError:
-                strides = _strides(self._layout, None)
+                strides = _strides(hold_all(self._layout), stored=True)
                 bounce = {name: aligned_rows(1, stride)[0] for name, stride in strides.items()}
             self._lent[slot] = bounce
-        for role in self._layout.layers[layer]:
-            if target[role.name].dtype != role.dtype:
-                raw = bounce[role.name][: role.nbytes]
-                target[role.name] = raw.view(role.dtype).reshape(role.shape)
+        for name, held in self._held[layer].items():
+            if held.is_converted:
+                raw = bounce[name][: held.role.nbytes]
+                target[name] = raw.view(held.role.dtype).reshape(held.role.array_shape)
         return target
 
     def reclaim(self, slot: int) -> None:
@@ -221,10 +219,8 @@ class HostSlots:
         """
         target = self.expert(slot, layer)
         check_parts(self._layout, layer, parts, held=target)
-        for name, array in target.items():
-            # What `buffers` returned may be the slot itself.
-            if array.ctypes.data != parts[name].ctypes.data:
-                array[...] = parts[name]
+        for name, held in self._held[layer].items():
+            held.fill(target[name], parts[name])
         self.reclaim(slot)
 
     def before_compute(self, slots: np.ndarray) -> None:
@@ -251,19 +247,15 @@ class HostSlots:
         """Close the pool."""
         self.close()
 
-    def _slot_view(self, role: Role, slot: int, dtype: np.dtype) -> np.ndarray:
-        nbytes = role.nbytes // role.dtype.itemsize * dtype.itemsize
-        return self._slabs[role.name][slot, :nbytes].view(dtype).reshape(role.shape)
-
     def _check_open(self) -> None:
         if not self._slabs:
             raise MoeCacheError("the slots are closed")
 
 
-def _slot_dtype(role: Role, dtype: np.dtype | None) -> np.dtype:
-    # ml_dtypes' types have kind "V", NumPy's own floats "f". Integers (packed
-    # weights, scales as bytes) stay as they are.
-    return role.dtype if dtype is None or role.dtype.kind not in "fV" else dtype
+def converts(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> bool:
+    """Return whether slots have other bytes than the file."""
+    held = hold_all(layout, _float_dtype(dtype))
+    return any(one.is_converted for roles in held for one in roles.values())
 
 
 def _float_dtype(dtype: npt.DTypeLike | None) -> np.dtype | None:
@@ -281,10 +273,11 @@ def _float_dtype(dtype: npt.DTypeLike | None) -> np.dtype | None:
     return converted
 
 
-def _strides(layout: ExpertLayout, dtype: np.dtype | None) -> dict[str, int]:
-    strides = dict.fromkeys(layout.role_names, 0)
-    for roles in layout.layers:
-        for role in roles:
-            nbytes = role.nbytes // role.dtype.itemsize * _slot_dtype(role, dtype).itemsize
-            strides[role.name] = max(strides[role.name], padded(nbytes, ALIGNMENT))
+def _strides(layers: Sequence[Mapping[str, Held]], *, stored: bool = False) -> dict[str, int]:
+    """Return the bytes of each role in a slot or, `stored`, as read: of its widest layer."""
+    strides: dict[str, int] = {}
+    for roles in layers:
+        for name, held in roles.items():
+            nbytes = padded(held.role.nbytes if stored else held.nbytes, ALIGNMENT)
+            strides[name] = max(strides.get(name, 0), nbytes)
     return strides

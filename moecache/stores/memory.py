@@ -18,11 +18,20 @@ class MemoryStore:
     ----------
     arrays : mapping of role to ndarray, shape [num_layers, num_experts, ...]
         Not copied.
+        Of a role with a format, the bytes of its parts: uint8 [num_layers, num_experts, ...].
     top_k : int, default 0
         Experts per token; 0 if not known.
+    formats : mapping of role to (str, (int, int)), optional
+        Name of the role's format, and its rows and columns.
     """
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], *, top_k: int = 0) -> None:
+    def __init__(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        *,
+        top_k: int = 0,
+        formats: Mapping[str, tuple[str, tuple[int, int]]] | None = None,
+    ) -> None:
         shapes = {array.shape[:2] for array in arrays.values()}
         if len(shapes) != 1 or len(next(iter(shapes))) != 2:
             raise ConfigError(
@@ -31,7 +40,20 @@ class MemoryStore:
             )
         num_layers, num_experts = next(iter(shapes))
         self._arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        roles = [Role(name, array.shape[2:], array.dtype) for name, array in arrays.items()]
+        roles = []
+        for name, array in arrays.items():
+            if name not in (formats or {}):
+                roles.append(Role(name, array.shape[2:], array.dtype))
+                continue
+            known, shape = (formats or {})[name]
+            role = Role(name, shape, array.dtype, known)
+            if array[:1, :1].size != role.nbytes:
+                raise ConfigError(
+                    f"role {name!r} in {known} of shape {list(shape)} takes {role.nbytes} bytes, "
+                    f"got an array {list(array.shape)}"
+                )
+            roles.append(role)
+            self._arrays[name] = self._arrays[name].reshape(num_layers, num_experts, -1)
         self._layout = ExpertLayout(num_experts, top_k, [roles] * num_layers)
         self._closed = False
 

@@ -76,7 +76,10 @@ def kernel_of(
     else:
         try:
             return SlotKernel(
-                lambda slot: runtime.expert(slot, layer), pool.num_slots, activation=activation
+                lambda slot: runtime.expert(slot, layer),
+                pool.num_slots,
+                roles=runtime.layout.layers[layer],
+                activation=activation,
             )
         except ConfigError as error:
             problem = str(error)

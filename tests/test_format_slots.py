@@ -1,0 +1,170 @@
+"""Roles with a format: in a store, in slots, and computed there."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moecache
+from moecache import experts, formats, kernels
+from moecache.errors import ConfigError
+from moecache.layout import ExpertLayout, Role
+from moecache.slots import HostSlots
+from moecache.stores import MemoryStore
+from tests.helpers import formats as oracle
+
+LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 6, 64, 32
+SHAPES = {"gate_up": (2 * WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+
+
+def _blocks(name: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+    return oracle.random_blocks(name, shape[0], shape[1] // 32, seed)
+
+
+def _stacks(names: dict[str, str]) -> dict[str, np.ndarray]:
+    """Return each role's bytes, as small numbers that a feed-forward can take."""
+    rng = np.random.default_rng(3)
+    stacks = {}
+    for role, name in names.items():
+        shape = SHAPES[role]
+        values = rng.standard_normal((LAYERS * EXPERTS, *shape)) * shape[1] ** -0.5
+        blocks = np.stack([formats.quantize(one, name)["blocks"] for one in values])
+        stacks[role] = blocks.reshape(LAYERS, EXPERTS, *blocks.shape[1:])
+    return stacks
+
+
+def _runtime(names: dict[str, str], capacity: int) -> moecache.ExpertRuntime:
+    store = MemoryStore(
+        _stacks(names), top_k=2, formats={role: (names[role], SHAPES[role]) for role in names}
+    )
+    cache = moecache.ExpertCache(LAYERS, EXPERTS, capacity)
+    return moecache.ExpertRuntime(store, HostSlots(store.layout, capacity + 2), cache)
+
+
+@given(st.sampled_from(["q8_0", "q4_0"]), st.integers(0, 50), st.integers(0, 5), st.integers(0, 9))
+def test_a_compute_form_loses_no_bit(name: str, rows: int, num_blocks: int, seed: int) -> None:
+    """Whatever the blocks hold; rows that make the last tile whole are zeros."""
+    blocks = oracle.random_blocks(name, rows, num_blocks, seed)
+    columns = num_blocks * 32
+    form = np.full(formats.find_format(name).nbytes(-(-rows // 16) * 16, columns), 7, np.uint8)
+
+    kernels.tile(blocks, name, rows, columns, form)
+
+    np.testing.assert_array_equal(kernels.untile(form, name, rows, columns)["blocks"], blocks)
+    whole = kernels.untile(form, name, -(-rows // 16) * 16, columns)["blocks"]
+    assert not whole[rows:].any()
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_a_slot_has_the_values_of_the_blocks(name: str, is_tiled: bool) -> None:
+    """In another order; what the file has in that order is read into the slot itself."""
+    shape = (24, 96)
+    role = Role("down", shape, format=name, is_tiled=is_tiled)
+    pool = HostSlots(ExpertLayout(4, 1, [[role]]), 3)
+    blocks = _blocks(name, shape, 0)
+    stored = blocks.reshape(-1)
+    if is_tiled:
+        stored = np.empty(role.nbytes, np.uint8)
+        kernels.tile(blocks, name, *shape, stored)
+
+    buffers = pool.buffers(2, 0)
+    buffers["down"][...] = stored
+    pool.upload(2, 0, buffers)
+
+    found = pool.expert(2, 0)["down"]
+    assert (buffers["down"].ctypes.data == found.ctypes.data) == is_tiled
+    assert (pool.max_buffers is None) == is_tiled
+    np.testing.assert_array_equal(kernels.values_in(found, role), oracle.values_of(name, blocks))
+    assert not pool.expert(1, 0)["down"].any()
+
+
+def test_layers_may_have_formats_of_their_own() -> None:
+    """A slot takes the widest; each layer finds its own values there."""
+    roles = [Role("down", (16, 64), format="q4_0"), Role("down", (48, 32), format="q8_0")]
+    plain = Role("down", (5, 3), np.dtype(np.float32))
+    pool = HostSlots(ExpertLayout(2, 1, [[roles[0]], [roles[1]], [plain]]), 2)
+
+    for layer, role in enumerate(roles):
+        blocks = _blocks(role.format, role.shape, layer)  # type: ignore[arg-type]
+        pool.upload(0, layer, {"down": blocks.reshape(-1)})
+        values = kernels.values_in(pool.expert(0, layer)["down"], role)
+        np.testing.assert_array_equal(values, oracle.values_of(role.format, blocks))
+
+    pool.upload(0, 2, {"down": np.ones((5, 3), np.float32)})
+    assert (kernels.values_in(pool.expert(0, 2)["down"], plain) == 1).all()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"gate_up": "q4_0", "down": "q8_0"},
+        {"gate_up": "q8_0", "down": "q4_0"},
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_experts_in_a_format_are_computed_where_they_lie(
+    names: dict[str, str], num_tokens: int
+) -> None:
+    """The same bits at every number of slots, and what NumPy makes of the values but for rounding."""
+    rng = np.random.default_rng(1)
+    hidden = rng.standard_normal((num_tokens, HIDDEN)).astype(np.float32)
+    ids = np.stack([rng.permutation(EXPERTS)[:2] for _ in range(num_tokens)])
+    weights = rng.random((num_tokens, 2)).astype(np.float32)
+
+    def output(runtime: moecache.ExpertRuntime, compute: str) -> np.ndarray:
+        return experts.feed_forward(runtime, 1, hidden, ids, weights, compute=compute)
+
+    with _runtime(names, LAYERS * EXPERTS) as whole, _runtime(names, 1) as tiny:
+        fast = output(whole, "fast")
+        np.testing.assert_array_equal(fast, output(tiny, "fast"))
+        np.testing.assert_array_equal(fast, output(tiny, "fast"))
+        np.testing.assert_allclose(fast, output(tiny, "numpy"), rtol=2e-4, atol=2e-5)
+        wanted = _expected(names, hidden, ids, weights)
+        np.testing.assert_allclose(fast, wanted, rtol=2e-4, atol=2e-5)
+
+
+def _expected(names: dict[str, str], hidden: Any, ids: Any, weights: Any) -> np.ndarray:
+    """Return layer 1's output in float64, by the oracle's values."""
+    stacks, out = _stacks(names), np.zeros(hidden.shape)
+    for token, (chosen, shares) in enumerate(zip(ids, weights, strict=True)):
+        for expert, share in zip(chosen, shares, strict=True):
+            up, down = (
+                oracle.values_of(names[role], stacks[role][1, expert]).astype(np.float64)
+                for role in ("gate_up", "down")
+            )
+            both = up @ hidden[token].astype(np.float64)
+            gate, rest = both[:WIDTH], both[WIDTH:]
+            out[token] += share * (down @ (gate / (1 + np.exp(-gate)) * rest))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("role", "message"),
+    [
+        ({"shape": (4, 33), "format": "q4_0"}, "whole blocks of 32 columns; 33"),
+        ({"shape": (4, 32), "format": "q9"}, "format 'q9' is not supported; supported are"),
+        ({"shape": (2, 4, 32), "format": "q4_0"}, r"matrix is \[rows, columns\]"),
+        ({"shape": (4, 32), "format": "q4_0", "dtype": np.dtype(np.int8)}, "bytes are uint8"),
+    ],
+)
+def test_a_role_that_no_file_can_have_is_refused(role: dict[str, Any], message: str) -> None:
+    """By what it is, before any slot is made."""
+    with pytest.raises(ConfigError, match=message):
+        Role("down", **role)
+
+
+def test_a_stack_of_another_size_than_its_format_is_refused() -> None:
+    """Both sizes are named."""
+    with pytest.raises(ConfigError, match=r"'down' in q4_0 of shape \[64, 32\] takes 1152 bytes"):
+        MemoryStore({"down": np.zeros((1, 2, 5), np.uint8)}, formats={"down": ("q4_0", (64, 32))})
+
+
+def test_blocks_of_another_size_are_not_tiled() -> None:
+    """Nothing is written beyond an array."""
+    blocks, form = np.zeros(18 * 16, np.uint8), np.zeros(18 * 16, np.uint8)
+    for given_blocks, given_form in ((blocks[:-1], form), (blocks, form[1:]), (blocks, form[::-1])):
+        with pytest.raises(ValueError, match=r"16 x 32 matrix in q4_0|contiguous"):
+            kernels.tile(given_blocks, "q4_0", 16, 32, given_form)

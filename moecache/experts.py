@@ -210,5 +210,7 @@ def _kernel(runtime: WaveSource, layer: int) -> SlotKernel:
     if layer not in known:
         pool = runtime.pool
         roles = pool.layout.layers[layer]
-        known[layer] = SlotKernel(lambda slot: pool.expert(slot, layer), pool.num_slots, roles=roles)
+        known[layer] = SlotKernel(
+            lambda slot: pool.expert(slot, layer), pool.num_slots, roles=roles
+        )
     return known[layer]

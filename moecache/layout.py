@@ -10,6 +10,8 @@ import numpy as np
 from moecache.errors import ConfigError
 from moecache.formats import find_format, tiled_rows
 
+_BYTES = np.dtype(np.uint8)
+
 
 @dataclass(frozen=True)
 class Role:
@@ -37,7 +39,7 @@ class Role:
 
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype = np.dtype(np.uint8)
+    dtype: np.dtype = _BYTES
     format: str = ""
     is_tiled: bool = False
 
@@ -125,7 +127,11 @@ class ExpertLayout:
 
     def expert_bytes(self, layer: int) -> int:
         """Return the bytes of one expert of a layer, as stored."""
-        return sum(role.nbytes for role in self.layers[layer])
+        return self._bytes_of_layers[layer]
+
+    @cached_property
+    def _bytes_of_layers(self) -> tuple[int, ...]:
+        return tuple(sum(role.nbytes for role in roles) for roles in self.layers)
 
     @cached_property
     def role_names(self) -> tuple[str, ...]:

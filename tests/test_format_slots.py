@@ -108,7 +108,7 @@ def test_layers_may_have_formats_of_their_own() -> None:
 def test_experts_in_a_format_are_computed_where_they_lie(
     names: dict[str, str], num_tokens: int
 ) -> None:
-    """The same bits at every number of slots, and what NumPy makes of the values but for rounding."""
+    """The same bits at every number of slots; NumPy's output but for rounding."""
     rng = np.random.default_rng(1)
     hidden = rng.standard_normal((num_tokens, HIDDEN)).astype(np.float32)
     ids = np.stack([rng.permutation(EXPERTS)[:2] for _ in range(num_tokens)])

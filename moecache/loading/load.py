@@ -19,7 +19,7 @@ class Cause(enum.Enum):
     @property
     def is_ahead(self) -> bool:
         """Whether the read begins before a step asks for it."""
-        return self in {Cause.PREFETCH, Cause.WARM_START}
+        return self is Cause.PREFETCH or self is Cause.WARM_START
 
 
 class LoadState(enum.Enum):

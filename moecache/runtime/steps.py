@@ -17,6 +17,8 @@ from moecache.loading.load import Load
 from moecache.loading.loader import SlotLoader
 from moecache.loading.step import Step
 
+# Ids that are looked at one by one: faster than to sort them.
+_FEW = 64
 # Questions after which finished reads are looked for.
 _LOOK_AFTER = 100
 
@@ -175,11 +177,12 @@ class _Parts:
         self._top_k = top_k
         self._order, starts = _group(step.ids.reshape(-1))
         self._starts = starts.tolist()
-        first = self._order[starts[:-1]]
+        # Where every pair is a group, groups are pairs.
+        first = self._order[starts[:-1]] if len(self._order) >= len(starts) else self._order
         self._experts = step.ids.reshape(-1)[first].tolist()
         self._group_of = {expert: group for group, expert in enumerate(self._experts)}
         self._slots = step.slots[first]  # slot of each group
-        step.leased = set(step.slots[step.slots >= 0].tolist())
+        step.leased = self._leased = set(step.slots[step.slots >= 0].tolist())
 
     def waves(self) -> Iterator[Wave]:
         step = self._step
@@ -193,30 +196,32 @@ class _Parts:
             if slot >= 0 and expert not in coming
         ]
         if ready:
-            yield self._wave(ready)
-            self._release(ready)
+            yield (wave := self._wave(ready))
+            self._release(wave.slots)
         while step.loads or step.bypassed:
             while step.bypassed and not self._loader.stage(step) and not step.loads:
                 self._loader.wait_for_staging(step.layer)
             done = _wait(self._loader, self._cache, step)
             groups = [self._group_of[load.expert] for load in done]
             self._slots[groups] = [load.slot for load in done]
-            yield self._wave(groups)
-            self._release(groups)
+            yield (wave := self._wave(groups))
+            self._release(wave.slots)
 
     def _wave(self, groups: list[int]) -> Wave:
         wave = _wave_of(self._order, self._starts, groups, self._slots, self._top_k)
         self._loader.pool.before_compute(wave.slots)
         return wave
 
-    def _release(self, groups: list[int]) -> None:
+    def _release(self, slots: np.ndarray) -> None:
         # A wave is over: what it used may be evicted, or staged over, from here on.
         step = self._step
-        slots = set(self._slots[groups].tolist())
-        leased, staged = slots - step.staged, slots & step.staged
+        staged = step.staged.intersection(slots.tolist()) if step.staged else ()
+        leased = slots
+        if staged:
+            leased = np.array([slot for slot in slots.tolist() if slot not in staged], np.int32)
         with uninterrupted():
-            step.leased -= leased
-            step.staged -= staged
+            self._leased.difference_update(leased.tolist())
+            step.staged.difference_update(staged)
             self._loader.release(leased, staged)
 
 
@@ -246,7 +251,7 @@ def _whole_step(ids: np.ndarray, slots: np.ndarray, top_k: int, *, one_token: bo
     # nothing to sort. Repeated ones must be computed together, as they are
     # when they come as misses: a product of two rows may round differently.
     if one_token and len(set(slots.tolist())) == top_k and slots.min() >= 0:
-        pairs, offsets = _one_token(top_k)
+        pairs, offsets = _counted(top_k)
         return Wave(slots, pairs, offsets, top_k)
     order, starts = _group(ids.reshape(-1))
     found = slots[order[starts[:-1]]]
@@ -258,6 +263,8 @@ def _wave_of(
     order: np.ndarray, starts: list[int], groups: list[int], slots: np.ndarray, top_k: int
 ) -> Wave:
     """Return the wave of some groups; `slots` has the slot of every group of the step."""
+    if len(order) == len(starts) - 1:  # every pair is a group
+        return Wave(slots[groups], order[groups], _counted(len(groups))[1], top_k)
     parts = [order[starts[group] : starts[group + 1]] for group in groups]
     offsets = np.zeros(len(groups) + 1, np.int64)
     np.cumsum([len(part) for part in parts], out=offsets[1:])
@@ -266,17 +273,20 @@ def _wave_of(
 
 
 def _group(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return pairs in the order of their experts, and where each expert's begin, and the end."""
+    if ids.size <= _FEW and len(set(ids.tolist())) == ids.size:
+        return _counted(ids.size)  # one token's, usually: any order will do
     # Stable: the pairs of an expert stay in the order of the tokens.
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
-    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
-    return order, np.append(starts, ids.size)
+    starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+    return order, np.concatenate(([0] if ids.size else [], starts, [ids.size])).astype(np.int64)
 
 
-@functools.lru_cache(maxsize=64)
-def _one_token(top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    pairs, offsets = np.arange(top_k), np.arange(top_k + 1)
-    # Shared by every wave of that size.
+@functools.lru_cache(maxsize=2 * _FEW)
+def _counted(num: int) -> tuple[np.ndarray, np.ndarray]:
+    pairs, offsets = np.arange(num), np.arange(num + 1)
+    # Shared by all waves of that size.
     pairs.flags.writeable = offsets.flags.writeable = False
     return pairs, offsets
 

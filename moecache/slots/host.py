@@ -61,7 +61,8 @@ class HostSlots:
         self._num_slots = num_slots
         self._held = hold_all(layout, _float_dtype(dtype))
         self._slabs: dict[str, np.ndarray] = {}
-        # Buffers that reads go to before they are converted: in use, by slot, and free.
+        # What `buffers` returned, by slot; of slots that convert, buffers in use, and free ones.
+        self._given: dict[int, Mapping[str, np.ndarray]] = {}
         self._lent: dict[int, dict[str, np.ndarray]] = {}
         self._bounces: list[dict[str, np.ndarray]] = []
         for name, stride in _strides(self._held).items():
@@ -179,6 +180,7 @@ class HostSlots:
     def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
         """Return the slot's own arrays; for roles that are converted, a buffer's until `upload`."""
         target = self.expert(slot, layer)
+        self._given[slot] = target
         if not self._converts:
             return target
         bounce = self._lent.get(slot)
@@ -197,6 +199,7 @@ class HostSlots:
 
     def reclaim(self, slot: int) -> None:
         """Keep the slot's buffer for another one; without conversion there is none."""
+        self._given.pop(slot, None)
         bounce = self._lent.pop(slot, None)
         if bounce is not None:
             self._bounces.append(bounce)
@@ -217,6 +220,9 @@ class HostSlots:
             If `parts` lacks a role or has it in another shape or dtype; the slot
             is as it was.
         """
+        given = self._given.pop(slot, None)
+        if given is parts and not self._converts:
+            return
         target = self.expert(slot, layer)
         check_parts(self._layout, layer, parts, held=target)
         for name, held in self._held[layer].items():

@@ -101,7 +101,7 @@ class SafetensorsStore:
             raise FormatError(f"{directory / 'config.json'}: {error}") from error
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from error
-        self._runs: dict[int, tuple[Run, ...]] = {}
+        self._runs: dict[tuple[int, int], tuple[Run, ...]] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -164,10 +164,10 @@ class SafetensorsStore:
 
     def runs(self, layer: int, expert: int) -> tuple[Run, ...]:
         """Return where an expert's bytes lie: (file number, offset, ((role, start, stop), ...))."""
-        key = self._layout.key(layer, expert)
-        runs = self._runs.get(key)
+        runs = self._runs.get((layer, expert))
         if runs is None:
-            runs = self._runs[key] = self._plan_runs(layer, expert)
+            self._layout.check(layer, expert)
+            runs = self._runs[layer, expert] = self._plan_runs(layer, expert)
         return runs
 
     def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:

@@ -300,26 +300,28 @@ def test_threads_that_fill_different_slots_do_not_mix(dtype: npt.DTypeLike | Non
 
 def test_a_pool_closed_by_another_thread_meanwhile_says_so() -> None:
     """Between the look whether it is open and the use of what was there."""
-    pools = [HostSlots(_layout(), NUM_SLOTS), HostSlots(_uneven(), NUM_SLOTS)]
+    even, uneven = HostSlots(_layout(), NUM_SLOTS), HostSlots(_uneven(), NUM_SLOTS)
+    with_slab = HostSlots(_layout(), NUM_SLOTS)
 
     class ClosesWhenHashed(str):
         __slots__ = ()
 
         def __hash__(self) -> int:
-            pools[0].close()
+            with_slab.close()
             return super().__hash__()
 
     class ClosesWhenCompared(int):
         def __ge__(self, other: int) -> bool:
-            for pool in pools:
-                pool.close()
+            for pool in (even, uneven):
+                if int(self) == pool.num_slots - 1 - (pool is uneven):
+                    pool.close()
             return super().__ge__(other)
 
-    assert pools[0].slab(ClosesWhenHashed("down")).shape == (NUM_SLOTS, 7, 3)
-    pools[0] = HostSlots(_layout(), NUM_SLOTS)
-    for pool, layer in zip(pools, (0, 1), strict=True):
-        assert set(pool.expert(ClosesWhenCompared(1), layer)) == {"gate_up", "down", "down_packed"}
-    for pool in pools:
+    roles = {"gate_up", "down", "down_packed"}
+    assert with_slab.slab(ClosesWhenHashed("down")).shape == (NUM_SLOTS, 7, 3)
+    assert set(even.expert(ClosesWhenCompared(NUM_SLOTS - 1), 0)) == roles
+    assert set(uneven.expert(ClosesWhenCompared(NUM_SLOTS - 2), 1)) == roles
+    for pool in (even, uneven, with_slab):
         with pytest.raises(MoeCacheError, match="slots are closed"):
             pool.expert(0, 0)
         with pytest.raises(MoeCacheError, match="slots are closed"):

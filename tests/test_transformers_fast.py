@@ -216,11 +216,18 @@ def test_a_compiled_block_runs(checkpoint: Path) -> None:
     assert (found - expected).abs().median() <= 0.02 * expected.abs().median()
 
 
-@pytest.mark.parametrize("compute", ["nonsense", None, "fast-int8"])
+@pytest.mark.parametrize("compute", ["nonsense", None, ["fast"]])
 def test_another_way_of_computing_is_refused_before_the_trunk_is_read(compute: object) -> None:
     """The path is not looked at; the message lists the ways."""
     with pytest.raises(ConfigError, match=r"compute .* is not one of torch, fast"):
         load(Path("nowhere"), compute=compute)
+
+
+def test_activations_of_8_bits_are_refused_where_all_experts_are_floats(checkpoint: Path) -> None:
+    """They would change nothing; the message says what to ask for instead."""
+    message = r'compute="fast-int8": .*experts of q8_0 and q4_0; use "fast"'
+    with pytest.raises(ConfigError, match=message):
+        load(checkpoint, compute="fast-int8")
 
 
 def test_attach_refuses_another_way_of_computing(checkpoint: Path) -> None:

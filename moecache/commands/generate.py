@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moecache.commands.arguments import (
-    COMPUTE,
     PLAIN_MODES,
     add_force,
     add_option,
@@ -20,6 +19,7 @@ from moecache.commands.arguments import (
 from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import printable_lines
 from moecache.errors import ConfigError, StoreError
+from moecache.settings import COMPUTE
 from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
 from moecache.traces.trace import TRACE_FILE

@@ -198,10 +198,13 @@ static void mc_up_item(void *job, int64_t item)
     for (int64_t row = first; row < last; row += MC_TILE) {
         int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
         for (int64_t t = e->offsets[expert]; t < e->offsets[expert + 1]; t += MC_CHUNK) {
-            float gate[MC_CHUNK * MC_TILE] = {0}, up[MC_CHUNK * MC_TILE] = {0};
+            float gate[MC_CHUNK * MC_TILE], up[MC_CHUNK * MC_TILE];
             int64_t count = e->offsets[expert + 1] - t;
             if (count > MC_CHUNK)
                 count = MC_CHUNK;
+            /* No more than is used: for one input, 8 KiB of zeros cost a third of its products. */
+            memset(gate, 0, (size_t)(count * MC_TILE) * sizeof *gate);
+            memset(up, 0, (size_t)(count * MC_TILE) * sizeof *up);
             mc_gate_and_up(e, &matrix, slot, row, num, e->inputs + t, count, gate, up);
             e->level->activate(gate, e->is_gated ? up : NULL, count * MC_TILE, &e->activation);
             for (int64_t i = 0; i < count; i++)

@@ -7,21 +7,6 @@
 
 #include "_vectors.h"
 
-/* LANES columns of a row as fp32. */
-INLINE vf LEVEL(load)(const uint8_t *at, int format)
-{
-    if (format == MC_F32) {
-        vf values;
-        memcpy(&values, at, sizeof values);
-        return values;
-    }
-    vh raw;
-    memcpy(&raw, at, sizeof raw);
-    if (format == MC_F16)
-        return LEVEL(halves)(raw);
-    return (vf)(__builtin_convertvector(raw, vu) << 16);
-}
-
 /* The last `num` columns of a row; the others are zero. */
 INLINE vf LEVEL(load_tail)(const uint8_t *at, int64_t num, int format)
 {

@@ -37,6 +37,21 @@ INLINE vf LEVEL(halves)(vh raw)
 #endif
 }
 
+/* LANES columns of a row as fp32. */
+INLINE vf LEVEL(load)(const uint8_t *at, int format)
+{
+    if (format == MC_F32) {
+        vf values;
+        memcpy(&values, at, sizeof values);
+        return values;
+    }
+    vh raw;
+    memcpy(&raw, at, sizeof raw);
+    if (format == MC_F16)
+        return LEVEL(halves)(raw);
+    return (vf)(__builtin_convertvector(raw, vu) << 16);
+}
+
 /* The four columns of a row side by side, which lie in pairs: see `kernels/forms.py`. */
 INLINE vu LEVEL(by_rows)(vu lanes)
 {

@@ -5,56 +5,7 @@
  * that of its lanes, by halves. In formats of blocks lanes are rows, so that there is nothing to sum
  * but blocks. The order of every sum depends on the number of columns alone. */
 
-typedef float LEVEL(vf) __attribute__((vector_size(LANES * 4)));
-typedef int32_t LEVEL(vi) __attribute__((vector_size(LANES * 4)));
-typedef uint32_t LEVEL(vu) __attribute__((vector_size(LANES * 4)));
-typedef uint16_t LEVEL(vh) __attribute__((vector_size(LANES * 2)));
-typedef uint8_t LEVEL(vb) __attribute__((vector_size(LANES * 4)));
-#define vf LEVEL(vf)
-#define vi LEVEL(vi)
-#define vu LEVEL(vu)
-#define vh LEVEL(vh)
-#define vb LEVEL(vb)
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE vf LEVEL(all)(float value) { return value - (vf){0}; }
-
-INLINE vf LEVEL(fma)(vf a, vf b, vf c)
-{
-#ifdef FMA
-    return FMA(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
-INLINE vf LEVEL(halves)(vh raw)
-{
-#ifdef F16C
-    return F16C(raw);
-#else
-    vu bits = __builtin_convertvector(raw, vu);
-    vu rest = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
-    vu finite = (vu)((vf)rest * LEVEL(all)(0x1p112f)), large = rest + 0x70000000;
-    vu is_large = (vu)(rest >= 0x0f800000);
-    return (vf)(((is_large & large) | (~is_large & finite)) | sign);
-#endif
-}
-
-/* LANES columns of a row as fp32. */
-INLINE vf LEVEL(load)(const uint8_t *at, int format)
-{
-    if (format == MC_F32) {
-        vf values;
-        memcpy(&values, at, sizeof values);
-        return values;
-    }
-    vh raw;
-    memcpy(&raw, at, sizeof raw);
-    if (format == MC_F16)
-        return LEVEL(halves)(raw);
-    return (vf)(__builtin_convertvector(raw, vu) << 16);
-}
+#include "_vectors.h"
 
 /* The last `num` columns of a row; the others are zero. */
 INLINE vf LEVEL(load_tail)(const uint8_t *at, int64_t num, int format)
@@ -160,22 +111,6 @@ INLINE vf LEVEL(byte)(vu lanes, int at)
     return __builtin_convertvector((vi)(lanes << (24 - 8 * at)) >> 24, vf);
 }
 
-/* The four columns of a row side by side, which lie in pairs: see `kernels/forms.py`. */
-INLINE vu LEVEL(by_rows)(vu lanes)
-{
-#define PAIRS(i) i, i + 1, i + 8, i + 9, i + 2, i + 3, i + 10, i + 11, \
-        i + 4, i + 5, i + 12, i + 13, i + 6, i + 7, i + 14, i + 15
-    vb bytes = (vb)lanes;
-#if LANES == 16
-    return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0), PAIRS(16), PAIRS(32), PAIRS(48));
-#elif LANES == 8
-    return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0), PAIRS(16));
-#else
-    return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0));
-#endif
-#undef PAIRS
-}
-
 /* 16 rows with `num` inputs: each block's sum, times its scale, is added to those before. */
 INLINE void LEVEL(blocks)(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
@@ -238,6 +173,52 @@ static void LEVEL(tile_q4_0)(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out)
 {
     LEVEL(blocked)(matrix, row, inputs, num, out, MC_Q4_0);
+}
+
+/* A row as blocks of 8 bits, see `mc_block8`; it may be written over itself. */
+static void LEVEL(quantize)(
+    const uint8_t *from, int type, int64_t columns, int format, uint8_t *to)
+{
+    enum { PARTS = MC_BLOCK / LANES };
+    int64_t bytes = type == MC_X_BF16 ? 2 : 4;
+    for (int64_t k = 0; k < columns; k += MC_BLOCK, to += sizeof(mc_block8)) {
+        mc_block8 block = {0};
+        vf values[PARTS];
+        vi most = {0};
+        for (int i = 0; i < PARTS; i++) {
+            values[i] = LEVEL(load)(
+                from + (k + i * LANES) * bytes, type == MC_X_BF16 ? MC_BF16 : MC_F32);
+            /* Sizes are in the order of their bits, NaN and infinities the largest. */
+            vi size = (vi)values[i] & 0x7fffffff, larger = size > most;
+            most = (larger & size) | (~larger & most);
+        }
+        uint32_t bits = 0;
+        for (int i = 0; i < LANES; i++)
+            bits = (uint32_t)most[i] > bits ? (uint32_t)most[i] : bits;
+        float max = mc_bits_to_float(bits);
+        if (bits >= 0x7f800000) {
+            block.scale = mc_bits_to_float(0x7fc00000);
+        } else if (max >= 127 * FLT_MIN) {
+            int32_t whole[MC_BLOCK];
+            float turns = 127 / max;
+            block.scale = max / 127;
+            for (int i = 0; i < PARTS; i++) {
+                /* To the nearest integer, ties to even, by the sum with 1.5 * 2^23. */
+                vf nearest = (values[i] * turns + 12582912.0f) - 12582912.0f;
+                vi part = __builtin_convertvector(nearest, vi);
+                memcpy(whole + i * LANES, &part, sizeof part);
+            }
+            for (int i = 0; i < MC_BLOCK; i++)
+                block.sum += whole[i];
+            if (format == MC_Q4_0)
+                for (int i = 0; i < MC_BLOCK; i++)
+                    block.values[i] = (int8_t)whole[(i & ~7) + (i & 7) / 2 + (i & 1) * 4];
+            else
+                for (int i = 0; i < MC_BLOCK; i++)
+                    block.values[i] = (int8_t)whole[i];
+        }
+        memcpy(to, &block, sizeof block);
+    }
 }
 
 /* e^x, within 2 units of the last place, and the same on every level: nothing is fused here.
@@ -400,8 +381,10 @@ static uint32_t LEVEL(read)(const uint8_t *at, int64_t num)
     return total[0] ^ total[LANES - 1];
 }
 
-#define LEVEL_OF(name, ...) \
+/* Tiles for inputs of bf16, or NULL, come last; those for 8 bits have the names `int8(tile)`. */
+#define LEVEL_OF(name, int8, ...) \
     {name, \
      {{LEVEL(tile_f32), LEVEL(tile_f16), LEVEL(tile_bf16), LEVEL(tile_q8_0), LEVEL(tile_q4_0)}, \
-      {__VA_ARGS__}}, \
-     LEVEL(activate), LEVEL(form), LEVEL(read)}
+      {__VA_ARGS__}, \
+      {NULL, NULL, NULL, int8(tile_q8_0_int8), int8(tile_q4_0_int8)}}, \
+     LEVEL(activate), LEVEL(quantize), LEVEL(form), LEVEL(read)}

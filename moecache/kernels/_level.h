@@ -294,6 +294,7 @@ static void LEVEL(activate)(float *gate, const float *up, int64_t num, const mc_
 
 typedef uint16_t LEVEL(v8) __attribute__((vector_size(16)));
 typedef uint8_t LEVEL(v16) __attribute__((vector_size(16)));
+typedef uint32_t LEVEL(v4) __attribute__((vector_size(16)));
 
 /* The values of a block of 16 rows, Q8_0: of each 4 rows, pairs of columns are put side by side. */
 INLINE void LEVEL(form_q8_0)(const uint8_t *const *blocks, uint8_t *out)
@@ -320,27 +321,57 @@ INLINE void LEVEL(form_q8_0)(const uint8_t *const *blocks, uint8_t *out)
         }
 }
 
-/* Of Q4_0: a word has the even columns of 8, the next one the odd ones. */
+/* The words of one row of Q4_0, 8 columns each: nibbles of even columns, then of odd ones. */
+INLINE LEVEL(v4) LEVEL(words_q4_0)(const uint8_t *block)
+{
+    LEVEL(v16) bytes, low, high;
+    memcpy(&bytes, block + 2, 16);
+    /* Bytes of columns 0, 4, 1, 5 and 2, 6, 3, 7 of each 8, for the low and the high nibbles. */
+    LEVEL(v16) one = __builtin_shufflevector(
+        bytes, bytes, 0, 4, 1, 5, 8, 12, 9, 13, 0, 4, 1, 5, 8, 12, 9, 13);
+    LEVEL(v16) two = __builtin_shufflevector(
+        bytes, bytes, 2, 6, 3, 7, 10, 14, 11, 15, 2, 6, 3, 7, 10, 14, 11, 15);
+    low = (one & 15) | (LEVEL(v16))((LEVEL(v8))(two & 15) << 4);
+    high = ((LEVEL(v16))((LEVEL(v8))one >> 4) & 15) | (two & 0xf0);
+    return (LEVEL(v4))__builtin_shufflevector(
+        low, high, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+/* Of Q4_0: of each 4 rows, words of the same columns are put side by side. */
 INLINE void LEVEL(form_q4_0)(const uint8_t *const *blocks, uint8_t *out)
 {
-    for (int r = 0; r < MC_TILE; r++) {
-        LEVEL(v16) bytes, halves[2];
-        memcpy(&bytes, blocks[r] + 2, 16);
-        halves[0] = bytes & 15;
-        halves[1] = bytes >> 4;
-        for (int half = 0; half < 2; half++) {
-            LEVEL(v8) pairs = (LEVEL(v8))__builtin_shufflevector(
-                halves[half], halves[half], 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-            LEVEL(v16) packed = (LEVEL(v16))(pairs | pairs >> 4);
-            packed = __builtin_shufflevector(
-                packed, packed, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
-            memcpy(out + 2 * half * 64 + r * 4, &packed, 4);
-            uint64_t both;
-            memcpy(&both, &packed, 8);
-            both >>= 32;
-            memcpy(out + (2 * half + 1) * 64 + r * 4, &both, 4);
+    for (int r = 0; r < MC_TILE; r += 4) {
+        LEVEL(v4) rows[4], two[4], words[4];
+        for (int i = 0; i < 4; i++)
+            rows[i] = LEVEL(words_q4_0)(blocks[r + i]);
+        for (int i = 0; i < 2; i++) {
+            two[i] = __builtin_shufflevector(rows[i], rows[i + 2], 0, 4, 1, 5);
+            two[2 + i] = __builtin_shufflevector(rows[i], rows[i + 2], 2, 6, 3, 7);
         }
+        for (int i = 0; i < 2; i++) {
+            words[2 * i] = __builtin_shufflevector(two[2 * i], two[2 * i + 1], 0, 4, 1, 5);
+            words[2 * i + 1] = __builtin_shufflevector(two[2 * i], two[2 * i + 1], 2, 6, 3, 7);
+        }
+        for (int i = 0; i < 4; i++)
+            memcpy(out + i * 64 + r * 4, &words[i], 16);
     }
+}
+
+/* The compute form of a block of `num` rows; those beyond are zero. */
+INLINE void LEVEL(form_block)(
+    const uint8_t *first, int64_t row_bytes, int64_t num, int format, uint8_t *out)
+{
+    static const uint8_t nothing[2 + MC_BLOCK];
+    const uint8_t *blocks[MC_TILE];
+#pragma GCC unroll 16
+    for (int r = 0; r < MC_TILE; r++) {
+        blocks[r] = r < num ? first + r * row_bytes : nothing;
+        memcpy(out + 2 * r, blocks[r], 2);
+    }
+    if (format == MC_Q8_0)
+        LEVEL(form_q8_0)(blocks, out + 2 * MC_TILE);
+    else
+        LEVEL(form_q4_0)(blocks, out + 2 * MC_TILE);
 }
 
 /* The compute form of rows [row, row + 16) of `rows`, from the file's order. */
@@ -348,20 +379,20 @@ static void LEVEL(form)(
     const uint8_t *data, int64_t row_bytes, int64_t rows, int64_t columns, int64_t row, int format,
     uint8_t *out)
 {
-    static const uint8_t nothing[2 + MC_BLOCK];
     int64_t block_bytes = mc_block_bytes(format);
+    data += row * row_bytes;
+    const uint8_t *next = data + MC_TILE * row_bytes;
     for (int64_t k = 0; k < columns / MC_BLOCK; k++) {
-        const uint8_t *blocks[MC_TILE];
-        for (int r = 0; r < MC_TILE; r++) {
-            blocks[r] = row + r < rows ? data + (row + r) * row_bytes + k * block_bytes : nothing;
-            memcpy(out + 2 * r, blocks[r], 2);
-        }
-        out += 2 * MC_TILE;
-        if (format == MC_Q8_0)
-            LEVEL(form_q8_0)(blocks, out);
+        /* The next 16 rows, in the order of memory: 16 places at once are too many to be foreseen. */
+        for (int64_t line = 0; line < MC_TILE * block_bytes; line += 64)
+            __builtin_prefetch(next + line);
+        next += MC_TILE * block_bytes;
+        if (rows - row >= MC_TILE)
+            LEVEL(form_block)(data, row_bytes, MC_TILE, format, out);
         else
-            LEVEL(form_q4_0)(blocks, out);
-        out += MC_TILE * (block_bytes - 2);
+            LEVEL(form_block)(data, row_bytes, rows - row, format, out);
+        data += block_bytes;
+        out += MC_TILE * block_bytes;
     }
 }
 

@@ -130,8 +130,8 @@ def test_the_parts_add_up() -> None:
     [
         (0, 0),
         (64 * MIB, 16 * MIB),
-        (192 * MIB, 48 * MIB),
-        (512 * MIB, 48 * MIB),
+        (128 * MIB, 32 * MIB),
+        (512 * MIB, 32 * MIB),
         (768 * MIB, 48 * MIB),
         (1024 * MIB, 64 * MIB),
         (1536 * MIB, 96 * MIB),
@@ -141,7 +141,7 @@ def test_the_parts_add_up() -> None:
     ],
 )
 def test_what_is_spare_follows_what_is_free(free: int, spare: int) -> None:
-    """A sixteenth, from 48 MiB (of a small host a quarter) to 512 MiB; the reason says so."""
+    """A sixteenth, from 32 MiB (of a small host a quarter) to 512 MiB; the reason says so."""
     room = headroom(0, MIXTRAL, free_bytes=free)
 
     assert spare_bytes(free) == room.spare_bytes == spare

@@ -49,7 +49,7 @@ class Options:
     reserve : int or str, optional
         What a plan without `memory` leaves free. By default MOECACHE_RESERVE,
         else the bytes of all other tensors, a KV cache of up to 4,096 tokens, the
-        buffers of the reads, and something to spare: a sixteenth of what is free, 48 to
+        buffers of the reads, and something to spare: a sixteenth of what is free, 32 to
         512 MiB of it; on a GPU 512 MiB.
     lock : bool, optional
         Keep the slots from being swapped out (mlock). By default MOECACHE_LOCK,

@@ -13,7 +13,7 @@ DEFAULT_CONTEXT_TOKENS = 4096
 # Of a host's free memory this part stays spare, but not less than the least, of which a small
 # host has only so much to give.
 _SPARE_PART = 16
-_LEAST_SPARE_BYTES = 48 * 2**20
+_LEAST_SPARE_BYTES = 32 * 2**20
 _LEAST_SPARE_PART = 4
 
 
@@ -61,7 +61,7 @@ class Headroom:
 def spare_bytes(free_bytes: int) -> int:
     """Return what a host keeps to spare of the memory that it has free.
 
-    A sixteenth of it, at least 48 MiB or, if that is less, a quarter, and at most 512 MiB.
+    A sixteenth of it, at least 32 MiB or, if that is less, a quarter, and at most 512 MiB.
     """
     least = min(_LEAST_SPARE_BYTES, free_bytes // _LEAST_SPARE_PART)
     return min(RESERVE_BYTES, max(least, free_bytes // _SPARE_PART))

@@ -270,6 +270,7 @@ def test_the_report_counts_the_weights_of_a_token(
         assert after.formats == ("bfloat16",)
         assert after.bandwidth_share == after.reached_bytes_per_s / 1e12
         assert "that this machine reads" in offload.report()
+    assert "that this machine reads" in offload.report()  # closed
     model = load(checkpoint, compute="torch")
     with model.moecache as offload:
         logits(model, IDS[:1, :1])

@@ -237,7 +237,7 @@ OPTIONS = {
             _size,
             "a size such as 2GiB",
             None,
-            "512 MiB, trunk and KV cache",
+            "trunk, KV cache, buffers, and 1/16 of what is free (32 to 512 MiB; on a GPU 512 MiB)",
             "memory that a plan without --memory leaves free",
             "a size: what a plan without `memory` leaves free",
         ),

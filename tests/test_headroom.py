@@ -3,13 +3,22 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moecache.errors import CapacityError
 from moecache.sizing import RESERVE_BYTES
 from moecache.sizing import headroom as module
-from moecache.sizing.headroom import Headroom, check_fits, headroom, kv_bytes_per_token
+from moecache.sizing.headroom import (
+    Headroom,
+    check_fits,
+    headroom,
+    kv_bytes_per_token,
+    spare_bytes,
+)
 from moecache.sizing.host_memory import CgroupLimit
 
+MIB = 2**20
 MIXTRAL = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -114,6 +123,36 @@ def test_the_parts_add_up() -> None:
     assert room.describe() == (
         "trunk 3.00 GiB, KV cache of 4096 tokens 512.0 MiB, staging 16.0 MiB, spare 512.0 MiB"
     )
+
+
+@pytest.mark.parametrize(
+    ("free", "spare"),
+    [
+        (0, 0),
+        (64 * MIB, 16 * MIB),
+        (128 * MIB, 32 * MIB),
+        (512 * MIB, 32 * MIB),
+        (768 * MIB, 48 * MIB),
+        (1024 * MIB, 64 * MIB),
+        (1536 * MIB, 96 * MIB),
+        (4096 * MIB, 256 * MIB),
+        (8192 * MIB, 512 * MIB),
+        (2**40, 512 * MIB),
+    ],
+)
+def test_what_is_spare_follows_what_is_free(free: int, spare: int) -> None:
+    """A sixteenth, from 32 MiB (of a small host a quarter) to 512 MiB; the reason says so."""
+    room = headroom(0, MIXTRAL, free_bytes=free)
+
+    assert spare_bytes(free) == room.spare_bytes == spare
+    assert ("by what is free" in room.describe()) == (spare < RESERVE_BYTES)
+
+
+@given(st.integers(0, 2**44), st.integers(0, 2**34))
+def test_more_memory_is_never_less_for_slots(free: int, more: int) -> None:
+    """What is spare never grows faster than what is free."""
+    assert 0 <= spare_bytes(free + more) - spare_bytes(free) <= more
+    assert spare_bytes(free) <= free
 
 
 @pytest.mark.parametrize(

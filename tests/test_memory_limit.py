@@ -119,16 +119,18 @@ except moecache.CapacityError as error:
     assert "lower memory" in done.stdout
 
 
-def test_by_itself_open_takes_what_the_limit_leaves(cold: Path) -> None:
+@pytest.mark.parametrize("reserve", ["None", "'24MiB'"])
+def test_by_itself_open_takes_what_the_limit_leaves(cold: Path, reserve: str) -> None:
     """Neither the machine's memory nor the limit alone: what is free in it."""
     code = """
 import os, sys
 open(sys.argv[2], "w").write(str(os.getpid()))
 import moecache
-with moecache.open(sys.argv[1], reserve="24MiB", prefault="force") as runtime:
+with moecache.open(sys.argv[1], reserve=RESERVE, prefault="force") as runtime:
     stats = runtime.stats()
     print(stats.pool_bytes, stats.reading.way)
 """
+    code = code.replace("RESERVE", reserve)
     limit = 120 * 2**20
     try:
         with MemoryLimit(limit) as group:

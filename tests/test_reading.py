@@ -1,5 +1,6 @@
 """Reading through a runtime: every way, every engine, the same bytes and the same logits."""
 
+import bisect
 import logging
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from moecache.reader import disk as reading
 from moecache.reader._reader import ENGINES, Reader
 from moecache.runtime import opening
 from moecache.settings import READ_MODES
+from moecache.sizing.headroom import spare_bytes
 from moecache.slots import host
 from moecache.stores import open_store
 from tests.helpers.checkpoints import FAMILIES, Checkpoint, same_parts, write_checkpoint
@@ -142,7 +144,8 @@ def test_auto_reads_through_the_page_cache_what_fits_beside_everything_else(
         assert runtime.stats().reading.way == "buffered"
         slots_bytes, layout = runtime.stats().pool_bytes, runtime.layout
     room = moecache.plan(model.path, slots=4, read="auto").headroom
-    needed = slots_bytes + room.nbytes + layout.total_bytes
+    wanted = slots_bytes + room.nbytes - room.spare_bytes + layout.total_bytes
+    needed = bisect.bisect_left(range(2**30), wanted, key=lambda free: free - spare_bytes(free))
     for free, way in ((needed, "buffered"), (needed - 1, "direct")):
         monkeypatch.setattr("moecache.runtime.plan.free_host_bytes", lambda free=free: free)
         with moecache.open(model.path, slots=4, prefault="off") as runtime:

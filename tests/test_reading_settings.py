@@ -1,5 +1,6 @@
 """Reading by the environment: MOECACHE_READ, RESERVE, LOCK, PROFILE; locked slots; what fits."""
 
+import bisect
 import gc
 import logging
 import re
@@ -12,6 +13,7 @@ import pytest
 import moecache
 from moecache.reader.disk import STAGING_BYTES, DiskSpeed
 from moecache.runtime import opening
+from moecache.sizing.headroom import spare_bytes
 from moecache.slots import HostSlots
 from moecache.stores import open_store
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
@@ -79,27 +81,32 @@ def test_a_way_that_is_none_is_refused(model: Checkpoint, read: object) -> None:
 def test_a_plan_leaves_free_what_it_is_told_to(
     model: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By argument, by environment, else trunk, KV cache, staging and 512 MiB."""
+    """By argument, by environment, else trunk, KV cache, staging and a part of what is free."""
     with open_store(model.path) as store:
         slot = HostSlots.bytes_per_slot(store.layout)
         trunk = store.trunk_bytes
-    reserved = trunk + STAGING_BYTES + 512 * 2**20
+
+    def free_for(nbytes: int) -> int:
+        """Return the least that has to be free for a plan to use so much of it."""
+        wanted = trunk + STAGING_BYTES + nbytes
+        return bisect.bisect_left(range(2**30), wanted, key=lambda free: free - spare_bytes(free))
 
     def capacity(free: int, **options: object) -> int:
         monkeypatch.setattr("moecache.runtime.plan.free_host_bytes", lambda: free)
         with moecache.open(model.path, prefault="off", read="buffered", **options) as runtime:
             return runtime.cache.capacity + runtime.stats().staging_slots
 
-    assert capacity(reserved + 8 * slot) == 8
+    assert capacity(free_for(8 * slot)) == 8
+    assert capacity(free_for(8 * slot) - 1) == 7
     assert capacity(1000 + 8 * slot, reserve=1000) == 8
     assert capacity(1000 + 9 * slot - 1, reserve="1000") == 8
     monkeypatch.setenv("MOECACHE_RESERVE", "2MiB")
     assert capacity(2**21 + 7 * slot) == 7
     assert capacity(1000 + 8 * slot, reserve=1000) == 8
     monkeypatch.setenv("MOECACHE_RESERVE", "half")
-    assert capacity(reserved + 6 * slot) == 6
+    assert capacity(free_for(6 * slot)) == 6
     with pytest.raises(moecache.CapacityError, match="stay reserved"):
-        capacity(reserved)
+        capacity(free_for(0))
     with pytest.raises(moecache.ConfigError):
         capacity(2**30, reserve="half")
     with pytest.raises(moecache.ConfigError):

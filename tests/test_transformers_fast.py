@@ -285,3 +285,34 @@ def test_the_report_says_who_computes(checkpoint: Path) -> None:
     model = load(checkpoint, compute="torch")
     with model.moecache as offload:
         assert "computed by torch, 1 threads" in offload.report()
+
+
+def test_the_report_counts_the_weights_of_a_token(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of top-k experts per layer and of the trunk's linear layers; what was decoded."""
+    monkeypatch.setattr("moecache.profiles.bandwidth.measure_bandwidth", lambda: 1e12)
+    monkeypatch.setattr("moecache.profiles.bandwidth._measured", {})
+    model = load(checkpoint)
+    with model.moecache as offload:
+        layout = offload.runtime.layout
+        logits(model, IDS[:1])
+        before = offload.compute_stats()
+        logits(model, IDS[:1, :1])
+        after = offload.compute_stats()
+
+        assert before.bytes_computed == before.busy_ns == 0
+        assert before.bytes_per_s is None  # nothing was measured: nobody knows a share yet
+        of_experts = sum(map(layout.expert_bytes, range(layout.num_layers))) * layout.top_k
+        assert after.bytes_computed == after.expert_bytes == of_experts
+        linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        assert after.trunk_bytes == sum(m.weight.nbytes for m in linear)
+        assert after.formats == ("bfloat16",)
+        assert after.bandwidth_share == after.reached_bytes_per_s / 1e12
+        assert "that this machine reads" in offload.report()
+    assert "that this machine reads" in offload.report()  # closed
+    model = load(checkpoint, compute="torch")
+    with model.moecache as offload:
+        logits(model, IDS[:1, :1])
+        assert offload.compute_stats().bytes_per_token == after.bytes_per_token
+        assert offload.compute_stats().bandwidth_share is None

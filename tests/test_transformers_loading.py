@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 
 from moecache.errors import MoeCacheError
+from moecache.runtime import opening
+from moecache.runtime.plan import Plan
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.stores import SafetensorsStore
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.offloading import generated, load_in_slots, load_whole, prompt
 
@@ -145,3 +149,27 @@ def test_four_threads_and_the_routers_look_ahead_do_not_get_in_each_others_way(
         offload.runtime.cache.check()
 
     assert equal == [True] * 12
+
+
+def test_a_plan_leaves_room_for_what_a_loaded_model_will_still_take(
+    qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trunk that is only mapped so far, and torch's products; MOECACHE_RESERVE says otherwise."""
+    plans = []
+
+    def open_with(plan: Plan, store: SafetensorsStore) -> ExpertRuntime:
+        plans.append(plan)
+        return opening.open_with(plan, store)
+
+    monkeypatch.setattr("moecache.runtime.plan.open_with", open_with)
+    for compute in ("torch", "fast"):
+        model = load_in_slots(qwen3_moe, compute=compute)
+        with model.moecache:
+            trunk = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        room = plans[-1].headroom
+        torch_bytes = 256 * 2**20 if compute == "torch" else 0
+        assert torch_bytes <= room.trunk_bytes <= torch_bytes + trunk
+        assert "trunk and products" in plans[-1].reasons["reserve_bytes"]
+    monkeypatch.setenv("MOECACHE_RESERVE", "100MiB")
+    with load_in_slots(qwen3_moe).moecache:
+        assert plans[-1].reserve_bytes == 100 * 2**20

@@ -6,12 +6,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moecache import kernels
 from moecache.commands.arguments import add_option
 from moecache.commands.paths import printable
 from moecache.layout import ExpertLayout
+from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
 from moecache.stores import open_store
+from moecache.telemetry import ComputeStats
 from moecache.units import format_bytes
 
 
@@ -42,6 +45,12 @@ def add_parser(commands: Any) -> None:
         help="length of the KV cache to leave room for (default: the model's, at most 4096)",
     )
     parser.add_argument("--top-k", type=int, help="experts per token, if config.json does not say")
+    parser.add_argument(
+        "--bandwidth",
+        action="store_true",
+        help="measure how fast this machine's memory is read (a quarter of a second), and say how "
+        "many tokens/s that allows; a profile (MOECACHE_PROFILE) keeps it",
+    )
     parser.set_defaults(run=run)
 
 
@@ -72,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(_memory_table(planned))
     console.print(_plan_table(planned))
     gpu = planned.gpu
+    if gpu is None:
+        console.print(printable(_compute(planned, measures=arguments.bandwidth)))
     left = (free_host_bytes() if gpu is None else gpu.free_bytes()) - planned.slots_bytes
     room = planned.headroom
     needed = room.nbytes - room.spare_bytes
@@ -82,6 +93,21 @@ def run(arguments: argparse.Namespace) -> int:
             style="yellow",
         )
     return 0
+
+
+def _compute(planned: Plan, *, measures: bool) -> str:
+    """Return what kernels would compute with, and how much weight a token's experts have."""
+    layout = planned.layout
+    formats = {role.format or str(role.dtype) for roles in layout.layers for role in roles}
+    stats = ComputeStats(
+        compute="fast",
+        level=kernels.level(),
+        num_threads=kernels.num_threads(),
+        formats=tuple(sorted(formats)),
+        expert_bytes=layout.top_k * sum(map(layout.expert_bytes, range(layout.num_layers))),
+        bytes_per_s=bandwidth(planned.profile, measures=measures),
+    )
+    return f'with compute="fast": {stats.describe()}'
 
 
 def _memory_table(planned: Plan) -> Table:

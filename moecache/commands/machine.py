@@ -3,24 +3,14 @@
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moecache import __version__
+from moecache.profiles.bandwidth import cpu_model
 from moecache.sizing.host_memory import total_host_bytes
 from moecache.units import format_bytes
-
-
-def cpu_model() -> str:
-    """Return the processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
 
 
 def machine_facts(*packages: str) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class SlotKernel:
     Attributes
     ----------
     hidden_size : int
+    num_computed, busy_ns : int
+        Experts computed for a single token, and the time that took, as `count` was told.
 
     Raises
     ------
@@ -98,8 +100,14 @@ class SlotKernel:
             activations=activations,
             owner=(first, second),
         )
+        self.num_computed = self.busy_ns = 0
         # With the addresses of torch's tensors no array is made for a call.
         self.compute_at = self._experts.compute
+
+    def count(self, num_experts: int, busy_ns: int) -> None:
+        """Note that experts were computed for a single token, and how long it took."""
+        self.num_computed += num_experts
+        self.busy_ns += busy_ns
 
     def compute(
         self,

@@ -4,6 +4,7 @@ The file is a line `moecache-profile 1 SHA256`, with the checksum of all that fo
 line of JSON that says what there is; and the bytes of the arrays, one after the other:
 
     {"disks": {DISK: {...}},
+     "machines": {MACHINE: {...}},
      "models": [{"model": IDENTITY, "policy": "echo", "arrays": [[NAME, DTYPE, SHAPE], ...]}]}
 """
 
@@ -71,10 +72,13 @@ class Profile:
         What was found out about each disk, as JSON has it.
     models : dict of str to ModelUsage
         By `identity`, the one that was saved last at the end.
+    machines : dict
+        What was found out about each machine, as JSON has it.
     """
 
     disks: dict[str, Any] = field(default_factory=dict)
     models: dict[str, ModelUsage] = field(default_factory=dict)
+    machines: dict[str, Any] = field(default_factory=dict)
 
 
 def identity(layout: ExpertLayout) -> str:
@@ -123,6 +127,7 @@ def update_profile(
     *,
     disks: Mapping[str, Any] | None = None,
     models: Mapping[str, ModelUsage] | None = None,
+    machines: Mapping[str, Any] | None = None,
 ) -> None:
     """Add to what a file has, or put it in the place of what it has of the same name.
 
@@ -150,7 +155,8 @@ def update_profile(
         kept = {name: usage for name, usage in profile.models.items() if name not in (models or {})}
         kept.update(models or {})
         latest = dict(list(kept.items())[-MAX_MODELS:])
-        content = _encode(Profile({**profile.disks, **(disks or {})}, latest))
+        all_machines = {**profile.machines, **(machines or {})}
+        content = _encode(Profile({**profile.disks, **(disks or {})}, latest, all_machines))
         with whole_file(path, None, sync=True) as file:
             file.write(content)
 
@@ -196,7 +202,8 @@ def _encode(profile: Profile) -> bytes:
             entries.append([part, stored.dtype.str, list(stored.shape)])
             chunks.append(stored.tobytes())
         models.append({"model": name, "policy": usage.policy, "arrays": entries})
-    header = json.dumps({"disks": profile.disks, "models": models}).encode() + b"\n"
+    known = {"disks": profile.disks, "machines": profile.machines, "models": models}
+    header = json.dumps(known).encode() + b"\n"
     body = header + b"".join(chunks)
     return _FIRST_LINE + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
@@ -225,11 +232,16 @@ def _parse(body: bytes) -> Profile:
     header, _, rest = body.partition(b"\n")
     known = json.loads(header)
     disks, models = known["disks"], {}
-    if not isinstance(disks, dict):
-        raise TypeError("what it has of disks is no object")
-    for name, disk in disks.items():
-        if not isinstance(disk, dict) or any(isinstance(v, (dict, list)) for v in disk.values()):
-            raise TypeError(f"disk {name!r} is no object of plain values")
+    # Earlier profiles know no machines.
+    machines = known.get("machines", {})
+    for kind, entries in (("disk", disks), ("machine", machines)):
+        if not isinstance(entries, dict):
+            raise TypeError(f"what it has of {kind}s is no object")
+        for name, entry in entries.items():
+            if not isinstance(entry, dict) or any(
+                isinstance(value, (dict, list)) for value in entry.values()
+            ):
+                raise TypeError(f"{kind} {name!r} is no object of plain values")
     offset = 0
     for model in known["models"]:
         arrays: dict[str, np.ndarray] = {}
@@ -255,7 +267,7 @@ def _parse(body: bytes) -> Profile:
         models[str(model["model"])] = usage
     if offset != len(rest):
         raise ValueError(f"{len(rest) - offset} bytes belong to nothing")
-    return Profile(disks, models)
+    return Profile(disks, models, machines)
 
 
 def _check_usage(usage: ModelUsage) -> None:

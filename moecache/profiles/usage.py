@@ -94,6 +94,11 @@ class KeptUsage:
         self._warm_start = WarmStart(loader, cache, keys) if keys else None
         return self._warm_start
 
+    @property
+    def path(self) -> str | os.PathLike[str] | None:
+        """The profile in use, if one is."""
+        return self._path
+
     def save(self, path: str | os.PathLike[str], disks: Mapping[str, Any]) -> None:
         """Note what is known by now, beside what the file has of others.
 

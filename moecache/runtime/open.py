@@ -36,6 +36,7 @@ def open(  # noqa: A001 - called as moecache.open
     register: str | None = None,
     layers: Collection[str] | None = None,
     context_tokens: int | None = None,
+    host_bytes: int | None = None,
 ) -> ExpertRuntime:
     """Open a checkpoint's experts for use in a bounded amount of memory.
 

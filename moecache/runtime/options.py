@@ -48,8 +48,9 @@ class Options:
         MOECACHE_READ, else "auto".
     reserve : int or str, optional
         What a plan without `memory` leaves free. By default MOECACHE_RESERVE,
-        else 512 MiB, the bytes of all other tensors, and a KV cache of up to
-        4,096 tokens. Say less if those are in memory already.
+        else the bytes of all other tensors, a KV cache of up to 4,096 tokens, the
+        buffers of the reads, and something to spare: a sixteenth of what is free, 32 to
+        512 MiB of it; on a GPU 512 MiB.
     lock : bool, optional
         Keep the slots from being swapped out (mlock). By default MOECACHE_LOCK,
         else False.
@@ -101,6 +102,10 @@ class Options:
     context_tokens : int, optional
         Tokens of the KV cache that a plan without `memory` leaves room for; by default as
         many as the model takes, at most 4,096.
+    host_bytes : int, optional
+        What the host will still take for trunk and products, which a plan without `memory`
+        and `reserve` leaves free; by default the trunk's bytes, as stored. Say less if it is
+        in memory already.
 
     Raises
     ------
@@ -129,6 +134,7 @@ class Options:
     register: str | None = None
     layers: Collection[str] | None = None
     context_tokens: int | None = None
+    host_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used, before anything is opened."""
@@ -139,14 +145,15 @@ class Options:
         on_gpu = parse_device(self.device) is not None
         if self.slots is not None and self.memory is not None:
             raise ConfigError("give either memory or slots, not both")
-        for name in ("slots", "loader_threads", "top_k", "context_tokens"):
+        for name in ("slots", "loader_threads", "top_k", "context_tokens", "host_bytes"):
             value: Any = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise ConfigError(f"{name} must be a whole number, got {value!r}")
         if self.slots is not None and self.slots < 1:
             raise ConfigError(f"slots must be at least 1, got {self.slots}")
-        if self.context_tokens is not None and self.context_tokens < 0:
-            raise ConfigError(f"context_tokens must not be negative, got {self.context_tokens}")
+        for name in ("context_tokens", "host_bytes"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.progress is not None and not callable(self.progress):
             raise ConfigError(f"progress must be callable, got {self.progress!r}")
         if self.prefetch is not None:

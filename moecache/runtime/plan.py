@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moecache.cuda import Device, open_device, parse_device
@@ -113,12 +113,15 @@ def _plan(store: SafetensorsStore, options: Options, settings: Settings) -> Plan
 
     buffers = buffer_bytes(layout, options, on_gpu=gpu is not None)
     room = headroom(
-        store.trunk_bytes,
+        store.trunk_bytes if options.host_bytes is None else options.host_bytes,
         store.config,
         # Staging for a GPU takes the host's memory, not that of the device with the slots.
         staging_bytes=0 if gpu is not None else STAGING_BYTES + buffers,
         context_tokens=options.context_tokens,
+        free_bytes=free_host_bytes() if gpu is None else None,
     )
+    if options.host_bytes is not None:
+        room = replace(room, takes="trunk and products")
     reserve = choose("reserve")
     reserve_bytes = room.nbytes if reserve is None else parse_bytes(reserve)
     reasons["reserve_bytes"] = room.describe() if reserve is None else reasons["reserve"]

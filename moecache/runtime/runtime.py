@@ -466,6 +466,11 @@ class ExpertRuntime:
         self._check_usable()
         self.warm_start = self._usage.use(path, profile, self._loader)
 
+    @property
+    def profile_path(self) -> str | os.PathLike[str] | None:
+        """The profile that is written on `close`, if one is."""
+        return self._usage.path
+
     def save_profile(self, path: str | os.PathLike[str]) -> None:
         """Note how experts were used, and what is known of the disk, for `open(profile=)`.
 

@@ -10,6 +10,11 @@ from moecache.sizing.planning import RESERVE_BYTES
 from moecache.units import format_bytes
 
 DEFAULT_CONTEXT_TOKENS = 4096
+# Of a host's free memory this part stays spare, but not less than the least, of which a small
+# host has only so much to give.
+_SPARE_PART = 16
+_LEAST_SPARE_BYTES = 32 * 2**20
+_LEAST_SPARE_PART = 4
 
 
 @dataclass(frozen=True)
@@ -19,7 +24,7 @@ class Headroom:
     Parameters
     ----------
     trunk_bytes : int
-        All tensors but the experts', as stored.
+        All tensors but the experts', as stored, or what the host takes instead.
     kv_cache_bytes : int
         Keys and values of `context_tokens` tokens.
     context_tokens : int
@@ -27,6 +32,8 @@ class Headroom:
         Buffers of the reads.
     spare_bytes : int
         For the interpreter, activations and other processes.
+    takes : str
+        What `trunk_bytes` are for, in words.
     """
 
     trunk_bytes: int
@@ -34,6 +41,7 @@ class Headroom:
     context_tokens: int
     staging_bytes: int
     spare_bytes: int = RESERVE_BYTES
+    takes: str = "trunk"
 
     @property
     def nbytes(self) -> int:
@@ -42,11 +50,21 @@ class Headroom:
 
     def describe(self) -> str:
         """Return the parts as one line."""
+        follows = " by what is free" if self.spare_bytes < RESERVE_BYTES else ""
         return (
-            f"trunk {format_bytes(self.trunk_bytes)}, KV cache of {self.context_tokens} tokens "
-            f"{format_bytes(self.kv_cache_bytes)}, staging {format_bytes(self.staging_bytes)}, "
-            f"spare {format_bytes(self.spare_bytes)}"
+            f"{self.takes} {format_bytes(self.trunk_bytes)}, KV cache of {self.context_tokens} "
+            f"tokens {format_bytes(self.kv_cache_bytes)}, staging "
+            f"{format_bytes(self.staging_bytes)}, spare {format_bytes(self.spare_bytes)}{follows}"
         )
+
+
+def spare_bytes(free_bytes: int) -> int:
+    """Return what a host keeps to spare of the memory that it has free.
+
+    A sixteenth of it, at least 32 MiB or, if that is less, a quarter, and at most 512 MiB.
+    """
+    least = min(_LEAST_SPARE_BYTES, free_bytes // _LEAST_SPARE_PART)
+    return min(RESERVE_BYTES, max(least, free_bytes // _SPARE_PART))
 
 
 def headroom(
@@ -55,6 +73,7 @@ def headroom(
     *,
     staging_bytes: int = 0,
     context_tokens: int | None = None,
+    free_bytes: int | None = None,
 ) -> Headroom:
     """Return what a model needs beside its experts.
 
@@ -66,6 +85,9 @@ def headroom(
     staging_bytes : int, default 0
     context_tokens : int, optional
         Length of the KV cache; by default the model's longest context, at most 4096.
+    free_bytes : int, optional
+        Free memory of the host that has the slots, which what is spare follows; by default
+        that is 512 MiB.
     """
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
@@ -77,6 +99,7 @@ def headroom(
         kv_bytes_per_token(config) * context_tokens,
         context_tokens,
         staging_bytes,
+        RESERVE_BYTES if free_bytes is None else spare_bytes(free_bytes),
     )
 
 

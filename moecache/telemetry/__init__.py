@@ -3,6 +3,7 @@
 The runtime counts, and nothing else: a snapshot is made when the caller asks for one.
 """
 
+from moecache.telemetry._compute import ComputeStats
 from moecache.telemetry._prefetch import PrefetchStats
 from moecache.telemetry._prometheus import PrometheusCollector, check_prometheus
 from moecache.telemetry._reading import ReadingStats
@@ -11,6 +12,7 @@ from moecache.telemetry._stalls import stall_percentile_ns
 from moecache.telemetry._uploads import UploadStats
 
 __all__ = [
+    "ComputeStats",
     "PrefetchStats",
     "PrometheusCollector",
     "ReadingStats",

@@ -1,5 +1,6 @@
 """`compute="fast"`: experts, and the trunk's products of a few rows, by moecache's own kernels."""
 
+import time
 from typing import Any
 
 import ml_dtypes
@@ -40,14 +41,6 @@ def check_compute(compute: object) -> str:
     if compute not in tuple(COMPUTE):
         raise ConfigError(f"compute {compute!r} is not one of {', '.join(COMPUTE)}")
     return str(compute)
-
-
-def describe_compute(compute: str) -> str:
-    """Return who multiplies, for a report."""
-    if compute == "torch":
-        return f"computed by torch, {torch.get_num_threads()} threads"
-    activations = ", activations of 8 bits" if compute == "fast-int8" else ""
-    return f"computed by kernels: {kernels.level()}, {kernels.num_threads()} threads{activations}"
 
 
 def kernel_of(
@@ -111,7 +104,10 @@ def fast_rows(
     waves = runtime.waves(layer, ids.cpu().numpy())
     try:
         for wave in waves:
+            began = time.perf_counter_ns()
             kernel.compute_at(wave.slots, wave.offsets, wave.pairs, top_k, *source, *target)
+            if num_tokens == 1:
+                kernel.count(len(wave.slots), time.perf_counter_ns() - began)
             num_experts += len(wave.slots)
     finally:
         # A traceback that the caller keeps would keep the leases as well.

@@ -27,11 +27,11 @@ from moecache.integrations.transformers._experts import (
 )
 from moecache.integrations.transformers._fast import (
     check_compute,
-    describe_compute,
     kernel_of,
     quicken,
     slow_down,
 )
+from moecache.integrations.transformers._figures import compute_stats
 from moecache.integrations.transformers._forward import (
     LAYER,
     SlotLayer,
@@ -48,7 +48,7 @@ from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots
 from moecache.stores import SafetensorsStore
-from moecache.telemetry import RuntimeStats
+from moecache.telemetry import ComputeStats, RuntimeStats
 from moecache.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -138,15 +138,24 @@ class Offload(NotCopied):
         """Return the runtime's counters as they are now."""
         return self.runtime.stats()
 
+    def compute_stats(self) -> ComputeStats:
+        """Return what multiplies, how much weight a token takes, and how fast it was read.
+
+        With `compute="fast"`, and once tokens were decoded, the first call measures how fast this
+        machine's memory is read, which takes a quarter of a second; a profile keeps it.
+        """
+        layers = [binding.layer for binding in self._bindings]
+        return compute_stats(self.model, self.runtime, layers, self._compute, self._kernels)
+
     def report(self) -> str:
-        """Return the counters as text, with a line per layer."""
+        """Return the counters as text, with a line per layer; see also `compute_stats`."""
         experts = sum(num_bytes(binding.module) for binding in self._bindings)
         stats = self.stats()
         trunk = format_bytes(self.model.get_memory_footprint())
         return (
             f"trunk {trunk}, slots {format_bytes(stats.pool_bytes)} for experts of "
             f"{format_bytes(experts)} in {len(self._bindings)} layers\n"
-            f"{describe_compute(self._compute)}\n{self.runtime.report()}"
+            f"{self.compute_stats().describe()}\n{self.runtime.report()}"
         )
 
     def detach(self, progress: Callable[[int, int], None] | None = None) -> None:

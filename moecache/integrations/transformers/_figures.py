@@ -1,0 +1,71 @@
+"""What a model's report says of its products: bytes of weights, and how fast they were read."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from moecache import kernels
+from moecache.kernels import SlotKernel
+from moecache.profiles.bandwidth import bandwidth
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.slots import HostSlots
+from moecache.telemetry import ComputeStats
+
+
+def compute_stats(
+    model: Any,
+    runtime: ExpertRuntime,
+    layers: Sequence[int],
+    compute: str,
+    computed: Mapping[int, SlotKernel],
+) -> ComputeStats:
+    """Return what multiplies, and what it has reached.
+
+    Measures what the machine's memory gives if kernels have computed tokens, and nobody has yet.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    runtime : ExpertRuntime
+    layers : sequence of int
+        Layers of the runtime that the model runs.
+    compute : str
+    computed : mapping of int to SlotKernel
+        The kernel of each of these layers, if kernels compute them.
+    """
+    layout = runtime.layout
+    sizes, formats = {}, set()
+    for layer in layers:
+        # Slots on a GPU hold what the file holds; a closed runtime's hold nothing.
+        is_readable = isinstance(runtime.pool, HostSlots) and not runtime.closed
+        held = runtime.expert(0, layer) if is_readable else {}
+        roles = [(role, held.get(role.name)) for role in layout.layers[layer]]
+        sizes[layer] = sum(role.nbytes if a is None else a.nbytes for role, a in roles)
+        formats |= {r.format or str(r.dtype if a is None else a.dtype) for r, a in roles}
+    is_fast = compute != "torch"
+    busy_ns = sum(kernel.busy_ns for kernel in computed.values())
+    bytes_computed = sum(sizes[layer] * kernel.num_computed for layer, kernel in computed.items())
+    bytes_per_s = None
+    if busy_ns:
+        bytes_per_s = bandwidth(runtime.profile_path, at_least=bytes_computed / (busy_ns / 1e9))
+    return ComputeStats(
+        compute=compute,
+        level=kernels.level() if is_fast else "",
+        num_threads=kernels.num_threads() if is_fast else torch.get_num_threads(),
+        formats=tuple(sorted(formats)),
+        expert_bytes=layout.top_k * sum(sizes.values()),
+        trunk_bytes=sum(linear.weight.nbytes for linear in _linears(model)),
+        bytes_computed=bytes_computed,
+        busy_ns=busy_ns,
+        bytes_per_s=bytes_per_s,
+    )
+
+
+def _linears(model: Any) -> set[nn.Linear]:
+    """Return the linear layers that every token of text goes through."""
+    decoder = model.get_decoder()
+    trunk = model if decoder is None else decoder
+    modules = {*trunk.modules(), model.get_output_embeddings()}
+    return {module for module in modules if isinstance(module, nn.Linear)}

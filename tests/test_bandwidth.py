@@ -129,7 +129,7 @@ def test_a_line_says_what_is_known() -> None:
     )
     torch = ComputeStats("torch", "", 1, ("float32",), 2**20)
     assert (
-        torch.describe() == "computed by torch, 1 threads; float32; 1.00 MiB of weights per token"
+        torch.describe() == "computed by torch, 1 thread; float32; 1.00 MiB of weights per token"
     )
 
 

@@ -284,7 +284,7 @@ def test_the_report_says_who_computes(checkpoint: Path) -> None:
                 assert f"computed by kernels: {level}, 2 threads" in offload.report()
     model = load(checkpoint, compute="torch")
     with model.moecache as offload:
-        assert "computed by torch, 1 threads" in offload.report()
+        assert "computed by torch, 1 thread" in offload.report()
 
 
 def test_the_report_counts_the_weights_of_a_token(

@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
 
 from bench.machine import describe_machine
 from moecache import kernels
-from moecache.integrations.transformers import load
 
 PROMPT = 16
 WAYS = ("default cache", "static cache", "compiled")
@@ -31,6 +28,10 @@ WAYS = ("default cache", "static cache", "compiled")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
+    import torch
+
+    from moecache.integrations.transformers import load
+
     parser = argparse.ArgumentParser(
         prog="python -m bench.compiled",
         description=__doc__,
@@ -52,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         for memory in arguments.memories:
             model = load(arguments.checkpoint, memory, compute=compute, dtype=torch.bfloat16)
             with model.moecache:
-                found = measure(model, arguments.rounds, arguments.new_tokens)
-            for figure in found:
+                measured = measure(model, arguments.rounds, arguments.new_tokens)
+            for figure in measured:
                 print(
                     f"{compute:6} {memory:5} {figure['way']:14} "
                     f"{figure['decode_tokens_per_cpu_s']:7.2f} tokens/CPU-s, "
@@ -76,6 +77,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(model: Any, rounds: int, new_tokens: int) -> list[dict[str, Any]]:
     """Return the figures of each way to decode with one model."""
+    import torch
+    import transformers
+
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     ids = np.random.default_rng(0).integers(5, 200, PROMPT + new_tokens).tolist()
@@ -105,6 +109,9 @@ def measure(model: Any, rounds: int, new_tokens: int) -> list[dict[str, Any]]:
 
 def _decode(model: Any, call: Any, cache: Any, ids: list[int]) -> float:
     """Return the tokens per second of CPU time after the prompt."""
+    import torch
+    import transformers
+
     tokens = torch.tensor([ids])
     cache = transformers.DynamicCache(config=model.config) if cache is None else cache
     cache.reset()

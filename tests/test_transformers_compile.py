@@ -81,8 +81,8 @@ def test_generate_compiles_by_itself_with_a_static_cache(tmp_path: Path) -> None
     path = write_checkpoint(FAMILIES["olmoe"], tmp_path / "olmoe", "bfloat16")
     model = load_in_slots(path, "100%", compute="fast")
     model.set_attn_implementation("eager")
-    config = transformers.CompileConfig(backend="eager", mode=None, fullgraph=True)
-    config._compile_all_devices = True
+    config: Any = transformers.CompileConfig(backend="eager", fullgraph=True)
+    config.mode, config._compile_all_devices = None, True
     with model.moecache:
         tokens = [
             generated(model, num_tokens=4, cache_implementation="static", compile_config=each)

@@ -12,9 +12,9 @@ from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._experts import become, become_again
 from moecache.integrations.transformers._operators import (
-    NOBODY,
     NUMBER,
     number,
+    number_of,
     numbered,
     operator,
 )
@@ -166,7 +166,7 @@ class FastLinear(nn.Module):
             out: torch.Tensor = super().forward(input)
             return out
         if torch.compiler.is_compiling():
-            out = torch.ops.moecache.linear(input, weight, bias, getattr(linear, NUMBER, NOBODY))
+            out = torch.ops.moecache.linear(input, weight, bias, number_of(linear))
         else:
             out = _linear(linear, input, weight, bias)
         return out

@@ -10,12 +10,7 @@ from torch import nn
 
 from moecache.errors import MoeCacheError
 from moecache.integrations.transformers._fast import fast_experts
-from moecache.integrations.transformers._operators import (
-    NOBODY,
-    NUMBER,
-    numbered,
-    operator,
-)
+from moecache.integrations.transformers._operators import number_of, numbered, operator
 from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.runtime.steps import Wave
@@ -209,9 +204,7 @@ def routed_experts(
         return _routed_experts(module, hidden, ids, weights)
     if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
         return _outside(module, hidden, ids, weights)
-    out: torch.Tensor = torch.ops.moecache.routed_experts(
-        hidden, ids, weights, getattr(module, NUMBER, NOBODY)
-    )
+    out: torch.Tensor = torch.ops.moecache.routed_experts(hidden, ids, weights, number_of(module))
     return out
 
 

@@ -85,13 +85,13 @@ class RouterLookAhead:
             if not torch.compiler.is_compiling():
                 self._note(layer, arguments)
                 return None
-            if not all(isinstance(argument, torch.Tensor) for argument in arguments):
+            if not arguments or not all(isinstance(a, torch.Tensor) for a in arguments):
                 return None
-            if torch.is_grad_enabled() and any(hidden.requires_grad for hidden in arguments[:1]):
+            hidden, *others = arguments
+            if torch.is_grad_enabled() and hidden.requires_grad:
                 outside(layer, arguments)
                 return None
             # What the router takes is what the operator returns: it is called before.
-            hidden, *others = arguments
             return torch.ops.moecache.note(hidden, others, layer, given), *others
 
         return note
@@ -118,7 +118,7 @@ def _noted(
     found: RouterLookAhead | None = numbered(look_ahead)
     if found is not None:
         # The graph writes other values where its own tensors were.
-        found._note(layer, (hidden.clone(), *others))
+        found._note(layer, [tensor.clone() for tensor in (hidden, *others)])
     return hidden.clone()
 
 

@@ -14,10 +14,8 @@ import torch
 
 # Attribute that has an object's number; it stays when a cache is closed, so that graphs do.
 NUMBER = "_moecache_number"
-# What no object has.
-NOBODY = 0
 
-_numbers = itertools.count(NOBODY + 1)
+_numbers = itertools.count(1)
 _numbered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _library = torch.library.Library("moecache", "FRAGMENT")
 # Like a draw of random numbers: a call is neither left out, nor made one with another, nor made
@@ -35,6 +33,12 @@ def number(thing: Any) -> int:
     if given is None:
         given = thing.__dict__[NUMBER] = next(_numbers)
         _numbered[given] = thing
+    return given
+
+
+def number_of(thing: Any) -> int:
+    """Return the number that an object has been given, 0 if it has none."""
+    given: int = getattr(thing, NUMBER, 0)
     return given
 
 

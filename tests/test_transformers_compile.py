@@ -38,26 +38,20 @@ def _model(qwen3_moe: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "compute", "dtype", "memory", "prefetch", "backend"),
+    ("name", "compute", "dtype", "backend"),
     [
-        ("qwen3_moe", "torch", "float32", "25%", "router", "eager"),
-        ("minimax_m2", "fast", "bfloat16", "25%", "auto", "aot_eager"),
+        ("qwen3_moe", "torch", "float32", "eager"),
+        ("minimax_m2", "fast", "bfloat16", "aot_eager"),
     ],
 )
 def test_a_token_is_one_graph_with_the_logits_of_eager(
-    tmp_path: Path,
-    name: str,
-    compute: str,
-    dtype: str,
-    memory: str,
-    prefetch: str,
-    backend: str,
+    tmp_path: Path, name: str, compute: str, dtype: str, backend: str
 ) -> None:
     """To the bit; and the cache, its look-ahead and its sequences do not notice."""
     path = write_checkpoint(FAMILIES[name], tmp_path / name, dtype)
     outcomes = []
     for compiled in (False, True):
-        model = load_in_slots(path, memory, compute=compute, prefetch=prefetch)
+        model = load_in_slots(path, compute=compute, prefetch="router")
         # transformers chooses another kernel of attention in a graph than in eager, if it may.
         model.set_attn_implementation("eager")
         call = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
@@ -71,7 +65,7 @@ def test_a_token_is_one_graph_with_the_logits_of_eager(
     assert torch.equal(graph, eager)
     assert found == expected
     assert found[0] == 1
-    assert (found[2][1] > 0) == (prefetch == "router")
+    assert found[2][1] > 0
 
 
 def test_generate_compiles_by_itself_with_a_static_cache(tmp_path: Path) -> None:
@@ -145,7 +139,8 @@ def test_gradients_go_through_experts_beside_the_graph(model: Any) -> None:
             call(given[0], ids, given[1]).square().sum().backward()
             gradients.append((given[0].grad, given[1].grad))
 
-        assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+        # Sums of a backward are in the order in which experts come.
+        torch.testing.assert_close(*gradients)
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"use torch\.no_grad"):
             torch.compile(experts, fullgraph=True, backend="eager")(given[0], ids, weights)
 

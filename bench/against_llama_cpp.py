@@ -14,7 +14,6 @@ work on the machine changes least, and of the clock; ratios are medians of round
 """
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -27,8 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.machine import describe_machine
-from moecache import kernels
+from bench.runs import begin, write_figures
 
 LLAMA = "llama.cpp bf16"
 PROMPT, NEW_TOKENS, LONG_PROMPT = 16, 48, 512
@@ -57,17 +55,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("gguf", type=Path)
     parser.add_argument("--convert", type=Path, metavar="LLAMA_CPP")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--memories", nargs="*", default=["100%", "25%"])
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(argv)
+    arguments = begin(parser, argv, rounds=7)
     if not arguments.gguf.exists():
         if arguments.convert is None:
             parser.error(f"{arguments.gguf} is not there; --convert writes it")
         convert(arguments.convert, arguments.checkpoint, arguments.gguf)
-    kernels.use_threads(arguments.threads)
-    print(f"{describe_machine()}, {kernels.level()}, {arguments.threads} threads", flush=True)
     tokens = np.random.default_rng(0).integers(5, 200, LONG_PROMPT + NEW_TOKENS).tolist()
     with ExitStack() as opened:
         contestants = [opened.enter_context(llama(arguments.gguf, arguments.threads))]
@@ -84,18 +77,10 @@ def main(argv: list[str] | None = None) -> int:
     figures = compare(contestants)
     for line in describe(figures):
         print(line)
-    if arguments.json is not None:
-        found = {
-            "machine": describe_machine(),
-            "level": kernels.level(),
-            "threads": arguments.threads,
-            "figures": figures,
-            "rounds": [
-                {k: v for k, v in vars(one).items() if isinstance(v, list | str)}
-                for one in contestants
-            ],
-        }
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    rounds = [
+        {k: v for k, v in vars(one).items() if isinstance(v, list | str)} for one in contestants
+    ]
+    write_figures(arguments, figures=figures, rounds=rounds)
     return 0
 
 
@@ -184,7 +169,7 @@ def llama(path: Path, threads: int) -> Iterator[Contestant]:
 
 
 @contextmanager
-def ours(path: Path, memory: str, compute: str, threads: int) -> Iterator[Contestant]:
+def ours(path: Path, memory: str | None, compute: str, threads: int) -> Iterator[Contestant]:
     """Yield transformers with its experts in slots."""
     import torch
 

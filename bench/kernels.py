@@ -7,25 +7,24 @@ One layer's gated experts, 8 of them for one token, from weights that are in no 
 experts in huge pages, each time others. Contestants take turns, in another order each round; shown
 are medians of a thread's CPU time, and of rounds' ratios. "bandwidth" reads the same bytes
 and does nothing with them. "torch" multiplies expert by expert, as transformers does on a CPU.
+"int8" has activations of 8 bits, and a level's name is that of other instructions than the best.
 A prompt is 512 tokens through 128 experts, 8 for each.
 """
 
 import argparse
-import json
 import mmap
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
 
-from bench.machine import describe_machine
+from bench.runs import begin, write_figures
 from moecache import kernels
 from moecache.formats import find_format, quantize
 from moecache.kernels import _kernels
@@ -62,14 +61,9 @@ class Figure:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true", help="to see whether it runs")
-    arguments = parser.parse_args(argv)
+    arguments = begin(parser, argv, rounds=15)
     torch.set_num_threads(arguments.threads)
-    kernels.use_threads(arguments.threads)
-    print(f"{describe_machine()}, {kernels.level()}, {arguments.threads} threads")
     figures: list[Figure] = []
     shapes, rounds = (((64, 32),), 1) if arguments.small else (SHAPES, arguments.rounds)
     num_experts = 2 * TOP_K if arguments.small else NUM_EXPERTS
@@ -79,14 +73,10 @@ def main(argv: list[str] | None = None) -> int:
         figures += prompt(hidden_size, width, tokens, num_experts, max(1, rounds // 5))
     for line in describe(figures):
         print(line)
-    if arguments.json is not None:
-        found = {
-            "machine": describe_machine(),
-            "level": kernels.level(),
-            "threads": arguments.threads,
-            "figures": [asdict(figure) | {"gib_per_s": figure.gib_per_s} for figure in figures],
-        }
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_figures(
+        arguments,
+        figures=[asdict(figure) | {"gib_per_s": figure.gib_per_s} for figure in figures],
+    )
     return 0
 
 
@@ -96,7 +86,7 @@ def one_token(hidden_size: int, width: int, num_experts: int, rounds: int) -> li
     works: dict[str, tuple[int, Work]] = {}
     for name in FORMATS:
         layer = _Layer(name, hidden_size, width, num_experts)
-        works[f"ours {name}"] = layer.nbytes, layer.kernel_work(hidden)
+        works |= {own: (layer.nbytes, work) for own, work in layer.kernel_works(hidden).items()}
         works[f"bandwidth {name}"] = layer.nbytes, layer.read_work()
         if name == "bf16":
             works["torch bf16"] = layer.nbytes, layer.torch_work(hidden)
@@ -113,7 +103,7 @@ def prompt(
     for name in FORMATS:
         layer = _Layer(name, hidden_size, width, num_experts)
         nbytes = layer.nbytes // TOP_K * num_experts
-        works[f"ours {name}"] = nbytes, layer.kernel_work(hidden)
+        works |= {own: (nbytes, work) for own, work in layer.kernel_works(hidden).items()}
         if name == "bf16":
             works["torch bf16"] = nbytes, layer.torch_work(hidden)
     return _figures(works, hidden_size, width, num_tokens, rounds, repeats=1)
@@ -146,14 +136,18 @@ class _Layer:
             self.matrices[role] = _kernels.Matrix(slab.ctypes.data, name, rows, columns, row, slab)
             del one
         self.width = width
-        self.kernel = _kernels.Experts(
-            self.matrices["up"],
-            self.strides["up"],
-            self.matrices["down"],
-            self.strides["down"],
-            width,
-            width,
-        )
+        self.kernels = {
+            way: _kernels.Experts(
+                self.matrices["up"],
+                self.strides["up"],
+                self.matrices["down"],
+                self.strides["down"],
+                width,
+                width,
+                activations=way,
+            )
+            for way in _kernels.ACTIVATION_TYPES
+        }
         self.nbytes = TOP_K * sum(
             find_format(name).nbytes(rows, columns) for rows, columns in shapes.values()
         )
@@ -170,17 +164,32 @@ class _Layer:
         slots = np.arange(self.num_experts, dtype=np.int32)
         return slots, np.concatenate([[0], np.cumsum(counts)]), pairs
 
-    def kernel_work(self, hidden: np.ndarray) -> Work:
+    def kernel_works(self, hidden: np.ndarray) -> dict[str, Work]:
+        """Return steps by the kernels: of blocks, in each way and by AVX2, too."""
+        best, name = kernels.level(), f"ours {self.name}"
+        if self.name not in ("q8_0", "q4_0"):
+            return {name: self.kernel_work(hidden)}
+        others = {level: f" {level}" for level in ("avx2",) if level in kernels.levels()}
+        return {
+            f"{name}{' int8' if way == 'int8' else ''}{shown}": self.kernel_work(hidden, way, level)
+            for way in _kernels.ACTIVATION_TYPES
+            for level, shown in {**others, best: ""}.items()
+        }
+
+    def kernel_work(self, hidden: np.ndarray, way: str = "float", level: str = "") -> Work:
         """Return a step by the kernels."""
         rows = np.empty((len(hidden) * TOP_K, self.hidden_size), np.float32)
+        best = kernels.level()
 
         def work(number: int) -> None:
-            self.kernel.compute(
+            kernels.use_level(level or best)
+            self.kernels[way].compute(
                 *self.step(number, len(hidden)),
                 TOP_K,
                 *(hidden.ctypes.data, "bf16", len(hidden), hidden.strides[0]),
                 *(rows.ctypes.data, "f32", rows.strides[0]),
             )
+            kernels.use_level(best)
 
         self.rows = rows
         return work
@@ -273,10 +282,10 @@ def _figures(
 
 def describe(figures: list[Figure]) -> list[str]:
     """Return the figures as lines."""
-    title = f"{'':16} {'hidden, width':>14} {'tokens':>6} {'CPU us':>9} {'GiB/s':>6}"
+    title = f"{'':19} {'hidden, width':>14} {'tokens':>6} {'CPU us':>9} {'GiB/s':>6}"
     lines = [f"{title} {'of bandwidth':>12} {'torch / this':>12}"]
     lines += [
-        f"{one.name:16} {one.hidden_size:>7}, {one.width:>5} {one.num_tokens:>6} "
+        f"{one.name:19} {one.hidden_size:>7}, {one.width:>5} {one.num_tokens:>6} "
         f"{one.cpu_s * 1e6:>9.0f} {one.gib_per_s:>6.1f} {one.of_bandwidth:>12.2f} "
         f"{one.of_torch:>12.2f}"
         for one in figures

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.kernels import SlotKernel, values_in
+from moecache.kernels import SlotKernel, has_form, values_in
 
 Activation = Callable[[np.ndarray], np.ndarray]
 
@@ -153,26 +153,29 @@ def feed_forward(
         What the router chose.
     weights : ndarray of float, shape [num_tokens, top_k]
     activation : callable, default silu
-    compute : {"numpy", "fast"}, default "numpy"
+    compute : {"numpy", "fast", "fast-int8"}, default "numpy"
         What multiplies: NumPy's BLAS, or the kernels of `moecache.kernels`. With these, hidden is
         float32 or bfloat16, slots may hold bfloat16 as the file does or weights in a format's
         compute form (NumPy dequantizes these at every use), a token's result has the same
-        bits alone and among others, and `activation` is silu.
+        bits alone and among others, and `activation` is silu. With "fast-int8", roles of q8_0 and
+        q4_0 are multiplied by activations of 8 bits; a layer needs one such role.
 
     Returns
     -------
     ndarray of float, shape [num_tokens, hidden_size]
     """
-    if compute not in ("numpy", "fast"):
-        raise ConfigError(f"compute {compute!r} is not one of numpy, fast")
+    if compute not in ("numpy", "fast", "fast-int8"):
+        raise ConfigError(f"compute {compute!r} is not one of numpy, fast, fast-int8")
     if not isinstance(hidden, np.ndarray):
         if activation is not silu:
             raise ConfigError("on a GPU give the activation's name: runtime.on_device(activation)")
         return runtime.on_device()(layer, hidden, ids, weights)
-    if compute == "fast":
+    if compute != "numpy":
         if activation is not silu:
-            raise ConfigError('compute="fast" has silu alone; for others see kernels.SlotKernel')
-        kernel = _kernel(runtime, layer)
+            raise ConfigError(
+                f'compute="{compute}" has silu alone; for others see kernels.SlotKernel'
+            )
+        kernel = _kernel(runtime, layer, compute)
         hidden = np.ascontiguousarray(hidden)
         rows = np.empty((ids.size, hidden.shape[1]), np.float32)
 
@@ -198,19 +201,27 @@ def feed_forward(
         # A traceback that is kept would keep the leases as well.
         waves.close()
     out = combine(rows, weights)
-    return out.astype(hidden.dtype, copy=False) if compute == "fast" else out
+    return out if compute == "numpy" else out.astype(hidden.dtype, copy=False)
 
 
-# Of each runtime, by layer; gone with it.
-_kernels: WeakKeyDictionary[Any, dict[int, SlotKernel]] = WeakKeyDictionary()
+# Of each runtime, by layer and way to compute; gone with it.
+_kernels: WeakKeyDictionary[Any, dict[tuple[int, str], SlotKernel]] = WeakKeyDictionary()
 
 
-def _kernel(runtime: WaveSource, layer: int) -> SlotKernel:
+def _kernel(runtime: WaveSource, layer: int, compute: str) -> SlotKernel:
     known = _kernels.setdefault(runtime, {})
-    if layer not in known:
+    if (layer, compute) not in known:
         pool = runtime.pool
         roles = pool.layout.layers[layer]
-        known[layer] = SlotKernel(
-            lambda slot: pool.expert(slot, layer), pool.num_slots, roles=roles
+        if compute == "fast-int8" and not any(has_form(role.format) for role in roles):
+            raise ConfigError(
+                f'layer {layer} cannot be computed with compute="fast-int8": activations of 8 bits '
+                'are for experts of q8_0 and q4_0; use "fast"'
+            )
+        known[layer, compute] = SlotKernel(
+            lambda slot: pool.expert(slot, layer),
+            pool.num_slots,
+            roles=roles,
+            activations="int8" if compute == "fast-int8" else "float",
         )
-    return known[layer]
+    return known[layer, compute]

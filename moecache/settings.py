@@ -41,6 +41,13 @@ PREFAULT_MODES = ("auto", "background", "off", "force")
 DEFAULT_PREFAULT = "auto"
 # Instructions of the kernels, the best last.
 KERNEL_LEVELS = ("generic", "avx2", "avx512")
+# What multiplies, as `load` takes it.
+COMPUTE = {
+    "torch": "transformers' own products, its output bit for bit",
+    "fast": "moecache's kernels, quicker in decode; sums are rounded otherwise",
+    "fast-int8": "the same with activations of 8 bits for experts of q8_0 and q4_0, quicker where "
+    "the processor has no products of bfloat16",
+}
 READ_MODES = ("auto", "buffered", "direct", "mmap")
 DEFAULT_READ = "auto"
 PREFETCH_MODES = ("auto", "echo", "hints", "last", "off")

@@ -13,7 +13,7 @@ from moecache import cli
 from moecache.commands import bench, contestants
 from moecache.commands.bench_table import print_bench
 from moecache.commands.contestants import Contestant, differing, run_process
-from moecache.errors import MoeCacheError
+from moecache.errors import ConfigError, MoeCacheError
 from tests.helpers.families import FAMILIES, write_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -40,7 +40,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> list[dict[s
             _contestant.main()
         found = json.loads(output.getvalue().splitlines()[-1])
         if "error" in found:
-            raise MoeCacheError(found["error"])
+            raise (ConfigError if found["usage"] else MoeCacheError)(found["error"])
         return dict(found)
 
     monkeypatch.setattr(bench, "run_process", run)
@@ -168,6 +168,20 @@ def test_what_does_not_fit_is_left_out(
     shown = capsys.readouterr()
     assert "all resident: takes 13.3 MiB, but 1.00 MiB are free" in shown.err
     assert "accelerate disk_offload: takes 13.3 MiB" in shown.err
+
+
+def test_a_way_to_compute_that_has_no_kernel_is_left_out(
+    tiny_moe: Path, in_process: list[dict[str, Any]], capsys: Captured
+) -> None:
+    """So that all ways can be asked for, whatever the model; alone it is a failure."""
+    options = ("--memories", "25%", "--repeats", "2", "--compute")
+    assert cli.main(["bench", str(tiny_moe), *SHORT, *options, "fast-int8,fast"]) == 0
+    shown = capsys.readouterr()
+    assert "moecache 25% echo fast-int8: " in shown.err
+    assert 'use "fast"' in shown.err
+    ways = [task.get("compute") for task in in_process]
+    assert ways == [None, "fast-int8", "fast", "fast"]
+    assert cli.main(["bench", str(tiny_moe), *SHORT, *options, "fast-int8"]) == 1
 
 
 def test_compare_without_accelerate_runs_nothing(

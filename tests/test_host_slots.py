@@ -296,3 +296,33 @@ def test_threads_that_fill_different_slots_do_not_mix(dtype: npt.DTypeLike | Non
         thread.join()
 
     assert wrong == []
+
+
+def test_a_pool_closed_by_another_thread_meanwhile_says_so() -> None:
+    """Between the look whether it is open and the use of what was there."""
+    even, uneven = HostSlots(_layout(), NUM_SLOTS), HostSlots(_uneven(), NUM_SLOTS)
+    with_slab = HostSlots(_layout(), NUM_SLOTS)
+
+    class ClosesWhenHashed(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            with_slab.close()
+            return super().__hash__()
+
+    class ClosesWhenCompared(int):
+        def __ge__(self, other: int) -> bool:
+            for pool in (even, uneven):
+                if int(self) == pool.num_slots - 1 - (pool is uneven):
+                    pool.close()
+            return super().__ge__(other)
+
+    roles = {"gate_up", "down", "down_packed"}
+    assert with_slab.slab(ClosesWhenHashed("down")).shape == (NUM_SLOTS, 7, 3)
+    assert set(even.expert(ClosesWhenCompared(NUM_SLOTS - 1), 0)) == roles
+    assert set(uneven.expert(ClosesWhenCompared(NUM_SLOTS - 2), 1)) == roles
+    for pool in (even, uneven, with_slab):
+        with pytest.raises(MoeCacheError, match="slots are closed"):
+            pool.expert(0, 0)
+        with pytest.raises(MoeCacheError, match="slots are closed"):
+            pool.slab("down")

@@ -75,16 +75,19 @@ def products():
         for rows, columns in shapes:
             columns = -(-columns // 32) * 32 if name in ("q8_0", "q4_0") else columns
             weights = matrix(name, rows, columns, at_end)
-            for dtype, count in itertools.product(TYPES, (1, 2, 9)):
+            ways = ("float", "int8") if name in ("q8_0", "q4_0") else ("float",)
+            for dtype, count, way in itertools.product(TYPES, (1, 2, 9), ways):
                 inputs = guarded(draw((count, columns), dtype), at_end)
                 bias = guarded(draw((rows,), dtype), at_end)
                 out = guarded(np.zeros((count, rows), dtype), at_end)
                 weights.multiply(
                     inputs.ctypes.data, TYPES[inputs.dtype], count, inputs.strides[0],
                     out.ctypes.data, TYPES[out.dtype], out.strides[0],
-                    bias.ctypes.data, TYPES[bias.dtype],
+                    bias.ctypes.data, TYPES[bias.dtype], way,
                 )
-                expected = kernels.products(inputs.copy(), weights, bias=bias.copy())
+                expected = kernels.products(
+                    inputs.copy(), weights, bias=bias.copy(), activations=way
+                )
                 assert out.tobytes() == expected.tobytes()
 
 
@@ -118,6 +121,22 @@ def experts():
                 guarded(np.arange(14), at_end),
                 2,
                 out,
+            )
+            assert not np.isnan(out).any()
+
+
+def blocked_experts():
+    for name, width, at_end in itertools.product(("q8_0", "q4_0"), (32, 96), (True, False)):
+        up, down = (matrix(name, *shape, at_end) for shape in ((2 * width, 64), (64, width)))
+        kernel = _kernels.Experts(up, 0, down, 0, width, width, activations="int8")
+        for dtype in TYPES:
+            hidden = guarded(draw((7, 64), dtype), at_end)
+            out = guarded(np.full((7, 64), np.nan, dtype), at_end)
+            kernel.compute(
+                guarded(np.array([0], np.int32), at_end), guarded(np.array([0, 7]), at_end),
+                guarded(np.arange(7), at_end), 1,
+                hidden.ctypes.data, TYPES[hidden.dtype], 7, hidden.strides[0],
+                out.ctypes.data, TYPES[out.dtype], out.strides[0],
             )
             assert not np.isnan(out).any()
 
@@ -165,7 +184,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize("level", kernels.levels())
 def test_no_byte_beyond_an_array_is_touched(level: str) -> None:
     """Of weights, inputs, biases, waves and outputs, in ragged columns and rows too."""
-    done = run(level, "products", "experts", "combine")
+    done = run(level, "products", "experts", "blocked_experts", "combine")
 
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 

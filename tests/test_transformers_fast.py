@@ -5,11 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import moecache
-from moecache import kernels
+from moecache import experts, kernels
 from moecache.errors import ConfigError
+from moecache.formats import quantize
+from moecache.slots import HostSlots
+from moecache.stores import MemoryStore
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.kernels import computing
 from tests.helpers.offloading import generated, load_whole, prompt
@@ -216,11 +220,47 @@ def test_a_compiled_block_runs(checkpoint: Path) -> None:
     assert (found - expected).abs().median() <= 0.02 * expected.abs().median()
 
 
-@pytest.mark.parametrize("compute", ["nonsense", None, "fast-int8"])
+@pytest.mark.parametrize("compute", ["nonsense", None, ["fast"]])
 def test_another_way_of_computing_is_refused_before_the_trunk_is_read(compute: object) -> None:
     """The path is not looked at; the message lists the ways."""
     with pytest.raises(ConfigError, match=r"compute .* is not one of torch, fast"):
         load(Path("nowhere"), compute=compute)
+
+
+def test_activations_of_8_bits_are_refused_where_all_experts_are_floats(checkpoint: Path) -> None:
+    """They would change nothing; the message says what to ask for instead."""
+    message = r'compute="fast-int8": .*experts of q8_0 and q4_0; use "fast"'
+    with pytest.raises(ConfigError, match=message):
+        load(checkpoint, compute="fast-int8")
+
+
+def test_activations_of_8_bits_are_those_of_a_loop_in_numpy() -> None:
+    """The same bits, of experts in q4_0; the output is not that of activations as given."""
+    from moecache.integrations.transformers._fast import fast_experts, kernel_of
+
+    rng = np.random.default_rng(0)
+    shapes = {"gate_up": (64, 64), "down": (64, 32)}
+    stacks = {
+        role: np.stack([[quantize(rng.standard_normal(shape), "q4_0")["blocks"] for _ in range(4)]])
+        for role, shape in shapes.items()
+    }
+    formats = {role: ("q4_0", shape) for role, shape in shapes.items()}
+    store = MemoryStore(stacks, top_k=2, formats=formats)
+    module = torch.nn.Module()
+    module.has_gate, module.act_fn = False, torch.nn.SiLU()
+    hidden, weights = torch.randn(3, 64), torch.full((3, 2), 0.5)
+    ids = torch.tensor([[0, 1], [2, 3], [1, 2]])
+    found = {}
+    cache = moecache.ExpertCache(1, 4, 4)
+    with moecache.ExpertRuntime(store, HostSlots(store.layout, 6), cache) as runtime:
+        for compute in ("fast", "fast-int8"):
+            kernel = kernel_of(module, runtime, 0, compute, is_transposed=False)
+            found[compute], _ = fast_experts(module, runtime, 0, kernel, hidden, ids, weights)
+            expected = experts.feed_forward(
+                runtime, 0, hidden.numpy(), ids.numpy(), weights.numpy(), compute=compute
+            )
+            np.testing.assert_array_equal(found[compute].numpy(), expected)
+    assert not torch.equal(*found.values())
 
 
 def test_attach_refuses_another_way_of_computing(checkpoint: Path) -> None:

@@ -15,11 +15,6 @@ from moecache.settings import OPTIONS
 from moecache.study.importers import load_any
 from moecache.traces.trace import Trace
 
-# What multiplies, as `load` takes it.
-COMPUTE = {
-    "torch": "transformers' own products, its output bit for bit",
-    "fast": "moecache's kernels, quicker in decode; sums are rounded otherwise",
-}
 # Modes of prefetch that need neither hints nor routers.
 PLAIN_MODES = {"echo": "what ECHO foresees", "last": "the layer's last experts", "off": "none"}
 

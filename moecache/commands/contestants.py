@@ -45,7 +45,7 @@ class Contestant:
     runs : list of dict
         What each run measured.
     left_out : str
-        Why it was not run: it has no room.
+        Why it was not run: it has no room, or no kernel.
     error : str
         Why it failed; it is not run again then.
     """
@@ -66,7 +66,11 @@ class Contestant:
         try:
             found = run_process({**task, **self.task})
         except MoeCacheError as error:
-            self.error = str(error)
+            if isinstance(error, ConfigError) and self.task.get("compute", "torch") != "torch":
+                # No kernel for this model's experts, or none of that kind.
+                self.left_out = str(error)
+            else:
+                self.error = str(error)
             return
         self.left_out = found.get("left_out", "")
         if not self.left_out:

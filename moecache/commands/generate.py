@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moecache.commands.arguments import (
-    COMPUTE,
     PLAIN_MODES,
     add_force,
     add_option,
@@ -20,6 +19,7 @@ from moecache.commands.arguments import (
 from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import printable_lines
 from moecache.errors import ConfigError, StoreError
+from moecache.settings import COMPUTE
 from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
 from moecache.traces.trace import TRACE_FILE
@@ -34,8 +34,8 @@ def add_parser(commands: Any) -> None:
         description="Continue a prompt with any mixture-of-experts model that transformers runs, "
         "with its experts in as much memory as --memory says. The text comes on standard output "
         "as it is generated, figures on standard error. It is the same text, token by token, as "
-        "that of the model completely in memory, unless --compute fast, which rounds otherwise. "
-        "Needs pip install 'moecache[transformers]'.",
+        "that of the model completely in memory, unless --compute asks for kernels, which round "
+        "otherwise. Needs pip install 'moecache[transformers]'.",
         epilog="examples: moecache generate ./Qwen3-30B-A3B 'Why is the sky blue?' --chat "
         "--memory 16GiB | moecache generate ./OLMoE-1B-7B 'def main():' --temperature 0 | "
         "moecache generate ./Mixtral-8x7B --chat - < question.txt > answer.txt",

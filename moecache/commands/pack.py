@@ -18,14 +18,16 @@ def add_parser(commands: Any) -> None:
     """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "pack",
-        usage="%(prog)s [--dry-run | --verify] MODEL OUT\n       %(prog)s --verify OUT",
+        usage="%(prog)s [--format FORMAT] [--dry-run | --verify] MODEL OUT\n"
+        "       %(prog)s --verify OUT",
         help="write a checkpoint anew, every expert one aligned read",
         description="Write a safetensors checkpoint anew: experts.safetensors with each expert in "
         "one piece at a multiple of 4 KiB, trunk.safetensors with the rest, and the other files "
-        "as they are. No bit of any tensor changes. An expert that is not in memory is then one "
-        "direct read. Needs as much disk as the model has. Interrupted, it goes on where it was "
-        "when called again; until it is complete, all is in OUT.partial. Links to files are "
-        "followed, and named if they lead out of MODEL; links to directories stay behind.",
+        "as they are. No bit of any tensor changes, but with --format. An expert that is not in "
+        "memory is then one direct read. Needs as much disk as the model has. Interrupted, it "
+        "goes on where it was when called again; until it is complete, all is in OUT.partial. "
+        "Links to files are followed, and named if they lead out of MODEL; links to directories "
+        "stay behind.",
         epilog="examples: moecache pack ./Qwen3-30B-A3B ./Qwen3-30B-A3B-packed | "
         "moecache pack --verify ./Qwen3-30B-A3B-packed",
     )
@@ -36,6 +38,13 @@ def add_parser(commands: Any) -> None:
         help="checkpoint directory or .safetensors file; it is only read",
     )
     parser.add_argument("out", metavar="OUT", nargs="?", help="directory to make, or to verify")
+    parser.add_argument(
+        "--format",
+        choices=("q8_0", "q4_0"),
+        help="quantize the experts' matrices, to 8 or 4 bits a weight and a scale for every 32: "
+        "a half or a quarter of bfloat16's bytes to keep and to read, at the price of rounding; "
+        "computed as they lie, by moecache alone",
+    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--dry-run",
@@ -67,10 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
             "moecache pack --verify OUT"
         )
     if arguments.dry_run:
-        return _print_plan(console, packing.plan(model, out))
+        return _print_plan(console, packing.plan(model, out, format=arguments.format))
     try:
         with _bar(console, "packing") as show:
-            report = packing.pack(model, out, progress=show)
+            report = packing.pack(model, out, format=arguments.format, progress=show)
     except KeyboardInterrupt:
         console.print("what is finished stays; the same command goes on with it")
         raise

@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 FORMATS: Final[tuple[str, ...]]
 INPUTS: Final[tuple[str, ...]]
+ACTIVATION_TYPES: Final[tuple[str, ...]]
 ACTIVATIONS: Final[tuple[str, ...]]
 TILE: Final[int]
 
@@ -42,6 +43,7 @@ class Matrix:
         out_row_bytes: int,
         bias: int = 0,
         bias_type: str = "f32",
+        activations: str = "float",
     ) -> None: ...
 
 @final
@@ -62,6 +64,7 @@ class Experts:
         limit: float = 7.0,
         up_bias: tuple[int, int, str] | None = None,
         down_bias: tuple[int, int, str] | None = None,
+        activations: str = "float",
         owner: object = None,
     ) -> Self: ...
     @property

@@ -13,6 +13,7 @@ cdef extern from "_products.h" nogil:
         MC_TILE
         MC_X_F32
         MC_X_BF16
+        MC_X_INT8
 
     ctypedef struct mc_matrix:
         const uint8_t *data
@@ -32,7 +33,7 @@ cdef extern from "_products.h" nogil:
 
     ctypedef struct mc_level:
         const char *name
-        mc_tile tiles[2][5]
+        mc_tile tiles[3][5]
         void (*form)(
             const uint8_t *, int64_t, int64_t, int64_t, int64_t, int, uint8_t *
         ) noexcept nogil
@@ -73,6 +74,7 @@ cdef extern from "_products.h" nogil:
         const uint8_t *const *inputs
         int input_type
         mc_rows hidden
+        int hidden_type
         const uint8_t **hidden_inputs
         mc_rows out
 
@@ -87,7 +89,11 @@ cdef extern from "_products.h" nogil:
     int mc_levels(const mc_level **levels)
     int mc_is_blocked(int format)
     int64_t mc_block_bytes(int format)
-    void mc_to_f32(const uint8_t *values, int type, int64_t num, float *out)
+    int64_t mc_input_row_bytes(int type, int64_t columns)
+    void mc_convert(
+        const mc_level *level, const uint8_t *inputs, int given, int wanted, int64_t columns,
+        int format, uint8_t *out
+    )
     void mc_products(mc_product *product, int num_threads)
     void mc_compute_experts(mc_experts *experts, int num_threads)
     void mc_combine(mc_sum *sum, int num_threads)
@@ -100,6 +106,7 @@ cdef extern from "<pthread.h>" nogil:
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 INPUTS = ("f32", "bf16")
+ACTIVATION_TYPES = ("float", "int8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu", "relu2")
 TILE = MC_TILE
 
@@ -212,7 +219,7 @@ cdef class Matrix:
     def multiply(
         self, uintptr_t inputs, str input_type, int64_t num, int64_t input_row_bytes,
         uintptr_t out, str out_type, int64_t out_row_bytes, uintptr_t bias=0,
-        str bias_type="f32"
+        str bias_type="f32", str activations="float"
     ):
         """Write the products with `num` inputs: out[i] = matrix @ inputs[i] + bias.
 
@@ -224,6 +231,8 @@ cdef class Matrix:
         num : int
         input_row_bytes, out_row_bytes : int
             From a row to the next.
+        activations : {"float", "int8"}
+            How inputs are multiplied with blocks of integers: as given, or as 8 bits.
 
         Raises
         ------
@@ -243,11 +252,13 @@ cdef class Matrix:
         product.bias.data = <uint8_t *>bias
         product.bias.type = INPUTS.index(bias_type)
         product.num_inputs = num
-        product.input_type = _type_for(INPUTS.index(input_type), self.matrix.format)
+        product.input_type = _type_for(
+            INPUTS.index(input_type), self.matrix.format, _is_int8(activations)
+        )
         given = _Inputs(num)
         given.fill(
             <const uint8_t *>inputs, INPUTS.index(input_type), product.input_type,
-            input_row_bytes, self.matrix.columns, NULL, 0
+            input_row_bytes, &self.matrix, NULL, 0
         )
         product.inputs = given.rows
         cdef int threads = _num_threads
@@ -274,6 +285,8 @@ cdef class Experts:
         One of `ACTIVATIONS`; "swiglu" is gpt-oss's, with `alpha` and `limit`.
     up_bias, down_bias : (int, int, str), optional
         Address of slot 0's, bytes to the next, type.
+    activations : {"float", "int8"}
+        How inputs, and what goes down, are multiplied with blocks of integers.
     owner : object
         Kept alive.
     """
@@ -282,12 +295,13 @@ cdef class Experts:
     cdef readonly object owner
     cdef Matrix up
     cdef Matrix down
+    cdef bint is_int8
 
     def __cinit__(
         self, Matrix up not None, int64_t up_slot_bytes, Matrix down not None,
         int64_t down_slot_bytes, int64_t width, int64_t up_row, *, bint is_gated=True,
         bint is_interleaved=False, str activation="silu", float alpha=1.702,
-        float limit=7.0, up_bias=None, down_bias=None, owner=None
+        float limit=7.0, up_bias=None, down_bias=None, str activations="float", owner=None
     ):
         if activation not in ACTIVATIONS:
             raise ConfigError(
@@ -306,6 +320,7 @@ cdef class Experts:
             )
         if (is_interleaved or activation == "swiglu") and not is_gated:
             raise ConfigError("experts without a gate have one input of the activation alone")
+        self.is_int8 = _is_int8(activations)
         memset(&self.experts, 0, sizeof(self.experts))
         self.up, self.down, self.owner = up, down, owner
         self.experts.up.first = up.matrix
@@ -380,16 +395,17 @@ cdef class Experts:
         e.out.data = <uint8_t *>out
         e.out.row_bytes = out_row_bytes
         e.out.type = INPUTS.index(out_type)
-        e.input_type = _type_for(given_type, e.up.first.format)
-        e.hidden.type = _type_for(given_type, e.down.first.format)
+        e.input_type = _type_for(given_type, e.up.first.format, self.is_int8)
+        e.hidden_type = _type_for(given_type, e.down.first.format, self.is_int8)
+        e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_INT8 else e.hidden_type
         given = _Inputs(num)
         given.fill(
             <const uint8_t *>inputs, given_type, e.input_type, input_row_bytes,
-            e.up.first.columns, &pairs[0], top_k, num_tokens
+            &e.up.first, &pairs[0], top_k, num_tokens
         )
         e.inputs = given.rows
         hidden = _Inputs(num)
-        e.hidden.row_bytes = (width * (2 if e.hidden.type == MC_X_BF16 else 4) + 63) & ~63
+        e.hidden.row_bytes = (mc_input_row_bytes(e.hidden.type, width) + 63) & ~63
         hidden.scratch = <uint8_t *>malloc(max(1, num * e.hidden.row_bytes))
         if hidden.scratch == NULL:
             raise MemoryError(f"no memory for the activations of {num} pairs")
@@ -453,30 +469,41 @@ cdef class _Inputs:
         free(self.scratch)
 
     cdef int fill(
-        self, const uint8_t *inputs, int given, int wanted, int64_t row_bytes, int64_t columns,
-        const int64_t *pairs, int64_t top_k, int64_t num_tokens=0
+        self, const uint8_t *inputs, int given, int wanted, int64_t row_bytes,
+        const mc_matrix *matrix, const int64_t *pairs, int64_t top_k, int64_t num_tokens=0
     ) except -1:
-        """Point to the inputs, or to their values as fp32, of each pair's token."""
+        """Point to the inputs, or to their values as wanted, of each pair's token."""
         cdef int64_t i, token, num_rows = self.num if pairs == NULL else num_tokens
+        cdef int64_t nbytes = mc_input_row_bytes(wanted, matrix.columns)
         if given != wanted:
-            self.scratch = <uint8_t *>malloc(max(1, num_rows * columns * 4))
+            self.scratch = <uint8_t *>malloc(max(1, num_rows * nbytes))
             if self.scratch == NULL:
-                raise MemoryError(f"no memory for {num_rows} inputs of {columns} numbers")
+                raise MemoryError(f"no memory for {num_rows} inputs of {matrix.columns} numbers")
             with nogil:
                 for i in range(num_rows):
-                    mc_to_f32(
-                        inputs + i * row_bytes, given, columns,
-                        <float *>(self.scratch + i * columns * 4)
+                    mc_convert(
+                        _level, inputs + i * row_bytes, given, wanted, matrix.columns,
+                        matrix.format, self.scratch + i * nbytes
                     )
-            inputs, row_bytes = self.scratch, columns * 4
+            inputs, row_bytes = self.scratch, nbytes
         for i in range(self.num):
             token = i if pairs == NULL else pairs[i] // top_k
             self.rows[i] = inputs + token * row_bytes
         return 0
 
 
-cdef int _type_for(int given, int format) noexcept:
-    """Return as what inputs are multiplied: as given, or as fp32 if there is no such kernel."""
+cdef int _is_int8(str activations) except -1:
+    if activations not in ACTIVATION_TYPES:
+        raise ConfigError(
+            f"activations {activations!r} are not one of {', '.join(ACTIVATION_TYPES)}"
+        )
+    return activations == "int8"
+
+
+cdef int _type_for(int given, int format, bint is_int8) noexcept:
+    """Return as what inputs are multiplied: as asked or given, or as fp32 if no kernel does so."""
+    if is_int8 and _level.tiles[<int>MC_X_INT8][format] != NULL:
+        return MC_X_INT8
     return given if _level.tiles[given][format] != NULL else MC_X_F32
 
 

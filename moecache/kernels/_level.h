@@ -5,56 +5,7 @@
  * that of its lanes, by halves. In formats of blocks lanes are rows, so that there is nothing to sum
  * but blocks. The order of every sum depends on the number of columns alone. */
 
-typedef float LEVEL(vf) __attribute__((vector_size(LANES * 4)));
-typedef int32_t LEVEL(vi) __attribute__((vector_size(LANES * 4)));
-typedef uint32_t LEVEL(vu) __attribute__((vector_size(LANES * 4)));
-typedef uint16_t LEVEL(vh) __attribute__((vector_size(LANES * 2)));
-typedef uint8_t LEVEL(vb) __attribute__((vector_size(LANES * 4)));
-#define vf LEVEL(vf)
-#define vi LEVEL(vi)
-#define vu LEVEL(vu)
-#define vh LEVEL(vh)
-#define vb LEVEL(vb)
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE vf LEVEL(all)(float value) { return value - (vf){0}; }
-
-INLINE vf LEVEL(fma)(vf a, vf b, vf c)
-{
-#ifdef FMA
-    return FMA(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
-INLINE vf LEVEL(halves)(vh raw)
-{
-#ifdef F16C
-    return F16C(raw);
-#else
-    vu bits = __builtin_convertvector(raw, vu);
-    vu rest = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
-    vu finite = (vu)((vf)rest * LEVEL(all)(0x1p112f)), large = rest + 0x70000000;
-    vu is_large = (vu)(rest >= 0x0f800000);
-    return (vf)(((is_large & large) | (~is_large & finite)) | sign);
-#endif
-}
-
-/* LANES columns of a row as fp32. */
-INLINE vf LEVEL(load)(const uint8_t *at, int format)
-{
-    if (format == MC_F32) {
-        vf values;
-        memcpy(&values, at, sizeof values);
-        return values;
-    }
-    vh raw;
-    memcpy(&raw, at, sizeof raw);
-    if (format == MC_F16)
-        return LEVEL(halves)(raw);
-    return (vf)(__builtin_convertvector(raw, vu) << 16);
-}
+#include "_vectors.h"
 
 /* The last `num` columns of a row; the others are zero. */
 INLINE vf LEVEL(load_tail)(const uint8_t *at, int64_t num, int format)
@@ -160,22 +111,6 @@ INLINE vf LEVEL(byte)(vu lanes, int at)
     return __builtin_convertvector((vi)(lanes << (24 - 8 * at)) >> 24, vf);
 }
 
-/* The four columns of a row side by side, which lie in pairs: see `kernels/forms.py`. */
-INLINE vu LEVEL(by_rows)(vu lanes)
-{
-#define PAIRS(i) i, i + 1, i + 8, i + 9, i + 2, i + 3, i + 10, i + 11, \
-        i + 4, i + 5, i + 12, i + 13, i + 6, i + 7, i + 14, i + 15
-    vb bytes = (vb)lanes;
-#if LANES == 16
-    return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0), PAIRS(16), PAIRS(32), PAIRS(48));
-#elif LANES == 8
-    return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0), PAIRS(16));
-#else
-    return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0));
-#endif
-#undef PAIRS
-}
-
 /* 16 rows with `num` inputs: each block's sum, times its scale, is added to those before. */
 INLINE void LEVEL(blocks)(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
@@ -238,6 +173,52 @@ static void LEVEL(tile_q4_0)(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out)
 {
     LEVEL(blocked)(matrix, row, inputs, num, out, MC_Q4_0);
+}
+
+/* A row as blocks of 8 bits, see `mc_block8`; it may be written over itself. */
+static void LEVEL(quantize)(
+    const uint8_t *from, int type, int64_t columns, int format, uint8_t *to)
+{
+    enum { PARTS = MC_BLOCK / LANES };
+    int64_t bytes = type == MC_X_BF16 ? 2 : 4;
+    for (int64_t k = 0; k < columns; k += MC_BLOCK, to += sizeof(mc_block8)) {
+        mc_block8 block = {0};
+        vf values[PARTS];
+        vi most = {0};
+        for (int i = 0; i < PARTS; i++) {
+            values[i] = LEVEL(load)(
+                from + (k + i * LANES) * bytes, type == MC_X_BF16 ? MC_BF16 : MC_F32);
+            /* Sizes are in the order of their bits, NaN and infinities the largest. */
+            vi size = (vi)values[i] & 0x7fffffff, larger = size > most;
+            most = (larger & size) | (~larger & most);
+        }
+        uint32_t bits = 0;
+        for (int i = 0; i < LANES; i++)
+            bits = (uint32_t)most[i] > bits ? (uint32_t)most[i] : bits;
+        float max = mc_bits_to_float(bits);
+        if (bits >= 0x7f800000) {
+            block.scale = mc_bits_to_float(0x7fc00000);
+        } else if (max >= 127 * FLT_MIN) {
+            int32_t whole[MC_BLOCK];
+            float turns = 127 / max;
+            block.scale = max / 127;
+            for (int i = 0; i < PARTS; i++) {
+                /* To the nearest integer, ties to even, by the sum with 1.5 * 2^23. */
+                vf nearest = (values[i] * turns + 12582912.0f) - 12582912.0f;
+                vi part = __builtin_convertvector(nearest, vi);
+                memcpy(whole + i * LANES, &part, sizeof part);
+            }
+            for (int i = 0; i < MC_BLOCK; i++)
+                block.sum += whole[i];
+            if (format == MC_Q4_0)
+                for (int i = 0; i < MC_BLOCK; i++)
+                    block.values[i] = (int8_t)whole[(i & ~7) + (i & 7) / 2 + (i & 1) * 4];
+            else
+                for (int i = 0; i < MC_BLOCK; i++)
+                    block.values[i] = (int8_t)whole[i];
+        }
+        memcpy(to, &block, sizeof block);
+    }
 }
 
 /* e^x, within 2 units of the last place, and the same on every level: nothing is fused here.
@@ -313,6 +294,7 @@ static void LEVEL(activate)(float *gate, const float *up, int64_t num, const mc_
 
 typedef uint16_t LEVEL(v8) __attribute__((vector_size(16)));
 typedef uint8_t LEVEL(v16) __attribute__((vector_size(16)));
+typedef uint32_t LEVEL(v4) __attribute__((vector_size(16)));
 
 /* The values of a block of 16 rows, Q8_0: of each 4 rows, pairs of columns are put side by side. */
 INLINE void LEVEL(form_q8_0)(const uint8_t *const *blocks, uint8_t *out)
@@ -339,27 +321,57 @@ INLINE void LEVEL(form_q8_0)(const uint8_t *const *blocks, uint8_t *out)
         }
 }
 
-/* Of Q4_0: a word has the even columns of 8, the next one the odd ones. */
+/* The words of one row of Q4_0, 8 columns each: nibbles of even columns, then of odd ones. */
+INLINE LEVEL(v4) LEVEL(words_q4_0)(const uint8_t *block)
+{
+    LEVEL(v16) bytes, low, high;
+    memcpy(&bytes, block + 2, 16);
+    /* Bytes of columns 0, 4, 1, 5 and 2, 6, 3, 7 of each 8, for the low and the high nibbles. */
+    LEVEL(v16) one = __builtin_shufflevector(
+        bytes, bytes, 0, 4, 1, 5, 8, 12, 9, 13, 0, 4, 1, 5, 8, 12, 9, 13);
+    LEVEL(v16) two = __builtin_shufflevector(
+        bytes, bytes, 2, 6, 3, 7, 10, 14, 11, 15, 2, 6, 3, 7, 10, 14, 11, 15);
+    low = (one & 15) | (LEVEL(v16))((LEVEL(v8))(two & 15) << 4);
+    high = ((LEVEL(v16))((LEVEL(v8))one >> 4) & 15) | (two & 0xf0);
+    return (LEVEL(v4))__builtin_shufflevector(
+        low, high, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+/* Of Q4_0: of each 4 rows, words of the same columns are put side by side. */
 INLINE void LEVEL(form_q4_0)(const uint8_t *const *blocks, uint8_t *out)
 {
-    for (int r = 0; r < MC_TILE; r++) {
-        LEVEL(v16) bytes, halves[2];
-        memcpy(&bytes, blocks[r] + 2, 16);
-        halves[0] = bytes & 15;
-        halves[1] = bytes >> 4;
-        for (int half = 0; half < 2; half++) {
-            LEVEL(v8) pairs = (LEVEL(v8))__builtin_shufflevector(
-                halves[half], halves[half], 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-            LEVEL(v16) packed = (LEVEL(v16))(pairs | pairs >> 4);
-            packed = __builtin_shufflevector(
-                packed, packed, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
-            memcpy(out + 2 * half * 64 + r * 4, &packed, 4);
-            uint64_t both;
-            memcpy(&both, &packed, 8);
-            both >>= 32;
-            memcpy(out + (2 * half + 1) * 64 + r * 4, &both, 4);
+    for (int r = 0; r < MC_TILE; r += 4) {
+        LEVEL(v4) rows[4], two[4], words[4];
+        for (int i = 0; i < 4; i++)
+            rows[i] = LEVEL(words_q4_0)(blocks[r + i]);
+        for (int i = 0; i < 2; i++) {
+            two[i] = __builtin_shufflevector(rows[i], rows[i + 2], 0, 4, 1, 5);
+            two[2 + i] = __builtin_shufflevector(rows[i], rows[i + 2], 2, 6, 3, 7);
         }
+        for (int i = 0; i < 2; i++) {
+            words[2 * i] = __builtin_shufflevector(two[2 * i], two[2 * i + 1], 0, 4, 1, 5);
+            words[2 * i + 1] = __builtin_shufflevector(two[2 * i], two[2 * i + 1], 2, 6, 3, 7);
+        }
+        for (int i = 0; i < 4; i++)
+            memcpy(out + i * 64 + r * 4, &words[i], 16);
     }
+}
+
+/* The compute form of a block of `num` rows; those beyond are zero. */
+INLINE void LEVEL(form_block)(
+    const uint8_t *first, int64_t row_bytes, int64_t num, int format, uint8_t *out)
+{
+    static const uint8_t nothing[2 + MC_BLOCK];
+    const uint8_t *blocks[MC_TILE];
+#pragma GCC unroll 16
+    for (int r = 0; r < MC_TILE; r++) {
+        blocks[r] = r < num ? first + r * row_bytes : nothing;
+        memcpy(out + 2 * r, blocks[r], 2);
+    }
+    if (format == MC_Q8_0)
+        LEVEL(form_q8_0)(blocks, out + 2 * MC_TILE);
+    else
+        LEVEL(form_q4_0)(blocks, out + 2 * MC_TILE);
 }
 
 /* The compute form of rows [row, row + 16) of `rows`, from the file's order. */
@@ -367,20 +379,20 @@ static void LEVEL(form)(
     const uint8_t *data, int64_t row_bytes, int64_t rows, int64_t columns, int64_t row, int format,
     uint8_t *out)
 {
-    static const uint8_t nothing[2 + MC_BLOCK];
     int64_t block_bytes = mc_block_bytes(format);
+    data += row * row_bytes;
+    const uint8_t *next = data + MC_TILE * row_bytes;
     for (int64_t k = 0; k < columns / MC_BLOCK; k++) {
-        const uint8_t *blocks[MC_TILE];
-        for (int r = 0; r < MC_TILE; r++) {
-            blocks[r] = row + r < rows ? data + (row + r) * row_bytes + k * block_bytes : nothing;
-            memcpy(out + 2 * r, blocks[r], 2);
-        }
-        out += 2 * MC_TILE;
-        if (format == MC_Q8_0)
-            LEVEL(form_q8_0)(blocks, out);
+        /* The next 16 rows, in the order of memory: 16 places at once are too many to be foreseen. */
+        for (int64_t line = 0; line < MC_TILE * block_bytes; line += 64)
+            __builtin_prefetch(next + line);
+        next += MC_TILE * block_bytes;
+        if (rows - row >= MC_TILE)
+            LEVEL(form_block)(data, row_bytes, MC_TILE, format, out);
         else
-            LEVEL(form_q4_0)(blocks, out);
-        out += MC_TILE * (block_bytes - 2);
+            LEVEL(form_block)(data, row_bytes, rows - row, format, out);
+        data += block_bytes;
+        out += MC_TILE * block_bytes;
     }
 }
 
@@ -400,8 +412,10 @@ static uint32_t LEVEL(read)(const uint8_t *at, int64_t num)
     return total[0] ^ total[LANES - 1];
 }
 
-#define LEVEL_OF(name, ...) \
+/* Tiles for inputs of bf16, or NULL, come last; those for 8 bits have the names `int8(tile)`. */
+#define LEVEL_OF(name, int8, ...) \
     {name, \
      {{LEVEL(tile_f32), LEVEL(tile_f16), LEVEL(tile_bf16), LEVEL(tile_q8_0), LEVEL(tile_q4_0)}, \
-      {__VA_ARGS__}}, \
-     LEVEL(activate), LEVEL(form), LEVEL(read)}
+      {__VA_ARGS__}, \
+      {NULL, NULL, NULL, int8(tile_q8_0_int8), int8(tile_q4_0_int8)}}, \
+     LEVEL(activate), LEVEL(quantize), LEVEL(form), LEVEL(read)}

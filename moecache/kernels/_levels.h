@@ -9,7 +9,8 @@
 #define LANES 4
 #define TOKENS 2
 #include "_level.h"
-static const mc_level mc_generic = LEVEL_OF("generic", NULL);
+#include "_int8.h"
+static const mc_level mc_generic = LEVEL_OF("generic", LEVEL, NULL);
 #include "_level_end.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -27,8 +28,11 @@ static const mc_level mc_generic = LEVEL_OF("generic", NULL);
 #define TOKENS 2
 #define FMA(a, b, c) (vf) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #define F16C(raw) (vf) _mm256_cvtph_ps((__m128i)(raw))
+#define DOT_AVX2
 #include "_level.h"
-static const mc_level mc_avx2 = LEVEL_OF("avx2", NULL);
+#include "_int8.h"
+static const mc_level mc_avx2 = LEVEL_OF("avx2", LEVEL, NULL);
+#undef DOT_AVX2
 #include "_level_end.h"
 #ifdef __clang__
 #pragma clang attribute pop
@@ -51,8 +55,33 @@ static const mc_level mc_avx2 = LEVEL_OF("avx2", NULL);
 #define F16C(raw) (vf) _mm512_cvtph_ps((__m256i)(raw))
 #include "_level.h"
 #include "_avx512.h"
+#define AVX2(name) mc_avx2_##name
 static const mc_level mc_avx512 =
-    LEVEL_OF("avx512", NULL, NULL, mc_tile_bf16_dp, mc_tile_q8_0_dp, mc_tile_q4_0_dp);
+    LEVEL_OF("avx512", AVX2, NULL, NULL, mc_tile_bf16_dp, mc_tile_q8_0_dp, mc_tile_q4_0_dp);
+#undef AVX2
+#include "_level_end.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+/* Integer products that a level may have or not. */
+#ifdef __clang__
+#pragma clang attribute push( \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), \
+    apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+#endif
+#define LEVEL(name) mc_vnni_##name
+#define LANES 16
+#define F16C(raw) (vf) _mm512_cvtph_ps((__m256i)(raw))
+#define DOT_VNNI
+#include "_vectors.h"
+#include "_int8.h"
+#undef DOT_VNNI
 #include "_level_end.h"
 #ifdef __clang__
 #pragma clang attribute pop
@@ -75,6 +104,16 @@ static int mc_levels(const mc_level **levels)
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
             levels[num++] = &mc_avx512;
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+            __builtin_cpu_supports("avx512vnni")) {
+            /* The best level has them; the others keep their own, with the same bits. */
+            static mc_level best;
+            best = *levels[num - 1];
+            best.tiles[MC_X_INT8][MC_Q8_0] = mc_vnni_tile_q8_0_int8;
+            best.tiles[MC_X_INT8][MC_Q4_0] = mc_vnni_tile_q4_0_int8;
+            levels[num - 1] = &best;
+        }
     }
 #endif
     return num;

@@ -9,6 +9,8 @@
 #define MC_CHUNK 64
 /* Weights of an item: a thread takes the next one every few microseconds. */
 #define MC_ITEM_BYTES (128 * 1024)
+/* Waking a thread costs more than work on fewer rows of activations does. */
+#define MC_FEW 16
 
 /* Rows of fp32 or bf16. */
 typedef struct {
@@ -53,6 +55,16 @@ static void mc_add_bias(float *values, const mc_rows *bias, int64_t index, int64
               num, terms);
     for (int64_t i = 0; i < num; i++)
         values[i] += terms[i];
+}
+
+/* An input of another type, of whatever is multiplied by a matrix of this format. */
+static void mc_convert(const mc_level *level, const uint8_t *from, int given, int wanted,
+                       int64_t columns, int format, uint8_t *to)
+{
+    if (wanted == MC_X_INT8)
+        level->quantize(from, given, columns, format, to);
+    else
+        mc_to_f32(from, given, columns, (float *)to);
 }
 
 /* Tiles of 16 rows that are one item. */
@@ -133,7 +145,8 @@ typedef struct {
     int64_t num_experts;
     const uint8_t *const *inputs; /* of each i */
     int input_type;
-    mc_rows hidden; /* scratch: activations of each i; what `down` is given */
+    mc_rows hidden; /* scratch: activations of each i */
+    int hidden_type; /* what `down` is given; MC_X_INT8 is made of fp32, in its place */
     const uint8_t **hidden_inputs;
     mc_rows out;
     int64_t tiles_per_item, items_per_expert;
@@ -185,10 +198,13 @@ static void mc_up_item(void *job, int64_t item)
     for (int64_t row = first; row < last; row += MC_TILE) {
         int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
         for (int64_t t = e->offsets[expert]; t < e->offsets[expert + 1]; t += MC_CHUNK) {
-            float gate[MC_CHUNK * MC_TILE] = {0}, up[MC_CHUNK * MC_TILE] = {0};
+            float gate[MC_CHUNK * MC_TILE], up[MC_CHUNK * MC_TILE];
             int64_t count = e->offsets[expert + 1] - t;
             if (count > MC_CHUNK)
                 count = MC_CHUNK;
+            /* No more than is used: for one input, 8 KiB of zeros cost a third of its products. */
+            memset(gate, 0, (size_t)(count * MC_TILE) * sizeof *gate);
+            memset(up, 0, (size_t)(count * MC_TILE) * sizeof *up);
             mc_gate_and_up(e, &matrix, slot, row, num, e->inputs + t, count, gate, up);
             e->level->activate(gate, e->is_gated ? up : NULL, count * MC_TILE, &e->activation);
             for (int64_t i = 0; i < count; i++)
@@ -199,12 +215,19 @@ static void mc_up_item(void *job, int64_t item)
     }
 }
 
+static void mc_hidden_item(void *job, int64_t item)
+{
+    const mc_experts *e = job;
+    uint8_t *row = e->hidden.data + item * e->hidden.row_bytes;
+    e->level->quantize(row, e->hidden.type, e->width, e->down.first.format, row);
+}
+
 static void mc_down_item(void *job, int64_t item)
 {
     const mc_experts *e = job;
     int64_t expert = item / e->items_per_expert, slot = e->slots[expert];
     mc_matrix matrix = mc_in_slot(&e->down, slot);
-    mc_tile tile = e->level->tiles[e->hidden.type][matrix.format];
+    mc_tile tile = e->level->tiles[e->hidden_type][matrix.format];
     int64_t first = item % e->items_per_expert * e->tiles_per_item * MC_TILE;
     int64_t last = first + e->tiles_per_item * MC_TILE;
     if (last > matrix.rows)
@@ -264,8 +287,7 @@ static void mc_sum_item(void *job, int64_t item)
 
 static void mc_combine(mc_sum *sum, int num_threads)
 {
-    /* Waking a thread costs more than a few tokens do. */
-    mc_share(sum->num_tokens < 16 ? 1 : num_threads, mc_sum_item, sum, sum->num_tokens);
+    mc_share(sum->num_tokens < MC_FEW ? 1 : num_threads, mc_sum_item, sum, sum->num_tokens);
 }
 
 static void mc_compute_experts(mc_experts *e, int num_threads)
@@ -274,6 +296,10 @@ static void mc_compute_experts(mc_experts *e, int num_threads)
     e->tiles_per_item = mc_ceil(mc_tiles_per_item(&e->up.first), 1 + e->is_gated);
     e->items_per_expert = mc_ceil(e->width, e->tiles_per_item * MC_TILE);
     mc_share(num_threads, mc_up_item, e, e->num_experts * e->items_per_expert);
+    if (e->hidden_type == MC_X_INT8) {
+        int64_t num = e->offsets[e->num_experts];
+        mc_share(num < MC_FEW ? 1 : num_threads, mc_hidden_item, e, num);
+    }
     e->tiles_per_item = mc_tiles_per_item(&e->down.first);
     e->items_per_expert = mc_ceil(e->down.first.rows, e->tiles_per_item * MC_TILE);
     mc_share(num_threads, mc_down_item, e, e->num_experts * e->items_per_expert);

@@ -33,6 +33,8 @@ class SlotKernel:
         Whether rows of gate and up alternate; else gate's are above up's.
     alpha, limit : float
         Of activation "swiglu".
+    activations : {"float", "int8"}, default "float"
+        How inputs, and what goes down, are multiplied with blocks of integers; see `products`.
 
     Attributes
     ----------
@@ -54,6 +56,7 @@ class SlotKernel:
         is_interleaved: bool = False,
         alpha: float = 1.702,
         limit: float = 7.0,
+        activations: str = "float",
     ) -> None:
         first, second = expert(0), expert(min(1, num_slots - 1))
         _check_roles(first)
@@ -92,6 +95,7 @@ class SlotKernel:
             limit=limit,
             up_bias=bias(f"{wide}_bias", up.rows),
             down_bias=bias("down_bias", self.hidden_size),
+            activations=activations,
             owner=(first, second),
         )
         # With the addresses of torch's tensors no array is made for a call.

@@ -52,7 +52,11 @@ def matrix_of(weights: np.ndarray | Mapping[str, np.ndarray], name: str | None =
 
 
 def products(
-    inputs: np.ndarray, matrix: Matrix | np.ndarray, *, bias: np.ndarray | None = None
+    inputs: np.ndarray,
+    matrix: Matrix | np.ndarray,
+    *,
+    bias: np.ndarray | None = None,
+    activations: str = "float",
 ) -> np.ndarray:
     """Return inputs @ matrix.T + bias, as a linear layer does.
 
@@ -65,6 +69,10 @@ def products(
     matrix : Matrix, or ndarray of float32, float16 or bfloat16, shape [rows, columns]
         See `matrix_of`.
     bias : ndarray of float32 or bfloat16, shape [rows], optional
+    activations : {"float", "int8"}, default "float"
+        How inputs are multiplied with blocks of integers (q8_0, q4_0): as given, or rounded to
+        8 bits and a scale for each 32 columns. With "int8" all levels have the same bits, and a row
+        that has an infinity or a NaN gives NaN. Other formats have inputs as given.
 
     Returns
     -------
@@ -97,6 +105,7 @@ def products(
         kind,
         out.strides[0],
         *((0, "f32") if terms is None else (terms.ctypes.data, type_of(terms))),
+        activations,
     )
     return out
 

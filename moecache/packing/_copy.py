@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from moecache.errors import StoreError
+from moecache.errors import ConfigError, StoreError
 from moecache.packing._plan import ZEROS, Extent, Unit
 from moecache.packing._source import OtherFile, Source
 from moecache.stores._file import ReadOnlyFile
@@ -90,10 +90,13 @@ class PackedFile:
         buffers = itertools.cycle(self._chunks)
         buffer, filled = next(buffers), 0
         for extent in unit.extents:
-            done = 0
+            done, made = 0, _made(extent, source, unit.name)
             while done < extent.nbytes:
                 part = buffer[filled : filled + extent.nbytes - done]
-                _fill(part, extent, done, source, unit.name)
+                if made is None:
+                    _fill(part, extent, done, source, unit.name)
+                else:
+                    part[:] = made[done : done + len(part)]
                 filled, done = filled + len(part), done + len(part)
                 if filled == CHUNK_BYTES:
                     yield buffer
@@ -192,6 +195,18 @@ def _fill(part: memoryview, extent: Extent, done: int, source: Source, unit: str
         part[:] = bytes(len(part))
     else:
         source.read(extent.file, extent.source_offset + done, part, unit)
+
+
+def _made(extent: Extent, source: Source, unit: str) -> memoryview | None:
+    """Return the bytes that an extent's recipe makes; None if it has none."""
+    if extent.recipe is None:
+        return None
+    raw = bytearray(extent.recipe.source_bytes)
+    source.read(extent.file, extent.source_offset, memoryview(raw), unit)
+    try:
+        return extent.recipe.make(raw).data
+    except ConfigError as error:
+        raise ConfigError(f"{unit}: {error}") from error
 
 
 def _not_written(path: Path, offset: int, error: OSError) -> StoreError:

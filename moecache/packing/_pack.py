@@ -14,6 +14,7 @@ from moecache.packing._journal import Journal, sync_directory
 from moecache.packing._manifest import Progress, describe
 from moecache.packing._place import Place, locked
 from moecache.packing._plan import Unit, plan_experts, plan_trunk
+from moecache.packing._recipe import quantized_layout
 from moecache.packing._report import PackPlan, PackReport
 from moecache.packing._source import MANIFEST_NAME, Source
 from moecache.stores.safetensors import INDEX_NAME, SafetensorsStore
@@ -25,7 +26,12 @@ logger = logging.getLogger(__name__)
 _FILE_BYTES, _UNIT_BYTES = 4096, 512
 
 
-def plan(model: str | os.PathLike[str], out: str | os.PathLike[str]) -> PackPlan:
+def plan(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    format: str | None = None,  # noqa: A002 - what it is
+) -> PackPlan:
     """Return what `pack` would write. Reads headers only and writes nothing.
 
     Raises
@@ -35,13 +41,14 @@ def plan(model: str | os.PathLike[str], out: str | os.PathLike[str]) -> PackPlan
     """
     with Source(model) as source:
         place = Place.find(source.path, out)
-        return _Work(source).plan(place)
+        return _Work(source, format or "").plan(place)
 
 
 def pack(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    format: str | None = None,  # noqa: A002 - what it is
     progress: Progress | None = None,
 ) -> PackReport:
     """Write a checkpoint anew so that each expert is one aligned, contiguous read.
@@ -57,6 +64,10 @@ def pack(
         A checkpoint that `open_store` reads.
     out : str or Path
         The directory to make; it does not exist yet, or is empty.
+    format : {"q8_0", "q4_0"}, optional
+        Quantize the experts' matrices to a format, in its compute form: a direct read then
+        lands in its slot ready to be computed. What is rounded so stays rounded. By default no
+        bit of any tensor changes.
     progress : callable (done_bytes, total_bytes), optional
         Called after every few MiB. If it raises, the call ends as if interrupted.
 
@@ -67,7 +78,8 @@ def pack(
     Raises
     ------
     ConfigError
-        If `model` has no experts, or `out` cannot be used.
+        If `model` has no experts, `out` cannot be used, or the experts cannot be quantized to
+        `format`.
     StoreError
         If there is not enough room on the disk, if something cannot be read or
         written (a file system whose files may not be so large says so here), if
@@ -76,7 +88,7 @@ def pack(
     begun = time.perf_counter()
     with Source(model) as source:
         place = Place.find(source.path, out)
-        work = _Work(source)
+        work = _Work(source, format or "")
         with locked(place):
             planned = work.plan(place)
             if planned.disk_bytes > planned.free_bytes:
@@ -101,9 +113,11 @@ def pack(
 class _Work:
     """All that is to be written for a source, and the writing of it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, format: str) -> None:  # noqa: A002 - what it is
         self._source = source
-        self._files = (plan_experts(source), plan_trunk(source))
+        self._format = format
+        self._layout = quantized_layout(source.layout, format) if format else source.layout
+        self._files = (plan_experts(source, format), plan_trunk(source))
         self._beside = source.others()
         self._others = self._beside.files
         self._total_bytes = sum(file.nbytes for file in self._files) + sum(
@@ -144,7 +158,8 @@ class _Work:
             if progress is not None:
                 progress(done, self._total_bytes)
 
-        journal = Journal(place.journal, self._source.identity())
+        identity = " ".join(filter(None, (self._source.identity(), self._format)))
+        journal = Journal(place.journal, identity)
         checksums = self._resume(place, journal)
         try:
             journal.begin(self._units, checksums)
@@ -160,7 +175,7 @@ class _Work:
         manifest = describe(self._files, checksums, others).encode()
         write_file(place.files / MANIFEST_NAME, iter([manifest]))
         with SafetensorsStore(place.files) as packed:
-            if packed.layout != self._source.layout:
+            if packed.layout != self._layout:
                 raise FormatError(
                     f"{place.files}: its experts are not read like those of {self._source.path}; "
                     "this is a fault of moecache, please report it"

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moecache.errors import FormatError
+from moecache.packing._recipe import Recipe, recipe_for
 from moecache.packing._source import PADDING_PREFIX, Source
-from moecache.stores._header import MAX_HEADER_BYTES
+from moecache.stores._header import FORMAT_KEY, MAX_HEADER_BYTES
 from moecache.stores._index import split_name
 
 EXPERTS_NAME = "experts.safetensors"
@@ -29,13 +30,14 @@ ZEROS = -1
 class Extent(NamedTuple):
     """Bytes `[offset, offset + nbytes)` of a packed file, from a file of the source.
 
-    File `ZEROS` stands for padding.
+    File `ZEROS` stands for padding. With a recipe, the bytes are made of those there.
     """
 
     offset: int
     nbytes: int
     file: int
     source_offset: int
+    recipe: Recipe | None = None
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,19 @@ class FilePlan:
     tensor_names: Sequence[str]
 
 
-def plan_experts(source: Source) -> FilePlan:
-    """Return the file of experts: layer by layer, by number, each role at a 4 KiB boundary."""
-    layout, draft = source.layout, _Draft(EXPERTS_NAME)
+def plan_experts(source: Source, format: str = "") -> FilePlan:  # noqa: A002 - what it is
+    """Return the file of experts: layer by layer, by number, each role at a 4 KiB boundary.
+
+    Parameters
+    ----------
+    source : Source
+    format : str, default ""
+        What matrices are quantized to; by default they stay as they are.
+    """
+    layout, draft = source.layout, _Draft(EXPERTS_NAME, format or source.format)
     for layer, layer_name in enumerate(layout.layer_names):
         draft.start_unit(f"layer {layer} ({layer_name})")
+        roles = {role.name: role for role in layout.layers[layer]}
         for expert in range(layout.num_experts):
             for piece in source.pieces(layer):
                 name = piece.sources[0 if piece.stacked else expert]
@@ -81,8 +91,12 @@ def plan_experts(source: Source) -> FilePlan:
                     name, shape = split_name(name, expert), entry.shape[1:]
                 if piece.start == 0:
                     draft.align(ALIGNMENT)
-                extent = (piece.nbytes, int(piece.files[expert]), int(piece.offsets[expert]))
-                draft.add(name, entry.dtype_name, shape, *extent)
+                place = int(piece.files[expert]), int(piece.offsets[expert])
+                recipe = recipe_for(piece, roles[piece.role], format) if format else None
+                if recipe is None:
+                    draft.add(name, entry.dtype_name, shape, piece.nbytes, *place)
+                else:
+                    draft.add(name, "U8", recipe.shape, recipe.nbytes, *place, recipe)
         # A direct read of the last role needs whole blocks too.
         draft.align(ALIGNMENT)
     return draft.finish()
@@ -110,7 +124,7 @@ def plan_trunk(source: Source) -> FilePlan:
 class _Draft:
     """A safetensors file as it grows; offsets count from the end of its header."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, format: str = "") -> None:  # noqa: A002 - what it is
         self._name = name
         self._end = 0
         self._padding_bytes = 0
@@ -119,7 +133,8 @@ class _Draft:
         self._starts: list[tuple[int, str]] = []
         self._names: list[str] = []
         # Text at once: the entries of 100,000 tensors take a tenth of what objects would.
-        self._entries = ['"__metadata__":{"format":"pt"}']
+        said = {"format": "pt"} | ({FORMAT_KEY: format} if format else {})
+        self._entries = ['"__metadata__":' + json.dumps(said, separators=(",", ":"))]
 
     def add(
         self,
@@ -129,10 +144,11 @@ class _Draft:
         nbytes: int,
         file: int,
         source_offset: int,
+        recipe: Recipe | None = None,
     ) -> None:
         """Append a tensor."""
         self._names.append(name)
-        self._append(name, dtype_name, shape, nbytes, file, source_offset)
+        self._append(name, dtype_name, shape, Extent(0, nbytes, file, source_offset, recipe))
 
     def align(self, boundary: int) -> None:
         """Fill up to a multiple of `boundary`: readers of safetensors refuse holes."""
@@ -141,7 +157,7 @@ class _Draft:
             name = f"{PADDING_PREFIX}{self._num_paddings}"
             self._num_paddings += 1
             self._padding_bytes += gap
-            self._append(name, "U8", [gap], gap, ZEROS, 0)
+            self._append(name, "U8", [gap], Extent(0, gap, ZEROS, 0))
 
     def start_unit(self, name: str) -> None:
         """Let what follows be a unit of its own."""
@@ -183,23 +199,15 @@ class _Draft:
             tensor_names=self._names,
         )
 
-    def _append(
-        self,
-        name: str,
-        dtype_name: str,
-        shape: Sequence[int],
-        nbytes: int,
-        file: int,
-        source_offset: int,
-    ) -> None:
+    def _append(self, name: str, dtype_name: str, shape: Sequence[int], extent: Extent) -> None:
         sizes = ",".join(map(str, shape))
-        end = self._end + nbytes
+        end = self._end + extent.nbytes
         self._entries.append(
             f'{json.dumps(name)}:{{"dtype":"{dtype_name}","shape":[{sizes}],'
             f'"data_offsets":[{self._end},{end}]}}'
         )
-        if nbytes:
-            self._extents.append(Extent(self._end, nbytes, file, source_offset))
+        if extent.nbytes:
+            self._extents.append(extent._replace(offset=self._end))
         self._end = end
 
 

@@ -48,7 +48,8 @@ class Held:
         if target.ctypes.data == part.ctypes.data:
             return
         if self.is_made:
-            tile(part, self.role.format, *self.role.shape, target)
+            rows, columns = self.role.shape
+            tile(part, self.role.format, rows, columns, target)
         else:
             target[...] = part
 

@@ -61,6 +61,7 @@ class HostSlots:
         self._num_slots = num_slots
         self._held = hold_all(layout, _float_dtype(dtype))
         self._slabs: dict[str, np.ndarray] = {}
+        self._rows: dict[str, np.ndarray] = {}
         # What `buffers` returned, by slot; of slots that convert, buffers in use, and free ones.
         self._given: dict[int, Mapping[str, np.ndarray]] = {}
         self._lent: dict[int, dict[str, np.ndarray]] = {}
@@ -75,7 +76,8 @@ class HostSlots:
                 ) from error
         # Layers alike, the usual case: a slot's arrays are rows of the slabs.
         alike = len(set(layout.layers)) == 1
-        self._rows = {name: self.slab(name) for name in self._held[0]} if alike else {}
+        if alike:
+            self._rows = {name: self.slab(name) for name in self._held[0]}
         self._converts = converts(layout, dtype)
 
     @staticmethod
@@ -130,12 +132,12 @@ class HostSlots:
             If there is no such role, or layers differ in its shape or dtype: use
             `expert` there.
         """
-        self._check_open()
+        slabs, _ = self._open()
         held = {roles[role] for roles in self._held if role in roles}
         if len(held) != 1:
             problem = "layers differ in it" if held else "there is no such role"
             raise ConfigError(f"no slab for role {role!r}: {problem}")
-        raw = self._slabs[role]
+        raw = slabs[role]
         shape, dtype = (one := held.pop()).shape, one.dtype
         item_strides = np.empty(shape, dtype).strides if 0 not in shape else (0,) * len(shape)
         return np.ndarray(
@@ -144,15 +146,13 @@ class HostSlots:
 
     def expert(self, slot: int, layer: int) -> dict[str, np.ndarray]:
         """Return one slot as arrays per role, in the shapes of `layer`."""
-        self._check_open()
+        slabs, rows = self._open()
         self._layout.check(layer)
         if not 0 <= slot < self._num_slots:
             raise ValueError(f"slot {slot} is not in [0, {self._num_slots})")
-        if self._rows:
-            return {name: slab[slot] for name, slab in self._rows.items()}
-        return {
-            name: held.view(self._slabs[name][slot]) for name, held in self._held[layer].items()
-        }
+        if rows:
+            return {name: slab[slot] for name, slab in rows.items()}
+        return {name: held.view(slabs[name][slot]) for name, held in self._held[layer].items()}
 
     @property
     def max_buffers(self) -> int | None:
@@ -253,9 +253,12 @@ class HostSlots:
         """Close the pool."""
         self.close()
 
-    def _check_open(self) -> None:
-        if not self._slabs:
+    def _open(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Return slabs and rows: another thread may close the pool while they are used."""
+        slabs, rows = self._slabs, self._rows
+        if not slabs:
             raise MoeCacheError("the slots are closed")
+        return slabs, rows
 
 
 def converts(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> bool:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ from moecache.stores._file import ReadOnlyFile
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 32
+# What a packed file calls the format of its experts, beside its tensors.
+FORMAT_KEY = "moecache.format"
 # Models have less than 200.
 MAX_LAYERS = 4096
 # The layer in a name of experts' tensors. Each byte is looked at once, whatever the text is.
@@ -42,7 +45,21 @@ class TensorEntry:
     nbytes: int
 
 
-def read_header(path: Path, file: ReadOnlyFile | None = None) -> dict[str, TensorEntry]:
+class Tensors(dict[str, TensorEntry]):
+    """The tensors of a file by their names, and what it says beside them.
+
+    Attributes
+    ----------
+    metadata : dict of str to str
+    """
+
+    def __init__(self, entries: Mapping[str, TensorEntry], metadata: object) -> None:
+        super().__init__(entries)
+        said = metadata if isinstance(metadata, dict) else {}
+        self.metadata = {key: text for key, text in said.items() if isinstance(text, str)}
+
+
+def read_header(path: Path, file: ReadOnlyFile | None = None) -> Tensors:
     """Return the tensors of a safetensors file.
 
     Memory and time are bounded by the file's own size, whatever the header claims.
@@ -86,7 +103,7 @@ def read_header(path: Path, file: ReadOnlyFile | None = None) -> dict[str, Tenso
         if name != "__metadata__"
     }
     _check_overlap(path, tensors)
-    return tensors
+    return Tensors(tensors, entries.get("__metadata__"))
 
 
 def check_layers(path: Path, text: bytearray) -> None:

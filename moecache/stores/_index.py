@@ -8,12 +8,13 @@ put in (`...experts.7.gate_up_proj_bias`).
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from moecache.errors import ConfigError, FormatError
+from moecache.formats import TILE_ROWS, find_format
 from moecache.layout import ExpertLayout, Role
 from moecache.stores._header import MAX_LAYERS, TensorEntry, shown
 
@@ -251,6 +252,35 @@ def _assemble(
             )
             start += nbytes
     return roles, pieces
+
+
+def in_format(roles: Sequence[Role], name: str) -> tuple[Role, ...]:
+    """Return roles whose stacks of tiles, uint8 [tiles, blocks, bytes], are those of a format.
+
+    Raises
+    ------
+    FormatError
+        If the format is not known, or a stack has other bytes than it would have.
+    """
+    return tuple(_in_format(role, name) if role.dtype == np.uint8 else role for role in roles)
+
+
+def _in_format(role: Role, name: str) -> Role:
+    if len(role.shape) != 3:
+        raise FormatError(f"role {role.name!r}, uint8 {list(role.shape)}, is no stack of tiles")
+    tiles, blocks, _ = role.shape
+    try:
+        known = find_format(name)
+        shape = tiles * TILE_ROWS, blocks * known.block[1]
+        found = Role(role.name, shape, format=name, is_tiled=True)
+    except ConfigError as error:
+        raise FormatError(f"role {role.name!r}: {error}") from error
+    if found.nbytes != role.nbytes:
+        raise FormatError(
+            f"role {role.name!r}, {role.nbytes} bytes of shape {list(role.shape)}, is not {name}: "
+            f"that takes {found.nbytes}"
+        )
+    return found
 
 
 def _places(

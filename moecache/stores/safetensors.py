@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,8 +18,8 @@ from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, Store
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
 from moecache.stores._file import ReadOnlyFile
-from moecache.stores._header import TensorEntry, check_layers, read_header, shown
-from moecache.stores._index import index_experts
+from moecache.stores._header import FORMAT_KEY, TensorEntry, check_layers, read_header, shown
+from moecache.stores._index import in_format, index_experts
 from moecache.stores._paths import find_path
 from moecache.stores.base import Parts, Run, destination_bytes
 
@@ -88,13 +89,14 @@ class SafetensorsStore:
         weight_map = _read_weight_map(self.path)
         # Each file is opened once: one that is replaced meanwhile is not mixed with its successor.
         self._files = [ReadOnlyFile(file) for file in _find_files(self.path, weight_map)]
-        self._tensors = _merge_headers(self._files, weight_map)
+        self._tensors, formats = _merge_headers(self._files, weight_map)
         self._ends = [0] * len(self._files)
         for number, entry in self._tensors.values():
             self._ends[number] = max(self._ends[number], entry.offset + entry.nbytes)
         configured = _find_top_k(self.config) if top_k is None else top_k
         try:
             self._layout, self._pieces = index_experts(self._tensors, configured, layers)
+            self._layout, self.format = self._with_formats(formats)
         except ConfigError as error:
             if top_k is not None or layers is not None:
                 raise
@@ -200,7 +202,7 @@ class SafetensorsStore:
                 for one, two in itertools.pairwise(pieces)
             )
             if adjoin:
-                pieces = [(name, first[1], first[2], roles[name].nbytes, roles[name].shape)]
+                pieces = [(name, first[1], first[2], roles[name].nbytes, roles[name].array_shape)]
             for piece_name, file, offset, nbytes, shape in pieces:
                 raw = np.frombuffer(self._map(file), np.uint8, nbytes, offset)
                 views[piece_name] = raw.view(roles[name].dtype).reshape(shape)
@@ -267,6 +269,18 @@ class SafetensorsStore:
     def __exit__(self, *_: object) -> None:
         """Close the store."""
         self.close()
+
+    def _with_formats(self, formats: Sequence[str]) -> tuple[ExpertLayout, str]:
+        """Return the layout in the formats that the experts' files say, and the name of one."""
+        layers, used = [], ""
+        for roles, pieces in zip(self._layout.layers, self._pieces, strict=True):
+            said = {formats[int(number)] for piece in pieces for number in np.unique(piece.files)}
+            if len(said) > 1:
+                raise FormatError(f"experts of a layer are in several formats: {sorted(said)}")
+            name = said.pop() if said else ""
+            layers.append(in_format(roles, name) if name else roles)
+            used = name or used
+        return replace(self._layout, layers=layers), used
 
     def _copy_mapped(self, runs: tuple[Run, ...], target: Parts) -> None:
         for file, offset, spans in runs:
@@ -367,13 +381,16 @@ def _read_weight_map(path: Path) -> dict[str, str] | None:
 
 def _merge_headers(
     files: list[ReadOnlyFile], weight_map: dict[str, str] | None
-) -> dict[str, tuple[int, TensorEntry]]:
+) -> tuple[dict[str, tuple[int, TensorEntry]], list[str]]:
+    """Return all tensors, and the format that each file says its experts are in, or ""."""
+    formats = []
     tensors: dict[str, tuple[int, TensorEntry]] = {}
     for number, file in enumerate(files):
         # Only the headers: the kernel should not read the experts ahead.
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         entries = read_header(file.path, file)
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+        formats.append(entries.metadata.get(FORMAT_KEY, ""))
         for name, entry in entries.items():
             if weight_map is not None and weight_map.get(name) != file.path.name:
                 continue
@@ -387,7 +404,7 @@ def _merge_headers(
                 f"{files[0].path.parent / INDEX_NAME}: tensor {shown(name)} is not in its shard; "
                 "download the checkpoint again"
             )
-    return tensors
+    return tensors, formats
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from moecache.integrations.transformers._operators import (
     numbered,
     operator,
 )
-from moecache.kernels import SlotKernel, matrix_of
+from moecache.kernels import SlotKernel, has_form, matrix_of
 from moecache.runtime.runtime import ExpertRuntime
+from moecache.settings import COMPUTE
 from moecache.slots import HostSlots
 
-COMPUTE = ("torch", "fast")
 # With more rows torch's products are as fast, and what they cost is not the reading of weights.
 MAX_ROWS = 8
 # Class of an activation module -> its kernel.
@@ -44,7 +44,7 @@ _MATRIX = "_moecache_matrix"
 
 def check_compute(compute: object) -> str:
     """Return a way of computing; raise ConfigError if there is none of that name."""
-    if compute not in COMPUTE:
+    if compute not in tuple(COMPUTE):
         raise ConfigError(f"compute {compute!r} is not one of {', '.join(COMPUTE)}")
     return str(compute)
 
@@ -53,21 +53,22 @@ def describe_compute(compute: str) -> str:
     """Return who multiplies, for a report."""
     if compute == "torch":
         return f"computed by torch, {torch.get_num_threads()} threads"
-    return f"computed by kernels: {kernels.level()}, {kernels.num_threads()} threads"
+    activations = ", activations of 8 bits" if compute == "fast-int8" else ""
+    return f"computed by kernels: {kernels.level()}, {kernels.num_threads()} threads{activations}"
 
 
 def kernel_of(
-    module: nn.Module, runtime: ExpertRuntime, layer: int, *, is_transposed: bool
+    module: nn.Module, runtime: ExpertRuntime, layer: int, compute: str, *, is_transposed: bool
 ) -> SlotKernel:
     """Return what computes the experts of a module in the runtime's slots.
 
     Raises
     ------
     ConfigError
-        If there is no kernel for them.
+        If there is no kernel for them, or none in any layer that "fast-int8" would change.
     """
     pool, family = runtime.pool, type(module).__name__
-    problem = None
+    problem, remedy = None, "torch"
     given = getattr(module, "act_fn", None)
     # A function, such as torch's silu, has a name of its own.
     named = str(getattr(given, "__name__", type(given).__name__))
@@ -80,6 +81,10 @@ def kernel_of(
         problem = "their gate is one of their own"
     elif not activation:
         problem = f"there is no kernel for {named}"
+    elif compute == "fast-int8" and not any(
+        has_form(role.format) for roles in runtime.layout.layers for role in roles
+    ):
+        problem, remedy = "activations of 8 bits are for experts of q8_0 and q4_0", "fast"
     else:
         try:
             return SlotKernel(
@@ -87,10 +92,13 @@ def kernel_of(
                 pool.num_slots,
                 roles=runtime.layout.layers[layer],
                 activation=activation,
+                activations="int8" if compute == "fast-int8" else "float",
             )
         except ConfigError as error:
             problem = str(error)
-    raise ConfigError(f'{family} cannot be computed with compute="fast": {problem}; use "torch"')
+    raise ConfigError(
+        f'{family} cannot be computed with compute="{compute}": {problem}; use "{remedy}"'
+    )
 
 
 def fast_rows(

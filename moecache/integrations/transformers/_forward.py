@@ -191,7 +191,7 @@ def routed_experts(
     Returns
     -------
     Tensor, shape [num_tokens, hidden_size]
-        Equal to that of "grouped_mm", bit for bit, on the CPU, unless `compute` is "fast".
+        Equal to that of "grouped_mm", bit for bit, on the CPU, if `compute` is "torch".
 
     Raises
     ------

@@ -167,13 +167,15 @@ def load(
     slots, policy, scope, read, reserve, lock, profile, loader_threads, prefault, progress, \
 record_trace, warmpin, warmpin_after
         See `moecache.open`.
-    compute : {"torch", "fast"}, default "torch"
+    compute : {"torch", "fast", "fast-int8"}, default "torch"
         What multiplies. "torch": transformers' own products. "fast": moecache's kernels, for
         experts and for the trunk's linear layers where there are up to 8 rows; with AVX-512's
         products of bfloat16 at the speed at which weights can be read. Sums are float32 in an
         order of their own, and the activations between an expert's products are rounded once:
         the output is that of the same model at any number of slots and threads, bit for bit,
-        but not transformers'.
+        but not transformers'. "fast-int8": the same with activations of 8 bits for experts of
+        q8_0 and q4_0, for processors without products of bfloat16; refused if none has these
+        formats.
     num_threads : int, optional
         Threads of the kernels, of all models of the process. By default MOECACHE_THREADS, else
         the cores that the process may use.
@@ -200,8 +202,8 @@ record_trace, warmpin, warmpin_after
     _check_arguments(device, from_pretrained)
     # Before the trunk is read, which may take minutes.
     check_compute(compute)
-    if compute == "fast" and parse_device(device) is not None:
-        raise ConfigError(f'compute="fast" multiplies in RAM, not on {device}; use "torch"')
+    if compute != "torch" and parse_device(device) is not None:
+        raise ConfigError(f'compute="{compute}" multiplies in RAM, not on {device}; use "torch"')
     _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch)
     if num_threads is not None:
         kernels.use_threads(num_threads)

@@ -82,7 +82,7 @@ class Offload(NotCopied):
         self.runtime = runtime
         self._bindings = _bind(model, runtime)
         self._compute = check_compute(compute)
-        self._kernels = self._make_kernels() if compute == "fast" else {}
+        self._kernels = self._make_kernels() if compute != "torch" else {}
         self._linears: list[nn.Module] = []
         self._owned = owned
         self._released: bool = False
@@ -102,7 +102,7 @@ class Offload(NotCopied):
                 if _llama4.is_llama4(binding.module)
             ]
             self._layers = self._strip()
-            if compute == "fast":
+            if compute != "torch":
                 self._linears = quicken(model)
             _follow_streams(runtime)
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
@@ -242,6 +242,7 @@ class Offload(NotCopied):
                 binding.module,
                 self.runtime,
                 binding.layer,
+                self._compute,
                 is_transposed=_is_transposed(binding.module),
             )
             for binding in self._bindings
@@ -333,7 +334,7 @@ def attach(
     look_ahead : bool, optional
         Have the next layer's router name the experts that are read ahead. By default if
         the runtime's prefetch is "auto".
-    compute : {"torch", "fast"}, default "torch"
+    compute : {"torch", "fast", "fast-int8"}, default "torch"
         What multiplies; see `load`.
 
     Returns

@@ -1,0 +1,196 @@
+"""A model larger than memory, beside llama.cpp that maps the same weights: tokens per second.
+
+    python -m bench.qwen3_moe DIR                     # a model of 3.2 GB
+    python -m bench.against_llama_cpp DIR GGUF ...    # writes the same model as GGUF
+    python -m bench.larger_than_memory DIR GGUF --work /on/the/disk --json FILE
+
+Each contestant is a process in a memory cgroup of its own, and nothing of its file is in memory
+when it starts. It reads a prompt of 16 tokens and is given 48 more, one at a time, the same to
+all; after `--seconds` it stops where it is. Shown are medians of runs, tokens per second of the
+clock and of CPU time, and the bytes that it read a token. The disk's read-ahead decides what
+demand paging does: each that is asked for has a disk of its own (a loop device, which needs root).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.against_llama_cpp import LLAMA, NEW_TOKENS, PROMPT, llama, ours
+from bench.disks import describe_read_ahead, disk_with
+from bench.limits import MemoryLimit
+from bench.machine import describe_machine
+from moecache import kernels
+from moecache.units import format_bytes, parse_bytes
+
+ROOT = Path(__file__).parents[1]
+CONTESTANTS = (LLAMA, "moecache torch", "moecache fast")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.larger_than_memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("gguf", type=Path)
+    parser.add_argument("--work", type=Path, help="where disks are made (beside the checkpoint)")
+    parser.add_argument("--read-ahead", nargs="*", default=["8MiB", "128KiB"])
+    parser.add_argument("--limits", nargs="*", type=float, default=[1 / 2, 1 / 3])
+    parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=CONTESTANTS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(argv)
+    print(f"{describe_machine()}, {kernels.level()}, {arguments.threads} threads", flush=True)
+    figures: list[dict[str, Any]] = []
+    size = arguments.gguf.stat().st_size
+    needed = size + sum(file.stat().st_size for file in arguments.checkpoint.iterdir())
+    work = arguments.work or arguments.checkpoint.parent
+    for read_ahead in arguments.read_ahead:
+        with disk_with(parse_bytes(read_ahead), work, needed) as disk:
+            checkpoint, gguf = disk / "model", disk / arguments.gguf.name
+            shutil.copytree(arguments.checkpoint, checkpoint)
+            shutil.copy(arguments.gguf, gguf)
+            print(describe_read_ahead(disk), flush=True)
+            for limit in arguments.limits:
+                found = compare(arguments, checkpoint, gguf, int(size * limit))
+                for figure in found:
+                    figures.append({"read_ahead": read_ahead, "share": limit, **figure})
+                    print(describe(figures[-1]), flush=True)
+    if arguments.json is not None:
+        found = {
+            "machine": describe_machine(),
+            "level": kernels.level(),
+            "threads": arguments.threads,
+            "figures": figures,
+        }
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def compare(
+    arguments: argparse.Namespace, checkpoint: Path, gguf: Path, limit: int
+) -> list[dict[str, Any]]:
+    """Run all contestants in turns; return what each did, medians of its runs."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
+    for number in range(arguments.rounds):
+        for name in list(runs)[:: 1 if number % 2 else -1]:
+            path = gguf if name == LLAMA else checkpoint
+            task = {
+                "name": name,
+                "path": str(path),
+                "threads": arguments.threads,
+                "seconds": arguments.seconds,
+            }
+            runs[name].append(run(task, limit))
+    first = next(iter(runs.values()))[0]["chosen"]
+    return [
+        {
+            "name": name,
+            "limit_bytes": limit,
+            "runs": found,
+            "same_choice": _same(first, found[0]["chosen"]),
+            **{
+                key: statistics.median(run[key] for run in found)
+                for key in ("tokens_per_s", "tokens_per_cpu_s", "read_bytes_per_token")
+            },
+            "num_tokens": min(run["num_tokens"] for run in found),
+        }
+        for name, found in runs.items()
+    ]
+
+
+def _same(one: list[int], other: list[int]) -> float:
+    """Return how often two would have chosen the same next token."""
+    return float(np.mean([a == b for a, b in zip(one, other, strict=False)]))
+
+
+def run(task: dict[str, Any], limit: int) -> dict[str, Any]:
+    """Run one contestant in a process and a limit of its own."""
+    path = Path(task["path"])
+    for file in [path] if path.is_file() else path.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    with MemoryLimit(limit) as group:
+        task = {**task, "join": str(group.join_file)}
+        program = "import sys, bench.larger_than_memory as b; b.child(sys.argv[1])"
+        done = subprocess.run(
+            [sys.executable, "-c", program, json.dumps(task)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
+        facts = group.facts()
+    if done.returncode:
+        raise SystemExit(
+            f"{task['name']} failed ({done.returncode}, {facts}):\n{done.stderr[-3000:]}"
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found | {"facts": facts}
+
+
+def child(text: str) -> None:
+    """Join the limit, decode, and print what was measured."""
+    task = json.loads(text)
+    Path(task["join"]).write_text(str(os.getpid()))
+    kernels.use_threads(task["threads"])
+    path, name = Path(task["path"]), task["name"]
+    tokens = np.random.default_rng(0).integers(5, 200, PROMPT + NEW_TOKENS).tolist()
+    if name == LLAMA:
+        opened = llama(path, task["threads"])
+    else:
+        opened = ours(path, None, name.split()[1], task["threads"])
+    start = time.perf_counter()
+    with opened as one:
+        one.prompt(tokens[:PROMPT])
+        prompt_s = time.perf_counter() - start
+        cpu, clock, before = time.process_time(), time.perf_counter(), _read_bytes()
+        chosen = []
+        for token in tokens[PROMPT:]:
+            chosen.append(int(one.token(token).argmax()))
+            if time.perf_counter() - clock > task["seconds"]:
+                break
+        seconds, cpu_s = time.perf_counter() - clock, time.process_time() - cpu
+        read = _read_bytes() - before
+    found = {
+        "num_tokens": len(chosen),
+        "prompt_s": prompt_s,
+        "tokens_per_s": len(chosen) / seconds,
+        "tokens_per_cpu_s": len(chosen) / cpu_s,
+        "read_bytes_per_token": read / len(chosen),
+        "chosen": chosen,
+    }
+    print(json.dumps(found))
+
+
+def describe(figure: dict[str, Any]) -> str:
+    """Return a figure as a line."""
+    return (
+        f"{figure['read_ahead']:>7} {format_bytes(figure['limit_bytes']):>9} {figure['name']:16} "
+        f"{figure['tokens_per_s']:7.2f} tokens/s {figure['tokens_per_cpu_s']:7.1f} tokens/CPU-s "
+        f"{format_bytes(figure['read_bytes_per_token']):>9} read a token, "
+        f"{figure['num_tokens']} tokens"
+    )
+
+
+def _read_bytes() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

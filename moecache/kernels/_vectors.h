@@ -1,0 +1,69 @@
+/* Vectors of LANES numbers and what every tile does with them: included once for each level, before
+ * its tiles. */
+
+typedef float LEVEL(vf) __attribute__((vector_size(LANES * 4)));
+typedef int32_t LEVEL(vi) __attribute__((vector_size(LANES * 4)));
+typedef uint32_t LEVEL(vu) __attribute__((vector_size(LANES * 4)));
+typedef uint16_t LEVEL(vh) __attribute__((vector_size(LANES * 2)));
+typedef uint8_t LEVEL(vb) __attribute__((vector_size(LANES * 4)));
+#define vf LEVEL(vf)
+#define vi LEVEL(vi)
+#define vu LEVEL(vu)
+#define vh LEVEL(vh)
+#define vb LEVEL(vb)
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vf LEVEL(all)(float value) { return value - (vf){0}; }
+
+INLINE vf LEVEL(fma)(vf a, vf b, vf c)
+{
+#ifdef FMA
+    return FMA(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vf LEVEL(halves)(vh raw)
+{
+#ifdef F16C
+    return F16C(raw);
+#else
+    vu bits = __builtin_convertvector(raw, vu);
+    vu rest = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
+    vu finite = (vu)((vf)rest * LEVEL(all)(0x1p112f)), large = rest + 0x70000000;
+    vu is_large = (vu)(rest >= 0x0f800000);
+    return (vf)(((is_large & large) | (~is_large & finite)) | sign);
+#endif
+}
+
+/* LANES columns of a row as fp32. */
+INLINE vf LEVEL(load)(const uint8_t *at, int format)
+{
+    if (format == MC_F32) {
+        vf values;
+        memcpy(&values, at, sizeof values);
+        return values;
+    }
+    vh raw;
+    memcpy(&raw, at, sizeof raw);
+    if (format == MC_F16)
+        return LEVEL(halves)(raw);
+    return (vf)(__builtin_convertvector(raw, vu) << 16);
+}
+
+/* The four columns of a row side by side, which lie in pairs: see `kernels/forms.py`. */
+INLINE vu LEVEL(by_rows)(vu lanes)
+{
+#define PAIRS(i) i, i + 1, i + 8, i + 9, i + 2, i + 3, i + 10, i + 11, \
+        i + 4, i + 5, i + 12, i + 13, i + 6, i + 7, i + 14, i + 15
+    vb bytes = (vb)lanes;
+#if LANES == 16
+    return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0), PAIRS(16), PAIRS(32), PAIRS(48));
+#elif LANES == 8
+    return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0), PAIRS(16));
+#else
+    return (vu)__builtin_shufflevector(bytes, bytes, PAIRS(0));
+#endif
+#undef PAIRS
+}

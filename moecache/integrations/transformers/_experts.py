@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from moecache.errors import MoeCacheError
+from moecache.integrations.transformers._operators import NUMBER, number
 
 # Weight of an experts module -> role in the store.
 ROLES = {
@@ -90,6 +91,7 @@ def strip(module: nn.Module) -> None:
     for name in weights:
         del module._parameters[name]
     module.__dict__[_WEIGHTS] = weights
+    number(module)
     # As if it had been read from the checkpoint: there is nothing to be initialized.
     module.__dict__["_is_hf_initialized"] = True
     become(module, OffloadedExperts)
@@ -115,7 +117,7 @@ def restore(module: nn.Module, weights: dict[str, nn.Parameter]) -> None:
         config: Any = module.config
         config._experts_implementation_internal = module.__dict__.pop(_BEFORE)
     become_again(module)
-    del module.__dict__[_WEIGHTS]
+    del module.__dict__[_WEIGHTS], module.__dict__[NUMBER]
     for name, parameter in weights.items():
         module.register_parameter(name, parameter)
 

@@ -12,6 +12,13 @@ from transformers.integrations import moe
 from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._experts import become, become_again
+from moecache.integrations.transformers._operators import (
+    NUMBER,
+    number,
+    number_of,
+    numbered,
+    operator,
+)
 from moecache.kernels import SlotKernel, has_form, matrix_of
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import COMPUTE
@@ -155,29 +162,56 @@ class FastLinear(nn.Module):
         weight, bias = linear.weight, linear.bias
         num_rows = input.numel() // max(1, input.shape[-1])
         if (
-            torch.compiler.is_compiling()
-            or not 0 < num_rows <= MAX_ROWS
+            not 0 < num_rows <= MAX_ROWS
             or (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad))
             or not (weight.dtype == input.dtype in _TYPES)
             or weight.device.type != "cpu"
         ):
             out: torch.Tensor = super().forward(input)
             return out
-        address = weight.data_ptr()
-        kept = linear.__dict__.get(_MATRIX)
-        if kept is None or kept[0] != address:
-            kept = address, _matrix(weight)
+        if torch.compiler.is_compiling():
+            out = torch.ops.moecache.linear(input, weight, bias, number_of(linear))
+        else:
+            out = _linear(linear, input, weight, bias)
+        return out
+
+
+def _linear(
+    linear: nn.Module | None,
+    input: torch.Tensor,  # noqa: A002 - torch's own name
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return what the kernels make of a few rows; the module keeps its matrix."""
+    address = weight.data_ptr()
+    kept = None if linear is None else linear.__dict__.get(_MATRIX)
+    if kept is None or kept[0] != address:
+        kept = address, _matrix(weight)
+        if linear is not None:
             linear.__dict__[_MATRIX] = kept
-        kind, size = _TYPES[input.dtype], input.element_size()
-        given = input.contiguous()
-        result = torch.empty((*input.shape[:-1], weight.shape[0]), dtype=input.dtype)
-        terms = (0, kind) if bias is None else (bias.data_ptr(), _TYPES[bias.dtype])
-        kept[1].multiply(
-            *(given.data_ptr(), kind, num_rows, weight.shape[1] * size),
-            *(result.data_ptr(), kind, weight.shape[0] * size),
-            *terms,
-        )
-        return result
+    kind, size = _TYPES[input.dtype], input.element_size()
+    given = input.contiguous()
+    result = torch.empty((*input.shape[:-1], weight.shape[0]), dtype=input.dtype)
+    terms = (0, kind) if bias is None else (bias.data_ptr(), _TYPES[bias.dtype])
+    kept[1].multiply(
+        *(given.data_ptr(), kind, input.numel() // input.shape[-1], weight.shape[1] * size),
+        *(result.data_ptr(), kind, weight.shape[0] * size),
+        *terms,
+    )
+    return result
+
+
+@operator(
+    "linear(Tensor input, Tensor weight, Tensor? bias, int module) -> Tensor",
+    lambda input, weight, *_: input.new_empty((*input.shape[:-1], weight.shape[0])),  # noqa: A006
+)
+def _operator(
+    input: torch.Tensor,  # noqa: A002 - torch's own name
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    module: int,
+) -> torch.Tensor:
+    return _linear(numbered(module), input, weight, bias)
 
 
 def quicken(model: nn.Module) -> list[nn.Module]:
@@ -185,13 +219,15 @@ def quicken(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = [m for m in model.modules() if type(m) is nn.Linear]
     for linear in found:
         become(linear, FastLinear)
+        number(linear)
     return found
 
 
 def slow_down(linears: list[nn.Module]) -> None:
     """Give linear layers their own products back."""
     for linear in linears:
-        linear.__dict__.pop(_MATRIX, None)
+        for name in (_MATRIX, NUMBER):
+            linear.__dict__.pop(name, None)
         become_again(linear)
 
 

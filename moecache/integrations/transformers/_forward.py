@@ -10,6 +10,7 @@ from torch import nn
 
 from moecache.errors import MoeCacheError
 from moecache.integrations.transformers._fast import fast_experts
+from moecache.integrations.transformers._operators import number_of, numbered, operator
 from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.runtime.steps import Wave
@@ -143,7 +144,7 @@ def weights_in(runtime: ExpertRuntime, slot: int, layer: int) -> dict[str, torch
     }
 
 
-def layer_of(module: nn.Module, hidden: torch.Tensor) -> SlotLayer:
+def layer_of(module: nn.Module | None, hidden: torch.Tensor) -> SlotLayer:
     """Return where an experts module's weights are.
 
     Raises
@@ -151,7 +152,7 @@ def layer_of(module: nn.Module, hidden: torch.Tensor) -> SlotLayer:
     MoeCacheError
         If the model has no runtime, or hidden states are not on the device of its slots.
     """
-    layer: SlotLayer | None = module.__dict__.get(LAYER)
+    layer: SlotLayer | None = None if module is None else module.__dict__.get(LAYER)
     if layer is None:
         raise MoeCacheError(
             "experts implementation 'moecache' needs a cache, and this model has none, or one "
@@ -174,7 +175,6 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-@torch.compiler.disable
 def routed_experts(
     module: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
@@ -200,6 +200,27 @@ def routed_experts(
     StoreError
         If an expert cannot be read; nothing is lost: call again.
     """
+    if not torch.compiler.is_compiling():
+        return _routed_experts(module, hidden, ids, weights)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
+        return _outside(module, hidden, ids, weights)
+    out: torch.Tensor = torch.ops.moecache.routed_experts(hidden, ids, weights, number_of(module))
+    return out
+
+
+@operator(
+    "routed_experts(Tensor hidden, Tensor ids, Tensor weights, int module) -> Tensor",
+    lambda hidden, *_: hidden.new_empty(hidden.shape),
+)
+def _operator(
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, module: int
+) -> torch.Tensor:
+    return _routed_experts(numbered(module), hidden, ids, weights)
+
+
+def _routed_experts(
+    module: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     layer = layer_of(module, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
         out: torch.Tensor = _Differentiable.apply(hidden, weights, ids, module, layer)
@@ -211,6 +232,12 @@ def routed_experts(
         layer.num_products += num_experts
         return out
     return _forward(module, layer, hidden, ids, weights)
+
+
+_outside = torch.compiler.disable(
+    _routed_experts,
+    reason="gradients go through experts outside of graphs; in evaluation use torch.no_grad()",
+)
 
 
 def _forward(

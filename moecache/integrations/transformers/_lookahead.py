@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from moecache.integrations.transformers._operators import number, numbered, operator
 from moecache.prefetch.predict import Prediction, Predictor
 from moecache.prefetch.prefetcher import MAX_ROWS
 
@@ -78,19 +79,47 @@ class RouterLookAhead:
         return self._fallback.predict(layer, n)
 
     def _hook(self, layer: int) -> Any:
-        @torch.compiler.disable
-        def note(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            self._seen.inputs = None
-            if not arguments:
-                return
-            hidden = arguments[0]
-            self._others[layer] = arguments[1:]
-            # Nothing is predicted after a step of many tokens, so its input is not kept.
-            if hidden.numel() <= MAX_ROWS * hidden.shape[-1]:
-                # Each thread has its own: two may be at different layers.
-                self._seen.inputs = (layer, hidden.detach())
+        given, outside = number(self), torch.compiler.disable(self._note)
+
+        def note(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if not torch.compiler.is_compiling():
+                self._note(layer, arguments)
+                return None
+            if not arguments or not all(isinstance(a, torch.Tensor) for a in arguments):
+                return None
+            hidden, *others = arguments
+            if torch.is_grad_enabled() and hidden.requires_grad:
+                outside(layer, arguments)
+                return None
+            # What the router takes is what the operator returns: it is called before.
+            return torch.ops.moecache.note(hidden, others, layer, given), *others
 
         return note
+
+    def _note(self, layer: int, arguments: Sequence[Any]) -> None:
+        self._seen.inputs = None
+        if not arguments:
+            return
+        hidden = arguments[0]
+        self._others[layer] = tuple(arguments[1:])
+        # Nothing is predicted after a step of many tokens, so its input is not kept.
+        if hidden.numel() <= MAX_ROWS * hidden.shape[-1]:
+            # Each thread has its own: two may be at different layers.
+            self._seen.inputs = (layer, hidden.detach())
+
+
+@operator(
+    "note(Tensor hidden, Tensor[] others, int layer, int look_ahead) -> Tensor",
+    lambda hidden, *_: torch.empty_like(hidden),
+)
+def _noted(
+    hidden: torch.Tensor, others: list[torch.Tensor], layer: int, look_ahead: int
+) -> torch.Tensor:
+    found: RouterLookAhead | None = numbered(look_ahead)
+    if found is not None:
+        # The graph writes other values where its own tensors were.
+        found._note(layer, [tensor.clone() for tensor in (hidden, *others)])
+    return hidden.clone()
 
 
 def find_routers(model: Any, paths: Sequence[str]) -> list[nn.Module | None]:

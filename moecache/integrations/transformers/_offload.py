@@ -42,6 +42,7 @@ from moecache.integrations.transformers._forward import (
 )
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
+from moecache.integrations.transformers._sequences import SequenceHook
 from moecache.interrupts import uninterrupted
 from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
@@ -105,7 +106,7 @@ class Offload(NotCopied):
                 self._linears = quicken(model)
             _follow_streams(runtime)
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
-            self._hook = model.register_forward_pre_hook(_SequenceHook(runtime), with_kwargs=True)
+            self._hook = model.register_forward_pre_hook(SequenceHook(runtime), with_kwargs=True)
             guard(model, getattr(runtime.store, "path", Path()))
             model.__dict__.pop("_moecache_source", None)
             self._start_look_ahead(routers)
@@ -391,19 +392,3 @@ def _follow_streams(runtime: ExpertRuntime) -> None:
     device = device_of(runtime)
     if device.type == "cuda" and isinstance(runtime.pool, CudaSlots):
         runtime.pool.device.stream_source = lambda: torch.cuda.current_stream(device).cuda_stream
-
-
-class _SequenceHook(NotCopied):
-    """Tells the runtime of the first forward of a sequence."""
-
-    def __init__(self, runtime: ExpertRuntime) -> None:
-        self._runtime = runtime
-
-    @torch.compiler.disable
-    def __call__(self, _: nn.Module, __: Any, named: dict[str, Any]) -> None:
-        """Look whether there is anything in the KV cache."""
-        past = named.get("past_key_values")
-        length = getattr(past, "get_seq_length", None)
-        new = past is None or (length is not None and not length())
-        if new and not self._runtime.closed:
-            self._runtime.begin_sequence()

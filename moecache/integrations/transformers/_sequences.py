@@ -1,0 +1,67 @@
+"""SequenceHook: which forward of a model is the first of a sequence."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from moecache.integrations.transformers._experts import NotCopied
+from moecache.integrations.transformers._operators import number, numbered, operator
+from moecache.runtime.runtime import ExpertRuntime
+
+# What a model is given its tokens as; one of them, or its first argument.
+_TOKENS = ("input_ids", "inputs_embeds")
+
+
+class SequenceHook(NotCopied):
+    """Tells the runtime of the first forward of a sequence."""
+
+    def __init__(self, runtime: ExpertRuntime) -> None:
+        self._runtime = runtime
+        self._number = number(self)
+
+    def __call__(
+        self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Look whether there is anything in the KV cache."""
+        past = named.get("past_key_values")
+        length = getattr(past, "get_seq_length", None)
+        held: Any = past is not None if length is None else length()
+        if not torch.compiler.is_compiling():
+            self.follow(held)
+            return None
+        # Static caches have their length in a tensor, whose value no graph knows.
+        in_tensor = isinstance(held, torch.Tensor)
+        if not in_tensor and held:
+            return None
+        name = next((name for name in _TOKENS if named.get(name) is not None), None)
+        tokens: Any = named[name] if name is not None else given[0] if given else None
+        if not isinstance(tokens, torch.Tensor):
+            return None
+        if torch.is_grad_enabled() and tokens.requires_grad:
+            _outside(self, held)
+            return None
+        # What the model takes is what the operator returns: it is called before all else.
+        tokens = torch.ops.moecache.begin_sequence(
+            tokens, held if in_tensor else None, self._number
+        )
+        return ((tokens, *given[1:]), named) if name is None else (given, {**named, name: tokens})
+
+    def follow(self, held: Any) -> None:
+        """Begin a sequence if no token of it is held."""
+        if not held and not self._runtime.closed:
+            self._runtime.begin_sequence()
+
+
+_outside = torch.compiler.disable(SequenceHook.follow)
+
+
+@operator(
+    "begin_sequence(Tensor tokens, Tensor? held, int hook) -> Tensor",
+    lambda tokens, *_: torch.empty_like(tokens),
+)
+def _begin_sequence(tokens: torch.Tensor, held: torch.Tensor | None, hook: int) -> torch.Tensor:
+    found: SequenceHook | None = numbered(hook)
+    if found is not None:
+        found.follow(held)
+    return tokens.clone()

@@ -8,7 +8,10 @@ experts in huge pages, each time others. Contestants take turns, in another orde
 are medians of a thread's CPU time, and of rounds' ratios. "bandwidth" reads the same bytes
 and does nothing with them. "torch" multiplies expert by expert, as transformers does on a CPU.
 "int8" has activations of 8 bits, and a level's name is that of other instructions than the best.
-A prompt is 512 tokens through 128 experts, 8 for each.
+"ggml" is what llama.cpp computes with, if llama-cpp-python is installed (extra `bench-llama`): the
+same products of the same weights; it rounds activations to 8 bits unless weights are bf16;
+"repacked" with an interleaved order of its own, where it has one. A prompt is 512 tokens through
+128 experts, 8 for each.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from bench.ggml import GgmlLayer, NotRepackedError, is_there
 from bench.runs import begin, write_figures
 from moecache import kernels
 from moecache.formats import find_format, quantize
@@ -51,6 +55,7 @@ class Figure:
     cpu_s: float
     of_bandwidth: float
     of_torch: float
+    of_ggml: float
 
     @property
     def gib_per_s(self) -> float:
@@ -91,6 +96,7 @@ def one_token(hidden_size: int, width: int, num_experts: int, rounds: int) -> li
         if name == "bf16":
             works["torch bf16"] = layer.nbytes, layer.torch_work(hidden)
             _check_equal(layer, hidden)
+        works |= {own: (layer.nbytes, work) for own, work in layer.ggml_works(hidden).items()}
     return _figures(works, hidden_size, width, 1, rounds, repeats=num_experts // TOP_K)
 
 
@@ -120,6 +126,7 @@ class _Layer:
         self.slabs: dict[str, np.ndarray] = {}
         self.matrices: dict[str, Any] = {}
         self.strides: dict[str, int] = {}
+        self.parts: dict[str, np.ndarray] = {}
         for role, (rows, columns) in shapes.items():
             row = _kernels.least_row_bytes(name, columns)
             groups = -(-rows // _kernels.TILE) if name in ("q8_0", "q4_0") else rows
@@ -128,6 +135,7 @@ class _Layer:
             # One expert's worth of sensible numbers, again and again.
             values = (random_.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)
             parts = quantize(values, name)
+            self.parts[role] = next(iter(parts.values()))
             one = matrix_of({part: np.ascontiguousarray(a) for part, a in parts.items()}, name)
             flat = np.asarray(one.owner).reshape(-1).view(np.uint8)
             for expert in range(num_experts):
@@ -193,6 +201,30 @@ class _Layer:
 
         self.rows = rows
         return work
+
+    def ggml_works(self, hidden: np.ndarray) -> dict[str, Work]:
+        """Return steps of one token by ggml, as far as it is there, checked to do the same."""
+        up, works = self.parts["up"], {}
+        roles = {"gate": up[: self.width], "up": up[self.width :], "down": self.parts["down"]}
+        sizes = self.hidden_size, self.width, self.num_experts, TOP_K
+        self.kernel_work(hidden)(0)
+        for repacked in (False, True) if is_there() else ():
+            try:
+                layer = GgmlLayer(
+                    self.name, roles, *sizes, threads=kernels.num_threads(), repacked=repacked
+                )
+            except NotRepackedError:
+                continue
+            layer.inputs[:] = hidden[0].astype(np.float32)
+
+            def work(number: int, layer: GgmlLayer = layer) -> None:
+                layer.experts[:] = np.arange(TOP_K) + number * TOP_K % self.num_experts
+                layer.compute()
+
+            work(0)
+            assert np.abs(self.rows.reshape(-1) - layer.rows).max() < 0.05 * np.abs(self.rows).max()
+            works[f"ggml {self.name}{' repacked' if repacked else ''}"] = work
+        return works
 
     def torch_work(self, hidden: np.ndarray) -> Work:
         """Return the same step by torch, a product for each expert."""
@@ -275,19 +307,29 @@ def _figures(
             statistics.median(times[name]),
             share(name, f"bandwidth {name.split()[1]}"),
             share(name, "torch bf16"),
+            _best_ggml(share, times, name),
         )
         for name in works
     ]
 
 
+def _best_ggml(
+    share: Callable[[str, str], float], times: dict[str, list[float]], name: str
+) -> float:
+    """Return how many times as fast as ggml's best way for the same format this is."""
+    kind = name.split()[1]
+    rivals = [rival for rival in times if rival.startswith(f"ggml {kind}")]
+    return min((share(name, rival) for rival in rivals), default=float("nan"))
+
+
 def describe(figures: list[Figure]) -> list[str]:
     """Return the figures as lines."""
     title = f"{'':19} {'hidden, width':>14} {'tokens':>6} {'CPU us':>9} {'GiB/s':>6}"
-    lines = [f"{title} {'of bandwidth':>12} {'torch / this':>12}"]
+    lines = [f"{title} {'of bandwidth':>12} {'torch / this':>12} {'ggml / this':>11}"]
     lines += [
         f"{one.name:19} {one.hidden_size:>7}, {one.width:>5} {one.num_tokens:>6} "
         f"{one.cpu_s * 1e6:>9.0f} {one.gib_per_s:>6.1f} {one.of_bandwidth:>12.2f} "
-        f"{one.of_torch:>12.2f}"
+        f"{one.of_torch:>12.2f} {one.of_ggml:>11.2f}"
         for one in figures
     ]
     return lines

@@ -128,9 +128,7 @@ def test_a_line_says_what_is_known() -> None:
         "1.00 MiB, trunk 1.00 MiB); the 1.00 GiB/s that this machine reads allow 512.0 tokens/s"
     )
     torch = ComputeStats("torch", "", 1, ("float32",), 2**20)
-    assert (
-        torch.describe() == "computed by torch, 1 thread; float32; 1.00 MiB of weights per token"
-    )
+    assert torch.describe() == "computed by torch, 1 thread; float32; 1.00 MiB of weights per token"
 
 
 def test_inspect_says_what_the_kernels_would_do(

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moecache.commands.paths import map_file
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.files import Kind, write_whole
 from moecache.settings import COMPUTE, DEFAULT_POLICY, POLICIES
+from moecache.stores import open_store
 from moecache.stores._paths import check_model
 from moecache.units import format_bytes, parse_budget
 
@@ -59,8 +61,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--compute",
         metavar="LIST",
-        default="torch",
-        help=f"what multiplies; names, or all: {explain(COMPUTE)} (default: torch)",
+        help=f"what multiplies; names, or all: {explain(COMPUTE)} (default: torch, or fast for "
+        "what was packed in a format)",
     )
     parser.add_argument(
         "--compare",
@@ -197,7 +199,17 @@ def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str], list[st
             parse_budget(memory, 1)
     check_outputs(arguments, {arguments.model: "the model"}, json=_JSON_FILE)
     policies = choose("policies", arguments.policies, POLICIES, (DEFAULT_POLICY,))
-    return memories, policies, choose("compute", arguments.compute, list(COMPUTE), ("torch",))
+    usual = "fast" if _format_of(arguments.model) else "torch"
+    ways = choose("compute", arguments.compute, list(COMPUTE), (usual,))
+    return memories, policies, ways
+
+
+def _format_of(model: str) -> str:
+    """Return the format that a checkpoint on this machine was packed in, or ""."""
+    if not os.path.isdir(model):
+        return ""
+    with open_store(model) as store:
+        return getattr(store, "format", "")
 
 
 def _figures(

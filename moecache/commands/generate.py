@@ -79,8 +79,8 @@ def add_parser(commands: Any) -> None:
     cache.add_argument(
         "--compute",
         choices=COMPUTE,
-        default="torch",
-        help=f"what multiplies: {explain(COMPUTE)} (default: torch)",
+        help=f"what multiplies: {explain(COMPUTE)} (default: torch, or fast for what was packed in "
+        "a format)",
     )
     add_option(cache, "profile")
     add_option(cache, "record_trace")

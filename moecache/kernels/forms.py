@@ -69,11 +69,19 @@ def untile(form: np.ndarray, name: str, rows: int, columns: int) -> dict[str, np
     return {"blocks": blocks[:rows]}
 
 
-def values_in(array: np.ndarray, role: Role) -> np.ndarray:
-    """Return a role's array from a slot of the host; of a format, the values as float32."""
+def values_in(array: np.ndarray, role: Role, *, stored: bool = False) -> np.ndarray:
+    """Return a role's array from a slot of the host; of a format, the values as float32.
+
+    Parameters
+    ----------
+    array : ndarray
+    role : Role
+    stored : bool, default False
+        The array is as in the file, not as in a slot.
+    """
     if not role.format:
         return array
-    if has_form(role.format):
+    if role.is_tiled or (has_form(role.format) and not stored):
         parts = untile(array, role.format, *role.shape)
     else:
         parts = find_format(role.format).split(array, *role.shape)

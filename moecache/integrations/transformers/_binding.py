@@ -211,6 +211,8 @@ def _check_weights(store: SafetensorsStore, layer: int, path: str, module: nn.Mo
                     else "the checkpoint is of another model"
                 )
             )
+        if role.format:
+            continue
         if role.dtype.kind not in "fV" or role.dtype.itemsize < 2:
             raise ConfigError(
                 f"{store.path}: {name} of {path} is {role.dtype}: quantized checkpoints are not "

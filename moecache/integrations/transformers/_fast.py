@@ -20,6 +20,7 @@ from moecache.integrations.transformers._operators import (
     operator,
 )
 from moecache.kernels import SlotKernel, has_form, matrix_of
+from moecache.layout import ExpertLayout
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import COMPUTE
 from moecache.slots import HostSlots
@@ -48,6 +49,12 @@ def check_compute(compute: object) -> str:
     if compute not in tuple(COMPUTE):
         raise ConfigError(f"compute {compute!r} is not one of {', '.join(COMPUTE)}")
     return str(compute)
+
+
+def default_compute(layout: ExpertLayout) -> str:
+    """Return what multiplies if nobody says: kernels what is in a format, torch the rest."""
+    quantized = any(role.format for roles in layout.layers for role in roles)
+    return "fast" if quantized else "torch"
 
 
 def kernel_of(

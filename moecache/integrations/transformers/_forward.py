@@ -11,7 +11,7 @@ from torch import nn
 from moecache.errors import MoeCacheError
 from moecache.integrations.transformers._fast import fast_experts
 from moecache.integrations.transformers._operators import number_of, numbered, operator
-from moecache.kernels import SlotKernel
+from moecache.kernels import SlotKernel, values_in
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.runtime.steps import Wave
 from moecache.slots import CudaSlots
@@ -43,6 +43,8 @@ class SlotLayer:
         Views of slots seen so far; layers of the same shapes share one.
     is_transposed : bool
         Whether weights are stored [in, out].
+    dtype : torch.dtype
+        What the values of weights in a format become for torch.
     kernel : SlotKernel, optional
         What computes them; by default torch does.
     """
@@ -54,9 +56,13 @@ class SlotLayer:
         views: dict[int, SlotWeights],
         *,
         is_transposed: bool,
+        dtype: torch.dtype,
         kernel: SlotKernel | None = None,
     ) -> None:
         self.kernel = kernel
+        self._dtype = dtype
+        # Values that were computed are those of the expert in the slot, not of the slot.
+        self._keeps_views = not any(role.format for role in runtime.layout.layers[layer])
         self.runtime = runtime
         self.layer = layer
         self.device = device_of(runtime)
@@ -108,13 +114,14 @@ class SlotLayer:
     # Views are kept: one that was made in inference mode could not be differentiated through.
     @torch.inference_mode(mode=False)
     def _view(self, slot: int) -> SlotWeights:
-        parts = weights_in(self.runtime, slot, self.layer)
+        parts = weights_in(self.runtime, slot, self.layer, self._dtype)
         up, down = parts["gate_up"] if "gate_up" in parts else parts["up"], parts["down"]
         if not self._is_transposed:
             up, down = up.t(), down.t()
         up_bias = parts.get("gate_up_bias", parts.get("up_bias"))
         view = SlotWeights(up, down, up_bias, parts.get("down_bias"))
-        self._views[slot] = view
+        if self._keeps_views:
+            self._views[slot] = view
         return view
 
 
@@ -130,11 +137,19 @@ def device_of(runtime: ExpertRuntime) -> torch.device:
     return torch.device(pool.device.name if isinstance(pool, CudaSlots) else "cpu")
 
 
-def weights_in(runtime: ExpertRuntime, slot: int, layer: int) -> dict[str, torch.Tensor]:
-    """Return tensors over the weights in a slot, by role; nothing is copied."""
+def weights_in(
+    runtime: ExpertRuntime, slot: int, layer: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return tensors over the weights in a slot, by role; of a format, values as `dtype`."""
     pool = runtime.pool
     if not isinstance(pool, CudaSlots):
-        return {role: as_tensor(array) for role, array in runtime.expert(slot, layer).items()}
+        roles = {role.name: role for role in runtime.layout.layers[layer]}
+        return {
+            name: as_tensor(values_in(array, roles[name])).to(dtype)
+            if roles[name].format
+            else as_tensor(array)
+            for name, array in runtime.expert(slot, layer).items()
+        }
     parts = pool.raw_expert(slot, layer)
     return {
         role.name: torch.utils.dlpack.from_dlpack(parts[role.name]).view(

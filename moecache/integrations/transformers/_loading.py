@@ -17,7 +17,7 @@ from moecache.cuda import open_device, parse_device
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Binding, bind, check_family
 from moecache.integrations.transformers._experts import dispatch, strip
-from moecache.integrations.transformers._fast import check_compute
+from moecache.integrations.transformers._fast import check_compute, default_compute
 from moecache.integrations.transformers._forward import device_of
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
 from moecache.integrations.transformers._offload import Offload
@@ -91,6 +91,7 @@ class TrunkQuantizer(HfQuantizer):
                 store.path,
                 [binding.name for binding in bindings],
                 _slot_dtype(store, bindings),
+                default_compute(store.layout),
             )
         for binding in bindings:
             strip(binding.module)
@@ -137,7 +138,7 @@ def load(
     record_trace: str | os.PathLike[str] | None = None,
     warmpin: int | str | None = None,
     warmpin_after: int | None = None,
-    compute: str = "torch",
+    compute: str | None = None,
     num_threads: int | None = None,
     model_class: Any = None,
     **from_pretrained: Any,
@@ -169,11 +170,12 @@ def load(
     slots, policy, scope, read, reserve, lock, profile, loader_threads, prefault, progress, \
 record_trace, warmpin, warmpin_after
         See `moecache.open`.
-    compute : {"torch", "fast", "fast-int8"}, default "torch"
-        What multiplies. "torch": transformers' own products. "fast": moecache's kernels, for
-        experts and for the trunk's linear layers where there are up to 8 rows; with AVX-512's
-        products of bfloat16 at the speed at which weights can be read. Sums are float32 in an
-        order of their own, and the activations between an expert's products are rounded once:
+    compute : {"torch", "fast", "fast-int8"}, optional
+        What multiplies; by default "torch", and "fast" where experts are in a format such as
+        q4_0. "torch": transformers' own products, of such experts' values. "fast": moecache's
+        kernels, for experts and for the trunk's linear layers where there are up to 8 rows; with
+        AVX-512's products of bfloat16 at the speed at which weights can be read. Sums are float32
+        in an order of their own, and the activations between an expert's products are rounded once:
         the output is that of the same model at any number of slots and threads, bit for bit,
         but not transformers'. "fast-int8": the same with activations of 8 bits for experts of
         q8_0 and q4_0, for processors without products of bfloat16; refused if none has these
@@ -203,8 +205,8 @@ record_trace, warmpin, warmpin_after
     """
     _check_arguments(device, from_pretrained)
     # Before the trunk is read, which may take minutes.
-    check_compute(compute)
-    if compute != "torch" and parse_device(device) is not None:
+    check_compute("torch" if compute is None else compute)
+    if compute not in (None, "torch") and parse_device(device) is not None:
         raise ConfigError(f'compute="{compute}" multiplies in RAM, not on {device}; use "torch"')
     _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch)
     if num_threads is not None:
@@ -216,8 +218,9 @@ record_trace, warmpin, warmpin_after
     model = model_class.from_pretrained(
         path, **{**from_pretrained, "quantization_config": MoeCacheConfig()}
     )
-    directory, layers, dtype = model.__dict__.pop("_moecache_source")
+    directory, layers, dtype, usual = model.__dict__.pop("_moecache_source")
     on_host = parse_device(device) is None
+    compute = compute or usual
     runtime = open(
         directory,
         memory,
@@ -346,6 +349,7 @@ def _slot_dtype(store: SafetensorsStore, bindings: list[Binding]) -> np.dtype[An
     if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
         raise ConfigError(f"experts of {', '.join(map(str, dtypes))} are not supported")
     wanted = _DTYPES[dtypes.pop()]
-    stored = {role.dtype for binding in bindings for role in store.layout.layers[binding.layer]}
+    roles = [role for binding in bindings for role in store.layout.layers[binding.layer]]
+    stored = {role.dtype for role in roles if not role.format}
     # Slots that hold the file's bytes are filled without a copy.
-    return None if stored == {wanted} else wanted
+    return None if stored <= {wanted} else wanted

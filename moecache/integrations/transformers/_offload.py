@@ -27,6 +27,7 @@ from moecache.integrations.transformers._experts import (
 )
 from moecache.integrations.transformers._fast import (
     check_compute,
+    default_compute,
     kernel_of,
     quicken,
     slow_down,
@@ -44,7 +45,7 @@ from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, un
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
 from moecache.integrations.transformers._sequences import SequenceHook
 from moecache.interrupts import uninterrupted
-from moecache.kernels import SlotKernel
+from moecache.kernels import SlotKernel, values_in
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots
@@ -73,7 +74,7 @@ class Offload(NotCopied):
         runtime: ExpertRuntime,
         *,
         look_ahead: bool | None,
-        compute: str,
+        compute: str | None,
         owned: bool,
     ) -> None:
         before = getattr(model, "moecache", None)
@@ -81,8 +82,8 @@ class Offload(NotCopied):
             raise MoeCacheError("the model's experts are in a cache already; detach() it first")
         self.runtime = runtime
         self._bindings = _bind(model, runtime)
-        self._compute = check_compute(compute)
-        self._kernels = self._make_kernels() if compute != "torch" else {}
+        self._compute = check_compute(compute or default_compute(runtime.layout))
+        self._kernels = self._make_kernels() if self._compute != "torch" else {}
         self._linears: list[nn.Module] = []
         self._owned = owned
         self._released: bool = False
@@ -102,7 +103,7 @@ class Offload(NotCopied):
                 if _llama4.is_llama4(binding.module)
             ]
             self._layers = self._strip()
-            if compute != "torch":
+            if self._compute != "torch":
                 self._linears = quicken(model)
             _follow_streams(runtime)
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
@@ -267,6 +268,7 @@ class Offload(NotCopied):
                 binding.layer,
                 views.setdefault(self.runtime.layout.layers[binding.layer], {}),
                 is_transposed=_is_transposed(binding.module),
+                dtype=binding.dtype,
                 kernel=self._kernels.get(binding.layer),
             )
             binding.module.__dict__[LAYER] = layer
@@ -310,11 +312,13 @@ class Offload(NotCopied):
             name: torch.empty(shape, dtype=dtype, device=device_of(self.runtime))
             for name, (shape, dtype, _) in described(binding.module).items()
         }
-        parts = {role.name: np.empty(role.shape, role.dtype) for role in store.layout.layers[layer]}
+        roles = {role.name: role for role in store.layout.layers[layer]}
+        parts = {name: np.empty(role.array_shape, role.dtype) for name, role in roles.items()}
         for expert in range(store.layout.num_experts):
             store.read_into(layer, expert, parts)
             for name, tensor in weights.items():
-                tensor[expert].copy_(as_tensor(parts[ROLES[name]]))
+                role = roles[ROLES[name]]
+                tensor[expert].copy_(as_tensor(values_in(parts[role.name], role, stored=True)))
         return {
             name: nn.Parameter(tensor, requires_grad=described(binding.module)[name][2])
             for name, tensor in weights.items()
@@ -326,7 +330,7 @@ def attach(
     runtime: ExpertRuntime,
     *,
     look_ahead: bool | None = None,
-    compute: str = "torch",
+    compute: str | None = None,
 ) -> Offload:
     """Have a model's experts come from a runtime; those that it has in memory are given up.
 
@@ -343,7 +347,7 @@ def attach(
     look_ahead : bool, optional
         Have the next layer's router name the experts that are read ahead. By default if
         the runtime's prefetch is "auto".
-    compute : {"torch", "fast", "fast-int8"}, default "torch"
+    compute : {"torch", "fast", "fast-int8"}, optional
         What multiplies; see `load`.
 
     Returns
@@ -371,7 +375,10 @@ def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[B
         )
     bindings = bind(model, store)
     for binding in bindings:
-        held = {weight.dtype for weight in weights_in(runtime, 0, binding.layer).values()}
+        if any(role.format for role in store.layout.layers[binding.layer]):
+            continue
+        weights = weights_in(runtime, 0, binding.layer, binding.dtype)
+        held = {weight.dtype for weight in weights.values()}
         if held != {binding.dtype}:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in held)
             wanted = str(binding.dtype).removeprefix("torch.")

@@ -35,6 +35,7 @@ def _packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def logits(model: Any) -> Any:
+    """Return a model's logits."""
     with torch.no_grad():
         return model(input_ids=IDS).logits
 
@@ -90,6 +91,7 @@ def test_gradients_are_those_of_the_values(packed: Path) -> None:
 
 
 def packed_format(path: Path) -> str:
+    """Return the format that a checkpoint says it is in."""
     from moecache.stores import open_store
 
     with open_store(path) as store:

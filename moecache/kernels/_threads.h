@@ -1,5 +1,6 @@
 /* Threads that share one job at a time: they sleep while there is none, and take what is to do in
- * small items, so that a thread that lost its processor delays the job by one item at most. */
+ * small items. One that loses its processor in the middle of an item delays the whole job, on a busy
+ * machine by milliseconds: then the thread that calls works alone for a while. */
 #ifndef MOECACHE_THREADS_H
 #define MOECACHE_THREADS_H
 
@@ -7,10 +8,17 @@
 #include <signal.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #define MC_MAX_THREADS 256
 /* Looks at a counter before a thread sleeps: some microseconds. */
 #define MC_LOOKS 400
+
+/* A worker that is waited for longer has lost its processor: an item takes some microseconds. */
+#define MC_LATE_NS 300000
+/* For how long the calling thread works alone then; twice as long each time, up to the second. */
+#define MC_ALONE_NS 20000000
+#define MC_MOST_ALONE_NS 320000000
 
 typedef void (*mc_work)(void *job, int64_t item);
 
@@ -26,6 +34,8 @@ static struct {
     void *job;
     int64_t num_items;
     int64_t next; /* item to be taken */
+    /* Of the thread that has the turn: until when it works alone, and for how long the next time. */
+    int64_t alone_until_ns, alone_ns;
 } mc_pool = {
     .turn = PTHREAD_MUTEX_INITIALIZER,
     .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -40,6 +50,28 @@ static inline void mc_relax(void)
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+static int64_t mc_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
+}
+
+/* Remember whether workers had processors: `waited_ns` is how long the job waited for them. */
+static void mc_note_wait(int64_t now_ns, int64_t waited_ns)
+{
+    if (waited_ns < MC_LATE_NS) {
+        mc_pool.alone_ns -= mc_pool.alone_ns / 16;
+        return;
+    }
+    mc_pool.alone_ns *= 2;
+    if (mc_pool.alone_ns < MC_ALONE_NS)
+        mc_pool.alone_ns = MC_ALONE_NS;
+    if (mc_pool.alone_ns > MC_MOST_ALONE_NS)
+        mc_pool.alone_ns = MC_MOST_ALONE_NS;
+    mc_pool.alone_until_ns = now_ns + mc_pool.alone_ns;
 }
 
 static void mc_take_items(mc_work work, void *job, int64_t num_items)
@@ -117,9 +149,12 @@ static void mc_share(int num_threads, mc_work work, void *job, int64_t num_items
 {
     if (num_items < num_threads)
         num_threads = (int)num_items;
-    if (num_threads <= 1 || pthread_mutex_trylock(&mc_pool.turn)) {
+    int has_turn = num_threads > 1 && !pthread_mutex_trylock(&mc_pool.turn);
+    if (!has_turn || mc_now_ns() < mc_pool.alone_until_ns) {
         for (int64_t item = 0; item < num_items; item++)
             work(job, item);
+        if (has_turn)
+            pthread_mutex_unlock(&mc_pool.turn);
         return;
     }
     pthread_mutex_lock(&mc_pool.lock);
@@ -136,8 +171,13 @@ static void mc_share(int num_threads, mc_work work, void *job, int64_t num_items
     pthread_mutex_lock(&mc_pool.lock);
     /* Nobody joins any more; those who did are at their last items. */
     mc_pool.num_wanted = 0;
-    while (mc_pool.num_joined)
-        pthread_cond_wait(&mc_pool.left, &mc_pool.lock);
+    if (mc_pool.num_joined) {
+        int64_t since_ns = mc_now_ns(), now_ns;
+        while (mc_pool.num_joined)
+            pthread_cond_wait(&mc_pool.left, &mc_pool.lock);
+        now_ns = mc_now_ns();
+        mc_note_wait(now_ns, now_ns - since_ns);
+    }
     pthread_mutex_unlock(&mc_pool.lock);
     pthread_mutex_unlock(&mc_pool.turn);
 }

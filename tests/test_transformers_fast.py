@@ -316,3 +316,21 @@ def test_the_report_counts_the_weights_of_a_token(
         logits(model, IDS[:1, :1])
         assert offload.compute_stats().bytes_per_token == after.bytes_per_token
         assert offload.compute_stats().bandwidth_share is None
+
+
+def test_routers_are_computed_by_the_kernels_and_given_back(checkpoint: Path) -> None:
+    """Their rows have the kernels' bits, alone and among others, and torch's afterwards."""
+    from moecache.integrations.transformers import _fast
+
+    model = load(checkpoint)
+    router = model.model.layers[1].mlp.gate
+    kind = type(router)
+    hidden = torch.randn(_fast.MAX_ROWS, router.hidden_dim, dtype=router.weight.dtype)
+    with torch.no_grad():
+        whole = router(hidden)[0]
+        wanted = torch.ops.moecache.linear(hidden, router.weight, None, 0)
+        assert torch.equal(whole, wanted)
+        assert torch.equal(router(hidden[3:4])[0], wanted[3:4])
+        model.moecache.close()
+        assert type(router) is not kind
+        assert torch.equal(router(hidden)[0], torch.nn.functional.linear(hidden, router.weight))

@@ -104,7 +104,7 @@ class Offload(NotCopied):
             ]
             self._layers = self._strip()
             if self._compute != "torch":
-                self._linears = quicken(model)
+                self._linears = quicken(model, find_routers(model, self.paths))
             _follow_streams(runtime)
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
             self._hook = model.register_forward_pre_hook(SequenceHook(runtime), with_kwargs=True)

@@ -249,13 +249,12 @@ def _linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return what the kernels make of a few rows; the module keeps its matrix."""
+    """Return what the kernels make of a few rows; the module, or its parameter, keeps a matrix."""
     address = weight.data_ptr()
-    kept = None if linear is None else linear.__dict__.get(_MATRIX)
+    holder: Any = weight if linear is None else linear
+    kept = holder.__dict__.get(_MATRIX)
     if kept is None or kept[0] != address:
-        kept = address, _matrix(weight)
-        if linear is not None:
-            linear.__dict__[_MATRIX] = kept
+        kept = holder.__dict__[_MATRIX] = address, _matrix(weight)
     kind, size = _TYPES[input.dtype], input.element_size()
     given = input.contiguous()
     result = torch.empty((*input.shape[:-1], weight.shape[0]), dtype=input.dtype)
@@ -299,6 +298,8 @@ def slow_down(modules: list[nn.Module]) -> None:
     for module in modules:
         for name in (_MATRIX, NUMBER):
             module.__dict__.pop(name, None)
+        for parameter in module.parameters(recurse=False):
+            parameter.__dict__.pop(_MATRIX, None)
         become_again(module)
 
 

@@ -1,6 +1,5 @@
 """`compute="fast"`: experts, and the trunk's products of a few rows, by moecache's own kernels."""
 
-import functools
 import sys
 import time
 from collections.abc import Iterable
@@ -196,13 +195,14 @@ def _product(
     return _linear(None, input, weight, bias)
 
 
-@functools.cache
 def _fast_router(router: type[nn.Module]) -> type[nn.Module]:
     """Return what is mixed into a class of routers: its forward, with another `F.linear`.
 
     Routers have a parameter of their own and no linear layer that could be replaced; torch takes
     0.2 ms for one row of 1024 by 128, a tenth of a token.
     """
+    if router in _routers:
+        return _routers[router]
     forward: Any = router.forward
     # A module with that function in torch's place; torch.compile looks names up in modules.
     module = ModuleType(f"{forward.__globals__['__name__']} of {router.__name__}, with kernels")
@@ -218,7 +218,12 @@ def _fast_router(router: type[nn.Module]) -> type[nn.Module]:
         forward.__closure__,
     )
     quick.__kwdefaults__ = forward.__kwdefaults__
-    return type("FastRouter", (nn.Module,), {"forward": quick})
+    _routers[router] = type("FastRouter", (nn.Module,), {"forward": quick})
+    return _routers[router]
+
+
+# Class of a router -> what is mixed into it.
+_routers: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _calls_linear(module: nn.Module) -> bool:

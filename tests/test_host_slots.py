@@ -326,3 +326,20 @@ def test_a_pool_closed_by_another_thread_meanwhile_says_so() -> None:
             pool.expert(0, 0)
         with pytest.raises(MoeCacheError, match="slots are closed"):
             pool.slab("down")
+
+
+def test_an_array_that_was_put_into_a_slots_buffers_is_copied() -> None:
+    """Only what `buffers` returned is in its place already; and a closed pool takes nothing."""
+    layout = _layout()
+    pool = HostSlots(layout, NUM_SLOTS)
+    wanted = _parts(layout, 0, 5)
+
+    buffers = pool.buffers(2, 0)
+    buffers.update(wanted)
+    pool.upload(2, 0, buffers)
+
+    assert _holds(pool, 2, 0, wanted)
+    buffers = pool.buffers(1, 0)
+    pool.close()
+    with pytest.raises(MoeCacheError, match="slots are closed"):
+        pool.upload(1, 0, buffers)

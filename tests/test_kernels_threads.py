@@ -6,9 +6,11 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import moecache
 from moecache import kernels
+from moecache.kernels import _kernels
 from tests.helpers.kernels import F32, Experts, computing, draw_inputs, wave_of
 
 # A child imports the build that is tested here.
@@ -77,6 +79,7 @@ FORK = f"""
 import os, threading
 import numpy as np
 from moecache import kernels
+from moecache.kernels import _kernels
 kernels.use_threads(3)
 weights = np.random.default_rng(0).standard_normal(({ROWS}, {COLUMNS})).astype(np.float32)
 inputs, matrix = weights[:4], kernels.matrix_of(weights)
@@ -114,6 +117,7 @@ FORKED_THREADS = """
 import os
 import numpy as np
 from moecache import kernels
+from moecache.kernels import _kernels
 weights = np.ones((2000, 500), np.float32)
 tasks = lambda: len(os.listdir("/proc/self/task"))
 kernels.use_threads(3)
@@ -140,6 +144,7 @@ EXIT = """
 import threading
 import numpy as np
 from moecache import kernels
+from moecache.kernels import _kernels
 kernels.use_threads(4)
 weights = np.ones((2000, 500), np.float32)
 kernels.products(weights[:2], weights)
@@ -172,6 +177,7 @@ SILENCE = """
 import sys, threading, time
 import numpy as np
 from moecache import kernels
+from moecache.kernels import _kernels
 kernels.use_threads(2)
 # Only a call that lets it go hands the interpreter over before a minute has passed.
 sys.setswitchinterval(60)
@@ -199,3 +205,20 @@ stop.set()
 def test_other_threads_run_while_products_are_computed() -> None:
     """A call lets the interpreter go."""
     assert child(SILENCE).stdout == "free\n"
+
+
+@pytest.mark.parametrize(
+    ("waited_us", "own_us", "own_items", "late"),
+    [
+        (299, 10, 1, False),  # shorter than a processor is lost for
+        (301, 60, 10, True),  # fifty items long
+        (1500, 1000, 1, False),  # a prompt's items: one more may just have begun
+        (2500, 1000, 1, True),
+        (9000, 0, 0, False),  # nothing to compare with
+    ],
+)
+def test_a_wait_of_two_items_is_no_sign_of_a_busy_machine(
+    waited_us: int, own_us: int, own_items: int, late: bool
+) -> None:
+    """Else the threads of long products would be given up."""
+    assert _kernels.is_late(waited_us * 1000, own_us * 1000, own_items) is late

@@ -202,3 +202,5 @@ def test_the_command_packs_in_a_format(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["inspect", str(tmp_path / "packed")]) == 0
 
     assert "q4_0" in capsys.readouterr().out
+    assert main(["pack", "--verify", str(tmp_path / "packed"), "--format", "q8_0"]) == 2
+    assert "--format is for packing" in capsys.readouterr().err

@@ -334,3 +334,40 @@ def test_routers_are_computed_by_the_kernels_and_given_back(checkpoint: Path) ->
         model.moecache.close()
         assert type(router) is not kind
         assert torch.equal(router(hidden)[0], torch.nn.functional.linear(hidden, router.weight))
+
+
+@pytest.mark.parametrize(
+    ("columns", "bias"),
+    [(63, None), (65, None), (64, "short"), (64, "strided"), (64, "trained"), (64, "float16")],
+)
+def test_what_does_not_fit_a_linear_layer_is_left_to_torch(columns: int, bias: str | None) -> None:
+    """Its own errors, and its own gradients; no byte beyond a tensor is read."""
+    from moecache.integrations.transformers import _fast
+
+    linear = torch.nn.Linear(64, 32, bias=bias is not None).requires_grad_(False)
+    if bias == "short":
+        linear.bias.data = torch.zeros(3)
+    elif bias == "strided":
+        linear.bias.data = torch.randn(64)[::2]
+    elif bias == "trained":
+        linear.bias.requires_grad_()
+    elif bias == "float16":
+        linear.bias.data = torch.zeros(32, dtype=torch.float16)
+    whole = copy.deepcopy(linear)
+    (quick,) = _fast.quicken(linear, [])
+    given = torch.randn(2, columns)
+
+    def outcome(module: Any) -> Any:
+        try:
+            return module(given)
+        except RuntimeError as error:
+            return str(error)
+
+    found, wanted = outcome(quick), outcome(whole)
+    if isinstance(wanted, str):
+        assert found == wanted
+        with pytest.raises(RuntimeError):
+            torch.ops.moecache.linear(given, quick.weight, quick.bias, 0)
+    else:
+        assert torch.equal(found, wanted)
+        assert found.requires_grad == wanted.requires_grad

@@ -68,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     model, out = arguments.model, arguments.out
     if arguments.verify and model is not None and out is None:
+        if arguments.format is not None:
+            raise ConfigError("--format is for packing; a packed directory says its own")
         _verify(console, model)
         return 0
     if model is None or out is None:

@@ -98,6 +98,7 @@ cdef extern from "_products.h" nogil:
     void mc_compute_experts(mc_experts *experts, int num_threads)
     void mc_combine(mc_sum *sum, int num_threads)
     void mc_after_fork() noexcept
+    int mc_is_late(int64_t waited_ns, int64_t own_ns, int64_t own_items)
 
 cdef extern from "<pthread.h>" nogil:
     int pthread_atfork(void (*prepare)() noexcept nogil, void (*parent)() noexcept nogil,
@@ -522,6 +523,21 @@ def least_row_bytes(str name, int64_t columns):
     if not mc_is_blocked(number):
         return columns * mc_block_bytes(number)
     return columns // 32 * mc_block_bytes(number) * MC_TILE
+
+
+def is_late(int64_t waited_ns, int64_t own_ns, int64_t own_items):
+    """Return whether a wait for other threads means that they lost their processors.
+
+    Then a job's thread works alone for 20 ms, and twice as long each time, up to 320 ms.
+
+    Parameters
+    ----------
+    waited_ns : int
+        From the end of the caller's own items to the end of the others'.
+    own_ns, own_items : int
+        What the caller did, and how long that took.
+    """
+    return mc_is_late(waited_ns, own_ns, own_items) != 0
 
 
 def read_all(uintptr_t address, int64_t nbytes):

@@ -14,7 +14,7 @@
 /* Looks at a counter before a thread sleeps: some microseconds. */
 #define MC_LOOKS 400
 
-/* A worker that is waited for longer has lost its processor: an item takes some microseconds. */
+/* A worker that is waited for longer, and longer than for two items, has lost its processor. */
 #define MC_LATE_NS 300000
 /* For how long the calling thread works alone then; twice as long each time, up to the second. */
 #define MC_ALONE_NS 20000000
@@ -59,10 +59,17 @@ static int64_t mc_now_ns(void)
     return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
 }
 
-/* Remember whether workers had processors: `waited_ns` is how long the job waited for them. */
-static void mc_note_wait(int64_t now_ns, int64_t waited_ns)
+/* Whether workers that were waited for had lost their processors: the caller did `own_items` in
+ * `own_ns`, and a worker's last item takes as long as one of those. */
+static int mc_is_late(int64_t waited_ns, int64_t own_ns, int64_t own_items)
 {
-    if (waited_ns < MC_LATE_NS) {
+    return own_items > 0 && waited_ns > MC_LATE_NS && waited_ns > 2 * (own_ns / own_items);
+}
+
+/* Remember whether workers had processors. */
+static void mc_note_wait(int64_t now_ns, int is_late)
+{
+    if (!is_late) {
         mc_pool.alone_ns -= mc_pool.alone_ns / 16;
         return;
     }
@@ -74,11 +81,13 @@ static void mc_note_wait(int64_t now_ns, int64_t waited_ns)
     mc_pool.alone_until_ns = now_ns + mc_pool.alone_ns;
 }
 
-static void mc_take_items(mc_work work, void *job, int64_t num_items)
+/* Returns how many items were done here. */
+static int64_t mc_take_items(mc_work work, void *job, int64_t num_items)
 {
-    int64_t item;
-    while ((item = __atomic_fetch_add(&mc_pool.next, 1, __ATOMIC_RELAXED)) < num_items)
+    int64_t item, done = 0;
+    for (; (item = __atomic_fetch_add(&mc_pool.next, 1, __ATOMIC_RELAXED)) < num_items; done++)
         work(job, item);
+    return done;
 }
 
 static void *mc_worker(void *unused)
@@ -167,7 +176,7 @@ static void mc_share(int num_threads, mc_work work, void *job, int64_t num_items
     __atomic_store_n(&mc_pool.number, mc_pool.number + 1, __ATOMIC_RELEASE);
     pthread_cond_broadcast(&mc_pool.wake);
     pthread_mutex_unlock(&mc_pool.lock);
-    mc_take_items(work, job, num_items);
+    int64_t began_ns = mc_now_ns(), own_items = mc_take_items(work, job, num_items);
     pthread_mutex_lock(&mc_pool.lock);
     /* Nobody joins any more; those who did are at their last items. */
     mc_pool.num_wanted = 0;
@@ -176,7 +185,7 @@ static void mc_share(int num_threads, mc_work work, void *job, int64_t num_items
         while (mc_pool.num_joined)
             pthread_cond_wait(&mc_pool.left, &mc_pool.lock);
         now_ns = mc_now_ns();
-        mc_note_wait(now_ns, now_ns - since_ns);
+        mc_note_wait(now_ns, mc_is_late(now_ns - since_ns, since_ns - began_ns, own_items));
     }
     pthread_mutex_unlock(&mc_pool.lock);
     pthread_mutex_unlock(&mc_pool.turn);

@@ -104,8 +104,8 @@ class Options:
         many as the model takes, at most 4,096.
     host_bytes : int, optional
         What the host will still take for trunk and products, which a plan without `memory`
-        and `reserve` leaves free; by default the trunk's bytes, as stored. Say less if it is
-        in memory already.
+        and `reserve` leaves free; by default the trunk's bytes, as stored. Give 0 if the
+        trunk is in memory already.
 
     Raises
     ------

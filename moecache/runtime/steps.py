@@ -196,16 +196,18 @@ class _Parts:
             if slot >= 0 and expert not in coming
         ]
         if ready:
-            yield (wave := self._wave(ready))
-            self._release(wave.slots)
+            slots = (wave := self._wave(ready)).slots
+            yield wave
+            self._release(slots)
         while step.loads or step.bypassed:
             while step.bypassed and not self._loader.stage(step) and not step.loads:
                 self._loader.wait_for_staging(step.layer)
             done = _wait(self._loader, self._cache, step)
             groups = [self._group_of[load.expert] for load in done]
             self._slots[groups] = [load.slot for load in done]
-            yield (wave := self._wave(groups))
-            self._release(wave.slots)
+            slots = (wave := self._wave(groups)).slots
+            yield wave
+            self._release(slots)
 
     def _wave(self, groups: list[int]) -> Wave:
         wave = _wave_of(self._order, self._starts, groups, self._slots, self._top_k)

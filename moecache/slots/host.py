@@ -63,7 +63,7 @@ class HostSlots:
         self._slabs: dict[str, np.ndarray] = {}
         self._rows: dict[str, np.ndarray] = {}
         # What `buffers` returned, by slot; of slots that convert, buffers in use, and free ones.
-        self._given: dict[int, Mapping[str, np.ndarray]] = {}
+        self._given: dict[int, tuple[int, list[np.ndarray]]] = {}
         self._lent: dict[int, dict[str, np.ndarray]] = {}
         self._bounces: list[dict[str, np.ndarray]] = []
         for name, stride in _strides(self._held).items():
@@ -180,8 +180,8 @@ class HostSlots:
     def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
         """Return the slot's own arrays; for roles that are converted, a buffer's until `upload`."""
         target = self.expert(slot, layer)
-        self._given[slot] = target
         if not self._converts:
+            self._given[slot] = layer, list(target.values())
             return target
         bounce = self._lent.get(slot)
         if bounce is None:
@@ -220,10 +220,11 @@ class HostSlots:
             If `parts` lacks a role or has it in another shape or dtype; the slot
             is as it was.
         """
-        given = self._given.pop(slot, None)
-        if given is parts and not self._converts:
-            return
         target = self.expert(slot, layer)
+        before, arrays = self._given.pop(slot, (-1, []))
+        # The very arrays that `buffers` returned: the slot's own, filled.
+        if before == layer and [*map(id, parts.values())] == [*map(id, arrays)]:
+            return
         check_parts(self._layout, layer, parts, held=target)
         for name, held in self._held[layer].items():
             held.fill(target[name], parts[name])
@@ -244,6 +245,7 @@ class HostSlots:
         self._slabs = {}
         self._rows = {}
         self._bounces = []
+        self._given, self._lent = {}, {}
 
     def __enter__(self) -> Self:
         """Return the pool."""

@@ -271,16 +271,20 @@ class SafetensorsStore:
         self.close()
 
     def _with_formats(self, formats: Sequence[str]) -> tuple[ExpertLayout, str]:
-        """Return the layout in the formats that the experts' files say, and the name of one."""
-        layers, used = [], ""
+        """Return the layout in the formats that the experts' files say, and its name."""
+        layers, names = [], set()
         for roles, pieces in zip(self._layout.layers, self._pieces, strict=True):
             said = {formats[int(number)] for piece in pieces for number in np.unique(piece.files)}
             if len(said) > 1:
                 raise FormatError(f"experts of a layer are in several formats: {sorted(said)}")
             name = said.pop() if said else ""
             layers.append(in_format(roles, name) if name else roles)
-            used = name or used
-        return replace(self._layout, layers=layers), used
+            names.add(name)
+        if len(names) > 1:
+            raise FormatError(
+                f"layers of experts are in several formats: {sorted(names)}; pack them together"
+            )
+        return replace(self._layout, layers=layers), names.pop() if names else ""
 
     def _copy_mapped(self, runs: tuple[Run, ...], target: Parts) -> None:
         for file, offset, spans in runs:

@@ -1,6 +1,7 @@
 """`compute="fast"`: experts, and the trunk's products of a few rows, by moecache's own kernels."""
 
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from types import FunctionType, ModuleType
@@ -171,7 +172,7 @@ class FastLinear(nn.Module):
         """Return input @ weight.T + bias."""
         linear: Any = self
         weight, bias = linear.weight, linear.bias
-        if not _is_for_kernels(input, weight):
+        if not _is_for_kernels(input, weight, bias):
             out: torch.Tensor = super().forward(input)
             return out
         if torch.compiler.is_compiling():
@@ -187,12 +188,21 @@ def _product(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return input @ weight.T + bias, as torch.nn.functional.linear does."""
-    if not _is_for_kernels(input, weight):
+    if not _is_for_kernels(input, weight, bias):
         return functional.linear(input, weight, bias)
     if torch.compiler.is_compiling():
         out: torch.Tensor = torch.ops.moecache.linear(input, weight, bias, 0)
         return out
-    return _linear(None, input, weight, bias)
+    return _linear(_router.module, input, weight, bias)
+
+
+class _Current(threading.local):
+    """The router whose forward this thread is in."""
+
+    module: nn.Module | None = None
+
+
+_router = _Current()
 
 
 def _fast_router(router: type[nn.Module]) -> type[nn.Module]:
@@ -201,15 +211,16 @@ def _fast_router(router: type[nn.Module]) -> type[nn.Module]:
     Routers have a parameter of their own and no linear layer that could be replaced; torch takes
     0.2 ms for one row of 1024 by 128, a tenth of a token.
     """
-    if router in _routers:
-        return _routers[router]
     forward: Any = router.forward
-    # A module with that function in torch's place; torch.compile looks names up in modules.
-    module = ModuleType(f"{forward.__globals__['__name__']} of {router.__name__}, with kernels")
+    # A module with that function in torch's place, for good: torch.compile looks names up in
+    # modules. It has what the router's own module has now.
+    name = f"{forward.__globals__['__name__']} of {router.__name__} {id(router):x}, with kernels"
+    module = sys.modules.setdefault(name, ModuleType(name))
     shown = ModuleType("torch.nn.functional, with kernels")
     shown.__dict__.update({**functional.__dict__, "linear": _product})
-    module.__dict__.update({**forward.__globals__, "__name__": module.__name__, "F": shown})
-    sys.modules[module.__name__] = module
+    module.__dict__.update({**forward.__globals__, "__name__": name, "F": shown})
+    if router in _routers:
+        return _routers[router]
     quick = FunctionType(
         forward.__code__,
         module.__dict__,
@@ -218,7 +229,17 @@ def _fast_router(router: type[nn.Module]) -> type[nn.Module]:
         forward.__closure__,
     )
     quick.__kwdefaults__ = forward.__kwdefaults__
-    _routers[router] = type("FastRouter", (nn.Module,), {"forward": quick})
+
+    def with_kernels(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return quick(self, *arguments, **options)
+        before, _router.module = _router.module, self
+        try:
+            return quick(self, *arguments, **options)
+        finally:
+            _router.module = before
+
+    _routers[router] = type("FastRouter", (nn.Module,), {"forward": with_kernels})
     return _routers[router]
 
 
@@ -236,15 +257,37 @@ def _calls_linear(module: nn.Module) -> bool:
     )
 
 
-def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether these are few rows, of a type that kernels take, and no gradient is asked."""
-    num_rows = given.numel() // max(1, given.shape[-1])
+def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Return whether these are few rows that kernels take, and no gradient is asked.
+
+    Whatever does not fit together is torch's to refuse.
+    """
+    shape, columns = weight.shape, given.shape[-1] if given.dim() else 0
     return (
-        0 < num_rows <= MAX_ROWS
-        and not (torch.is_grad_enabled() and (given.requires_grad or weight.requires_grad))
+        len(shape) == 2
+        and 0 < columns == shape[1]
+        and 0 < given.numel() <= MAX_ROWS * columns
         and weight.dtype == given.dtype in _TYPES
-        and weight.device.type == "cpu"
+        and weight.device.type == given.device.type == "cpu"
         and weight.is_contiguous()
+        and (bias is None or _fits(bias, shape[0]))
+        and not (
+            torch.is_grad_enabled()
+            and (
+                given.requires_grad
+                or weight.requires_grad
+                or (bias is not None and bias.requires_grad)
+            )
+        )
+    )
+
+
+def _fits(bias: torch.Tensor, rows: int) -> bool:
+    return (
+        bias.shape == (rows,)
+        and bias.dtype in _TYPES
+        and bias.device.type == "cpu"
+        and bias.is_contiguous()
     )
 
 
@@ -254,12 +297,13 @@ def _linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return what the kernels make of a few rows; the module, or its parameter, keeps a matrix."""
+    """Return what the kernels make of a few rows; a module keeps its matrix."""
     address = weight.data_ptr()
-    holder: Any = weight if linear is None else linear
-    kept = holder.__dict__.get(_MATRIX)
+    kept = None if linear is None else linear.__dict__.get(_MATRIX)
     if kept is None or kept[0] != address:
-        kept = holder.__dict__[_MATRIX] = address, _matrix(weight)
+        kept = address, _matrix(weight)
+        if linear is not None:
+            linear.__dict__[_MATRIX] = kept
     kind, size = _TYPES[input.dtype], input.element_size()
     given = input.contiguous()
     result = torch.empty((*input.shape[:-1], weight.shape[0]), dtype=input.dtype)
@@ -282,6 +326,8 @@ def _operator(
     bias: torch.Tensor | None,
     module: int,
 ) -> torch.Tensor:
+    if not _is_for_kernels(input, weight, bias):
+        return functional.linear(input, weight, bias)
     return _linear(numbered(module), input, weight, bias)
 
 
@@ -303,8 +349,6 @@ def slow_down(modules: list[nn.Module]) -> None:
     for module in modules:
         for name in (_MATRIX, NUMBER):
             module.__dict__.pop(name, None)
-        for parameter in module.parameters(recurse=False):
-            parameter.__dict__.pop(_MATRIX, None)
         become_again(module)
 
 

@@ -52,8 +52,8 @@ _NAMES = {
     # Not "hints": a transformers model gives none.
     "prefetch": ("router", *(mode for mode in PREFETCH_MODES if mode != "hints")),
 }
-# What torch's products take and keep, in part one compiled for each number of rows: 230 MiB were
-# measured after a prompt of 512, 16 in decoding alone.
+# What torch's products take and keep; some of it is compiled for each number of rows. Measured were
+# 230 MiB after a prompt of 512, and 16 in decoding alone.
 _TORCH_BYTES = 256 * 2**20
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -220,6 +220,11 @@ record_trace, warmpin, warmpin_after
     )
     directory, layers, dtype, usual = model.__dict__.pop("_moecache_source")
     on_host = parse_device(device) is None
+    if usual != "torch" and not on_host:
+        raise ConfigError(
+            f"{directory}: the experts are packed in a format, which is computed on the CPU alone; "
+            'use device="cpu", or the checkpoint that was packed'
+        )
     compute = compute or usual
     runtime = open(
         directory,

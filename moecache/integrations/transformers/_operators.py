@@ -28,7 +28,7 @@ _Function = TypeVar("_Function", bound=Callable[..., torch.Tensor])
 
 
 def number(thing: Any) -> int:
-    """Return the number by which operators find an object, which lives no longer for it."""
+    """Return the number by which operators find an object. This keeps no reference to it."""
     given: int | None = thing.__dict__.get(NUMBER)
     if given is None:
         given = thing.__dict__[NUMBER] = next(_numbers)

@@ -125,7 +125,7 @@ def combine(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """
     num_tokens, top_k = weights.shape
     weighted = rows * weights.reshape(-1, 1)
-    return weighted.reshape(num_tokens, top_k, -1).sum(1)
+    return weighted.reshape(num_tokens, top_k, rows.shape[1]).sum(1)
 
 
 def feed_forward(

@@ -51,7 +51,14 @@ class Role:
                 f"role {self.name!r}: a format's matrix is [rows, columns], and its bytes are "
                 f"uint8, got {self.dtype} of shape {list(self.shape)}"
             )
-        find_format(self.format).parts(*self.shape)
+        known = find_format(self.format)
+        if known.block == (1, 1):
+            raise ConfigError(
+                f"role {self.name!r}: {self.format} is the format of a dtype; give the dtype alone"
+            )
+        if not all(isinstance(size, int) and size >= 0 for size in self.shape):
+            raise ConfigError(f"role {self.name!r} cannot have the shape {list(self.shape)}")
+        known.parts(*self.shape)
 
     @cached_property
     def nbytes(self) -> int:

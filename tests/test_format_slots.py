@@ -146,6 +146,8 @@ def _expected(names: dict[str, str], hidden: Any, ids: Any, weights: Any) -> np.
     [
         ({"shape": (4, 33), "format": "q4_0"}, "whole blocks of 32 columns; 33"),
         ({"shape": (4, 32), "format": "q9"}, "format 'q9' is not supported; supported are"),
+        ({"shape": (4, 32), "format": "bf16"}, "give the dtype alone"),
+        ({"shape": (-4, 32), "format": "q4_0"}, "cannot have the shape"),
         ({"shape": (2, 4, 32), "format": "q4_0"}, r"matrix is \[rows, columns\]"),
         ({"shape": (4, 32), "format": "q4_0", "dtype": np.dtype(np.int8)}, "bytes are uint8"),
     ],
@@ -168,3 +170,27 @@ def test_blocks_of_another_size_are_not_tiled() -> None:
     for given_blocks, given_form in ((blocks[:-1], form), (blocks, form[1:]), (blocks, form[::-1])):
         with pytest.raises(ValueError, match=r"16 x 32 matrix in q4_0|contiguous"):
             kernels.tile(given_blocks, "q4_0", 16, 32, given_form)
+
+
+def test_only_formats_of_blocks_have_forms_and_only_native_floats_are_multiplied() -> None:
+    """Everything else would be written or read as what it is not."""
+    blocks, out = np.zeros(18 * 16, np.uint8), np.zeros(18 * 16, np.uint8)
+    for name, rows in (("f32", 16), ("zz", 16), ("q4_0", -16)):
+        with pytest.raises(ConfigError, match=r"no compute form|cannot have"):
+            kernels.tile(blocks, name, rows, 32, out)
+        with pytest.raises(ConfigError, match=r"no compute form|cannot have"):
+            kernels.untile(out, name, rows, 32)
+    inputs = np.ones((1, 32), ">f4")
+    with pytest.raises(ConfigError, match="not >f4"):
+        kernels.products(inputs, np.ones((4, 32), np.float32))
+
+
+def test_no_tokens_have_no_output() -> None:
+    """An empty batch is no error."""
+    names = {"gate_up": "q4_0", "down": "q8_0"}
+    hidden = np.zeros((0, HIDDEN), np.float32)
+    ids, weights = np.zeros((0, 2), np.int64), np.zeros((0, 2), np.float32)
+    with _runtime(names, 2) as runtime:
+        for compute in ("numpy", "fast"):
+            out = experts.feed_forward(runtime, 0, hidden, ids, weights, compute=compute)
+            assert out.shape == (0, HIDDEN)

@@ -173,7 +173,7 @@ def test_values_that_a_format_has_not_are_named(tmp_path: Path) -> None:
     [
         ("q5_9", "'q5_9' is not supported"),
         ("q8_0", "is not q8_0: that takes"),
-        ("f32", "is not f32: that takes"),
+        ("f32", "is the format of a dtype"),
     ],
 )
 def test_a_file_that_says_another_format_is_damaged(

@@ -371,3 +371,61 @@ def test_what_does_not_fit_a_linear_layer_is_left_to_torch(columns: int, bias: s
     else:
         assert torch.equal(found, wanted)
         assert found.requires_grad == wanted.requires_grad
+
+
+def test_what_torch_follows_is_torchs_own(checkpoint: Path) -> None:
+    """Forward-mode gradients, traces, vmap and autocast: none sees what kernels do."""
+    from torch.autograd import forward_ad
+
+    from moecache.integrations.transformers import _fast
+
+    (linear,) = _fast.quicken(torch.nn.Linear(64, 32), [])
+    given = torch.randn(2, 64)
+    with torch.no_grad():
+        linear(given)
+        with forward_ad.dual_level():
+            dual = linear(forward_ad.make_dual(given, torch.ones_like(given)))
+            assert forward_ad.unpack_dual(dual).tangent is not None
+        assert torch.vmap(linear)(given[None]).shape == (1, 2, 32)
+        traced = torch.jit.trace(linear, (given,))
+        assert torch.equal(
+            traced(given * 2), torch.nn.functional.linear(given * 2, *parameters(linear))
+        )
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert linear(given).dtype == torch.bfloat16
+
+
+def parameters(linear: Any) -> tuple[Any, Any]:
+    """Return weight and bias."""
+    return linear.weight, linear.bias
+
+
+def test_a_weight_that_changes_in_place_is_multiplied_as_it_is(checkpoint: Path) -> None:
+    """Pruned at the same address; and a copy has a matrix of its own."""
+    from moecache.integrations.transformers import _fast
+
+    (linear,) = _fast.quicken(torch.nn.Linear(64, 32, bias=False), [])
+    given = torch.randn(3, 64)
+    with torch.no_grad():
+        whole = linear(given)
+        copied = copy.deepcopy(linear)
+        linear.weight = torch.nn.Parameter(linear.weight[:16])
+        assert torch.equal(linear(given), whole[:, :16])
+        assert torch.equal(copied(given), whole)
+
+
+@pytest.mark.parametrize("wrong", ["narrow", "wide", "rows", "weights"])
+def test_tensors_that_do_not_fit_the_experts_are_refused(checkpoint: Path, wrong: str) -> None:
+    """Before an address is given away."""
+    model = load(checkpoint)
+    experts_module = next(m for m in model.modules() if "Experts" in type(m).__name__)
+    size, top_k = model.config.hidden_size, model.config.num_experts_per_tok
+    hidden = torch.ones(1, {"narrow": size // 2, "wide": 2 * size}.get(wrong, size))
+    ids = torch.arange(top_k)[None]
+    weights = torch.ones(ids.shape)
+    if wrong == "rows":
+        ids, weights = ids.repeat(3, 1), weights.repeat(3, 1)
+    if wrong == "weights":
+        weights = torch.ones(5, 400)
+    with model.moecache, torch.no_grad(), pytest.raises(ConfigError, match="are not"):
+        experts_module(hidden.to(model.dtype), ids, weights.to(model.dtype))

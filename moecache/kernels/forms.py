@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moecache.formats import FORMATS, TILE_ROWS, find_format, tiled_rows
+from moecache.errors import ConfigError
+from moecache.formats import TILE_ROWS, Format, find_format, tiled_rows
 from moecache.kernels._kernels import to_form
 from moecache.layout import Role
 
@@ -28,7 +29,7 @@ def tile(blocks: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray
     out : ndarray of uint8
         C-contiguous; the blocks of `tiled_rows(rows)` rows, those beyond `rows` of zeros.
     """
-    known = find_format(name)
+    known = _tiled_format(name, rows, columns)
     wanted = known.nbytes(rows, columns), known.nbytes(tiled_rows(rows), columns)
     if (blocks.nbytes, out.nbytes) != wanted:
         raise ValueError(
@@ -57,7 +58,7 @@ def untile(form: np.ndarray, name: str, rows: int, columns: int) -> dict[str, np
     dict of str to ndarray
         As `Format.parts` says; `dequantize` them for the values.
     """
-    known = FORMATS[name]
+    known = _tiled_format(name, rows, columns)
     dtype, (_, num_blocks, block_bytes) = known.parts(rows, columns)["blocks"]
     num_tiles = tiled_rows(rows) // TILE_ROWS
     tiles = form.reshape(num_tiles, num_blocks, TILE_ROWS * block_bytes)
@@ -67,6 +68,14 @@ def untile(form: np.ndarray, name: str, rows: int, columns: int) -> dict[str, np
     by_tile[..., :2] = scales.swapaxes(1, 2)
     by_tile[..., 2:] = _INTEGERS[name](tiles[..., _SCALES:]).swapaxes(1, 2)
     return {"blocks": blocks[:rows]}
+
+
+def _tiled_format(name: str, rows: int, columns: int) -> Format:
+    if not has_form(name):
+        raise ConfigError(f"format {name!r} has no compute form; {', '.join(_INTEGERS)} have")
+    if rows < 0 or columns < 0:
+        raise ConfigError(f"a matrix cannot have {rows} x {columns} elements")
+    return find_format(name)
 
 
 def values_in(array: np.ndarray, role: Role, *, stored: bool = False) -> np.ndarray:

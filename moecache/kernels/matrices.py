@@ -118,10 +118,10 @@ def type_of(array: np.ndarray) -> str:
     ConfigError
         If they do not take it.
     """
-    try:
-        return _TYPES[array.dtype.name]
-    except KeyError:
-        raise ConfigError(f"kernels take float32 and bfloat16, not {array.dtype}") from None
+    kind = _TYPES.get(array.dtype.name) if array.dtype.isnative else None
+    if kind is None:
+        raise ConfigError(f"kernels take float32 and bfloat16, not {array.dtype}")
+    return kind
 
 
 def _aligned(nbytes: int) -> np.ndarray:

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from transformers.integrations import moe
 
@@ -158,6 +159,12 @@ def fast_experts(
     weights: torch.Tensor,
 ) -> tuple[torch.Tensor, int]:
     """Return the output of a module's experts, and how many experts were computed."""
+    if hidden.shape != (len(ids), kernel.hidden_size) or weights.shape != ids.shape:
+        raise ConfigError(
+            f"hidden states {list(hidden.shape)}, ids {list(ids.shape)} and weights "
+            f"{list(weights.shape)} are not [num_tokens, {kernel.hidden_size}] and twice "
+            "[num_tokens, top_k]"
+        )
     given = hidden.contiguous() if hidden.dtype in _TYPES else hidden.float()
     rows, num_experts = fast_rows(runtime, layer, kernel, given, ids)
     if getattr(module, "has_post_expert_norm", False):
@@ -271,6 +278,8 @@ def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         and weight.device.type == given.device.type == "cpu"
         and weight.is_contiguous()
         and (bias is None or _fits(bias, shape[0]))
+        and not torch.is_autocast_enabled("cpu")
+        and not _is_transformed()
         and not (
             torch.is_grad_enabled()
             and (
@@ -279,6 +288,15 @@ def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
                 or (bias is not None and bias.requires_grad)
             )
         )
+    )
+
+
+def _is_transformed() -> bool:
+    """Return whether torch follows what is computed: by vmap, jit.trace, forward-mode gradients."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
     )
 
 
@@ -298,10 +316,11 @@ def _linear(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return what the kernels make of a few rows; a module keeps its matrix."""
-    address = weight.data_ptr()
+    key = weight.data_ptr(), weight.shape, weight.dtype
     kept = None if linear is None else linear.__dict__.get(_MATRIX)
-    if kept is None or kept[0] != address:
-        kept = address, _matrix(weight)
+    # A copy of the module has no matrix.
+    if kept is None or kept[0] != key or kept[1] is None:
+        kept = key, _matrix(weight)
         if linear is not None:
             linear.__dict__[_MATRIX] = kept
     kind, size = _TYPES[input.dtype], input.element_size()

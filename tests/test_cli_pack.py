@@ -167,7 +167,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["pack", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for part in (
-        "moecache pack [--dry-run | --verify] MODEL OUT moecache pack --verify OUT",
+        "[--format FORMAT] [--dry-run | --verify] MODEL OUT moecache pack --verify OUT",
         "examples: moecache pack ./Qwen3-30B-A3B",
         "OUT.partial",
     ):

@@ -279,7 +279,7 @@ def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         and weight.is_contiguous()
         and (bias is None or _fits(bias, shape[0]))
         and not torch.is_autocast_enabled("cpu")
-        and not _is_transformed()
+        and (torch.compiler.is_compiling() or not _is_transformed())
         and not (
             torch.is_grad_enabled()
             and (

@@ -186,7 +186,7 @@ def decode(tokens: Iterator[int]) -> Iterator[str]:
             yield decoder.decode(bytes([token - BYTE_OFFSET]))
 
 
-def through_moecache(runtime: moecache.ExpertRuntime) -> RoutedExperts:
+def through_moecache(runtime: moecache.ExpertRuntime, compute: str = "numpy") -> RoutedExperts:
     """Return routed experts that come through a runtime, whatever is resident."""
 
     def routed_experts(
@@ -194,7 +194,7 @@ def through_moecache(runtime: moecache.ExpertRuntime) -> RoutedExperts:
     ) -> np.ndarray:
         # (2) Each wave names slots that are filled, and the (token, choice) pairs
         # they serve; what is missing is read while the first wave is computed.
-        return moecache.experts.feed_forward(runtime, layer, hidden, ids, weights)
+        return moecache.experts.feed_forward(runtime, layer, hidden, ids, weights, compute=compute)
 
     return routed_experts
 

@@ -106,6 +106,14 @@ def test_demo_is_the_same_text_at_any_memory(capsys: pytest.CaptureFixture[str])
     assert len(texts.pop()) >= 25
 
 
+def test_demo_by_kernels_is_exact_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Over weights as the file has them; the resident run is by kernels, too."""
+    for memory in ("500KiB", "100%"):
+        argv = ["demo", "--max-new-tokens", "25", "--compute", "fast", "--memory", memory]
+        assert cli.main(argv) == 0
+        assert "every logit bit by bit" in capsys.readouterr().err
+
+
 def test_a_mismatch_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

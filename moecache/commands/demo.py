@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from moecache.commands.example import (
 from moecache.commands.live import LiveView
 from moecache.commands.metrics import served
 from moecache.experts import combine, gated_rows
+from moecache.kernels import SlotKernel
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import peak_rss_bytes
@@ -55,6 +57,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--prompt", default=DEFAULT_PROMPT, help="text to continue")
     add_sampling_options(parser, max_new_tokens=400)
     add_option(parser, "profile")
+    parser.add_argument(
+        "--compute",
+        choices=("numpy", "fast"),
+        default="numpy",
+        help="what multiplies experts: NumPy, or moecache's kernels, over weights as the file has "
+        "them (default: %(default)s)",
+    )
     parser.add_argument("--report", action="store_true", help="show hit rates layer by layer")
     parser.add_argument(
         "--live",
@@ -89,7 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
             policy=arguments.policy,
             scope=arguments.scope,
             prefetch=arguments.prefetch,
-            dtype=np.float32,
+            # NumPy would convert weights at every use.
+            dtype=np.float32 if arguments.compute == "numpy" else None,
             profile=arguments.profile,
         ) as runtime,
         contextlib.ExitStack() as stack,
@@ -101,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.metrics is not None:
             url = stack.enter_context(served(runtime, arguments.metrics))
             console.print(f"metrics at {url}")
-        model = loop.NumpyMoe(store, loop.through_moecache(runtime))
+        model = loop.NumpyMoe(store, loop.through_moecache(runtime, arguments.compute))
         shown: list[float] = []
         offloaded = _generate(loop, model, arguments, runtime, console, shown)
         peak_bytes = peak_rss_bytes()
@@ -165,6 +175,34 @@ def resident_experts(store: SafetensorsStore) -> Callable[..., np.ndarray]:
     return routed_experts
 
 
+def resident_kernels(store: SafetensorsStore) -> Callable[..., np.ndarray]:
+    """Return the same by the kernels, a step at once."""
+    layout, kernels = store.layout, []
+    for layer, roles in enumerate(layout.layers):
+        stacks = {
+            role.name: np.empty((layout.num_experts, *role.shape), role.dtype) for role in roles
+        }
+        for expert in range(layout.num_experts):
+            store.read_into(layer, expert, {name: one[expert] for name, one in stacks.items()})
+        kernels.append(SlotKernel(partial(_row, stacks), layout.num_experts))
+
+    def routed_experts(
+        layer: int, hidden: np.ndarray, ids: np.ndarray, weights: np.ndarray
+    ) -> np.ndarray:
+        rows = np.empty((ids.size, hidden.shape[1]), np.float32)
+        slots, counts = np.unique(ids, return_counts=True)
+        pairs = np.argsort(ids.reshape(-1), kind="stable")
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        kernels[layer].compute(hidden, slots.astype(np.int32), offsets, pairs, ids.shape[1], rows)
+        return combine(rows, weights).astype(hidden.dtype, copy=False)
+
+    return routed_experts
+
+
+def _row(stacks: dict[str, np.ndarray], expert: int) -> dict[str, np.ndarray]:
+    return {name: stack[expert] for name, stack in stacks.items()}
+
+
 def _generate(
     loop: ModuleType,
     model: Any,
@@ -215,7 +253,8 @@ def _compare(
     console: Console,
 ) -> bool:
     with open_store(directory) as store:
-        model = loop.NumpyMoe(store, resident_experts(store))
+        experts = resident_experts if arguments.compute == "numpy" else resident_kernels
+        model = loop.NumpyMoe(store, experts(store))
         # One tick per token; `track` shows nothing when the console is no terminal.
         ticks = iter(
             track(

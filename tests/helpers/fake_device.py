@@ -278,7 +278,9 @@ class FakeDevice:
         self._call()
         self.copies.append((stream.pointer, destination, num_bytes))
         keep: Any = None
-        if not any(at <= source and source + num_bytes <= at + n for at, n in self._pinned.items()):
+        # Another thread may pin meanwhile.
+        pinned = list(self._pinned.items())
+        if not any(at <= source and source + num_bytes <= at + n for at, n in pinned):
             keep = ctypes.create_string_buffer(ctypes.string_at(source, num_bytes), num_bytes)
             source = ctypes.addressof(keep)
 
@@ -425,7 +427,7 @@ class FakeDevice:
                 self.run()
 
     def _move(self) -> bool:
-        able = [queue for queue in self._queues.values() if queue and queue[0][0]()]
+        able = [queue for queue in list(self._queues.values()) if queue and queue[0][0]()]
         if not able:
             return False
         self.clock_ns += 1

@@ -27,7 +27,7 @@ import numpy as np
 from bench.against_llama_cpp import LLAMA, NEW_TOKENS, PROMPT, llama, ours
 from bench.disks import describe_read_ahead, disk_with
 from bench.limits import MemoryLimit
-from bench.machine import describe_machine
+from bench.runs import begin, write_figures
 from moecache import kernels
 from moecache.units import format_bytes, parse_bytes
 
@@ -48,12 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--read-ahead", nargs="*", default=["8MiB", "128KiB"])
     parser.add_argument("--limits", nargs="*", type=float, default=[1 / 2, 1 / 3])
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=CONTESTANTS)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(argv)
-    print(f"{describe_machine()}, {kernels.level()}, {arguments.threads} threads", flush=True)
+    arguments = begin(parser, argv, rounds=3)
     figures: list[dict[str, Any]] = []
     size = arguments.gguf.stat().st_size
     needed = size + sum(file.stat().st_size for file in arguments.checkpoint.iterdir())
@@ -69,14 +65,7 @@ def main(argv: list[str] | None = None) -> int:
                 for figure in found:
                     figures.append({"read_ahead": read_ahead, "share": limit, **figure})
                     print(describe(figures[-1]), flush=True)
-    if arguments.json is not None:
-        found = {
-            "machine": describe_machine(),
-            "level": kernels.level(),
-            "threads": arguments.threads,
-            "figures": figures,
-        }
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_figures(arguments, figures=figures)
     return 0
 
 

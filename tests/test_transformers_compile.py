@@ -159,7 +159,6 @@ def test_torch_finds_nothing_wrong_with_an_operator(tmp_path: Path, name: str) -
             routed(experts)[0][None],
             linear.weight.detach(),
             None,
-            linear._moecache_number,
         ),
     }
     with model.moecache, torch.no_grad():

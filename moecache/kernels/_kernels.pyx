@@ -164,10 +164,6 @@ def use_threads(int number):
     _num_threads = number
 
 
-def _no_matrix():
-    """Return what a copied matrix is."""
-
-
 @cython.final
 cdef class Matrix:
     """A weight matrix [rows, columns] in memory, as the kernels read it.
@@ -210,10 +206,6 @@ cdef class Matrix:
                 f"{columns} columns of {name} take more than {row_bytes} bytes a row"
             )
         self.owner = owner
-
-    def __reduce__(self):
-        """Leave it out of copies: addresses mean nothing there."""
-        return _no_matrix, ()
 
     @property
     def rows(self):

@@ -62,8 +62,7 @@ class HostSlots:
         self._held = hold_all(layout, _float_dtype(dtype))
         self._slabs: dict[str, np.ndarray] = {}
         self._rows: dict[str, np.ndarray] = {}
-        # What `buffers` returned, by slot; of slots that convert, buffers in use, and free ones.
-        self._given: dict[int, tuple[int, list[np.ndarray]]] = {}
+        # Buffers that reads go to before they are converted: in use, by slot, and free.
         self._lent: dict[int, dict[str, np.ndarray]] = {}
         self._bounces: list[dict[str, np.ndarray]] = []
         for name, stride in _strides(self._held).items():
@@ -78,7 +77,7 @@ class HostSlots:
         alike = len(set(layout.layers)) == 1
         if alike:
             self._rows = {name: self.slab(name) for name in self._held[0]}
-        self._converts = converts(layout, dtype)
+        self._converts = _converts(self._held)
 
     @staticmethod
     def bytes_per_slot(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> int:
@@ -181,7 +180,6 @@ class HostSlots:
         """Return the slot's own arrays; for roles that are converted, a buffer's until `upload`."""
         target = self.expert(slot, layer)
         if not self._converts:
-            self._given[slot] = layer, list(target.values())
             return target
         bounce = self._lent.get(slot)
         if bounce is None:
@@ -199,7 +197,6 @@ class HostSlots:
 
     def reclaim(self, slot: int) -> None:
         """Keep the slot's buffer for another one; without conversion there is none."""
-        self._given.pop(slot, None)
         bounce = self._lent.pop(slot, None)
         if bounce is not None:
             self._bounces.append(bounce)
@@ -221,10 +218,6 @@ class HostSlots:
             is as it was.
         """
         target = self.expert(slot, layer)
-        before, arrays = self._given.pop(slot, (-1, []))
-        # The very arrays that `buffers` returned: the slot's own, filled.
-        if before == layer and [*map(id, parts.values())] == [*map(id, arrays)]:
-            return
         check_parts(self._layout, layer, parts, held=target)
         for name, held in self._held[layer].items():
             held.fill(target[name], parts[name])
@@ -245,7 +238,7 @@ class HostSlots:
         self._slabs = {}
         self._rows = {}
         self._bounces = []
-        self._given, self._lent = {}, {}
+        self._lent = {}
 
     def __enter__(self) -> Self:
         """Return the pool."""
@@ -265,8 +258,11 @@ class HostSlots:
 
 def converts(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> bool:
     """Return whether slots have other bytes than the file."""
-    held = hold_all(layout, _float_dtype(dtype))
-    return any(one.is_converted for roles in held for one in roles.values())
+    return _converts(hold_all(layout, _float_dtype(dtype)))
+
+
+def _converts(layers: Sequence[Mapping[str, Held]]) -> bool:
+    return any(held.is_converted for roles in layers for held in roles.values())
 
 
 def _float_dtype(dtype: npt.DTypeLike | None) -> np.dtype | None:

@@ -1,14 +1,11 @@
 """`compute="fast"`: experts, and the trunk's products of a few rows, by moecache's own kernels."""
 
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd import forward_ad
@@ -18,14 +15,9 @@ from transformers.integrations import moe
 from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._experts import become, become_again
-from moecache.integrations.transformers._operators import (
-    NUMBER,
-    number,
-    number_of,
-    numbered,
-    operator,
-)
-from moecache.kernels import SlotKernel, has_form, matrix_of
+from moecache.integrations.transformers._operators import operator
+from moecache.kernels import SlotKernel, has_form
+from moecache.kernels._kernels import Matrix
 from moecache.layout import ExpertLayout
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import COMPUTE
@@ -46,8 +38,6 @@ _ACTIVATIONS = {
     "ReLUSquaredActivation": "relu2",
 }
 _TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-# Attribute of a linear layer that has its matrix, and where that was.
-_MATRIX = "_moecache_matrix"
 
 
 def check_compute(compute: object) -> str:
@@ -178,15 +168,7 @@ class FastLinear(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """Return input @ weight.T + bias."""
         linear: Any = self
-        weight, bias = linear.weight, linear.bias
-        if not _is_for_kernels(input, weight, bias):
-            out: torch.Tensor = super().forward(input)
-            return out
-        if torch.compiler.is_compiling():
-            out = torch.ops.moecache.linear(input, weight, bias, number_of(linear))
-        else:
-            out = _linear(linear, input, weight, bias)
-        return out
+        return _product(input, linear.weight, linear.bias)
 
 
 def _product(
@@ -198,18 +180,9 @@ def _product(
     if not _is_for_kernels(input, weight, bias):
         return functional.linear(input, weight, bias)
     if torch.compiler.is_compiling():
-        out: torch.Tensor = torch.ops.moecache.linear(input, weight, bias, 0)
+        out: torch.Tensor = torch.ops.moecache.linear(input, weight, bias)
         return out
-    return _linear(_router.module, input, weight, bias)
-
-
-class _Current(threading.local):
-    """The router whose forward this thread is in."""
-
-    module: nn.Module | None = None
-
-
-_router = _Current()
+    return _linear(input, weight, bias)
 
 
 def _fast_router(router: type[nn.Module]) -> type[nn.Module]:
@@ -236,17 +209,7 @@ def _fast_router(router: type[nn.Module]) -> type[nn.Module]:
         forward.__closure__,
     )
     quick.__kwdefaults__ = forward.__kwdefaults__
-
-    def with_kernels(self: nn.Module, *arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return quick(self, *arguments, **options)
-        before, _router.module = _router.module, self
-        try:
-            return quick(self, *arguments, **options)
-        finally:
-            _router.module = before
-
-    _routers[router] = type("FastRouter", (nn.Module,), {"forward": with_kernels})
+    _routers[router] = type("FastRouter", (nn.Module,), {"forward": quick})
     return _routers[router]
 
 
@@ -310,44 +273,37 @@ def _fits(bias: torch.Tensor, rows: int) -> bool:
 
 
 def _linear(
-    linear: nn.Module | None,
     input: torch.Tensor,  # noqa: A002 - torch's own name
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return what the kernels make of a few rows; a module keeps its matrix."""
-    key = weight.data_ptr(), weight.shape, weight.dtype
-    kept = None if linear is None else linear.__dict__.get(_MATRIX)
-    # A copy of the module has no matrix.
-    if kept is None or kept[0] != key or kept[1] is None:
-        kept = key, _matrix(weight)
-        if linear is not None:
-            linear.__dict__[_MATRIX] = kept
+    """Return what the kernels make of a few rows."""
     kind, size = _TYPES[input.dtype], input.element_size()
+    rows, columns = weight.shape
     given = input.contiguous()
-    result = torch.empty((*input.shape[:-1], weight.shape[0]), dtype=input.dtype)
+    result = torch.empty((*input.shape[:-1], rows), dtype=input.dtype)
     terms = (0, kind) if bias is None else (bias.data_ptr(), _TYPES[bias.dtype])
-    kept[1].multiply(
-        *(given.data_ptr(), kind, input.numel() // input.shape[-1], weight.shape[1] * size),
-        *(result.data_ptr(), kind, weight.shape[0] * size),
+    # Made for each call, as a weight may change between two; it takes a microsecond.
+    Matrix(weight.data_ptr(), kind, rows, columns, columns * size).multiply(
+        *(given.data_ptr(), kind, input.numel() // columns, columns * size),
+        *(result.data_ptr(), kind, rows * size),
         *terms,
     )
     return result
 
 
 @operator(
-    "linear(Tensor input, Tensor weight, Tensor? bias, int module) -> Tensor",
+    "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     lambda input, weight, *_: input.new_empty((*input.shape[:-1], weight.shape[0])),  # noqa: A006
 )
 def _operator(
     input: torch.Tensor,  # noqa: A002 - torch's own name
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    module: int,
 ) -> torch.Tensor:
     if not _is_for_kernels(input, weight, bias):
         return functional.linear(input, weight, bias)
-    return _linear(numbered(module), input, weight, bias)
+    return _linear(input, weight, bias)
 
 
 def quicken(model: nn.Module, routers: Iterable[nn.Module | None]) -> list[nn.Module]:
@@ -355,7 +311,6 @@ def quicken(model: nn.Module, routers: Iterable[nn.Module | None]) -> list[nn.Mo
     found: list[nn.Module] = [m for m in model.modules() if type(m) is nn.Linear]
     for linear in found:
         become(linear, FastLinear)
-        number(linear)
     for router in routers:
         if router is not None and _calls_linear(router):
             become(router, _fast_router(type(router)))
@@ -366,18 +321,9 @@ def quicken(model: nn.Module, routers: Iterable[nn.Module | None]) -> list[nn.Mo
 def slow_down(modules: list[nn.Module]) -> None:
     """Give linear layers and routers their own products back."""
     for module in modules:
-        for name in (_MATRIX, NUMBER):
-            module.__dict__.pop(name, None)
         become_again(module)
 
 
 def _has_default_gate(module: nn.Module) -> bool:
     default = getattr(moe, "_default_apply_gate", None)
     return default is not None and getattr(type(module), "_apply_gate", None) is default
-
-
-def _matrix(weight: torch.Tensor) -> Any:
-    array = weight.detach()
-    if array.dtype == torch.bfloat16:
-        return matrix_of(array.view(torch.uint16).numpy().view(ml_dtypes.bfloat16))
-    return matrix_of(np.asarray(array))

@@ -22,12 +22,12 @@ from moecache.runtime.steps import reading
 from moecache.slots import HostSlots
 from moecache.stores import ExpertStore, MemoryStore, SafetensorsStore, open_store
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
+from tests.helpers.leaks import nothing_left
 from tests.helpers.pages import (
     PAGE,
     evict,
     mapped_in,
     num_cached,
-    num_descriptors,
     wait_until,
 )
 
@@ -35,11 +35,8 @@ from tests.helpers.pages import (
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Check that a closed runtime holds no file and no thread."""
-    descriptors, threads = num_descriptors(), threading.active_count()
-    yield
-    gc.collect()
-    wait_until(lambda: threading.active_count() <= threads)
-    assert num_descriptors() == descriptors
+    with nothing_left():
+        yield
 
 
 @pytest.fixture(name="model")

@@ -5,7 +5,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 from moecache import ConfigError, StoreError
 from moecache._prefault import METHODS, address_of, can_populate, resident_pages
 from moecache.prefault import Region, extents, sweep, warm
+from tests.helpers.leaks import nothing_left
 from tests.helpers.pages import (
     MIB,
     PAGE,
@@ -23,7 +24,6 @@ from tests.helpers.pages import (
     mapped,
     mapped_in,
     num_cached,
-    num_descriptors,
     pages_of,
     write_cold,
     write_file,
@@ -34,12 +34,10 @@ OPTIONS = {"mode": "force"}
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> object:
+def nothing_is_left_behind() -> Iterator[None]:
     """Check that every sweep gives back its files and threads."""
-    descriptors, threads = num_descriptors(), threading.active_count()
-    yield
-    assert num_descriptors() == descriptors
-    assert threading.active_count() <= threads
+    with nothing_left():
+        yield
 
 
 @pytest.mark.parametrize(

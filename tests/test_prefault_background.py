@@ -17,6 +17,7 @@ from moecache._prefault import address_of
 from moecache.prefault import BackgroundSweep, PrefaultReport, Region, warm
 from moecache.prefault.extents import Extent
 from moecache.prefault.sweep import Sweeper
+from tests.helpers.leaks import nothing_left
 from tests.helpers.pages import (
     MIB,
     PAGE,
@@ -24,7 +25,6 @@ from tests.helpers.pages import (
     mapped,
     mapped_in,
     num_cached,
-    num_descriptors,
     run_child,
     wait_until,
     write_cold,
@@ -37,11 +37,8 @@ NUM_BYTES = 70 * MIB
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Check that every way to end gives back files and threads."""
-    descriptors, threads = num_descriptors(), threading.active_count()
-    yield
-    gc.collect()
-    wait_until(lambda: threading.active_count() <= threads)
-    assert num_descriptors() == descriptors
+    with nothing_left():
+        yield
 
 
 @pytest.fixture(name="memory")

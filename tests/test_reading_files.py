@@ -14,7 +14,7 @@ import pytest
 import moecache
 from moecache.runtime import opening
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
-from tests.helpers.pages import num_descriptors, wait_until
+from tests.helpers.leaks import nothing_left
 from tests.helpers.readings import (
     all_experts,
     force_engine,
@@ -29,12 +29,8 @@ PLACES = list(itertools.product(range(2), range(12)))
 def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Measure no disk; check that runtimes give back files and threads."""
     monkeypatch.setattr(opening, "calibrate", lambda *_: None)
-    gc.collect()
-    descriptors, threads = num_descriptors(), threading.active_count()
-    yield
-    gc.collect()
-    wait_until(lambda: threading.active_count() <= threads)
-    assert num_descriptors() == descriptors
+    with nothing_left():
+        yield
 
 
 @pytest.fixture(name="engine", params=["io_uring", "threads"], autouse=True)

@@ -2,13 +2,11 @@
 
 import contextlib
 import errno
-import gc
 import json
 import logging
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import pytest
 from moecache.errors import MoeCacheError, StoreError
 from moecache.stores import SafetensorsStore
 from tests.helpers.families import FAMILIES
+from tests.helpers.leaks import nothing_left
 from tests.helpers.offloading import generated, load_in_slots, prompt
 
 torch = pytest.importorskip("torch")
@@ -62,11 +61,9 @@ def test_a_shard_that_cannot_be_read_is_named_when_the_model_is_loaded(
     directory = shutil.copytree(sharded, tmp_path / "sharded")
     shard = sorted(directory.glob("*.safetensors"))[1]
     damage(shard)
-    before = _in_use()
 
-    with pytest.raises(StoreError, match=shard.name):
+    with nothing_left(), pytest.raises(StoreError, match=shard.name):
         load_in_slots(directory)
-    assert _in_use() == before
 
 
 @pytest.mark.parametrize("prefetch", ["off", "auto"])
@@ -187,11 +184,8 @@ def test_a_trace_is_refused_at_once_where_nothing_can_be_written(
     qwen3_moe: Path, tmp_path: Path
 ) -> None:
     """Not after hours; and what was opened for it is closed again."""
-    before = _in_use()
-    with pytest.raises(MoeCacheError, match="there is no directory"):
+    with nothing_left(), pytest.raises(MoeCacheError, match="there is no directory"):
         load_in_slots(qwen3_moe, record_trace=tmp_path / "none" / "trace.npz")
-
-    assert _in_use() == before
 
 
 def test_slots_that_no_memory_is_left_for_are_an_error_that_leaves_nothing_open(
@@ -202,13 +196,11 @@ def test_slots_that_no_memory_is_left_for_are_an_error_that_leaves_nothing_open(
     def refuse(*arguments: object, **named: object) -> None:
         raise MemoryError("cannot allocate")
 
-    before = _in_use()
-    with monkeypatch.context() as patched:
+    with nothing_left(), monkeypatch.context() as patched:
         patched.setattr("moecache.slots._memory.mmap.mmap", refuse)
         with pytest.raises((MemoryError, MoeCacheError)):
             load_in_slots(qwen3_moe)
 
-    assert _in_use() == before
     with load_in_slots(qwen3_moe).moecache:
         pass
 
@@ -289,9 +281,3 @@ class _Failing:
 def _write_in_place(file: Path, contents: bytes) -> None:
     with file.open("r+b") as opened:
         opened.write(contents)
-
-
-def _in_use() -> tuple[int, int]:
-    """Return the number of open files and of threads."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count()

@@ -3,9 +3,7 @@
 import copy
 import gc
 import json
-import os
 import pickle
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from moecache.errors import MoeCacheError
 from tests.helpers.families import FAMILIES
+from tests.helpers.leaks import nothing_left
 from tests.helpers.offloading import generated, load_in_slots, load_whole, prompt
 
 torch = pytest.importorskip("torch")
@@ -256,17 +255,16 @@ def test_a_model_without_references_is_collected_with_its_runtime(
     qwen3_moe: Path, closed: bool
 ) -> None:
     """Files and threads are given back, whether it was closed or not."""
-    before = _in_use()
-    model = load_in_slots(qwen3_moe)
-    generated(model)
-    if closed:
-        model.moecache.close()
-    references = [weakref.ref(model), weakref.ref(model.moecache.runtime)]
-    del model
-    gc.collect()
+    with nothing_left():
+        model = load_in_slots(qwen3_moe)
+        generated(model)
+        if closed:
+            model.moecache.close()
+        references = [weakref.ref(model), weakref.ref(model.moecache.runtime)]
+        del model
+        gc.collect()
 
-    assert [reference() for reference in references] == [None, None]
-    assert _in_use() == before
+        assert [reference() for reference in references] == [None, None]
 
 
 def test_a_trunk_in_another_dtype_runs_and_goes_back(model: Any, whole_model: Any) -> None:
@@ -284,9 +282,3 @@ def test_experts_are_converted_to_the_dtype_that_is_asked_for(qwen3_moe: Path, d
     model = load_in_slots(qwen3_moe, dtype=dtype)
     with model.moecache:
         assert torch.equal(generated(model), generated(load_whole(FAMILY, qwen3_moe, name)))
-
-
-def _in_use() -> tuple[int, int]:
-    """Return the number of open files and of threads."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count()

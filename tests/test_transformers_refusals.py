@@ -1,10 +1,7 @@
 """What `load` cannot do is refused, with the reason, and leaves nothing open."""
 
-import gc
 import json
-import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import pytest
 
 from moecache.errors import CapacityError, ConfigError
 from tests.helpers.families import FAMILIES
+from tests.helpers.leaks import nothing_left
 from tests.helpers.offloading import load_in_slots
 
 torch = pytest.importorskip("torch")
@@ -127,11 +125,9 @@ def test_a_family_without_support_is_named_with_the_reason(
 ) -> None:
     """When it is loaded, not when it computes."""
     make().save_pretrained(tmp_path)
-    before = _in_use()
 
-    with pytest.raises(ConfigError, match=reason):
+    with nothing_left(), pytest.raises(ConfigError, match=reason):
         load_in_slots(tmp_path)
-    assert _in_use() == before
 
 
 @pytest.mark.parametrize(
@@ -158,20 +154,15 @@ def test_an_argument_that_cannot_be_used_is_named(
     qwen3_moe: Path, arguments: dict[str, Any], reason: str
 ) -> None:
     """And what was loaded before it was looked at is given back."""
-    before = _in_use()
-    with pytest.raises(ConfigError, match=reason):
+    with nothing_left(), pytest.raises(ConfigError, match=reason):
         load_in_slots(qwen3_moe, **{"memory": "25%", **arguments})
-
-    assert _in_use() == before
 
 
 def test_memory_for_less_than_an_expert_is_refused_with_what_is_needed(qwen3_moe: Path) -> None:
     """An expert, and a place to read another to."""
-    before = _in_use()
-    with pytest.raises(CapacityError, match=r"1\.00 KiB.*22\.5 KiB.*at least 45\.0 KiB"):
+    reason = r"1\.00 KiB.*22\.5 KiB.*at least 45\.0 KiB"
+    with nothing_left(), pytest.raises(CapacityError, match=reason):
         load_in_slots(qwen3_moe, "1KiB")
-
-    assert _in_use() == before
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "gptq"])
@@ -217,9 +208,3 @@ def test_what_changes_nothing_may_be_said(qwen3_moe: Path, options: dict[str, An
     model = load_in_slots(qwen3_moe, **options)
     with model.moecache:
         assert model.dtype == torch.float32
-
-
-def _in_use() -> tuple[int, int]:
-    """Return the number of open files and of threads."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count()

@@ -1,10 +1,11 @@
 """Fixtures that several test files share."""
 
+import contextlib
 import gc
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from moecache.cuda import open_device
 from moecache.errors import MoeCacheError
 from moecache.settings import PREFIX
 from moecache.stores import open_store
-from tests.helpers import families, offloading
+from tests.helpers import families, offloading, pages
 from tests.helpers.fake_device import FakeDevice
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,8 @@ MACHINE = (
     *("test_memory_limit", "test_opening_prefault", "test_prefault", "test_reading_interrupts"),
     *("test_sweep", "test_telemetry_memory"),
 )
+# Those that expect pages to be in memory.
+PAGE_CACHE = ("test_prefault", "test_opening_prefault")
 
 try:
     from hypothesis import HealthCheck, settings
@@ -73,6 +76,26 @@ def pytest_terminal_summary(
     """Say so below failures as well: with -q there is no header."""
     if exitstatus == pytest.ExitCode.TESTS_FAILED:
         terminalreporter.write_line(pytest_report_header(config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Run a test of the page cache again if the system took pages meanwhile, which it may."""
+    taken = pages.num_taken()
+    try:
+        return (yield)
+    except AssertionError:
+        if not pyfuncitem.path.name.startswith(PAGE_CACHE):
+            raise
+        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        for _ in range(9):
+            before, taken = taken, pages.num_taken()
+            if before == taken:
+                raise
+            with contextlib.suppress(AssertionError):
+                pyfuncitem.obj(**arguments)
+                return True
+        raise
 
 
 @pytest.hookimpl(optionalhook=True)

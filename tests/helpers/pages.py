@@ -101,6 +101,12 @@ def pages_of(address: int, nbytes: int) -> set[int]:
     return set(range(address // PAGE, -(-(address + nbytes) // PAGE))) if nbytes else set()
 
 
+def num_taken() -> int:
+    """Return how many pages of files the system has taken back from memory since it started."""
+    counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    return int(counters.get("pgsteal_file", 0))
+
+
 def num_descriptors() -> int:
     """Return how many files this process has open."""
     return len(os.listdir("/proc/self/fd"))

@@ -8,7 +8,7 @@ put in (`...experts.7.gate_up_proj_bias`).
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from moecache.errors import ConfigError, FormatError
 from moecache.formats import TILE_ROWS, find_format
 from moecache.layout import ExpertLayout, Role
 from moecache.stores._header import MAX_LAYERS, TensorEntry, shown
+from moecache.stores._quantized import Matrix, Stored
 
 # Projection -> (role, its place among the role's pieces). Gate stands before up.
 _PIECES = {
@@ -50,13 +51,18 @@ _GRANITE = re.compile(
 )
 
 
+# Returns the matrix that tensors are, by the suffixes of their names; None if not quantized.
+Match = Callable[[Mapping[str, Stored]], Matrix | None]
+
+
 @dataclass(frozen=True)
 class TensorPart:
     """A part of a role that lies in one tensor: where it is for every expert.
 
     `files` int32 [num_experts] and `offsets` int64 [num_experts] say where,
     `start` is its first byte within the role. `sources` names the tensor of
-    each expert, or the one tensor that all are stacked in.
+    each expert, or the one tensor that all are stacked in. `weight` is the name that
+    expert 0's matrix has where it is not quantized; "" for a matrix's second and further parts.
     """
 
     name: str
@@ -68,6 +74,7 @@ class TensorPart:
     offsets: np.ndarray
     sources: tuple[str, ...]
     stacked: bool
+    weight: str = ""
 
 
 @dataclass
@@ -78,12 +85,16 @@ class _Found:
     places: dict[int, tuple[int, int, str]] = field(default_factory=dict)
     num_stacked: int = 0
     example: str = ""
+    # Of codes: what matrix they are, and all its parts, themselves first.
+    matrix: Matrix | None = None
+    parts: list["_Found"] = field(default_factory=list)
 
 
 def index_experts(
     tensors: Mapping[str, tuple[int, TensorEntry]],
     top_k: int,
     chosen: Collection[str] | None = None,
+    match: Match | None = None,
 ) -> tuple[ExpertLayout, list[list[TensorPart]]]:
     """Return the layout of a checkpoint's experts and, per layer, where they are.
 
@@ -94,12 +105,14 @@ def index_experts(
         Experts per token; 0 if not known.
     chosen : collection of str, optional
         Names of the layers to index; by default all.
+    match : callable, optional
+        Says which tensors are a matrix in a format; see `Quantization.match`.
 
     Raises
     ------
     FormatError
         If experts are missing, differ within a layer, or layers differ in their
-        number; or if there are more than 4096 layers.
+        number; if there are more than 4096 layers; or if the parts of a format do not fit.
     ConfigError
         If a chosen layer is not there.
     """
@@ -122,6 +135,8 @@ def index_experts(
         if name not in layers:
             raise ConfigError(f"there is no layer {shown(name)} with experts")
     names = sorted(layers, key=_natural)
+    if match is not None:
+        layers = {name: _matched(layers[name], match) for name in names}
     _check_projections(names, layers)
     num_experts = _count_experts(names, layers)
     roles, pieces = [], []
@@ -184,6 +199,32 @@ def _add(
     group.num_stacked = 0 if expert is not None else entry.shape[0]
 
 
+def _matched(
+    found: dict[tuple[str, int, str], _Found], match: Match
+) -> dict[tuple[str, int, str], _Found]:
+    """Return a layer's tensors with those that are one matrix in a format put together."""
+    of_matrix: dict[tuple[str, int], dict[str, _Found]] = {}
+    for (role, place, suffix), group in found.items():
+        of_matrix.setdefault((role, place), {})[suffix] = group
+    together = {}
+    for (role, place), groups in of_matrix.items():
+        stored = {
+            suffix: Stored(group.example, group.dtype, group.shape)
+            for suffix, group in groups.items()
+        }
+        matrix = match(stored)
+        if matrix is not None:
+            codes = groups[matrix.suffixes[0]]
+            codes.matrix, codes.parts = matrix, [groups[suffix] for suffix in matrix.suffixes]
+            groups = {"": codes} | {key: groups[key] for key in groups.keys() & {"_bias"}}
+        together.update({(role, place, suffix): group for suffix, group in groups.items()})
+    return together
+
+
+def _all_parts(found: dict[tuple[str, int, str], _Found]) -> list[_Found]:
+    return [part for group in found.values() for part in group.parts or [group]]
+
+
 def _check_projections(
     names: list[str], layers: dict[str, dict[tuple[str, int, str], _Found]]
 ) -> None:
@@ -202,7 +243,7 @@ def _check_projections(
 def _count_experts(names: list[str], layers: dict[str, dict[tuple[str, int, str], _Found]]) -> int:
     counts: dict[int, str] = {}
     for name in names:
-        for group in layers[name].values():
+        for group in _all_parts(layers[name]):
             count = group.num_stacked or max(group.places) + 1
             if not group.num_stacked and len(group.places) != count:
                 lacking = next(e for e in range(count) if e not in group.places)
@@ -232,6 +273,10 @@ def _assemble(
         # An up projection without a gate is a role of its own.
         name = ("up" if role == "gate_up" and places == [1] else role) + suffix
         groups = [found[role, place, suffix] for place in places]
+        if any(group.matrix for group in groups):
+            matrices = {place: found[role, place, suffix] for place in places}
+            _add_matrices(layer, role, matrices, num_experts, roles, pieces)
+            continue
         if len({(group.dtype, group.shape[1:]) for group in groups}) > 1:
             raise FormatError(
                 f"gate and up of layer {shown(layer)} do not fit together: "
@@ -247,11 +292,57 @@ def _assemble(
             stacked = group.num_stacked > 0
             pieces.append(
                 TensorPart(
-                    piece, name, start, nbytes, group.shape, files, offsets, sources, stacked
+                    *(piece, name, start, nbytes, group.shape, files, offsets, sources, stacked),
+                    weight=sources[0],
                 )
             )
             start += nbytes
     return roles, pieces
+
+
+def _add_matrices(
+    layer: str,
+    role: str,
+    found: Mapping[int, _Found],
+    num_experts: int,
+    roles: list[Role],
+    pieces: list[TensorPart],
+) -> None:
+    """Append a role whose matrices, by their places, are in a format; each with all its parts."""
+    matrices = {group.matrix for group in found.values()}
+    matrix = next(iter(found.values())).matrix
+    if len(matrices) > 1 or matrix is None:
+        raise FormatError(
+            f"gate and up of layer {shown(layer)} do not fit together: "
+            + ", ".join(
+                f"{shown(group.example)} is "
+                + (
+                    f"{group.dtype} {list(group.shape)}"
+                    if group.matrix is None
+                    else f"{group.matrix.format.name} [{group.matrix.rows}, {group.matrix.columns}]"
+                )
+                for group in found.values()
+            )
+        )
+    name = "up" if role == "gate_up" and list(found) == [1] else role
+    shape = matrix.rows * len(found), matrix.columns
+    roles.append(Role(name, shape, format=matrix.format.name, matrices=len(found)))
+    wanted = matrix.format.parts(matrix.rows, matrix.columns)
+    start = 0
+    for place, codes in found.items():
+        piece = name if len(found) == 1 else _PIECE_NAMES[role, place]
+        for part, group in zip(wanted, codes.parts, strict=True):
+            nbytes = Role("", group.shape, group.dtype).nbytes
+            files, offsets, sources = _places(group, num_experts, nbytes)
+            is_codes = group is codes
+            pieces.append(
+                TensorPart(
+                    *(piece if is_codes else f"{piece}_{part}", name, start, nbytes, group.shape),
+                    *(files, offsets, sources, group.num_stacked > 0),
+                    weight=matrix.weight_name(sources[0]) if is_codes else "",
+                )
+            )
+            start += nbytes
 
 
 def in_format(roles: Sequence[Role], name: str) -> tuple[Role, ...]:

@@ -8,10 +8,12 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from moecache._prefault import address_of
 from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, StoreError
@@ -21,6 +23,7 @@ from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import FORMAT_KEY, TensorEntry, check_layers, read_header, shown
 from moecache.stores._index import in_format, index_experts
 from moecache.stores._paths import find_path
+from moecache.stores._quantized import Matrix, Quantization, trunk_matrices
 from moecache.stores.base import Parts, Run, destination_bytes
 
 logger = logging.getLogger(__name__)
@@ -66,7 +69,8 @@ class SafetensorsStore:
     Raises
     ------
     ConfigError
-        If no file can have such a name.
+        If no file can have such a name, or the checkpoint is quantized by a method that is not
+        supported.
     FormatError
         If a file is damaged, the experts are incomplete, or there are more than 4096
         layers of them.
@@ -93,9 +97,19 @@ class SafetensorsStore:
         self._ends = [0] * len(self._files)
         for number, entry in self._tensors.values():
             self._ends[number] = max(self._ends[number], entry.offset + entry.nbytes)
+        self._closed = False
         configured = _find_top_k(self.config) if top_k is None else top_k
         try:
-            self._layout, self._pieces = index_experts(self._tensors, configured, layers)
+            self._quantization = Quantization(self.config)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from error
+        try:
+            self._layout, self._pieces = index_experts(
+                self._tensors,
+                configured,
+                layers,
+                partial(self._quantization.match, read=self.read_tensor),
+            )
             self._layout, self.format = self._with_formats(formats)
         except ConfigError as error:
             if top_k is not None or layers is not None:
@@ -106,7 +120,6 @@ class SafetensorsStore:
         self._runs: dict[tuple[int, int], tuple[Run, ...]] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self._lock = threading.Lock()
-        self._closed = False
 
     @property
     def layout(self) -> ExpertLayout:
@@ -125,13 +138,45 @@ class SafetensorsStore:
         return sum(entry.nbytes for _, entry in self._tensors.values()) - self._layout.total_bytes
 
     def sources(self, layer: int) -> dict[tuple[str, int], str]:
-        """Return a tensor that holds each piece of a layer's experts, by (role, first byte).
+        """Return a tensor that holds each matrix of a layer's experts, by (role, first byte).
 
-        If each tensor holds one expert, it is the tensor of expert 0.
+        If each tensor holds one expert, it is the tensor of expert 0. What is quantized has the
+        name that it has where it is not.
         """
         self._check_open()
         self._layout.check(layer)
-        return {(piece.role, piece.start): piece.sources[0] for piece in self._pieces[layer]}
+        return {(p.role, p.start): p.weight for p in self._pieces[layer] if p.weight}
+
+    @property
+    def quantization(self) -> str:
+        """How config.json says that weights are quantized, such as "fp8", or ""."""
+        return self._quantization.method
+
+    @cached_property
+    def trunk_matrices(self) -> dict[str, tuple[Matrix, list[str]]]:
+        """The quantized matrices that are no experts', and their tensors, by the weight's name.
+
+        Raises
+        ------
+        FormatError
+            If the parts of one do not fit.
+        """
+        of_experts = {name for pieces in self._pieces for piece in pieces for name in piece.sources}
+        entries = {name: entry for name, (_, entry) in self._tensors.items()}
+        others = {name: entries[name] for name in entries.keys() - of_experts}
+        try:
+            return trunk_matrices(others, self._quantization, self.read_tensor)
+        except FormatError as error:
+            raise FormatError(f"{self.path}: {error}") from error
+
+    def read_matrix(self, name: str, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
+        """Return the values of one of `trunk_matrices`."""
+        matrix, tensors = self.trunk_matrices[name]
+        parts = {}
+        wanted = matrix.format.parts(matrix.rows, matrix.columns)
+        for tensor, (part, (kind, shape)) in zip(tensors, wanted.items(), strict=True):
+            parts[part] = self.read_tensor(tensor).view(kind).reshape(shape)
+        return matrix.format.dequantize(parts, dtype)
 
     @property
     def tensor_names(self) -> list[str]:
@@ -205,7 +250,9 @@ class SafetensorsStore:
                 pieces = [(name, first[1], first[2], roles[name].nbytes, roles[name].array_shape)]
             for piece_name, file, offset, nbytes, shape in pieces:
                 raw = np.frombuffer(self._map(file), np.uint8, nbytes, offset)
-                views[piece_name] = raw.view(roles[name].dtype).reshape(shape)
+                if not roles[name].format:
+                    raw = raw.view(roles[name].dtype).reshape(shape)
+                views[piece_name] = raw
         return views
 
     def regions(self, layers: Iterable[int] | None = None) -> list[Region]:

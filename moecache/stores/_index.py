@@ -52,7 +52,7 @@ _GRANITE = re.compile(
 
 
 # Returns the matrix that tensors are, by the suffixes of their names; None if not quantized.
-Match = Callable[[Mapping[str, Stored]], Matrix | None]
+FindMatrix = Callable[[Mapping[str, Stored]], Matrix | None]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def index_experts(
     tensors: Mapping[str, tuple[int, TensorEntry]],
     top_k: int,
     chosen: Collection[str] | None = None,
-    match: Match | None = None,
+    find_matrix: FindMatrix | None = None,
 ) -> tuple[ExpertLayout, list[list[TensorPart]]]:
     """Return the layout of a checkpoint's experts and, per layer, where they are.
 
@@ -105,7 +105,7 @@ def index_experts(
         Experts per token; 0 if not known.
     chosen : collection of str, optional
         Names of the layers to index; by default all.
-    match : callable, optional
+    find_matrix : callable, optional
         Says which tensors are a matrix in a format; see `Quantization.match`.
 
     Raises
@@ -135,8 +135,8 @@ def index_experts(
         if name not in layers:
             raise ConfigError(f"there is no layer {shown(name)} with experts")
     names = sorted(layers, key=_natural)
-    if match is not None:
-        layers = {name: _matched(layers[name], match) for name in names}
+    if find_matrix is not None:
+        layers = {name: _matched(layers[name], find_matrix) for name in names}
     _check_projections(names, layers)
     num_experts = _count_experts(names, layers)
     roles, pieces = [], []
@@ -200,7 +200,7 @@ def _add(
 
 
 def _matched(
-    found: dict[tuple[str, int, str], _Found], match: Match
+    found: dict[tuple[str, int, str], _Found], find_matrix: FindMatrix
 ) -> dict[tuple[str, int, str], _Found]:
     """Return a layer's tensors with those that are one matrix in a format put together."""
     of_matrix: dict[tuple[str, int], dict[str, _Found]] = {}
@@ -212,7 +212,7 @@ def _matched(
             suffix: Stored(group.example, group.dtype, group.shape)
             for suffix, group in groups.items()
         }
-        matrix = match(stored)
+        matrix = find_matrix(stored)
         if matrix is not None:
             codes = groups[matrix.suffixes[0]]
             codes.matrix, codes.parts = matrix, [groups[suffix] for suffix in matrix.suffixes]

@@ -134,7 +134,7 @@ class Quantization:
                 f"tensor {shown(blocks.name)} of shape {list(blocks.shape)} is not "
                 "[rows, columns / 32, 16] for each expert, as mxfp4 has it"
             )
-        rows, count, _ = blocks.shape
+        rows, count = blocks.shape[:2]
         return Matrix(MXFP4, rows, count * 32, ("_blocks", "_scales"))
 
     def _match_compressed(self, tensors: Mapping[str, Stored], read: Read) -> Matrix:

@@ -9,7 +9,7 @@ import transformers
 
 from moecache.errors import MissingDependencyError
 from moecache.integrations.transformers._experts import find_experts
-from moecache.integrations.transformers._loading import find_model_class
+from moecache.integrations.transformers._loading import find_config, find_model_class
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.units import format_bytes
 
@@ -21,7 +21,7 @@ NO_ACCELERATE = (
 
 def load_resident(path: str, **options: Any) -> Any:
     """Return a model with all its weights in memory: `from_pretrained`, as it is."""
-    return find_model_class(path, {}, {}).from_pretrained(path, **options)
+    return find_model_class(find_config(path, {}, {})).from_pretrained(path, **options)
 
 
 def load_disk_offload(path: str, folder: str, **options: Any) -> Any:
@@ -43,7 +43,7 @@ def load_disk_offload(path: str, folder: str, **options: Any) -> Any:
 
 def load_experts_on_disk(path: str, folder: str, **options: Any) -> Any:
     """Return a model whose `device_map` has its experts on "disk", and all else on the CPU."""
-    model_class = find_model_class(path, {}, {})
+    model_class = find_model_class(find_config(path, {}, {}))
     config = transformers.AutoConfig.from_pretrained(path)
     with torch.device("meta"):
         skeleton = model_class(config)

@@ -56,7 +56,7 @@ def bind(model: transformers.PreTrainedModel, store: SafetensorsStore) -> list[B
         If the model's family is not supported, or the checkpoint is not of this model.
     """
     family, modules = type(model).__name__, check_family(model)
-    targets = _Targets(model, modules)
+    targets = Targets(model)
     by_path: dict[str, int] = {}
     for layer in range(store.layout.num_layers):
         found = targets.path_of(store, layer)
@@ -105,10 +105,11 @@ def check_family(model: nn.Module) -> dict[str, nn.Module]:
     )
 
 
-class _Targets:
+class Targets:
     """Where transformers puts the tensors of a checkpoint."""
 
-    def __init__(self, model: transformers.PreTrainedModel, modules: dict[str, nn.Module]) -> None:
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        modules = find_experts(model)
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import (
@@ -132,6 +133,18 @@ class _Targets:
         }
         self._modules = modules
         self._family = type(model).__name__
+
+    def parameter_of(self, weight: str) -> str | None:
+        """Return the parameter that a weight of the trunk is read into; None if there is none."""
+        target, pattern = self._rename(
+            weight, self._renamings, self._converters, self._prefix, self._known
+        )
+        if target in self._known and pattern is not None:
+            raise ConfigError(
+                f"{self._family} is not supported: {target} is put together from quantized "
+                f"weights such as {weight!r}"
+            )
+        return target if target in self._known else None
 
     def path_of(self, store: SafetensorsStore, layer: int) -> str | None:
         """Return the module that a layer's experts belong to; `None` if it is not run."""
@@ -195,11 +208,14 @@ def _check_weights(store: SafetensorsStore, layer: int, path: str, module: nn.Mo
         raise ConfigError(
             f"{store.path}: the experts of {path} are {', '.join(sorted(roles))}, but the model "
             f"wants {', '.join(sorted(expected))}: the checkpoint is of another model, or "
-            "quantized, which is not supported"
+            "quantized in a form that config.json does not tell"
         )
     for name, (shape, _, _) in weights.items():
         role = roles[ROLES[name]]
         stored = (store.layout.num_experts, *role.shape)
+        if role.format and getattr(module, "is_transposed", False):
+            # A format's rows are outputs, whatever the model has.
+            stored = (stored[0], *reversed(role.shape))
         if stored != tuple(shape):
             transposed = stored == (shape[0], *reversed(shape[1:]))
             raise ConfigError(
@@ -215,8 +231,8 @@ def _check_weights(store: SafetensorsStore, layer: int, path: str, module: nn.Mo
             continue
         if role.dtype.kind not in "fV" or role.dtype.itemsize < 2:
             raise ConfigError(
-                f"{store.path}: {name} of {path} is {role.dtype}: quantized checkpoints are not "
-                "supported"
+                f"{store.path}: {name} of {path} is {role.dtype}, but config.json has no "
+                "quantization_config, which says what that means"
             )
 
 

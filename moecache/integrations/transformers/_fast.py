@@ -68,14 +68,20 @@ def kernel_of(
     given = getattr(module, "act_fn", None)
     # A function, such as torch's silu, has a name of its own.
     named = str(getattr(given, "__name__", type(given).__name__))
-    activation = _ACTIVATIONS.get(named, "")
+    gate: dict[str, Any] = {"activation": _ACTIVATIONS.get(named, "")}
+    own = getattr(type(module), "_apply_gate", None)
+    if getattr(own, "__qualname__", "") == "GptOssExperts._apply_gate":
+        limits = {"alpha": module.alpha, "limit": module.limit}
+        gate = {"activation": "swiglu", "is_interleaved": True, **limits}
     if not isinstance(pool, HostSlots):
         problem = "kernels compute in RAM, and the slots are on a GPU"
     elif is_transposed:
         problem = "their weights are stored transposed, [in, out]"
-    elif getattr(module, "has_gate", True) and not _has_default_gate(module):
+    elif (
+        "limit" not in gate and getattr(module, "has_gate", True) and not _has_default_gate(module)
+    ):
         problem = "their gate is one of their own"
-    elif not activation:
+    elif not gate["activation"]:
         problem = f"there is no kernel for {named}"
     elif compute == "fast-int8" and not any(
         has_form(role.format) for roles in runtime.layout.layers for role in roles
@@ -87,7 +93,7 @@ def kernel_of(
                 lambda slot: runtime.expert(slot, layer),
                 pool.num_slots,
                 roles=runtime.layout.layers[layer],
-                activation=activation,
+                **gate,
                 activations="int8" if compute == "fast-int8" else "float",
             )
         except ConfigError as error:

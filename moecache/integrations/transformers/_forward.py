@@ -42,7 +42,9 @@ class SlotLayer:
     views : dict
         Views of slots seen so far; layers of the same shapes share one.
     is_transposed : bool
-        Whether weights are stored [in, out].
+        Whether the model has weights as [in, out].
+    is_copied : bool
+        Whether a slot has no such weights, but their values in a format, [out, in].
     dtype : torch.dtype
         What the values of weights in a format become for torch.
     kernel : SlotKernel, optional
@@ -56,13 +58,14 @@ class SlotLayer:
         views: dict[int, SlotWeights],
         *,
         is_transposed: bool,
+        is_copied: bool = False,
         dtype: torch.dtype,
         kernel: SlotKernel | None = None,
     ) -> None:
         self.kernel = kernel
         self._dtype = dtype
         # Values that were computed are those of the expert in the slot, not of the slot.
-        self._keeps_views = not any(role.format for role in runtime.layout.layers[layer])
+        self._is_copied = is_copied
         self.runtime = runtime
         self.layer = layer
         self.device = device_of(runtime)
@@ -116,11 +119,14 @@ class SlotLayer:
     def _view(self, slot: int) -> SlotWeights:
         parts = weights_in(self.runtime, slot, self.layer, self._dtype)
         up, down = parts["gate_up"] if "gate_up" in parts else parts["up"], parts["down"]
-        if not self._is_transposed:
+        if not self._is_transposed or self._is_copied:
             up, down = up.t(), down.t()
+        if self._is_transposed and self._is_copied:
+            # In the order of the model's own, as products of another order have other bits.
+            up, down = up.contiguous(), down.contiguous()
         up_bias = parts.get("gate_up_bias", parts.get("up_bias"))
         view = SlotWeights(up, down, up_bias, parts.get("down_bias"))
-        if self._keeps_views:
+        if not self._is_copied:
             self._views[slot] = view
         return view
 

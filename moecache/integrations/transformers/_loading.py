@@ -1,6 +1,8 @@
 """`load`: a model without its experts, which are read into slots as they are needed."""
 
+import copy
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from moecache.integrations.transformers._fast import check_compute, default_comp
 from moecache.integrations.transformers._forward import device_of
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
 from moecache.integrations.transformers._offload import Offload
+from moecache.integrations.transformers._trunk import QuantizedWeight, strip_quantized
 from moecache.prefault.mappings import read_mappings, split
 from moecache.prefault.sweep import Progress
 from moecache.prefetch.predict import Predictor
@@ -28,6 +31,7 @@ from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
 from moecache.stores import SafetensorsStore, open_store
 from moecache.stores._paths import check_model
+from moecache.stores._quantized import Quantization
 
 _DTYPES = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
@@ -55,6 +59,11 @@ _NAMES = {
 # What torch's products take and keep; some of it is compiled for each number of rows. Measured were
 # 230 MiB after a prompt of 512, and 16 in decoding alone.
 _TORCH_BYTES = 256 * 2**20
+# Whatever an expert's tensor may be called, its scales included.
+_EXPERT_TENSORS = (
+    r"\.experts\.((\d+\.)?\w+_proj(_(bias|blocks|scales))?|\d+\.w[123])"
+    r"(\.(weight\w*|scale|qscale_weight|\w+_scale))?$"
+)
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
@@ -74,6 +83,7 @@ class TrunkQuantizer(HfQuantizer):
     """Strips the experts from a model before its weights are read; quantizes nothing."""
 
     requires_calibration = False
+    _trunk: Sequence[QuantizedWeight] = ()
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
@@ -87,6 +97,7 @@ class TrunkQuantizer(HfQuantizer):
         with open_store(_store_path(directory, checkpoint_files)) as store:
             _check_files(store, checkpoint_files)
             bindings = bind(model, store)
+            self._trunk = strip_quantized(model, store)
             model.__dict__["_moecache_source"] = (
                 store.path,
                 [binding.name for binding in bindings],
@@ -100,12 +111,16 @@ class TrunkQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
             r"^__moecache_padding__\.",  # of packed checkpoints
-            r"\.experts\.((\d+\.)?\w+_proj(_bias)?|\d+\.w[123])(\.weight)?$",
+            _EXPERT_TENSORS,
         }
 
     def postprocess_model(self, model: Any, **_: Any) -> Any:
         """Make it an ordinary model again, but one that is not saved without its experts."""
         self.remove_quantization_config(model)
+        if self._trunk:
+            with open_store(model.__dict__["_moecache_source"][0]) as store:
+                for weight in self._trunk:
+                    weight.read(store)
         guard(model, model.__dict__["_moecache_source"][0])
         return model
 
@@ -213,8 +228,11 @@ record_trace, warmpin, warmpin_after
         kernels.use_threads(num_threads)
     check_model(path)
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
+    config = find_config(path, hub, from_pretrained)
+    if _quantized_parts(config):
+        from_pretrained = _without_quantization(path, config, from_pretrained)
     if model_class is None:
-        model_class = find_model_class(path, hub, from_pretrained)
+        model_class = find_model_class(config)
     model = model_class.from_pretrained(
         path, **{**from_pretrained, "quantization_config": MoeCacheConfig()}
     )
@@ -286,26 +304,19 @@ def _check_names(**given: Any) -> None:
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(_NAMES[name])}")
 
 
-def find_model_class(
+def find_config(
     path: str | os.PathLike[str], hub: dict[str, Any], from_pretrained: dict[str, Any]
 ) -> Any:
-    """Return the class whose `from_pretrained` loads a checkpoint.
-
-    Raises
-    ------
-    ConfigError
-        If it is quantized.
-    """
+    """Return the configuration of a checkpoint, or the one that was given."""
     config = from_pretrained.get("config")
-    if not isinstance(config, transformers.PretrainedConfig):
-        trusted = {"trust_remote_code": from_pretrained.get("trust_remote_code")}
-        config = transformers.AutoConfig.from_pretrained(config or path, **hub, **trusted)
-    quantized = getattr(config, "quantization_config", None)
-    if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ConfigError(
-            f"{path}: is quantized ({method}), which is not supported; save it in bfloat16 first"
-        )
+    if isinstance(config, transformers.PretrainedConfig):
+        return config
+    trusted = {"trust_remote_code": from_pretrained.get("trust_remote_code")}
+    return transformers.AutoConfig.from_pretrained(config or path, **hub, **trusted)
+
+
+def find_model_class(config: Any) -> Any:
+    """Return the class whose `from_pretrained` loads a checkpoint."""
     if hasattr(config, "auto_map"):
         return transformers.AutoModelForCausalLM  # code of the checkpoint's own
     for name in config.architectures or ():
@@ -313,6 +324,35 @@ def find_model_class(
         if found is not None:
             return found
     return transformers.AutoModelForCausalLM
+
+
+def _quantized_parts(config: Any) -> list[Any]:
+    """Return what of a configuration says that the checkpoint is quantized."""
+    levels = (config, config.get_text_config(decoder=True))
+    return [level for level in levels if getattr(level, "quantization_config", None)]
+
+
+def _without_quantization(
+    path: str | os.PathLike[str], config: Any, from_pretrained: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments for transformers, which is told of a model that is not quantized.
+
+    Raises
+    ------
+    ConfigError
+        If nothing here reads what it is quantized with.
+    """
+    said = _quantized_parts(config)[0].quantization_config
+    try:
+        Quantization({"quantization_config": said if isinstance(said, dict) else said.to_dict()})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    config = copy.deepcopy(config)
+    for level in _quantized_parts(config):
+        del level.quantization_config
+    # What transformers would take the dtype from are codes.
+    usual = {} if config.dtype else {"dtype": torch.bfloat16}
+    return {**usual, **from_pretrained, "config": config}
 
 
 def _store_path(directory: Path, checkpoint_files: list[str]) -> Path:

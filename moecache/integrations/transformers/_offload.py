@@ -253,10 +253,14 @@ class Offload(NotCopied):
                 self.runtime,
                 binding.layer,
                 self._compute,
-                is_transposed=_is_transposed(binding.module),
+                is_transposed=_is_transposed(binding.module) and not self._in_format(binding),
             )
             for binding in self._bindings
         }
+
+    def _in_format(self, binding: Binding) -> bool:
+        """Return whether a layer's matrices are in a format, whose rows are outputs."""
+        return any(role.format for role in self.runtime.layout.layers[binding.layer])
 
     def _strip(self) -> list[SlotLayer]:
         views: dict[Any, dict[int, SlotWeights]] = {}
@@ -268,6 +272,7 @@ class Offload(NotCopied):
                 binding.layer,
                 views.setdefault(self.runtime.layout.layers[binding.layer], {}),
                 is_transposed=_is_transposed(binding.module),
+                is_copied=self._in_format(binding),
                 dtype=binding.dtype,
                 kernel=self._kernels.get(binding.layer),
             )
@@ -318,7 +323,9 @@ class Offload(NotCopied):
             store.read_into(layer, expert, parts)
             for name, tensor in weights.items():
                 role = roles[ROLES[name]]
-                tensor[expert].copy_(as_tensor(values_in(parts[role.name], role, stored=True)))
+                values = as_tensor(values_in(parts[role.name], role, stored=True))
+                turned = role.format and _is_transposed(binding.module)
+                tensor[expert].copy_(values.t() if turned else values)
         return {
             name: nn.Parameter(tensor, requires_grad=described(binding.module)[name][2])
             for name, tensor in weights.items()

@@ -1,0 +1,81 @@
+"""The quantized weights of a trunk: read by moecache's own formats, as the model's dtype."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import nn
+
+from moecache.errors import ConfigError
+from moecache.integrations.transformers._binding import Targets
+from moecache.integrations.transformers._forward import as_tensor
+from moecache.stores import SafetensorsStore
+
+_DIGITS = re.compile(r"\d+")
+# Tensors beside a weight, and weights under other names.
+_BESIDE = r"\.(weight_\w+|scale|qscale_weight|input_scale|activation_scale|[kv]_scale)$"
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A parameter that was taken from a module, to be read by its format.
+
+    Parameters
+    ----------
+    module : Module
+    leaf : str
+        Name of the parameter in it.
+    name : str
+        Name of the weight in the store.
+    dtype : torch.dtype
+        Of the parameter.
+    """
+
+    module: nn.Module
+    leaf: str
+    name: str
+    dtype: torch.dtype
+
+    def read(self, store: SafetensorsStore) -> None:
+        """Give the module its parameter: the values of the format, rounded once."""
+        values = as_tensor(store.read_matrix(self.name))
+        self.module.register_parameter(
+            self.leaf, nn.Parameter(values.to(self.dtype), requires_grad=False)
+        )
+
+
+def strip_quantized(
+    model: transformers.PreTrainedModel, store: SafetensorsStore
+) -> list[QuantizedWeight]:
+    """Take the weights from a model that are quantized in a checkpoint; it reads the others.
+
+    Raises
+    ------
+    ConfigError
+        If one is put together from several, or has another shape in the model.
+    """
+    targets = Targets(model)
+    taken, patterns = [], set()
+    for name, (matrix, _) in store.trunk_matrices.items():
+        target = targets.parameter_of(name)
+        if target is None:
+            continue  # of a part that is not run
+        path, _, leaf = target.rpartition(".")
+        module = model.get_submodule(path)
+        parameter = getattr(module, leaf)
+        if parameter.shape != (matrix.rows, matrix.columns):
+            raise ConfigError(
+                f"{store.path}: {name} is {[matrix.rows, matrix.columns]} in "
+                f"{matrix.format.name}, but the model wants {list(parameter.shape)}: the "
+                "checkpoint is of another model"
+            )
+        taken.append(QuantizedWeight(module, leaf, name, parameter.dtype))
+        del module._parameters[leaf]
+        # As if it had been read: there is nothing to be initialized.
+        module.__dict__["_is_hf_initialized"] = True
+        patterns |= {f"^{_DIGITS.sub('[0-9]+', re.escape(key))}$" for key in (name, target)}
+    if taken:
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*ignored, *patterns, _BESIDE}
+    return taken

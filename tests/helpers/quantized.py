@@ -1,0 +1,217 @@
+"""Quantized checkpoints of tiny models, as publishers write them, and what their weights mean.
+
+What a checkpoint means is computed here once more, by the definitions and without moecache.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from moecache.formats import find_format
+from tests.helpers import family_settings as tiny
+from tests.helpers.families import FAMILIES, Family, write_checkpoint
+
+Tensors = dict[str, np.ndarray]
+# Values of OCP's FP4 without its sign.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_LINEAR = re.compile(r"\.(\w+_proj|w[123]|kv_a_proj_with_mqa|gate_up_proj|down_proj)(\.weight)?$")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a publisher quantizes.
+
+    Parameters
+    ----------
+    config : dict
+        What config.json says.
+    encode : callable (name, values) -> dict of str to ndarray
+        The tensors that stand for a weight.
+    decode : callable (name, tensors) -> ndarray of float32
+        What they mean.
+    chosen : str
+        Regular expression that the names of the weights match.
+    """
+
+    config: Mapping[str, Any]
+    encode: Callable[[str, np.ndarray], Tensors]
+    decode: Callable[[str, Tensors], np.ndarray]
+    chosen: str = r"\.(\w+_proj|kv_a_proj_with_mqa)\.weight$"
+
+
+def fp8(block: tuple[int, int] = (16, 32), scale: str = "f32") -> Scheme:
+    """Return FP8 by blocks, as DeepSeek, Qwen and MiniMax publish it; MXFP8 with "e8m0"."""
+    known = find_format(f"fp8[{block[0]}x{block[1]},{scale}]")
+
+    def encode(name: str, values: np.ndarray) -> Tensors:
+        parts = known.quantize(values)
+        return {name: parts["codes"], f"{name}_scale_inv": parts["scales"]}
+
+    def decode(name: str, tensors: Tensors) -> np.ndarray:
+        codes, scales = tensors[name].astype(np.float32), tensors[f"{name}_scale_inv"]
+        if scales.dtype == np.uint8:
+            scales = np.exp2(scales.astype(np.float32) - 127)
+        values = np.empty_like(codes)
+        for row in range(codes.shape[0]):
+            for column in range(codes.shape[1]):
+                scale = np.float32(scales[row // block[0], column // block[1]])
+                values[row, column] = codes[row, column] * scale
+        return values
+
+    config = {"quant_method": "fp8", "weight_block_size": list(block), "fmt": "e4m3"}
+    config["activation_scheme"] = "dynamic"
+    if scale == "e8m0":
+        config["scale_fmt"] = "ue8m0"
+    return Scheme(config, encode, decode)
+
+
+def int4(bits: int = 4, group: int = 32) -> Scheme:
+    """Return integers by groups, as compressed-tensors packs them and Kimi publishes its experts."""
+    known = find_format(f"int{bits}[1x{group},bf16]")
+
+    def encode(name: str, values: np.ndarray) -> Tensors:
+        parts = known.quantize(values)
+        return {
+            f"{name}_packed": parts["codes"],
+            f"{name}_scale": parts["scales"],
+            f"{name}_shape": np.array(values.shape, np.int64),
+        }
+
+    def decode(name: str, tensors: Tensors) -> np.ndarray:
+        rows, columns = tensors[f"{name}_shape"]
+        words = tensors[f"{name}_packed"].view(np.uint32)
+        values = np.empty((rows, columns), np.float32)
+        for row in range(rows):
+            stream = sum(int(word) << 32 * at for at, word in enumerate(words[row]))
+            for column in range(columns):
+                code = (stream >> bits * column) % 2**bits - 2 ** (bits - 1)
+                scale = np.float32(tensors[f"{name}_scale"][row, column // group])
+                values[row, column] = np.float32(code) * scale
+        return values
+
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group"}
+    return Scheme(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": {**weights, "group_size": group}}
+            },
+            "ignore": ["re:.*self_attn.*", "lm_head"],
+        },
+        encode,
+        decode,
+        r"\.mlp\..*_proj\.weight$",
+    )
+
+
+def channels() -> Scheme:
+    """Return FP8 with a scale for each row, as compressed-tensors has it."""
+    known = find_format("fp8[1x*,bf16]")
+
+    def encode(name: str, values: np.ndarray) -> Tensors:
+        parts = known.quantize(values)
+        return {name: parts["codes"], f"{name}_scale": parts["scales"]}
+
+    def decode(name: str, tensors: Tensors) -> np.ndarray:
+        scales = tensors[f"{name}_scale"].astype(np.float32)
+        return tensors[name].astype(np.float32) * scales
+
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    return Scheme({**config, "config_groups": groups, "ignore": ["lm_head"]}, encode, decode)
+
+
+def mxfp4() -> Scheme:
+    """Return MXFP4 as gpt-oss is published in: stacks [E, out, in / 32, 16]."""
+    known = find_format("mxfp4")
+
+    def encode(name: str, values: np.ndarray) -> Tensors:
+        # The model has [E, in, out].
+        parts = [known.quantize(np.ascontiguousarray(one.T)) for one in values]
+        codes = np.stack([part["codes"] for part in parts])
+        return {
+            f"{name}_blocks": codes.reshape(*codes.shape[:2], -1, 16),
+            f"{name}_scales": np.stack([part["scales"] for part in parts]),
+        }
+
+    def decode(name: str, tensors: Tensors) -> np.ndarray:
+        blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+        num, rows, count, _ = blocks.shape
+        values = np.empty((num, rows, count * 32), np.float32)
+        for at in np.ndindex(num, rows, count):
+            power = 2.0 ** (int(scales[at]) - 127)
+            for column in range(32):
+                byte = int(blocks[at][column // 2])
+                code = byte >> 4 if column % 2 else byte & 15
+                value = _E2M1[code & 7] * (-1 if code & 8 else 1) * power
+                values[at[0], at[1], at[2] * 32 + column] = value
+        return values.transpose(0, 2, 1)
+
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    return Scheme(config, encode, decode, r"\.experts\.(gate_up|down)_proj$")
+
+
+# Sizes that blocks of 32 divide.
+_WIDE: Mapping[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32}
+QWEN3_MOE = replace(
+    FAMILIES["qwen3_moe"], name="qwen3_moe_wide", settings={**tiny.QWEN3_MOE, **_WIDE}
+)
+DEEPSEEK_V3 = replace(
+    FAMILIES["deepseek_v3"], name="deepseek_v3_wide", settings={**tiny.DEEPSEEK_V3, **_WIDE}
+)
+GPT_OSS = replace(
+    FAMILIES["gpt_oss"], name="gpt_oss_wide", settings={**tiny.GPT_OSS, "intermediate_size": 64}
+)
+
+
+def write_quantized(family: Family, scheme: Scheme, directory: Path) -> tuple[Path, Path]:
+    """Write a checkpoint as its publisher would, and the same weights in bfloat16.
+
+    Returns
+    -------
+    (Path, Path)
+        Directories of the quantized one, and of the plain one.
+    """
+    from safetensors.torch import load_file
+
+    plain = write_checkpoint(family, directory / "plain", "bfloat16")
+    published = shutil.copytree(plain, directory / "published")
+    tensors = {name: _array(t) for name, t in load_file(plain / "model.safetensors").items()}
+    quantized: Tensors = {}
+    for name, array in tensors.items():
+        if not re.search(scheme.chosen, name):
+            quantized[name] = array
+            continue
+        made = scheme.encode(name, array.astype(np.float32))
+        quantized |= made
+        tensors[name] = scheme.decode(name, made).astype(ml_dtypes.bfloat16)
+    _save(tensors, plain)
+    _save(quantized, published)
+    config = json.loads((published / "config.json").read_text())
+    config["quantization_config"] = dict(scheme.config)
+    (published / "config.json").write_text(json.dumps(config))
+    return published, plain
+
+
+def _array(tensor: Any) -> np.ndarray:
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def _save(tensors: Tensors, directory: Path) -> None:
+    from safetensors.numpy import save_file
+
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})

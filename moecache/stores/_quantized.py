@@ -140,7 +140,7 @@ class Quantization:
     def _match_compressed(self, tensors: Mapping[str, Stored], read: Read) -> Matrix:
         if "_packed" not in tensors:
             weight, suffix = _fp8_weight(tensors, ("_scale",))
-            block = _block_of(weight, tensors[suffix], self._block_structure())
+            block = self._block_of("float", 8, weight, tensors[suffix])
             return _scaled("fp8", weight, tensors[suffix], block, suffix)
         packed, scale = tensors["_packed"], _need(tensors, "_scale")
         for key in ("_zero_point", "_g_idx", "_global_scale"):
@@ -159,13 +159,8 @@ class Quantization:
                 f"tensor {shown(packed.name)}, {packed.dtype} {list(packed.shape)}, does not have "
                 f"integers of 2 to 8 bits for [{rows}, {columns}]"
             )
-        said = self._num_bits()
-        if bits not in said:
-            raise FormatError(
-                f"tensor {shown(packed.name)} has {bits} bits for a weight, but config.json says "
-                f"{', '.join(map(str, sorted(said))) or 'nothing of integers'}"
-            )
-        block = _block_of(Stored(packed.name, packed.dtype, (rows, columns)), scale, None)
+        weight = Stored(packed.name, packed.dtype, (rows, columns))
+        block = self._block_of("int", bits, weight, scale)
         name = scaled_name(f"int{bits}", block, _scale_name(scale))
         return Matrix(find_format(name), rows, columns, ("_packed", "_scale"))
 
@@ -176,15 +171,33 @@ class Quantization:
         weights = [group.get("weights") for group in found if isinstance(group, dict)]
         return [said for said in weights if isinstance(said, dict)]
 
-    def _num_bits(self) -> set[int]:
-        said = (group.get("num_bits") for group in self._groups() if group.get("type") == "int")
-        return {bits for bits in said if type(bits) is int}
-
-    def _block_structure(self) -> tuple[int, int] | None:
+    def _block_of(self, kind: str, bits: int, weight: Stored, scale: Stored) -> tuple[int, int]:
+        """Return the first block that a group of the configuration has, and a scale's shape."""
+        said = []
         for group in self._groups():
-            if group.get("block_structure") is not None:
-                return _sizes(group["block_structure"], "block_structure")
-        return None
+            if (group.get("type"), group.get("num_bits")) != (kind, bits):
+                continue
+            strategy = group.get("strategy")
+            block = {"tensor": (0, 0), "channel": (1, 0)}.get(str(strategy))
+            if strategy == "group":
+                block = _sizes([1, group.get("group_size")], "[1, group_size]")
+            elif strategy == "block":
+                block = _sizes(group.get("block_structure"), "block_structure")
+            if block is None:
+                raise ConfigError(f"strategy {shown(strategy)} in config.json is not supported")
+            said.append(block)
+            counts = [
+                -(-size // (step or size or 1))
+                for size, step in zip(weight.shape, block, strict=True)
+            ]
+            if _squeezed(tuple(counts)) == _squeezed(scale.shape):
+                return block
+        blocks = ", ".join(str(list(block)) for block in said)
+        raise FormatError(
+            f"tensor {shown(scale.name)} of shape {list(scale.shape)} is no scale of "
+            f"{list(weight.shape)} {kind}{bits}; config.json has "
+            + (f"blocks of {blocks} (0: all)" if said else f"no {kind} of {bits} bits")
+        )
 
 
 def _find(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -264,21 +277,6 @@ def _scale_name(scale: Stored) -> str:
     if scale.dtype.name not in names:
         raise FormatError(f"tensor {shown(scale.name)} is {scale.dtype}, no type of a scale")
     return names[scale.dtype.name]
-
-
-def _block_of(weight: Stored, scale: Stored, structure: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the block that a scale's shape says: of a tensor, of rows, of groups of columns."""
-    rows, columns = weight.shape
-    if math.prod(scale.shape) == 1:
-        return 0, 0
-    if structure is not None:
-        return structure
-    if len(scale.shape) == 2 and scale.shape[0] == rows and columns % (scale.shape[1] or 1) == 0:
-        return 1, 0 if scale.shape[1] == 1 else columns // (scale.shape[1] or 1)
-    raise FormatError(
-        f"tensor {shown(scale.name)} of shape {list(scale.shape)} does not divide "
-        f"{shown(weight.name)}, [{rows}, {columns}]"
-    )
 
 
 def _check_parts(found: Matrix, tensors: Mapping[str, Stored]) -> None:

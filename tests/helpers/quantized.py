@@ -73,7 +73,7 @@ def fp8(block: tuple[int, int] = (16, 32), scale: str = "f32") -> Scheme:
 
 
 def int4(bits: int = 4, group: int = 32) -> Scheme:
-    """Return integers by groups, as compressed-tensors packs them and Kimi publishes its experts."""
+    """Return integers by groups, as compressed-tensors packs them and Kimi has them."""
     known = find_format(f"int{bits}[1x{group},bf16]")
 
     def encode(name: str, values: np.ndarray) -> Tensors:
@@ -161,7 +161,11 @@ def mxfp4() -> Scheme:
 
 
 # Sizes that blocks of 32 divide.
-_WIDE: Mapping[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32}
+_WIDE: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+}
 QWEN3_MOE = replace(
     FAMILIES["qwen3_moe"], name="qwen3_moe_wide", settings={**tiny.QWEN3_MOE, **_WIDE}
 )

@@ -240,7 +240,7 @@ def _need(tensors: Mapping[str, Stored], suffix: str) -> Stored:
     if suffix not in tensors:
         some = next(iter(tensors.values()))
         raise FormatError(
-            f"tensor {shown(some.name)} has no {suffix.lstrip('_')} beside it; download the "
+            f"tensor {shown(some.name)} has no {suffix.lstrip('_') or 'weight'} beside it; download the "
             "checkpoint again"
         )
     return tensors[suffix]

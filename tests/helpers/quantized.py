@@ -198,8 +198,8 @@ def write_quantized(family: Family, scheme: Scheme, directory: Path) -> tuple[Pa
         made = scheme.encode(name, array.astype(np.float32))
         quantized |= made
         tensors[name] = scheme.decode(name, made).astype(ml_dtypes.bfloat16)
-    _save(tensors, plain)
-    _save(quantized, published)
+    save_tensors(tensors, plain)
+    save_tensors(quantized, published)
     config = json.loads((published / "config.json").read_text())
     config["quantization_config"] = dict(scheme.config)
     (published / "config.json").write_text(json.dumps(config))
@@ -214,8 +214,53 @@ def _array(tensor: Any) -> np.ndarray:
     return tensor.numpy()
 
 
-def _save(tensors: Tensors, directory: Path) -> None:
+def save_tensors(tensors: Tensors, directory: Path) -> None:
+    """Write the one file of a checkpoint."""
     from safetensors.numpy import save_file
 
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_experts(
+    scheme: Scheme, directory: Path, *, num_layers: int = 2, num_experts: int = 4
+) -> tuple[Tensors, Tensors]:
+    """Write experts [64, 96] and a linear layer as a publisher would; no torch is needed.
+
+    Returns
+    -------
+    (dict, dict)
+        The tensors in the file, and what each weight means, float32.
+    """
+    rng = np.random.default_rng(7)
+    is_stacked = "experts" in scheme.chosen
+    shapes = {"gate_proj": (64, 96), "up_proj": (64, 96), "down_proj": (96, 64)}
+    weights: Tensors = {}
+    for layer in range(num_layers):
+        path = f"model.layers.{layer}"
+        weights[f"{path}.self_attn.q_proj.weight"] = rng.standard_normal((64, 96)) / 8
+        if is_stacked:
+            weights[f"{path}.mlp.experts.gate_up_proj"] = rng.standard_normal(
+                (num_experts, 96, 128)
+            )
+            weights[f"{path}.mlp.experts.down_proj"] = rng.standard_normal((num_experts, 64, 96))
+            continue
+        for expert in range(num_experts):
+            for piece, shape in shapes.items():
+                name = f"{path}.mlp.experts.{expert}.{piece}.weight"
+                weights[name] = rng.standard_normal(shape) / 8
+    tensors: Tensors = {"model.norm.weight": np.ones(96, ml_dtypes.bfloat16)}
+    values: Tensors = {}
+    for name, weight in weights.items():
+        if re.search(scheme.chosen, name):
+            made = scheme.encode(name, weight.astype(np.float32))
+            tensors |= made
+            values[name] = scheme.decode(name, made)
+        else:
+            tensors[name] = weight.astype(ml_dtypes.bfloat16)
+            values[name] = tensors[name].astype(np.float32)
+    directory.mkdir(exist_ok=True)
+    save_tensors(tensors, directory)
+    config = {"num_experts_per_tok": 2, "quantization_config": dict(scheme.config)}
+    (directory / "config.json").write_text(json.dumps(config))
+    return tensors, values

@@ -1,0 +1,227 @@
+"""Quantized checkpoints: matrices have the values of their definitions; what does not fit is named.
+
+Values are compared with those that `tests/helpers/quantized.py` reads on its own.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import moecache
+from moecache import cli, packing
+from moecache.errors import ConfigError, FormatError
+from moecache.kernels import values_in
+from moecache.stores import SafetensorsStore, open_store
+from tests.helpers import quantized
+from tests.helpers.quantized import Tensors, save_tensors, write_experts
+
+SCHEMES = {
+    "fp8": quantized.fp8(),
+    "fp8_bf16": quantized.fp8((128, 128), "bf16"),
+    "mxfp8": quantized.fp8((1, 32), "e8m0"),
+    "channels": quantized.channels(),
+    "int4": quantized.int4(),
+    "int3": quantized.int4(3, 64),
+    "int8": quantized.int4(8),
+    "mxfp4": quantized.mxfp4(),
+}
+
+
+@pytest.fixture(name="scheme", params=SCHEMES)
+def _scheme(request: pytest.FixtureRequest) -> quantized.Scheme:
+    return SCHEMES[request.param]
+
+
+def experts_of(store: SafetensorsStore, layer: int, expert: int) -> dict[str, np.ndarray]:
+    """Return an expert's values by role, float32."""
+    roles = store.layout.layers[layer]
+    parts = {role.name: np.empty(role.array_shape, role.dtype) for role in roles}
+    store.read_into(layer, expert, parts)
+    return {
+        role.name: values_in(parts[role.name], role, stored=True).astype(np.float32)
+        for role in roles
+    }
+
+
+def expected(values: Tensors, layer: int, expert: int) -> dict[str, np.ndarray]:
+    """Return what `experts_of` should be."""
+    path = f"model.layers.{layer}.mlp.experts"
+    if f"{path}.down_proj" in values:
+        return {
+            "gate_up": values[f"{path}.gate_up_proj"][expert].T,
+            "down": values[f"{path}.down_proj"][expert].T,
+        }
+    gate, up, down = (
+        values[f"{path}.{expert}.{piece}_proj.weight"] for piece in ("gate", "up", "down")
+    )
+    return {"gate_up": np.concatenate([gate, up]), "down": down}
+
+
+def test_matrices_have_the_values_of_their_definition(
+    scheme: quantized.Scheme, tmp_path: Path
+) -> None:
+    """Experts and trunk, bit for bit; a format has a name that finds it again."""
+    _, values = write_experts(scheme, tmp_path)
+    with open_store(tmp_path) as store:
+        assert store.quantization == scheme.config["quant_method"]
+        for layer, expert in np.ndindex(2, 4):
+            found = experts_of(store, layer, expert)
+            for role, array in expected(values, layer, expert).items():
+                np.testing.assert_array_equal(found[role], array)
+        for name in store.trunk_matrices:
+            np.testing.assert_array_equal(store.read_matrix(name), values[name])
+        is_for_all = scheme.config["quant_method"] == "fp8"
+        assert len(store.trunk_matrices) == (2 if is_for_all or "channel" in str(scheme) else 0)
+
+
+def test_a_packed_expert_is_one_read_and_the_same(scheme: quantized.Scheme, tmp_path: Path) -> None:
+    """With its scales; a second pack changes nothing."""
+    write_experts(scheme, tmp_path / "model")
+    packing.pack(tmp_path / "model", tmp_path / "packed")
+    with open_store(tmp_path / "model") as store, open_store(tmp_path / "packed") as packed:
+        assert packed.layout == store.layout
+        for layer, expert in np.ndindex(2, 4):
+            assert len(packed.runs(layer, expert)) <= len(store.layout.layers[layer])
+            one, two = (experts_of(s, layer, expert) for s in (store, packed))
+            for role in one:
+                np.testing.assert_array_equal(one[role], two[role])
+        for name in store.trunk_matrices:
+            np.testing.assert_array_equal(packed.read_matrix(name), store.read_matrix(name))
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
+        ({"quant_method": "quanto"}, "'quanto'"),
+        ({"quant_method": "hqq"}, "'hqq'"),
+        ({"group_size": 64, "bits": 4}, "as MLX does"),
+        ({"quant_method": ["fp8"]}, r"\['fp8'\]"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(
+    said: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By everything that opens a checkpoint, before anything is planned or written."""
+    write_experts(quantized.fp8(), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    key = "quantization_config" if "quant_method" in said else "quantization"
+    path.write_text(json.dumps({"num_experts_per_tok": 2, key: said}))
+    wanted = f"quantized .*{named}.*not supported; supported are fp8.*mxfp4.*compressed-tensors"
+    for use in (open_store, moecache.plan, moecache.open):
+        with pytest.raises(ConfigError, match=wanted):
+            use(path.parent)
+    with pytest.raises(ConfigError, match=wanted):
+        packing.pack(path.parent, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+    assert cli.main(["inspect", str(path.parent)]) == 2
+    assert re.search(wanted, " ".join(capsys.readouterr().err.split()))
+
+
+EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
+STACK = "model.layers.1.mlp.experts.down_proj"
+
+
+def without(name: str) -> Callable[[Tensors], object]:
+    """Return what removes a tensor."""
+    return lambda tensors: tensors.pop(name)
+
+
+def instead(name: str, array: np.ndarray) -> Callable[[Tensors], object]:
+    """Return what puts another array in a tensor's place, in every expert's."""
+
+    def put(tensors: Tensors) -> None:
+        ending = re.sub(r"^model\.layers\.1\.mlp\.experts\.2", "", name)
+        tensors.update({key: array for key in tensors if key.endswith(ending)})
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("scheme", "damage", "reason"),
+    [
+        ("fp8", without(f"{EXPERT}_scale_inv"), r"none with number 2 .*down_proj.weight_scale_inv"),
+        ("fp8", without(EXPERT), "none with number 2"),
+        (
+            "fp8",
+            instead(f"{EXPERT}_scale_inv", np.ones((3, 2), np.float32)),
+            r"is float32 \[3, 2\]; beside \[96, 64\] in fp8\[16x32,f32\] it would be float32 \[6",
+        ),
+        ("fp8", instead(f"{EXPERT}_scale_inv", np.ones((6, 2), np.int32)), "int32, no type of a"),
+        ("fp8", instead(EXPERT, np.ones((96, 64), np.int8)), r"int8 \[96, 64\]; FP8 is a matrix"),
+        ("channels", instead(f"{EXPERT}_scale", np.ones((96, 2), np.float32)), "is no scale of"),
+        ("int4", without(f"{EXPERT}_packed"), "none with number 2"),
+        (
+            "int4",
+            instead(f"{EXPERT}_shape", np.array([96, 63])),
+            "does not have integers of 2 to 8",
+        ),
+        ("int4", instead(f"{EXPERT}_shape", np.array([0, -1])), "no shape of a matrix"),
+        ("int4", instead(f"{EXPERT}_shape", np.array([96, 32])), "no int of 8 bits"),
+        ("int4", instead(f"{EXPERT}_scale", np.ones((96, 1), np.float32)), "is no scale of"),
+        ("mxfp4", without(f"{STACK}_scales"), "has no scales beside it"),
+        (
+            "mxfp4",
+            instead(f"{STACK}_scales", np.ones((4, 96, 3), np.uint8)),
+            r"would be uint8 \[96, 2\]",
+        ),
+        ("mxfp4", instead(f"{STACK}_blocks", np.ones((4, 96, 2, 8), np.uint8)), "columns / 32, 16"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(
+    scheme: str, damage: Callable[[Tensors], object], reason: str, tmp_path: Path
+) -> None:
+    """Before a slot is filled: when the checkpoint is opened."""
+    tensors, _ = write_experts(SCHEMES[scheme], tmp_path)
+    damage(tensors)
+    save_tensors(tensors, tmp_path)
+    with pytest.raises(FormatError, match=reason):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changed", "reason"),
+    [
+        ("fp8", {"weight_block_size": [16]}, r"weight_block_size in config.json is \[16\], not"),
+        ("fp8", {"weight_block_size": [0, 32]}, r"is \[0, 32\], not \[rows, columns\]"),
+        ("fp8", {"weight_block_size": [64, 32]}, r"would be float32 \[\d, \d\]"),
+        ("fp8", {"quant_method": "mxfp4"}, "has no blocks beside it"),
+        ("mxfp4", {"quant_method": "fp8"}, "has no weight beside it"),
+        ("int4", {"config_groups": {}}, "no int of 4 bits"),
+        ("int4", {"config_groups": 7}, "no int of 4 bits"),
+    ],
+)
+def test_config_and_tensors_that_disagree_are_an_error(
+    scheme: str, changed: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """Which says what each of them has."""
+    write_experts(SCHEMES[scheme], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= changed
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match=reason):
+        open_store(tmp_path)
+
+
+def test_layers_and_experts_that_are_not_quantized_stay_as_they_are(tmp_path: Path) -> None:
+    """Publishers leave some in bfloat16."""
+    tensors, values = write_experts(quantized.fp8(), tmp_path)
+    for name in [key for key in tensors if ".layers.0.mlp." in key]:
+        array = tensors.pop(name)
+        if not name.endswith("_scale_inv"):
+            tensors[name] = np.ones(array.shape, ml_dtypes.bfloat16)
+    save_tensors(tensors, tmp_path)
+    with open_store(tmp_path) as store:
+        assert {role.format for role in store.layout.layers[0]} == {""}
+        assert {role.format for role in store.layout.layers[1]} == {"fp8[16x32,f32]"}
+        assert (experts_of(store, 0, 3)["down"] == 1).all()
+        np.testing.assert_array_equal(
+            experts_of(store, 1, 3)["down"], expected(values, 1, 3)["down"]
+        )

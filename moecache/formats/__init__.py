@@ -10,7 +10,15 @@ from moecache.formats.base import (
 from moecache.formats.blocks import Q4_0, Q8_0
 from moecache.formats.floats import BF16, F16, F32
 from moecache.formats.form import TILE_ROWS, Form, tiled_rows
-from moecache.formats.scaled import MXFP4, ScaledFormat, scaled_name
+from moecache.formats.grouped import GroupedFormat, grouped_name
+from moecache.formats.scaled import (
+    MXFP4,
+    NVFP4,
+    NVFP4_MODELOPT,
+    GlobalFormat,
+    ScaledFormat,
+    scaled_name,
+)
 
 __all__ = [
     "BF16",
@@ -18,14 +26,19 @@ __all__ = [
     "F32",
     "FORMATS",
     "MXFP4",
+    "NVFP4",
+    "NVFP4_MODELOPT",
     "Q4_0",
     "Q8_0",
     "TILE_ROWS",
     "Form",
     "Format",
+    "GlobalFormat",
+    "GroupedFormat",
     "ScaledFormat",
     "find_format",
     "format_of",
+    "grouped_name",
     "quantize",
     "scaled_name",
     "tiled_rows",

@@ -61,7 +61,7 @@ class ScaledFormat(Format):
     def parts(self, rows: int, columns: int) -> Parts:
         """Return "codes" [rows, ...] and "scales" [blocks of rows, blocks of columns]."""
         if self.element == "e4m3":
-            codes = _dtype("e4m3"), (rows, columns)
+            codes = dtype_named("e4m3"), (rows, columns)
         elif self.element == "e2m1":
             if columns % 2:
                 raise ConfigError(f"{self.name} has two columns in a byte; {columns} are odd")
@@ -77,7 +77,7 @@ class ScaledFormat(Format):
             -(-size // (step or size or 1))
             for size, step in zip((rows, columns), self.block, strict=True)
         )
-        return {"codes": codes, "scales": (_dtype(self.scale), counts)}
+        return {"codes": codes, "scales": (dtype_named(self.scale), counts)}
 
     def dequantize(
         self, parts: Mapping[str, np.ndarray], dtype: npt.DTypeLike = np.float32
@@ -100,28 +100,30 @@ class ScaledFormat(Format):
         wide = values.astype(np.float32)
         if not np.isfinite(wide).all():
             raise ConfigError(f"{self.name} stores no infinity and no NaN; some values are")
-        (dtype, shape), (scale_dtype, counts) = self.parts(*wide.shape).values()
+        wanted = self.parts(*wide.shape)
         largest = np.abs(wide)
         for axis, (size, step) in enumerate(zip(wide.shape, self.block, strict=True)):
             starts = np.arange(0, size, step or max(size, 1))
             largest = np.maximum.reduceat(largest, starts, axis) if size else largest
-        largest = largest.reshape(counts)
-        most, exponent = _LARGEST.get(self.element) or ((2**self.bits - 1) / 2, 0)
-        if self.scale == "e8m0":
-            _, power = np.frexp(largest)
-            stored = np.clip(power - 1 - exponent + 127, 0, 254).astype(np.uint8)
-        else:
-            with np.errstate(over="ignore"):
-                stored = (largest / np.float32(most)).astype(scale_dtype)
-            if not np.isfinite(stored.astype(np.float32)).all():
-                raise ConfigError(f"{self.name}: the values are too large for such scales")
-        # A block of zeros, and one whose scale would be zero, is zero times one.
-        is_zero = (largest == 0) | ((stored == 0) & (self.scale != "e8m0"))
-        stored[is_zero] = 127 if self.scale == "e8m0" else 1
-        parts = {"codes": np.empty(shape, dtype), "scales": stored}
+        parts = self._scales_for(largest.reshape(wanted["scales"][1]))
         scaled = wide / self._spread(self.scales(parts), wide.shape)
-        parts["codes"] = self._stored(scaled).reshape(shape)
-        return parts
+        return {"codes": self._stored(scaled).reshape(wanted["codes"][1]), **parts}
+
+    def _scales_for(self, largest: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the parts that are not codes, for each block's largest value."""
+        most, exponent = _LARGEST.get(self.element) or ((2**self.bits - 1) / 2, 0)
+        # A block of zeros, and one whose scale would be zero, is zero times one.
+        if self.scale == "e8m0":
+            powers = np.frexp(largest)[1] - 1 - exponent + 127
+            stored = np.clip(powers, 0, 254).astype(np.uint8)
+            stored[largest == 0] = 127
+            return {"scales": stored}
+        with np.errstate(over="ignore"):
+            stored = (largest / np.float32(most)).astype(dtype_named(self.scale))
+        if not np.isfinite(stored.astype(np.float32)).all():
+            raise ConfigError(f"{self.name}: the values are too large for such scales")
+        stored[stored == 0] = 1
+        return {"scales": stored}
 
     def _stored(self, scaled: np.ndarray) -> np.ndarray:
         """Return the nearest codes to values that were divided by their scale, as stored."""
@@ -190,7 +192,8 @@ def pack(integers: np.ndarray, bits: int) -> np.ndarray:
     return np.packbits(flat, axis=1, bitorder="little").view(np.int32).reshape(words)
 
 
-def _dtype(name: str) -> np.dtype[Any]:
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the dtype of numbers of a name such as "bf16"; bytes for "e8m0"."""
     if name == "e8m0":
         return np.dtype(np.uint8)
     if name in ("f32", "f16"):
@@ -219,6 +222,47 @@ def scaled_name(element: str, block: tuple[int, int], scale: str) -> str:
     return f"{element}[{rows}x{columns},{scale}]"
 
 
+@dataclass(frozen=True)
+class GlobalFormat(ScaledFormat):
+    """The same with scales of FP8, and a number for the whole matrix: NVFP4.
+
+    Parameters
+    ----------
+    divides : bool
+        Whether scales are divided by that number, as `compressed-tensors` has it; NVIDIA's
+        ModelOpt multiplies by it.
+    """
+
+    divides: bool
+
+    @property
+    def form(self) -> Form:
+        """The compute form; its scales are float32."""
+        return Form(self.element, "f32", self.block[1])
+
+    def parts(self, rows: int, columns: int) -> Parts:
+        """Return "codes", "scales" and "global_scale" [1]."""
+        return super().parts(rows, columns) | {"global_scale": (np.dtype(np.float32), (1,))}
+
+    def scales(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the scales as float32 [rows, blocks of columns], the whole matrix's included."""
+        scales, whole = super().scales(parts), parts["global_scale"]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return scales / whole if self.divides else scales * whole
+
+    def _scales_for(self, largest: np.ndarray) -> dict[str, np.ndarray]:
+        """Return scales of which the largest is FP8's largest, and what makes it so."""
+        most, most_scale = _LARGEST[self.element][0], _LARGEST["e4m3"][0]
+        top = np.float32(largest.max(initial=0) or 1)
+        whole = np.float32(most * most_scale) / top
+        stored = np.minimum(largest * (whole / most), most_scale).astype(dtype_named("e4m3"))
+        stored[stored == 0] = 1
+        factor = whole if self.divides else 1 / whole
+        return {"scales": stored, "global_scale": np.array([factor], np.float32)}
+
+
+NVFP4 = GlobalFormat("nvfp4", (1, 16), "e2m1", "e4m3", divides=True)
+NVFP4_MODELOPT = GlobalFormat("nvfp4[modelopt]", (1, 16), "e2m1", "e4m3", divides=False)
 MXFP4 = ScaledFormat("mxfp4", (1, 32), "e2m1", "e8m0")
-FORMATS[MXFP4.name] = MXFP4
+FORMATS.update({known.name: known for known in (MXFP4, NVFP4, NVFP4_MODELOPT)})
 PARSERS.append(parse)

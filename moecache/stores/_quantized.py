@@ -240,8 +240,8 @@ def _need(tensors: Mapping[str, Stored], suffix: str) -> Stored:
     if suffix not in tensors:
         some = next(iter(tensors.values()))
         raise FormatError(
-            f"tensor {shown(some.name)} has no {suffix.lstrip('_') or 'weight'} beside it; download the "
-            "checkpoint again"
+            f"tensor {shown(some.name)} has no {suffix.lstrip('_') or 'weight'} beside it; "
+            "download the checkpoint again"
         )
     return tensors[suffix]
 

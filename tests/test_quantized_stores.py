@@ -98,7 +98,7 @@ def test_a_packed_expert_is_one_read_and_the_same(scheme: quantized.Scheme, tmp_
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
+        ({"quant_method": "aqlm", "bits": 4}, "'aqlm'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
         ({"quant_method": "quanto"}, "'quanto'"),
         ({"quant_method": "hqq"}, "'hqq'"),

@@ -17,7 +17,7 @@ from moecache.errors import ConfigError, FormatError
 from moecache.formats import TILE_ROWS, find_format
 from moecache.layout import ExpertLayout, Role
 from moecache.stores._header import MAX_LAYERS, TensorEntry, shown
-from moecache.stores._quantized import Matrix, Stored
+from moecache.stores._matrices import Matrix, Stored
 
 # Projection -> (role, its place among the role's pieces). Gate stands before up.
 _PIECES = {

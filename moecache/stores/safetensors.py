@@ -22,8 +22,9 @@ from moecache.prefault.regions import Region
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import FORMAT_KEY, TensorEntry, check_layers, read_header, shown
 from moecache.stores._index import in_format, index_experts
+from moecache.stores._matrices import Matrix
 from moecache.stores._paths import find_path
-from moecache.stores._quantized import Matrix, Quantization, trunk_matrices
+from moecache.stores._quantized import Quantization, trunk_matrices
 from moecache.stores.base import Parts, Run, destination_bytes
 
 logger = logging.getLogger(__name__)

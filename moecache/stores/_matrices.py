@@ -1,0 +1,127 @@
+"""Matrices among the tensors of a quantized checkpoint: what they are made of, and its checks."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moecache.errors import ConfigError, FormatError
+from moecache.formats import Format, find_format, scaled_name
+from moecache.stores._header import shown
+
+_LARGEST_BLOCK = 2**20
+_SCALES = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "uint8": "e8m0",
+    "float8_e8m0fnu": "e8m0",
+}
+Read = Callable[[str], np.ndarray]
+# What the configuration says of the quantization.
+Said = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor, or tensors alike of several experts: name of one, dtype, shape without experts."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix in a format: its shape, the suffix of each part's tensor; what says nothing more."""
+
+    format: Format
+    rows: int
+    columns: int
+    suffixes: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+
+    def weight_name(self, codes: str) -> str:
+        """Return the name that the weight has where it is not quantized."""
+        suffix = self.suffixes[0]
+        if codes.endswith(suffix):
+            return codes.removesuffix(suffix)
+        return codes.removesuffix(suffix.lstrip("_")) + "weight"
+
+
+def sizes(said: object, key: str) -> tuple[int, int]:
+    """Return rows and columns of a block, as the configuration has them."""
+    sizes = said if isinstance(said, list) else []
+    if len(sizes) != 2 or not all(type(n) is int and 0 < n <= _LARGEST_BLOCK for n in sizes):
+        raise ConfigError(f"{key} in config.json is {shown(said)}, not [rows, columns]")
+    return sizes[0], sizes[1]
+
+
+def need(tensors: Mapping[str, Stored], suffix: str) -> Stored:
+    """Return the tensor of a suffix; FormatError if it is not there."""
+    if suffix not in tensors:
+        some = next(iter(tensors.values()))
+        raise FormatError(
+            f"tensor {shown(some.name)} has no {suffix.lstrip('_') or 'weight'} beside it; "
+            "download the checkpoint again"
+        )
+    return tensors[suffix]
+
+
+def fp8_weight(tensors: Mapping[str, Stored], suffixes: Sequence[str]) -> tuple[Stored, str]:
+    """Return the codes of FP8, and the suffix of their scales."""
+    weight = need(tensors, "")
+    if weight.dtype.name != "float8_e4m3fn" or len(weight.shape) != 2:
+        raise FormatError(
+            f"tensor {shown(weight.name)} is {weight.dtype} {list(weight.shape)}; FP8 is a matrix "
+            "of F8_E4M3"
+        )
+    for suffix in suffixes:
+        if suffix in tensors:
+            return weight, suffix
+    raise FormatError(
+        f"tensor {shown(weight.name)} has no scale beside it; download the checkpoint again"
+    )
+
+
+def scale_name(scale: Stored) -> str:
+    """Return what formats call the type of a scale."""
+    if scale.dtype.name not in _SCALES:
+        raise FormatError(f"tensor {shown(scale.name)} is {scale.dtype}, no type of a scale")
+    return _SCALES[scale.dtype.name]
+
+
+def check_parts(found: Matrix, tensors: Mapping[str, Stored]) -> None:
+    """Raise FormatError unless each part has as many bytes, in such a shape, as the format says."""
+    try:
+        wanted = found.format.parts(found.rows, found.columns).values()
+    except ConfigError as error:
+        some = tensors[found.suffixes[0]]
+        raise FormatError(f"tensor {shown(some.name)}: {error}") from error
+    for suffix, (dtype, shape) in zip(found.suffixes, wanted, strict=True):
+        tensor = tensors[suffix]
+        # A stack of blocks has its bytes in dimensions of their own.
+        is_alike = squeezed(tensor.shape) == squeezed(shape) or (
+            len(tensor.shape) > 2 and math.prod(tensor.shape) == math.prod(shape)
+        )
+        is_byte = dtype == np.uint8 and tensor.dtype.name == "float8_e8m0fnu"
+        if not is_alike or (tensor.dtype != dtype and not is_byte):
+            raise FormatError(
+                f"tensor {shown(tensor.name)} is {tensor.dtype} {list(tensor.shape)}; beside "
+                f"[{found.rows}, {found.columns}] in {found.format.name} it would be {dtype} "
+                f"{list(shape)}"
+            )
+
+
+def squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without its sizes of 1."""
+    return tuple(size for size in shape if size != 1)
+
+
+def fp8_matrix(weight: Stored, scale: Stored, block: tuple[int, int], suffix: str) -> Matrix:
+    """Return the matrix of codes of FP8 and scales of some blocks."""
+    rows, columns = weight.shape
+    known = find_format(scaled_name("fp8", block, scale_name(scale)))
+    return Matrix(known, rows, columns, ("", suffix))

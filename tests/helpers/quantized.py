@@ -160,6 +160,106 @@ def mxfp4() -> Scheme:
     return Scheme(config, encode, decode, r"\.experts\.(gate_up|down)_proj$")
 
 
+def nvfp4(*, divides: bool = True) -> Scheme:
+    """Return NVFP4, as compressed-tensors has it; or as ModelOpt, whose whole scale multiplies."""
+    known = find_format("nvfp4" if divides else "nvfp4[modelopt]")
+    codes, whole = ("_packed", "_global_scale") if divides else ("", "_scale_2")
+
+    def encode(name: str, values: np.ndarray) -> Tensors:
+        parts = known.quantize(values)
+        return {
+            f"{name}{codes}": parts["codes"],
+            f"{name}_scale": parts["scales"],
+            f"{name}{whole}": parts["global_scale"],
+        }
+
+    def decode(name: str, tensors: Tensors) -> np.ndarray:
+        packed, scales = tensors[f"{name}{codes}"], tensors[f"{name}_scale"].astype(np.float32)
+        number = np.float32(tensors[f"{name}{whole}"][0])
+        values = np.empty((len(packed), 2 * packed.shape[1]), np.float32)
+        for row, column in np.ndindex(values.shape):
+            code = int(packed[row, column // 2]) >> 4 * (column % 2)
+            value = np.float32(_E2M1[code & 7] * (-1 if code & 8 else 1))
+            scale = scales[row, column // 16]
+            values[row, column] = value * (scale / number if divides else scale * number)
+        return values
+
+    if not divides:
+        return Scheme({"quant_method": "modelopt", "quant_algo": "NVFP4"}, encode, decode)
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    return Scheme({**config, "config_groups": groups, "ignore": ["lm_head"]}, encode, decode)
+
+
+def grouped(method: str, group: int = 32, *, is_ordered: bool = False) -> Scheme:
+    """Return 4-bit GPTQ or AWQ: integers from 0 to 15, zero points and scales, stored [in, out]."""
+    is_awq = method == "awq"
+
+    def shifts(row: int) -> tuple[int, int]:
+        """Return word and shift of a row."""
+        return row // 8, 4 * ((0, 4, 1, 5, 2, 6, 3, 7)[row % 8] if is_awq else row % 8)
+
+    def encode(name: str, values: np.ndarray) -> Tensors:
+        rows, columns = values.shape
+        of_column = np.arange(columns) // group
+        if is_ordered:
+            of_column = np.random.default_rng(columns).permutation(of_column)
+        num = int(of_column.max()) + 1
+        low, high = (np.zeros((num, rows), np.float32) for _ in range(2))
+        for column in range(columns):
+            at = of_column[column]
+            low[at] = np.minimum(low[at], values[:, column])
+            high[at] = np.maximum(high[at], values[:, column])
+        scales = ((high - low) / 15).astype(np.float16)
+        zeros = np.clip(np.rint(-low / scales.astype(np.float32)), 1, 15).astype(np.uint32)
+        wide, whole = scales[of_column].astype(np.float32), zeros[of_column]
+        codes = np.clip(np.rint(values.T / wide) + whole, 0, 15).astype(np.uint32)
+        stored = np.zeros((columns, rows // 8) if is_awq else (columns // 8, rows), np.uint32)
+        packed = np.zeros((num, rows // 8), np.uint32)
+        for row in range(rows):
+            word, shift = shifts(row)
+            packed[:, word] |= (zeros[:, row] - (method == "gptq")) << shift
+            for column in range(columns) if not is_awq else ():
+                stored[column // 8, row] |= codes[column, row] << 4 * (column % 8)
+            if is_awq:
+                stored[:, word] |= codes[:, row] << shift
+        module = name.removesuffix("weight")
+        made = {
+            f"{module}qweight": stored.view(np.int32),
+            f"{module}qzeros": packed.view(np.int32),
+            f"{module}scales": scales,
+        }
+        return made if is_awq else {**made, f"{module}g_idx": of_column.astype(np.int32)}
+
+    def decode(name: str, tensors: Tensors) -> np.ndarray:
+        module = name.removesuffix("weight")
+        stored, packed = (
+            tensors[f"{module}{key}"].view(np.uint32) for key in ("qweight", "qzeros")
+        )
+        scales = tensors[f"{module}scales"].astype(np.float32)
+        rows, columns = scales.shape[1], stored.shape[0] * (1 if is_awq else 8)
+        of_column = tensors.get(f"{module}g_idx", np.arange(columns) // group)
+        values = np.empty((rows, columns), np.float32)
+        for row, column in np.ndindex(values.shape):
+            word, shift = shifts(row)
+            at = of_column[column]
+            zero = (int(packed[at, word]) >> shift & 15) + (method == "gptq")
+            if is_awq:
+                code = int(stored[column, word]) >> shift & 15
+            else:
+                code = int(stored[column // 8, row]) >> 4 * (column % 8) & 15
+            values[row, column] = np.float32(code - zero) * scales[at, row]
+        return values
+
+    config = {"quant_method": method.removesuffix("_v2"), "bits": 4, "group_size": group}
+    if is_awq:
+        config |= {"zero_point": True, "version": "gemm"}
+    else:
+        config |= {"desc_act": is_ordered, "sym": False, "checkpoint_format": method}
+    return Scheme(config, encode, decode)
+
+
 # Sizes that blocks of 32 divide.
 _WIDE: Mapping[str, Any] = {
     "hidden_size": 64,

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.formats import find_format, tiled_rows
+from moecache.formats import find_format
 
 _BYTES = np.dtype(np.uint8)
 
@@ -30,6 +30,9 @@ class Role:
         Name of the format, such as "q4_0", or "": elements of `dtype`.
     is_tiled : bool, default False
         Whether the file has the format's compute form, which a slot takes as it is.
+    matrices : int, default 1
+        Matrices of as many rows, one above the other, which the format has each for itself: 2 for
+        a "gate_up" of two tensors.
 
     Raises
     ------
@@ -42,9 +45,10 @@ class Role:
     dtype: np.dtype = _BYTES
     format: str = ""
     is_tiled: bool = False
+    matrices: int = 1
 
     def __post_init__(self) -> None:
-        if not self.format and not self.is_tiled:
+        if not self.format and not self.is_tiled and self.matrices == 1:
             return
         if len(self.shape) != 2 or self.dtype != np.uint8:
             raise ConfigError(
@@ -58,15 +62,37 @@ class Role:
             )
         if not all(isinstance(size, int) and size >= 0 for size in self.shape):
             raise ConfigError(f"role {self.name!r} cannot have the shape {list(self.shape)}")
-        known.parts(*self.shape)
+        if self.matrices < 1 or self.shape[0] % self.matrices:
+            raise ConfigError(
+                f"role {self.name!r}: {self.shape[0]} rows are not {self.matrices} times as many"
+            )
+        if self.is_tiled and known.form is None:
+            raise ConfigError(f"role {self.name!r}: {self.format} has no compute form")
+        known.parts(*self.matrix_shape)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the matrix."""
         if not self.format:
             return math.prod(self.shape) * self.dtype.itemsize
+        return self.matrices * self._matrix_bytes(is_tiled=self.is_tiled)
+
+    @cached_property
+    def form_bytes(self) -> int:
+        """Bytes of the compute form; 0 if the format has none."""
+        has_form = self.format and find_format(self.format).form is not None
+        return self.matrices * self._matrix_bytes(is_tiled=True) if has_form else 0
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of each matrix of a role with a format."""
         rows, columns = self.shape
-        return find_format(self.format).nbytes(tiled_rows(rows) if self.is_tiled else rows, columns)
+        return rows // self.matrices, columns
+
+    def _matrix_bytes(self, *, is_tiled: bool) -> int:
+        known = find_format(self.format)
+        form = known.form if is_tiled else None
+        return (known if form is None else form).nbytes(*self.matrix_shape)
 
     @property
     def array_shape(self) -> tuple[int, ...]:

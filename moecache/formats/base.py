@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from moecache.errors import ConfigError
-
-# Rows of a compute form that lie interleaved, so that a vector's lanes are rows.
-TILE_ROWS = 16
+from moecache.formats.form import Form
 
 Parts = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 # By name; each is put there by the file that has it.
 FORMATS: dict[str, "Format"] = {}
+# What returns a format that has parameters in its name, or None.
+PARSERS: list[Callable[[str], "Format | None"]] = []
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,16 @@ class Format(ABC):
     name : str
         Such as "bf16" or "q4_0"; that of ggml where it has the format.
     block : (int, int)
-        Rows and columns that are stored together, and share a scale.
+        Rows and columns that are stored together, and share a scale; 0 for all.
     """
 
     name: str
     block: tuple[int, int]
+
+    @property
+    def form(self) -> Form | None:
+        """How the kernels want a matrix, if that is another order than the file's."""
+        return None
 
     @abstractmethod
     def parts(self, rows: int, columns: int) -> Parts:
@@ -109,11 +114,13 @@ def find_format(name: str) -> Format:
     ConfigError
         If there is none.
     """
-    try:
-        return FORMATS[name]
-    except (KeyError, TypeError):
+    found = FORMATS.get(name) if isinstance(name, str) else None
+    for parse in PARSERS if found is None and isinstance(name, str) else ():
+        found = found or parse(name)
+    if found is None:
         known = ", ".join(FORMATS)
-        raise ConfigError(f"format {name!r} is not supported; supported are {known}") from None
+        raise ConfigError(f"format {name!r} is not supported; supported are {known}")
+    return found
 
 
 def format_of(dtype: npt.DTypeLike) -> Format:
@@ -129,11 +136,6 @@ def format_of(dtype: npt.DTypeLike) -> Format:
         if known.block == (1, 1) and known.parts(1, 1)["values"][0] == wanted:
             return known
     raise ConfigError(f"no format has elements of {wanted}; supported are {', '.join(FORMATS)}")
-
-
-def tiled_rows(rows: int) -> int:
-    """Return the rows that a matrix has in its compute form: whole tiles."""
-    return -(-rows // TILE_ROWS) * TILE_ROWS
 
 
 def quantize(values: npt.ArrayLike, name: str) -> dict[str, np.ndarray]:

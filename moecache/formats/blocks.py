@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from moecache.errors import ConfigError
 from moecache.formats.base import FORMATS, Format, Parts, check_matrix
-
-BLOCK_COLUMNS = 32
+from moecache.formats.form import BLOCK_COLUMNS, Form
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,11 @@ class BlockFormat(Format):
     """
 
     block_bytes: int
+
+    @property
+    def form(self) -> Form:
+        """The compute form: the same blocks, 16 rows interleaved."""
+        return Form("i8" if self.block_bytes == 34 else "i4", "f16", BLOCK_COLUMNS)
 
     def parts(self, rows: int, columns: int) -> Parts:
         """Return one array, "blocks" [rows, columns / 32, bytes of a block]."""

@@ -1,0 +1,64 @@
+"""Form: the order of a matrix's bytes in which the kernels compute."""
+
+from dataclasses import dataclass
+
+# Rows of a compute form that lie interleaved, so that a vector's lanes are rows.
+TILE_ROWS = 16
+# Columns whose codes lie together.
+BLOCK_COLUMNS = 32
+
+_CODE_BITS = {"i8": 8, "e4m3": 8, "i4": 4, "e2m1": 4}
+_SCALE_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
+
+
+@dataclass(frozen=True)
+class Form:
+    """Tiles of 16 rows; in each, groups of columns: 16 scales, then the codes of 16 rows.
+
+    A value is its code times its scale. Rows are filled up to whole tiles and columns to whole
+    blocks of 32, with codes of zero.
+
+    Parameters
+    ----------
+    codes : {"i8", "e4m3", "i4", "e2m1"}
+        Signed integers of 8 bits, floating-point numbers of 8 (4 of the exponent, 3 of the
+        mantissa; OCP's FP8), integers of 4 bits that are stored with 8 added, floating-point
+        numbers of 4 (OCP's FP4).
+    scale : {"f16", "bf16", "f32"}
+    group : int
+        Columns that share a scale: 16, a multiple of 32, or 0: all.
+    """
+
+    codes: str
+    scale: str
+    group: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the codes of 32 columns of a tile."""
+        return TILE_ROWS * BLOCK_COLUMNS * _CODE_BITS[self.codes] // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale."""
+        return _SCALE_BYTES[self.scale]
+
+    def num_groups(self, columns: int) -> int:
+        """Return the scales of a row."""
+        padded = -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+        return -(-padded // (self.group or padded or 1))
+
+    def tile_bytes(self, columns: int) -> int:
+        """Return the bytes of 16 rows."""
+        blocks = -(-columns // BLOCK_COLUMNS)
+        scales = self.num_groups(columns) * TILE_ROWS * self.scale_bytes
+        return scales + blocks * self.block_bytes
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of a matrix."""
+        return tiled_rows(rows) // TILE_ROWS * self.tile_bytes(columns)
+
+
+def tiled_rows(rows: int) -> int:
+    """Return the rows that a matrix has in its compute form: whole tiles."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS

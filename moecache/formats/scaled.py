@@ -1,0 +1,224 @@
+"""Formats of codes in one array and their scales in another: FP8, MXFP4, integers by groups.
+
+As safetensors checkpoints have them. A value is its code times its block's scale; sources: OCP's
+8-bit floating point and microscaling (MX) specifications, and `compressed-tensors`.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moecache.errors import ConfigError
+from moecache.formats.base import FORMATS, PARSERS, Format, Parts, check_matrix
+from moecache.formats.form import BLOCK_COLUMNS, Form
+
+# Values of the 16 codes of OCP's FP4 (E2M1).
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# Largest code, and its exponent.
+_LARGEST = {"e4m3": (448, 8), "e2m1": (6, 2)}
+_NAME = re.compile(r"(fp8|int[2-8])\[(\d{1,9}|\*)x(\d{1,9}|\*),(f32|f16|bf16|e8m0)\]")
+
+
+@dataclass(frozen=True)
+class ScaledFormat(Format):
+    """Codes row by row, and a scale for each block of rows and columns; the last ones are short.
+
+    A size of 0 in `block` stands for all rows, or columns.
+
+    Parameters
+    ----------
+    element : str
+        "e4m3", a byte each; "e2m1", two in a byte, the lower one first; or "int4" (or another
+        width), in words of 32 bits from the lowest on, across them where 32 is no multiple.
+    scale : {"f32", "f16", "bf16", "e8m0"}
+        "e8m0" is a byte b that means 2^(b - 127), and no number if it is 255.
+    """
+
+    element: str
+    scale: str
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return {"e4m3": 8, "e2m1": 4}.get(self.element) or int(self.element[3:])
+
+    @property
+    def form(self) -> Form | None:
+        """The compute form; None where blocks of columns are neither 16 nor a multiple of 32."""
+        columns = self.block[1]
+        if columns % BLOCK_COLUMNS and columns != BLOCK_COLUMNS // 2:
+            return None
+        codes = self.element
+        if codes.startswith("int"):
+            codes = "i4" if self.bits <= 4 else "i8"
+        return Form(codes, "bf16" if self.scale == "e8m0" else self.scale, columns)
+
+    def parts(self, rows: int, columns: int) -> Parts:
+        """Return "codes" [rows, ...] and "scales" [blocks of rows, blocks of columns]."""
+        if self.element == "e4m3":
+            codes = _dtype("e4m3"), (rows, columns)
+        elif self.element == "e2m1":
+            if columns % 2:
+                raise ConfigError(f"{self.name} has two columns in a byte; {columns} are odd")
+            codes = np.dtype(np.uint8), (rows, columns // 2)
+        else:
+            if columns * self.bits % 32:
+                raise ConfigError(
+                    f"{self.name} stores whole words of 32 bits; {columns} columns "
+                    f"of {self.bits} bits are not"
+                )
+            codes = np.dtype(np.int32), (rows, columns * self.bits // 32)
+        counts = tuple(
+            -(-size // (step or size or 1))
+            for size, step in zip((rows, columns), self.block, strict=True)
+        )
+        return {"codes": codes, "scales": (_dtype(self.scale), counts)}
+
+    def dequantize(
+        self, parts: Mapping[str, np.ndarray], dtype: npt.DTypeLike = np.float32
+    ) -> np.ndarray:
+        """Return code times scale, a float32 product that is rounded once more if asked."""
+        columns = self._columns(parts)
+        codes = self.codes(parts["codes"], columns)
+        scales = self._spread(self.scales(parts), codes.shape)
+        with np.errstate(invalid="ignore"):  # zero times infinity
+            return (codes * scales).astype(dtype, copy=False)
+
+    def quantize(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        """Return codes and scales: each block's largest value becomes the largest code.
+
+        Scales of "e8m0" are OCP's, 2^(floor(log2(largest)) - the largest code's exponent), so that
+        what is larger than the largest code becomes it; those of integers are
+        largest / (2^bits - 1) * 2, as `compressed-tensors` has them.
+        """
+        check_matrix(values)
+        wide = values.astype(np.float32)
+        if not np.isfinite(wide).all():
+            raise ConfigError(f"{self.name} stores no infinity and no NaN; some values are")
+        (dtype, shape), (scale_dtype, counts) = self.parts(*wide.shape).values()
+        largest = np.abs(wide)
+        for axis, (size, step) in enumerate(zip(wide.shape, self.block, strict=True)):
+            starts = np.arange(0, size, step or max(size, 1))
+            largest = np.maximum.reduceat(largest, starts, axis) if size else largest
+        largest = largest.reshape(counts)
+        most, exponent = _LARGEST.get(self.element) or ((2**self.bits - 1) / 2, 0)
+        if self.scale == "e8m0":
+            _, power = np.frexp(largest)
+            stored = np.clip(power - 1 - exponent + 127, 0, 254).astype(np.uint8)
+        else:
+            with np.errstate(over="ignore"):
+                stored = (largest / np.float32(most)).astype(scale_dtype)
+            if not np.isfinite(stored.astype(np.float32)).all():
+                raise ConfigError(f"{self.name}: the values are too large for such scales")
+        # A block of zeros, and one whose scale would be zero, is zero times one.
+        is_zero = (largest == 0) | ((stored == 0) & (self.scale != "e8m0"))
+        stored[is_zero] = 127 if self.scale == "e8m0" else 1
+        parts = {"codes": np.empty(shape, dtype), "scales": stored}
+        scaled = wide / self._spread(self.scales(parts), wide.shape)
+        parts["codes"] = self._stored(scaled).reshape(shape)
+        return parts
+
+    def _stored(self, scaled: np.ndarray) -> np.ndarray:
+        """Return the nearest codes to values that were divided by their scale, as stored."""
+        import ml_dtypes
+
+        if self.element == "e4m3":
+            return np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        if self.element == "e2m1":
+            codes = np.clip(scaled, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+            return codes[:, ::2] | codes[:, 1::2] << 4
+        half = 1 << (self.bits - 1)
+        return pack(np.clip(np.rint(scaled), -half, half - 1).astype(np.int16) + half, self.bits)
+
+    def _spread(self, scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the scale of each element."""
+        for axis, (size, step) in enumerate(zip(shape, self.block, strict=True)):
+            scales = scales.repeat(step or max(size, 1), axis)
+        return scales[: shape[0], : shape[1]]
+
+    def scales(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the scales as float32 [blocks of rows, blocks of columns]."""
+        scales = parts["scales"]
+        if self.scale != "e8m0":
+            return scales.astype(np.float32)
+        powers = np.ldexp(np.float32(1), scales.view(np.uint8).astype(np.int32) - 127)
+        return np.where(scales.view(np.uint8) == 255, np.float32(np.nan), powers)
+
+    def codes(self, stored: np.ndarray, columns: int) -> np.ndarray:
+        """Return what codes mean, float32 [rows, columns]."""
+        if self.element == "e4m3":
+            return stored.astype(np.float32)
+        if self.element == "e2m1":
+            return E2M1[np.stack([stored & 15, stored >> 4], -1).reshape(len(stored), columns)]
+        offset = 1 << (self.bits - 1)
+        return unpack(stored, self.bits, columns).astype(np.float32) - np.float32(offset)
+
+    def _columns(self, parts: Mapping[str, np.ndarray]) -> int:
+        codes = parts["codes"]
+        return codes.shape[1] * codes.itemsize * 8 // self.bits
+
+
+def unpack(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
+    """Return the integers in words of 32 bits, from the lowest bits on.
+
+    Parameters
+    ----------
+    words : ndarray of int32 or uint32, shape [rows, ceil(columns * bits / 32)]
+
+    Returns
+    -------
+    ndarray of uint8, shape [rows, columns]
+    """
+    flat = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1)
+    each = np.unpackbits(flat, axis=1, bitorder="little", count=columns * bits)
+    return np.packbits(each.reshape(len(words), columns, bits), axis=2, bitorder="little").reshape(
+        len(words), columns
+    )
+
+
+def pack(integers: np.ndarray, bits: int) -> np.ndarray:
+    """Return integers [rows, columns] in words of 32 bits; see `unpack`."""
+    rows, columns = integers.shape
+    each = np.unpackbits(integers.astype(np.uint8)[..., None], axis=2, bitorder="little")
+    flat = each[..., :bits].reshape(rows, columns * bits)
+    words = rows, columns * bits // 32
+    return np.packbits(flat, axis=1, bitorder="little").view(np.int32).reshape(words)
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name == "e8m0":
+        return np.dtype(np.uint8)
+    if name in ("f32", "f16"):
+        return np.dtype(name.replace("f", "float"))
+    import ml_dtypes  # here, as `import moecache` needs NumPy alone
+
+    return np.dtype({"bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}[name])
+
+
+@functools.cache
+def parse(name: str) -> ScaledFormat | None:
+    """Return a format by a name such as "fp8[128x128,f32]" or "int4[1x32,bf16]"."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    element, *sizes, scale = match.groups()
+    rows, columns = (0 if size == "*" else int(size) for size in sizes)
+    if "0" in sizes:
+        return None
+    return ScaledFormat(name, (rows, columns), element.replace("fp8", "e4m3"), scale)
+
+
+def scaled_name(element: str, block: tuple[int, int], scale: str) -> str:
+    """Return the name of a format; see `parse`."""
+    rows, columns = (str(size) if size else "*" for size in block)
+    return f"{element}[{rows}x{columns},{scale}]"
+
+
+MXFP4 = ScaledFormat("mxfp4", (1, 32), "e2m1", "e8m0")
+FORMATS[MXFP4.name] = MXFP4
+PARSERS.append(parse)

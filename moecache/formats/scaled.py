@@ -174,7 +174,7 @@ def unpack(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
     -------
     ndarray of uint8, shape [rows, columns]
     """
-    flat = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1)
+    flat = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), 4 * words.shape[1])
     each = np.unpackbits(flat, axis=1, bitorder="little", count=columns * bits)
     return np.packbits(each.reshape(len(words), columns, bits), axis=2, bitorder="little").reshape(
         len(words), columns

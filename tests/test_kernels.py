@@ -328,7 +328,7 @@ def test_a_bias_that_does_not_fit_is_refused(bias: np.ndarray, message: str) -> 
         ({"blocks": np.zeros((3, 1, 34), np.uint8)}, "q4_0", "3 x 32 matrix in q4_0 is"),
         ({"blocks": np.zeros((3, 1, 34), np.int8)}, "q8_0", "got .*int8"),
         ({"blocks": np.zeros((3, 1, 34), np.uint8)}, "q9", "format 'q9' is not supported"),
-        ({"scales": np.zeros((3, 1), np.uint8)}, "q8_0", "see Format.parts"),
+        ({"scales": np.zeros((3, 1), np.uint8)}, "q8_0", "array of rows for each part"),
     ],
     ids=["float64", "vector", "strides", "dtype", "no name", "q4_0", "int8", "q9", "parts"],
 )

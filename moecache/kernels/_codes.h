@@ -3,12 +3,23 @@
  * A register's lanes are rows, so that there is nothing to sum but columns. A group of columns is summed
  * without its scale, which then multiplies the sum; the order depends on the number of columns alone. */
 
-/* LANES rows' codes in the lowest bits of 32, from bit `at` on, as numbers. All are exact: exponents of
- * few bits become those of fp32 by a product with a power of two, denormals included. */
+/* LANES codes as numbers, each from bit `at` of 32 on. All are exact: exponents of few bits become those
+ * of fp32 by a product with a power of two, denormals included. */
 INLINE vf LEVEL(value)(vu lanes, int at, int codes)
 {
     if (codes == MC_I8)
         return __builtin_convertvector((vi)(lanes << (24 - at)) >> 24, vf);
+#ifdef PICK
+    static const float fp4[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    static const float i4[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    if (codes == MC_E2M1 || (codes == MC_I4 && LANES == 16)) {
+        vf table;
+        memcpy(&table, codes == MC_I4 ? i4 : fp4, sizeof table);
+        vf picked = PICK(table, lanes >> at);
+        /* Of 8 lanes, by 3 bits: the fourth is the sign. */
+        return LANES == 16 ? picked : (vf)((vu)picked | (lanes >> at & 8) << 28);
+    }
+#endif
     if (codes == MC_I4)
         return __builtin_convertvector((vi)(lanes >> at & 15) - 8, vf);
     if (codes == MC_E2M1) {

@@ -4,12 +4,9 @@
 typedef uint8_t LEVEL(v16) __attribute__((vector_size(16)));
 typedef uint16_t LEVEL(v8) __attribute__((vector_size(16)));
 typedef uint32_t LEVEL(v4) __attribute__((vector_size(16)));
-typedef uint8_t LEVEL(vq) __attribute__((vector_size(LANES)));
 #define v16 LEVEL(v16)
 #define v8 LEVEL(v8)
 #define v4 LEVEL(v4)
-#define vq LEVEL(vq)
-/* Of 8 words of 16 bits, pairs side by side; and back. */
 #define SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
 
 /* Words of 4 rows to words of 4 columns, and back. */
@@ -182,7 +179,7 @@ INLINE vh LEVEL(to_bf16)(vf values)
 {
     vu bits = (vu)values, nearest = bits + 0x7fff + (bits >> 16 & 1);
     vu is_nan = (vu)((vi)(bits & 0x7fffffff) > 0x7f800000);
-    return __builtin_convertvector(((is_nan & (bits | 0x400000)) | (~is_nan & nearest)) >> 16, vh);
+    return LEVEL(narrow)(((is_nan & (bits | 0x400000)) | (~is_nan & nearest)) >> 16);
 }
 
 INLINE void LEVEL(expand_of)(
@@ -210,9 +207,7 @@ INLINE void LEVEL(expand_of)(
             uint8_t last[MC_BLOCK * 4], *place = out + r * out_row_bytes + k * bytes;
             uint8_t *to = left < MC_BLOCK ? last : place;
             for (int i = 0; i < MC_BLOCK; i += LANES) {
-                vq some;
-                memcpy(&some, rows[r] + i, sizeof some);
-                vf value = LEVEL(value)(__builtin_convertvector(some, vu), 0, codes)
+                vf value = LEVEL(value)(LEVEL(widen)(rows[r] + i), 0, codes)
                     * LEVEL(all)(scales[pair == 2 && i >= 16][r]);
                 if (type == MC_X_F32) {
                     memcpy(to + i * 4, &value, sizeof value);
@@ -250,4 +245,3 @@ static void LEVEL(expand)(
 #undef v16
 #undef v8
 #undef v4
-#undef vq

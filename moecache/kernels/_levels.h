@@ -30,6 +30,11 @@ static const mc_level mc_generic = LEVEL_OF("generic", LEVEL, NULL);
 #define TOKENS 2
 #define FMA(a, b, c) (vf) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #define F16C(raw) (vf) _mm256_cvtph_ps((__m128i)(raw))
+#define WIDEN(raw) (vu) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(raw)))
+#define NARROW(words) \
+    (vh) _mm_packus_epi32(_mm256_castsi256_si128((__m256i)(words)), \
+                          _mm256_extracti128_si256((__m256i)(words), 1))
+#define PICK(table, at) (vf) _mm256_permutevar8x32_ps((__m256)(table), (__m256i)(at))
 #define DOT_AVX2
 #include "_level.h"
 #include "_codes.h"
@@ -57,6 +62,9 @@ static const mc_level mc_avx2 = LEVEL_OF("avx2", LEVEL, NULL);
 #define TOKENS 4
 #define FMA(a, b, c) (vf) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #define F16C(raw) (vf) _mm512_cvtph_ps((__m256i)(raw))
+#define WIDEN(raw) (vu) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(raw)))
+#define NARROW(words) (vh) _mm512_cvtepi32_epi16((__m512i)(words))
+#define PICK(table, at) (vf) _mm512_permutexvar_ps((__m512i)(at), (__m512)(table))
 #include "_level.h"
 #include "_codes.h"
 #include "_forms.h"

@@ -162,9 +162,7 @@ def _check_roles(roles: Mapping[str, np.ndarray]) -> None:
         )
 
 
-def _matrix(
-    name: str, array: np.ndarray, role: Role | None
-) -> tuple[Matrix, tuple[int, ...]]:
+def _matrix(name: str, array: np.ndarray, role: Role | None) -> tuple[Matrix, tuple[int, ...]]:
     """Return what the kernels read, and the shape without what fills up tiles."""
     if role is not None and role.format:
         if find_format(role.format).form is None:

@@ -78,9 +78,7 @@ def tile_parts(
     )
 
 
-def expand(
-    form: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray
-) -> None:
+def expand(form: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray) -> None:
     """Write the values of a matrix in its compute form, to the bit those of `Format.dequantize`.
 
     Parameters

@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import moecache
 from moecache import experts, formats, kernels
@@ -41,20 +39,6 @@ def _runtime(names: dict[str, str], capacity: int) -> moecache.ExpertRuntime:
     )
     cache = moecache.ExpertCache(LAYERS, EXPERTS, capacity)
     return moecache.ExpertRuntime(store, HostSlots(store.layout, capacity + 2), cache)
-
-
-@given(st.sampled_from(["q8_0", "q4_0"]), st.integers(0, 50), st.integers(0, 5), st.integers(0, 9))
-def test_a_compute_form_loses_no_bit(name: str, rows: int, num_blocks: int, seed: int) -> None:
-    """Whatever the blocks hold; rows that make the last tile whole are zeros."""
-    blocks = oracle.random_blocks(name, rows, num_blocks, seed)
-    columns = num_blocks * 32
-    form = np.full(formats.find_format(name).nbytes(-(-rows // 16) * 16, columns), 7, np.uint8)
-
-    kernels.tile(blocks, name, rows, columns, form)
-
-    np.testing.assert_array_equal(kernels.untile(form, name, rows, columns)["blocks"], blocks)
-    whole = kernels.untile(form, name, -(-rows // 16) * 16, columns)["blocks"]
-    assert not whole[rows:].any()
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0"])
@@ -164,22 +148,8 @@ def test_a_stack_of_another_size_than_its_format_is_refused() -> None:
         MemoryStore({"down": np.zeros((1, 2, 5), np.uint8)}, formats={"down": ("q4_0", (64, 32))})
 
 
-def test_blocks_of_another_size_are_not_tiled() -> None:
-    """Nothing is written beyond an array."""
-    blocks, form = np.zeros(18 * 16, np.uint8), np.zeros(18 * 16, np.uint8)
-    for given_blocks, given_form in ((blocks[:-1], form), (blocks, form[1:]), (blocks, form[::-1])):
-        with pytest.raises(ValueError, match=r"16 x 32 matrix in q4_0|contiguous"):
-            kernels.tile(given_blocks, "q4_0", 16, 32, given_form)
-
-
-def test_only_formats_of_blocks_have_forms_and_only_native_floats_are_multiplied() -> None:
-    """Everything else would be written or read as what it is not."""
-    blocks, out = np.zeros(18 * 16, np.uint8), np.zeros(18 * 16, np.uint8)
-    for name, rows in (("f32", 16), ("zz", 16), ("q4_0", -16)):
-        with pytest.raises(ConfigError, match=r"no compute form|cannot have"):
-            kernels.tile(blocks, name, rows, 32, out)
-        with pytest.raises(ConfigError, match=r"no compute form|cannot have"):
-            kernels.untile(out, name, rows, 32)
+def test_only_native_floats_are_multiplied() -> None:
+    """Others would be read as what they are not."""
     inputs = np.ones((1, 32), ">f4")
     with pytest.raises(ConfigError, match="not >f4"):
         kernels.products(inputs, np.ones((4, 32), np.float32))

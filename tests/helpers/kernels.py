@@ -9,12 +9,27 @@ import ml_dtypes
 import numpy as np
 
 from moecache import kernels
+from moecache.errors import ConfigError
 from moecache.formats import find_format, quantize
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
 DTYPES = (F32, BF16)
 BLOCKED = ("q8_0", "q4_0")
+# Each kind of codes, of scales and of groups, in pairs rather than all together.
+SCALED = (
+    "mxfp4",
+    "fp8[128x128,f32]",
+    "fp8[1x*,bf16]",
+    "fp8[3x32,e8m0]",
+    "fp8[2x16,f16]",
+    "int4[1x32,bf16]",
+    "int4[1x16,f32]",
+    "int4[1x96,f16]",
+    "int8[1x64,bf16]",
+    "int8[*x*,f32]",
+)
+NAMES = ("f32", "f16", "bf16", *BLOCKED, *SCALED)
 # Half a unit of the last place, relative: of float32, and of bfloat16.
 U32, U16 = 2.0**-24, 2.0**-8
 
@@ -46,6 +61,17 @@ def computing(level: str | None = None, threads: int | None = None) -> Iterator[
         kernels.use_threads(before[1])
 
 
+def fitting(name: str, columns: int) -> int:
+    """Return the most columns, up to `columns`, of which a format stores a matrix."""
+    while True:
+        try:
+            find_format(name).parts(1, columns)
+        except ConfigError:
+            columns -= 1
+        else:
+            return columns
+
+
 def draw_matrix(name: str, rows: int, columns: int, seed: int) -> tuple[Any, np.ndarray]:
     """Return a random matrix as the kernels read it, and its values in float64."""
     values = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
@@ -63,10 +89,10 @@ def product_error(inputs: np.ndarray, exact: np.ndarray) -> np.ndarray:
     """Return by how much a product in float32 may be wrong, whatever the order of its sum.
 
     `columns` products and sums are each rounded, those of blocks times their scale once more
-    (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+    (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1), and so is a value.
     """
     terms: np.ndarray = np.abs(inputs.astype(np.float64)) @ np.abs(exact).T
-    return (exact.shape[1] + 2) * U32 * terms
+    return (exact.shape[1] + 3) * U32 * terms
 
 
 def rounding(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -65,6 +65,26 @@ def test_a_slot_has_the_values_of_the_blocks(name: str, is_tiled: bool) -> None:
     assert not pool.expert(1, 0)["down"].any()
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "fp8[16x32,bf16]", "int4[1x16,f32]"])
+def test_a_slot_has_the_forms_of_two_matrices(name: str) -> None:
+    """One after the other, each of whole tiles; what the file has so is read into the slot."""
+    known, role = formats.find_format(name), Role("gate_up", (42, 40), format=name, matrices=2)
+    tiled = Role("gate_up", (42, 40), format=name, matrices=2, is_tiled=True)
+    rng = np.random.default_rng(4)
+    parts = [known.quantize(rng.standard_normal((21, 40))) for _ in range(2)]
+    raw = np.concatenate([a.reshape(-1).view(np.uint8) for one in parts for a in one.values()])
+    pool = HostSlots(ExpertLayout(2, 1, [[role], [tiled]]), 2)
+    pool.upload(0, 0, {"gate_up": raw})
+    form = pool.expert(0, 0)["gate_up"]
+    pool.upload(1, 1, {"gate_up": form})
+
+    assert form.nbytes == role.form_bytes == 2 * known.form.nbytes(21, 40)  # type: ignore[union-attr]
+    assert pool.expert(1, 1)["gate_up"].tobytes() == form.tobytes()
+    expected = np.concatenate([known.dequantize(one) for one in parts])
+    for array, given in ((form, role), (form, tiled)):
+        assert kernels.values_in(array, given).tobytes() == expected.tobytes()
+
+
 def test_layers_may_have_formats_of_their_own() -> None:
     """A slot takes the widest; each layer finds its own values there."""
     roles = [Role("down", (16, 64), format="q4_0"), Role("down", (48, 32), format="q8_0")]

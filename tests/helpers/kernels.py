@@ -11,6 +11,7 @@ import numpy as np
 from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.formats import find_format, quantize
+from moecache.layout import Role
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
@@ -113,6 +114,10 @@ class Experts:
     is_gated, is_interleaved : bool
     bias_dtype : numpy dtype, optional
         By default there are no biases.
+    names : (str, str), optional
+        Formats of gate and up, and of down, which are held in their compute forms.
+    matrices : int, default 1
+        2 if gate and up are stored as a matrix each.
     """
 
     def __init__(
@@ -127,6 +132,8 @@ class Experts:
         is_interleaved: bool = False,
         bias_dtype: np.dtype | None = None,
         limit: float = 7.0,
+        names: tuple[str, str] | None = None,
+        matrices: int = 1,
         seed: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
@@ -144,9 +151,15 @@ class Experts:
             for name, (height, _) in shapes.items():
                 bias = rng.standard_normal((num_slots, height)).astype(bias_dtype)
                 self.roles[f"{name}_bias"] = bias
+        held, layer = dict(self.roles), []
+        for name, form in zip((wide, "down"), names or (), strict=False):
+            role = Role(name, shapes[name], format=form, matrices=matrices if name == wide else 1)
+            held[name], self.roles[name] = in_forms(self.roles[name], role)
+            layer.append(role)
         self.kernel = kernels.SlotKernel(
-            lambda slot: {name: array[slot] for name, array in self.roles.items()},
+            lambda slot: {name: array[slot] for name, array in held.items()},
             num_slots,
+            roles=layer,
             activation=activation,
             is_interleaved=is_interleaved,
             limit=limit,
@@ -187,6 +200,20 @@ class Experts:
         out = hidden @ down.T + roles.get("down_bias", 0.0)
         bound = hidden_error * 1.01 @ np.abs(down).T + product_error(hidden, down)
         return out, bound + U32 * np.abs(out)
+
+
+def in_forms(stack: np.ndarray, role: Role) -> tuple[np.ndarray, np.ndarray]:
+    """Return a role's matrices in their compute forms, a row for each slot, and their values."""
+    known, shape = find_format(role.format), role.matrix_shape
+    forms = np.zeros((len(stack), role.form_bytes), np.uint8)
+    values = np.zeros((len(stack) * role.matrices, *shape), np.float32)
+    each = zip(stack.reshape(values.shape), forms.reshape(len(values), -1), values, strict=True)
+    for given, form, exact in each:
+        parts = known.quantize(given.astype(np.float32))
+        raw = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts.values()])
+        kernels.tile(raw, role.format, *shape, form)
+        exact[...] = known.dequantize(parts)
+    return forms, values.reshape(stack.shape)
 
 
 def wave_of(slots: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import moecache
 from moecache import experts, formats, kernels
@@ -43,20 +41,6 @@ def _runtime(names: dict[str, str], capacity: int) -> moecache.ExpertRuntime:
     return moecache.ExpertRuntime(store, HostSlots(store.layout, capacity + 2), cache)
 
 
-@given(st.sampled_from(["q8_0", "q4_0"]), st.integers(0, 50), st.integers(0, 5), st.integers(0, 9))
-def test_a_compute_form_loses_no_bit(name: str, rows: int, num_blocks: int, seed: int) -> None:
-    """Whatever the blocks hold; rows that make the last tile whole are zeros."""
-    blocks = oracle.random_blocks(name, rows, num_blocks, seed)
-    columns = num_blocks * 32
-    form = np.full(formats.find_format(name).nbytes(-(-rows // 16) * 16, columns), 7, np.uint8)
-
-    kernels.tile(blocks, name, rows, columns, form)
-
-    np.testing.assert_array_equal(kernels.untile(form, name, rows, columns)["blocks"], blocks)
-    whole = kernels.untile(form, name, -(-rows // 16) * 16, columns)["blocks"]
-    assert not whole[rows:].any()
-
-
 @pytest.mark.parametrize("name", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("is_tiled", [False, True])
 def test_a_slot_has_the_values_of_the_blocks(name: str, is_tiled: bool) -> None:
@@ -79,6 +63,26 @@ def test_a_slot_has_the_values_of_the_blocks(name: str, is_tiled: bool) -> None:
     assert (pool.max_buffers is None) == is_tiled
     np.testing.assert_array_equal(kernels.values_in(found, role), oracle.values_of(name, blocks))
     assert not pool.expert(1, 0)["down"].any()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8[16x32,bf16]", "int4[1x16,f32]"])
+def test_a_slot_has_the_forms_of_two_matrices(name: str) -> None:
+    """One after the other, each of whole tiles; what the file has so is read into the slot."""
+    known, role = formats.find_format(name), Role("gate_up", (42, 40), format=name, matrices=2)
+    tiled = Role("gate_up", (42, 40), format=name, matrices=2, is_tiled=True)
+    rng = np.random.default_rng(4)
+    parts = [known.quantize(rng.standard_normal((21, 40))) for _ in range(2)]
+    raw = np.concatenate([a.reshape(-1).view(np.uint8) for one in parts for a in one.values()])
+    pool = HostSlots(ExpertLayout(2, 1, [[role], [tiled]]), 2)
+    pool.upload(0, 0, {"gate_up": raw})
+    form = pool.expert(0, 0)["gate_up"]
+    pool.upload(1, 1, {"gate_up": form})
+
+    assert form.nbytes == role.form_bytes == 2 * known.form.nbytes(21, 40)  # type: ignore[union-attr]
+    assert pool.expert(1, 1)["gate_up"].tobytes() == form.tobytes()
+    expected = np.concatenate([known.dequantize(one) for one in parts])
+    for array, given in ((form, role), (form, tiled)):
+        assert kernels.values_in(array, given).tobytes() == expected.tobytes()
 
 
 def test_layers_may_have_formats_of_their_own() -> None:
@@ -164,22 +168,8 @@ def test_a_stack_of_another_size_than_its_format_is_refused() -> None:
         MemoryStore({"down": np.zeros((1, 2, 5), np.uint8)}, formats={"down": ("q4_0", (64, 32))})
 
 
-def test_blocks_of_another_size_are_not_tiled() -> None:
-    """Nothing is written beyond an array."""
-    blocks, form = np.zeros(18 * 16, np.uint8), np.zeros(18 * 16, np.uint8)
-    for given_blocks, given_form in ((blocks[:-1], form), (blocks, form[1:]), (blocks, form[::-1])):
-        with pytest.raises(ValueError, match=r"16 x 32 matrix in q4_0|contiguous"):
-            kernels.tile(given_blocks, "q4_0", 16, 32, given_form)
-
-
-def test_only_formats_of_blocks_have_forms_and_only_native_floats_are_multiplied() -> None:
-    """Everything else would be written or read as what it is not."""
-    blocks, out = np.zeros(18 * 16, np.uint8), np.zeros(18 * 16, np.uint8)
-    for name, rows in (("f32", 16), ("zz", 16), ("q4_0", -16)):
-        with pytest.raises(ConfigError, match=r"no compute form|cannot have"):
-            kernels.tile(blocks, name, rows, 32, out)
-        with pytest.raises(ConfigError, match=r"no compute form|cannot have"):
-            kernels.untile(out, name, rows, 32)
+def test_only_native_floats_are_multiplied() -> None:
+    """Others would be read as what they are not."""
     inputs = np.ones((1, 32), ">f4")
     with pytest.raises(ConfigError, match="not >f4"):
         kernels.products(inputs, np.ones((4, 32), np.float32))

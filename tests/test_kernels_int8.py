@@ -13,7 +13,16 @@ from moecache.layout import Role
 from moecache.slots import HostSlots
 from moecache.stores import MemoryStore
 from tests.helpers.formats import random_blocks
-from tests.helpers.kernels import BF16, BLOCKED, DTYPES, F32, computing, draw_inputs, wave_of
+from tests.helpers.kernels import (
+    BF16,
+    BLOCKED,
+    DTYPES,
+    F32,
+    SCALED,
+    computing,
+    draw_inputs,
+    wave_of,
+)
 from tests.helpers.kernels_int8 import int8_products, rounded, values
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -201,14 +210,32 @@ def test_a_row_has_the_same_bits_in_any_company(name: str, dtype: np.dtype) -> N
 
 
 @every_dtype
-def test_floats_have_inputs_as_given(dtype: np.dtype) -> None:
-    """There is nothing to gain; biases are added as ever."""
+def test_other_formats_have_inputs_as_given(dtype: np.dtype) -> None:
+    """Floats, and codes by other scales; biases are added as ever."""
     inputs, bias = draw_inputs(3, 64, dtype, 11), draw_inputs(1, 20, F32, 12)[0]
-    for name in ("f32", "f16", "bf16", "q8_0"):
+    for name in ("f32", "f16", "bf16", *SCALED, *BLOCKED):
         matrix = kernels.matrix_of(quantize(draw_inputs(20, 64, F32, 13), name), name)
         plain = kernels.products(inputs, matrix, bias=bias)
         found = kernels.products(inputs, matrix, bias=bias, activations="int8")
-        assert (found.tobytes() == plain.tobytes()) == (name != "q8_0")
+        assert (found.tobytes() == plain.tobytes()) == (name not in BLOCKED)
+
+
+@every_dtype
+def test_a_format_whose_form_is_that_of_blocks_takes_8_bits(dtype: np.dtype) -> None:
+    """Columns that are no whole blocks are as those with zeros behind them."""
+    inputs, weights = draw_inputs(5, 64, dtype, 18), draw_inputs(20, 64, F32, 19)
+    inputs[:, 40:] = weights[:, 40:] = 0
+    found, expected = (
+        kernels.products(
+            inputs[:, :columns],
+            kernels.matrix_of(quantize(weights[:, :columns], "int4[1x32,f16]"), "int4[1x32,f16]"),
+            activations="int8",
+        )
+        for columns in (40, 64)
+    )
+    assert found.tobytes() == expected.tobytes()
+    exact = inputs.astype(np.float64) @ weights.T.astype(np.float64)
+    assert 0 < np.abs(found - exact).max() < 0.2 * np.abs(exact).max()
 
 
 def test_other_activations_are_refused() -> None:

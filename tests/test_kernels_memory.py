@@ -19,9 +19,16 @@ import ctypes, itertools, mmap, sys
 import ml_dtypes
 import numpy as np
 from moecache import kernels
-from moecache.formats import FORMATS, quantize
+from moecache.errors import ConfigError
+from moecache.formats import find_format, quantize
 from moecache.kernels import _kernels
 
+INT8 = ("q8_0", "q4_0", "int4[1x32,f16]")
+FORMS = (
+    *INT8, "mxfp4", "fp8[128x128,f32]", "fp8[2x16,f16]", "fp8[*x*,bf16]", "int4[1x96,bf16]",
+    "int8[1x64,bf16]", "int3[1x32,f16]",
+)
+NAMES = ("f32", "f16", "bf16", *FORMS)
 PAGE = mmap.PAGESIZE
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -54,28 +61,39 @@ def draw(shape, dtype=np.float32):
     return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
 
 
+def fitting(name, columns):
+    "Return the fewest columns, `columns` at least, of which the format stores a matrix."
+    while True:
+        try:
+            find_format(name).parts(1, columns)
+        except ConfigError:
+            columns += 1
+        else:
+            return columns
+
+
 def matrix(name, rows, columns, at_end):
     parts = quantize(draw((rows, columns)), name)
     if "values" in parts:
         return kernels.matrix_of(guarded(parts["values"], at_end))
-    blocks = guarded(parts["blocks"], at_end)
-    row_bytes = _kernels.least_row_bytes(name, columns)
-    form = guarded(np.zeros(-(-rows // 16) * row_bytes, np.uint8), at_end)
-    _kernels.to_form(
-        blocks.ctypes.data, name, rows, columns, blocks.strides[0], form.ctypes.data
-    )
-    plain = kernels.matrix_of(parts, name)
+    plain = kernels.matrix_of({part: guarded(a, at_end) for part, a in parts.items()}, name)
+    raw = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts.values()])
+    form = guarded(np.zeros(find_format(name).form.nbytes(rows, columns), np.uint8), at_end)
+    kernels.tile(guarded(raw, at_end), name, rows, columns, form)
     assert form.tobytes() == plain.owner.tobytes()
-    return _kernels.Matrix(form.ctypes.data, name, rows, columns, row_bytes, form)
+    for dtype in TYPES:
+        values = guarded(np.zeros((rows, columns), dtype), at_end)
+        kernels.expand(form, name, rows, columns, values)
+    return _kernels.Matrix(form.ctypes.data, name, rows, columns, None, form)
 
 
 def products():
     shapes = [(1, 1), (3, 5), (16, 16), (17, 31), (33, 65)]
-    for name, at_end in itertools.product(FORMATS, (True, False)):
+    for name, at_end in itertools.product(NAMES, (True, False)):
         for rows, columns in shapes:
-            columns = -(-columns // 32) * 32 if name in ("q8_0", "q4_0") else columns
+            columns = fitting(name, columns)
             weights = matrix(name, rows, columns, at_end)
-            ways = ("float", "int8") if name in ("q8_0", "q4_0") else ("float",)
+            ways = ("float", "int8") if name in INT8 else ("float",)
             for dtype, count, way in itertools.product(TYPES, (1, 2, 9), ways):
                 inputs = guarded(draw((count, columns), dtype), at_end)
                 bias = guarded(draw((rows,), dtype), at_end)
@@ -125,13 +143,18 @@ def experts():
             assert not np.isnan(out).any()
 
 
-def blocked_experts():
-    for name, width, at_end in itertools.product(("q8_0", "q4_0"), (32, 96), (True, False)):
-        up, down = (matrix(name, *shape, at_end) for shape in ((2 * width, 64), (64, width)))
-        kernel = _kernels.Experts(up, 0, down, 0, width, width, activations="int8")
+def coded_experts():
+    for name, width, at_end in itertools.product(FORMS, (32, 88), (True, False)):
+        width = fitting(name, width)
+        size = fitting(name, 51)
+        # Gate and up are a matrix each; up's begins with a tile.
+        up_row = -(-width // 16) * 16
+        shapes = (up_row + width, size), (size, width)
+        up, down = (matrix(name, *shape, at_end) for shape in shapes)
+        kernel = _kernels.Experts(up, 0, down, 0, width, up_row, activations="int8")
         for dtype in TYPES:
-            hidden = guarded(draw((7, 64), dtype), at_end)
-            out = guarded(np.full((7, 64), np.nan, dtype), at_end)
+            hidden = guarded(draw((7, size), dtype), at_end)
+            out = guarded(np.full((7, size), np.nan, dtype), at_end)
             kernel.compute(
                 guarded(np.array([0], np.int32), at_end), guarded(np.array([0, 7]), at_end),
                 guarded(np.arange(7), at_end), 1,
@@ -184,7 +207,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize("level", kernels.levels())
 def test_no_byte_beyond_an_array_is_touched(level: str) -> None:
     """Of weights, inputs, biases, waves and outputs, in ragged columns and rows too."""
-    done = run(level, "products", "experts", "blocked_experts", "combine")
+    done = run(level, "products", "experts", "coded_experts", "combine")
 
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 

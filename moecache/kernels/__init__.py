@@ -15,7 +15,7 @@ from moecache.kernels._kernels import (
     use_threads,
 )
 from moecache.kernels.experts import SlotKernel
-from moecache.kernels.forms import has_form, tile, untile, values_in
+from moecache.kernels.forms import expand, has_form, tile, values_in
 from moecache.kernels.matrices import matrix_of, products
 from moecache.kernels.startup import usable_cores
 
@@ -23,6 +23,7 @@ __all__ = [
     "ACTIVATIONS",
     "SlotKernel",
     "combine",
+    "expand",
     "has_form",
     "level",
     "levels",
@@ -30,7 +31,6 @@ __all__ = [
     "num_threads",
     "products",
     "tile",
-    "untile",
     "usable_cores",
     "use_level",
     "use_threads",

@@ -114,128 +114,109 @@ INLINE __m512i mc_pair(const uint8_t *input, int64_t column)
     return _mm512_set1_epi32(pair);
 }
 
-/* What a nibble of a word, its lowest, means, by 5 bits of which the highest does not count. */
-INLINE __m512i mc_nibbles(void)
+/* What codes mean, in bf16: of 8 bits the sizes alone, as low bytes and high bytes; of 4 bits by 5 bits
+ * of which the highest does not count. By `codes - MC_I8`; filled once. */
+static struct {
+    uint8_t low[128], high[128];
+    uint16_t nibbles[32];
+} mc_tables[MC_NUM_CODES - MC_I8];
+
+static void mc_fill_tables(void)
 {
-    uint16_t table[32];
-    for (int i = 0; i < 32; i++)
-        table[i] = mc_float_to_bf16((float)((i & 15) - 8));
-    return _mm512_loadu_si512(table);
+    for (int codes = MC_I8; codes < MC_NUM_CODES; codes++)
+        for (int i = 0; i < 128; i++) {
+            /* Exponents of few bits become those of fp32 by a product with a power of two. */
+            float fp8 = mc_bits_to_float((uint32_t)i << 20) * 0x1p120f;
+            float fp4 = mc_bits_to_float((uint32_t)(i & 7) << 22) * 0x1p126f;
+            uint16_t size = mc_float_to_bf16(codes == MC_I8 ? (float)i : fp8);
+            if (codes == MC_E4M3 && i == 127)
+                size = 0x7fc0;
+            mc_tables[codes - MC_I8].low[i] = (uint8_t)size;
+            mc_tables[codes - MC_I8].high[i] = (uint8_t)(size >> 8);
+            mc_tables[codes - MC_I8].nibbles[i & 31] = mc_float_to_bf16(
+                codes == MC_I4 ? (float)((i & 15) - 8) : i & 8 ? -fp4 : fp4);
+        }
 }
 
-/* bf16 of 0 to 127: low bytes and high bytes. */
 typedef struct {
     __m512i low[2], high[2];
 } mc_bytes;
 
-INLINE mc_bytes mc_load_bytes(void)
+/* bf16 of codes of 8 bits, as low and high bytes. */
+INLINE void mc_widen(__m512i values, mc_bytes bytes, __m512i *low, __m512i *high, int codes)
 {
-    uint8_t low[128], high[128];
-    for (int i = 0; i < 128; i++) {
-        uint16_t value = mc_float_to_bf16((float)i);
-        low[i] = (uint8_t)value;
-        high[i] = (uint8_t)(value >> 8);
-    }
-    mc_bytes bytes;
-    for (int i = 0; i < 2; i++) {
-        bytes.low[i] = _mm512_loadu_si512(low + 64 * i);
-        bytes.high[i] = _mm512_loadu_si512(high + 64 * i);
-    }
-    return bytes;
-}
-
-/* bf16 of signed bytes, as low and high bytes. */
-INLINE void mc_widen(__m512i values, mc_bytes bytes, __m512i *low, __m512i *high)
-{
-    __m512i size = _mm512_abs_epi8(values), least = _mm512_set1_epi8(-128);
+    __m512i sign = _mm512_set1_epi8(-128);
+    __m512i size = codes == MC_I8 ? _mm512_abs_epi8(values) : values;
     *low = _mm512_permutex2var_epi8(bytes.low[0], size, bytes.low[1]);
     *high = _mm512_permutex2var_epi8(bytes.high[0], size, bytes.high[1]);
-    /* The sign; of -128, whose size has 8 bits, the table had that of 0. */
-    *high = _mm512_ternarylogic_epi64(*high, values, least, 0xf8);
-    *high = _mm512_mask_mov_epi8(
-        *high, _mm512_cmpeq_epi8_mask(values, least), _mm512_set1_epi8((char)0xc3));
+    *high = _mm512_ternarylogic_epi64(*high, values, sign, 0xf8);
+    /* Of -128, whose size has 8 bits, the table had that of 0. */
+    if (codes == MC_I8)
+        *high = _mm512_mask_mov_epi8(
+            *high, _mm512_cmpeq_epi8_mask(values, sign), _mm512_set1_epi8((char)0xc3));
 }
 
-/* 16 rows with `num` inputs: as in `_level.h`, but two columns at a time, and each block as two sums
+/* 16 rows with `num` inputs: as in `_codes.h`, but two columns at a time, and each group as two sums
  * that do not wait for each other. */
-INLINE void mc_blocks_dp(
+INLINE void mc_few_dp(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
-    int format)
+    int codes)
 {
     const uint8_t *at = matrix->data + row / MC_TILE * matrix->row_bytes;
-    __m512 sums[8], block[8], other[8];
-    __m512i nibbles = format == MC_Q4_0 ? mc_nibbles() : _mm512_setzero_si512();
-    mc_bytes bytes = {0};
-    if (format == MC_Q8_0)
-        bytes = mc_load_bytes();
+    int64_t columns = mc_input_columns(matrix), scale_bytes = mc_scale_bytes(matrix->scale);
+    int is_half = codes == MC_I4 || codes == MC_E2M1, pair = matrix->group < MC_BLOCK ? 2 : 1;
+    __m512 sums[8], group[8], other[8];
+    __m512i nibbles = _mm512_loadu_si512(mc_tables[codes - MC_I8].nibbles);
+    mc_bytes bytes;
+    for (int i = 0; i < 2; i++) {
+        bytes.low[i] = _mm512_loadu_si512(mc_tables[codes - MC_I8].low + 64 * i);
+        bytes.high[i] = _mm512_loadu_si512(mc_tables[codes - MC_I8].high + 64 * i);
+    }
     for (int t = 0; t < num; t++)
         sums[t] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < matrix->columns; k += MC_BLOCK) {
-        __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
-        at += 2 * MC_TILE;
-        for (int t = 0; t < num; t++)
-            block[t] = other[t] = _mm512_setzero_ps();
-        if (format == MC_Q4_0) {
+    for (int64_t k = 0; k < columns;) {
+        const uint8_t *scales = at;
+        at += pair * MC_TILE * scale_bytes;
+        for (int half = 0; half < pair; half++, scales += MC_TILE * scale_bytes) {
+            int64_t end = k + matrix->group < columns ? k + matrix->group : columns;
+            for (int t = 0; t < num; t++)
+                group[t] = other[t] = _mm512_setzero_ps();
+            for (; k < end; k += 16) {
 #pragma GCC unroll 4
-            for (int chunk = 0; chunk < 4; chunk++, at += 64) {
-                __m512i words = _mm512_loadu_si512(at);
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i += 2) {
-                    __m512i first =
-                        _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * i), nibbles);
-                    __m512i second =
-                        _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * i + 4), nibbles);
-                    int64_t at_column = k + 8 * chunk + 2 * i;
-                    for (int t = 0; t < num; t++) {
-                        block[t] = mc_dp(block[t], first, mc_pair(inputs[t], at_column));
-                        other[t] = mc_dp(other[t], second, mc_pair(inputs[t], at_column + 2));
+                for (int chunk = 0; chunk < (is_half ? 2 : 4); chunk++, at += 64) {
+                    __m512i values = _mm512_loadu_si512(at), first, second;
+                    if (!is_half) {
+                        __m512i low, high;
+                        mc_widen(values, bytes, &low, &high, codes);
+                        first = _mm512_unpacklo_epi8(low, high);
+                        second = _mm512_unpackhi_epi8(low, high);
+                    }
+#pragma GCC unroll 2
+                    for (int i = 0; i < (is_half ? 4 : 2); i += 2) {
+                        int64_t column = k + (is_half ? 8 : 4) * chunk + 2 * i;
+                        if (is_half) {
+                            first = _mm512_permutexvar_epi16(
+                                _mm512_srli_epi16(values, (unsigned)(4 * i)), nibbles);
+                            second = _mm512_permutexvar_epi16(
+                                _mm512_srli_epi16(values, (unsigned)(4 * i + 4)), nibbles);
+                        }
+                        for (int t = 0; t < num; t++) {
+                            group[t] = mc_dp(group[t], first, mc_pair(inputs[t], column));
+                            other[t] = mc_dp(other[t], second, mc_pair(inputs[t], column + 2));
+                        }
                     }
                 }
             }
-        } else {
-#pragma GCC unroll 8
-            for (int chunk = 0; chunk < 8; chunk++, at += 64) {
-                __m512i values = _mm512_loadu_si512(at);
-                __m512i low, high;
-                mc_widen(values, bytes, &low, &high);
-                __m512i first = _mm512_unpacklo_epi8(low, high);
-                __m512i second = _mm512_unpackhi_epi8(low, high);
-                for (int t = 0; t < num; t++) {
-                    block[t] = mc_dp(block[t], first, mc_pair(inputs[t], k + 4 * chunk));
-                    other[t] = mc_dp(other[t], second, mc_pair(inputs[t], k + 4 * chunk + 2));
-                }
-            }
+            __m512 scale = (__m512)mc_avx512_load(scales, matrix->scale);
+            for (int t = 0; t < num; t++)
+                sums[t] = _mm512_fmadd_ps(_mm512_add_ps(group[t], other[t]), scale, sums[t]);
         }
-        for (int t = 0; t < num; t++)
-            sums[t] = _mm512_fmadd_ps(_mm512_add_ps(block[t], other[t]), scale, sums[t]);
     }
     for (int t = 0; t < num; t++)
         _mm512_storeu_ps(out + t * MC_TILE, sums[t]);
 }
 
-INLINE void mc_blocked_dp(
-    const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out,
-    int format)
-{
-    /* As many as registers hold. */
-    enum { MANY = 6 };
-    int64_t t = 0;
-    for (; t + MANY <= num; t += MANY)
-        mc_blocks_dp(matrix, row, inputs + t, MANY, out + t * MC_TILE, format);
-    for (; t + 2 <= num; t += 2)
-        mc_blocks_dp(matrix, row, inputs + t, 2, out + t * MC_TILE, format);
-    if (t < num)
-        mc_blocks_dp(matrix, row, inputs + t, 1, out + t * MC_TILE, format);
-}
-
-static void mc_tile_q8_0_dp(
-    const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out)
-{
-    mc_blocked_dp(matrix, row, inputs, num, out, MC_Q8_0);
-}
-
-static void mc_tile_q4_0_dp(
-    const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out)
-{
-    mc_blocked_dp(matrix, row, inputs, num, out, MC_Q4_0);
-}
+MC_TILE_BY(mc_tile_i8_dp, mc_few_dp, 6, 2, MC_I8)
+MC_TILE_BY(mc_tile_i4_dp, mc_few_dp, 6, 2, MC_I4)
+MC_TILE_BY(mc_tile_e4m3_dp, mc_few_dp, 6, 2, MC_E4M3)
+MC_TILE_BY(mc_tile_e2m1_dp, mc_few_dp, 6, 2, MC_E2M1)

@@ -3,7 +3,9 @@ from typing import Final, Self, final
 import numpy as np
 import numpy.typing as npt
 
-FORMATS: Final[tuple[str, ...]]
+NUMBERS: Final[tuple[str, ...]]
+CODES: Final[tuple[str, ...]]
+ORDERS: Final[tuple[str, ...]]
 INPUTS: Final[tuple[str, ...]]
 ACTIVATION_TYPES: Final[tuple[str, ...]]
 ACTIVATIONS: Final[tuple[str, ...]]
@@ -23,7 +25,7 @@ class Matrix:
         name: str,
         rows: int,
         columns: int,
-        row_bytes: int,
+        row_bytes: int | None = None,
         owner: object = None,
     ) -> Self: ...
     @property
@@ -32,6 +34,9 @@ class Matrix:
     def rows(self) -> int: ...
     @property
     def columns(self) -> int: ...
+    @property
+    def row_bytes(self) -> int: ...
+    def expand(self, out: int, out_type: str, out_row_bytes: int) -> None: ...
     def multiply(
         self,
         inputs: int,
@@ -96,7 +101,22 @@ def combine(
     out_type: str,
     out_row_bytes: int,
 ) -> None: ...
-def least_row_bytes(name: str, columns: int) -> int: ...
 def is_late(waited_ns: int, own_ns: int, own_items: int) -> bool: ...
 def read_all(address: int, nbytes: int) -> int: ...
-def to_form(data: int, name: str, rows: int, columns: int, row_bytes: int, out: int) -> None: ...
+def to_form(
+    codes: int,
+    scales: int,
+    order: str,
+    scale: str,
+    rows: int,
+    columns: int,
+    group: int,
+    row_bytes: int,
+    block_bytes: int,
+    scale_rows: int,
+    scale_row_bytes: int,
+    scale_step: int,
+    num_scales: int,
+    zero: int,
+    out: int,
+) -> None: ...

@@ -5,107 +5,49 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
+from moecache.kernels._products cimport (
+    MC_BLOCK,
+    MC_E8M0,
+    MC_F32,
+    MC_I8,
+    MC_TILE,
+    MC_X_F32,
+    MC_X_INT8,
+    mc_after_fork,
+    mc_combine,
+    mc_compute_experts,
+    mc_convert,
+    mc_expand,
+    mc_expansion,
+    mc_experts,
+    mc_file,
+    mc_input_columns,
+    mc_input_row_bytes,
+    mc_is_coded,
+    mc_is_late,
+    mc_level,
+    mc_levels,
+    mc_matrix,
+    mc_product,
+    mc_products,
+    mc_rows,
+    mc_sum,
+    mc_takes_int8,
+)
+
 from moecache.errors import ConfigError
+from moecache.formats import find_format
 
-
-cdef extern from "_products.h" nogil:
-    enum:
-        MC_TILE
-        MC_X_F32
-        MC_X_BF16
-        MC_X_INT8
-
-    ctypedef struct mc_matrix:
-        const uint8_t *data
-        int64_t rows
-        int64_t columns
-        int64_t row_bytes
-        int format
-
-    ctypedef void (*mc_tile)(
-        const mc_matrix *, int64_t, const uint8_t *const *, int64_t, float *
-    ) noexcept nogil
-
-    ctypedef struct mc_activation:
-        int kind
-        float alpha
-        float limit
-
-    ctypedef struct mc_level:
-        const char *name
-        mc_tile tiles[3][5]
-        void (*form)(
-            const uint8_t *, int64_t, int64_t, int64_t, int64_t, int, uint8_t *
-        ) noexcept nogil
-        uint32_t (*read)(const uint8_t *, int64_t) noexcept nogil
-
-    ctypedef struct mc_rows:
-        uint8_t *data
-        int64_t row_bytes
-        int type
-
-    ctypedef struct mc_product:
-        const mc_level *level
-        mc_matrix matrix
-        mc_rows bias
-        mc_rows out
-        const uint8_t *const *inputs
-        int input_type
-        int64_t num_inputs
-
-    ctypedef struct mc_slots:
-        mc_matrix first
-        int64_t slot_bytes
-        mc_rows bias
-
-    ctypedef struct mc_experts:
-        const mc_level *level
-        mc_slots up
-        mc_slots down
-        mc_activation activation
-        int is_gated
-        int is_interleaved
-        int64_t width
-        int64_t up_row
-        const int32_t *slots
-        const int64_t *offsets
-        const int64_t *pairs
-        int64_t num_experts
-        const uint8_t *const *inputs
-        int input_type
-        mc_rows hidden
-        int hidden_type
-        const uint8_t **hidden_inputs
-        mc_rows out
-
-    ctypedef struct mc_sum:
-        const float *rows
-        mc_rows weights
-        mc_rows out
-        int64_t num_tokens
-        int64_t top_k
-        int64_t columns
-
-    int mc_levels(const mc_level **levels)
-    int mc_is_blocked(int format)
-    int64_t mc_block_bytes(int format)
-    int64_t mc_input_row_bytes(int type, int64_t columns)
-    void mc_convert(
-        const mc_level *level, const uint8_t *inputs, int given, int wanted, int64_t columns,
-        int format, uint8_t *out
-    )
-    void mc_products(mc_product *product, int num_threads)
-    void mc_compute_experts(mc_experts *experts, int num_threads)
-    void mc_combine(mc_sum *sum, int num_threads)
-    void mc_after_fork() noexcept
-    int mc_is_late(int64_t waited_ns, int64_t own_ns, int64_t own_items)
 
 cdef extern from "<pthread.h>" nogil:
     int pthread_atfork(void (*prepare)() noexcept nogil, void (*parent)() noexcept nogil,
                        void (*child)() noexcept nogil)
 
 
-FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
+# Of weights and of scales, each in the order of its numbers in C.
+NUMBERS = ("f32", "f16", "bf16")
+CODES = ("i8", "i4", "e4m3", "e2m1")
+ORDERS = ("bytes", "offset bytes", "nibbles", "halves")
 INPUTS = ("f32", "bf16")
 ACTIVATION_TYPES = ("float", "int8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu", "relu2")
@@ -173,35 +115,45 @@ cdef class Matrix:
     address : int
         Of its first byte.
     name : str
-        Format, one of `FORMATS`; those of blocks lie in their compute form, see `to_form`.
+        Format: one of numbers, or one that has a compute form, in which the matrix lies.
     rows, columns : int
-    row_bytes : int
-        From a row to the next; of a compute form, from a group of 16 rows to the next.
+    row_bytes : int, optional
+        From a row to the next; of a compute form, from a group of 16 rows to the next. By default
+        there are no gaps.
     owner : object
         Kept alive.
 
     Attributes
     ----------
-    rows, columns : int
+    rows, columns, row_bytes : int
     """
 
     cdef mc_matrix matrix
     cdef readonly object owner
 
     def __cinit__(
-        self, uintptr_t address, str name, int64_t rows, int64_t columns, int64_t row_bytes,
+        self, uintptr_t address, str name, int64_t rows, int64_t columns, row_bytes=None,
         owner=None
     ):
-        if name not in FORMATS:
-            raise ConfigError(f"format {name!r} has no kernel; {', '.join(FORMATS)} have")
+        cdef int64_t least
         if rows < 0 or columns < 0 or address == 0:
             raise ConfigError(f"a matrix of {rows} x {columns} at {address:#x} cannot be computed")
         self.matrix.data = <const uint8_t *>address
-        self.matrix.format = FORMATS.index(name)
         self.matrix.rows = rows
         self.matrix.columns = columns
-        self.matrix.row_bytes = row_bytes
-        if row_bytes < least_row_bytes(name, columns):
+        if name in NUMBERS:
+            self.matrix.codes = NUMBERS.index(name)
+            least = columns * (4 if self.matrix.codes == MC_F32 else 2)
+        else:
+            form = find_format(name).form
+            if form is None:
+                raise ConfigError(f"format {name!r} has no compute form, which kernels need")
+            self.matrix.codes = MC_I8 + <int>CODES.index(form.codes)
+            self.matrix.scale = NUMBERS.index(form.scale)
+            self.matrix.group = form.group or max(MC_BLOCK, mc_input_columns(&self.matrix))
+            least = form.tile_bytes(columns)
+        self.matrix.row_bytes = least if row_bytes is None else row_bytes
+        if self.matrix.row_bytes < least:
             raise ConfigError(
                 f"{columns} columns of {name} take more than {row_bytes} bytes a row"
             )
@@ -216,6 +168,39 @@ cdef class Matrix:
     def columns(self):
         """Columns, inputs."""
         return self.matrix.columns
+
+    @property
+    def row_bytes(self):
+        """Bytes from a row to the next; of a compute form, from 16 rows to the next."""
+        return self.matrix.row_bytes
+
+    def expand(self, uintptr_t out, str out_type, int64_t out_row_bytes):
+        """Write the values of a matrix in its compute form, in the order of rows.
+
+        Parameters
+        ----------
+        out : int
+            Address of rows of `columns`.
+        out_type : {"f32", "bf16"}
+        out_row_bytes : int
+            From a row to the next.
+
+        Raises
+        ------
+        ConfigError
+            If the matrix is one of numbers.
+        """
+        cdef mc_expansion expansion
+        if not mc_is_coded(&self.matrix):
+            raise ConfigError("a matrix of numbers has no compute form to expand")
+        expansion.level = _level
+        expansion.matrix = self.matrix
+        expansion.out.data = <uint8_t *>out
+        expansion.out.row_bytes = out_row_bytes
+        expansion.out.type = INPUTS.index(out_type)
+        cdef int threads = _num_threads
+        with nogil:
+            mc_expand(&expansion, threads)
 
     def multiply(
         self, uintptr_t inputs, str input_type, int64_t num, int64_t input_row_bytes,
@@ -254,7 +239,7 @@ cdef class Matrix:
         product.bias.type = INPUTS.index(bias_type)
         product.num_inputs = num
         product.input_type = _type_for(
-            INPUTS.index(input_type), self.matrix.format, _is_int8(activations)
+            INPUTS.index(input_type), &self.matrix, _is_int8(activations)
         )
         given = _Inputs(num)
         given.fill(
@@ -315,7 +300,7 @@ cdef class Experts:
             )
         if is_gated and not is_interleaved and not width <= up_row <= up.rows - width:
             raise ConfigError(f"up begins at row {up_row} of {up.rows}, gate has {width}")
-        if mc_is_blocked(up.matrix.format) and up_row % MC_TILE:
+        if mc_is_coded(&up.matrix) and up_row % MC_TILE:
             raise ConfigError(
                 f"up begins at row {up_row}; in a compute form that is a multiple of {MC_TILE}"
             )
@@ -370,7 +355,7 @@ cdef class Experts:
         cdef mc_experts e = self.experts
         cdef _Inputs given, hidden
         cdef uint8_t *scratch
-        cdef int64_t i, num = pairs.shape[0], width = e.width
+        cdef int64_t i, filled, written, num = pairs.shape[0]
         cdef int given_type = INPUTS.index(input_type)
         cdef int threads = _num_threads
         if offsets.shape[0] != slots.shape[0] + 1 or top_k < 1:
@@ -396,8 +381,8 @@ cdef class Experts:
         e.out.data = <uint8_t *>out
         e.out.row_bytes = out_row_bytes
         e.out.type = INPUTS.index(out_type)
-        e.input_type = _type_for(given_type, e.up.first.format, self.is_int8)
-        e.hidden_type = _type_for(given_type, e.down.first.format, self.is_int8)
+        e.input_type = _type_for(given_type, &e.up.first, self.is_int8)
+        e.hidden_type = _type_for(given_type, &e.down.first, self.is_int8)
         e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_INT8 else e.hidden_type
         given = _Inputs(num)
         given.fill(
@@ -406,7 +391,9 @@ cdef class Experts:
         )
         e.inputs = given.rows
         hidden = _Inputs(num)
-        e.hidden.row_bytes = (mc_input_row_bytes(e.hidden.type, width) + 63) & ~63
+        filled = mc_input_row_bytes(e.hidden.type, mc_input_columns(&e.down.first))
+        written = mc_input_row_bytes(e.hidden.type, e.width)
+        e.hidden.row_bytes = (filled + 63) & ~63
         hidden.scratch = <uint8_t *>malloc(max(1, num * e.hidden.row_bytes))
         if hidden.scratch == NULL:
             raise MemoryError(f"no memory for the activations of {num} pairs")
@@ -414,6 +401,10 @@ cdef class Experts:
         e.hidden.data = scratch
         for i in range(num):
             hidden.rows[i] = scratch + i * e.hidden.row_bytes
+            # Behind the activations: codes are multiplied by whole blocks.
+            memset(
+                scratch + i * e.hidden.row_bytes + written, 0, <size_t>(filled - written)
+            )
         e.hidden_inputs = hidden.rows
         with nogil:
             mc_compute_experts(&e, threads)
@@ -475,16 +466,17 @@ cdef class _Inputs:
     ) except -1:
         """Point to the inputs, or to their values as wanted, of each pair's token."""
         cdef int64_t i, token, num_rows = self.num if pairs == NULL else num_tokens
-        cdef int64_t nbytes = mc_input_row_bytes(wanted, matrix.columns)
-        if given != wanted:
+        cdef int64_t columns = mc_input_columns(matrix)
+        cdef int64_t nbytes = mc_input_row_bytes(wanted, columns)
+        if given != wanted or columns != matrix.columns:
             self.scratch = <uint8_t *>malloc(max(1, num_rows * nbytes))
             if self.scratch == NULL:
                 raise MemoryError(f"no memory for {num_rows} inputs of {matrix.columns} numbers")
             with nogil:
                 for i in range(num_rows):
                     mc_convert(
-                        _level, inputs + i * row_bytes, given, wanted, matrix.columns,
-                        matrix.format, self.scratch + i * nbytes
+                        _level, inputs + i * row_bytes, given, wanted, matrix,
+                        self.scratch + i * nbytes
                     )
             inputs, row_bytes = self.scratch, nbytes
         for i in range(self.num):
@@ -501,11 +493,11 @@ cdef int _is_int8(str activations) except -1:
     return activations == "int8"
 
 
-cdef int _type_for(int given, int format, bint is_int8) noexcept:
+cdef int _type_for(int given, const mc_matrix *matrix, bint is_int8) noexcept:
     """Return as what inputs are multiplied: as asked or given, or as fp32 if no kernel does so."""
-    if is_int8 and _level.tiles[<int>MC_X_INT8][format] != NULL:
+    if is_int8 and mc_takes_int8(matrix):
         return MC_X_INT8
-    return given if _level.tiles[given][format] != NULL else MC_X_F32
+    return given if _level.tiles[given][matrix.codes] != NULL else MC_X_F32
 
 
 cdef int _set_bias(mc_rows *rows, bias) except -1:
@@ -515,14 +507,6 @@ cdef int _set_bias(mc_rows *rows, bias) except -1:
         rows.row_bytes = stride
         rows.type = INPUTS.index(kind)
     return 0
-
-
-def least_row_bytes(str name, int64_t columns):
-    """Return the bytes of a row; of a compute form, of a group of 16 rows."""
-    cdef int number = FORMATS.index(name)
-    if not mc_is_blocked(number):
-        return columns * mc_block_bytes(number)
-    return columns // 32 * mc_block_bytes(number) * MC_TILE
 
 
 def is_late(int64_t waited_ns, int64_t own_ns, int64_t own_items):
@@ -549,28 +533,49 @@ def read_all(uintptr_t address, int64_t nbytes):
 
 
 def to_form(
-    uintptr_t data, str name, int64_t rows, int64_t columns, int64_t row_bytes, uintptr_t out
+    uintptr_t codes, uintptr_t scales, str order, str scale, int64_t rows, int64_t columns,
+    int64_t group, int64_t row_bytes, int64_t block_bytes, int64_t scale_rows,
+    int64_t scale_row_bytes, int64_t scale_step, int64_t num_scales, int zero, uintptr_t out
 ):
-    """Write the compute form of a matrix of blocks: groups of 16 rows, interleaved.
+    """Write the compute form of a matrix of codes: groups of 16 rows, interleaved.
 
     Parameters
     ----------
-    data : int
-        Address of the blocks in the file's order.
-    name : {"q8_0", "q4_0"}
-        The format.
+    codes, scales : int
+        Addresses, in the file's order.
+    order : str
+        One of `ORDERS`: bytes, bytes with 128 added, nibbles with the even column in the low one,
+        or ggml's, the first 16 columns of 32 in low nibbles.
+    scale : {"f32", "f16", "bf16", "e8m0"}
+        Those of "e8m0" become bfloat16.
     rows, columns : int
-        Groups are made whole with rows of zeros.
-    row_bytes : int
-        From a row of `data` to the next.
+        They are filled up with codes of zero.
+    group : int
+        Columns that share a scale: 16, or a multiple of 32.
+    row_bytes, block_bytes : int
+        Of codes, from a row to the next, and from 32 columns to the next.
+    scale_rows : int
+        Rows that share their scales.
+    scale_row_bytes, scale_step : int
+        From the scales of such rows to the next, and from a scale to the next.
+    num_scales : int
+        In a row; those beyond are zero.
+    zero : int
+        A byte of codes that mean zero, in the file's order.
     out : int
-        Address of ceil(rows / 16) * `least_row_bytes` bytes.
+        Address of as many bytes as `Form.nbytes` says.
     """
-    cdef int number = FORMATS.index(name)
-    cdef int64_t row = 0, step = least_row_bytes(name, columns)
+    cdef mc_file file
+    cdef int64_t row = 0
     cdef uint8_t *target = <uint8_t *>out
+    file.codes, file.scales = <const uint8_t *>codes, <const uint8_t *>scales
+    file.rows, file.columns, file.group = rows, columns, group
+    file.row_bytes, file.block_bytes, file.scale_rows = row_bytes, block_bytes, scale_rows
+    file.scale_row_bytes, file.scale_step = scale_row_bytes, scale_step
+    file.num_scales, file.zero = num_scales, zero
+    file.order = ORDERS.index(order)
+    file.scale = MC_E8M0 if scale == "e8m0" else NUMBERS.index(scale)
     with nogil:
         while row < rows:
-            _level.form(<const uint8_t *>data, row_bytes, rows, columns, row, number, target)
-            target += step
+            target = _level.form(&file, row, target)
             row += MC_TILE

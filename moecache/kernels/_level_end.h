@@ -4,6 +4,9 @@
 #undef TOKENS
 #undef FMA
 #undef F16C
+#undef WIDEN
+#undef NARROW
+#undef PICK
 #undef INLINE
 #undef LEVEL_OF
 #undef vf

@@ -9,6 +9,8 @@
 #define LANES 4
 #define TOKENS 2
 #include "_level.h"
+#include "_codes.h"
+#include "_forms.h"
 #include "_int8.h"
 static const mc_level mc_generic = LEVEL_OF("generic", LEVEL, NULL);
 #include "_level_end.h"
@@ -28,8 +30,15 @@ static const mc_level mc_generic = LEVEL_OF("generic", LEVEL, NULL);
 #define TOKENS 2
 #define FMA(a, b, c) (vf) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #define F16C(raw) (vf) _mm256_cvtph_ps((__m128i)(raw))
+#define WIDEN(raw) (vu) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(raw)))
+#define NARROW(words) \
+    (vh) _mm_packus_epi32(_mm256_castsi256_si128((__m256i)(words)), \
+                          _mm256_extracti128_si256((__m256i)(words), 1))
+#define PICK(table, at) (vf) _mm256_permutevar8x32_ps((__m256)(table), (__m256i)(at))
 #define DOT_AVX2
 #include "_level.h"
+#include "_codes.h"
+#include "_forms.h"
 #include "_int8.h"
 static const mc_level mc_avx2 = LEVEL_OF("avx2", LEVEL, NULL);
 #undef DOT_AVX2
@@ -53,11 +62,17 @@ static const mc_level mc_avx2 = LEVEL_OF("avx2", LEVEL, NULL);
 #define TOKENS 4
 #define FMA(a, b, c) (vf) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #define F16C(raw) (vf) _mm512_cvtph_ps((__m256i)(raw))
+#define WIDEN(raw) (vu) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(raw)))
+#define NARROW(words) (vh) _mm512_cvtepi32_epi16((__m512i)(words))
+#define PICK(table, at) (vf) _mm512_permutexvar_ps((__m512i)(at), (__m512)(table))
 #include "_level.h"
+#include "_codes.h"
+#include "_forms.h"
 #include "_avx512.h"
 #define AVX2(name) mc_avx2_##name
 static const mc_level mc_avx512 =
-    LEVEL_OF("avx512", AVX2, NULL, NULL, mc_tile_bf16_dp, mc_tile_q8_0_dp, mc_tile_q4_0_dp);
+    LEVEL_OF("avx512", AVX2, NULL, NULL, mc_tile_bf16_dp, mc_tile_i8_dp, mc_tile_i4_dp,
+             mc_tile_e4m3_dp, mc_tile_e2m1_dp);
 #undef AVX2
 #include "_level_end.h"
 #ifdef __clang__
@@ -102,16 +117,18 @@ static int mc_levels(const mc_level **levels)
         levels[num++] = &mc_avx2;
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi"))
+            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
+            mc_fill_tables();
             levels[num++] = &mc_avx512;
+        }
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("avx512vnni")) {
             /* The best level has them; the others keep their own, with the same bits. */
             static mc_level best;
             best = *levels[num - 1];
-            best.tiles[MC_X_INT8][MC_Q8_0] = mc_vnni_tile_q8_0_int8;
-            best.tiles[MC_X_INT8][MC_Q4_0] = mc_vnni_tile_q4_0_int8;
+            best.tiles[MC_X_INT8][MC_I8] = mc_vnni_tile_i8_int8;
+            best.tiles[MC_X_INT8][MC_I4] = mc_vnni_tile_i4_int8;
             levels[num - 1] = &best;
         }
     }

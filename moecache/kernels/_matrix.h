@@ -10,10 +10,12 @@
 
 /* Rows that a tile has, and rows that lie interleaved in the compute form. */
 #define MC_TILE 16
-/* Columns that share a scale. */
+/* Columns whose codes lie together. */
 #define MC_BLOCK 32
 
-enum { MC_F32, MC_F16, MC_BF16, MC_Q8_0, MC_Q4_0, MC_NUM_FORMATS };
+/* What weights are stored as: numbers, or codes that have a scale. Those of 4 bits are integers with 8
+ * added, or OCP's FP4; those of 8 bits signed integers, or OCP's FP8. MC_E8M0 are scales of a file. */
+enum { MC_F32, MC_F16, MC_BF16, MC_I8, MC_I4, MC_E4M3, MC_E2M1, MC_NUM_CODES, MC_E8M0 };
 enum { MC_X_F32, MC_X_BF16, MC_X_INT8, MC_NUM_INPUTS };
 
 /* 32 columns of an input of MC_X_INT8: column i is scale * values[i]. As ggml's Q8_0, but for the
@@ -27,14 +29,32 @@ typedef struct {
     int8_t values[MC_BLOCK];
 } mc_block8;
 
-/* A weight matrix [rows, columns]. Formats of blocks lie in their compute form: groups of 16 rows,
- * in each for every 32 columns 16 scales (fp16), then the values of 16 rows (see `kernels/forms.py`). */
+/* A weight matrix [rows, columns]. Codes lie in their compute form (`formats/form.py`): groups of 16
+ * rows; in each, for every `group` columns, 16 scales and then the codes of 16 rows. */
 typedef struct {
     const uint8_t *data;
     int64_t rows, columns;
-    int64_t row_bytes; /* from a row to the next; of formats of blocks, from a group to the next */
-    int format;
+    int64_t row_bytes; /* from a row to the next; of codes, from 16 rows to the next */
+    int64_t group;     /* of codes: columns that share a scale, 16 or a multiple of 32 */
+    int codes;
+    int scale; /* MC_F32, MC_F16 or MC_BF16 */
 } mc_matrix;
+
+/* How a file orders the codes of 32 columns: bytes, or bytes with 128 added; two columns in a byte, the
+ * even one in its low nibble; or the first 16 columns in low nibbles, the others in high ones (ggml). */
+enum { MC_BYTES, MC_OFFSET_BYTES, MC_NIBBLES, MC_HALVES };
+
+/* A matrix of codes in the order of a file: rows one after the other, scales apart or between. */
+typedef struct {
+    const uint8_t *codes, *scales;
+    int64_t rows, columns, group;
+    int64_t row_bytes, block_bytes; /* from a row to the next; from 32 columns to the next */
+    int64_t scale_rows;             /* rows that share their scales */
+    int64_t scale_row_bytes, scale_step; /* from such rows to the next; from a scale to the next */
+    int64_t num_scales;                  /* in a row */
+    int order, scale;                    /* MC_F32, MC_F16, MC_BF16 or MC_E8M0 */
+    int zero;                            /* byte of codes that mean zero */
+} mc_file;
 
 enum { MC_SILU, MC_GELU, MC_GELU_TANH, MC_SWIGLU, MC_RELU, MC_RELU2, MC_NUM_ACTIVATIONS };
 
@@ -44,36 +64,70 @@ typedef struct {
 } mc_activation;
 
 /* Writes the products of rows [row, row + 16) with `num` inputs: out[i * 16 + r], fp32.
- * Rows beyond the matrix have any value. An input is `columns` numbers, or
- * as many as `mc_block8`. */
+ * Rows beyond the matrix have any value. An input is `columns` numbers,
+ * with zeros up to a whole block if weights are codes, or as many as `mc_block8`. */
 typedef void (*mc_tile)(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out);
 
+/* Defines a tile that multiplies weights of one kind with `many` inputs at a time, then with `fewer`,
+ * then with one: as many as registers hold. */
+#define MC_TILE_BY(name, few, many, fewer, codes)                                             \
+    static void name(                                                                         \
+        const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num,      \
+        float *out)                                                                           \
+    {                                                                                         \
+        int64_t t = 0;                                                                        \
+        for (; t + (many) <= num; t += (many))                                                \
+            few(matrix, row, inputs + t, many, out + t * MC_TILE, codes);                     \
+        for (; t + (fewer) <= num; t += (fewer))                                              \
+            few(matrix, row, inputs + t, fewer, out + t * MC_TILE, codes);                    \
+        if ((fewer) > 1 && t < num)                                                           \
+            few(matrix, row, inputs + t, 1, out + t * MC_TILE, codes);                        \
+    }
+
 typedef struct {
     const char *name;
-    mc_tile tiles[MC_NUM_INPUTS][MC_NUM_FORMATS]; /* NULL: inputs are converted to fp32 first */
+    mc_tile tiles[MC_NUM_INPUTS][MC_NUM_CODES]; /* NULL: inputs are converted to fp32 first */
     void (*activate)(float *gate, const float *up, int64_t num, const mc_activation *how);
-    void (*quantize)(const uint8_t *from, int type, int64_t columns, int format, uint8_t *to);
-    void (*form)(const uint8_t *data, int64_t row_bytes, int64_t rows, int64_t columns, int64_t row,
-                 int format, uint8_t *out);
+    void (*quantize)(const uint8_t *from, int type, int64_t columns, int codes, uint8_t *to);
+    uint8_t *(*form)(const mc_file *file, int64_t row, uint8_t *out);
+    void (*expand)(
+        const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes);
     uint32_t (*read)(const uint8_t *at, int64_t num);
 } mc_level;
 
-/* Bytes of a number, or of a block of 32 in the file. */
-static inline int64_t mc_block_bytes(int format)
+static inline int mc_is_coded(const mc_matrix *matrix) { return matrix->codes >= MC_I8; }
+
+/* Bytes of so many codes. */
+static inline int64_t mc_code_bytes(int codes, int64_t num)
 {
-    static const int64_t bytes[MC_NUM_FORMATS] = {4, 2, 2, 34, 18};
-    return bytes[format];
+    return codes == MC_I4 || codes == MC_E2M1 ? num / 2 : num;
 }
 
-static inline int mc_is_blocked(int format) { return format >= MC_Q8_0; }
+static inline int64_t mc_scale_bytes(int scale) { return scale == MC_F32 ? 4 : 2; }
+
+/* Columns of an input: of codes, whole blocks. */
+static inline int64_t mc_input_columns(const mc_matrix *matrix)
+{
+    int64_t filled = (matrix->columns + MC_BLOCK - 1) & ~(int64_t)(MC_BLOCK - 1);
+    return mc_is_coded(matrix) ? filled : matrix->columns;
+}
+
+/* Whether there are inputs of 8 bits: for ggml's blocks of integers. */
+static inline int mc_takes_int8(const mc_matrix *matrix)
+{
+    return (matrix->codes == MC_I8 || matrix->codes == MC_I4) && matrix->scale == MC_F16
+        && matrix->group == MC_BLOCK;
+}
+
+static inline int64_t mc_input_bytes(int type) { return type == MC_X_F32 ? 4 : 2; }
 
 /* Bytes of an input. */
 static inline int64_t mc_input_row_bytes(int type, int64_t columns)
 {
     if (type == MC_X_INT8)
         return columns / MC_BLOCK * (int64_t)sizeof(mc_block8);
-    return columns * (type == MC_X_F32 ? 4 : 2);
+    return columns * mc_input_bytes(type);
 }
 
 static inline float mc_bits_to_float(uint32_t bits)

@@ -19,8 +19,6 @@ typedef struct {
     int type;
 } mc_rows;
 
-static inline int64_t mc_input_bytes(int type) { return type == MC_X_F32 ? 4 : 2; }
-
 static void mc_to_f32(const uint8_t *from, int type, int64_t num, float *to)
 {
     if (type == MC_X_F32) {
@@ -57,20 +55,33 @@ static void mc_add_bias(float *values, const mc_rows *bias, int64_t index, int64
         values[i] += terms[i];
 }
 
-/* An input of another type, of whatever is multiplied by a matrix of this format. */
+/* An input as another type, or with zeros behind it; of whatever is multiplied by this matrix. */
 static void mc_convert(const mc_level *level, const uint8_t *from, int given, int wanted,
-                       int64_t columns, int format, uint8_t *to)
+                       const mc_matrix *matrix, uint8_t *to)
 {
-    if (wanted == MC_X_INT8)
-        level->quantize(from, given, columns, format, to);
+    int64_t columns = matrix->columns, rest = mc_input_columns(matrix) - columns;
+    int64_t bytes = mc_input_bytes(given);
+    if (wanted == MC_X_INT8) {
+        uint8_t last[MC_BLOCK * 4] = {0};
+        int64_t whole = columns / MC_BLOCK * MC_BLOCK;
+        level->quantize(from, given, whole, matrix->codes, to);
+        memcpy(last, from + whole * bytes, (size_t)((columns - whole) * bytes));
+        if (rest)
+            level->quantize(last, given, MC_BLOCK, matrix->codes,
+                            to + mc_input_row_bytes(MC_X_INT8, whole));
+        return;
+    }
+    if (given == wanted)
+        memcpy(to, from, (size_t)(columns * bytes));
     else
         mc_to_f32(from, given, columns, (float *)to);
+    memset(to + mc_input_row_bytes(wanted, columns), 0, (size_t)mc_input_row_bytes(wanted, rest));
 }
 
 /* Tiles of 16 rows that are one item. */
 static int64_t mc_tiles_per_item(const mc_matrix *matrix)
 {
-    int64_t bytes = matrix->row_bytes * (mc_is_blocked(matrix->format) ? 1 : MC_TILE);
+    int64_t bytes = matrix->row_bytes * (mc_is_coded(matrix) ? 1 : MC_TILE);
     int64_t tiles = bytes < MC_ITEM_BYTES ? MC_ITEM_BYTES / (bytes + 1) : 1;
     return tiles < 1 ? 1 : tiles;
 }
@@ -90,7 +101,7 @@ typedef struct {
 static void mc_product_item(void *job, int64_t item)
 {
     const mc_product *p = job;
-    mc_tile tile = p->level->tiles[p->input_type][p->matrix.format];
+    mc_tile tile = p->level->tiles[p->input_type][p->matrix.codes];
     int64_t first = item * p->tiles_per_item * MC_TILE;
     int64_t last = first + p->tiles_per_item * MC_TILE;
     if (last > p->matrix.rows)
@@ -116,6 +127,30 @@ static void mc_products(mc_product *product, int num_threads)
     product->tiles_per_item = mc_tiles_per_item(&product->matrix);
     mc_share(num_threads, mc_product_item, product,
              mc_ceil(product->matrix.rows, product->tiles_per_item * MC_TILE));
+}
+
+/* The values of a matrix of codes, as rows of fp32 or bf16. */
+typedef struct {
+    const mc_level *level;
+    mc_matrix matrix;
+    mc_rows out;
+    int64_t tiles_per_item;
+} mc_expansion;
+
+static void mc_expand_item(void *job, int64_t item)
+{
+    const mc_expansion *e = job;
+    int64_t row = item * e->tiles_per_item * MC_TILE, end = row + e->tiles_per_item * MC_TILE;
+    for (; row < end && row < e->matrix.rows; row += MC_TILE)
+        e->level->expand(&e->matrix, row, e->out.type, e->out.data + row * e->out.row_bytes,
+                         e->out.row_bytes);
+}
+
+static void mc_expand(mc_expansion *expansion, int num_threads)
+{
+    expansion->tiles_per_item = mc_tiles_per_item(&expansion->matrix);
+    mc_share(num_threads, mc_expand_item, expansion,
+             mc_ceil(expansion->matrix.rows, expansion->tiles_per_item * MC_TILE));
 }
 
 /* Matrices of a role in slots: the same shape, one after the other. */
@@ -157,7 +192,7 @@ static void mc_gate_and_up(
     const mc_experts *e, const mc_matrix *matrix, int64_t slot, int64_t row, int64_t num,
     const uint8_t *const *inputs, int64_t count, float *gate, float *up)
 {
-    mc_tile tile = e->level->tiles[e->input_type][matrix->format];
+    mc_tile tile = e->level->tiles[e->input_type][matrix->codes];
     if (!e->is_interleaved) {
         tile(matrix, row, inputs, count, gate);
         if (e->is_gated) {
@@ -219,7 +254,8 @@ static void mc_hidden_item(void *job, int64_t item)
 {
     const mc_experts *e = job;
     uint8_t *row = e->hidden.data + item * e->hidden.row_bytes;
-    e->level->quantize(row, e->hidden.type, e->width, e->down.first.format, row);
+    e->level->quantize(row, e->hidden.type, mc_input_columns(&e->down.first), e->down.first.codes,
+                       row);
 }
 
 static void mc_down_item(void *job, int64_t item)
@@ -227,7 +263,7 @@ static void mc_down_item(void *job, int64_t item)
     const mc_experts *e = job;
     int64_t expert = item / e->items_per_expert, slot = e->slots[expert];
     mc_matrix matrix = mc_in_slot(&e->down, slot);
-    mc_tile tile = e->level->tiles[e->hidden_type][matrix.format];
+    mc_tile tile = e->level->tiles[e->hidden_type][matrix.codes];
     int64_t first = item % e->items_per_expert * e->tiles_per_item * MC_TILE;
     int64_t last = first + e->tiles_per_item * MC_TILE;
     if (last > matrix.rows)

@@ -37,6 +37,29 @@ INLINE vf LEVEL(halves)(vh raw)
 #endif
 }
 
+/* LANES bytes, each in 32 bits. */
+INLINE vu LEVEL(widen)(const uint8_t *raw)
+{
+#ifdef WIDEN
+    return WIDEN(raw);
+#else
+    vu words;
+    for (int i = 0; i < LANES; i++)
+        words[i] = raw[i];
+    return words;
+#endif
+}
+
+/* The low halves of words below 2^16. */
+INLINE vh LEVEL(narrow)(vu words)
+{
+#ifdef NARROW
+    return NARROW(words);
+#else
+    return __builtin_convertvector(words, vh);
+#endif
+}
+
 /* LANES columns of a row as fp32. */
 INLINE vf LEVEL(load)(const uint8_t *at, int format)
 {

@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.formats import format_of
-from moecache.kernels._kernels import Experts, Matrix, least_row_bytes
-from moecache.kernels.forms import has_form
+from moecache.formats import find_format, format_of, tiled_rows
+from moecache.kernels._kernels import Experts, Matrix
 from moecache.kernels.matrices import type_of
 from moecache.layout import Role
 
@@ -65,14 +64,20 @@ class SlotKernel:
         is_gated = "gate_up" in first
         wide = "gate_up" if is_gated else "up"
         known = {role.name: role for role in roles}
-        up, down = (_matrix(name, first[name], known.get(name)) for name in (wide, "down"))
-        self.hidden_size, width = down.rows, down.columns
-        if (up.rows, up.columns) != (width * (1 + is_gated), self.hidden_size):
+        (up, up_shape), (down, down_shape) = (
+            _matrix(name, first[name], known.get(name)) for name in (wide, "down")
+        )
+        self.hidden_size, width = down_shape
+        if up_shape != (width * (1 + is_gated), self.hidden_size) or down.rows != self.hidden_size:
             raise ConfigError(
-                f"{wide} {[up.rows, up.columns]} and down {[down.rows, down.columns]} are not "
+                f"{wide} {list(up_shape)} and down {list(down_shape)} are not "
                 "[rows, columns] of one feed-forward; experts that are stored transposed have no "
                 "kernel"
             )
+        # Matrices of two tensors begin with a tile each; rows that alternate are of one.
+        up_row = up.rows - width if is_gated and not is_interleaved else 0
+        if is_interleaved and up.rows != up_shape[0]:
+            raise ConfigError(f"rows of {wide} alternate in one matrix, not in two")
         self.num_slots = num_slots
 
         def bias(role: str, rows: int) -> tuple[int, int, str] | None:
@@ -89,13 +94,13 @@ class SlotKernel:
             down,
             _distance(first["down"], second["down"]),
             width,
-            width if is_gated and not is_interleaved else 0,
+            up_row,
             is_gated=is_gated,
             is_interleaved=is_interleaved,
             activation=activation,
             alpha=alpha,
             limit=limit,
-            up_bias=bias(f"{wide}_bias", up.rows),
+            up_bias=bias(f"{wide}_bias", up_shape[0]),
             down_bias=bias("down_bias", self.hidden_size),
             activations=activations,
             owner=(first, second),
@@ -157,18 +162,21 @@ def _check_roles(roles: Mapping[str, np.ndarray]) -> None:
         )
 
 
-def _matrix(name: str, array: np.ndarray, role: Role | None) -> Matrix:
+def _matrix(name: str, array: np.ndarray, role: Role | None) -> tuple[Matrix, tuple[int, ...]]:
+    """Return what the kernels read, and the shape without what fills up tiles."""
     if role is not None and role.format:
-        if not has_form(role.format):
-            raise ConfigError(f"{name} is {role.format}, which has no kernel")
-        rows, columns = role.shape
-        row_bytes = least_row_bytes(role.format, columns)
-        return Matrix(array.ctypes.data, role.format, rows, columns, row_bytes, array)
+        if find_format(role.format).form is None:
+            raise ConfigError(f"{name} is {role.format}, which has no compute form")
+        rows, columns = role.matrix_shape
+        height = tiled_rows(rows) * (role.matrices - 1) + rows
+        matrix = Matrix(array.ctypes.data, role.format, height, columns, None, array)
+        return matrix, role.shape
     if array.ndim != 2 or not array.flags.c_contiguous:
         raise ConfigError(f"{name} {list(array.shape)} is no contiguous matrix [rows, columns]")
     rows, columns = array.shape
     form = format_of(array.dtype).name
-    return Matrix(array.ctypes.data, form, rows, columns, array.strides[0], array)
+    matrix = Matrix(array.ctypes.data, form, rows, columns, array.strides[0], array)
+    return matrix, array.shape
 
 
 def _distance(first: np.ndarray, second: np.ndarray) -> int:

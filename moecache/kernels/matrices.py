@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.formats import TILE_ROWS, find_format, format_of
-from moecache.kernels._kernels import Matrix, least_row_bytes
-from moecache.kernels.forms import tile
+from moecache.formats import Format, ScaledFormat, find_format, format_of
+from moecache.formats.form import BLOCK_COLUMNS
+from moecache.kernels._kernels import Matrix
+from moecache.kernels.forms import tile_parts
 
 # Vectors are loaded from any address, but fastest where no cache line is crossed.
 _ALIGNMENT = 64
@@ -21,7 +22,7 @@ def matrix_of(weights: np.ndarray | Mapping[str, np.ndarray], name: str | None =
     ----------
     weights : ndarray [rows, columns], or mapping of str to ndarray
         Floating-point numbers, used where they are, or the parts of a format, such as
-        `formats.quantize` returns; those of blocks are brought into their compute form.
+        `formats.quantize` returns; codes are brought into their compute form.
     name : str, optional
         The format; by default that of the array's dtype.
 
@@ -35,20 +36,32 @@ def matrix_of(weights: np.ndarray | Mapping[str, np.ndarray], name: str | None =
         if "values" not in parts:
             raise ConfigError("parts of a matrix need the name of their format")
         name = format_of(parts["values"].dtype).name
-    array = parts.get("values", parts.get("blocks"))
-    if array is None or array.ndim not in (2, 3) or not array.flags.c_contiguous:
-        raise ConfigError(f"{name} needs a C-contiguous array of rows; see Format.parts")
-    rows, columns = array.shape[0], array.shape[1] * (1 if array.ndim == 2 else 32)
-    wanted = find_format(name).parts(rows, columns)
+    known = find_format(name)
+    rows, columns = _shape(parts, known)
+    wanted = known.parts(rows, columns)
     found = {part: (given.dtype, given.shape) for part, given in parts.items()}
     if found != wanted:
         raise ConfigError(f"a {rows} x {columns} matrix in {name} is {wanted}, got {found}")
-    row_bytes = least_row_bytes(name, columns)
-    if array.ndim == 2:
-        return Matrix(array.ctypes.data, name, rows, columns, row_bytes, array)
-    form = _aligned(-(-rows // TILE_ROWS) * row_bytes)
-    tile(array, name, rows, columns, form)
-    return Matrix(form.ctypes.data, name, rows, columns, row_bytes, form)
+    array = next(iter(parts.values()))
+    if known.form is None and "values" not in parts:
+        raise ConfigError(f"format {name!r} has no compute form, which kernels need")
+    if known.form is not None:
+        array = _aligned(known.form.nbytes(rows, columns))
+        if array.size:
+            tile_parts(parts, known, rows, columns, array)
+    return Matrix(array.ctypes.data, name, rows, columns, None, array)
+
+
+def _shape(parts: Mapping[str, np.ndarray], known: Format) -> tuple[int, int]:
+    """Return rows and columns, as far as some parts can tell."""
+    array = parts.get("values", parts.get("blocks", parts.get("codes")))
+    is_contiguous = all(part.flags.c_contiguous for part in parts.values())
+    if array is None or array.ndim != (3 if "blocks" in parts else 2) or not is_contiguous:
+        raise ConfigError(f"{known.name} needs a C-contiguous array of rows for each part")
+    columns = array.shape[1]
+    if isinstance(known, ScaledFormat):
+        columns = columns * array.itemsize * 8 // known.bits
+    return array.shape[0], columns * (BLOCK_COLUMNS if array.ndim == 3 else 1)
 
 
 def products(
@@ -70,7 +83,7 @@ def products(
         See `matrix_of`.
     bias : ndarray of float32 or bfloat16, shape [rows], optional
     activations : {"float", "int8"}, default "float"
-        How inputs are multiplied with blocks of integers (q8_0, q4_0): as given, or rounded to
+        How inputs are multiplied with ggml's blocks (q8_0, q4_0): as given, or rounded to
         8 bits and a scale for each 32 columns. With "int8" all levels have the same bits, and a row
         that has an infinity or a NaN gives NaN. Other formats have inputs as given.
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moecache.formats import find_format, tiled_rows
 from moecache.kernels import has_form, tile
 from moecache.layout import ExpertLayout, Role
 
@@ -48,8 +47,10 @@ class Held:
         if target.ctypes.data == part.ctypes.data:
             return
         if self.is_made:
-            rows, columns = self.role.shape
-            tile(part, self.role.format, rows, columns, target)
+            role = self.role
+            forms = target.reshape(role.matrices, -1)
+            for raw, form in zip(part.reshape(role.matrices, -1), forms, strict=True):
+                tile(raw, role.format, *role.matrix_shape, form)
         else:
             target[...] = part
 
@@ -57,10 +58,8 @@ class Held:
 def hold(role: Role, dtype: np.dtype | None = None) -> Held:
     """Return how a role lies in a slot whose floating-point roles become `dtype`."""
     if role.format:
-        rows, columns = role.shape
         is_made = not role.is_tiled and has_form(role.format)
-        rows = tiled_rows(rows) if is_made else rows
-        nbytes = find_format(role.format).nbytes(rows, columns) if is_made else role.nbytes
+        nbytes = role.form_bytes if is_made else role.nbytes
         return Held(role, (nbytes,), role.dtype, is_made)
     # ml_dtypes' types have kind "V", NumPy's own floats "f". Integers (packed
     # weights, scales as bytes) stay as they are.

@@ -9,12 +9,28 @@ import ml_dtypes
 import numpy as np
 
 from moecache import kernels
+from moecache.errors import ConfigError
 from moecache.formats import find_format, quantize
+from moecache.layout import Role
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
 DTYPES = (F32, BF16)
 BLOCKED = ("q8_0", "q4_0")
+# Each kind of codes, of scales and of groups, in pairs rather than all together.
+SCALED = (
+    "mxfp4",
+    "fp8[128x128,f32]",
+    "fp8[1x*,bf16]",
+    "fp8[3x32,e8m0]",
+    "fp8[2x16,f16]",
+    "int4[1x32,bf16]",
+    "int4[1x16,f32]",
+    "int4[1x96,f16]",
+    "int8[1x64,bf16]",
+    "int8[*x*,f32]",
+)
+NAMES = ("f32", "f16", "bf16", *BLOCKED, *SCALED)
 # Half a unit of the last place, relative: of float32, and of bfloat16.
 U32, U16 = 2.0**-24, 2.0**-8
 
@@ -46,6 +62,17 @@ def computing(level: str | None = None, threads: int | None = None) -> Iterator[
         kernels.use_threads(before[1])
 
 
+def fitting(name: str, columns: int) -> int:
+    """Return the most columns, up to `columns`, of which a format stores a matrix."""
+    while True:
+        try:
+            find_format(name).parts(1, columns)
+        except ConfigError:
+            columns -= 1
+        else:
+            return columns
+
+
 def draw_matrix(name: str, rows: int, columns: int, seed: int) -> tuple[Any, np.ndarray]:
     """Return a random matrix as the kernels read it, and its values in float64."""
     values = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
@@ -63,10 +90,10 @@ def product_error(inputs: np.ndarray, exact: np.ndarray) -> np.ndarray:
     """Return by how much a product in float32 may be wrong, whatever the order of its sum.
 
     `columns` products and sums are each rounded, those of blocks times their scale once more
-    (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+    (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1), and so is a value.
     """
     terms: np.ndarray = np.abs(inputs.astype(np.float64)) @ np.abs(exact).T
-    return (exact.shape[1] + 2) * U32 * terms
+    return (exact.shape[1] + 3) * U32 * terms
 
 
 def rounding(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -87,6 +114,10 @@ class Experts:
     is_gated, is_interleaved : bool
     bias_dtype : numpy dtype, optional
         By default there are no biases.
+    names : (str, str), optional
+        Formats of gate and up, and of down, which are held in their compute forms.
+    matrices : int, default 1
+        2 if gate and up are stored as a matrix each.
     """
 
     def __init__(
@@ -101,6 +132,8 @@ class Experts:
         is_interleaved: bool = False,
         bias_dtype: np.dtype | None = None,
         limit: float = 7.0,
+        names: tuple[str, str] | None = None,
+        matrices: int = 1,
         seed: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed)
@@ -118,9 +151,15 @@ class Experts:
             for name, (height, _) in shapes.items():
                 bias = rng.standard_normal((num_slots, height)).astype(bias_dtype)
                 self.roles[f"{name}_bias"] = bias
+        held, layer = dict(self.roles), []
+        for name, form in zip((wide, "down"), names or (), strict=False):
+            role = Role(name, shapes[name], format=form, matrices=matrices if name == wide else 1)
+            held[name], self.roles[name] = in_forms(self.roles[name], role)
+            layer.append(role)
         self.kernel = kernels.SlotKernel(
-            lambda slot: {name: array[slot] for name, array in self.roles.items()},
+            lambda slot: {name: array[slot] for name, array in held.items()},
             num_slots,
+            roles=layer,
             activation=activation,
             is_interleaved=is_interleaved,
             limit=limit,
@@ -161,6 +200,20 @@ class Experts:
         out = hidden @ down.T + roles.get("down_bias", 0.0)
         bound = hidden_error * 1.01 @ np.abs(down).T + product_error(hidden, down)
         return out, bound + U32 * np.abs(out)
+
+
+def in_forms(stack: np.ndarray, role: Role) -> tuple[np.ndarray, np.ndarray]:
+    """Return a role's matrices in their compute forms, a row for each slot, and their values."""
+    known, shape = find_format(role.format), role.matrix_shape
+    forms = np.zeros((len(stack), role.form_bytes), np.uint8)
+    values = np.zeros((len(stack) * role.matrices, *shape), np.float32)
+    each = zip(stack.reshape(values.shape), forms.reshape(len(values), -1), values, strict=True)
+    for given, form, exact in each:
+        parts = known.quantize(given.astype(np.float32))
+        raw = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts.values()])
+        kernels.tile(raw, role.format, *shape, form)
+        exact[...] = known.dequantize(parts)
+    return forms, values.reshape(stack.shape)
 
 
 def wave_of(slots: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,0 +1,247 @@
+/* Compute forms: made from a file's order, and expanded to rows of numbers; included once for each
+ * level. */
+
+typedef uint8_t LEVEL(v16) __attribute__((vector_size(16)));
+typedef uint16_t LEVEL(v8) __attribute__((vector_size(16)));
+typedef uint32_t LEVEL(v4) __attribute__((vector_size(16)));
+#define v16 LEVEL(v16)
+#define v8 LEVEL(v8)
+#define v4 LEVEL(v4)
+#define SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+
+/* Words of 4 rows to words of 4 columns, and back. */
+INLINE void LEVEL(transpose)(v4 *words)
+{
+    v4 two[4];
+    for (int i = 0; i < 2; i++) {
+        two[i] = __builtin_shufflevector(words[i], words[i + 2], 0, 4, 1, 5);
+        two[2 + i] = __builtin_shufflevector(words[i], words[i + 2], 2, 6, 3, 7);
+    }
+    for (int i = 0; i < 2; i++) {
+        words[2 * i] = __builtin_shufflevector(two[2 * i], two[2 * i + 1], 0, 4, 1, 5);
+        words[2 * i + 1] = __builtin_shufflevector(two[2 * i], two[2 * i + 1], 2, 6, 3, 7);
+    }
+}
+
+/* Codes of 8 bits: of each 4 rows, pairs of columns are put side by side. */
+INLINE void LEVEL(form_bytes)(const uint8_t *const *blocks, uint32_t flip, uint8_t *out)
+{
+    for (int r = 0; r < MC_TILE; r += 4)
+        for (int half = 0; half < 2; half++) {
+            v4 words[4];
+            for (int i = 0; i < 4; i++)
+                memcpy(&words[i], blocks[r + i] + 16 * half, 16);
+            LEVEL(transpose)(words);
+            for (int i = 0; i < 4; i++) {
+                v8 pairs = SHUFFLE((v8)(words[i] ^ flip), 0, 2, 4, 6, 1, 3, 5, 7);
+                memcpy(out + (4 * half + i) * 64 + r * 4, &pairs, 16);
+            }
+        }
+}
+
+/* The words of one row of 32 codes of 4 bits, 8 columns each: those of even columns, then of odd ones. */
+INLINE v4 LEVEL(words)(const uint8_t *block, int order)
+{
+    v16 bytes;
+    memcpy(&bytes, block, 16);
+    if (order == MC_NIBBLES) {
+        /* Two even columns' codes, or odd ones', in the low byte of each 16 bits. */
+        v8 even = (v8)(bytes & 15), odd = (v8)bytes >> 4 & 0x0f0f;
+        return (v4)__builtin_shufflevector((v16)(even | even >> 4), (v16)(odd | odd >> 4),
+                                           0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30);
+    }
+    /* Bytes of columns 0, 4, 1, 5 and 2, 6, 3, 7 of each 8, for the low and the high nibbles. */
+    v16 one = SHUFFLE(bytes, 0, 4, 1, 5, 8, 12, 9, 13, 0, 4, 1, 5, 8, 12, 9, 13);
+    v16 two = SHUFFLE(bytes, 2, 6, 3, 7, 10, 14, 11, 15, 2, 6, 3, 7, 10, 14, 11, 15);
+    v16 low = (one & 15) | (v16)((v8)(two & 15) << 4);
+    v16 high = ((v16)((v8)one >> 4) & 15) | (two & 0xf0);
+    return (v4)__builtin_shufflevector(
+        low, high, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+/* Codes of 4 bits: of each 4 rows, words of the same columns are put side by side. */
+INLINE void LEVEL(form_nibbles)(const uint8_t *const *blocks, int order, uint8_t *out)
+{
+    for (int r = 0; r < MC_TILE; r += 4) {
+        v4 words[4];
+        for (int i = 0; i < 4; i++)
+            words[i] = LEVEL(words)(blocks[r + i], order);
+        LEVEL(transpose)(words);
+        for (int i = 0; i < 4; i++)
+            memcpy(out + i * 64 + r * 4, &words[i], 16);
+    }
+}
+
+/* 16 rows' scales of a group of columns; those beyond the matrix are zero. Returns their end. */
+INLINE uint8_t *LEVEL(form_scales)(
+    const mc_file *file, const uint8_t *const *rows, int64_t num_rows, int64_t group, uint8_t *out)
+{
+    int64_t bytes = mc_scale_bytes(file->scale);
+    int64_t at = group * file->scale_step, num = group < file->num_scales ? num_rows : 0;
+    if (num < MC_TILE)
+        memset(out, 0, (size_t)(MC_TILE * bytes));
+    for (int64_t r = 0; r < num; r++) {
+        const uint8_t *scale = rows[r] + at;
+        if (file->scale == MC_F32) {
+            memcpy(out + 4 * r, scale, 4);
+        } else if (file->scale == MC_E8M0) {
+            /* 2^(b - 127) in bf16; the least is denormal, and 255 is no number. */
+            uint16_t power = *scale == 255 ? 0x7fc0 : *scale ? (uint16_t)(*scale << 7) : 0x40;
+            memcpy(out + 2 * r, &power, 2);
+        } else {
+            memcpy(out + 2 * r, scale, 2);
+        }
+    }
+    return out + MC_TILE * bytes;
+}
+
+INLINE uint8_t *LEVEL(form_of)(const mc_file *file, int64_t row, uint8_t *out, int order)
+{
+    int is_bytes = order <= MC_OFFSET_BYTES;
+    int64_t num_rows = file->rows - row < MC_TILE ? file->rows - row : MC_TILE, step = 0;
+    const uint8_t *rows[MC_TILE], *scales[MC_TILE];
+    for (int64_t r = 0; r < num_rows; r++) {
+        rows[r] = file->codes + (row + r) * file->row_bytes;
+        scales[r] = file->scales + (row + r) / file->scale_rows * file->scale_row_bytes;
+    }
+    const uint8_t *next = rows[0] + MC_TILE * file->row_bytes;
+    for (int64_t k = 0, group = 0; k < file->columns; k += MC_BLOCK, step += file->block_bytes) {
+        uint8_t copies[MC_TILE][MC_BLOCK];
+        const uint8_t *blocks[MC_TILE];
+        for (; group * file->group < k + MC_BLOCK && group * file->group >= k; group++)
+            out = LEVEL(form_scales)(file, scales, num_rows, group, out);
+        /* The next 16 rows, in the order of memory: 16 places at once are too many to be foreseen. */
+        for (int64_t line = 0; line < MC_TILE * file->block_bytes; line += 64)
+            __builtin_prefetch(next + line);
+        next += MC_TILE * file->block_bytes;
+        if (num_rows == MC_TILE && k + MC_BLOCK <= file->columns) {
+            for (int r = 0; r < MC_TILE; r++)
+                blocks[r] = rows[r] + step;
+        } else {
+            int64_t left = file->columns - k < MC_BLOCK ? file->columns - k : MC_BLOCK;
+            memset(copies, file->zero, sizeof copies);
+            for (int r = 0; r < MC_TILE; r++) {
+                blocks[r] = copies[r];
+                if (r < num_rows)
+                    memcpy(copies[r], rows[r] + step, (size_t)(is_bytes ? left : (left + 1) / 2));
+            }
+        }
+        if (is_bytes)
+            LEVEL(form_bytes)(blocks, order == MC_OFFSET_BYTES ? 0x80808080 : 0, out);
+        else
+            LEVEL(form_nibbles)(blocks, order, out);
+        out += MC_TILE * (is_bytes ? MC_BLOCK : MC_BLOCK / 2);
+    }
+    return out;
+}
+
+/* The compute form of rows [row, row + 16), from the file's order; returns its end. */
+static uint8_t *LEVEL(form)(const mc_file *file, int64_t row, uint8_t *out)
+{
+    switch (file->order) {
+    case MC_BYTES: return LEVEL(form_of)(file, row, out, MC_BYTES);
+    case MC_OFFSET_BYTES: return LEVEL(form_of)(file, row, out, MC_OFFSET_BYTES);
+    case MC_NIBBLES: return LEVEL(form_of)(file, row, out, MC_NIBBLES);
+    default: return LEVEL(form_of)(file, row, out, MC_HALVES);
+    }
+}
+
+/* The codes of 16 rows and 32 columns of a form, a byte each. */
+INLINE void LEVEL(codes)(const uint8_t *at, uint8_t (*rows)[MC_BLOCK], int is_half)
+{
+    for (int r = 0; r < MC_TILE; r += 4)
+        for (int half = 0; half < (is_half ? 1 : 2); half++) {
+            v4 words[4];
+            for (int i = 0; i < 4; i++) {
+                memcpy(&words[i], at + (4 * half + i) * 64 + r * 4, 16);
+                if (!is_half)
+                    words[i] = (v4)SHUFFLE((v8)words[i], 0, 4, 1, 5, 2, 6, 3, 7);
+            }
+            LEVEL(transpose)(words);
+            for (int i = 0; i < 4; i++) {
+                if (!is_half) {
+                    memcpy(rows[r + i] + 16 * half, &words[i], 16);
+                    continue;
+                }
+                v16 low = (v16)words[i] & 15, high = (v16)(words[i] >> 4) & 15;
+                v16 first = __builtin_shufflevector(
+                    low, high, 0, 2, 16, 18, 1, 3, 17, 19, 4, 6, 20, 22, 5, 7, 21, 23);
+                v16 last = __builtin_shufflevector(
+                    low, high, 8, 10, 24, 26, 9, 11, 25, 27, 12, 14, 28, 30, 13, 15, 29, 31);
+                memcpy(rows[r + i], &first, 16);
+                memcpy(rows[r + i] + 16, &last, 16);
+            }
+        }
+}
+
+/* To the nearest, ties to even; a NaN stays one. */
+INLINE vh LEVEL(to_bf16)(vf values)
+{
+    vu bits = (vu)values, nearest = bits + 0x7fff + (bits >> 16 & 1);
+    vu is_nan = (vu)((vi)(bits & 0x7fffffff) > 0x7f800000);
+    return LEVEL(narrow)(((is_nan & (bits | 0x400000)) | (~is_nan & nearest)) >> 16);
+}
+
+INLINE void LEVEL(expand_of)(
+    const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes, int codes)
+{
+    const uint8_t *at = matrix->data + row / MC_TILE * matrix->row_bytes;
+    int64_t num_rows = matrix->rows - row < MC_TILE ? matrix->rows - row : MC_TILE;
+    int64_t bytes = mc_input_bytes(type), scale_bytes = mc_scale_bytes(matrix->scale);
+    int pair = matrix->group < MC_BLOCK ? 2 : 1;
+    float scales[2][MC_TILE];
+    for (int64_t k = 0, group = 0; k < matrix->columns; k += MC_BLOCK) {
+        uint8_t rows[MC_TILE][MC_BLOCK];
+        if (k == group) {
+            for (int i = 0; i < pair * MC_TILE; i += LANES) {
+                vf some = LEVEL(load)(at + i * scale_bytes, matrix->scale);
+                memcpy(&scales[0][0] + i, &some, sizeof some);
+            }
+            at += pair * MC_TILE * scale_bytes;
+            group += pair * matrix->group;
+        }
+        LEVEL(codes)(at, rows, codes == MC_I4 || codes == MC_E2M1);
+        at += mc_code_bytes(codes, MC_BLOCK * MC_TILE);
+        int64_t left = matrix->columns - k < MC_BLOCK ? matrix->columns - k : MC_BLOCK;
+        for (int64_t r = 0; r < num_rows; r++) {
+            uint8_t last[MC_BLOCK * 4], *place = out + r * out_row_bytes + k * bytes;
+            uint8_t *to = left < MC_BLOCK ? last : place;
+            for (int i = 0; i < MC_BLOCK; i += LANES) {
+                vf value = LEVEL(value)(LEVEL(widen)(rows[r] + i), 0, codes)
+                    * LEVEL(all)(scales[pair == 2 && i >= 16][r]);
+                if (type == MC_X_F32) {
+                    memcpy(to + i * 4, &value, sizeof value);
+                } else {
+                    vh rounded = LEVEL(to_bf16)(value);
+                    memcpy(to + i * 2, &rounded, sizeof rounded);
+                }
+            }
+            if (left < MC_BLOCK)
+                memcpy(place, last, (size_t)(left * bytes));
+        }
+    }
+}
+
+/* The values of rows [row, row + 16): code times scale, in fp32, rounded once more to bf16. */
+static void LEVEL(expand)(
+    const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes)
+{
+#define EXPAND(codes)                                                                \
+    if (type == MC_X_F32)                                                            \
+        LEVEL(expand_of)(matrix, row, MC_X_F32, out, out_row_bytes, codes);          \
+    else                                                                             \
+        LEVEL(expand_of)(matrix, row, MC_X_BF16, out, out_row_bytes, codes);         \
+    break
+    switch (matrix->codes) {
+    case MC_I8: EXPAND(MC_I8);
+    case MC_I4: EXPAND(MC_I4);
+    case MC_E4M3: EXPAND(MC_E4M3);
+    default: EXPAND(MC_E2M1);
+    }
+#undef EXPAND
+}
+
+#undef SHUFFLE
+#undef v16
+#undef v8
+#undef v4

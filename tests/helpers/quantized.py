@@ -272,6 +272,12 @@ QWEN3_MOE = replace(
 DEEPSEEK_V3 = replace(
     FAMILIES["deepseek_v3"], name="deepseek_v3_wide", settings={**tiny.DEEPSEEK_V3, **_WIDE}
 )
+GLM4_MOE = replace(FAMILIES["glm4_moe"], name="glm4_moe_wide", settings={**tiny.GLM4_MOE, **_WIDE})
+QWEN2_MOE = replace(
+    FAMILIES["qwen2_moe"],
+    name="qwen2_moe_wide",
+    settings={**tiny.QWEN2_MOE, **_WIDE, "shared_expert_intermediate_size": 32},
+)
 GPT_OSS = replace(
     FAMILIES["gpt_oss"], name="gpt_oss_wide", settings={**tiny.GPT_OSS, "intermediate_size": 64}
 )

@@ -48,9 +48,9 @@ def check_compute(compute: object) -> str:
 
 
 def default_compute(layout: ExpertLayout) -> str:
-    """Return what multiplies if nobody says: kernels what is in a format, torch the rest."""
-    quantized = any(role.format for roles in layout.layers for role in roles)
-    return "fast" if quantized else "torch"
+    """Return what multiplies if nobody says: kernels what is in formats they have, torch the rest."""
+    formats = {role.format for roles in layout.layers for role in roles} - {""}
+    return "fast" if formats and all(map(has_form, formats)) else "torch"
 
 
 def kernel_of(

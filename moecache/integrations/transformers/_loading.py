@@ -62,7 +62,7 @@ _TORCH_BYTES = 256 * 2**20
 # Whatever an expert's tensor may be called, its scales included.
 _EXPERT_TENSORS = (
     r"\.experts\.((\d+\.)?\w+_proj(_(bias|blocks|scales))?|\d+\.w[123])"
-    r"(\.(weight\w*|scale|qscale_weight|\w+_scale))?$"
+    r"(\.(weight\w*|qweight|qzeros|scales?|g_idx|qscale_weight|\w+_scale))?$"
 )
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -328,7 +328,8 @@ def find_model_class(config: Any) -> Any:
 
 def _quantized_parts(config: Any) -> list[Any]:
     """Return what of a configuration says that the checkpoint is quantized."""
-    levels = (config, config.get_text_config(decoder=True))
+    text = config.get_text_config(decoder=True)
+    levels = (config,) if text is config else (config, text)
     return [level for level in levels if getattr(level, "quantization_config", None)]
 
 

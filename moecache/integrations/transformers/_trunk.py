@@ -14,7 +14,7 @@ from moecache.stores import SafetensorsStore
 
 _DIGITS = re.compile(r"\d+")
 # Tensors beside a weight, and weights under other names.
-_BESIDE = r"\.(weight_\w+|scale|qscale_weight|input_scale|activation_scale|[kv]_scale)$"
+_BESIDE = r"\.(weight_\w+|qweight|qzeros|scales?|g_idx|qscale_weight|\w+_scale)$"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,108 @@
+"""Quantized checkpoints in transformers: the model of their values, at any number of slots.
+
+The reference is the same model in bfloat16, of values that tests/helpers/quantized.py reads on its
+own; where transformers dequantizes such a checkpoint rightly, that is compared, too.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecache.errors import ConfigError
+from tests.helpers import quantized
+from tests.helpers.offloading import generated, load_in_slots, load_whole
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+FAMILIES = {
+    "qwen3_moe-fp8": (quantized.QWEN3_MOE, quantized.fp8()),
+    "deepseek_v3-fp8": (quantized.DEEPSEEK_V3, quantized.fp8((8, 32), "bf16")),
+    "qwen3_moe-mxfp8": (quantized.QWEN3_MOE, quantized.fp8((1, 32), "e8m0")),
+    "qwen3_moe-channels": (quantized.QWEN3_MOE, quantized.channels()),
+    "gpt_oss-mxfp4": (quantized.GPT_OSS, quantized.mxfp4()),
+    "deepseek_v3-int4": (quantized.DEEPSEEK_V3, quantized.int4()),
+    "qwen3_moe-nvfp4": (quantized.QWEN3_MOE, quantized.nvfp4()),
+    "glm4_moe-awq": (quantized.GLM4_MOE, quantized.grouped("awq")),
+    "qwen2_moe-gptq": (quantized.QWEN2_MOE, quantized.grouped("gptq")),
+    "qwen2_moe-gptq_ordered": (quantized.QWEN2_MOE, quantized.grouped("gptq", is_ordered=True)),
+}
+# What transformers dequantizes on the CPU, and rightly.
+READ_BY_TRANSFORMERS = ("fp8", "mxfp8", "mxfp4")
+PROMPTS = [
+    torch.arange(length * batch).reshape(batch, length) * 7 % 120 + 1
+    for batch, length in ((1, 1), (3, 7), (1, 64))
+]
+
+
+@pytest.fixture(name="checkpoint", scope="module", params=FAMILIES)
+def _checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path, Path, str]:
+    """Return a family, its directory as published and in bfloat16, and what it is."""
+    family, scheme = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("quantized")
+    return family, *quantized.write_quantized(family, scheme, folder), request.param
+
+
+def logits(model: Any) -> list[Any]:
+    """Return a model's logits of each prompt, one after the other."""
+    with torch.no_grad():
+        return [model(input_ids=ids).logits for ids in PROMPTS]
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    """Compare logits bit for bit."""
+    for one, two in zip(found, wanted, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_torch_multiplies_the_values_of_the_definition(
+    checkpoint: tuple[Any, Path, Path, str],
+) -> None:
+    """Logits and greedy tokens are those of the model in bfloat16, bit for bit; so is `detach`."""
+    family, published, plain, name = checkpoint
+    whole = load_whole(family, plain, "bfloat16")
+    wanted, tokens = logits(whole), generated(whole, num_tokens=24)
+    if name.endswith(READ_BY_TRANSFORMERS):
+        assert_same(logits(load_whole(family, published, "bfloat16")), wanted)
+    for memory, slots in (("25%", None), (None, family.top_k)):
+        model = load_in_slots(published, memory, slots=slots, compute="torch")
+        with model.moecache as offload:
+            assert_same(logits(model), wanted)
+            assert torch.equal(generated(model, num_tokens=24), tokens)
+            if slots is not None:
+                offload.detach()
+                assert_same(logits(model), wanted)
+
+
+def test_kernels_compute_what_lies_in_slots(
+    checkpoint: tuple[Any, Path, Path, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By default; alike at every number of slots, and as near to the values as bfloat16 is."""
+    family, published, plain, name = checkpoint
+    if "gptq" in name or "awq" in name:
+        with pytest.raises(ConfigError, match=r'no compute form.*use "torch"'):
+            load_in_slots(published, compute="fast")
+        with load_in_slots(published).moecache as offload:
+            assert "torch" in offload.report()
+        return
+    found = []
+    for slots in (1, family.top_k, 1000):
+        model = load_in_slots(published, None, slots=slots)
+        with model.moecache as offload:
+            found.append(logits(model))
+            assert "computed by kernels" in offload.report()
+        # What is in the file and not in the model is meant to be.
+        assert "UNEXPECTED" not in capfd.readouterr().err
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+    exact = logits(load_whole(family, plain, "float32"))
+    rounded = logits(load_whole(family, plain, "bfloat16"))
+    for one, two, three in zip(found[0], exact, rounded, strict=True):
+        assert (one.float() - two).abs().mean() < 1.5 * (three.float() - two).abs().mean() + 1e-4

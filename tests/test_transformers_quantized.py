@@ -89,7 +89,8 @@ def test_kernels_compute_what_lies_in_slots(
     if "gptq" in name or "awq" in name:
         with pytest.raises(ConfigError, match=r'no compute form.*use "torch"'):
             load_in_slots(published, compute="fast")
-        with load_in_slots(published).moecache as offload:
+        model = load_in_slots(published)
+        with model.moecache as offload:
             assert "torch" in offload.report()
         return
     found = []

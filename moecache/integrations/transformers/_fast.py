@@ -48,7 +48,7 @@ def check_compute(compute: object) -> str:
 
 
 def default_compute(layout: ExpertLayout) -> str:
-    """Return what multiplies if nobody says: kernels what is in formats they have, torch the rest."""
+    """Return what multiplies if nobody says: kernels if all formats have a compute form."""
     formats = {role.format for roles in layout.layers for role in roles} - {""}
     return "fast" if formats and all(map(has_form, formats)) else "torch"
 

@@ -34,9 +34,9 @@ class NotRepackedError(Exception):
     """ggml has no other order for these weights on this processor."""
 
 
-def is_there() -> bool:
-    """Return whether ggml is installed."""
-    return importlib.util.find_spec("llama_cpp") is not None
+def has_format(name: str) -> bool:
+    """Return whether ggml is installed and multiplies weights as they are in this format."""
+    return name in _TYPES and importlib.util.find_spec("llama_cpp") is not None
 
 
 class GgmlLayer:

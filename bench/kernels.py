@@ -10,8 +10,9 @@ and does nothing with them. "torch" multiplies expert by expert, as transformers
 "int8" has activations of 8 bits, and a level's name is that of other instructions than the best.
 "ggml" is what llama.cpp computes with, if llama-cpp-python is installed (extra `bench-llama`): the
 same products of the same weights; it rounds activations to 8 bits unless weights are bf16;
-"repacked" with an interleaved order of its own, where it has one. A prompt is 512 tokens through
-128 experts, 8 for each.
+"repacked" with an interleaved order of its own, where it has one. "tile" brings a matrix of a file
+into its compute form, counted by what it reads; "expand" makes bfloat16 of a form, counted by what
+it writes. A prompt is 512 tokens through 128 experts, 8 for each.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from bench.ggml import GgmlLayer, NotRepackedError, is_there
+from bench.ggml import GgmlLayer, NotRepackedError, has_format
 from bench.runs import begin, write_figures
 from moecache import kernels
 from moecache.formats import find_format, quantize
@@ -36,7 +37,9 @@ from moecache.kernels.matrices import matrix_of
 
 TOP_K = 8
 SHAPES = ((1024, 512), (2048, 768))
-FORMATS = ("bf16", "q8_0", "q4_0")
+FORMATS = ("bf16", "q8_0", "q4_0", "mxfp4", "fp8[128x128,f32]", "int4[1x32,bf16]")
+# Those that can have activations of 8 bits.
+INT8 = ("q8_0", "q4_0")
 NUM_TOKENS, NUM_EXPERTS = 512, 128
 _HUGE = 2 * 2**20
 
@@ -97,6 +100,7 @@ def one_token(hidden_size: int, width: int, num_experts: int, rounds: int) -> li
             works["torch bf16"] = layer.nbytes, layer.torch_work(hidden)
             _check_equal(layer, hidden)
         works |= {own: (layer.nbytes, work) for own, work in layer.ggml_works(hidden).items()}
+        works |= layer.form_works()
     return _figures(works, hidden_size, width, 1, rounds, repeats=num_experts // TOP_K)
 
 
@@ -127,21 +131,19 @@ class _Layer:
         self.matrices: dict[str, Any] = {}
         self.strides: dict[str, int] = {}
         self.parts: dict[str, np.ndarray] = {}
+        self.raw = np.zeros(0, np.uint8)
         for role, (rows, columns) in shapes.items():
-            row = _kernels.least_row_bytes(name, columns)
-            groups = -(-rows // _kernels.TILE) if name in ("q8_0", "q4_0") else rows
-            self.strides[role] = groups * row
-            slab = _huge(num_experts * groups * row)
             # One expert's worth of sensible numbers, again and again.
             values = (random_.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)
-            parts = quantize(values, name)
+            parts = {part: np.ascontiguousarray(a) for part, a in quantize(values, name).items()}
             self.parts[role] = next(iter(parts.values()))
-            one = matrix_of({part: np.ascontiguousarray(a) for part, a in parts.items()}, name)
+            self.raw = np.concatenate([a.reshape(-1).view(np.uint8) for a in parts.values()])
+            one = matrix_of(parts, name)
             flat = np.asarray(one.owner).reshape(-1).view(np.uint8)
-            for expert in range(num_experts):
-                slab[expert * groups * row :][: flat.size] = flat
-            self.slabs[role] = slab
-            self.matrices[role] = _kernels.Matrix(slab.ctypes.data, name, rows, columns, row, slab)
+            self.strides[role] = flat.size
+            self.slabs[role] = slab = _huge(num_experts * flat.size)
+            slab.reshape(num_experts, flat.size)[:] = flat
+            self.matrices[role] = _kernels.Matrix(slab.ctypes.data, name, rows, columns, None, slab)
             del one
         self.width = width
         self.kernels = {
@@ -175,12 +177,12 @@ class _Layer:
     def kernel_works(self, hidden: np.ndarray) -> dict[str, Work]:
         """Return steps by the kernels: of blocks, in each way and by AVX2, too."""
         best, name = kernels.level(), f"ours {self.name}"
-        if self.name not in ("q8_0", "q4_0"):
+        if self.name == "bf16":
             return {name: self.kernel_work(hidden)}
         others = {level: f" {level}" for level in ("avx2",) if level in kernels.levels()}
         return {
             f"{name}{' int8' if way == 'int8' else ''}{shown}": self.kernel_work(hidden, way, level)
-            for way in _kernels.ACTIVATION_TYPES
+            for way in (_kernels.ACTIVATION_TYPES if self.name in INT8 else ("float",))
             for level, shown in {**others, best: ""}.items()
         }
 
@@ -202,13 +204,33 @@ class _Layer:
         self.rows = rows
         return work
 
+    def form_works(self) -> dict[str, tuple[int, Work]]:
+        """Return what makes the form of the last matrix, "down", and what makes numbers of it."""
+        if self.name == "bf16":
+            return {}
+        shape = self.matrices["down"].rows, self.matrices["down"].columns
+        slab, stride = self.slabs["down"], self.strides["down"]
+        out, form = np.empty(shape, ml_dtypes.bfloat16), np.empty(stride, np.uint8)
+
+        def expand(number: int) -> None:
+            first = number * TOP_K % self.num_experts
+            kernels.expand(slab[first * stride :][:stride], self.name, *shape, out)
+
+        def tile(_: int) -> None:
+            kernels.tile(self.raw, self.name, *shape, form)
+
+        return {
+            f"expand {self.name}": (out.nbytes, expand),
+            f"tile {self.name}": (self.raw.nbytes, tile),
+        }
+
     def ggml_works(self, hidden: np.ndarray) -> dict[str, Work]:
         """Return steps of one token by ggml, as far as it is there, checked to do the same."""
         up, works = self.parts["up"], {}
         roles = {"gate": up[: self.width], "up": up[self.width :], "down": self.parts["down"]}
         sizes = self.hidden_size, self.width, self.num_experts, TOP_K
         self.kernel_work(hidden)(0)
-        for repacked in (False, True) if is_there() else ():
+        for repacked in (False, True) if has_format(self.name) else ():
             try:
                 layer = GgmlLayer(
                     self.name, roles, *sizes, threads=kernels.num_threads(), repacked=repacked
@@ -324,10 +346,10 @@ def _best_ggml(
 
 def describe(figures: list[Figure]) -> list[str]:
     """Return the figures as lines."""
-    title = f"{'':19} {'hidden, width':>14} {'tokens':>6} {'CPU us':>9} {'GiB/s':>6}"
+    title = f"{'':28} {'hidden, width':>14} {'tokens':>6} {'CPU us':>9} {'GiB/s':>6}"
     lines = [f"{title} {'of bandwidth':>12} {'torch / this':>12} {'ggml / this':>11}"]
     lines += [
-        f"{one.name:19} {one.hidden_size:>7}, {one.width:>5} {one.num_tokens:>6} "
+        f"{one.name:28} {one.hidden_size:>7}, {one.width:>5} {one.num_tokens:>6} "
         f"{one.cpu_s * 1e6:>9.0f} {one.gib_per_s:>6.1f} {one.of_bandwidth:>12.2f} "
         f"{one.of_torch:>12.2f} {one.of_ggml:>11.2f}"
         for one in figures

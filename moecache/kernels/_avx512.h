@@ -165,6 +165,7 @@ INLINE void mc_few_dp(
     const uint8_t *at = matrix->data + row / MC_TILE * matrix->row_bytes;
     int64_t columns = mc_input_columns(matrix), scale_bytes = mc_scale_bytes(matrix->scale);
     int is_half = codes == MC_I4 || codes == MC_E2M1, pair = matrix->group < MC_BLOCK ? 2 : 1;
+    int chunks = is_half ? 2 : 4, width = 16 / chunks;
     __m512 sums[8], group[8], other[8];
     __m512i nibbles = _mm512_loadu_si512(mc_tables[codes - MC_I8].nibbles);
     mc_bytes bytes;
@@ -183,7 +184,7 @@ INLINE void mc_few_dp(
                 group[t] = other[t] = _mm512_setzero_ps();
             for (; k < end; k += 16) {
 #pragma GCC unroll 4
-                for (int chunk = 0; chunk < (is_half ? 2 : 4); chunk++, at += 64) {
+                for (int chunk = 0; chunk < chunks; chunk++, at += 64) {
                     __m512i values = _mm512_loadu_si512(at), first, second;
                     if (!is_half) {
                         __m512i low, high;
@@ -192,8 +193,8 @@ INLINE void mc_few_dp(
                         second = _mm512_unpackhi_epi8(low, high);
                     }
 #pragma GCC unroll 2
-                    for (int i = 0; i < (is_half ? 4 : 2); i += 2) {
-                        int64_t column = k + (is_half ? 8 : 4) * chunk + 2 * i;
+                    for (int i = 0; i < width / 2; i += 2) {
+                        int64_t column = k + width * chunk + 2 * i;
                         if (is_half) {
                             first = _mm512_permutexvar_epi16(
                                 _mm512_srli_epi16(values, (unsigned)(4 * i)), nibbles);

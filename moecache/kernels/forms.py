@@ -18,8 +18,11 @@ _OUTPUTS = {"float32": "f32", "bfloat16": "bf16"}
 
 
 def has_form(name: str) -> bool:
-    """Return whether a format has a compute form; none at all ("") has not."""
-    return bool(name) and find_format(name).form is not None
+    """Return whether there is such a format, and it has a compute form."""
+    try:
+        return find_format(name).form is not None
+    except ConfigError:
+        return False
 
 
 def tile(raw: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray) -> None:

@@ -231,3 +231,41 @@ def test_layers_and_experts_that_are_not_quantized_stay_as_they_are(tmp_path: Pa
         np.testing.assert_array_equal(
             experts_of(store, 1, 3)["down"], expected(values, 1, 3)["down"]
         )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ending", "bad"),
+    [
+        ("fp8", "weight_scale_inv", np.nan),
+        ("fp8_bf16", "weight_scale_inv", np.inf),
+        ("mxfp8", "weight_scale_inv", 255),
+        ("int4", "weight_scale", np.nan),
+        ("mxfp4", "down_proj_scales", 255),
+        ("nvfp4", "weight_scale", np.nan),
+        ("nvfp4", "weight_global_scale", np.inf),
+        ("awq", "scales", np.inf),
+        ("gptq_ordered", "scales", np.nan),
+        ("gptq_ordered", "g_idx", 77),
+        ("gptq_ordered", "g_idx", -1),
+    ],
+)
+def test_scales_that_are_no_numbers_fill_no_slot(
+    scheme: str, ending: str, bad: float, tmp_path: Path
+) -> None:
+    """A step that needs them says so, again each time; others go on."""
+    tensors, _ = write_experts(SCHEMES[scheme], tmp_path)
+    of_experts = (key for key in tensors if key.startswith("model.layers.1.mlp.experts"))
+    name = next(key for key in of_experts if key.endswith(ending))
+    array = tensors[name]
+    array[(0,) * array.ndim] = bad
+    save_tensors(tensors, tmp_path)
+    spoilt = int(found[1]) if (found := re.search(r"experts\.(\d+)\.", name)) else 0
+    with moecache.open(tmp_path, slots=2) as runtime:
+        for _ in range(2):
+            with (
+                pytest.raises(FormatError, match=r"of an expert of layer 1: .*(infinite|g_idx)"),
+                runtime.lease(1, np.array([spoilt, 3])),
+            ):
+                pass
+        with runtime.lease(1, np.array([1, 2] if spoilt != 1 else [2, 3])):
+            pass

@@ -135,8 +135,13 @@ class SafetensorsStore:
 
     @property
     def trunk_bytes(self) -> int:
-        """Bytes of all tensors but the experts', as stored."""
-        return sum(entry.nbytes for _, entry in self._tensors.values()) - self._layout.total_bytes
+        """Bytes of all tensors but the experts' in a model: quantized ones are bfloat16 there."""
+        stored = sum(entry.nbytes for _, entry in self._tensors.values())
+        quantized = sum(
+            2 * matrix.rows * matrix.columns - matrix.format.nbytes(matrix.rows, matrix.columns)
+            for matrix, _ in self.trunk_matrices.values()
+        )
+        return stored + quantized - self._layout.total_bytes
 
     def sources(self, layer: int) -> dict[tuple[str, int], str]:
         """Return a tensor that holds each matrix of a layer's experts, by (role, first byte).

@@ -330,9 +330,21 @@ def test_a_bias_that_does_not_fit_is_refused(bias: np.ndarray, message: str) -> 
         ({"blocks": np.zeros((3, 1, 34), np.uint8)}, "q4_0", "3 x 32 matrix in q4_0 is"),
         ({"blocks": np.zeros((3, 1, 34), np.int8)}, "q8_0", "got .*int8"),
         ({"blocks": np.zeros((3, 1, 34), np.uint8)}, "q9", "format 'q9' is not supported"),
+        ({"codes": np.zeros((3, 8), np.uint8)}, "fp8[1x8,f32]", "no compute form, which kernels"),
         ({"scales": np.zeros((3, 1), np.uint8)}, "q8_0", "array of rows for each part"),
     ],
-    ids=["float64", "vector", "strides", "dtype", "no name", "q4_0", "int8", "q9", "parts"],
+    ids=[
+        "float64",
+        "vector",
+        "strides",
+        "dtype",
+        "no name",
+        "q4_0",
+        "int8",
+        "q9",
+        "no form",
+        "parts",
+    ],
 )
 def test_what_is_no_matrix_is_refused(weights: object, name: str | None, message: str) -> None:
     """The message says what a matrix in the format is."""

@@ -81,13 +81,14 @@ INLINE uint8_t *LEVEL(form_scales)(
     if (num < MC_TILE)
         memset(out, 0, (size_t)(MC_TILE * bytes));
     if (file->scale == MC_E8M0) {
-        /* 2^(b - 127) in bf16; the least is denormal, and 255 is no number. */
-        uint16_t powers[MC_TILE] = {0};
-        for (int64_t r = 0; r < num; r++)
-            powers[r] = rows[r][at];
-        for (int r = 0; r < MC_TILE; r++)
-            powers[r] = powers[r] == 255 ? 0x7fc0 : powers[r] ? (uint16_t)(powers[r] << 7) : 0x40;
-        memcpy(out, powers, (size_t)(2 * num));
+        for (int64_t r = 0; r < num; r++) {
+            /* 2^(b - 127) in bf16; the least is denormal, and 255 is no number. */
+            uint8_t b = rows[r][at];
+            uint16_t power = (uint16_t)(b << 7);
+            if (__builtin_expect((uint8_t)(b + 1) < 2, 0))
+                power = b ? 0x7fc0 : 0x40;
+            memcpy(out + 2 * r, &power, 2);
+        }
     } else if (file->scale == MC_F32) {
         for (int64_t r = 0; r < num; r++)
             memcpy(out + 4 * r, rows[r] + at, 4);

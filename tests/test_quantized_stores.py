@@ -19,24 +19,7 @@ from moecache.errors import ConfigError, FormatError
 from moecache.kernels import values_in
 from moecache.stores import SafetensorsStore, open_store
 from tests.helpers import quantized
-from tests.helpers.quantized import Tensors, save_tensors, write_experts
-
-SCHEMES = {
-    "fp8": quantized.fp8(),
-    "fp8_bf16": quantized.fp8((128, 128), "bf16"),
-    "mxfp8": quantized.fp8((1, 32), "e8m0"),
-    "channels": quantized.channels(),
-    "int4": quantized.int4(),
-    "int3": quantized.int4(3, 64),
-    "int8": quantized.int4(8),
-    "mxfp4": quantized.mxfp4(),
-    "nvfp4": quantized.nvfp4(),
-    "modelopt": quantized.nvfp4(divides=False),
-    "awq": quantized.grouped("awq"),
-    "gptq": quantized.grouped("gptq"),
-    "gptq_v2": quantized.grouped("gptq_v2"),
-    "gptq_ordered": quantized.grouped("gptq", is_ordered=True),
-}
+from tests.helpers.quantized import SCHEMES, Tensors, save_tensors, write_experts
 
 
 @pytest.fixture(name="scheme", params=SCHEMES)

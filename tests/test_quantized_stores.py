@@ -252,3 +252,19 @@ def test_scales_that_are_no_numbers_fill_no_slot(
                 pass
         with runtime.lease(1, np.array([1, 2] if spoilt != 1 else [2, 3])):
             pass
+
+
+def test_inspect_says_how_a_checkpoint_is_quantized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts, trunk, and what multiplies."""
+    for scheme, wanted in (
+        ("fp8", ("quantized with fp8", "2 in fp8[16x32,f32]", 'with compute="fast"')),
+        ("int4", ("quantized with compressed-tensors", "no experts': none", "int4[1x32,bf16]")),
+        ("gptq_ordered", ("quantized with gptq", "no compute form, so that torch multiplies")),
+    ):
+        write_experts(SCHEMES[scheme], tmp_path / scheme)
+        assert cli.main(["inspect", str(tmp_path / scheme)]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        for part in wanted:
+            assert part in shown

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60)
     arguments = begin(parser, argv, rounds=3)
     figures: list[dict[str, Any]] = []
-    paths = {name: arguments.checkpoint for name in (TORCH, FAST)}
+    paths = dict.fromkeys((TORCH, FAST), arguments.checkpoint)
     paths |= {f"{FAST} {path.name}": path for path in arguments.formats}
     if arguments.gguf is not None:
         paths[LLAMA] = arguments.gguf

@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--windows", type=int, default=NUM_WINDOWS)
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
     arguments = begin(parser, argv, rounds=1)
     import torch
 
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     windows = train.sample_windows(held_out, arguments.windows, LENGTH, rng)
     figures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("bf16", *FORMATS):
+        for name in ("bf16", *arguments.formats):
             path = EXAMPLE
             if name != "bf16":
                 path = Path(folder) / str(len(figures))

@@ -124,7 +124,7 @@ class _Work:
         self._files = (plan_experts(source, target), plan_trunk(source, target))
         self._beside = source.others(packed_config(source.config, target) if target else None)
         # Of each layer; empty if nothing is quantized.
-        self.deviations: list[Deviation | None] = []
+        self.deviations: tuple[Deviation | None, ...] = ()
         self._others = self._beside.files
         self._total_bytes = sum(file.nbytes for file in self._files) + sum(
             other.nbytes for other in self._others
@@ -179,7 +179,7 @@ class _Work:
         if self._target not in ("", PLAIN):
             # The first unit is the header.
             num_layers = self._source.layout.num_layers
-            self.deviations = [unit.deviation for unit in finished[1 : 1 + num_layers]]
+            self.deviations = tuple(unit.deviation for unit in finished[1 : 1 + num_layers])
         others = {
             other.name: copy_file(other, place.files / other.name, copied) for other in self._others
         }

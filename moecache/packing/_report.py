@@ -1,7 +1,7 @@
 """What a pack would write, and what it did."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Self
@@ -128,7 +128,7 @@ class PackReport:
         Bytes that an earlier run had written.
     seconds : float
         How long this run took.
-    deviations : sequence of Deviation or None
+    deviations : tuple of Deviation or None
         Of each layer's experts, if they were quantized; None of a layer that an earlier run packed
         without noting it.
     """
@@ -137,7 +137,7 @@ class PackReport:
     plan: PackPlan
     resumed_bytes: int
     seconds: float
-    deviations: Sequence[Deviation | None] = ()
+    deviations: tuple[Deviation | None, ...] = ()
 
     @property
     def gib_per_s(self) -> float:

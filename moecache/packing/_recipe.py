@@ -13,7 +13,7 @@ from moecache.packing._report import Deviation
 Place = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Recipe(ABC):
     """A tensor that is made of a matrix [rows, columns].
 
@@ -60,7 +60,7 @@ class Recipe(ABC):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Quantize(Recipe):
     """Tiles of a format.
 
@@ -101,7 +101,7 @@ class Quantize(Recipe):
         return tiles, Deviation.of_all(deviations)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Dequantize(Recipe):
     """The values of a matrix as bfloat16.
 

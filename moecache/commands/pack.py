@@ -23,13 +23,15 @@ def add_parser(commands: Any) -> None:
         help="write a checkpoint anew, every expert one aligned read",
         description="Write a safetensors checkpoint anew: experts.safetensors with each expert in "
         "one piece at a multiple of 4 KiB, trunk.safetensors with the rest, and the other files "
-        "as they are. No bit of any tensor changes, but with --format. An expert that is not in "
-        "memory is then one direct read. Needs as much disk as the model has. Interrupted, it "
+        "as they are. No bit of any tensor changes unless --format says so. An expert that is not "
+        "in memory is then one direct read. Needs as much disk as the model has. Interrupted, it "
         "goes on where it was when called again; until it is complete, all is in OUT.partial. "
         "Links to files are followed, and named if they lead out of MODEL; links to directories "
         "stay behind.",
         epilog="examples: moecache pack ./Qwen3-30B-A3B ./Qwen3-30B-A3B-packed | "
-        "moecache pack --verify ./Qwen3-30B-A3B-packed",
+        "moecache pack --verify ./Qwen3-30B-A3B-packed | "
+        "moecache pack --format int4 ./Qwen3-30B-A3B ./Qwen3-30B-A3B-int4 | "
+        "moecache pack --format bf16 ./gpt-oss-20b ./gpt-oss-20b-bf16",
     )
     parser.add_argument(
         "model",
@@ -40,10 +42,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("out", metavar="OUT", nargs="?", help="directory to make, or to verify")
     parser.add_argument(
         "--format",
-        choices=("q8_0", "q4_0"),
-        help="quantize the experts' matrices, to 8 or 4 bits a weight and a scale for every 32: "
-        "a half or a quarter of bfloat16's bytes to keep and to read, at the price of rounding; "
-        "computed as they lie, by moecache alone",
+        metavar="FORMAT",
+        help="quantize the experts' matrices: q8_0 or fp8, about half of bfloat16's bytes to keep "
+        "and to read, or q4_0, int4 or mxfp4, little more than a quarter, at the price of the "
+        "rounding that the report says of each layer; computed as they lie, by moecache alone. "
+        "fp8 has a scale for 128 x 128 weights and wants columns in multiples of that, the others "
+        "one for 32. A full name chooses another block, such as 'fp8[64x64,f32]'. bf16 "
+        "dequantizes: experts and trunk of a checkpoint in FP8, MXFP4, NVFP4, int4, AWQ or GPTQ "
+        "become the tensors of the model that it was made of, for any program to read",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
@@ -85,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         console.print("what is finished stays; the same command goes on with it")
         raise
-    console.print(printable(report.describe()))
-    _print_links(console, report.plan)
+    for line in (report.describe(), *report.describe_deviations(), *report.plan.describe_links()):
+        console.print(printable(line))
     if arguments.verify:
         _verify(console, out)
     console.print(f"use it: moecache.open({str(report.path)!r})")
@@ -116,16 +122,12 @@ def _print_plan(console: Console, plan: Any) -> int:
         f"others   {format_bytes(plan.other_bytes)}\n"
         f"needed   {format_bytes(plan.disk_bytes)}, free are {format_bytes(plan.free_bytes)}"
     )
-    _print_links(console, plan)
+    for line in plan.describe_links():
+        console.print(printable(line))
     if plan.disk_bytes <= plan.free_bytes:
         return 0
     console.print("there is too little room; free some, or write to another disk")
     return 1
-
-
-def _print_links(console: Console, plan: Any) -> None:
-    for line in plan.describe_links():
-        console.print(printable(line))
 
 
 @contextlib.contextmanager

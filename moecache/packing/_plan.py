@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moecache.errors import FormatError
-from moecache.packing._recipe import Recipe, recipe_for
+from moecache.layout import Role
+from moecache.packing._recipe import Dequantize, Quantize, Recipe
 from moecache.packing._source import PADDING_PREFIX, Source
+from moecache.packing._target import MATRICES, PLAIN
 from moecache.stores._header import FORMAT_KEY, MAX_HEADER_BYTES
-from moecache.stores._index import split_name
+from moecache.stores._index import TensorPart, split_name
 
 EXPERTS_NAME = "experts.safetensors"
 TRUNK_NAME = "trunk.safetensors"
@@ -30,7 +32,8 @@ ZEROS = -1
 class Extent(NamedTuple):
     """Bytes `[offset, offset + nbytes)` of a packed file, from a file of the source.
 
-    File `ZEROS` stands for padding. With a recipe, the bytes are made of those there.
+    File `ZEROS` stands for padding. With a recipe, they are those that it makes from
+    `source_offset` on.
     """
 
     offset: int
@@ -38,6 +41,10 @@ class Extent(NamedTuple):
     file: int
     source_offset: int
     recipe: Recipe | None = None
+
+
+def _made(recipe: Recipe) -> Extent:
+    return Extent(0, recipe.nbytes, ZEROS, 0, recipe)
 
 
 @dataclass(frozen=True)
@@ -69,54 +76,116 @@ class FilePlan:
     tensor_names: Sequence[str]
 
 
-def plan_experts(source: Source, format: str = "") -> FilePlan:  # noqa: A002 - what it is
+def plan_experts(source: Source, target: str = "") -> FilePlan:
     """Return the file of experts: layer by layer, by number, each role at a 4 KiB boundary.
 
     Parameters
     ----------
     source : Source
-    format : str, default ""
-        What matrices are quantized to; by default they stay as they are.
+    target : str, default ""
+        Full name of the format that matrices become; by default they stay as they are.
     """
-    layout, draft = source.layout, _Draft(EXPERTS_NAME, format or source.format)
+    layout = source.layout
+    draft = _Draft(EXPERTS_NAME, "" if target == PLAIN else target or source.format)
     for layer, layer_name in enumerate(layout.layer_names):
         draft.start_unit(f"layer {layer} ({layer_name})")
-        roles = {role.name: role for role in layout.layers[layer]}
         for expert in range(layout.num_experts):
-            for piece in source.pieces(layer):
-                name = piece.sources[0 if piece.stacked else expert]
-                _, entry = source.tensors[name]
-                shape = entry.shape
-                if piece.stacked:
-                    name, shape = split_name(name, expert), entry.shape[1:]
-                if piece.start == 0:
-                    draft.align(ALIGNMENT)
-                place = int(piece.files[expert]), int(piece.offsets[expert])
-                recipe = recipe_for(piece, roles[piece.role], format) if format else None
-                if recipe is None:
-                    draft.add(name, entry.dtype_name, shape, piece.nbytes, *place)
-                else:
-                    draft.add(name, "U8", recipe.shape, recipe.nbytes, *place, recipe)
+            if target == PLAIN:
+                _add_plain(draft, source, layer, expert)
+            else:
+                _add_expert(draft, source, layer, expert, target)
         # A direct read of the last role needs whole blocks too.
         draft.align(ALIGNMENT)
     return draft.finish()
 
 
-def plan_trunk(source: Source) -> FilePlan:
+def _add_expert(draft: "_Draft", source: Source, layer: int, expert: int, target: str) -> None:
+    """Append the tensors of an expert, quantized if there is a target."""
+    roles = {role.name: role for role in source.layout.layers[layer]}
+    for piece in source.pieces(layer):
+        name = original = piece.sources[0 if piece.stacked else expert]
+        _, entry = source.tensors[name]
+        shape = entry.shape
+        if piece.stacked:
+            name, shape = split_name(name, expert), entry.shape[1:]
+            original = f"{original} [{expert}]"
+        if piece.start == 0:
+            draft.align(ALIGNMENT)
+        role, place = roles[piece.role], (int(piece.files[expert]), int(piece.offsets[expert]))
+        if not target or role.name not in MATRICES:
+            draft.add(name, entry.dtype_name, shape, Extent(0, piece.nbytes, *place))
+            continue
+        matrices = 2 if role.name == "gate_up" and piece.nbytes == role.nbytes else 1
+        (rows, columns), places = shape, ((*place, piece.nbytes),)
+        recipe = Quantize(original, places, target, rows, columns, role.dtype, matrices)
+        draft.add(name, "U8", recipe.shape, _made(recipe))
+
+
+def _add_plain(draft: "_Draft", source: Source, layer: int, expert: int) -> None:
+    """Append an expert's tensors as they are where nothing is quantized; stacks with the first."""
+    roles = {role.name: role for role in source.layout.layers[layer]}
+    for parts in source.matrices(layer):
+        piece, role = parts[0], roles[parts[0].role]
+        if piece.stacked and expert:
+            continue
+        if piece.start == 0:
+            draft.align(ALIGNMENT)
+        name = piece.sources[0 if piece.stacked else expert]
+        file, entry = source.tensors[name]
+        if not role.format:
+            extent = Extent(0, entry.nbytes, file, entry.offset)
+            draft.add(name, entry.dtype_name, entry.shape, extent)
+            continue
+        weight = piece.weight if piece.stacked else source.weight_of(piece, expert)
+        experts = range(source.layout.num_experts) if piece.stacked else (expert,)
+        made = [_plain(source, f"{weight} of expert {e}", parts, role, e) for e in experts]
+        stack = (len(made),) if piece.stacked else ()
+        draft.add(weight, "BF16", (*stack, *made[0].shape), *map(_made, made))
+
+
+def _plain(
+    source: Source, what: str, parts: Sequence[TensorPart], role: Role, expert: int
+) -> Dequantize:
+    places = tuple(
+        (int(part.files[expert]), int(part.offsets[expert]), part.nbytes) for part in parts
+    )
+    return Dequantize(what, places, role.format, *role.matrix_shape, source.is_transposed)
+
+
+def plan_trunk(source: Source, target: str = "") -> FilePlan:
     """Return the file of every other tensor, in the order of the source's files."""
-    of_experts = {
+    done = {
         name
         for layer in range(source.layout.num_layers)
         for piece in source.pieces(layer)
         for name in piece.sources
     }
+    matrices = {}
+    if target == PLAIN:
+        done |= source.beside()
+        matrices = {
+            name: (weight, matrix, names)
+            for weight, (matrix, names) in source.trunk_matrices.items()
+            for name in names
+        }
     draft = _Draft(TRUNK_NAME)
     in_order = sorted(source.tensors.items(), key=lambda item: (item[1][0], item[1][1].offset))
     for name, (file, entry) in in_order:
         # The padding of a checkpoint that was packed before is not packed once more.
-        if name not in of_experts and not name.startswith(PADDING_PREFIX):
-            draft.align(_TRUNK_ALIGNMENT)
-            draft.add(name, entry.dtype_name, entry.shape, entry.nbytes, file, entry.offset)
+        if name in done or name.startswith(PADDING_PREFIX):
+            continue
+        draft.align(_TRUNK_ALIGNMENT)
+        if name not in matrices:
+            extent = Extent(0, entry.nbytes, file, entry.offset)
+            draft.add(name, entry.dtype_name, entry.shape, extent)
+            continue
+        weight, matrix, names = matrices[name]
+        done.update(names)
+        found = [source.tensors[part] for part in names]
+        places = tuple((number, part.offset, part.nbytes) for number, part in found)
+        shape = matrix.rows, matrix.columns
+        recipe = Dequantize(weight, places, matrix.format.name, *shape, is_transposed=False)
+        draft.add(weight, "BF16", recipe.shape, _made(recipe))
     draft.start_units_every(_TRUNK_UNIT_BYTES)
     return draft.finish()
 
@@ -136,19 +205,10 @@ class _Draft:
         said = {"format": "pt"} | ({FORMAT_KEY: format} if format else {})
         self._entries = ['"__metadata__":' + json.dumps(said, separators=(",", ":"))]
 
-    def add(
-        self,
-        name: str,
-        dtype_name: str,
-        shape: Sequence[int],
-        nbytes: int,
-        file: int,
-        source_offset: int,
-        recipe: Recipe | None = None,
-    ) -> None:
-        """Append a tensor."""
+    def add(self, name: str, dtype_name: str, shape: Sequence[int], *extents: Extent) -> None:
+        """Append a tensor, whose bytes are those of the extents, one after the other."""
         self._names.append(name)
-        self._append(name, dtype_name, shape, Extent(0, nbytes, file, source_offset, recipe))
+        self._append(name, dtype_name, shape, extents)
 
     def align(self, boundary: int) -> None:
         """Fill up to a multiple of `boundary`: readers of safetensors refuse holes."""
@@ -157,7 +217,7 @@ class _Draft:
             name = f"{PADDING_PREFIX}{self._num_paddings}"
             self._num_paddings += 1
             self._padding_bytes += gap
-            self._append(name, "U8", [gap], Extent(0, gap, ZEROS, 0))
+            self._append(name, "U8", [gap], [Extent(0, gap, ZEROS, 0)])
 
     def start_unit(self, name: str) -> None:
         """Let what follows be a unit of its own."""
@@ -199,16 +259,19 @@ class _Draft:
             tensor_names=self._names,
         )
 
-    def _append(self, name: str, dtype_name: str, shape: Sequence[int], extent: Extent) -> None:
+    def _append(
+        self, name: str, dtype_name: str, shape: Sequence[int], extents: Sequence[Extent]
+    ) -> None:
         sizes = ",".join(map(str, shape))
-        end = self._end + extent.nbytes
+        end = self._end + sum(extent.nbytes for extent in extents)
         self._entries.append(
             f'{json.dumps(name)}:{{"dtype":"{dtype_name}","shape":[{sizes}],'
             f'"data_offsets":[{self._end},{end}]}}'
         )
-        if extent.nbytes:
-            self._extents.append(extent._replace(offset=self._end))
-        self._end = end
+        for extent in extents:
+            if extent.nbytes:
+                self._extents.append(extent._replace(offset=self._end))
+            self._end += extent.nbytes
 
 
 def _cut(extent: Extent, end: int) -> tuple[Extent, Extent | None]:
@@ -216,5 +279,7 @@ def _cut(extent: Extent, end: int) -> tuple[Extent, Extent | None]:
     nbytes = end - extent.offset
     if nbytes >= extent.nbytes:
         return extent, None
-    rest = Extent(end, extent.nbytes - nbytes, extent.file, extent.source_offset + nbytes)
+    rest = extent._replace(
+        offset=end, nbytes=extent.nbytes - nbytes, source_offset=extent.source_offset + nbytes
+    )
     return extent._replace(nbytes=nbytes), rest

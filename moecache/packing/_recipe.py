@@ -1,115 +1,132 @@
-"""Recipe: how a matrix of floating-point numbers becomes tiles of a format."""
+"""Recipe: how the bytes of a packed tensor are made of some of the checkpoint's."""
 
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 
-from moecache.errors import ConfigError
-from moecache.formats import TILE_ROWS, find_format
-from moecache.kernels import has_form, tile
-from moecache.layout import ExpertLayout, Role
-from moecache.stores._index import TensorPart
+from moecache.formats import BF16, TILE_ROWS, find_format
+from moecache.kernels.forms import tile_parts
+from moecache.packing._report import Deviation
 
-_MATRICES = ("gate_up", "up", "down")
+# File, offset and length of bytes of the checkpoint.
+Place = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A matrix [rows, columns] of a dtype, to be quantized and tiled.
+@dataclass(frozen=True, slots=True)
+class Recipe(ABC):
+    """A tensor that is made of a matrix [rows, columns].
 
     Parameters
     ----------
+    source : str
+        What errors call the matrix.
+    places : tuple of (int, int, int)
+        File, offset and length of each of its parts.
     format : str
-    dtype : numpy.dtype
-        Of the checkpoint's numbers.
+        The quantized matrix's format.
     rows, columns : int
     """
 
+    source: str
+    places: tuple[Place, ...]
     format: str
-    dtype: np.dtype
     rows: int
     columns: int
 
     @property
-    def source_bytes(self) -> int:
-        """Bytes of the checkpoint's matrix."""
-        return self.rows * self.columns * self.dtype.itemsize
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+
+    @abstractmethod
+    def make(self, raw: np.ndarray) -> tuple[np.ndarray, Deviation | None]:
+        """Return the tensor, uint8 [nbytes], and how far its values are from the original ones.
+
+        Parameters
+        ----------
+        raw : ndarray of uint8
+            The parts' bytes, one part after the other.
+
+        Raises
+        ------
+        ConfigError, FormatError
+            If the format cannot have the values, or the parts are damaged.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize(Recipe):
+    """Tiles of a format.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        Of the checkpoint's numbers.
+    matrices : int
+        Matrices of as many rows, one above the other, that are quantized each for itself.
+    """
+
+    dtype: np.dtype
+    matrices: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of the tiles: [tiles, blocks, bytes of a block of 16 rows]."""
-        known = find_format(self.format)
-        blocks = self.columns // known.block[1]
-        nbytes = known.nbytes(*known.block) * TILE_ROWS
-        return self.rows // TILE_ROWS, blocks, nbytes
+        """Shape of the tiles: [tiles, groups, bytes of a group of 16 rows]."""
+        form = find_format(self.format).form
+        assert form is not None
+        groups = form.num_groups(self.columns)
+        return self.rows // TILE_ROWS, groups, form.tile_bytes(self.columns) // groups
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tiles."""
-        return find_format(self.format).nbytes(self.rows, self.columns)
+        tiles, groups, nbytes = self.shape
+        return tiles * groups * nbytes
 
-    def make(self, raw: bytearray) -> np.ndarray:
-        """Return the tiles, uint8 [nbytes].
-
-        Raises
-        ------
-        ConfigError
-            If the format cannot have the values.
-        """
-        values = np.frombuffer(raw, self.dtype).reshape(self.rows, self.columns)
-        blocks = find_format(self.format).quantize(values)["blocks"]
-        tiles = np.empty(self.nbytes, np.uint8)
-        tile(blocks, self.format, self.rows, self.columns, tiles)
-        return tiles
+    def make(self, raw: np.ndarray) -> tuple[np.ndarray, Deviation]:
+        """Return the tiles; see `Recipe.make`."""
+        known, tiles = find_format(self.format), np.empty(self.nbytes, np.uint8)
+        rows, deviations = self.rows // self.matrices, []
+        stacked = raw.view(self.dtype).reshape(self.matrices, rows, self.columns)
+        for values, out in zip(stacked, tiles.reshape(self.matrices, -1), strict=True):
+            parts = known.quantize(values)
+            tile_parts(parts, known, rows, self.columns, out)
+            deviations.append(Deviation.between(known.dequantize(parts), values))
+        return tiles, Deviation.of_all(deviations)
 
 
-def recipe_for(part: TensorPart, role: Role, name: str) -> Recipe | None:
-    """Return how a part of a role is quantized, or None if it stays as it is: a bias."""
-    if role.name not in _MATRICES:
-        return None
-    rows, columns = part.shape
-    return Recipe(name, role.dtype, rows, columns)
+@dataclass(frozen=True, slots=True)
+class Dequantize(Recipe):
+    """The values of a matrix as bfloat16.
 
-
-def quantized_layout(layout: ExpertLayout, name: str) -> ExpertLayout:
-    """Return what the experts look like in a format.
-
-    Raises
-    ------
-    ConfigError
-        If they cannot be quantized: the message says which matrix cannot, and why.
+    Parameters
+    ----------
+    is_transposed : bool
+        Whether the model has them as [columns, rows].
     """
-    if not has_form(name):
-        raise ConfigError(f"format {name!r} cannot be packed; q8_0 and q4_0 can")
-    layers = []
-    for roles in layout.layers:
-        known = {role.name: role for role in roles}
-        for role in roles:
-            if role.format:
-                raise ConfigError(f"the experts are in {role.format} already; pack the original")
-        wide = known.get("gate_up") or known.get("up")
-        down = known.get("down")
-        if wide is None or down is None or len(wide.shape) != 2 or len(down.shape) != 2:
-            raise ConfigError(f"experts of {', '.join(known)} have no gate_up (or up) and down")
-        width = wide.shape[0] // (2 if wide.name == "gate_up" else 1)
-        if down.shape != (wide.shape[1], width):
-            raise ConfigError(
-                f"{wide.name} {list(wide.shape)} and down {list(down.shape)} are not "
-                "[rows, columns] of one feed-forward; what is stored transposed cannot be packed "
-                "in a format"
-            )
-        if width % TILE_ROWS or wide.shape[1] % TILE_ROWS:
-            raise ConfigError(
-                f"a width of {width} and a hidden size of {wide.shape[1]} are no multiples of "
-                f"{TILE_ROWS}, which tiles have"
-            )
-        layers.append(tuple(_quantized(role, name) for role in roles))
-    return replace(layout, layers=layers)
 
+    is_transposed: bool
 
-def _quantized(role: Role, name: str) -> Role:
-    if role.name not in _MATRICES:
-        return role
-    if "float" not in role.dtype.name or role.dtype.itemsize < 2:
-        raise ConfigError(f"{role.name} is {role.dtype}; float16, bfloat16 and wider are quantized")
-    return Role(role.name, role.shape, format=name, is_tiled=True)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the matrix in the model."""
+        shape = self.rows, self.columns
+        return shape[::-1] if self.is_transposed else shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return BF16.nbytes(self.rows, self.columns)
+
+    def make(self, raw: np.ndarray) -> tuple[np.ndarray, None]:
+        """Return the values; see `Recipe.make`."""
+        known = find_format(self.format)
+        values = known.dequantize(known.split(raw, self.rows, self.columns), BF16.dtype)
+        ordered = np.ascontiguousarray(values.T if self.is_transposed else values)
+        return ordered.reshape(-1).view(np.uint8), None

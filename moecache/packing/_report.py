@@ -1,10 +1,59 @@
 """What a pack would write, and what it did."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Self
+
+import numpy as np
 
 from moecache.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far quantized values are from the original ones.
+
+    Parameters
+    ----------
+    error_sum, value_sum : float
+        Sums of |quantized - original| and of |original|.
+    error_max, value_max : float
+        The largest of each.
+    """
+
+    error_sum: float = 0.0
+    value_sum: float = 0.0
+    error_max: float = 0.0
+    value_max: float = 0.0
+
+    @classmethod
+    def between(cls, quantized: np.ndarray, original: np.ndarray) -> Self:
+        """Return the deviation of some values."""
+        values = original.astype(np.float32)
+        error = np.abs(quantized - values)
+        np.abs(values, out=values)
+        return cls(
+            *(float(array.sum(dtype=np.float64)) for array in (error, values)),
+            *(float(array.max(initial=0)) for array in (error, values)),
+        )
+
+    @classmethod
+    def of_all(cls, parts: "Iterable[Deviation]") -> Self:
+        """Return the deviation of all values of which some are known each."""
+        columns = list(zip(*map(astuple, parts), strict=True)) or [(0.0,)] * 4
+        return cls(sum(columns[0]), sum(columns[1]), max(columns[2]), max(columns[3]))
+
+    @property
+    def mean(self) -> float:
+        """Mean |error| as a share of the mean |value|."""
+        return self.error_sum / self.value_sum if self.value_sum else 0.0
+
+    @property
+    def largest(self) -> float:
+        """Largest |error| as a share of the largest |value|."""
+        return self.error_max / self.value_max if self.value_max else 0.0
 
 
 @dataclass(frozen=True)
@@ -79,12 +128,16 @@ class PackReport:
         Bytes that an earlier run had written.
     seconds : float
         How long this run took.
+    deviations : tuple of Deviation or None
+        Of each layer's experts, if they were quantized; None of a layer that an earlier run packed
+        without noting it.
     """
 
     path: Path
     plan: PackPlan
     resumed_bytes: int
     seconds: float
+    deviations: tuple[Deviation | None, ...] = ()
 
     @property
     def gib_per_s(self) -> float:
@@ -105,3 +158,17 @@ class PackReport:
             f"trunk, {plan.padding_share:.2%} padding; {format_bytes(plan.total_bytes)} in all"
             f"{resumed}, in {self.seconds:.1f} s ({self.gib_per_s:.2f} GiB/s)"
         )
+
+    def describe_deviations(self) -> list[str]:
+        """Return a line for each layer that was quantized, under a line that says what it means."""
+        if not self.deviations:
+            return []
+        lines = [
+            "errors of quantized experts: mean |error| / mean |value|, and the largest of each",
+        ]
+        for layer, deviation in enumerate(self.deviations):
+            said = "not known, packed by an earlier run"
+            if deviation is not None:
+                said = f"mean {deviation.mean:.3%}, largest {deviation.largest:.3%}"
+            lines.append(f"layer {layer}: {said}")
+        return lines

@@ -4,18 +4,20 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from moecache.errors import ConfigError, FormatError, StoreError
 from moecache.stores import SafetensorsStore
 from moecache.stores._header import TensorEntry
-from moecache.stores._index import TensorPart
+from moecache.stores._index import TensorPart, is_expert
 from moecache.stores._paths import find_path
+from moecache.stores._quantized import BESIDE
 
 # Weights in this or another form: beside the packed ones they would only take room.
 _WEIGHTS = frozenset(
@@ -26,6 +28,10 @@ MANIFEST_NAME = "moecache-pack.json"
 # Starts the names of the tensors that only fill up to the next boundary.
 PADDING_PREFIX = "__moecache_padding__."
 _HASH_CHUNK_BYTES = 2**20
+_CONFIG_NAME = "config.json"
+# What other programs read beside config.json, or instead of it.
+_QUANTIZATION_NAMES = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}
+_EXPERT = re.compile(r".+\.experts\.\d+\.", re.ASCII)
 
 
 # A name in the checkpoint, and the target of this link.
@@ -34,11 +40,12 @@ Link = tuple[str, str]
 
 @dataclass(frozen=True)
 class OtherFile:
-    """A file that is copied along as it is: where from, under which name, how large."""
+    """A file that goes along: where from, under which name, how large; its text, if that is new."""
 
     path: Path
     name: str
     nbytes: int
+    text: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -83,9 +90,47 @@ class Source(SafetensorsStore):
         """Every tensor by its name: the number of its file, and its entry there."""
         return self._tensors
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a publisher quantized any of it."""
+        return bool(self.trunk_matrices) or any(
+            role.format and not role.is_tiled for roles in self.layout.layers for role in roles
+        )
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the model has quantized matrices [in, out]: gpt-oss, published in MXFP4."""
+        return self.quantization == "mxfp4"
+
     def pieces(self, layer: int) -> Sequence[TensorPart]:
         """Return the pieces of a layer's experts, in the order of the layout's roles."""
         return self._pieces[layer]
+
+    def matrices(self, layer: int) -> list[list[TensorPart]]:
+        """Return the same pieces, the parts of a matrix together."""
+        found: list[list[TensorPart]] = []
+        for piece in self._pieces[layer]:
+            if piece.weight:
+                found.append([])
+            found[-1].append(piece)
+        return found
+
+    def weight_of(self, piece: TensorPart, expert: int) -> str:
+        """Return the name that an expert's matrix has where it is not quantized."""
+        first, own = (_EXPERT.match(piece.sources[number]) for number in (0, expert))
+        assert first is not None
+        assert own is not None
+        return own[0] + piece.weight[first.end() :]
+
+    def beside(self) -> set[str]:
+        """Return the tensors that only say more about quantized matrices, such as their shapes."""
+        names = set()
+        for weight, (matrix, _) in self.trunk_matrices.items():
+            module = weight.removesuffix("weight")
+            for suffix in (*BESIDE, *matrix.beside):
+                names |= {f"{weight}{suffix}", f"{module}{suffix.lstrip('_')}"}
+        parts = {name for pieces in self._pieces for piece in pieces for name in piece.sources}
+        return names | {name for name in self._tensors.keys() - parts if is_expert(name)}
 
     def read(self, file: int, offset: int, buffer: memoryview, what: str) -> None:
         """Fill the buffer from a file of the checkpoint; StoreError names file and offset."""
@@ -111,19 +156,36 @@ class Source(SafetensorsStore):
         ]
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
-    def others(self) -> Others:
-        """Return what is copied along: configuration, tokenizer, text; no weights.
+    def others(self, config: bytes | None = None) -> Others:
+        """Return what goes along: configuration, tokenizer, text; no weights.
 
         If the checkpoint is one file, this is the config.json beside it. Hidden files,
         links to directories and links to nothing stay behind.
+
+        Parameters
+        ----------
+        config : bytes, optional
+            What stands in config.json instead, if there is one; other files that say how weights
+            are quantized then stay behind.
 
         Raises
         ------
         StoreError
             If a device, pipe or socket would be copied, or a directory cannot be read.
         """
+        found = self._others()
+        if config is None:
+            return found
+        files = [
+            replace(file, text=config, nbytes=len(config)) if file.name == _CONFIG_NAME else file
+            for file in found.files
+            if file.name not in _QUANTIZATION_NAMES
+        ]
+        return replace(found, files=files)
+
+    def _others(self) -> Others:
         if not self.path.is_dir():
-            config = self.path.parent / "config.json"
+            config = self.path.parent / _CONFIG_NAME
             size = _file_bytes(config)
             return Others([] if size is None else [OtherFile(config, config.name, size)])
         files: list[OtherFile] = []

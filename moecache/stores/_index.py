@@ -15,6 +15,7 @@ import numpy as np
 
 from moecache.errors import ConfigError, FormatError
 from moecache.formats import TILE_ROWS, find_format
+from moecache.formats.form import BLOCK_COLUMNS
 from moecache.layout import ExpertLayout, Role
 from moecache.stores._header import MAX_LAYERS, TensorEntry, shown
 from moecache.stores._matrices import Matrix, Stored
@@ -148,6 +149,11 @@ def index_experts(
         raise ConfigError(f"top-{top_k} of layers that have {num_experts} experts is impossible")
     top_k = min(top_k, num_experts)
     return ExpertLayout(num_experts, top_k, roles, names), pieces
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a tensor of this name is an expert's, or belongs to one."""
+    return any(form.fullmatch(name) for form in (_PER_EXPERT, _STACKED, _GRANITE))
 
 
 def split_name(name: str, expert: int) -> str:
@@ -346,7 +352,7 @@ def _add_matrices(
 
 
 def in_format(roles: Sequence[Role], name: str) -> tuple[Role, ...]:
-    """Return roles whose stacks of tiles, uint8 [tiles, blocks, bytes], are those of a format.
+    """Return roles whose stacks of tiles, uint8 [tiles, groups, bytes], are those of a format.
 
     Raises
     ------
@@ -359,11 +365,14 @@ def in_format(roles: Sequence[Role], name: str) -> tuple[Role, ...]:
 def _in_format(role: Role, name: str) -> Role:
     if len(role.shape) != 3:
         raise FormatError(f"role {role.name!r}, uint8 {list(role.shape)}, is no stack of tiles")
-    tiles, blocks, _ = role.shape
+    tiles, groups, nbytes = role.shape
     try:
         known = find_format(name)
-        shape = tiles * TILE_ROWS, blocks * known.block[1]
-        found = Role(role.name, shape, format=name, is_tiled=True)
+        columns = groups * known.block[1]
+        if known.form is not None and not known.form.group:  # one group, as wide as its bytes say
+            scales = TILE_ROWS * known.form.scale_bytes
+            columns = (nbytes - scales) // known.form.block_bytes * BLOCK_COLUMNS
+        found = Role(role.name, (tiles * TILE_ROWS, columns), format=name, is_tiled=True)
     except ConfigError as error:
         raise FormatError(f"role {role.name!r}: {error}") from error
     if found.nbytes != role.nbytes:

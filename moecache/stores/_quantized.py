@@ -32,11 +32,13 @@ from moecache.stores._matrices import (
 )
 
 # Of activations, and what the shapes say already.
-_BESIDE = {"_shape", "_input_scale", "_activation_scale", "_input_global_scale"}
+BESIDE = {"_shape", "_input_scale", "_activation_scale", "_input_global_scale"}
 _TRUNK_SUFFIXES = {
     *("", "_packed", "_scale_inv", "_scale", "_qscale_weight", "_zero_point", "_global_scale"),
     *("_shape", "_scale_2", "_qweight", "_qzeros", "_scales", "_g_idx"),
 }
+# The method of what `moecache pack --format` wrote.
+_PACKED = "moecache"
 # What a matrix has that is not a weight alone.
 _CODES = {"", "_packed", "_qweight"}
 
@@ -148,7 +150,7 @@ class Quantization:
         self._said: Said = said or {}
         named = self._said.get("quant_method", "")
         self.method = named if isinstance(named, str) else ""
-        if said is not None and self.method not in _MATCHERS:
+        if said is not None and self.method not in (*_MATCHERS, _PACKED):
             shown_name = shown(named) if named else "a method without a name, as MLX does"
             raise ConfigError(
                 f"quantized with {shown_name}: not supported; supported are {', '.join(_MATCHERS)}"
@@ -170,8 +172,9 @@ class Quantization:
             If a part is missing or of another shape or dtype, or tensors are not what the
             configuration says.
         """
-        rest = {key: tensor for key, tensor in tensors.items() if key not in {"_bias", *_BESIDE}}
-        if not self.method or not rest:
+        rest = {key: tensor for key, tensor in tensors.items() if key not in {"_bias", *BESIDE}}
+        # What `moecache pack` quantized is in tiles, which the file names the format of.
+        if self.method in ("", _PACKED) or not rest:
             return None
         if set(rest) == {""} and rest[""].dtype.itemsize > 1:
             return None

@@ -1,0 +1,119 @@
+"""Packed checkpoints in transformers: dequantized ones by itself, those in a format by moecache."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moecache
+from moecache import packing
+from moecache.errors import MoeCacheError
+from tests.helpers import quantized
+from tests.helpers.offloading import generated, load_in_slots, load_whole
+from tests.helpers.packs import library_tensors
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+attach = pytest.importorskip("moecache.integrations.transformers").attach
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+# Per expert and in stacks, with a quantized trunk and without one.
+FAMILIES = {
+    "qwen3_moe-fp8": (quantized.QWEN3_MOE, quantized.fp8()),
+    "deepseek_v3-fp8": (quantized.DEEPSEEK_V3, quantized.fp8((8, 32), "bf16")),
+    "gpt_oss-mxfp4": (quantized.GPT_OSS, quantized.mxfp4()),
+    "deepseek_v3-int4": (quantized.DEEPSEEK_V3, quantized.int4()),
+    "qwen3_moe-nvfp4": (quantized.QWEN3_MOE, quantized.nvfp4()),
+    "glm4_moe-awq": (quantized.GLM4_MOE, quantized.grouped("awq")),
+    "qwen2_moe-gptq": (quantized.QWEN2_MOE, quantized.grouped("gptq", is_ordered=True)),
+}
+IDS = torch.arange(24).reshape(2, 12) * 7 % 120
+
+
+def logits(model: Any) -> Any:
+    """Return a model's logits."""
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_was_dequantized_is_the_model_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """In transformers and in slots, bit for bit; so are its files."""
+    family, scheme = FAMILIES[name]
+    published, plain = quantized.write_quantized(family, scheme, tmp_path)
+
+    packing.pack(published, tmp_path / "packed", format="bf16")
+
+    assert library_tensors(tmp_path / "packed") == library_tensors(plain)
+    wanted = logits(load_whole(family, plain, "bfloat16"))
+    assert torch.equal(logits(load_whole(family, tmp_path / "packed", "bfloat16")), wanted)
+    model = load_in_slots(tmp_path / "packed", None, slots=family.top_k)
+    with model.moecache:
+        assert torch.equal(logits(model), wanted)
+
+
+@pytest.fixture(name="model", scope="module")
+def _model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model in bfloat16."""
+    folder = tmp_path_factory.mktemp("model")
+    return quantized.write_quantized(quantized.QWEN3_MOE, quantized.fp8(), folder)[1]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8[32x32,f32]", "int4", "nvfp4"])
+def test_what_was_packed_in_a_format_is_computed_as_it_lies(
+    name: str, model: Path, tmp_path: Path
+) -> None:
+    """Alike at every number of slots, and as good as torch's products of the same values."""
+    packing.pack(model, tmp_path / "packed", format=name)
+    found = []
+    for slots in (1, 1000):
+        loaded = load_in_slots(tmp_path / "packed", None, slots=slots)
+        with loaded.moecache as offload:
+            found.append(logits(loaded))
+            assert "computed by kernels" in offload.report()
+    assert torch.equal(*found)
+    loaded = load_in_slots(tmp_path / "packed", None, slots=2, compute="torch")
+    with loaded.moecache as offload:
+        by_torch = logits(loaded)
+        tokens = generated(loaded)
+        offload.detach()
+    assert torch.equal(logits(loaded), by_torch)
+    assert torch.equal(generated(loaded), tokens)
+    torch.testing.assert_close(found[0], by_torch, rtol=0.1, atol=0.1)
+
+
+def test_transformers_alone_does_not_load_tiles(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It names the method that it does not know, and the weights that do not fit."""
+    from transformers.quantizers import auto
+
+    packing.pack(model, tmp_path / "packed", format="int4")
+    monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, "moecache")
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "moecache")
+    with pytest.raises(RuntimeError, match="mismatched_sizes"):
+        load_whole(quantized.QWEN3_MOE, tmp_path / "packed")
+    told = caplog.text
+    assert "got moecache" in told
+    assert "MISMATCH" in told
+
+
+def test_with_moecache_it_loads_the_trunk_which_says_what_is_missing(
+    model: Path, tmp_path: Path
+) -> None:
+    """As with `MoeCacheConfig`, which the configuration stands for."""
+    packing.pack(model, tmp_path / "packed", format="int4")
+    trunk = load_whole(quantized.QWEN3_MOE, tmp_path / "packed")
+    with pytest.raises(MoeCacheError, match="needs a cache"):
+        logits(trunk)
+    with moecache.open(tmp_path / "packed") as runtime, attach(trunk, runtime):
+        found = logits(trunk)
+    loaded = load_in_slots(tmp_path / "packed", None, dtype=torch.float32)
+    with loaded.moecache:
+        assert torch.equal(logits(loaded), found)

@@ -169,6 +169,8 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     for part in (
         "[--format FORMAT] [--dry-run | --verify] MODEL OUT moecache pack --verify OUT",
         "examples: moecache pack ./Qwen3-30B-A3B",
+        "moecache pack --format int4 ./Qwen3-30B-A3B",
+        "bf16 dequantizes",
         "OUT.partial",
     ):
         assert part in text

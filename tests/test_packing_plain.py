@@ -181,6 +181,21 @@ def test_damage_that_only_the_values_show_names_the_tensor(tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
+def test_values_that_are_no_numbers_stay_so(tmp_path: Path) -> None:
+    """A scale may be none, or make a value infinite; the rest is as good as ever."""
+    tensors, _ = write_experts(SCHEMES["int4"], tmp_path / "model")
+    scales = tensors[f"{LAST_EXPERT}.weight_scale"].copy()
+    scales[0] = 3e38
+    scales[1] = np.nan
+    save_tensors({**tensors, f"{LAST_EXPERT}.weight_scale": scales}, tmp_path / "model")
+    packing.pack(tmp_path / "model", tmp_path / "out", format="bf16")
+    with SafetensorsStore(tmp_path / "out") as store:
+        found = store.read_tensor(f"{LAST_EXPERT}.weight").astype(np.float32)
+    assert np.isinf(found[0]).any()
+    assert np.isnan(found[1]).all()
+    assert np.isfinite(found[2:]).all()
+
+
 def test_names_that_would_be_there_twice_are_refused(tmp_path: Path) -> None:
     """A weight beside its own codes."""
     tensors, _ = write_experts(SCHEMES["awq"], tmp_path / "model")

@@ -1,5 +1,6 @@
 """Packed checkpoints in transformers: dequantized ones by itself, those in a format by moecache."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import moecache
 from moecache import packing
 from moecache.errors import MoeCacheError
-from tests.helpers import quantized
+from tests.helpers import families, quantized
+from tests.helpers.families import Family, write_checkpoint
 from tests.helpers.offloading import generated, load_in_slots, load_whole
 from tests.helpers.packs import library_tensors
 
@@ -30,6 +32,14 @@ FAMILIES = {
     "glm4_moe-awq": (quantized.GLM4_MOE, quantized.grouped("awq")),
     "qwen2_moe-gptq": (quantized.QWEN2_MOE, quantized.grouped("gptq", is_ordered=True)),
 }
+GEMMA4 = dataclasses.replace(
+    families.FAMILIES["gemma4_text"],
+    settings={
+        **families.FAMILIES["gemma4_text"].settings,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+    },
+)
 IDS = torch.arange(24).reshape(2, 12) * 7 % 120
 
 
@@ -85,23 +95,25 @@ def test_what_was_packed_in_a_format_is_computed_as_it_lies(
     torch.testing.assert_close(found[0], by_torch, rtol=0.1, atol=0.1)
 
 
-def test_transformers_alone_does_not_load_tiles(
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("family", [quantized.QWEN3_MOE, GEMMA4], ids=["apart", "stacked"])
+def test_transformers_alone_refuses_tiles(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It names the method that it does not know, and the weights that do not fit."""
+    """By the name of what computes them: it would leave out a stack's experts, and draw others."""
+    from transformers.integrations.moe import ExpertsInterface
     from transformers.quantizers import auto
 
-    packing.pack(model, tmp_path / "packed", format="int4")
+    packing.pack(
+        write_checkpoint(family, tmp_path / "model", "bfloat16"), tmp_path / "packed", format="int4"
+    )
+    model = load_in_slots(tmp_path / "packed", None)
+    with model.moecache:
+        assert torch.isfinite(logits(model)).all()
     monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, "moecache")
     monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "moecache")
-    with pytest.raises(RuntimeError, match="mismatched_sizes"):
-        load_whole(quantized.QWEN3_MOE, tmp_path / "packed")
-    told = caplog.text
-    assert "got moecache" in told
-    assert "MISMATCH" in told
+    monkeypatch.delitem(ExpertsInterface._global_mapping, "moecache")
+    with pytest.raises(ValueError, match='experts_implementation="moecache"` is not supported'):
+        family.model_class.from_pretrained(tmp_path / "packed")
 
 
 def test_with_moecache_it_loads_the_trunk_which_says_what_is_missing(

@@ -86,7 +86,7 @@ class ScaledFormat(Format):
         columns = self._columns(parts)
         codes = self.codes(parts["codes"], columns)
         scales = self._spread(self.scales(parts), codes.shape)
-        with np.errstate(invalid="ignore"):  # zero times infinity
+        with np.errstate(over="ignore", invalid="ignore"):  # what is stored may be anything
             return (codes * scales).astype(dtype, copy=False)
 
     def quantize(self, values: np.ndarray) -> dict[str, np.ndarray]:

@@ -43,7 +43,7 @@ class Extent(NamedTuple):
     recipe: Recipe | None = None
 
 
-def _made(recipe: Recipe) -> Extent:
+def _extent_of(recipe: Recipe) -> Extent:
     return Extent(0, recipe.nbytes, ZEROS, 0, recipe)
 
 
@@ -118,7 +118,7 @@ def _add_expert(draft: "_Draft", source: Source, layer: int, expert: int, target
         matrices = 2 if role.name == "gate_up" and piece.nbytes == role.nbytes else 1
         (rows, columns), places = shape, ((*place, piece.nbytes),)
         recipe = Quantize(original, places, target, rows, columns, role.dtype, matrices)
-        draft.add(name, "U8", recipe.shape, _made(recipe))
+        draft.add(name, "U8", recipe.shape, _extent_of(recipe))
 
 
 def _add_plain(draft: "_Draft", source: Source, layer: int, expert: int) -> None:
@@ -140,7 +140,7 @@ def _add_plain(draft: "_Draft", source: Source, layer: int, expert: int) -> None
         experts = range(source.layout.num_experts) if piece.stacked else (expert,)
         made = [_plain(source, f"{weight} of expert {e}", parts, role, e) for e in experts]
         stack = (len(made),) if piece.stacked else ()
-        draft.add(weight, "BF16", (*stack, *made[0].shape), *map(_made, made))
+        draft.add(weight, "BF16", (*stack, *made[0].shape), *map(_extent_of, made))
 
 
 def _plain(
@@ -185,7 +185,7 @@ def plan_trunk(source: Source, target: str = "") -> FilePlan:
         places = tuple((number, part.offset, part.nbytes) for number, part in found)
         shape = matrix.rows, matrix.columns
         recipe = Dequantize(weight, places, matrix.format.name, *shape, is_transposed=False)
-        draft.add(weight, "BF16", recipe.shape, _made(recipe))
+        draft.add(weight, "BF16", recipe.shape, _extent_of(recipe))
     draft.start_units_every(_TRUNK_UNIT_BYTES)
     return draft.finish()
 

@@ -81,6 +81,8 @@ def packed_config(config: Mapping[str, Any], target: str) -> bytes:
     }
     if target != PLAIN:
         document["quantization_config"] = {"quant_method": _METHOD, "format": target}
+        # transformers skips a method that it does not know, but not an implementation.
+        document["experts_implementation"] = _METHOD
     try:
         return json.dumps(document, indent=2).encode() + b"\n"
     except RecursionError as error:

@@ -76,7 +76,8 @@ def test_a_packed_expert_is_one_read_and_the_same(scheme: quantized.Scheme, tmp_
     with open_store(tmp_path / "model") as store, open_store(tmp_path / "packed") as packed:
         assert packed.layout == store.layout
         for layer, expert in np.ndindex(2, 4):
-            assert len(packed.runs(layer, expert)) <= len(store.layout.layers[layer])
+            # Each role begins a block; what lies between is not read.
+            assert len(packed.runs(layer, expert)) == len(store.layout.layers[layer])
             one, two = (experts_of(s, layer, expert) for s in (store, packed))
             for role in one:
                 np.testing.assert_array_equal(one[role], two[role])
@@ -141,10 +142,10 @@ def instead(name: str, array: np.ndarray) -> Callable[[Tensors], object]:
         (
             "fp8",
             instead(f"{EXPERT}_scale_inv", np.ones((3, 2), np.float32)),
-            r"is float32 \[3, 2\]; beside \[96, 64\] in fp8\[16x32,f32\] it would be float32 \[6",
+            r"is float32 \[3, 2\]; a \[96, 64\] matrix in fp8\[16x32,f32\] needs float32 \[6",
         ),
         ("fp8", instead(f"{EXPERT}_scale_inv", np.ones((6, 2), np.int32)), "int32, no type of a"),
-        ("fp8", instead(EXPERT, np.ones((96, 64), np.int8)), r"int8 \[96, 64\]; FP8 is a matrix"),
+        ("fp8", instead(EXPERT, np.ones((96, 64), np.uint8)), r"uint8 \[96, 64\]; FP8 is a matrix"),
         ("channels", instead(f"{EXPERT}_scale", np.ones((96, 2), np.float32)), "is no scale of"),
         ("int4", without(f"{EXPERT}_packed"), "none with number 2"),
         (
@@ -159,7 +160,7 @@ def instead(name: str, array: np.ndarray) -> Callable[[Tensors], object]:
         (
             "mxfp4",
             instead(f"{STACK}_scales", np.ones((4, 96, 3), np.uint8)),
-            r"would be uint8 \[96, 2\]",
+            r"needs uint8 \[96, 2\]",
         ),
         ("mxfp4", instead(f"{STACK}_blocks", np.ones((4, 96, 2, 8), np.uint8)), "columns / 32, 16"),
     ],
@@ -180,7 +181,7 @@ def test_parts_that_do_not_fit_are_named(
     [
         ("fp8", {"weight_block_size": [16]}, r"weight_block_size in config.json is \[16\], not"),
         ("fp8", {"weight_block_size": [0, 32]}, r"is \[0, 32\], not \[rows, columns\]"),
-        ("fp8", {"weight_block_size": [64, 32]}, r"would be float32 \[\d, \d\]"),
+        ("fp8", {"weight_block_size": [64, 32]}, r"needs float32 \[\d, \d\]"),
         ("fp8", {"quant_method": "mxfp4"}, "has no blocks beside it"),
         ("mxfp4", {"quant_method": "fp8"}, "has no weight beside it"),
         ("int4", {"config_groups": {}}, "no int of 4 bits"),
@@ -197,6 +198,48 @@ def test_config_and_tensors_that_disagree_are_an_error(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FormatError, match=reason):
         open_store(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changed", "reason"),
+    [
+        ("gptq", {"bits": 3}, "gptq of 3 bits in config.json is not supported; 2, 4 and 8 are"),
+        ("gptq", {"dynamic": {"+:.*q_proj": {"bits": 8}}}, "settings of single modules"),
+        ("awq", {"version": "gemv"}, "awq of version 'gemv'"),
+        ("modelopt", {"quant_algo": "W4A16_AWQ"}, "modelopt's 'W4A16_AWQ'"),
+        (
+            "int4",
+            {"format": "marlin-24"},
+            "format 'marlin-24' is not supported; supported are pack",
+        ),
+        ("int4", {"transform_config": {"config_groups": {"u": {}}}}, "transform_config in config"),
+        ("channels", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+    ],
+)
+def test_settings_that_no_tensor_shows_are_refused_by_name(
+    scheme: str, changed: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """Values would be others than those that are there."""
+    write_experts(SCHEMES[scheme], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= changed
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for top_k in (None, 2):
+        with pytest.raises(ConfigError, match=re.escape(str(tmp_path)) + f": .*{reason}"):
+            open_store(tmp_path, top_k=top_k)
+
+
+def test_a_tensor_beside_a_weight_that_nothing_knows_is_refused(tmp_path: Path) -> None:
+    """Such as ModelOpt's pre_quant_scale, a factor of the inputs; of the trunk, too."""
+    tensors, _ = write_experts(SCHEMES["modelopt"], tmp_path)
+    tensors["model.layers.1.self_attn.q_proj.pre_quant_scale"] = np.ones(96, np.float32)
+    tensors["model.layers.1.self_attn.k_scale"] = np.ones(1, np.float32)
+    save_tensors(tensors, tmp_path)
+    with (
+        open_store(tmp_path) as store,
+        pytest.raises(FormatError, match=r"q_proj.pre_quant_scale' has no meaning in nvfp4"),
+    ):
+        store.trunk_matrices  # noqa: B018 - what is looked for
 
 
 def test_layers_and_experts_that_are_not_quantized_stay_as_they_are(tmp_path: Path) -> None:
@@ -226,6 +269,7 @@ def test_layers_and_experts_that_are_not_quantized_stay_as_they_are(tmp_path: Pa
         ("mxfp4", "down_proj_scales", 255),
         ("nvfp4", "weight_scale", np.nan),
         ("nvfp4", "weight_global_scale", np.inf),
+        ("nvfp4", "weight_global_scale", 0),
         ("awq", "scales", np.inf),
         ("gptq_ordered", "scales", np.nan),
         ("gptq_ordered", "g_idx", 77),
@@ -259,8 +303,11 @@ def test_inspect_says_how_a_checkpoint_is_quantized(
 ) -> None:
     """Experts, trunk, and what multiplies."""
     for scheme, wanted in (
-        ("fp8", ("quantized with fp8", "2 in fp8[16x32,f32]", 'with compute="fast"')),
-        ("int4", ("quantized with compressed-tensors", "no experts': none", "int4[1x32,bf16]")),
+        (
+            "fp8",
+            ("quantized with fp8", "trunk: 2 matrices in fp8[16x32,f32]", 'with compute="fast"'),
+        ),
+        ("int4", ("quantized with compressed-tensors", "trunk: not quantized", "int4[1x32,bf16]")),
         ("gptq_ordered", ("quantized with gptq", "no compute form, so that torch multiplies")),
     ):
         write_experts(SCHEMES[scheme], tmp_path / scheme)

@@ -128,7 +128,6 @@ def test_a_native_trunk_is_computed_as_it_is_stored(
             tokens = torch.cat([model(input_ids=row[None]).logits for row in PROMPTS[1]])
         if "qwen3" in name:  # whose attention has the same bits in any batch
             assert torch.equal(tokens, found[1])
-        assert "trunk" in offload.report()
         offload.detach()
     assert_same(logits(model), logits(load_whole(family, plain, "bfloat16")))
 

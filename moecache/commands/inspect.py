@@ -103,8 +103,10 @@ def _quantized(store: SafetensorsStore) -> str:
     if not store.quantization:
         return ""
     matrices = [matrix.format.name for matrix, _ in store.trunk_matrices.values()]
-    trunk = f"{len(matrices)} in {', '.join(sorted(set(matrices)))}" if matrices else "none"
-    return f"quantized with {store.quantization}; matrices that are no experts': {trunk}"
+    if not matrices:
+        return f"quantized with {store.quantization}; trunk: not quantized"
+    formats = ", ".join(sorted(set(matrices)))
+    return f"quantized with {store.quantization}; trunk: {len(matrices)} matrices in {formats}"
 
 
 def _compute(planned: Plan, *, measures: bool) -> str:

@@ -221,7 +221,7 @@ def check_scales(scales: np.ndarray, name: str) -> None:
     wrong = int(np.count_nonzero(bits & most == most))
     if wrong:
         raise FormatError(
-            f"{wrong} of {scales.size} scales are infinite or no numbers in {name}; the checkpoint "
+            f"{wrong} of {scales.size} scales are infinite or NaN in {name}; the checkpoint "
             "is damaged: download it again"
         )
 
@@ -277,6 +277,15 @@ class GlobalFormat(ScaledFormat):
     def parts(self, rows: int, columns: int) -> Parts:
         """Return "codes", "scales" and "global_scale" [1]."""
         return super().parts(rows, columns) | {"global_scale": (np.dtype(np.float32), (1,))}
+
+    def check(self, parts: Mapping[str, np.ndarray]) -> None:
+        """Raise FormatError if a scale is infinite or NaN, alone or with the whole matrix's."""
+        super().check(parts)
+        if not np.isfinite(self.scales(parts)).all():
+            raise FormatError(
+                f"scales with the number of the whole matrix, {parts['global_scale'][0]}, are "
+                f"infinite or NaN in {self.name}; the checkpoint is damaged: download it again"
+            )
 
     def scales(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the scales as float32 [rows, blocks of columns], the whole matrix's included."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout
 from moecache.slots._memory import padded
 from moecache.slots._uploads import Piece
@@ -27,9 +28,21 @@ class SlotForm:
     offsets : dict of role to int
     stride : int
         Bytes of a slot.
+
+    Raises
+    ------
+    ConfigError
+        If the experts are quantized.
     """
 
     def __init__(self, layout: ExpertLayout) -> None:
+        formats = {role.format for roles in layout.layers for role in roles} - {""}
+        if formats:
+            raise ConfigError(
+                f"experts in {', '.join(sorted(formats))} are computed on the CPU alone, and slots "
+                'on a GPU hold plain numbers; open it with device="cpu", or a checkpoint in '
+                "bfloat16 (moecache pack --format bf16)"
+            )
         self._layout = layout
         widest = dict.fromkeys(layout.role_names, 0)
         for roles in layout.layers:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from moecache.errors import ConfigError, FormatError
+from moecache.errors import FormatError
 from moecache.formats import MXFP4, NVFP4, Format, find_format, scaled_name
 from moecache.stores._header import shown
 from moecache.stores._matrices import (
@@ -13,6 +13,7 @@ from moecache.stores._matrices import (
     Read,
     Said,
     Stored,
+    UnsupportedQuantizationError,
     fp8_matrix,
     fp8_weight,
     need,
@@ -21,9 +22,16 @@ from moecache.stores._matrices import (
     squeezed,
 )
 
+# What compressed-tensors calls the ways to store weights that are read here.
+_FORMATS = (
+    *("pack-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
+    *("mxfp4-pack-quantized", "mixed-precision"),
+)
+
 
 def match_compressed(said: Said, tensors: Mapping[str, Stored], read: Read) -> Matrix:
     """Return the matrix that tensors of `compressed-tensors` are."""
+    _check(said)
     if "_packed" not in tensors:
         weight, suffix = fp8_weight(tensors, ("_scale",))
         block = _block_of(said, "float", 8, weight, tensors[suffix])
@@ -31,14 +39,15 @@ def match_compressed(said: Said, tensors: Mapping[str, Stored], read: Read) -> M
     packed, scale = tensors["_packed"], need(tensors, "_scale")
     for key in ("_zero_point", "_g_idx"):
         if key in tensors:
-            raise FormatError(
-                f"tensor {shown(tensors[key].name)}: integers with zero points or an order of "
-                "columns are read of AWQ and GPTQ, not of compressed-tensors"
+            raise UnsupportedQuantizationError(
+                f"tensor {shown(tensors[key].name)}: zero points and g_idx are supported for AWQ "
+                "and GPTQ only"
             )
     if packed.dtype == np.uint8 and len(packed.shape) == 2:
         suffixes: tuple[str, ...] = ("_packed", "_scale")
         known: Format = MXFP4
-        if "_global_scale" in tensors:
+        if "_global_scale" in tensors or scale.dtype.name == "float8_e4m3fn":
+            need(tensors, "_global_scale")
             suffixes, known = (*suffixes, "_global_scale"), NVFP4
         return Matrix(known, packed.shape[0], packed.shape[1] * 2, suffixes)
     rows, columns = _shape_of(packed, read)
@@ -55,12 +64,29 @@ def match_compressed(said: Said, tensors: Mapping[str, Stored], read: Read) -> M
     return Matrix(find_format(name), rows, columns, ("_packed", "_scale"))
 
 
+def _check(said: Said) -> None:
+    """Raise UnsupportedQuantizationError if the configuration says what no tensor shows."""
+    for key in ("transform_config", "sparsity_config"):
+        settings = said.get(key)
+        if settings and not (isinstance(settings, dict) and settings.get("format") == "dense"):
+            raise UnsupportedQuantizationError(f"{key} in config.json is not supported")
+    groups = said.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    for level in (said, *groups):
+        form = level.get("format") if isinstance(level, dict) else None
+        if form is not None and form not in _FORMATS:
+            raise UnsupportedQuantizationError(
+                f"compressed-tensors' format {shown(form)} is not supported; supported are "
+                f"{', '.join(_FORMATS)}"
+            )
+
+
 def _groups(said: Said) -> list[Mapping[str, Any]]:
     """Return what each of the configuration's groups says about its weights."""
     groups = said.get("config_groups")
     found = groups.values() if isinstance(groups, dict) else ()
     weights = [group.get("weights") for group in found if isinstance(group, dict)]
-    return [said for said in weights if isinstance(said, dict)]
+    return [group for group in weights if isinstance(group, dict)]
 
 
 def _block_of(said: Said, kind: str, bits: int, weight: Stored, scale: Stored) -> tuple[int, int]:
@@ -69,6 +95,11 @@ def _block_of(said: Said, kind: str, bits: int, weight: Stored, scale: Stored) -
     for group in _groups(said):
         if (group.get("type"), group.get("num_bits")) != (kind, bits):
             continue
+        if kind == "int" and (group.get("symmetric") is False or group.get("actorder") == "group"):
+            raise UnsupportedQuantizationError(
+                "integers that are not symmetric, or whose columns have an order of their own "
+                "(actorder), are supported for AWQ and GPTQ only"
+            )
         strategy = group.get("strategy")
         block = {"tensor": (0, 0), "channel": (1, 0)}.get(str(strategy))
         if strategy == "group":
@@ -76,7 +107,9 @@ def _block_of(said: Said, kind: str, bits: int, weight: Stored, scale: Stored) -
         elif strategy == "block":
             block = sizes(group.get("block_structure"), "block_structure")
         if block is None:
-            raise ConfigError(f"strategy {shown(strategy)} in config.json is not supported")
+            raise UnsupportedQuantizationError(
+                f"strategy {shown(strategy)} in config.json is not supported"
+            )
         blocks.append(block)
         counts = [
             -(-size // (step or size or 1)) for size, step in zip(weight.shape, block, strict=True)

@@ -319,7 +319,7 @@ def _add_matrices(
     matrix = next(iter(found.values())).matrix
     if len(matrices) > 1 or matrix is None:
         raise FormatError(
-            f"gate and up of layer {shown(layer)} do not fit together: "
+            f"gate and up of layer {shown(layer)} are not quantized alike, which is not supported: "
             + ", ".join(
                 f"{shown(group.example)} is "
                 + (

@@ -24,6 +24,10 @@ Read = Callable[[str], np.ndarray]
 Said = Mapping[str, Any]
 
 
+class UnsupportedQuantizationError(ConfigError):
+    """A checkpoint is quantized in a way that nothing here reads; the store adds where."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor, or tensors alike of several experts: name of one, dtype, shape without experts."""
@@ -35,7 +39,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix in a format: its shape, the suffix of each part's tensor; what says nothing more."""
+    """A matrix in a format: its shape, each part's suffix; suffixes of what adds nothing to it."""
 
     format: Format
     rows: int
@@ -53,9 +57,12 @@ class Matrix:
 
 def sizes(said: object, key: str) -> tuple[int, int]:
     """Return rows and columns of a block, as the configuration has them."""
+    # compressed-tensors has written blocks as "128x128", too.
+    if isinstance(said, str) and said.count("x") == 1 and len(said) < 32:
+        said = [int(size) if size.isdecimal() else size for size in said.split("x")]
     sizes = said if isinstance(said, list) else []
     if len(sizes) != 2 or not all(type(n) is int and 0 < n <= _LARGEST_BLOCK for n in sizes):
-        raise ConfigError(f"{key} in config.json is {shown(said)}, not [rows, columns]")
+        raise FormatError(f"{key} in config.json is {shown(said)}, not [rows, columns]")
     return sizes[0], sizes[1]
 
 
@@ -73,6 +80,11 @@ def need(tensors: Mapping[str, Stored], suffix: str) -> Stored:
 def fp8_weight(tensors: Mapping[str, Stored], suffixes: Sequence[str]) -> tuple[Stored, str]:
     """Return the codes of FP8, and the suffix of their scales."""
     weight = need(tensors, "")
+    if weight.dtype == np.int8:
+        raise UnsupportedQuantizationError(
+            f"tensor {shown(weight.name)} has integers of 8 bits, which are not supported beside "
+            "activations of 8 bits"
+        )
     if weight.dtype.name != "float8_e4m3fn" or len(weight.shape) != 2:
         raise FormatError(
             f"tensor {shown(weight.name)} is {weight.dtype} {list(weight.shape)}; FP8 is a matrix "
@@ -109,8 +121,8 @@ def check_parts(found: Matrix, tensors: Mapping[str, Stored]) -> None:
         is_byte = dtype == np.uint8 and tensor.dtype.name == "float8_e8m0fnu"
         if not is_alike or (tensor.dtype != dtype and not is_byte):
             raise FormatError(
-                f"tensor {shown(tensor.name)} is {tensor.dtype} {list(tensor.shape)}; beside "
-                f"[{found.rows}, {found.columns}] in {found.format.name} it would be {dtype} "
+                f"tensor {shown(tensor.name)} is {tensor.dtype} {list(tensor.shape)}; a "
+                f"[{found.rows}, {found.columns}] matrix in {found.format.name} needs {dtype} "
                 f"{list(shape)}"
             )
 

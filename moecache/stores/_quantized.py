@@ -23,6 +23,7 @@ from moecache.stores._matrices import (
     Read,
     Said,
     Stored,
+    UnsupportedQuantizationError,
     check_parts,
     fp8_matrix,
     fp8_weight,
@@ -39,8 +40,6 @@ _TRUNK_SUFFIXES = {
 }
 # The method of what `moecache pack --format` wrote.
 _PACKED = "moecache"
-# What a matrix has that is not a weight alone.
-_CODES = {"", "_packed", "_qweight"}
 
 
 def _match_fp8(said: Said, tensors: Mapping[str, Stored], _: Read) -> Matrix:
@@ -62,7 +61,12 @@ def _match_mxfp4(_: Said, tensors: Mapping[str, Stored], __: Read) -> Matrix:
     return Matrix(MXFP4, rows, count * 32, ("_blocks", "_scales"))
 
 
-def _match_modelopt(_: Said, tensors: Mapping[str, Stored], __: Read) -> Matrix:
+def _match_modelopt(said: Said, tensors: Mapping[str, Stored], __: Read) -> Matrix:
+    kind = said.get("quant_algo")
+    if kind not in ("NVFP4", "FP8", "MIXED_PRECISION", None):
+        raise UnsupportedQuantizationError(
+            f"modelopt's {shown(kind)} is not supported; supported are NVFP4 and FP8"
+        )
     weight = need(tensors, "")
     if weight.dtype != np.uint8:
         weight, suffix = fp8_weight(tensors, ("_scale",))
@@ -85,9 +89,18 @@ def _match_grouped(said: Said, tensors: Mapping[str, Stored], read: Read) -> Mat
     usual = {"awq": "gemm", "gptq": "gptq"}[str(method)]
     version = str(version or usual).lower()
     if version not in ({"gemm"} if method == "awq" else {"gptq", "gptq_v2"}):
-        raise ConfigError(f"{method} of version {shown(version)} in config.json is not supported")
+        raise UnsupportedQuantizationError(
+            f"{method} of version {shown(version)} in config.json is not supported"
+        )
     if bits not in ((4,) if method == "awq" else (2, 4, 8)) or type(bits) is not int:
-        raise ConfigError(f"{method} of {shown(bits)} bits in config.json is not supported")
+        raise UnsupportedQuantizationError(
+            f"{method} of {shown(bits)} bits in config.json is not supported; "
+            f"{'4' if method == 'awq' else '2, 4 and 8'} are"
+        )
+    if said.get("dynamic"):
+        raise UnsupportedQuantizationError(
+            'settings of single modules ("dynamic" in config.json) are not supported'
+        )
     group = 0 if group == -1 else sizes([1, group], "[1, group_size]")[1]
     if len(codes.shape) != 2:
         raise FormatError(f"tensor {shown(codes.name)} of shape {list(codes.shape)} is no matrix")
@@ -95,6 +108,8 @@ def _match_grouped(said: Said, tensors: Mapping[str, Stored], read: Read) -> Mat
     columns, rows = codes.shape
     rows, columns = (rows * each, columns) if method == "awq" else (rows, columns * each)
     order = tensors.get("_g_idx")
+    if order is None and said.get("desc_act"):
+        need(tensors, "_g_idx")
     is_ordered = order is not None and bool(said.get("desc_act"))
     if order is not None and not is_ordered:
         in_order = np.arange(columns) // (group or max(columns, 1))
@@ -151,9 +166,9 @@ class Quantization:
         named = self._said.get("quant_method", "")
         self.method = named if isinstance(named, str) else ""
         if said is not None and self.method not in (*_MATCHERS, _PACKED):
-            shown_name = shown(named) if named else "a method without a name, as MLX does"
+            method = shown(named) if named else "a method without a name, as MLX does"
             raise ConfigError(
-                f"quantized with {shown_name}: not supported; supported are {', '.join(_MATCHERS)}"
+                f"quantized with {method}: not supported; supported are {', '.join(_MATCHERS)}"
             )
 
     def match(self, tensors: Mapping[str, Stored], read: Read) -> Matrix | None:
@@ -215,14 +230,13 @@ def trunk_matrices(
     for name, entry in tensors.items():
         module, _, leaf = name.rpartition(".")
         suffix = leaf.removeprefix("weight") if leaf.startswith("weight") else f"_{leaf}"
-        if entry.dtype is not None and suffix in _TRUNK_SUFFIXES:
+        if entry.dtype is not None:
             modules.setdefault(module, {})[suffix] = Stored(name, entry.dtype, entry.shape or (1,))
     found = {}
     for module, stored in modules.items():
-        # What is alone, and of numbers of more than a byte, is not quantized.
-        if stored.keys() & _CODES and (
-            len(stored) > 1 or next(iter(stored.values())).dtype.itemsize == 1
-        ):
+        # A weight of numbers of more than a byte is not quantized.
+        codes = next((stored[key] for key in ("_packed", "_qweight", "") if key in stored), None)
+        if codes is not None and (codes.dtype.itemsize == 1 or codes.dtype.kind in "iu"):
             matrix = quantization.match(stored, read)
             if matrix is not None:
                 names = [stored[suffix].name for suffix in matrix.suffixes]

@@ -22,7 +22,7 @@ from moecache.prefault.regions import Region
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import FORMAT_KEY, TensorEntry, check_layers, read_header, shown
 from moecache.stores._index import in_format, index_experts
-from moecache.stores._matrices import Matrix
+from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
 from moecache.stores._paths import find_path
 from moecache.stores._quantized import Quantization, trunk_matrices
 from moecache.stores.base import Parts, Run, destination_bytes
@@ -112,6 +112,8 @@ class SafetensorsStore:
                 partial(self._quantization.match, read=self.read_tensor),
             )
             self._layout, self.format = self._with_formats(formats)
+        except UnsupportedQuantizationError as error:
+            raise ConfigError(f"{self.path}: {error}") from error
         except ConfigError as error:
             if top_k is not None or layers is not None:
                 raise
@@ -174,20 +176,31 @@ class SafetensorsStore:
             return trunk_matrices(others, self._quantization, self.read_tensor)
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from error
+        except UnsupportedQuantizationError as error:
+            raise ConfigError(f"{self.path}: {error}") from error
 
     def read_matrix(self, name: str, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
         """Return the values of one of `trunk_matrices`."""
         matrix, _ = self.trunk_matrices[name]
         parts = matrix.format.split(self.read_parts(name), matrix.rows, matrix.columns)
-        matrix.format.check(parts)
         return matrix.format.dequantize(parts, dtype)
 
     def read_parts(self, name: str) -> np.ndarray:
-        """Return the bytes of one of `trunk_matrices`, its parts one after the other."""
-        _, tensors = self.trunk_matrices[name]
-        return np.concatenate(
-            [self.read_tensor(part).reshape(-1).view(np.uint8) for part in tensors]
-        )
+        """Return the bytes of one of `trunk_matrices`, its parts one after the other.
+
+        Raises
+        ------
+        FormatError
+            If they cannot be: scales that are infinite or NaN, say.
+        """
+        matrix, tensors = self.trunk_matrices[name]
+        raw = [self.read_tensor(part).reshape(-1).view(np.uint8) for part in tensors]
+        joined = np.concatenate(raw)
+        try:
+            matrix.format.check(matrix.format.split(joined, matrix.rows, matrix.columns))
+        except FormatError as error:
+            raise FormatError(f"{self.path}: {name}: {error}") from error
+        return joined
 
     @property
     def tensor_names(self) -> list[str]:

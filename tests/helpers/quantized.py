@@ -21,7 +21,6 @@ from tests.helpers.families import FAMILIES, Family, write_checkpoint
 Tensors = dict[str, np.ndarray]
 # Values of OCP's FP4 without its sign.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_LINEAR = re.compile(r"\.(\w+_proj|w[123]|kv_a_proj_with_mqa|gate_up_proj|down_proj)(\.weight)?$")
 
 
 @dataclass(frozen=True)

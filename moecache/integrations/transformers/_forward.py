@@ -64,7 +64,7 @@ class SlotLayer:
     ) -> None:
         self.kernel = kernel
         self._dtype = dtype
-        # Values that were computed are those of the expert in the slot, not of the slot.
+        # Values that were copied are those of the expert in the slot, not of the slot.
         self._is_copied = is_copied
         self.runtime = runtime
         self.layer = layer

@@ -239,7 +239,13 @@ record_trace, warmpin, warmpin_after
     check_model(path)
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     config = find_config(path, hub, from_pretrained)
+    on_host = parse_device(device) is None
     if _quantized_parts(config):
+        if not on_host:
+            raise ConfigError(
+                f"{path}: is quantized, and such experts are computed on the CPU alone; use "
+                'device="cpu", or a checkpoint in bfloat16 (moecache pack --format bf16)'
+            )
         from_pretrained = _without_quantization(path, config, from_pretrained)
     if model_class is None:
         model_class = find_model_class(config)
@@ -247,12 +253,6 @@ record_trace, warmpin, warmpin_after
         path, **{**from_pretrained, "quantization_config": MoeCacheConfig(trunk)}
     )
     directory, layers, dtype, usual = model.__dict__.pop("_moecache_source")
-    on_host = parse_device(device) is None
-    if usual != "torch" and not on_host:
-        raise ConfigError(
-            f"{directory}: the experts are packed in a format, which is computed on the CPU alone; "
-            'use device="cpu", or the checkpoint that was packed'
-        )
     compute = compute or usual
     runtime = open(
         directory,

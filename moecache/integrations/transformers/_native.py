@@ -45,8 +45,7 @@ def keep(module: nn.Module, weight: str, store: SafetensorsStore, dtype: torch.d
     """Give a linear layer without a weight the store's matrix, as it is quantized."""
     matrix, _ = store.trunk_matrices[weight]
     rows, columns, known = matrix.rows, matrix.columns, matrix.format
-    if known.form is None:
-        raise ValueError(f"{known.name} has no compute form")
+    assert known.form is not None
     form = np.empty(known.form.nbytes(rows, columns), np.uint8)
     tile(store.read_parts(weight), known.name, rows, columns, form)
     module.register_buffer(FORM, torch.from_numpy(form), persistent=False)

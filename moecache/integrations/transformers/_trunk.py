@@ -65,10 +65,11 @@ def strip_quantized(
     """
     targets = Targets(model)
     taken, patterns = [], set()
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
     for name, (matrix, _) in store.trunk_matrices.items():
         target = targets.parameter_of(name)
-        if target is None:
-            continue  # of a part that is not run
+        if target is None or target in tied:
+            continue  # of a part that is not run, or what another weight is, too
         path, _, leaf = target.rpartition(".")
         module = model.get_submodule(path)
         parameter = getattr(module, leaf)

@@ -43,6 +43,7 @@ class Contestant:
     decode_clock: list[float] = field(default_factory=list)
     prompt_cpu: list[float] = field(default_factory=list)
     chosen: list[int] = field(default_factory=list)
+    offload: Any = None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -195,7 +196,8 @@ def ours(path: Path, memory: str | None, compute: str, threads: int) -> Iterator
         return forward(tokens)
 
     with model.moecache:
-        yield Contestant(f"moecache {memory} {compute}", prompt, lambda token: forward([token]))
+        name = f"moecache {memory} {compute}"
+        yield Contestant(name, prompt, lambda token: forward([token]), offload=model.moecache)
 
 
 def convert(llama_cpp: Path, checkpoint: Path, gguf: Path) -> None:

@@ -4,11 +4,15 @@
     python -m bench.against_llama_cpp DIR GGUF ...    # writes the same model as GGUF
     python -m bench.larger_than_memory DIR GGUF --work /on/the/disk --json FILE
 
+    python -m bench.larger_than_memory DIR --formats FP8 INT4 ...   # quantized ones beside it
+
 Each contestant is a process in a memory cgroup of its own, and nothing of its file is in memory
 when it starts. It reads a prompt of 16 tokens and is given 48 more, one at a time, the same to
 all; after `--seconds` it stops where it is. Shown are medians of runs, tokens per second of the
 clock and of CPU time, and the bytes that it read a token. The disk's read-ahead decides what
 demand paging does: each that is asked for has a disk of its own (a loop device, which needs root).
+Limits are shares of the GGUF file or, without it, of the first checkpoint. Checkpoints given with
+--formats are computed by the kernels ("moecache fast NAME") in the same limits.
 """
 
 import argparse
@@ -29,10 +33,12 @@ from bench.disks import describe_read_ahead, disk_with
 from bench.limits import MemoryLimit
 from bench.runs import begin, write_figures
 from moecache import kernels
+from moecache.sizing.host_memory import peak_rss_bytes
 from moecache.units import format_bytes, parse_bytes
 
 ROOT = Path(__file__).parents[1]
-CONTESTANTS = (LLAMA, "moecache torch", "moecache fast")
+TORCH, FAST = "moecache torch", "moecache fast"
+CONTESTANTS = (LLAMA, TORCH, FAST)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("gguf", type=Path)
+    parser.add_argument("gguf", type=Path, nargs="?")
+    parser.add_argument("--formats", type=Path, nargs="*", default=[])
     parser.add_argument("--work", type=Path, help="where disks are made (beside the checkpoint)")
     parser.add_argument("--read-ahead", nargs="*", default=["8MiB", "128KiB"])
     parser.add_argument("--limits", nargs="*", type=float, default=[1 / 2, 1 / 3])
@@ -51,17 +58,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60)
     arguments = begin(parser, argv, rounds=3)
     figures: list[dict[str, Any]] = []
-    size = arguments.gguf.stat().st_size
-    needed = size + sum(file.stat().st_size for file in arguments.checkpoint.iterdir())
+    paths = dict.fromkeys((TORCH, FAST), arguments.checkpoint)
+    paths |= {f"{FAST} {path.name}": path for path in arguments.formats}
+    if arguments.gguf is not None:
+        paths[LLAMA] = arguments.gguf
+    chosen = [name for name in paths if name in arguments.only or name not in CONTESTANTS]
+    size = _size(arguments.gguf or arguments.checkpoint)
+    needed = sum(map(_size, {paths[name] for name in chosen}))
     work = arguments.work or arguments.checkpoint.parent
     for read_ahead in arguments.read_ahead:
         with disk_with(parse_bytes(read_ahead), work, needed) as disk:
-            checkpoint, gguf = disk / "model", disk / arguments.gguf.name
-            shutil.copytree(arguments.checkpoint, checkpoint)
-            shutil.copy(arguments.gguf, gguf)
+            copies = {path: disk / str(number) for number, path in enumerate(paths.values())}
+            for path in {paths[name] for name in chosen}:
+                (shutil.copy if path.is_file() else shutil.copytree)(path, copies[path])
+            there = {name: copies[paths[name]] for name in chosen}
             print(describe_read_ahead(disk), flush=True)
             for limit in arguments.limits:
-                found = compare(arguments, checkpoint, gguf, int(size * limit))
+                found = compare(arguments, there, int(size * limit))
                 for figure in found:
                     figures.append({"read_ahead": read_ahead, "share": limit, **figure})
                     print(describe(figures[-1]), flush=True)
@@ -70,16 +83,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(
-    arguments: argparse.Namespace, checkpoint: Path, gguf: Path, limit: int
+    arguments: argparse.Namespace, paths: dict[str, Path], limit: int
 ) -> list[dict[str, Any]]:
     """Run all contestants in turns; return what each did, medians of its runs."""
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in paths}
     for number in range(arguments.rounds):
         for name in list(runs)[:: 1 if number % 2 else -1]:
-            path = gguf if name == LLAMA else checkpoint
             task = {
                 "name": name,
-                "path": str(path),
+                "path": str(paths[name]),
                 "threads": arguments.threads,
                 "seconds": arguments.seconds,
             }
@@ -93,7 +105,10 @@ def compare(
             "same_choice": _same(first, found[0]["chosen"]),
             **{
                 key: statistics.median(run[key] for run in found)
-                for key in ("tokens_per_s", "tokens_per_cpu_s", "read_bytes_per_token")
+                for key in (
+                    *("tokens_per_s", "tokens_per_cpu_s", "read_bytes_per_token"),
+                    *("hit_rate", "peak_bytes"),
+                )
             },
             "num_tokens": min(run["num_tokens"] for run in found),
         }
@@ -149,12 +164,15 @@ def child(text: str) -> None:
         prompt_s = time.perf_counter() - start
         cpu, clock, before = time.process_time(), time.perf_counter(), _read_bytes()
         chosen = []
+        offload = getattr(one, "offload", None)
+        counted = offload.stats() if offload else None
         for token in tokens[PROMPT:]:
             chosen.append(int(one.token(token).argmax()))
             if time.perf_counter() - clock > task["seconds"]:
                 break
         seconds, cpu_s = time.perf_counter() - clock, time.process_time() - cpu
         read = _read_bytes() - before
+        hit_rate = (offload.stats() - counted).hit_rate if offload else 0.0
     found = {
         "num_tokens": len(chosen),
         "prompt_s": prompt_s,
@@ -162,6 +180,8 @@ def child(text: str) -> None:
         "tokens_per_cpu_s": len(chosen) / cpu_s,
         "read_bytes_per_token": read / len(chosen),
         "chosen": chosen,
+        "hit_rate": hit_rate,
+        "peak_bytes": peak_rss_bytes(),
     }
     print(json.dumps(found))
 
@@ -169,11 +189,18 @@ def child(text: str) -> None:
 def describe(figure: dict[str, Any]) -> str:
     """Return a figure as a line."""
     return (
-        f"{figure['read_ahead']:>7} {format_bytes(figure['limit_bytes']):>9} {figure['name']:16} "
+        f"{figure['read_ahead']:>7} {format_bytes(figure['limit_bytes']):>9} {figure['name']:24} "
         f"{figure['tokens_per_s']:7.2f} tokens/s {figure['tokens_per_cpu_s']:7.1f} tokens/CPU-s "
         f"{format_bytes(figure['read_bytes_per_token']):>9} read a token, "
-        f"{figure['num_tokens']} tokens"
+        f"{figure['num_tokens']} tokens, hit rate {figure['hit_rate']:.2f}, "
+        f"{format_bytes(figure['peak_bytes'])} resident at most"
     )
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file, or of a directory's files."""
+    files = [path] if path.is_file() else path.iterdir()
+    return sum(file.stat().st_size for file in files)
 
 
 def _read_bytes() -> int:

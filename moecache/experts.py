@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.kernels import SlotKernel, has_form, values_in
+from moecache.kernels import SlotKernel, takes_int8, values_in
 
 Activation = Callable[[np.ndarray], np.ndarray]
 
@@ -213,7 +213,7 @@ def _kernel(runtime: WaveSource, layer: int, compute: str) -> SlotKernel:
     if (layer, compute) not in known:
         pool = runtime.pool
         roles = pool.layout.layers[layer]
-        if compute == "fast-int8" and not any(has_form(role.format) for role in roles):
+        if compute == "fast-int8" and not any(takes_int8(role.format) for role in roles):
             raise ConfigError(
                 f'layer {layer} cannot be computed with compute="fast-int8": activations of 8 bits '
                 'are for experts of q8_0 and q4_0; use "fast"'

@@ -11,6 +11,7 @@ import random
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import pytest
 from moecache import packing
 from moecache.errors import MoeCacheError
 from moecache.profiles.file import ModelUsage, read_profile, update_profile
+from moecache.slots import HostSlots
 from moecache.stores import open_store
 from moecache.study import Trace, load_any, statistics
 from moecache.study._journal import Journal
@@ -34,6 +36,7 @@ from tests.helpers.damage import (
     spoil_npz,
 )
 from tests.helpers.examples import num_examples
+from tests.helpers.quantized import SCHEMES, write_experts
 from tests.helpers.traces import random_trace
 
 # Address space a document may cost; what traces of this size may ask for is 64 MiB.
@@ -225,6 +228,28 @@ def make_config(directory: Path) -> Kind:
     return Kind([path.read_bytes()], path, spoil_json, use_store)
 
 
+def make_quantized(directory: Path, scheme: str, file: str) -> Kind:
+    """Return a file of a quantized checkpoint."""
+    model = directory / "model"
+    write_experts(SCHEMES[scheme], model, num_layers=1, num_experts=2)
+    path = model / file
+    how = spoil_json if file == "config.json" else spoil_behind_length
+    return Kind([path.read_bytes()], path, how, use_quantized)
+
+
+def use_quantized(path: Path) -> None:
+    """Open the checkpoint, read its trunk, and bring an expert into a slot."""
+    with open_store(path.parent) as store:
+        for name in store.trunk_matrices:
+            store.read_matrix(name)
+        roles = store.layout.layers[0] if store.layout.num_layers else ()
+        parts = {role.name: np.empty(role.array_shape, role.dtype) for role in roles}
+        if roles:
+            store.read_into(0, 0, parts)
+            with HostSlots(store.layout, 1) as pool:
+                pool.upload(0, 0, parts)
+
+
 def use_store(path: Path) -> None:
     """Open the checkpoint that a file belongs to, and read an expert of each layer."""
     with open_store(path.parent) as store:
@@ -260,7 +285,13 @@ def bounded_memory() -> Iterator[None]:
         make_header,
         make_index,
         make_config,
+        *(
+            partial(make_quantized, scheme=scheme, file=file)
+            for scheme in ("fp8", "int4", "mxfp4", "nvfp4", "gptq_ordered")
+            for file in ("config.json", "model.safetensors")
+        ),
     ],
+    ids=lambda make: getattr(make, "__name__", None) or " ".join(make.keywords.values()),
 )
 def test_a_damaged_document_is_read_or_refused(
     make: Callable[[Path], Kind], tmp_path: Path, request: pytest.FixtureRequest
@@ -274,7 +305,7 @@ def test_a_damaged_document_is_read_or_refused(
     num_read = 0
     with bounded_memory():
         for number in range(num_examples(50)):
-            rng = random.Random(f"{make.__name__} {seed} {number}")
+            rng = random.Random(f"{request.node.name} {seed} {number}")
             document = kind.spoil(rng, rng.choice(kind.documents))
             # ext4 waits for the disk when a file is cut to nothing and written again.
             kind.path.unlink()
@@ -287,4 +318,4 @@ def test_a_damaged_document_is_read_or_refused(
             except BaseException as error:
                 error.add_note(f"--hypothesis-seed={seed}, document {number}: {document[:2000]!r}")
                 raise
-    print(f"{make.__name__} seed={seed}: {num_read} of {number + 1} were read")  # noqa: T201
+    print(f"{request.node.name} seed={seed}: {num_read} of {number + 1} were read")  # noqa: T201

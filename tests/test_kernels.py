@@ -142,9 +142,12 @@ def test_a_row_of_weights_has_the_same_bits_in_any_matrix(name: str, dtype: np.d
     """In whichever row of a tile, and beside any others."""
     inputs = draw_inputs(5, 96, dtype, 7)
     weights = draw_inputs(40, 96, F32, 8)
-    whole = raw_product(kernels.matrix_of(quantize(weights, name), name), inputs)
+    parts = quantize(weights, name)
+    whole = raw_product(kernels.matrix_of(parts, name), inputs)
     for first, last in ((1, 40), (5, 6), (13, 30), (39, 40)):
-        part = kernels.matrix_of(quantize(weights[first:last], name), name)
+        # A number for the whole matrix stays.
+        rows = {part: a[first:last] if len(a) == 40 else a for part, a in parts.items()}
+        part = kernels.matrix_of(rows, name)
         expected = np.ascontiguousarray(whole[:, first:last])
         assert raw_product(part, inputs).tobytes() == expected.tobytes()
 
@@ -330,9 +333,21 @@ def test_a_bias_that_does_not_fit_is_refused(bias: np.ndarray, message: str) -> 
         ({"blocks": np.zeros((3, 1, 34), np.uint8)}, "q4_0", "3 x 32 matrix in q4_0 is"),
         ({"blocks": np.zeros((3, 1, 34), np.int8)}, "q8_0", "got .*int8"),
         ({"blocks": np.zeros((3, 1, 34), np.uint8)}, "q9", "format 'q9' is not supported"),
+        ({"codes": np.zeros((3, 8), np.uint8)}, "fp8[1x8,f32]", "no compute form, which kernels"),
         ({"scales": np.zeros((3, 1), np.uint8)}, "q8_0", "array of rows for each part"),
     ],
-    ids=["float64", "vector", "strides", "dtype", "no name", "q4_0", "int8", "q9", "parts"],
+    ids=[
+        "float64",
+        "vector",
+        "strides",
+        "dtype",
+        "no name",
+        "q4_0",
+        "int8",
+        "q9",
+        "no form",
+        "parts",
+    ],
 )
 def test_what_is_no_matrix_is_refused(weights: object, name: str | None, message: str) -> None:
     """The message says what a matrix in the format is."""

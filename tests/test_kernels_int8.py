@@ -218,6 +218,7 @@ def test_other_formats_have_inputs_as_given(dtype: np.dtype) -> None:
         plain = kernels.products(inputs, matrix, bias=bias)
         found = kernels.products(inputs, matrix, bias=bias, activations="int8")
         assert (found.tobytes() == plain.tobytes()) == (name not in BLOCKED)
+        assert kernels.takes_int8(name) == (name in BLOCKED)
 
 
 @every_dtype
@@ -345,9 +346,15 @@ def test_feed_forward_takes_activations_of_8_bits() -> None:
     floats = MemoryStore(
         {"gate_up": np.ones((1, 4, 64, 64), F32), "down": np.ones((1, 4, 64, 32), F32)}, top_k=2
     )
-    cache = moecache.ExpertCache(1, 4, 2)
-    with (
-        moecache.ExpertRuntime(floats, HostSlots(floats.layout, 4), cache) as runtime,
-        pytest.raises(ConfigError, match=r'"fast-int8": .* q8_0 and q4_0; use "fast"'),
-    ):
-        experts.feed_forward(runtime, 0, hidden, ids, weights, compute="fast-int8")
+    raw = {
+        role: np.zeros((1, 4, find_format("mxfp4").nbytes(*shapes[role][1])), np.uint8)
+        for role in shapes
+    }
+    fp4 = MemoryStore(raw, top_k=2, formats={role: ("mxfp4", shapes[role][1]) for role in shapes})
+    for others in (floats, fp4):
+        cache = moecache.ExpertCache(1, 4, 2)
+        with (
+            moecache.ExpertRuntime(others, HostSlots(others.layout, 4), cache) as runtime,
+            pytest.raises(ConfigError, match=r'"fast-int8": .* q8_0 and q4_0; use "fast"'),
+        ):
+            experts.feed_forward(runtime, 0, hidden, ids, weights, compute="fast-int8")

@@ -177,12 +177,16 @@ SILENCE = """
 import sys, threading, time
 import numpy as np
 from moecache import kernels
+from moecache.formats import find_format
 from moecache.kernels import _kernels
 kernels.use_threads(2)
 # Only a call that lets it go hands the interpreter over before a minute has passed.
 sys.setswitchinterval(60)
 weights = np.ones((2000, 500), np.float32)
 inputs = np.ones((200, 500), np.float32)
+shape, values = (4000, 4096), np.zeros((4000, 4096), np.float32)
+raw = np.zeros(find_format("fp8[1x32,e8m0]").nbytes(*shape), np.uint8)
+form = np.zeros(find_format("fp8[1x32,e8m0]").form.nbytes(*shape), np.uint8)
 count, stop = [0], threading.Event()
 
 def other():
@@ -194,7 +198,7 @@ thread = threading.Thread(target=other)
 thread.start()
 for call in range(100):
     seen = count[0]
-    kernels.products(inputs, weights)
+    CALL
     if count[0] > seen:
         print("free")
         break
@@ -202,9 +206,17 @@ stop.set()
 """
 
 
-def test_other_threads_run_while_products_are_computed() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        "kernels.products(inputs, weights)",
+        'kernels.tile(raw, "fp8[1x32,e8m0]", *shape, form)',
+        'kernels.expand(form, "fp8[1x32,e8m0]", *shape, values)',
+    ],
+)
+def test_other_threads_run_during_a_call(call: str) -> None:
     """A call lets the interpreter go."""
-    assert child(SILENCE).stdout == "free\n"
+    assert child(SILENCE.replace("CALL", call)).stdout == "free\n"
 
 
 @pytest.mark.parametrize(

@@ -19,24 +19,7 @@ from moecache.errors import ConfigError, FormatError
 from moecache.kernels import values_in
 from moecache.stores import SafetensorsStore, open_store
 from tests.helpers import quantized
-from tests.helpers.quantized import Tensors, save_tensors, write_experts
-
-SCHEMES = {
-    "fp8": quantized.fp8(),
-    "fp8_bf16": quantized.fp8((128, 128), "bf16"),
-    "mxfp8": quantized.fp8((1, 32), "e8m0"),
-    "channels": quantized.channels(),
-    "int4": quantized.int4(),
-    "int3": quantized.int4(3, 64),
-    "int8": quantized.int4(8),
-    "mxfp4": quantized.mxfp4(),
-    "nvfp4": quantized.nvfp4(),
-    "modelopt": quantized.nvfp4(divides=False),
-    "awq": quantized.grouped("awq"),
-    "gptq": quantized.grouped("gptq"),
-    "gptq_v2": quantized.grouped("gptq_v2"),
-    "gptq_ordered": quantized.grouped("gptq", is_ordered=True),
-}
+from tests.helpers.quantized import SCHEMES, Tensors, save_tensors, write_experts
 
 
 @pytest.fixture(name="scheme", params=SCHEMES)
@@ -231,3 +214,57 @@ def test_layers_and_experts_that_are_not_quantized_stay_as_they_are(tmp_path: Pa
         np.testing.assert_array_equal(
             experts_of(store, 1, 3)["down"], expected(values, 1, 3)["down"]
         )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ending", "bad"),
+    [
+        ("fp8", "weight_scale_inv", np.nan),
+        ("fp8_bf16", "weight_scale_inv", np.inf),
+        ("mxfp8", "weight_scale_inv", 255),
+        ("int4", "weight_scale", np.nan),
+        ("mxfp4", "down_proj_scales", 255),
+        ("nvfp4", "weight_scale", np.nan),
+        ("nvfp4", "weight_global_scale", np.inf),
+        ("awq", "scales", np.inf),
+        ("gptq_ordered", "scales", np.nan),
+        ("gptq_ordered", "g_idx", 77),
+        ("gptq_ordered", "g_idx", -1),
+    ],
+)
+def test_scales_that_are_no_numbers_fill_no_slot(
+    scheme: str, ending: str, bad: float, tmp_path: Path
+) -> None:
+    """A step that needs them says so, again each time; others go on."""
+    tensors, _ = write_experts(SCHEMES[scheme], tmp_path)
+    of_experts = (key for key in tensors if key.startswith("model.layers.1.mlp.experts"))
+    name = next(key for key in of_experts if key.endswith(ending))
+    array = tensors[name]
+    array[(0,) * array.ndim] = bad
+    save_tensors(tensors, tmp_path)
+    spoilt = int(found[1]) if (found := re.search(r"experts\.(\d+)\.", name)) else 0
+    with moecache.open(tmp_path, slots=2) as runtime:
+        for _ in range(2):
+            with (
+                pytest.raises(FormatError, match=r"of an expert of layer 1: .*(infinite|g_idx)"),
+                runtime.lease(1, np.array([spoilt, 3])),
+            ):
+                pass
+        with runtime.lease(1, np.array([1, 2] if spoilt != 1 else [2, 3])):
+            pass
+
+
+def test_inspect_says_how_a_checkpoint_is_quantized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts, trunk, and what multiplies."""
+    for scheme, wanted in (
+        ("fp8", ("quantized with fp8", "2 in fp8[16x32,f32]", 'with compute="fast"')),
+        ("int4", ("quantized with compressed-tensors", "no experts': none", "int4[1x32,bf16]")),
+        ("gptq_ordered", ("quantized with gptq", "no compute form, so that torch multiplies")),
+    ):
+        write_experts(SCHEMES[scheme], tmp_path / scheme)
+        assert cli.main(["inspect", str(tmp_path / scheme)]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        for part in wanted:
+            assert part in shown

@@ -107,3 +107,44 @@ def test_kernels_compute_what_lies_in_slots(
     rounded = logits(load_whole(family, plain, "bfloat16"))
     for one, two, three in zip(found[0], exact, rounded, strict=True):
         assert (one.float() - two).abs().mean() < 1.5 * (three.float() - two).abs().mean() + 1e-4
+
+
+def test_a_native_trunk_is_computed_as_it_is_stored(
+    checkpoint: tuple[Any, Path, Path, str],
+) -> None:
+    """In as many bytes, alike for any number of rows; `detach` gives the values of bfloat16."""
+    family, published, plain, name = checkpoint
+    if name not in ("qwen3_moe-fp8", "deepseek_v3-int4", "qwen2_moe-gptq_ordered"):
+        pytest.skip("one of each kind will do")
+    model = load_in_slots(published, "25%", trunk="native")
+    other = load_in_slots(published, "25%")
+    with model.moecache as offload, other.moecache:
+        found, rounded = logits(model), logits(other)
+        footprint = model.get_memory_footprint() < other.get_memory_footprint()
+        assert footprint == ("ordered" not in name)
+        for one, two in zip(found, rounded, strict=True):
+            assert (one - two).float().abs().mean() < 0.1 * two.float().abs().mean()
+        with torch.no_grad():
+            tokens = torch.cat([model(input_ids=row[None]).logits for row in PROMPTS[1]])
+        if "qwen3" in name:  # whose attention has the same bits in any batch
+            assert torch.equal(tokens, found[1])
+        assert "trunk" in offload.report()
+        offload.detach()
+    assert_same(logits(model), logits(load_whole(family, plain, "bfloat16")))
+
+
+def test_gradients_go_through_a_native_trunk(checkpoint: tuple[Any, Path, Path, str]) -> None:
+    """As through the values that it has."""
+    _, published, _, name = checkpoint
+    if name != "qwen3_moe-fp8":
+        pytest.skip("one will do")
+    model = load_in_slots(published, "25%", trunk="native", dtype=torch.float32)
+    layer = model.model.layers[0].self_attn.q_proj
+    inputs = torch.randn(3, layer.in_features, requires_grad=True)
+    layer(inputs).sum().backward()
+    torch.testing.assert_close(inputs.grad, layer.weight.sum(0).expand(3, -1))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), torch.no_grad():
+        layer(torch.randn(3, layer.in_features + 1))
+    for wrong in ("int8", ""):
+        with pytest.raises(ConfigError, match=r"trunk .* is not one of bf16, native"):
+            load_in_slots(published, trunk=wrong)

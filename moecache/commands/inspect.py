@@ -13,7 +13,7 @@ from moecache.layout import ExpertLayout
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
-from moecache.stores import open_store
+from moecache.stores import SafetensorsStore, open_store
 from moecache.telemetry import ComputeStats
 from moecache.units import format_bytes
 
@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         kind = store.config.get("model_type")
         kind = printable(kind[:100]) if isinstance(kind, str) else ""
         console.print(f"{printable(store.path)}  {kind}", style="bold")
+        quantized = _quantized(store)
         if layout.total_experts == 0:
             console.print("no experts: not a mixture-of-experts model, or of an unknown form")
             return 1
@@ -70,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"{layout.num_layers} MoE layers x {layout.num_experts} experts, {top_k}; "
         f"{format_bytes(layout.total_bytes)} in experts"
     )
+    if quantized:
+        console.print(printable(quantized))
     console.print(_layer_table(layout))
     planned = plan(
         arguments.path,
@@ -95,10 +98,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _quantized(store: SafetensorsStore) -> str:
+    """Return how the checkpoint is quantized, and what of its trunk."""
+    if not store.quantization:
+        return ""
+    matrices = [matrix.format.name for matrix, _ in store.trunk_matrices.values()]
+    trunk = f"{len(matrices)} in {', '.join(sorted(set(matrices)))}" if matrices else "none"
+    return f"quantized with {store.quantization}; matrices that are no experts': {trunk}"
+
+
 def _compute(planned: Plan, *, measures: bool) -> str:
     """Return what kernels would compute with, and how much weight a token's experts have."""
     layout = planned.layout
     formats = {role.format or str(role.dtype) for roles in layout.layers for role in roles}
+    named = {role.format for roles in layout.layers for role in roles} - {""}
+    formless = sorted(name for name in named if not kernels.has_form(name))
+    if formless:
+        return f"{', '.join(formless)}: no compute form, so that torch multiplies the values"
     stats = ComputeStats(
         compute="fast",
         level=kernels.level(),

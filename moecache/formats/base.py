@@ -81,6 +81,9 @@ class Format(ABC):
             has none.
         """
 
+    def check(self, parts: Mapping[str, np.ndarray]) -> None:  # noqa: B027 - most bytes are values
+        """Raise FormatError if these are no numbers: where scales are infinite, or NaN."""
+
     def nbytes(self, rows: int, columns: int) -> int:
         """Return the bytes of a matrix."""
         parts = self.parts(rows, columns).values()

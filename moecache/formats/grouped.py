@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from moecache.errors import ConfigError, FormatError
 from moecache.formats.base import PARSERS, Format, Parts, check_matrix
-from moecache.formats.scaled import dtype_named, unpack
+from moecache.formats.scaled import check_scales, dtype_named, unpack
 
 # Which of 8 outputs each nibble of a word of AWQ is, from the lowest on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -76,6 +76,12 @@ class GroupedFormat(Format):
         with np.errstate(over="ignore", invalid="ignore"):  # what is stored may be anything
             values = (codes.astype(np.int16) - zeros[group]).astype(np.float32) * scales[group]
             return np.ascontiguousarray(values.T).astype(dtype, copy=False)
+
+    def check(self, parts: Mapping[str, np.ndarray]) -> None:
+        """Raise FormatError if a scale is infinite or NaN, or a group is not there."""
+        check_scales(parts["scales"], self.name)
+        if self.is_ordered:
+            self.groups(parts, len(parts["g_idx"]))
 
     def groups(self, parts: Mapping[str, np.ndarray], columns: int) -> np.ndarray:
         """Return the group of each column."""

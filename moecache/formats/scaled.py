@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, FormatError
 from moecache.formats.base import FORMATS, PARSERS, Format, Parts, check_matrix
 from moecache.formats.form import BLOCK_COLUMNS, Form
 
@@ -143,6 +143,11 @@ class ScaledFormat(Format):
             scales = scales.repeat(step or max(size, 1), axis)
         return scales[: shape[0], : shape[1]]
 
+    def check(self, parts: Mapping[str, np.ndarray]) -> None:
+        """Raise FormatError if a scale is infinite, or NaN."""
+        for part in parts.keys() - {"codes"}:
+            check_scales(parts[part], self.name)
+
     def scales(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the scales as float32 [blocks of rows, blocks of columns]."""
         scales = parts["scales"]
@@ -196,6 +201,28 @@ def pack(integers: np.ndarray, bits: int) -> np.ndarray:
     flat = each[..., :bits].reshape(rows, columns * bits)
     words = rows, columns * bits // 32
     return np.packbits(flat, axis=1, bitorder="little").view(np.int32).reshape(words)
+
+
+# Bits of a number that are all set if it is infinite or NaN; of a byte, 2^(b - 127), all of them.
+_NOT_FINITE = {
+    "float32": 0x7F800000,
+    "float16": 0x7C00,
+    "bfloat16": 0x7F80,
+    "float8_e4m3fn": 0x7F,
+    "uint8": 0xFF,
+}
+
+
+def check_scales(scales: np.ndarray, name: str) -> None:
+    """Raise FormatError if a scale is infinite, or NaN."""
+    bits = scales.view(f"u{scales.itemsize}")
+    most = bits.dtype.type(_NOT_FINITE[scales.dtype.name])
+    wrong = int(np.count_nonzero(bits & most == most))
+    if wrong:
+        raise FormatError(
+            f"{wrong} of {scales.size} scales are infinite or no numbers in {name}; the checkpoint "
+            "is damaged: download it again"
+        )
 
 
 def dtype_named(name: str) -> np.dtype[Any]:

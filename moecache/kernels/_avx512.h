@@ -156,7 +156,7 @@ INLINE void mc_widen(__m512i values, mc_bytes bytes, __m512i *low, __m512i *high
             *high, _mm512_cmpeq_epi8_mask(values, sign), _mm512_set1_epi8((char)0xc3));
 }
 
-/* 16 rows with `num` inputs: as in `_codes.h`, but two columns at a time, and each group as two sums
+/* 16 rows with `num` inputs: as in `_codes.h`, but two columns at a time, and each block as two sums
  * that do not wait for each other. */
 INLINE void mc_few_dp(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
@@ -166,7 +166,7 @@ INLINE void mc_few_dp(
     int64_t columns = mc_input_columns(matrix), scale_bytes = mc_scale_bytes(matrix->scale);
     int is_half = codes == MC_I4 || codes == MC_E2M1, pair = matrix->group < MC_BLOCK ? 2 : 1;
     int chunks = is_half ? 2 : 4, width = 16 / chunks;
-    __m512 sums[8], group[8], other[8];
+    __m512 sums[8], block[8], other[8];
     __m512i nibbles = _mm512_loadu_si512(mc_tables[codes - MC_I8].nibbles);
     mc_bytes bytes;
     for (int i = 0; i < 2; i++) {
@@ -175,14 +175,17 @@ INLINE void mc_few_dp(
     }
     for (int t = 0; t < num; t++)
         sums[t] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < columns;) {
-        const uint8_t *scales = at;
-        at += pair * MC_TILE * scale_bytes;
-        for (int half = 0; half < pair; half++, scales += MC_TILE * scale_bytes) {
-            int64_t end = k + matrix->group < columns ? k + matrix->group : columns;
+    const uint8_t *scales = at;
+    for (int64_t k = 0, group = 0; k < columns;) {
+        if (k == group) {
+            scales = at;
+            at += pair * MC_TILE * scale_bytes;
+            group += pair * matrix->group;
+        }
+        for (int half = 0; half < pair; half++) {
             for (int t = 0; t < num; t++)
-                group[t] = other[t] = _mm512_setzero_ps();
-            for (; k < end; k += 16) {
+                block[t] = other[t] = _mm512_setzero_ps();
+            for (int64_t end = k + MC_BLOCK / pair; k < end; k += 16) {
 #pragma GCC unroll 4
                 for (int chunk = 0; chunk < chunks; chunk++, at += 64) {
                     __m512i values = _mm512_loadu_si512(at), first, second;
@@ -202,15 +205,16 @@ INLINE void mc_few_dp(
                                 _mm512_srli_epi16(values, (unsigned)(4 * i + 4)), nibbles);
                         }
                         for (int t = 0; t < num; t++) {
-                            group[t] = mc_dp(group[t], first, mc_pair(inputs[t], column));
+                            block[t] = mc_dp(block[t], first, mc_pair(inputs[t], column));
                             other[t] = mc_dp(other[t], second, mc_pair(inputs[t], column + 2));
                         }
                     }
                 }
             }
-            __m512 scale = (__m512)mc_avx512_load(scales, matrix->scale);
+            __m512 scale =
+                (__m512)mc_avx512_load(scales + half * MC_TILE * scale_bytes, matrix->scale);
             for (int t = 0; t < num; t++)
-                sums[t] = _mm512_fmadd_ps(_mm512_add_ps(group[t], other[t]), scale, sums[t]);
+                sums[t] = _mm512_fmadd_ps(_mm512_add_ps(block[t], other[t]), scale, sums[t]);
         }
     }
     for (int t = 0; t < num; t++)

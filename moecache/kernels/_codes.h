@@ -1,7 +1,8 @@
 /* Tiles of weights that are codes, for inputs of fp32: included once for each level.
  *
- * A register's lanes are rows, so that there is nothing to sum but columns. A group of columns is summed
- * without its scale, which then multiplies the sum; the order depends on the number of columns alone. */
+ * A register's lanes are rows, so that there is nothing to sum but columns. A block of 32 columns, or a
+ * group of 16, is summed without its scale, which then multiplies the sum: sums of a block do not wait
+ * for those of the one before. The order depends on the number of columns alone. */
 
 /* LANES codes as numbers, each from bit `at` of 32 on. All are exact: exponents of few bits become those
  * of fp32 by a product with a power of two, denormals included. */
@@ -69,24 +70,30 @@ INLINE void LEVEL(few)(
     int64_t columns = mc_input_columns(matrix), scale_bytes = mc_scale_bytes(matrix->scale);
     /* Groups of 16 columns come in pairs: two times the scales, then the codes. */
     int pair = matrix->group < MC_BLOCK ? 2 : 1;
+    const uint8_t *scales = at;
     vf sums[PARTS][TOKENS] = {{{0}}};
-    for (int64_t k = 0; k < columns;) {
-        const uint8_t *scales = at;
-        at += pair * MC_TILE * scale_bytes;
-        for (int half = 0; half < pair; half++, scales += MC_TILE * scale_bytes) {
-            int64_t end = k + matrix->group < columns ? k + matrix->group : columns;
-            vf group[PARTS][TOKENS] = {{{0}}};
-            for (; k < end; k += 16, at += mc_code_bytes(codes, 16 * MC_TILE))
+    for (int64_t k = 0, group = 0; k < columns;) {
+        if (k == group) {
+            scales = at;
+            at += pair * MC_TILE * scale_bytes;
+            group += pair * matrix->group;
+        }
+        for (int half = 0; half < pair; half++) {
+            vf block[PARTS][TOKENS] = {{{0}}};
+            for (int64_t end = k + MC_BLOCK / pair; k < end; k += 16) {
                 for (int part = 0; part < PARTS; part++) {
                     vf few[TOKENS];
-                    memcpy(few, group[part], sizeof few);
+                    memcpy(few, block[part], sizeof few);
                     LEVEL(add_codes)(few, at + part * LANES * 4, inputs, k, num, codes);
-                    memcpy(group[part], few, sizeof few);
+                    memcpy(block[part], few, sizeof few);
                 }
+                at += mc_code_bytes(codes, 16 * MC_TILE);
+            }
             for (int part = 0; part < PARTS; part++) {
-                vf scale = LEVEL(load)(scales + part * LANES * scale_bytes, matrix->scale);
+                vf scale = LEVEL(load)(
+                    scales + (half * MC_TILE + part * LANES) * scale_bytes, matrix->scale);
                 for (int t = 0; t < num; t++)
-                    sums[part][t] = LEVEL(fma)(group[part][t], scale, sums[part][t]);
+                    sums[part][t] = LEVEL(fma)(block[part][t], scale, sums[part][t]);
             }
         }
     }

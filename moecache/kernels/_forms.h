@@ -80,17 +80,21 @@ INLINE uint8_t *LEVEL(form_scales)(
     int64_t at = group * file->scale_step, num = group < file->num_scales ? num_rows : 0;
     if (num < MC_TILE)
         memset(out, 0, (size_t)(MC_TILE * bytes));
-    for (int64_t r = 0; r < num; r++) {
-        const uint8_t *scale = rows[r] + at;
-        if (file->scale == MC_F32) {
-            memcpy(out + 4 * r, scale, 4);
-        } else if (file->scale == MC_E8M0) {
+    if (file->scale == MC_E8M0) {
+        for (int64_t r = 0; r < num; r++) {
             /* 2^(b - 127) in bf16; the least is denormal, and 255 is no number. */
-            uint16_t power = *scale == 255 ? 0x7fc0 : *scale ? (uint16_t)(*scale << 7) : 0x40;
+            uint8_t b = rows[r][at];
+            uint16_t power = (uint16_t)(b << 7);
+            if (__builtin_expect((uint8_t)(b + 1) < 2, 0))
+                power = b ? 0x7fc0 : 0x40;
             memcpy(out + 2 * r, &power, 2);
-        } else {
-            memcpy(out + 2 * r, scale, 2);
         }
+    } else if (file->scale == MC_F32) {
+        for (int64_t r = 0; r < num; r++)
+            memcpy(out + 4 * r, rows[r] + at, 4);
+    } else {
+        for (int64_t r = 0; r < num; r++)
+            memcpy(out + 2 * r, rows[r] + at, 2);
     }
     return out + MC_TILE * bytes;
 }

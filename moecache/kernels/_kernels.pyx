@@ -125,7 +125,7 @@ cdef class Matrix:
 
     Attributes
     ----------
-    rows, columns, row_bytes : int
+    rows, columns : int
     """
 
     cdef mc_matrix matrix
@@ -168,11 +168,6 @@ cdef class Matrix:
     def columns(self):
         """Columns, inputs."""
         return self.matrix.columns
-
-    @property
-    def row_bytes(self):
-        """Bytes from a row to the next; of a compute form, from 16 rows to the next."""
-        return self.matrix.row_bytes
 
     def expand(self, uintptr_t out, str out_type, int64_t out_row_bytes):
         """Write the values of a matrix in its compute form, in the order of rows.
@@ -402,9 +397,7 @@ cdef class Experts:
         for i in range(num):
             hidden.rows[i] = scratch + i * e.hidden.row_bytes
             # Behind the activations: codes are multiplied by whole blocks.
-            memset(
-                scratch + i * e.hidden.row_bytes + written, 0, <size_t>(filled - written)
-            )
+            memset(<uint8_t *>hidden.rows[i] + written, 0, <size_t>(filled - written))
         e.hidden_inputs = hidden.rows
         with nogil:
             mc_compute_experts(&e, threads)

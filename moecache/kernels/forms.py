@@ -14,6 +14,7 @@ from moecache.layout import Role
 
 # What files have; other scales become float32.
 _SCALES = ("f32", "f16", "bf16", "e8m0")
+_INT8 = tuple(Form(codes, "f16", BLOCK_COLUMNS) for codes in ("i8", "i4"))
 _OUTPUTS = {"float32": "f32", "bfloat16": "bf16"}
 
 
@@ -23,6 +24,11 @@ def has_form(name: str) -> bool:
         return find_format(name).form is not None
     except ConfigError:
         return False
+
+
+def takes_int8(name: str) -> bool:
+    """Return whether a format's form is that of ggml's blocks, which multiply inputs of 8 bits."""
+    return has_form(name) and find_format(name).form in _INT8
 
 
 def tile(raw: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray) -> None:

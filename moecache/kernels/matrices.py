@@ -6,6 +6,7 @@ import numpy as np
 
 from moecache.errors import ConfigError
 from moecache.formats import Format, ScaledFormat, find_format, format_of
+from moecache.formats.floats import FloatFormat
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.kernels._kernels import Matrix
 from moecache.kernels.forms import tile_parts
@@ -37,14 +38,14 @@ def matrix_of(weights: np.ndarray | Mapping[str, np.ndarray], name: str | None =
             raise ConfigError("parts of a matrix need the name of their format")
         name = format_of(parts["values"].dtype).name
     known = find_format(name)
+    if known.form is None and not isinstance(known, FloatFormat):
+        raise ConfigError(f"format {name!r} has no compute form, which kernels need")
     rows, columns = _shape(parts, known)
     wanted = known.parts(rows, columns)
     found = {part: (given.dtype, given.shape) for part, given in parts.items()}
     if found != wanted:
         raise ConfigError(f"a {rows} x {columns} matrix in {name} is {wanted}, got {found}")
     array = next(iter(parts.values()))
-    if known.form is None and "values" not in parts:
-        raise ConfigError(f"format {name!r} has no compute form, which kernels need")
     if known.form is not None:
         array = _aligned(known.form.nbytes(rows, columns))
         if array.size:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moecache.formats import find_format
 from moecache.kernels import has_form, tile
 from moecache.layout import ExpertLayout, Role
 
@@ -42,17 +43,26 @@ class Held:
         return raw[: self.nbytes].view(self.dtype).reshape(self.shape)
 
     def fill(self, target: np.ndarray, part: np.ndarray) -> None:
-        """Write what was read; what was read in place stays."""
+        """Write what was read; what was read in place stays.
+
+        Raises
+        ------
+        FormatError
+            If the parts of a format cannot be, such as scales that are no numbers.
+        """
+        role, num = self.role, self.role.matrices
+        if role.format and not role.is_tiled:
+            known = find_format(role.format)
+            for raw in part.reshape(num, -1):
+                known.check(known.split(raw, *role.matrix_shape))
         # What `buffers` returned may be the slot itself.
         if target.ctypes.data == part.ctypes.data:
             return
-        if self.is_made:
-            role = self.role
-            forms = target.reshape(role.matrices, -1)
-            for raw, form in zip(part.reshape(role.matrices, -1), forms, strict=True):
-                tile(raw, role.format, *role.matrix_shape, form)
-        else:
+        if not self.is_made:
             target[...] = part
+            return
+        for raw, form in zip(part.reshape(num, -1), target.reshape(num, -1), strict=True):
+            tile(raw, role.format, *role.matrix_shape, form)
 
 
 def hold(role: Role, dtype: np.dtype | None = None) -> Held:

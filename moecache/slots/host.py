@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moecache._prefault import lock_pages
-from moecache.errors import CapacityError, ConfigError, MoeCacheError
+from moecache.errors import CapacityError, ConfigError, FormatError, MoeCacheError
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
 from moecache.slots._held import Held, hold_all
@@ -216,11 +216,16 @@ class HostSlots:
         ValueError
             If `parts` lacks a role or has it in another shape or dtype; the slot
             is as it was.
+        FormatError
+            If the parts of a format cannot be, such as scales that are no numbers.
         """
         target = self.expert(slot, layer)
         check_parts(self._layout, layer, parts, held=target)
         for name, held in self._held[layer].items():
-            held.fill(target[name], parts[name])
+            try:
+                held.fill(target[name], parts[name])
+            except FormatError as error:
+                raise FormatError(f"{name} of an expert of layer {layer}: {error}") from error
         self.reclaim(slot)
 
     def before_compute(self, slots: np.ndarray) -> None:

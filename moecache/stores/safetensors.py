@@ -135,8 +135,13 @@ class SafetensorsStore:
 
     @property
     def trunk_bytes(self) -> int:
-        """Bytes of all tensors but the experts', as stored."""
-        return sum(entry.nbytes for _, entry in self._tensors.values()) - self._layout.total_bytes
+        """Bytes of all tensors but the experts' in a model: quantized ones are bfloat16 there."""
+        stored = sum(entry.nbytes for _, entry in self._tensors.values())
+        quantized = sum(
+            2 * matrix.rows * matrix.columns - matrix.format.nbytes(matrix.rows, matrix.columns)
+            for matrix, _ in self.trunk_matrices.values()
+        )
+        return stored + quantized - self._layout.total_bytes
 
     def sources(self, layer: int) -> dict[tuple[str, int], str]:
         """Return a tensor that holds each matrix of a layer's experts, by (role, first byte).
@@ -172,12 +177,17 @@ class SafetensorsStore:
 
     def read_matrix(self, name: str, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
         """Return the values of one of `trunk_matrices`."""
-        matrix, tensors = self.trunk_matrices[name]
-        parts = {}
-        wanted = matrix.format.parts(matrix.rows, matrix.columns)
-        for tensor, (part, (kind, shape)) in zip(tensors, wanted.items(), strict=True):
-            parts[part] = self.read_tensor(tensor).view(kind).reshape(shape)
+        matrix, _ = self.trunk_matrices[name]
+        parts = matrix.format.split(self.read_parts(name), matrix.rows, matrix.columns)
+        matrix.format.check(parts)
         return matrix.format.dequantize(parts, dtype)
+
+    def read_parts(self, name: str) -> np.ndarray:
+        """Return the bytes of one of `trunk_matrices`, its parts one after the other."""
+        _, tensors = self.trunk_matrices[name]
+        return np.concatenate(
+            [self.read_tensor(part).reshape(-1).view(np.uint8) for part in tensors]
+        )
 
     @property
     def tensor_names(self) -> list[str]:

@@ -260,6 +260,23 @@ def grouped(method: str, group: int = 32, *, is_ordered: bool = False) -> Scheme
     return Scheme(config, encode, decode)
 
 
+# One of each form.
+SCHEMES: Mapping[str, Scheme] = {
+    "fp8": fp8(),
+    "fp8_bf16": fp8((128, 128), "bf16"),
+    "mxfp8": fp8((1, 32), "e8m0"),
+    "channels": channels(),
+    "int4": int4(),
+    "int3": int4(3, 64),
+    "int8": int4(8),
+    "mxfp4": mxfp4(),
+    "nvfp4": nvfp4(),
+    "modelopt": nvfp4(divides=False),
+    "awq": grouped("awq"),
+    "gptq": grouped("gptq"),
+    "gptq_v2": grouped("gptq_v2"),
+    "gptq_ordered": grouped("gptq", is_ordered=True),
+}
 # Sizes that blocks of 32 divide.
 _WIDE: Mapping[str, Any] = {
     "hidden_size": 64,

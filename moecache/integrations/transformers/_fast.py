@@ -16,7 +16,7 @@ from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._experts import become, become_again
 from moecache.integrations.transformers._operators import operator
-from moecache.kernels import SlotKernel, has_form
+from moecache.kernels import SlotKernel, has_form, takes_int8
 from moecache.kernels._kernels import Matrix
 from moecache.layout import ExpertLayout
 from moecache.runtime.runtime import ExpertRuntime
@@ -84,7 +84,7 @@ def kernel_of(
     elif not gate["activation"]:
         problem = f"there is no kernel for {named}"
     elif compute == "fast-int8" and not any(
-        has_form(role.format) for roles in runtime.layout.layers for role in roles
+        takes_int8(role.format) for roles in runtime.layout.layers for role in roles
     ):
         problem, remedy = "activations of 8 bits are for experts of q8_0 and q4_0", "fast"
     else:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from moecache import kernels
+from moecache.integrations.transformers._native import FORM
 from moecache.kernels import SlotKernel
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.runtime import ExpertRuntime
@@ -56,11 +57,17 @@ def compute_stats(
         num_threads=kernels.num_threads() if is_fast else torch.get_num_threads(),
         formats=tuple(sorted(formats)),
         expert_bytes=layout.top_k * sum(sizes.values()),
-        trunk_bytes=sum(linear.weight.nbytes for linear in _linears(model)),
+        trunk_bytes=sum(map(_weight_bytes, _linears(model))),
         bytes_computed=bytes_computed,
         busy_ns=busy_ns,
         bytes_per_s=bytes_per_s,
     )
+
+
+def _weight_bytes(linear: nn.Linear) -> int:
+    # The weight of a layer that stays quantized is computed when it is asked for.
+    form: torch.Tensor = getattr(linear, FORM) if hasattr(linear, FORM) else linear.weight
+    return form.nbytes
 
 
 def _linears(model: Any) -> set[nn.Linear]:

@@ -53,6 +53,7 @@ _NAMES = {
     "policy": POLICIES,
     "scope": SCOPES,
     "read": READ_MODES,
+    "trunk": ("bf16", "native"),
     # Not "hints": a transformers model gives none.
     "prefetch": ("router", *(mode for mode in PREFETCH_MODES if mode != "hints")),
 }
@@ -74,8 +75,9 @@ class MoeCacheConfig(QuantizationConfigMixin):
     Give the model that it loads to `attach`; `load` does both.
     """
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, trunk: str = "bf16", **_: Any) -> None:
         self.quant_method: Any = IMPLEMENTATION
+        self.trunk = trunk
 
 
 @register_quantizer(IMPLEMENTATION)
@@ -118,9 +120,10 @@ class TrunkQuantizer(HfQuantizer):
         """Make it an ordinary model again, but one that is not saved without its experts."""
         self.remove_quantization_config(model)
         if self._trunk:
+            is_native = getattr(self.quantization_config, "trunk", "") == "native"
             with open_store(model.__dict__["_moecache_source"][0]) as store:
                 for weight in self._trunk:
-                    weight.read(store)
+                    weight.read(store, is_native=is_native)
         guard(model, model.__dict__["_moecache_source"][0])
         return model
 
@@ -155,6 +158,7 @@ def load(
     warmpin_after: int | None = None,
     compute: str | None = None,
     num_threads: int | None = None,
+    trunk: str = "bf16",
     model_class: Any = None,
     **from_pretrained: Any,
 ) -> Any:
@@ -198,6 +202,10 @@ record_trace, warmpin, warmpin_after
     num_threads : int, optional
         Threads of the kernels, of all models of the process. By default MOECACHE_THREADS, else
         the cores that the process may use.
+    trunk : {"bf16", "native"}, default "bf16"
+        Of a quantized checkpoint, what becomes of the linear layers that are no experts': values
+        in the model's dtype; or, "native", they stay quantized, take as many bytes as in the file,
+        and are computed by the kernels, for any number of rows.
     model_class : class, optional
         Class whose `from_pretrained` is called; by default the class that the checkpoint's
         config.json names, else `AutoModelForCausalLM`.
@@ -223,7 +231,9 @@ record_trace, warmpin, warmpin_after
     check_compute("torch" if compute is None else compute)
     if compute not in (None, "torch") and parse_device(device) is not None:
         raise ConfigError(f'compute="{compute}" multiplies in RAM, not on {device}; use "torch"')
-    _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch)
+    if trunk == "native" and parse_device(device) is not None:
+        raise ConfigError(f'trunk="native" is computed in RAM, not on {device}; use "bf16"')
+    _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch, trunk=trunk)
     if num_threads is not None:
         kernels.use_threads(num_threads)
     check_model(path)
@@ -234,7 +244,7 @@ record_trace, warmpin, warmpin_after
     if model_class is None:
         model_class = find_model_class(config)
     model = model_class.from_pretrained(
-        path, **{**from_pretrained, "quantization_config": MoeCacheConfig()}
+        path, **{**from_pretrained, "quantization_config": MoeCacheConfig(trunk)}
     )
     directory, layers, dtype, usual = model.__dict__.pop("_moecache_source")
     on_host = parse_device(device) is None

@@ -43,6 +43,7 @@ from moecache.integrations.transformers._forward import (
 )
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
+from moecache.integrations.transformers._native import thaw
 from moecache.integrations.transformers._sequences import SequenceHook
 from moecache.interrupts import uninterrupted
 from moecache.kernels import SlotKernel, values_in
@@ -201,6 +202,7 @@ class Offload(NotCopied):
                 restore(binding.module, parameters)
             for block in self._blocks:
                 become_again(block)
+            thaw(self.model)
             self._detached = True
             unguard(self.model)
             self.model.__dict__.pop("moecache", None)

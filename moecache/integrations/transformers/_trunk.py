@@ -10,6 +10,7 @@ from torch import nn
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Targets
 from moecache.integrations.transformers._forward import as_tensor
+from moecache.integrations.transformers._native import keep
 from moecache.stores import SafetensorsStore
 
 _DIGITS = re.compile(r"\d+")
@@ -37,8 +38,15 @@ class QuantizedWeight:
     name: str
     dtype: torch.dtype
 
-    def read(self, store: SafetensorsStore) -> None:
-        """Give the module its parameter: the values of the format, rounded once."""
+    def read(self, store: SafetensorsStore, *, is_native: bool) -> None:
+        """Give the module its weight: the values of the format, rounded once.
+
+        Or the format's own bytes, if that is wanted, it is a linear layer and kernels have them.
+        """
+        known = store.trunk_matrices[self.name][0].format
+        if is_native and known.form is not None and type(self.module) is nn.Linear:
+            keep(self.module, self.name, store, self.dtype)
+            return
         values = as_tensor(store.read_matrix(self.name))
         self.module.register_parameter(
             self.leaf, nn.Parameter(values.to(self.dtype), requires_grad=False)

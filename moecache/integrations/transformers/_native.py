@@ -1,0 +1,115 @@
+"""`trunk="native"`: linear layers whose weights stay quantized, computed by the kernels."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from moecache.errors import MoeCacheError
+from moecache.integrations.transformers._experts import become, become_again
+from moecache.integrations.transformers._operators import operator
+from moecache.kernels import expand, tile
+from moecache.kernels._kernels import Matrix
+from moecache.stores import SafetensorsStore
+
+# Attributes of a layer: its matrix, a buffer of bytes; format, rows, columns, dtype of the values.
+FORM = "_moecache_form"
+_KIND = "_moecache_kind"
+_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class NativeLinear(nn.Module):
+    """A linear layer that has its weight in the compute form of a format."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The values, computed anew each time."""
+        return _values(getattr(self, FORM), *self.__dict__[_KIND])
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """Return input @ weight.T + bias, whose bits do not depend on the number of rows."""
+        layer: Any = self
+        form, (name, rows, columns, dtype) = getattr(self, FORM), self.__dict__[_KIND]
+        if torch.is_grad_enabled() and input.requires_grad:
+            return functional.linear(input, _values(form, name, rows, columns, dtype), layer.bias)
+        out: torch.Tensor = torch.ops.moecache.format_linear(
+            input, form, name, rows, columns, layer.bias
+        )
+        return out
+
+
+def keep(module: nn.Module, weight: str, store: SafetensorsStore, dtype: torch.dtype) -> None:
+    """Give a linear layer without a weight the store's matrix, as it is quantized."""
+    matrix, _ = store.trunk_matrices[weight]
+    rows, columns, known = matrix.rows, matrix.columns, matrix.format
+    if known.form is None:
+        raise ValueError(f"{known.name} has no compute form")
+    form = np.empty(known.form.nbytes(rows, columns), np.uint8)
+    tile(store.read_parts(weight), known.name, rows, columns, form)
+    module.register_buffer(FORM, torch.from_numpy(form), persistent=False)
+    module.__dict__[_KIND] = known.name, rows, columns, dtype
+    become(module, NativeLinear)
+
+
+def thaw(model: nn.Module) -> None:
+    """Give linear layers that stayed quantized their weights as torch's own."""
+    for module in [m for m in model.modules() if isinstance(m, NativeLinear)]:
+        values = module.weight
+        become_again(module)
+        del module.__dict__[_KIND]
+        delattr(module, FORM)
+        module.register_parameter("weight", nn.Parameter(values, requires_grad=False))
+
+
+def _values(
+    form: torch.Tensor, name: str, rows: int, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    raw = _on_host(form).numpy()
+    if dtype == torch.bfloat16:
+        out = np.empty((rows, columns), ml_dtypes.bfloat16)
+        expand(raw, name, rows, columns, out)
+        return torch.from_numpy(out.view(np.uint16)).view(dtype)
+    wide = np.empty((rows, columns), np.float32)
+    expand(raw, name, rows, columns, wide)
+    return torch.from_numpy(wide).to(dtype)
+
+
+def _on_host(form: torch.Tensor) -> torch.Tensor:
+    if form.device.type != "cpu":
+        raise MoeCacheError(
+            'a trunk that stays quantized is computed on the CPU; load it with trunk="bf16"'
+        )
+    return form
+
+
+@operator(
+    "format_linear(Tensor input, Tensor form, str format, int rows, int columns, Tensor? bias)"
+    " -> Tensor",
+    lambda input, _, __, rows, *___: input.new_empty((*input.shape[:-1], rows)),  # noqa: A006
+)
+def _operator(
+    input: torch.Tensor,  # noqa: A002 - torch's own name
+    form: torch.Tensor,
+    name: str,
+    rows: int,
+    columns: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    if input.shape[-1:] != (columns,):
+        raise RuntimeError(
+            f"input of shape {list(input.shape)} and a weight [{rows}, {columns}] cannot be "
+            "multiplied"
+        )
+    given = (input if input.dtype in _TYPES else input.float()).contiguous()
+    kind, size = _TYPES[given.dtype], given.element_size()
+    out = given.new_empty((*input.shape[:-1], rows))
+    terms = None if bias is None else bias.to(given.dtype).contiguous()
+    Matrix(_on_host(form).data_ptr(), name, rows, columns).multiply(
+        *(given.data_ptr(), kind, given.numel() // max(columns, 1), columns * size),
+        *(out.data_ptr(), kind, rows * size),
+        *((0, kind) if terms is None else (terms.data_ptr(), kind)),
+    )
+    return out.to(input.dtype)

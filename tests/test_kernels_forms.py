@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moecache import kernels
 from moecache.errors import ConfigError
-from moecache.formats import FORMATS, ScaledFormat, find_format
+from moecache.formats import FORMATS, Format, ScaledFormat, find_format
 from moecache.layout import Role
 from tests.helpers.kernels import BF16, BLOCKED, DTYPES, SCALED, computing, fitting
 from tests.helpers.kernels_forms import form_of
@@ -68,6 +68,50 @@ def test_any_bytes_are_tiled_and_expanded_without_losing_a_bit(
             kernels.expand(form, name, rows, columns, out[:, :columns])
             equal(out[:, :columns], known.dequantize(parts, dtype))
         assert (out[:, columns:] == 7).all()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "int" not in name or "[1x" in name])
+def test_a_tiler_finds_every_scale_that_is_no_number(name: str) -> None:
+    """Of two matrices one after the other, at any place; `tile_at` says the same."""
+    known, shape = find_format(name), (35, fitting(name, 160))
+    values = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
+    parts = known.quantize(values)
+    raw = np.tile(np.concatenate([a.reshape(-1).view(np.uint8) for a in parts.values()]), 2)
+    tiler = kernels.tiler(name, *shape)
+    out, other = (np.zeros((2, tiler.form_bytes), np.uint8) for _ in range(2))
+    maybe = isinstance(tiler, kernels.forms.Repacker)
+    assert tiler.tile(raw, out) == maybe
+
+    for at in np.random.default_rng(4).integers(0, 2 * 35, 9):
+        spoilt = raw.copy().reshape(2, -1)
+        scales = _scales(known.split(spoilt[at % 2], *shape), known)
+        row = at // 2 * len(scales) // 35
+        scales[row, at % scales.shape[1]] = 255 if scales.dtype == np.uint8 else np.inf
+        assert tiler.tile(spoilt, out)
+        assert tiler.tile_at(spoilt[at % 2].ctypes.data, other[at % 2].ctypes.data)
+        assert tiler.tile_at(raw.ctypes.data, other[1 - at % 2].ctypes.data) == maybe
+        assert other.tobytes() == out.tobytes()
+
+
+def _scales(parts: dict[str, np.ndarray], known: Format) -> np.ndarray:
+    if "blocks" in parts:
+        return parts["blocks"][..., :2].view(np.float16)[..., 0]
+    return parts["scales"]
+
+
+def test_a_tiler_takes_whole_matrices() -> None:
+    """Others are refused, with the sizes."""
+    tiler = kernels.tiler("mxfp4", 16, 32)
+    raw, form = np.zeros(272, np.uint8), np.zeros(288, np.uint8)
+    with pytest.raises(ValueError, match="of 272 bytes are tiled into 288; got 271 and 288"):
+        tiler.tile(raw[1:], form)
+    with pytest.raises(ValueError, match="of 272 bytes are tiled into 288; got 272 and 287"):
+        tiler.tile(raw, form[1:])
+    with pytest.raises(ValueError, match="contiguous"):
+        tiler.tile(raw, form[::-1])
+    form.flags.writeable = False
+    with pytest.raises(ValueError, match="writable"):
+        tiler.tile(raw, form)
 
 
 @pytest.mark.parametrize("scale", ["f32", "f16", "bf16", "e8m0"])

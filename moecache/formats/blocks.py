@@ -47,9 +47,10 @@ class BlockFormat(Format):
         """Return scale times integer, a float32 product that is rounded once more if asked."""
         blocks = parts["blocks"]
         scales = blocks[..., :2].copy().view(np.float16).astype(np.float32)
-        values = scales * self._integers(blocks[..., 2:]).astype(np.float32)
+        integers = self._integers(blocks[..., 2:]).astype(np.float32)
         shape = len(blocks), blocks.shape[1] * BLOCK_COLUMNS
-        return values.reshape(shape).astype(dtype, copy=False)
+        with np.errstate(over="ignore", invalid="ignore"):  # such as zero times infinity
+            return (scales * integers).reshape(shape).astype(dtype, copy=False)
 
     def quantize(self, values: np.ndarray) -> dict[str, np.ndarray]:
         """Return blocks, as ggml's reference quantiser makes them."""

@@ -73,9 +73,9 @@ class GroupedFormat(Format):
         codes = self._codes(parts["codes"])
         group = self.groups(parts, len(codes))
         zeros = self._across(parts["zeros"]).astype(np.int16) + (self.method == "gptq")
-        with np.errstate(over="ignore", invalid="ignore"):  # what is stored may be anything
-            values = (codes.astype(np.int16) - zeros[group]).astype(np.float32) * scales[group]
-            return np.ascontiguousarray(values.T).astype(dtype, copy=False)
+        integers = (codes.astype(np.int16) - zeros[group]).astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # such as zero times infinity
+            return np.ascontiguousarray((integers * scales[group]).T).astype(dtype, copy=False)
 
     def check(self, parts: Mapping[str, np.ndarray]) -> None:
         """Raise FormatError if a scale is infinite or NaN, or a group is not there."""

@@ -19,6 +19,8 @@ from moecache.formats.form import BLOCK_COLUMNS, Form
 
 # Values of the 16 codes of OCP's FP4 (E2M1).
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# What bytes of "e8m0" mean.
+_POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
 # Largest code, and its exponent.
 _LARGEST = {"e4m3": (448, 8), "e2m1": (6, 2)}
 _NAME = re.compile(r"(fp8|int[2-8])\[(\d{1,9}|\*)x(\d{1,9}|\*),(f32|f16|bf16|e8m0)\]")
@@ -86,7 +88,7 @@ class ScaledFormat(Format):
         columns = self._columns(parts)
         codes = self.codes(parts["codes"], columns)
         scales = self._spread(self.scales(parts), codes.shape)
-        with np.errstate(over="ignore", invalid="ignore"):  # what is stored may be anything
+        with np.errstate(over="ignore", invalid="ignore"):  # such as zero times infinity
             return (codes * scales).astype(dtype, copy=False)
 
     def quantize(self, values: np.ndarray) -> dict[str, np.ndarray]:
@@ -153,8 +155,7 @@ class ScaledFormat(Format):
         scales = parts["scales"]
         if self.scale != "e8m0":
             return scales.astype(np.float32)
-        powers = np.ldexp(np.float32(1), scales.view(np.uint8).astype(np.int32) - 127)
-        return np.where(scales.view(np.uint8) == 255, np.float32(np.nan), powers)
+        return _POWERS[scales.view(np.uint8)]
 
     def codes(self, stored: np.ndarray, columns: int) -> np.ndarray:
         """Return what codes mean, float32 [rows, columns]."""

@@ -15,7 +15,7 @@ from moecache.kernels._kernels import (
     use_threads,
 )
 from moecache.kernels.experts import SlotKernel
-from moecache.kernels.forms import expand, has_form, takes_int8, tile, values_in
+from moecache.kernels.forms import expand, has_form, takes_int8, tile, tiler, values_in
 from moecache.kernels.matrices import matrix_of, products
 from moecache.kernels.startup import usable_cores
 
@@ -32,6 +32,7 @@ __all__ = [
     "products",
     "takes_int8",
     "tile",
+    "tiler",
     "usable_cores",
     "use_level",
     "use_threads",

@@ -72,9 +72,31 @@ INLINE void LEVEL(form_nibbles)(const uint8_t *const *blocks, int order, uint8_t
     }
 }
 
+/* Bits are set if one of 16 scales is infinite, or no number: all bits of its exponent are. */
+INLINE v4 LEVEL(not_finite)(const uint8_t *scales, int scale)
+{
+    v4 found = {0};
+    if (scale == MC_F32) {
+        for (int i = 0; i < MC_TILE; i += 4) {
+            v4 some;
+            memcpy(&some, scales + i * 4, 16);
+            found |= (v4)((some & 0x7f800000) == 0x7f800000);
+        }
+    } else {
+        v8 exponent = (uint16_t)(scale == MC_F16 ? 0x7c00 : 0x7f80) - (v8){0};
+        for (int i = 0; i < MC_TILE; i += 8) {
+            v8 some;
+            memcpy(&some, scales + i * 2, 16);
+            found |= (v4)((some & exponent) == exponent);
+        }
+    }
+    return found;
+}
+
 /* 16 rows' scales of a group of columns; those beyond the matrix are zero. Returns their end. */
 INLINE uint8_t *LEVEL(form_scales)(
-    const mc_file *file, const uint8_t *const *rows, int64_t num_rows, int64_t group, uint8_t *out)
+    const mc_file *file, const uint8_t *const *rows, int64_t num_rows, int64_t group, uint8_t *out,
+    v4 *wrong)
 {
     int64_t bytes = mc_scale_bytes(file->scale);
     int64_t at = group * file->scale_step, num = group < file->num_scales ? num_rows : 0;
@@ -96,11 +118,14 @@ INLINE uint8_t *LEVEL(form_scales)(
         for (int64_t r = 0; r < num; r++)
             memcpy(out + 2 * r, rows[r] + at, 2);
     }
+    *wrong |= LEVEL(not_finite)(out, file->scale);
     return out + MC_TILE * bytes;
 }
 
-INLINE uint8_t *LEVEL(form_of)(const mc_file *file, int64_t row, uint8_t *out, int order)
+INLINE uint8_t *LEVEL(form_of)(
+    const mc_file *file, int64_t row, uint8_t *out, int *wrong, int order)
 {
+    v4 not_finite = {0};
     int is_bytes = order <= MC_OFFSET_BYTES;
     int64_t num_rows = file->rows - row < MC_TILE ? file->rows - row : MC_TILE, step = 0;
     const uint8_t *rows[MC_TILE], *scales[MC_TILE];
@@ -113,7 +138,7 @@ INLINE uint8_t *LEVEL(form_of)(const mc_file *file, int64_t row, uint8_t *out, i
         uint8_t copies[MC_TILE][MC_BLOCK];
         const uint8_t *blocks[MC_TILE];
         for (; group * file->group < k + MC_BLOCK && group * file->group >= k; group++)
-            out = LEVEL(form_scales)(file, scales, num_rows, group, out);
+            out = LEVEL(form_scales)(file, scales, num_rows, group, out, &not_finite);
         /* The next 16 rows, in the order of memory: 16 places at once are too many to be foreseen. */
         for (int64_t line = 0; line < MC_TILE * file->block_bytes; line += 64)
             __builtin_prefetch(next + line);
@@ -136,17 +161,20 @@ INLINE uint8_t *LEVEL(form_of)(const mc_file *file, int64_t row, uint8_t *out, i
             LEVEL(form_nibbles)(blocks, order, out);
         out += MC_TILE * (is_bytes ? MC_BLOCK : MC_BLOCK / 2);
     }
+    for (int i = 0; i < 4; i++)
+        *wrong |= not_finite[i] != 0;
     return out;
 }
 
-/* The compute form of rows [row, row + 16), from the file's order; returns its end. */
-static uint8_t *LEVEL(form)(const mc_file *file, int64_t row, uint8_t *out)
+/* The compute form of rows [row, row + 16), from the file's order; returns its end. `wrong` becomes 1
+ * if a scale is infinite, or no number. */
+static uint8_t *LEVEL(form)(const mc_file *file, int64_t row, uint8_t *out, int *wrong)
 {
     switch (file->order) {
-    case MC_BYTES: return LEVEL(form_of)(file, row, out, MC_BYTES);
-    case MC_OFFSET_BYTES: return LEVEL(form_of)(file, row, out, MC_OFFSET_BYTES);
-    case MC_NIBBLES: return LEVEL(form_of)(file, row, out, MC_NIBBLES);
-    default: return LEVEL(form_of)(file, row, out, MC_HALVES);
+    case MC_BYTES: return LEVEL(form_of)(file, row, out, wrong, MC_BYTES);
+    case MC_OFFSET_BYTES: return LEVEL(form_of)(file, row, out, wrong, MC_OFFSET_BYTES);
+    case MC_NIBBLES: return LEVEL(form_of)(file, row, out, wrong, MC_NIBBLES);
+    default: return LEVEL(form_of)(file, row, out, wrong, MC_HALVES);
     }
 }
 

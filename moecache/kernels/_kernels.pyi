@@ -101,20 +101,32 @@ def combine(
 ) -> None: ...
 def is_late(waited_ns: int, own_ns: int, own_items: int) -> bool: ...
 def read_all(address: int, nbytes: int) -> int: ...
-def to_form(
-    codes: int,
-    scales: int,
-    order: str,
-    scale: str,
-    rows: int,
-    columns: int,
-    group: int,
-    row_bytes: int,
-    block_bytes: int,
-    scale_rows: int,
-    scale_row_bytes: int,
-    scale_step: int,
-    num_scales: int,
-    zero: int,
-    out: int,
-) -> None: ...
+
+@final
+class Tiler:
+    def __new__(
+        cls,
+        *,
+        rows: int,
+        columns: int,
+        group: int,
+        raw_bytes: int,
+        form_bytes: int,
+        order: str,
+        row_bytes: int,
+        block_bytes: int,
+        zero: int,
+        scale: str,
+        scale_rows: int,
+        scale_row_bytes: int,
+        scale_step: int,
+        num_scales: int,
+        codes_at: int = 0,
+        scales_at: int = 0,
+    ) -> Self: ...
+    @property
+    def raw_bytes(self) -> int: ...
+    @property
+    def form_bytes(self) -> int: ...
+    def tile(self, raw: np.ndarray, out: np.ndarray) -> bool: ...
+    def tile_at(self, raw: int, form: int) -> bool: ...

@@ -1,6 +1,7 @@
 """Products over weights where they lie, on the CPU and without the GIL."""
 
 cimport cython
+cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
@@ -37,6 +38,8 @@ from moecache.kernels._products cimport (
 
 from moecache.errors import ConfigError
 from moecache.formats import find_format
+
+cnp.import_array()
 
 
 cdef extern from "<pthread.h>" nogil:
@@ -525,50 +528,115 @@ def read_all(uintptr_t address, int64_t nbytes):
     return found
 
 
-def to_form(
-    uintptr_t codes, uintptr_t scales, str order, str scale, int64_t rows, int64_t columns,
-    int64_t group, int64_t row_bytes, int64_t block_bytes, int64_t scale_rows,
-    int64_t scale_row_bytes, int64_t scale_step, int64_t num_scales, int zero, uintptr_t out
-):
-    """Write the compute form of a matrix of codes: groups of 16 rows, interleaved.
+@cython.final
+cdef class Tiler:
+    """Makes compute forms of matrices of one format and one shape.
 
     Parameters
     ----------
-    codes, scales : int
-        Addresses, in the file's order.
-    order : str
-        One of `ORDERS`: bytes, bytes with 128 added, nibbles with the even column in the low one,
-        or ggml's, the first 16 columns of 32 in low nibbles.
-    scale : {"f32", "f16", "bf16", "e8m0"}
-        Those of "e8m0" become bfloat16.
     rows, columns : int
         They are filled up with codes of zero.
     group : int
         Columns that share a scale: 16, or a multiple of 32.
+    raw_bytes, form_bytes : int
+        Of a matrix in the file's order, its parts one after the other, and in its form.
+    order : str
+        One of `ORDERS`: bytes, bytes with 128 added, nibbles with the even column in the low one,
+        or ggml's, the first 16 columns of 32 in low nibbles.
     row_bytes, block_bytes : int
         Of codes, from a row to the next, and from 32 columns to the next.
+    zero : int
+        A byte of codes that mean zero, in the file's order.
+    scale : {"f32", "f16", "bf16", "e8m0"}
+        Those of "e8m0" become bfloat16.
     scale_rows : int
         Rows that share their scales.
     scale_row_bytes, scale_step : int
         From the scales of such rows to the next, and from a scale to the next.
     num_scales : int
         In a row; those beyond are zero.
-    zero : int
-        A byte of codes that mean zero, in the file's order.
-    out : int
-        Address of as many bytes as `Form.nbytes` says.
+    codes_at, scales_at : int
+        Where they begin in a matrix's bytes.
+
+    Attributes
+    ----------
+    raw_bytes, form_bytes : int
     """
+
     cdef mc_file file
-    cdef int64_t row = 0
-    cdef uint8_t *target = <uint8_t *>out
-    file.codes, file.scales = <const uint8_t *>codes, <const uint8_t *>scales
-    file.rows, file.columns, file.group = rows, columns, group
-    file.row_bytes, file.block_bytes, file.scale_rows = row_bytes, block_bytes, scale_rows
-    file.scale_row_bytes, file.scale_step = scale_row_bytes, scale_step
-    file.num_scales, file.zero = num_scales, zero
-    file.order = ORDERS.index(order)
-    file.scale = MC_E8M0 if scale == "e8m0" else NUMBERS.index(scale)
-    with nogil:
-        while row < rows:
-            target = _level.form(&file, row, target)
-            row += MC_TILE
+    cdef int64_t codes_at
+    cdef int64_t scales_at
+    cdef readonly int64_t raw_bytes
+    cdef readonly int64_t form_bytes
+
+    def __cinit__(
+        self, *, int64_t rows, int64_t columns, int64_t group, int64_t raw_bytes,
+        int64_t form_bytes, str order, int64_t row_bytes, int64_t block_bytes, int zero, str scale,
+        int64_t scale_rows, int64_t scale_row_bytes, int64_t scale_step, int64_t num_scales,
+        int64_t codes_at=0, int64_t scales_at=0
+    ):
+        memset(&self.file, 0, sizeof(self.file))
+        self.file.rows, self.file.columns, self.file.group = rows, columns, group
+        self.file.row_bytes, self.file.block_bytes = row_bytes, block_bytes
+        self.file.scale_rows, self.file.scale_row_bytes = scale_rows, scale_row_bytes
+        self.file.scale_step, self.file.num_scales = scale_step, num_scales
+        self.file.zero, self.file.order = zero, ORDERS.index(order)
+        self.file.scale = MC_E8M0 if scale == "e8m0" else NUMBERS.index(scale)
+        self.codes_at, self.scales_at = codes_at, scales_at
+        self.raw_bytes, self.form_bytes = raw_bytes, form_bytes
+
+    def tile(self, cnp.ndarray raw not None, cnp.ndarray out not None):
+        """Write the forms of matrices that lie one after the other.
+
+        Parameters
+        ----------
+        raw, out : ndarray
+            C-contiguous, of any shape and dtype.
+
+        Returns
+        -------
+        bool
+            Whether a scale is infinite, or no number; `Format.check` says which.
+
+        Raises
+        ------
+        ValueError
+            If these are not as many whole matrices as forms, or an array is not contiguous, or
+            what is written to is read-only.
+        """
+        cdef int64_t i, num
+        cdef int wrong = 0
+        if not (cnp.PyArray_IS_C_CONTIGUOUS(raw) and cnp.PyArray_ISCARRAY(out)):
+            raise ValueError("a matrix must be contiguous, and what it is tiled into writable, too")
+        if self.form_bytes == 0:
+            return False
+        num = cnp.PyArray_NBYTES(out) // self.form_bytes
+        if (
+            cnp.PyArray_NBYTES(out) != num * self.form_bytes
+            or cnp.PyArray_NBYTES(raw) != num * self.raw_bytes
+        ):
+            raise ValueError(
+                f"matrices of {self.raw_bytes} bytes are tiled into {self.form_bytes}; got "
+                f"{raw.nbytes} and {out.nbytes}"
+            )
+        for i in range(num):
+            wrong |= self._tile(
+                <const uint8_t *>cnp.PyArray_DATA(raw) + i * self.raw_bytes,
+                <uint8_t *>cnp.PyArray_DATA(out) + i * self.form_bytes
+            )
+        return wrong != 0
+
+    def tile_at(self, uintptr_t raw, uintptr_t form):
+        """Write the form of the matrix at an address to another; see `tile`."""
+        return self._tile(<const uint8_t *>raw, <uint8_t *>form) != 0
+
+    cdef int _tile(self, const uint8_t *raw, uint8_t *form) noexcept:
+        cdef mc_file file = self.file
+        cdef int64_t row = 0
+        cdef int wrong = 0
+        file.codes, file.scales = raw + self.codes_at, raw + self.scales_at
+        with nogil:
+            while row < file.rows and file.columns > 0:
+                form = _level.form(&file, row, form, &wrong)
+                row += MC_TILE
+        return wrong

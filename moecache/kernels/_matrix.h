@@ -90,7 +90,7 @@ typedef struct {
     mc_tile tiles[MC_NUM_INPUTS][MC_NUM_CODES]; /* NULL: inputs are converted to fp32 first */
     void (*activate)(float *gate, const float *up, int64_t num, const mc_activation *how);
     void (*quantize)(const uint8_t *from, int type, int64_t columns, int codes, uint8_t *to);
-    uint8_t *(*form)(const mc_file *file, int64_t row, uint8_t *out);
+    uint8_t *(*form)(const mc_file *file, int64_t row, uint8_t *out, int *wrong);
     void (*expand)(
         const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes);
     uint32_t (*read)(const uint8_t *at, int64_t num);

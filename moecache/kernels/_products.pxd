@@ -51,7 +51,7 @@ cdef extern from "_products.h" nogil:
     ctypedef struct mc_level:
         const char *name
         mc_tile tiles[3][7]
-        uint8_t *(*form)(const mc_file *, int64_t, uint8_t *) noexcept nogil
+        uint8_t *(*form)(const mc_file *, int64_t, uint8_t *, int *) noexcept nogil
         uint32_t (*read)(const uint8_t *, int64_t) noexcept nogil
 
     ctypedef struct mc_rows:

@@ -1,6 +1,10 @@
 """Compute forms: codes in the order that vectors want, 16 rows interleaved; and back."""
 
-from collections.abc import Mapping
+import ctypes
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,12 +12,19 @@ import numpy.typing as npt
 from moecache.errors import ConfigError
 from moecache.formats import TILE_ROWS, Form, Format, ScaledFormat, find_format
 from moecache.formats.form import BLOCK_COLUMNS
-from moecache.formats.scaled import unpack
-from moecache.kernels._kernels import Matrix, to_form
+from moecache.formats.scaled import pack, unpack
+from moecache.kernels._kernels import Matrix, Tiler
 from moecache.layout import Role
 
 # What files have; other scales become float32.
 _SCALES = ("f32", "f16", "bf16", "e8m0")
+# Order in a file, and a byte of codes that mean zero.
+_ORDERS = {
+    "e4m3": ("bytes", 0),
+    "e2m1": ("nibbles", 0),
+    "int4": ("nibbles", 0x88),
+    "int8": ("offset bytes", 0x80),
+}
 _INT8 = tuple(Form(codes, "f16", BLOCK_COLUMNS) for codes in ("i8", "i4"))
 _OUTPUTS = {"float32": "f32", "bfloat16": "bf16"}
 
@@ -29,6 +40,18 @@ def has_form(name: str) -> bool:
 def takes_int8(name: str) -> bool:
     """Return whether a format's form is that of ggml's blocks, which multiply inputs of 8 bits."""
     return has_form(name) and find_format(name).form in _INT8
+
+
+@functools.cache
+def tiler(name: str, rows: int, columns: int) -> "Tiler | Repacker":
+    """Return what makes the compute form of matrices of one format and one shape.
+
+    Raises
+    ------
+    ConfigError
+        If the format has no compute form, or no matrix of this shape.
+    """
+    return _tiler(*_known(name, rows, columns), rows, columns)
 
 
 def tile(raw: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray) -> None:
@@ -52,39 +75,118 @@ def tile(raw: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray) -
             f"a {rows} x {columns} matrix in {name} takes {wanted[0]} bytes, tiled {wanted[1]}; "
             f"got {raw.nbytes} and {out.nbytes}"
         )
-    if not (raw.flags.c_contiguous and out.flags.c_contiguous and out.flags.writeable):
-        raise ValueError("a matrix must be contiguous, and what it is tiled into writable, too")
-    if out.size:
-        flat = raw.reshape(-1).view(np.uint8)
-        tile_parts(known.split(flat, rows, columns), known, rows, columns, out)
+    _tiler(known, form, rows, columns).tile(raw, out)
 
 
-def tile_parts(
-    parts: Mapping[str, np.ndarray], known: Format, rows: int, columns: int, out: np.ndarray
-) -> None:
-    """Write the compute form of a matrix that has elements, and whose parts fit."""
-    form = known.form
-    assert form is not None
-    if isinstance(known, ScaledFormat):
-        codes, order, zero = _codes(parts["codes"], known, columns)
-        scales, scale = parts["scales"], known.scale
-        if scale not in _SCALES:
-            scales, scale = known.scales(parts), "f32"
-        steps = scales.strides[0], scales.itemsize
-        width, num_scales = codes.strides[0], scales.shape[1]
-        block_bytes = form.block_bytes // TILE_ROWS
-        scale_rows = known.block[0] or rows
-    else:
+class Repacker:
+    """Makes compute forms as `Tiler` does, by way of a format whose order it reads.
+
+    Parameters
+    ----------
+    known, plain : Format
+    rows, columns : int
+
+    Attributes
+    ----------
+    raw_bytes, form_bytes : int
+    """
+
+    def __init__(self, known: ScaledFormat, plain: ScaledFormat, rows: int, columns: int) -> None:
+        self._known, self._plain, self._shape = known, plain, (rows, columns)
+        assert plain.form is not None
+        self._tiler = _tiler(plain, plain.form, rows, columns)
+        self.raw_bytes = known.nbytes(rows, columns)
+        self.form_bytes: int = plain.form.nbytes(rows, columns)
+
+    def tile(self, raw: np.ndarray, out: np.ndarray) -> bool:
+        """Write the forms of matrices that lie one after the other; True: scales may be wrong."""
+        if not (raw.flags.c_contiguous and out.flags.carray):
+            raise ValueError("a matrix must be contiguous, and what it is tiled into writable, too")
+        if self.form_bytes == 0:
+            return False
+        matrices = raw.reshape(-1).view(np.uint8).reshape(-1, self.raw_bytes)
+        for one, form in zip(matrices, out.reshape(-1, self.form_bytes), strict=True):
+            parts = self._known.split(one, *self._shape)
+            codes, scales = parts["codes"], parts["scales"]
+            if self._known.bits != self._plain.bits:
+                codes = self._repacked(codes)
+            if self._known.scale != self._plain.scale:
+                scales = self._known.scales(parts)
+            self._tiler.tile(joined((codes, scales)), form)
+        return True
+
+    def tile_at(self, raw: int, form: int) -> bool:
+        """Write the form of the matrix at an address to another; True: scales may be wrong."""
+        sizes = (raw, self.raw_bytes), (form, self.form_bytes)
+        arrays = [
+            np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(at)) for at, size in sizes
+        ]
+        return self.tile(*arrays)
+
+    def _repacked(self, words: np.ndarray) -> np.ndarray:
+        bits, wide = self._known.bits, self._plain.bits
+        integers = unpack(words, bits, self._shape[1])
+        return pack(integers + np.uint8((1 << (wide - 1)) - (1 << (bits - 1))), wide)
+
+
+@functools.cache
+def _tiler(known: Format, form: Form, rows: int, columns: int) -> Tiler | Repacker:
+    parts, starts = known.parts(rows, columns), {}
+    nbytes = 0
+    for name, (dtype, shape) in parts.items():
+        starts[name] = nbytes
+        nbytes += dtype.itemsize * math.prod(shape)
+    args: dict[str, Any] = {
+        "rows": rows,
+        "columns": columns,
+        "group": form.group or -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS,
+        "raw_bytes": nbytes,
+        "form_bytes": form.nbytes(rows, columns),
+    }
+    if not isinstance(known, ScaledFormat):
         # ggml's blocks: the scale of each lies before its codes.
-        scales = parts["blocks"]
-        codes, scale, order = scales[..., 2:], "f16", "bytes" if form.codes == "i8" else "halves"
-        zero, scale_rows, num_scales = 0 if form.codes == "i8" else 0x88, 1, scales.shape[1]
-        width, block_bytes = steps = scales.strides[0], scales.shape[2]
-    to_form(
-        *(codes.ctypes.data, scales.ctypes.data, order, scale, rows, columns),
-        form.group or -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS,
-        *(width, block_bytes, scale_rows, *steps, num_scales, zero, out.ctypes.data),
+        is_bytes, (_, (_, blocks, block_bytes)) = form.codes == "i8", parts["blocks"]
+        return Tiler(
+            **args,
+            order="bytes" if is_bytes else "halves",
+            row_bytes=blocks * block_bytes,
+            block_bytes=block_bytes,
+            zero=0 if is_bytes else 0x88,
+            scale="f16",
+            scale_rows=1,
+            scale_row_bytes=blocks * block_bytes,
+            scale_step=block_bytes,
+            num_scales=blocks,
+            codes_at=2,
+        )
+    plain = known
+    if known.scale not in _SCALES:
+        plain = ScaledFormat(f"{known.name} in f32", known.block, known.element, "f32")
+    if known.element.startswith("int") and known.bits not in (4, 8):
+        wide = "int4" if known.bits < 4 else "int8"
+        plain = ScaledFormat(f"{known.name} in {wide}", known.block, wide, plain.scale)
+    if plain is not known:
+        return Repacker(known, plain, rows, columns)
+    order, zero = _ORDERS[known.element]
+    (codes, (_, width)), (scales, (_, num_scales)) = parts["codes"], parts["scales"]
+    return Tiler(
+        **args,
+        order=order,
+        row_bytes=width * codes.itemsize,
+        block_bytes=form.block_bytes // TILE_ROWS,
+        zero=zero,
+        scale=known.scale,
+        scale_rows=known.block[0] or max(rows, 1),
+        scale_row_bytes=num_scales * scales.itemsize,
+        scale_step=scales.itemsize,
+        num_scales=num_scales,
+        scales_at=starts["scales"],
     )
+
+
+def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """Return the bytes of a matrix, its parts one after the other."""
+    return np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
 
 
 def expand(form: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray) -> None:
@@ -156,23 +258,3 @@ def _known(name: str, rows: int, columns: int) -> tuple[Format, Form]:
     if rows < 0 or columns < 0:
         raise ConfigError(f"a matrix cannot have {rows} x {columns} elements")
     return known, known.form
-
-
-def _codes(stored: np.ndarray, known: ScaledFormat, columns: int) -> tuple[np.ndarray, str, int]:
-    """Return codes as rows of bytes, their order, and a byte of codes that mean zero."""
-    if known.element == "e4m3":
-        return stored, "bytes", 0
-    if known.element == "e2m1":
-        return stored, "nibbles", 0
-    if known.bits == 4:
-        return stored, "nibbles", 0x88
-    if known.bits == 8:
-        return stored, "offset bytes", 0x80
-    # Words that codes straddle, or more than two codes in a byte.
-    half = 1 << (known.bits - 1)
-    signed = unpack(stored, known.bits, columns) - np.uint8(half)
-    if known.bits > 4:
-        return signed, "bytes", 0
-    nibbles = np.full((len(signed), columns + columns % 2), 8, np.uint8)
-    nibbles[:, :columns] = signed + np.uint8(8)
-    return nibbles[:, ::2] | nibbles[:, 1::2] << 4, "nibbles", 0x88

@@ -9,7 +9,7 @@ from moecache.formats import Format, ScaledFormat, find_format, format_of
 from moecache.formats.floats import FloatFormat
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.kernels._kernels import Matrix
-from moecache.kernels.forms import tile_parts
+from moecache.kernels.forms import joined, tile
 
 # Vectors are loaded from any address, but fastest where no cache line is crossed.
 _ALIGNMENT = 64
@@ -48,8 +48,7 @@ def matrix_of(weights: np.ndarray | Mapping[str, np.ndarray], name: str | None =
     array = next(iter(parts.values()))
     if known.form is not None:
         array = _aligned(known.form.nbytes(rows, columns))
-        if array.size:
-            tile_parts(parts, known, rows, columns, array)
+        tile(joined(parts[part] for part in wanted), name, rows, columns, array)
     return Matrix(array.ctypes.data, name, rows, columns, None, array)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moecache.formats import BF16, TILE_ROWS, find_format
-from moecache.kernels.forms import tile_parts
+from moecache.kernels.forms import joined, tile
 from moecache.packing._report import Deviation
 
 # File, offset and length of bytes of the checkpoint.
@@ -96,7 +96,7 @@ class Quantize(Recipe):
         stacked = raw.view(self.dtype).reshape(self.matrices, rows, self.columns)
         for values, out in zip(stacked, tiles.reshape(self.matrices, -1), strict=True):
             parts = known.quantize(values)
-            tile_parts(parts, known, rows, self.columns, out)
+            tile(joined(parts.values()), known.name, rows, self.columns, out)
             deviations.append(Deviation.between(known.dequantize(parts), values))
         return tiles, Deviation.of_all(deviations)
 

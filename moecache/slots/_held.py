@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moecache.formats import find_format
-from moecache.kernels import has_form, tile
+from moecache.kernels import has_form, tiler
+from moecache.kernels._kernels import Tiler
+from moecache.kernels.forms import Repacker
 from moecache.layout import ExpertLayout, Role
 
 
@@ -19,14 +21,14 @@ class Held:
     role : Role
     shape : tuple of int
     dtype : numpy.dtype
-    is_made : bool
-        Whether the compute form is made as a slot is filled.
+    tiler : Tiler, optional
+        What makes the compute form as a slot is filled.
     """
 
     role: Role
     shape: tuple[int, ...]
     dtype: np.dtype
-    is_made: bool = False
+    tiler: Tiler | Repacker | None = None
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +38,7 @@ class Held:
     @property
     def is_converted(self) -> bool:
         """Whether a slot has other bytes than the file."""
-        return self.is_made or self.dtype != self.role.dtype
+        return self.tiler is not None or self.dtype != self.role.dtype
 
     def view(self, raw: np.ndarray) -> np.ndarray:
         """Return a slot's bytes as the role's array."""
@@ -50,27 +52,29 @@ class Held:
         FormatError
             If the parts of a format cannot be, such as scales that are no numbers.
         """
-        role, num = self.role, self.role.matrices
-        if role.format and not role.is_tiled:
-            known = find_format(role.format)
-            for raw in part.reshape(num, -1):
-                known.check(known.split(raw, *role.matrix_shape))
+        if self.tiler is not None:
+            if self.tiler.tile(part, target):
+                self._check(part)
+            return
+        if self.role.format and not self.role.is_tiled:
+            self._check(part)
         # What `buffers` returned may be the slot itself.
-        if target.ctypes.data == part.ctypes.data:
-            return
-        if not self.is_made:
+        if target.ctypes.data != part.ctypes.data:
             target[...] = part
-            return
-        for raw, form in zip(part.reshape(num, -1), target.reshape(num, -1), strict=True):
-            tile(raw, role.format, *role.matrix_shape, form)
+
+    def _check(self, part: np.ndarray) -> None:
+        known = find_format(self.role.format)
+        for raw in part.reshape(self.role.matrices, -1):
+            known.check(known.split(raw, *self.role.matrix_shape))
 
 
 def hold(role: Role, dtype: np.dtype | None = None) -> Held:
     """Return how a role lies in a slot whose floating-point roles become `dtype`."""
     if role.format:
-        is_made = not role.is_tiled and has_form(role.format)
-        nbytes = role.form_bytes if is_made else role.nbytes
-        return Held(role, (nbytes,), role.dtype, is_made)
+        if not role.is_tiled and has_form(role.format):
+            making = tiler(role.format, *role.matrix_shape)
+            return Held(role, (role.form_bytes,), role.dtype, making)
+        return Held(role, (role.nbytes,), role.dtype)
     # ml_dtypes' types have kind "V", NumPy's own floats "f". Integers (packed
     # weights, scales as bytes) stay as they are.
     kept = dtype is None or role.dtype.kind not in "fV"

@@ -168,32 +168,55 @@ def test_what_config_json_says_otherwise_begins_anew(tmp_path: Path) -> None:
     assert library_tensors(tmp_path / "out") == plain(values)
 
 
-def test_damage_that_only_the_values_show_names_the_tensor(tmp_path: Path) -> None:
+def damage(scheme: str, directory: Path, suffix: str, value: float) -> None:
+    """Write a checkpoint of which two numbers, of an expert and of the trunk, are damaged."""
+    tensors, _ = write_experts(SCHEMES[scheme], directory)
+    for name in (f"{LAST_EXPERT}{suffix}", f"model.layers.1.self_attn.q_proj{suffix}"):
+        if name in tensors:
+            tensors[name] = tensors[name].copy()
+            tensors[name].reshape(-1)[0] = value
+    save_tensors(tensors, directory)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "suffix", "value", "reason"),
+    [
+        ("gptq_ordered", ".g_idx", 7, "g_idx goes from"),
+        ("fp8", ".weight_scale_inv", np.nan, "scales are infinite or no numbers"),
+        ("mxfp8", ".weight_scale_inv", 255, "scales are infinite or no numbers"),
+        ("nvfp4", ".weight_global_scale", np.inf, "scales are infinite or no numbers"),
+        ("awq", ".scales", np.nan, "scales are infinite or no numbers"),
+    ],
+)
+def test_damage_that_only_the_parts_show_names_the_tensor(
+    scheme: str, suffix: str, value: float, reason: str, tmp_path: Path
+) -> None:
     """Nothing of it becomes a checkpoint."""
-    tensors, _ = write_experts(SCHEMES["gptq_ordered"], tmp_path / "model")
-    tensors[f"{LAST_EXPERT}.g_idx"] = tensors[f"{LAST_EXPERT}.g_idx"] + 7
-    save_tensors(tensors, tmp_path / "model")
-    wanted = (
-        r"layer 1 .*tensor 'model.layers.1.mlp.experts.3.down_proj.weight.*': .*g_idx goes from 7"
-    )
+    damage(scheme, tmp_path / "model", suffix, value)
+    wanted = rf"layer 1 .*tensor '{LAST_EXPERT}.weight': .*{reason}"
     with pytest.raises(FormatError, match=wanted):
         packing.pack(tmp_path / "model", tmp_path / "out", format="bf16")
     assert not (tmp_path / "out").exists()
 
 
-def test_values_that_are_no_numbers_stay_so(tmp_path: Path) -> None:
-    """A scale may be none, or make a value infinite; the rest is as good as ever."""
-    tensors, _ = write_experts(SCHEMES["int4"], tmp_path / "model")
-    scales = tensors[f"{LAST_EXPERT}.weight_scale"].copy()
-    scales[0] = 3e38
-    scales[1] = np.nan
-    save_tensors({**tensors, f"{LAST_EXPERT}.weight_scale": scales}, tmp_path / "model")
+def test_a_matrix_of_the_trunk_that_is_damaged_is_named(tmp_path: Path) -> None:
+    """As an expert's is."""
+    tensors, _ = write_experts(SCHEMES["fp8"], tmp_path / "model")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[f"{name}_scale_inv"][0] = np.nan
+    save_tensors(tensors, tmp_path / "model")
+    with pytest.raises(FormatError, match=rf"part 0: tensor '{name}': .*no numbers"):
+        packing.pack(tmp_path / "model", tmp_path / "out", format="bf16")
+
+
+def test_a_scale_may_make_a_value_infinite(tmp_path: Path) -> None:
+    """That is what the publisher's tensors mean; the rest is as good as ever."""
+    damage("int4", tmp_path / "model", ".weight_scale", 3e38)
     packing.pack(tmp_path / "model", tmp_path / "out", format="bf16")
     with SafetensorsStore(tmp_path / "out") as store:
         found = store.read_tensor(f"{LAST_EXPERT}.weight").astype(np.float32)
     assert np.isinf(found[0]).any()
-    assert np.isnan(found[1]).all()
-    assert np.isfinite(found[2:]).all()
+    assert np.isfinite(found[1:]).all()
 
 
 def test_names_that_would_be_there_twice_are_refused(tmp_path: Path) -> None:

@@ -138,14 +138,15 @@ def _add_plain(draft: "_Draft", source: Source, layer: int, expert: int) -> None
             continue
         weight = piece.weight if piece.stacked else source.weight_of(piece, expert)
         experts = range(source.layout.num_experts) if piece.stacked else (expert,)
-        made = [_plain(source, f"{weight} of expert {e}", parts, role, e) for e in experts]
+        made = [_plain(source, weight, parts, role, e) for e in experts]
         stack = (len(made),) if piece.stacked else ()
         draft.add(weight, "BF16", (*stack, *made[0].shape), *map(_extent_of, made))
 
 
 def _plain(
-    source: Source, what: str, parts: Sequence[TensorPart], role: Role, expert: int
+    source: Source, weight: str, parts: Sequence[TensorPart], role: Role, expert: int
 ) -> Dequantize:
+    what = f"{weight} [{expert}]" if parts[0].stacked else weight
     places = tuple(
         (int(part.files[expert]), int(part.offsets[expert]), part.nbytes) for part in parts
     )

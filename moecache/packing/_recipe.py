@@ -127,6 +127,8 @@ class Dequantize(Recipe):
     def make(self, raw: np.ndarray) -> tuple[np.ndarray, None]:
         """Return the values; see `Recipe.make`."""
         known = find_format(self.format)
-        values = known.dequantize(known.split(raw, self.rows, self.columns), BF16.dtype)
+        parts = known.split(raw, self.rows, self.columns)
+        known.check(parts)
+        values = known.dequantize(parts, BF16.dtype)
         ordered = np.ascontiguousarray(values.T if self.is_transposed else values)
         return ordered.reshape(-1).view(np.uint8), None

@@ -79,7 +79,7 @@ INLINE uint8_t *LEVEL(form_head)(
         if (bytes == 4)
             memcpy(out + r * 4, &point, 4);
         else
-            memcpy(out + r * 2, &point, 2); /* the lower half, as all of x86 and ARM has it */
+            memcpy(out + r * 2, &point, 2);
     }
     return out + MC_TILE * bytes;
 }
@@ -109,8 +109,8 @@ INLINE uint8_t *LEVEL(form_words)(
                 words = copies;
             }
             /* The next 16 rows: their words lie beside these. */
-            if (order != MC_AWQ)
-                __builtin_prefetch(at + MC_TILE * 4);
+            for (int i = 0; i < lines; i++)
+                __builtin_prefetch(at + i * step + bytes);
             at += lines * step;
             if (order == MC_AWQ)
                 LEVEL(form_awq)(words, between, out);

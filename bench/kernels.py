@@ -31,13 +31,16 @@ import torch
 from bench.ggml import GgmlLayer, NotRepackedError, has_format
 from bench.runs import begin, write_figures
 from moecache import kernels
-from moecache.formats import find_format, quantize
+from moecache.formats import GroupedFormat, find_format, quantize
 from moecache.kernels import _kernels
 from moecache.kernels.matrices import matrix_of
 
 TOP_K = 8
 SHAPES = ((1024, 512), (2048, 768))
-FORMATS = ("bf16", "q8_0", "q4_0", "mxfp4", "fp8[128x128,f32]", "int4[1x32,bf16]")
+FORMATS = (
+    *("bf16", "q8_0", "q4_0", "mxfp4", "fp8[128x128,f32]", "int4[1x32,bf16]"),
+    *("gptq4[128,f16]", "awq4[128,f16]"),
+)
 # Those that can have activations of 8 bits.
 INT8 = ("q8_0", "q4_0")
 NUM_TOKENS, NUM_EXPERTS = 512, 128
@@ -135,7 +138,7 @@ class _Layer:
         for role, (rows, columns) in shapes.items():
             # One expert's worth of sensible numbers, again and again.
             values = (random_.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)
-            parts = {part: np.ascontiguousarray(a) for part, a in quantize(values, name).items()}
+            parts = {part: np.ascontiguousarray(a) for part, a in _parts(values, name).items()}
             self.parts[role] = next(iter(parts.values()))
             self.raw = np.concatenate([a.reshape(-1).view(np.uint8) for a in parts.values()])
             one = matrix_of(parts, name)
@@ -279,6 +282,17 @@ class _Layer:
         matrix = self.matrices[role]
         raw = torch.from_numpy(self.slabs[role].view(np.uint16)).view(torch.bfloat16)
         return raw.view(self.num_experts, matrix.rows, matrix.columns)
+
+
+def _parts(values: np.ndarray, name: str) -> dict[str, np.ndarray]:
+    """Return a matrix in a format; any codes and zero points if moecache only reads it."""
+    known = find_format(name)
+    if not isinstance(known, GroupedFormat):
+        return quantize(values, name)
+    raw = np.random.default_rng(0).integers(0, 256, known.nbytes(*values.shape), np.uint8)
+    parts = known.split(raw, *values.shape)
+    parts["scales"][...] = values.std() / 8
+    return parts
 
 
 def _check_equal(layer: _Layer, hidden: np.ndarray) -> None:

@@ -28,7 +28,8 @@ FORMS = (
     *INT8, "mxfp4", "fp8[128x128,f32]", "fp8[2x16,f16]", "fp8[*x*,bf16]", "int4[1x96,bf16]",
     "int8[1x64,bf16]", "int3[1x32,f16]",
 )
-NAMES = ("f32", "f16", "bf16", *FORMS)
+GROUPED = ("gptq2[*,f16]", "gptq4[32,bf16]", "gptq_v28[64,f16]", "awq4[64,f32]")
+NAMES = ("f32", "f16", "bf16", *FORMS, *GROUPED)
 PAGE = mmap.PAGESIZE
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -62,18 +63,28 @@ def draw(shape, dtype=np.float32):
 
 
 def fitting(name, columns):
-    "Return the fewest columns, `columns` at least, of which the format stores a matrix."
+    "Return the fewest columns, `columns` at least, of which the format stores a square matrix."
     while True:
         try:
-            find_format(name).parts(1, columns)
+            find_format(name).parts(columns, columns)
         except ConfigError:
             columns += 1
         else:
             return columns
 
 
+def parts_of(name, rows, columns):
+    if name not in GROUPED:
+        return quantize(draw((rows, columns)), name)
+    # What no one makes: any codes and zero points.
+    known = find_format(name)
+    raw = np.random.default_rng(1).integers(0, 256, known.nbytes(rows, columns)).astype(np.uint8)
+    parts = known.split(raw, rows, columns)
+    return parts | {"scales": draw(parts["scales"].shape, parts["scales"].dtype)}
+
+
 def matrix(name, rows, columns, at_end):
-    parts = quantize(draw((rows, columns)), name)
+    parts = parts_of(name, rows, columns)
     if "values" in parts:
         return kernels.matrix_of(guarded(parts["values"], at_end))
     plain = kernels.matrix_of({part: guarded(a, at_end) for part, a in parts.items()}, name)
@@ -92,6 +103,7 @@ def products():
     for name, at_end in itertools.product(NAMES, (True, False)):
         for rows, columns in shapes:
             columns = fitting(name, columns)
+            rows = fitting(name, rows) if name in GROUPED else rows
             weights = matrix(name, rows, columns, at_end)
             ways = ("float", "int8") if name in INT8 else ("float",)
             for dtype, count, way in itertools.product(TYPES, (1, 2, 9), ways):
@@ -144,7 +156,7 @@ def experts():
 
 
 def coded_experts():
-    for name, width, at_end in itertools.product(FORMS, (32, 88), (True, False)):
+    for name, width, at_end in itertools.product((*FORMS, *GROUPED), (32, 88), (True, False)):
         width = fitting(name, width)
         size = fitting(name, 51)
         # Gate and up are a matrix each; up's begins with a tile.

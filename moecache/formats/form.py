@@ -15,8 +15,8 @@ _SCALE_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
 class Form:
     """Tiles of 16 rows; in each, groups of columns: 16 scales, then the codes of 16 rows.
 
-    A value is its code times its scale. Rows are filled up to whole tiles and columns to whole
-    blocks of 32, with codes of zero.
+    A value is its code times its scale, or (code + zero point) * scale. Rows are filled up to whole
+    tiles and columns to whole blocks of 32, with codes of zero.
 
     Parameters
     ----------
@@ -27,11 +27,15 @@ class Form:
     scale : {"f16", "bf16", "f32"}
     group : int
         Columns that share a scale: 16, a multiple of 32, or 0: all.
+    has_zeros : bool, default False
+        After the scales come as many zero points, integers in the type of the scales; groups of 16
+        have none.
     """
 
     codes: str
     scale: str
     group: int
+    has_zeros: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -52,7 +56,7 @@ class Form:
         """Return the bytes of 16 rows."""
         blocks = -(-columns // BLOCK_COLUMNS)
         scales = self.num_groups(columns) * TILE_ROWS * self.scale_bytes
-        return scales + blocks * self.block_bytes
+        return scales * (1 + self.has_zeros) + blocks * self.block_bytes
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Return the bytes of a matrix."""

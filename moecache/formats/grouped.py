@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from moecache.errors import ConfigError, FormatError
 from moecache.formats.base import PARSERS, Format, Parts, check_matrix
+from moecache.formats.form import BLOCK_COLUMNS, Form
 from moecache.formats.scaled import check_scales, dtype_named, unpack
 
 # Which of 8 outputs each nibble of a word of AWQ is, from the lowest on.
@@ -41,6 +42,14 @@ class GroupedFormat(Format):
     bits: int
     scale: str
     is_ordered: bool = False
+
+    @property
+    def form(self) -> Form | None:
+        """The compute form, with zero points; None if a group is no multiple of 32 columns."""
+        columns = self.block[1]
+        if self.is_ordered or columns % BLOCK_COLUMNS:
+            return None
+        return Form("i8" if self.bits == 8 else "i4", self.scale, columns, has_zeros=True)
 
     def parts(self, rows: int, columns: int) -> Parts:
         """Return "codes", "zeros", "scales" [groups, rows], and "g_idx" [columns] if ordered."""
@@ -72,7 +81,7 @@ class GroupedFormat(Format):
         scales = parts["scales"].astype(np.float32)
         codes = self._codes(parts["codes"])
         group = self.groups(parts, len(codes))
-        zeros = self._across(parts["zeros"]).astype(np.int16) + (self.method == "gptq")
+        zeros = self.zeros(self._across(parts["zeros"]).astype(np.int16))
         integers = (codes.astype(np.int16) - zeros[group]).astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # such as zero times infinity
             return np.ascontiguousarray((integers * scales[group]).T).astype(dtype, copy=False)
@@ -82,6 +91,10 @@ class GroupedFormat(Format):
         check_scales(parts["scales"], self.name)
         if self.is_ordered:
             self.groups(parts, len(parts["g_idx"]))
+
+    def zeros(self, stored: np.ndarray) -> np.ndarray:
+        """Return zero points, as integers of what is stored of them."""
+        return stored + (self.method == "gptq")
 
     def groups(self, parts: Mapping[str, np.ndarray], columns: int) -> np.ndarray:
         """Return the group of each column."""
@@ -112,7 +125,7 @@ class GroupedFormat(Format):
         integers = unpack(words, self.bits, words.shape[1] * 32 // self.bits)
         if self.method != "awq":
             return integers
-        ordered = np.empty_like(integers).reshape(len(words), -1, len(_AWQ_ORDER))
+        ordered = np.empty_like(integers).reshape(*words.shape, len(_AWQ_ORDER))
         ordered[..., _AWQ_ORDER] = integers.reshape(ordered.shape)
         return ordered.reshape(integers.shape)
 

@@ -114,6 +114,15 @@ INLINE __m512i mc_pair(const uint8_t *input, int64_t column)
     return _mm512_set1_epi32(pair);
 }
 
+/* The sum of a register's lanes, in all of them. */
+INLINE __m512 mc_sum_of(__m512 sum)
+{
+    sum = _mm512_add_ps(sum, _mm512_shuffle_f32x4(sum, sum, 0x4e));
+    sum = _mm512_add_ps(sum, _mm512_shuffle_f32x4(sum, sum, 0xb1));
+    sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0x4e));
+    return _mm512_add_ps(sum, _mm512_permute_ps(sum, 0xb1));
+}
+
 /* What codes mean, in bf16: of 8 bits the sizes alone, as low bytes and high bytes; of 4 bits by 5 bits
  * of which the highest does not count. By `codes - MC_I8`; filled once. */
 static struct {
@@ -157,7 +166,7 @@ INLINE void mc_widen(__m512i values, mc_bytes bytes, __m512i *low, __m512i *high
 }
 
 /* 16 rows with `num` inputs: as in `_codes.h`, but two columns at a time, and each block as two sums
- * that do not wait for each other. */
+ * that do not wait for each other. A group's zero points come once, times the sum of its inputs. */
 INLINE void mc_few_dp(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
     int codes)
@@ -166,7 +175,8 @@ INLINE void mc_few_dp(
     int64_t columns = mc_input_columns(matrix), scale_bytes = mc_scale_bytes(matrix->scale);
     int is_half = codes == MC_I4 || codes == MC_E2M1, pair = matrix->group < MC_BLOCK ? 2 : 1;
     int chunks = is_half ? 2 : 4, width = 16 / chunks;
-    __m512 sums[8], block[8], other[8];
+    __m512 sums[8], block[8], other[8], totals[8]; /* of the inputs of a group */
+    __m512i ones = _mm512_set1_epi16(0x3f80);
     __m512i nibbles = _mm512_loadu_si512(mc_tables[codes - MC_I8].nibbles);
     mc_bytes bytes;
     for (int i = 0; i < 2; i++) {
@@ -174,12 +184,12 @@ INLINE void mc_few_dp(
         bytes.high[i] = _mm512_loadu_si512(mc_tables[codes - MC_I8].high + 64 * i);
     }
     for (int t = 0; t < num; t++)
-        sums[t] = _mm512_setzero_ps();
+        sums[t] = totals[t] = _mm512_setzero_ps();
     const uint8_t *scales = at;
     for (int64_t k = 0, group = 0; k < columns;) {
         if (k == group) {
             scales = at;
-            at += pair * MC_TILE * scale_bytes;
+            at += mc_head_bytes(matrix);
             group += pair * matrix->group;
         }
         for (int half = 0; half < pair; half++) {
@@ -215,6 +225,18 @@ INLINE void mc_few_dp(
                 (__m512)mc_avx512_load(scales + half * MC_TILE * scale_bytes, matrix->scale);
             for (int t = 0; t < num; t++)
                 sums[t] = _mm512_fmadd_ps(_mm512_add_ps(block[t], other[t]), scale, sums[t]);
+            if (!matrix->has_zeros)
+                continue;
+            for (int t = 0; t < num; t++)
+                totals[t] = mc_dp(totals[t], ones, _mm512_loadu_si512(inputs[t] + 2 * k - 64));
+            if (k < group && k < columns)
+                continue;
+            __m512 zero = _mm512_mul_ps(
+                scale, (__m512)mc_avx512_load(scales + MC_TILE * scale_bytes, matrix->scale));
+            for (int t = 0; t < num; t++) {
+                sums[t] = _mm512_fmadd_ps(zero, mc_sum_of(totals[t]), sums[t]);
+                totals[t] = _mm512_setzero_ps();
+            }
         }
     }
     for (int t = 0; t < num; t++)

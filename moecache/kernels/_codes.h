@@ -2,7 +2,8 @@
  *
  * A register's lanes are rows, so that there is nothing to sum but columns. A block of 32 columns, or a
  * group of 16, is summed without its scale, which then multiplies the sum: sums of a block do not wait
- * for those of the one before. The order depends on the number of columns alone. */
+ * for those of the one before. To it comes the zero point times the sum of the block's inputs. The order
+ * depends on the number of columns alone. */
 
 /* LANES codes as numbers, each from bit `at` of 32 on. All are exact: exponents of few bits become those
  * of fp32 by a product with a power of two, denormals included. */
@@ -60,6 +61,18 @@ INLINE void LEVEL(add_codes)(
     }
 }
 
+/* The sum of a block of inputs. */
+INLINE vf LEVEL(sum_of)(const uint8_t *input)
+{
+    vf sum, next;
+    memcpy(&sum, input, sizeof sum);
+    for (int i = LANES; i < MC_BLOCK; i += LANES) {
+        memcpy(&next, input + i * 4, sizeof next);
+        sum += next;
+    }
+    return LEVEL(all)(LEVEL(total)(sum));
+}
+
 /* 16 rows with `num` inputs. */
 INLINE void LEVEL(few)(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
@@ -75,9 +88,12 @@ INLINE void LEVEL(few)(
     for (int64_t k = 0, group = 0; k < columns;) {
         if (k == group) {
             scales = at;
-            at += pair * MC_TILE * scale_bytes;
+            at += mc_head_bytes(matrix);
             group += pair * matrix->group;
         }
+        vf totals[TOKENS] = {{0}};
+        for (int t = 0; t < num && matrix->has_zeros; t++)
+            totals[t] = LEVEL(sum_of)(inputs[t] + k * 4);
         for (int half = 0; half < pair; half++) {
             vf block[PARTS][TOKENS] = {{{0}}};
             for (int64_t end = k + MC_BLOCK / pair; k < end; k += 16) {
@@ -92,6 +108,12 @@ INLINE void LEVEL(few)(
             for (int part = 0; part < PARTS; part++) {
                 vf scale = LEVEL(load)(
                     scales + (half * MC_TILE + part * LANES) * scale_bytes, matrix->scale);
+                if (matrix->has_zeros) {
+                    vf zero = LEVEL(load)(
+                        scales + (MC_TILE + part * LANES) * scale_bytes, matrix->scale);
+                    for (int t = 0; t < num; t++)
+                        block[part][t] = LEVEL(fma)(zero, totals[t], block[part][t]);
+                }
                 for (int t = 0; t < num; t++)
                     sums[part][t] = LEVEL(fma)(block[part][t], scale, sums[part][t]);
             }

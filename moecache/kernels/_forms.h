@@ -4,9 +4,11 @@
 typedef uint8_t LEVEL(v16) __attribute__((vector_size(16)));
 typedef uint16_t LEVEL(v8) __attribute__((vector_size(16)));
 typedef uint32_t LEVEL(v4) __attribute__((vector_size(16)));
+typedef uint64_t LEVEL(v2) __attribute__((vector_size(16)));
 #define v16 LEVEL(v16)
 #define v8 LEVEL(v8)
 #define v4 LEVEL(v4)
+#define v2 LEVEL(v2)
 #define SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
 
 /* Words of 4 rows to words of 4 columns, and back. */
@@ -166,6 +168,8 @@ INLINE uint8_t *LEVEL(form_of)(
     return out;
 }
 
+#include "_words.h"
+
 /* The compute form of rows [row, row + 16), from the file's order; returns its end. `wrong` becomes 1
  * if a scale is infinite, or no number. */
 static uint8_t *LEVEL(form)(const mc_file *file, int64_t row, uint8_t *out, int *wrong)
@@ -174,7 +178,10 @@ static uint8_t *LEVEL(form)(const mc_file *file, int64_t row, uint8_t *out, int 
     case MC_BYTES: return LEVEL(form_of)(file, row, out, wrong, MC_BYTES);
     case MC_OFFSET_BYTES: return LEVEL(form_of)(file, row, out, wrong, MC_OFFSET_BYTES);
     case MC_NIBBLES: return LEVEL(form_of)(file, row, out, wrong, MC_NIBBLES);
-    default: return LEVEL(form_of)(file, row, out, wrong, MC_HALVES);
+    case MC_HALVES: return LEVEL(form_of)(file, row, out, wrong, MC_HALVES);
+    case MC_GPTQ4: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ4);
+    case MC_GPTQ8: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ8);
+    default: return LEVEL(form_words)(file, row, out, wrong, MC_AWQ);
     }
 }
 
@@ -221,15 +228,16 @@ INLINE void LEVEL(expand_of)(
     int64_t num_rows = matrix->rows - row < MC_TILE ? matrix->rows - row : MC_TILE;
     int64_t bytes = mc_input_bytes(type), scale_bytes = mc_scale_bytes(matrix->scale);
     int pair = matrix->group < MC_BLOCK ? 2 : 1;
-    float scales[2][MC_TILE];
+    float scales[2][MC_TILE]; /* or scales and zero points */
     for (int64_t k = 0, group = 0; k < matrix->columns; k += MC_BLOCK) {
         uint8_t rows[MC_TILE][MC_BLOCK];
         if (k == group) {
-            for (int i = 0; i < pair * MC_TILE; i += LANES) {
-                vf some = LEVEL(load)(at + i * scale_bytes, matrix->scale);
-                memcpy(&scales[0][0] + i, &some, sizeof some);
-            }
-            at += pair * MC_TILE * scale_bytes;
+            for (int half = 0; half < 1 + (pair == 2 || matrix->has_zeros); half++)
+                for (int i = 0; i < MC_TILE; i += LANES) {
+                    vf some = LEVEL(load)(at + (half * MC_TILE + i) * scale_bytes, matrix->scale);
+                    memcpy(&scales[half][i], &some, sizeof some);
+                }
+            at += mc_head_bytes(matrix);
             group += pair * matrix->group;
         }
         LEVEL(codes)(at, rows, codes == MC_I4 || codes == MC_E2M1);
@@ -239,8 +247,10 @@ INLINE void LEVEL(expand_of)(
             uint8_t last[MC_BLOCK * 4], *place = out + r * out_row_bytes + k * bytes;
             uint8_t *to = left < MC_BLOCK ? last : place;
             for (int i = 0; i < MC_BLOCK; i += LANES) {
-                vf value = LEVEL(value)(LEVEL(widen)(rows[r] + i), 0, codes)
-                    * LEVEL(all)(scales[pair == 2 && i >= 16][r]);
+                vf value = LEVEL(value)(LEVEL(widen)(rows[r] + i), 0, codes);
+                if (matrix->has_zeros)
+                    value += LEVEL(all)(scales[1][r]);
+                value *= LEVEL(all)(scales[pair == 2 && i >= 16][r]);
                 if (type == MC_X_F32) {
                     memcpy(to + i * 4, &value, sizeof value);
                 } else {
@@ -254,7 +264,8 @@ INLINE void LEVEL(expand_of)(
     }
 }
 
-/* The values of rows [row, row + 16): code times scale, in fp32, rounded once more to bf16. */
+/* The values of rows [row, row + 16): code, or code and zero point, times scale, in fp32, rounded once
+ * more to bf16. */
 static void LEVEL(expand)(
     const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes)
 {
@@ -277,3 +288,4 @@ static void LEVEL(expand)(
 #undef v16
 #undef v8
 #undef v4
+#undef v2

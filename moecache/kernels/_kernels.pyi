@@ -114,15 +114,18 @@ class Tiler:
         form_bytes: int,
         order: str,
         row_bytes: int,
-        block_bytes: int,
-        zero: int,
         scale: str,
-        scale_rows: int,
         scale_row_bytes: int,
-        scale_step: int,
-        num_scales: int,
+        block_bytes: int = 0,
+        zero: int = 0,
+        scale_rows: int = 1,
+        scale_step: int = 0,
+        num_scales: int = 0,
         codes_at: int = 0,
         scales_at: int = 0,
+        zeros_at: int = 0,
+        zero_row_bytes: int = 0,
+        zero_points: bytes = b"",
     ) -> Self: ...
     @property
     def raw_bytes(self) -> int: ...

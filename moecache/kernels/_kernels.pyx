@@ -50,7 +50,7 @@ cdef extern from "<pthread.h>" nogil:
 # Of weights and of scales, each in the order of its numbers in C.
 NUMBERS = ("f32", "f16", "bf16")
 CODES = ("i8", "i4", "e4m3", "e2m1")
-ORDERS = ("bytes", "offset bytes", "nibbles", "halves")
+ORDERS = ("bytes", "offset bytes", "nibbles", "halves", "gptq4", "gptq8", "awq")
 INPUTS = ("f32", "bf16")
 ACTIVATION_TYPES = ("float", "int8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu", "relu2")
@@ -153,6 +153,7 @@ cdef class Matrix:
                 raise ConfigError(f"format {name!r} has no compute form, which kernels need")
             self.matrix.codes = MC_I8 + <int>CODES.index(form.codes)
             self.matrix.scale = NUMBERS.index(form.scale)
+            self.matrix.has_zeros = form.has_zeros
             self.matrix.group = form.group or max(MC_BLOCK, mc_input_columns(&self.matrix))
             least = form.tile_bytes(columns)
         self.matrix.row_bytes = least if row_bytes is None else row_bytes
@@ -542,9 +543,11 @@ cdef class Tiler:
         Of a matrix in the file's order, its parts one after the other, and in its form.
     order : str
         One of `ORDERS`: bytes, bytes with 128 added, nibbles with the even column in the low one,
-        or ggml's, the first 16 columns of 32 in low nibbles.
+        or ggml's, the first 16 columns of 32 in low nibbles; or words of 4 or 8 columns, or of 8
+        rows.
     row_bytes, block_bytes : int
-        Of codes, from a row to the next, and from 32 columns to the next.
+        Of codes, from a row to the next, and from 32 columns to the next; of words, from those of
+        some columns to the next.
     zero : int
         A byte of codes that mean zero, in the file's order.
     scale : {"f32", "f16", "bf16", "e8m0"}
@@ -555,8 +558,12 @@ cdef class Tiler:
         From the scales of such rows to the next, and from a scale to the next.
     num_scales : int
         In a row; those beyond are zero.
-    codes_at, scales_at : int
+    codes_at, scales_at, zeros_at : int
         Where they begin in a matrix's bytes.
+    zero_row_bytes : int
+        Of words, from the zero points of a group to the next; `scale_row_bytes` is that of scales.
+    zero_points : bytes
+        Of words, for each stored zero point the bits of a number of the scales' type, 32 bits each.
 
     Attributes
     ----------
@@ -566,14 +573,17 @@ cdef class Tiler:
     cdef mc_file file
     cdef int64_t codes_at
     cdef int64_t scales_at
+    cdef int64_t zeros_at
+    cdef bytes zero_points
     cdef readonly int64_t raw_bytes
     cdef readonly int64_t form_bytes
 
     def __cinit__(
         self, *, int64_t rows, int64_t columns, int64_t group, int64_t raw_bytes,
-        int64_t form_bytes, str order, int64_t row_bytes, int64_t block_bytes, int zero, str scale,
-        int64_t scale_rows, int64_t scale_row_bytes, int64_t scale_step, int64_t num_scales,
-        int64_t codes_at=0, int64_t scales_at=0
+        int64_t form_bytes, str order, int64_t row_bytes, str scale, int64_t scale_row_bytes,
+        int64_t block_bytes=0, int zero=0, int64_t scale_rows=1, int64_t scale_step=0,
+        int64_t num_scales=0, int64_t codes_at=0, int64_t scales_at=0, int64_t zeros_at=0,
+        int64_t zero_row_bytes=0, bytes zero_points=b""
     ):
         memset(&self.file, 0, sizeof(self.file))
         self.file.rows, self.file.columns, self.file.group = rows, columns, group
@@ -582,7 +592,9 @@ cdef class Tiler:
         self.file.scale_step, self.file.num_scales = scale_step, num_scales
         self.file.zero, self.file.order = zero, ORDERS.index(order)
         self.file.scale = MC_E8M0 if scale == "e8m0" else NUMBERS.index(scale)
-        self.codes_at, self.scales_at = codes_at, scales_at
+        self.file.zero_row_bytes, self.zero_points = zero_row_bytes, zero_points
+        self.file.zero_points = <const uint32_t *><const char *>zero_points
+        self.codes_at, self.scales_at, self.zeros_at = codes_at, scales_at, zeros_at
         self.raw_bytes, self.form_bytes = raw_bytes, form_bytes
 
     def tile(self, cnp.ndarray raw not None, cnp.ndarray out not None):
@@ -635,6 +647,7 @@ cdef class Tiler:
         cdef int64_t row = 0
         cdef int wrong = 0
         file.codes, file.scales = raw + self.codes_at, raw + self.scales_at
+        file.zeros = raw + self.zeros_at
         with nogil:
             while row < file.rows and file.columns > 0:
                 form = _level.form(&file, row, form, &wrong)

@@ -30,19 +30,25 @@ typedef struct {
 } mc_block8;
 
 /* A weight matrix [rows, columns]. Codes lie in their compute form (`formats/form.py`): groups of 16
- * rows; in each, for every `group` columns, 16 scales and then the codes of 16 rows. */
+ * rows; in each, for every `group` columns, 16 scales, maybe 16 zero points, and then the codes of
+ * 16 rows. */
 typedef struct {
     const uint8_t *data;
     int64_t rows, columns;
     int64_t row_bytes; /* from a row to the next; of codes, from 16 rows to the next */
     int64_t group;     /* of codes: columns that share a scale, 16 or a multiple of 32 */
     int codes;
-    int scale; /* MC_F32, MC_F16 or MC_BF16 */
+    int scale;     /* MC_F32, MC_F16 or MC_BF16; of zero points, too */
+    int has_zeros; /* a value is (code + zero point) * scale */
 } mc_matrix;
 
 /* How a file orders the codes of 32 columns: bytes, or bytes with 128 added; two columns in a byte, the
- * even one in its low nibble; or the first 16 columns in low nibbles, the others in high ones (ggml). */
-enum { MC_BYTES, MC_OFFSET_BYTES, MC_NIBBLES, MC_HALVES };
+ * even one in its low nibble; or the first 16 columns in low nibbles, the others in high ones (ggml).
+ *
+ * Or in words of 32 bits, which have 4 or 8 columns of a row, and lie row by row for each such columns
+ * (GPTQ); or 8 rows of a column, rows 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on (AWQ). These have
+ * zero points, in words of 4 or 8 rows. */
+enum { MC_BYTES, MC_OFFSET_BYTES, MC_NIBBLES, MC_HALVES, MC_GPTQ4, MC_GPTQ8, MC_AWQ };
 
 /* A matrix of codes in the order of a file: rows one after the other, scales apart or between. */
 typedef struct {
@@ -54,6 +60,11 @@ typedef struct {
     int64_t num_scales;                  /* in a row */
     int order, scale;                    /* MC_F32, MC_F16, MC_BF16 or MC_E8M0 */
     int zero;                            /* byte of codes that mean zero */
+    /* Of words: `row_bytes` is from such of some columns to the next; `scale_row_bytes` and
+     * `zero_row_bytes` are from a group to the next. */
+    const uint8_t *zeros;
+    int64_t zero_row_bytes;
+    const uint32_t *zero_points; /* by what is stored: the bits of a number of the scale's type */
 } mc_file;
 
 enum { MC_SILU, MC_GELU, MC_GELU_TANH, MC_SWIGLU, MC_RELU, MC_RELU2, MC_NUM_ACTIVATIONS };
@@ -106,6 +117,14 @@ static inline int64_t mc_code_bytes(int codes, int64_t num)
 
 static inline int64_t mc_scale_bytes(int scale) { return scale == MC_F32 ? 4 : 2; }
 
+/* Bytes of the scales, and zero points, before the codes: of a group of 32 columns or more, of two if
+ * groups are of 16. */
+static inline int64_t mc_head_bytes(const mc_matrix *matrix)
+{
+    int64_t bytes = MC_TILE * mc_scale_bytes(matrix->scale);
+    return matrix->group < MC_BLOCK || matrix->has_zeros ? 2 * bytes : bytes;
+}
+
 /* Columns of an input: of codes, whole blocks. */
 static inline int64_t mc_input_columns(const mc_matrix *matrix)
 {
@@ -117,7 +136,7 @@ static inline int64_t mc_input_columns(const mc_matrix *matrix)
 static inline int mc_takes_int8(const mc_matrix *matrix)
 {
     return (matrix->codes == MC_I8 || matrix->codes == MC_I4) && matrix->scale == MC_F16
-        && matrix->group == MC_BLOCK;
+        && matrix->group == MC_BLOCK && !matrix->has_zeros;
 }
 
 static inline int64_t mc_input_bytes(int type) { return type == MC_X_F32 ? 4 : 2; }

@@ -22,6 +22,7 @@ cdef extern from "_products.h" nogil:
         int64_t group
         int codes
         int scale
+        int has_zeros
 
     ctypedef struct mc_file:
         const uint8_t *codes
@@ -38,6 +39,9 @@ cdef extern from "_products.h" nogil:
         int order
         int scale
         int zero
+        const uint8_t *zeros
+        int64_t zero_row_bytes
+        const uint32_t *zero_points
 
     ctypedef void (*mc_tile)(
         const mc_matrix *, int64_t, const uint8_t *const *, int64_t, float *

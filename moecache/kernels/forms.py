@@ -3,14 +3,15 @@
 import ctypes
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from moecache.errors import ConfigError
-from moecache.formats import TILE_ROWS, Form, Format, ScaledFormat, find_format
+from moecache.formats import TILE_ROWS, Form, Format, GroupedFormat, ScaledFormat, find_format
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.formats.scaled import pack, unpack
 from moecache.kernels._kernels import Matrix, Tiler
@@ -83,16 +84,22 @@ class Repacker:
 
     Parameters
     ----------
-    known, plain : Format
+    known : Format
+    plain : Format
+        It has the same form.
     rows, columns : int
+    repack : callable (parts) -> sequence of ndarray
+        What `plain` has of the parts of `known`.
 
     Attributes
     ----------
     raw_bytes, form_bytes : int
     """
 
-    def __init__(self, known: ScaledFormat, plain: ScaledFormat, rows: int, columns: int) -> None:
-        self._known, self._plain, self._shape = known, plain, (rows, columns)
+    def __init__(
+        self, known: Format, plain: Format, rows: int, columns: int, repack: Callable[[Any], Any]
+    ) -> None:
+        self._known, self._shape, self._repack = known, (rows, columns), repack
         assert plain.form is not None
         self._tiler = _tiler(plain, plain.form, rows, columns)
         self.raw_bytes = known.nbytes(rows, columns)
@@ -106,13 +113,8 @@ class Repacker:
             return False
         matrices = raw.reshape(-1).view(np.uint8).reshape(-1, self.raw_bytes)
         for one, form in zip(matrices, out.reshape(-1, self.form_bytes), strict=True):
-            parts = self._known.split(one, *self._shape)
-            codes, scales = parts["codes"], parts["scales"]
-            if self._known.bits != self._plain.bits:
-                codes = self._repacked(codes)
-            if self._known.scale != self._plain.scale:
-                scales = self._known.scales(parts)
-            self._tiler.tile(joined((codes, scales)), form)
+            parts = self._repack(self._known.split(one, *self._shape))
+            self._tiler.tile(joined(parts), form)
         return True
 
     def tile_at(self, raw: int, form: int) -> bool:
@@ -122,11 +124,6 @@ class Repacker:
             np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(at)) for at, size in sizes
         ]
         return self.tile(*arrays)
-
-    def _repacked(self, words: np.ndarray) -> np.ndarray:
-        bits, wide = self._known.bits, self._plain.bits
-        integers = unpack(words, bits, self._shape[1])
-        return pack(integers + np.uint8((1 << (wide - 1)) - (1 << (bits - 1))), wide)
 
 
 @functools.cache
@@ -143,45 +140,86 @@ def _tiler(known: Format, form: Form, rows: int, columns: int) -> Tiler | Repack
         "raw_bytes": nbytes,
         "form_bytes": form.nbytes(rows, columns),
     }
-    if not isinstance(known, ScaledFormat):
-        # ggml's blocks: the scale of each lies before its codes.
-        is_bytes, (_, (_, blocks, block_bytes)) = form.codes == "i8", parts["blocks"]
+    if isinstance(known, ScaledFormat):
+        if plain := _plain_scaled(known):
+            repack = functools.partial(_repack_scaled, known, plain, columns)
+            return Repacker(known, plain, rows, columns, repack)
+        order, zero = _ORDERS[known.element]
+        (codes, (_, width)), (scales, (_, num_scales)) = parts["codes"], parts["scales"]
         return Tiler(
             **args,
-            order="bytes" if is_bytes else "halves",
-            row_bytes=blocks * block_bytes,
-            block_bytes=block_bytes,
-            zero=0 if is_bytes else 0x88,
-            scale="f16",
-            scale_rows=1,
-            scale_row_bytes=blocks * block_bytes,
-            scale_step=block_bytes,
-            num_scales=blocks,
-            codes_at=2,
+            order=order,
+            row_bytes=width * codes.itemsize,
+            block_bytes=form.block_bytes // TILE_ROWS,
+            zero=zero,
+            scale=known.scale,
+            scale_rows=known.block[0] or max(rows, 1),
+            scale_row_bytes=num_scales * scales.itemsize,
+            scale_step=scales.itemsize,
+            num_scales=num_scales,
+            scales_at=starts["scales"],
         )
-    plain = known
-    if known.scale not in _SCALES:
-        plain = ScaledFormat(f"{known.name} in f32", known.block, known.element, "f32")
-    if known.element.startswith("int") and known.bits not in (4, 8):
-        wide = "int4" if known.bits < 4 else "int8"
-        plain = ScaledFormat(f"{known.name} in {wide}", known.block, wide, plain.scale)
-    if plain is not known:
-        return Repacker(known, plain, rows, columns)
-    order, zero = _ORDERS[known.element]
-    (codes, (_, width)), (scales, (_, num_scales)) = parts["codes"], parts["scales"]
+    if isinstance(known, GroupedFormat):
+        if known.bits < 4:
+            wide = replace(known, name=f"{known.name} in 4 bits", bits=4)
+            return Repacker(known, wide, rows, columns, _repack_grouped)
+        points = (1 << (known.bits - 1)) - known.zeros(np.arange(1 << known.bits))
+        scales, _ = parts["scales"]
+        return Tiler(
+            **args,
+            order="awq" if known.method == "awq" else f"gptq{known.bits}",
+            row_bytes=4 * parts["codes"][1][1],
+            scale=known.scale,
+            scale_row_bytes=rows * scales.itemsize,
+            scales_at=starts["scales"],
+            zeros_at=starts["zeros"],
+            zero_row_bytes=4 * parts["zeros"][1][1],
+            zero_points=points.astype(scales).view(f"u{scales.itemsize}").astype("u4").tobytes(),
+        )
+    # ggml's blocks: the scale of each lies before its codes.
+    is_bytes, (_, (_, blocks, block_bytes)) = form.codes == "i8", parts["blocks"]
     return Tiler(
         **args,
-        order=order,
-        row_bytes=width * codes.itemsize,
-        block_bytes=form.block_bytes // TILE_ROWS,
-        zero=zero,
-        scale=known.scale,
-        scale_rows=known.block[0] or max(rows, 1),
-        scale_row_bytes=num_scales * scales.itemsize,
-        scale_step=scales.itemsize,
-        num_scales=num_scales,
-        scales_at=starts["scales"],
+        order="bytes" if is_bytes else "halves",
+        row_bytes=blocks * block_bytes,
+        block_bytes=block_bytes,
+        zero=0 if is_bytes else 0x88,
+        scale="f16",
+        scale_row_bytes=blocks * block_bytes,
+        scale_step=block_bytes,
+        num_scales=blocks,
+        codes_at=2,
     )
+
+
+def _plain_scaled(known: ScaledFormat) -> ScaledFormat | None:
+    """Return the format by way of which matrices are tiled; None: no other is needed."""
+    scale = known.scale if known.scale in _SCALES else "f32"
+    element = known.element
+    if element not in _ORDERS:
+        # Words that codes straddle, or more than two codes in a byte.
+        element = "int4" if known.bits < 4 else "int8"
+    if (element, scale) == (known.element, known.scale):
+        return None
+    return ScaledFormat(f"{known.name} as {element}, {scale}", known.block, element, scale)
+
+
+def _repack_scaled(
+    known: ScaledFormat, plain: ScaledFormat, columns: int, parts: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, ...]:
+    codes, scales = parts["codes"], parts["scales"]
+    if known.bits != plain.bits:
+        more = (1 << (plain.bits - 1)) - (1 << (known.bits - 1))
+        codes = pack(unpack(codes, known.bits, columns) + np.uint8(more), plain.bits)
+    return codes, scales if known.scale == plain.scale else known.scales(parts)
+
+
+def _repack_grouped(parts: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Return parts of 2 bits as such of 4."""
+    codes, zeros = parts["codes"], parts["zeros"]
+    wide = pack(unpack(codes.T, 2, 16 * len(codes)), 4).T
+    points = pack(unpack(zeros, 2, 16 * zeros.shape[1]), 4)
+    return np.ascontiguousarray(wide), points, parts["scales"]
 
 
 def joined(parts: Iterable[np.ndarray]) -> np.ndarray:

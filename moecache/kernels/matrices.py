@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.formats import Format, ScaledFormat, find_format, format_of
+from moecache.formats import Format, GroupedFormat, ScaledFormat, find_format, format_of
 from moecache.formats.floats import FloatFormat
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.kernels._kernels import Matrix
@@ -58,10 +58,13 @@ def _shape(parts: Mapping[str, np.ndarray], known: Format) -> tuple[int, int]:
     is_contiguous = all(part.flags.c_contiguous for part in parts.values())
     if array is None or array.ndim != (3 if "blocks" in parts else 2) or not is_contiguous:
         raise ConfigError(f"{known.name} needs a C-contiguous array of rows for each part")
-    columns = array.shape[1]
+    rows, columns = array.shape[:2]
+    if isinstance(known, GroupedFormat):
+        each = 32 // known.bits
+        return (columns * each, rows) if known.method == "awq" else (columns, rows * each)
     if isinstance(known, ScaledFormat):
         columns = columns * array.itemsize * 8 // known.bits
-    return array.shape[0], columns * (BLOCK_COLUMNS if array.ndim == 3 else 1)
+    return rows, columns * (BLOCK_COLUMNS if array.ndim == 3 else 1)
 
 
 def products(

@@ -29,6 +29,8 @@ SCALED = (
     "int4[1x96,f16]",
     "int8[1x64,bf16]",
     "int8[*x*,f32]",
+    "nvfp4",
+    "nvfp4[modelopt]",
 )
 NAMES = ("f32", "f16", "bf16", *BLOCKED, *SCALED)
 # Half a unit of the last place, relative: of float32, and of bfloat16.

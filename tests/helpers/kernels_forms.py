@@ -3,10 +3,20 @@
 import ml_dtypes
 import numpy as np
 
-from moecache.formats import Format, ScaledFormat
+from moecache.formats import Format, GroupedFormat, ScaledFormat, find_format
 from moecache.formats.scaled import unpack
 
 _SCALES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
+
+
+def grouped_parts(name: str, rows: int, columns: int, seed: int) -> dict[str, np.ndarray]:
+    """Return any codes, any zero points, and scales of either sign."""
+    known, rng = find_format(name), np.random.default_rng(seed)
+    raw = rng.integers(0, 256, known.nbytes(rows, columns)).astype(np.uint8)
+    parts = known.split(raw, rows, columns)
+    scales = parts["scales"]
+    scales[...] = (rng.standard_normal(scales.shape) / 8).astype(scales.dtype)
+    return parts
 
 
 def form_of(raw: np.ndarray, known: Format, rows: int, columns: int) -> np.ndarray:
@@ -21,6 +31,10 @@ def form_of(raw: np.ndarray, known: Format, rows: int, columns: int) -> np.ndarr
     codes[:rows, :columns] = _codes(parts, known, columns)
     found = _scales(parts, known, rows)
     scales[:rows, : found.shape[1]] = found
+    zeros = np.zeros_like(scales)
+    if isinstance(known, GroupedFormat):
+        stored = integers_of(parts["zeros"].T, known, across=True).astype(np.int64)
+        zeros[:rows] = (8 if known.bits < 8 else 128) - stored - (known.method == "gptq")
     pieces = []
     for row in range(0, height, 16):
         for column in range(0, width, 32):
@@ -29,10 +43,24 @@ def form_of(raw: np.ndarray, known: Format, rows: int, columns: int) -> np.ndarr
                 for at in (column, column + 16)
                 if at % group == 0
             ]
+            if form.has_zeros and column % group == 0:
+                pieces.append(zeros[row : row + 16, column // group].tobytes())
             block = codes[row : row + 16, column : column + 32]
             four_bits = form.codes in ("i4", "e2m1")
             pieces.append(_nibbles(block) if four_bits else _bytes(block))
     return np.frombuffer(b"".join(pieces), np.uint8)
+
+
+def integers_of(words: np.ndarray, known: GroupedFormat, *, across: bool) -> np.ndarray:
+    """Return the integers in words [rows, ...], or [.., columns] that have several rows each."""
+    bits, each = known.bits, 32 // known.bits
+    order = (0, 4, 1, 5, 2, 6, 3, 7) if known.method == "awq" else range(each)
+    shifts = np.array([bits * place for place in order], np.uint32)
+    several = words.view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
+    if across:
+        several = several.transpose(0, 2, 1)
+        return several.reshape(len(words) * each, words.shape[1]).astype(np.uint8)
+    return several.reshape(len(words), words.shape[1] * each).astype(np.uint8)
 
 
 def _bytes(block: np.ndarray) -> bytes:
@@ -57,8 +85,11 @@ def _codes(parts: dict[str, np.ndarray], known: Format, columns: int) -> np.ndar
         if stored.shape[2] == 16:
             stored = np.concatenate([stored & 15, stored >> 4], -1)
         return stored.reshape(len(stored), columns)
-    assert isinstance(known, ScaledFormat)
     stored = parts["codes"]
+    if isinstance(known, GroupedFormat):
+        codes = integers_of(stored.T, known, across=known.method == "awq")
+        return codes ^ np.uint8(128) if known.bits == 8 else codes
+    assert isinstance(known, ScaledFormat)
     if known.element == "e4m3":
         return stored.view(np.uint8)
     if known.element == "e2m1":
@@ -71,8 +102,12 @@ def _scales(parts: dict[str, np.ndarray], known: Format, rows: int) -> np.ndarra
     """Return each row's scales."""
     if "blocks" in parts:
         return parts["blocks"][..., :2].copy().view(np.float16)[..., 0]
+    if isinstance(known, GroupedFormat):
+        return parts["scales"].T
     assert isinstance(known, ScaledFormat)
     scales = parts["scales"]
+    if known.scale == "e4m3":
+        scales = known.scales(parts)
     if known.scale == "e8m0":
         scales = known.scales(parts).astype(ml_dtypes.bfloat16)
     return scales.repeat(known.block[0] or max(rows, 1), 0)[:rows]

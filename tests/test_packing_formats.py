@@ -344,7 +344,7 @@ def test_values_that_a_format_has_not_are_named(
         ("q5_9", "'q5_9' is not supported"),
         ("q8_0", "is not q8_0: that takes"),
         ("fp8[1x*,f32]", r"is not fp8\[1x\*,f32\]: that takes 0"),
-        ("gptq4[32,f16]", "has no compute form"),
+        ("gptq4[32,f16,g_idx]", "has no compute form"),
         ("f32", "is the format of a dtype"),
     ],
 )

@@ -182,10 +182,10 @@ def damage(scheme: str, directory: Path, suffix: str, value: float) -> None:
     ("scheme", "suffix", "value", "reason"),
     [
         ("gptq_ordered", ".g_idx", 7, "g_idx goes from"),
-        ("fp8", ".weight_scale_inv", np.nan, "scales are infinite or no numbers"),
-        ("mxfp8", ".weight_scale_inv", 255, "scales are infinite or no numbers"),
-        ("nvfp4", ".weight_global_scale", np.inf, "scales are infinite or no numbers"),
-        ("awq", ".scales", np.nan, "scales are infinite or no numbers"),
+        ("fp8", ".weight_scale_inv", np.nan, "scales are infinite or NaN"),
+        ("mxfp8", ".weight_scale_inv", 255, "scales are infinite or NaN"),
+        ("nvfp4", ".weight_global_scale", np.inf, "scales are infinite or NaN"),
+        ("awq", ".scales", np.nan, "scales are infinite or NaN"),
     ],
 )
 def test_damage_that_only_the_parts_show_names_the_tensor(
@@ -205,7 +205,7 @@ def test_a_matrix_of_the_trunk_that_is_damaged_is_named(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors[f"{name}_scale_inv"][0] = np.nan
     save_tensors(tensors, tmp_path / "model")
-    with pytest.raises(FormatError, match=rf"part 0: tensor '{name}': .*no numbers"):
+    with pytest.raises(FormatError, match=rf"part 0: tensor '{name}': .*infinite or NaN"):
         packing.pack(tmp_path / "model", tmp_path / "out", format="bf16")
 
 

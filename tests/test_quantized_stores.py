@@ -15,7 +15,7 @@ import pytest
 
 import moecache
 from moecache import cli, packing
-from moecache.errors import ConfigError, FormatError
+from moecache.errors import ConfigError, ExpertNotFoundError, FormatError
 from moecache.kernels import values_in
 from moecache.stores import SafetensorsStore, open_store
 from tests.helpers import quantized
@@ -315,3 +315,54 @@ def test_inspect_says_how_a_checkpoint_is_quantized(
         shown = " ".join(capsys.readouterr().out.split())
         for part in wanted:
             assert part in shown
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "gptq_ordered"])
+def test_an_order_of_columns_that_cannot_be_is_found_in_any_expert(
+    scheme: str, tmp_path: Path
+) -> None:
+    """Not in the first alone; and act-order needs one."""
+    tensors, _ = write_experts(SCHEMES[scheme], tmp_path)
+    name = "model.layers.1.mlp.experts.3.up_proj.g_idx"
+    given = tensors[name]
+    tensors[name] = np.ascontiguousarray(given[::-1]) if scheme == "gptq" else given + 1000
+    save_tensors(tensors, tmp_path)
+    with (
+        moecache.open(tmp_path, slots=4) as runtime,
+        pytest.raises(FormatError, match=r"layer 1: .*g_idx"),
+        runtime.lease(1, np.array([3])),
+    ):
+        pass
+    for key in [key for key in tensors if key.endswith("g_idx")]:
+        del tensors[key]
+    save_tensors(tensors, tmp_path)
+    if scheme == "gptq_ordered":
+        with pytest.raises(FormatError, match="has no g_idx beside it"):
+            open_store(tmp_path)
+    else:
+        open_store(tmp_path).close()
+
+
+def test_what_a_store_does_not_serve_is_no_part_of_the_trunk(tmp_path: Path) -> None:
+    """Layers that are left out, and what says something of experts."""
+    tensors, _ = write_experts(SCHEMES["gptq"], tmp_path)
+    plain = [a for key, a in tensors.items() if ".experts." not in key and ".q_proj." not in key]
+    with SafetensorsStore(tmp_path, layers=["model.layers.0.mlp"]) as store:
+        assert store.trunk_bytes == sum(a.nbytes for a in plain) + 2 * (2 * 64 * 96)
+        assert list(store.trunk_matrices) == [
+            f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)
+        ]
+        for read in (store.read_matrix, store.read_parts):
+            with pytest.raises(ExpertNotFoundError, match="no quantized matrix 'nope'"):
+                read("nope")
+
+
+def test_a_trunk_without_its_codes_or_scales_is_refused(tmp_path: Path) -> None:
+    """By what reads or copies it."""
+    tensors, _ = write_experts(SCHEMES["fp8"], tmp_path / "model")
+    path = "model.layers.0.self_attn.q_proj.weight"
+    for lacking, reason in ((path, "has no weight"), (f"{path}_scale_inv", "has no scale")):
+        save_tensors({key: a for key, a in tensors.items() if key != lacking}, tmp_path / "model")
+        with pytest.raises(FormatError, match=f"{reason} beside it"):
+            packing.pack(tmp_path / "model", tmp_path / "packed")
+        assert not (tmp_path / "packed").exists()

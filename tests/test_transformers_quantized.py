@@ -4,13 +4,16 @@ The reference is the same model in bfloat16, of values that tests/helpers/quanti
 own; where transformers dequantizes such a checkpoint rightly, that is compared, too.
 """
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, FormatError
 from tests.helpers import quantized
+from tests.helpers.families import FAMILIES as FAMILIES_OF
 from tests.helpers.offloading import generated, load_in_slots, load_whole
 
 torch = pytest.importorskip("torch")
@@ -86,7 +89,7 @@ def test_kernels_compute_what_lies_in_slots(
 ) -> None:
     """By default; alike at every number of slots, and as near to the values as bfloat16 is."""
     family, published, plain, name = checkpoint
-    if "gptq" in name or "awq" in name:
+    if name.endswith("ordered"):
         with pytest.raises(ConfigError, match=r'no compute form.*use "torch"'):
             load_in_slots(published, compute="fast")
         model = load_in_slots(published)
@@ -147,3 +150,64 @@ def test_gradients_go_through_a_native_trunk(checkpoint: tuple[Any, Path, Path, 
     for wrong in ("int8", ""):
         with pytest.raises(ConfigError, match=r"trunk .* is not one of bf16, native"):
             load_in_slots(published, trunk=wrong)
+
+
+def test_a_native_layer_does_what_a_linear_layer_does(
+    checkpoint: tuple[Any, Path, Path, str],
+) -> None:
+    """Gradients of all kinds, other dtypes, autocast, graphs; errors are torch's."""
+    _, published, _, name = checkpoint
+    if name != "qwen2_moe-gptq":
+        pytest.skip("one will do")
+    model = load_in_slots(published, "25%", trunk="native")
+    layer = model.model.layers[0].self_attn.q_proj
+    plain = torch.nn.Linear(layer.in_features, layer.out_features, dtype=torch.bfloat16)
+    plain.load_state_dict({"weight": layer.weight, "bias": layer.bias})
+    inputs = torch.randn(3, layer.in_features, dtype=torch.bfloat16)
+
+    def gradient(module: Any) -> Any:
+        module(inputs).float().sum().backward()
+        return module.bias.grad
+
+    assert torch.equal(gradient(layer), gradient(plain))
+    with torch.no_grad():
+        found = [m(inputs) for m in (layer, plain)]
+        torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(inputs), found[0])
+        tangents = [torch.func.jvp(m, (inputs,), (inputs,))[1] for m in (layer, plain)]
+        assert torch.equal(*tangents)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(inputs.float()).dtype == torch.bfloat16
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(inputs.float())
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(inputs), plain(inputs))
+    model.float()
+    assert layer.weight.dtype == layer(inputs.float()).dtype == torch.float32
+    model.moecache.detach()
+    assert model.model.layers[0].self_attn.q_proj.weight.dtype == torch.float32
+    logits(model)
+
+
+def test_routers_and_tied_heads_that_are_quantized(tmp_path: Path) -> None:
+    """Routers are read like any matrix; a head that is the embedding, too, is not read twice."""
+    scheme = dataclasses.replace(
+        quantized.fp8(), chosen=r"\.(\w+_proj|mlp\.gate|shared_expert_gate)\.weight$|lm_head"
+    )
+    family = dataclasses.replace(
+        FAMILIES_OF["qwen3_next"], settings={**FAMILIES_OF["qwen3_next"].settings, **quantized.WIDE}
+    )
+    published, plain = quantized.write_quantized(family, scheme, tmp_path)
+    model = load_in_slots(published, "25%", compute="torch")
+    with model.moecache:
+        assert_same(logits(model), logits(load_whole(family, plain, "bfloat16")))
+
+
+@pytest.mark.parametrize("said", [[1], "fp8", {}])
+def test_a_quantization_that_is_no_object_is_refused(said: Any, tmp_path: Path) -> None:
+    """As by everything that opens a checkpoint."""
+    published, _ = quantized.write_quantized(quantized.QWEN3_MOE, quantized.fp8(), tmp_path)
+    config = json.loads((published / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    with pytest.raises((ConfigError, FormatError), match="quantiz"):
+        load_in_slots(published)

@@ -81,6 +81,11 @@ class Format(ABC):
             has none.
         """
 
+    @property
+    def has_more_to_check(self) -> bool:
+        """Whether `check` looks at more than scales."""
+        return False
+
     def check(self, parts: Mapping[str, np.ndarray]) -> None:  # noqa: B027 - most bytes are values
         """Raise FormatError if these are no numbers: where scales are infinite, or NaN."""
 

@@ -19,7 +19,9 @@ from moecache.formats.scaled import check_scales, dtype_named, unpack
 
 # Which of 8 outputs each nibble of a word of AWQ is, from the lowest on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_NAME = re.compile(r"(gptq|gptq_v2|awq)([248])\[(\d{1,9}|\*),(f16|bf16|f32)(,g_idx)?\]")
+_NAME = re.compile(
+    r"(gptq|gptq_v2|awq)([248])\[(\d{1,9}|\*),(f16|bf16|f32)(?:,(g_idx|in order))?\]"
+)
 
 
 @dataclass(frozen=True)
@@ -33,26 +35,26 @@ class GroupedFormat(Format):
         zero points less 1.
     bits : int
     scale : {"f16", "bf16", "f32"}
-    is_ordered : bool
-        Whether a part "g_idx" says which group each column is of ("act-order"); else columns in
-        their order fill the groups.
+    order : {"", "g_idx", "in order"}
+        Whether a part "g_idx" says which group each column is of: as it likes ("act-order"), or
+        that columns fill the groups in their order, as they do without it.
     """
 
     method: str
     bits: int
     scale: str
-    is_ordered: bool = False
+    order: str = ""
 
     @property
     def form(self) -> Form | None:
         """The compute form, with zero points; None if a group is no multiple of 32 columns."""
         columns = self.block[1]
-        if self.is_ordered or columns % BLOCK_COLUMNS:
+        if self.order == "g_idx" or columns % BLOCK_COLUMNS:
             return None
         return Form("i8" if self.bits == 8 else "i4", self.scale, columns, has_zeros=True)
 
     def parts(self, rows: int, columns: int) -> Parts:
-        """Return "codes", "zeros", "scales" [groups, rows], and "g_idx" [columns] if ordered."""
+        """Return "codes", "zeros", "scales" [groups, rows], and "g_idx" [columns] if any."""
         each = 32 // self.bits
         if rows % each or columns % each:
             raise ConfigError(
@@ -66,7 +68,7 @@ class GroupedFormat(Format):
             "zeros": (words, (groups, rows // each)),
             "scales": (dtype_named(self.scale), (groups, rows)),
         }
-        return parts | ({"g_idx": (words, (columns,))} if self.is_ordered else {})
+        return parts | ({"g_idx": (words, (columns,))} if self.order else {})
 
     def dequantize(
         self, parts: Mapping[str, np.ndarray], dtype: npt.DTypeLike = np.float32
@@ -86,11 +88,21 @@ class GroupedFormat(Format):
         with np.errstate(over="ignore", invalid="ignore"):  # such as zero times infinity
             return np.ascontiguousarray((integers * scales[group]).T).astype(dtype, copy=False)
 
+    @property
+    def has_more_to_check(self) -> bool:
+        """Whether there is an order of columns."""
+        return bool(self.order)
+
     def check(self, parts: Mapping[str, np.ndarray]) -> None:
         """Raise FormatError if a scale is infinite or NaN, or a group is not there."""
         check_scales(parts["scales"], self.name)
-        if self.is_ordered:
-            self.groups(parts, len(parts["g_idx"]))
+        columns = len(parts["codes"]) * (1 if self.method == "awq" else 32 // self.bits)
+        group = self.groups(parts, columns)
+        if self.order == "in order" and not np.array_equal(parts["g_idx"], group):
+            raise FormatError(
+                f"{self.name}: g_idx has columns in another order than that of their groups, but "
+                "desc_act in config.json is not true"
+            )
 
     def zeros(self, stored: np.ndarray) -> np.ndarray:
         """Return zero points, as integers of what is stored of them."""
@@ -98,7 +110,7 @@ class GroupedFormat(Format):
 
     def groups(self, parts: Mapping[str, np.ndarray], columns: int) -> np.ndarray:
         """Return the group of each column."""
-        if not self.is_ordered:
+        if self.order != "g_idx":
             return np.arange(columns) // (self.block[1] or columns or 1)
         group, num = parts["g_idx"], len(parts["scales"])
         if group.size and not 0 <= group.min() <= group.max() < num:
@@ -137,12 +149,12 @@ def parse(name: str) -> GroupedFormat | None:
     if match is None or match[3] == "0" or (match[1] == "awq" and match[2] != "4"):
         return None
     group = 0 if match[3] == "*" else int(match[3])
-    return GroupedFormat(name, (1, group), match[1], int(match[2]), match[4], bool(match[5]))
+    return GroupedFormat(name, (1, group), match[1], int(match[2]), match[4], match[5] or "")
 
 
-def grouped_name(method: str, bits: int, group: int, scale: str, *, is_ordered: bool) -> str:
+def grouped_name(method: str, bits: int, group: int, scale: str, order: str = "") -> str:
     """Return the name of a format; see `parse`."""
-    return f"{method}{bits}[{group or '*'},{scale}{',g_idx' if is_ordered else ''}]"
+    return f"{method}{bits}[{group or '*'},{scale}{f',{order}' if order else ''}]"
 
 
 PARSERS.append(parse)

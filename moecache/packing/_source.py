@@ -83,6 +83,8 @@ class Source(SafetensorsStore):
         if self.layout.total_experts == 0:
             self.close()
             raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")
+        # A trunk that cannot be read is not copied.
+        self.trunk_matrices  # noqa: B018 - matched when it is first asked for
         self._stamps = [_stamp(file.descriptor) for file in self.files]
 
     @property
@@ -125,9 +127,9 @@ class Source(SafetensorsStore):
     def beside(self) -> set[str]:
         """Return the tensors that only say more about quantized matrices, such as their shapes."""
         names = set()
-        for weight, (matrix, _) in self.trunk_matrices.items():
+        for weight in self.trunk_matrices:
             module = weight.removesuffix("weight")
-            for suffix in (*BESIDE, *matrix.beside):
+            for suffix in BESIDE:
                 names |= {f"{weight}{suffix}", f"{module}{suffix.lstrip('_')}"}
         parts = {name for pieces in self._pieces for piece in pieces for name in piece.sources}
         return names | {name for name in self._tensors.keys() - parts if is_expert(name)}

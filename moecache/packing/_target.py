@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from moecache.errors import ConfigError
-from moecache.formats import BF16, TILE_ROWS, find_format
+from moecache.formats import BF16, TILE_ROWS, GroupedFormat, find_format
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.kernels import has_form
 from moecache.layout import ExpertLayout, Role
@@ -41,7 +41,8 @@ def find_target(name: str | None) -> str:
     if name is None:
         return ""
     full = NAMES.get(name, name) if isinstance(name, str) else ""
-    if full != PLAIN and not has_form(full):
+    is_made = has_form(full) and not isinstance(find_format(full), GroupedFormat)
+    if full != PLAIN and not is_made:
         raise ConfigError(
             f"format {name!r} cannot be packed; {', '.join(NAMES)} can, and others that have a "
             "compute form by their full names, such as 'fp8[64x64,f32]'"

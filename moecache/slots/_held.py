@@ -53,7 +53,8 @@ class Held:
             If the parts of a format cannot be, such as scales that are no numbers.
         """
         if self.tiler is not None:
-            if self.tiler.tile(part, target):
+            # What makes the form finds scales that are no numbers.
+            if self.tiler.tile(part, target) or find_format(self.role.format).has_more_to_check:
                 self._check(part)
             return
         if self.role.format and not self.role.is_tiled:

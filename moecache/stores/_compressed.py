@@ -92,6 +92,7 @@ def _groups(said: Said) -> list[Mapping[str, Any]]:
 def _block_of(said: Said, kind: str, bits: int, weight: Stored, scale: Stored) -> tuple[int, int]:
     """Return the first block that a group of the configuration has, and a scale's shape."""
     blocks: list[tuple[int, int]] = []
+    fitting: set[tuple[int, int]] = set()
     for group in _groups(said):
         if (group.get("type"), group.get("num_bits")) != (kind, bits):
             continue
@@ -115,7 +116,14 @@ def _block_of(said: Said, kind: str, bits: int, weight: Stored, scale: Stored) -
             -(-size // (step or size or 1)) for size, step in zip(weight.shape, block, strict=True)
         ]
         if squeezed(tuple(counts)) == squeezed(scale.shape):
-            return block
+            fitting.add(block)
+    if len(fitting) == 1:
+        return fitting.pop()
+    if fitting:
+        raise UnsupportedQuantizationError(
+            f"tensor {shown(weight.name)} may be of several of config.json's groups, in blocks of "
+            f"{', '.join(str(list(block)) for block in sorted(fitting))}; that is not supported"
+        )
     listed = ", ".join(str(list(block)) for block in blocks)
     raise FormatError(
         f"tensor {shown(scale.name)} of shape {list(scale.shape)} is no scale of "

@@ -39,13 +39,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix in a format: its shape, each part's suffix; suffixes of what adds nothing to it."""
+    """A matrix in a format: its shape, and the suffix of the tensor that has each part."""
 
     format: Format
     rows: int
     columns: int
     suffixes: tuple[str, ...]
-    beside: tuple[str, ...] = ()
 
     def weight_name(self, codes: str) -> str:
         """Return the name that the weight has where it is not quantized."""

@@ -33,10 +33,9 @@ from moecache.stores._matrices import (
 )
 
 # Of activations, and what the shapes say already.
-BESIDE = {"_shape", "_input_scale", "_activation_scale", "_input_global_scale"}
-_TRUNK_SUFFIXES = {
-    *("", "_packed", "_scale_inv", "_scale", "_qscale_weight", "_zero_point", "_global_scale"),
-    *("_shape", "_scale_2", "_qweight", "_qzeros", "_scales", "_g_idx"),
+BESIDE = {
+    *("_shape", "_input_scale", "_activation_scale", "_input_global_scale", "_output_scale"),
+    *("_input_zero_point", "_output_zero_point", "_k_scale", "_v_scale"),
 }
 # The method of what `moecache pack --format` wrote.
 _PACKED = "moecache"
@@ -79,7 +78,7 @@ def _match_modelopt(said: Said, tensors: Mapping[str, Stored], __: Read) -> Matr
     return Matrix(NVFP4_MODELOPT, rows, 2 * half, ("", "_scale", "_scale_2"))
 
 
-def _match_grouped(said: Said, tensors: Mapping[str, Stored], read: Read) -> Matrix:
+def _match_grouped(said: Said, tensors: Mapping[str, Stored], _: Read) -> Matrix:
     """Return the matrix that tensors of GPTQ or AWQ are."""
     codes = need(tensors, "_qweight")
     need(tensors, "_qzeros")
@@ -102,32 +101,23 @@ def _match_grouped(said: Said, tensors: Mapping[str, Stored], read: Read) -> Mat
             'settings of single modules ("dynamic" in config.json) are not supported'
         )
     group = 0 if group == -1 else sizes([1, group], "[1, group_size]")[1]
-    if len(codes.shape) != 2:
+    if len(codes.shape) != 2 or 0 in codes.shape:
         raise FormatError(f"tensor {shown(codes.name)} of shape {list(codes.shape)} is no matrix")
     each = 32 // bits
     columns, rows = codes.shape
     rows, columns = (rows * each, columns) if method == "awq" else (rows, columns * each)
     order = tensors.get("_g_idx")
-    if order is None and said.get("desc_act"):
+    if said.get("desc_act"):
         need(tensors, "_g_idx")
-    is_ordered = order is not None and bool(said.get("desc_act"))
-    if order is not None and not is_ordered:
-        in_order = np.arange(columns) // (group or max(columns, 1))
-        if not np.array_equal(read(order.name), in_order):
-            raise FormatError(
-                f"tensor {shown(order.name)} has columns in another order than that of their "
-                "groups, but desc_act in config.json is not true"
-            )
     name = grouped_name(
         str(method) if method == "awq" else version,
         bits,
         group,
         scale_name(scales),
-        is_ordered=is_ordered,
+        order="" if order is None else "g_idx" if said.get("desc_act") else "in order",
     )
-    suffixes = "_qweight", "_qzeros", "_scales", *(("_g_idx",) if is_ordered else ())
-    beside = () if is_ordered else ("_g_idx",)
-    return Matrix(find_format(name), rows, columns, suffixes, beside)
+    suffixes = "_qweight", "_qzeros", "_scales", *(() if order is None else ("_g_idx",))
+    return Matrix(find_format(name), rows, columns, suffixes)
 
 
 _Matcher = Callable[[Said, Mapping[str, Stored], Read], Matrix]
@@ -194,11 +184,7 @@ class Quantization:
         if set(rest) == {""} and rest[""].dtype.itemsize > 1:
             return None
         found = _MATCHERS[self.method](self._said, rest, read)
-        left = [
-            tensor.name
-            for key, tensor in rest.items()
-            if key not in (*found.suffixes, *found.beside)
-        ]
+        left = [tensor.name for key, tensor in rest.items() if key not in found.suffixes]
         if left:
             raise FormatError(
                 f"tensor {shown(left[0])} has no meaning in {found.format.name}, which "
@@ -234,10 +220,16 @@ def trunk_matrices(
             modules.setdefault(module, {})[suffix] = Stored(name, entry.dtype, entry.shape or (1,))
     found = {}
     for module, stored in modules.items():
-        # A weight of numbers of more than a byte is not quantized.
         codes = next((stored[key] for key in ("_packed", "_qweight", "") if key in stored), None)
-        if codes is not None and (codes.dtype.itemsize == 1 or codes.dtype.kind in "iu"):
-            matrix = quantization.match(stored, read)
+        if codes is None:
+            for tensor in stored.values():
+                if tensor.name.rpartition(".")[2].startswith("weight_scale"):
+                    need(stored, "")
+        # A weight of usual numbers, or of bytes without a scale, is not quantized.
+        elif codes.dtype.itemsize == 1 or codes.dtype.kind in "iu":
+            matrix = None
+            if len(stored) > 1 or codes.dtype.kind == "V":
+                matrix = quantization.match(stored, read)
             if matrix is not None:
                 names = [stored[suffix].name for suffix in matrix.suffixes]
                 found[f"{module}.weight"] = matrix, names

@@ -21,7 +21,7 @@ from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import FORMAT_KEY, TensorEntry, check_layers, read_header, shown
-from moecache.stores._index import in_format, index_experts
+from moecache.stores._index import in_format, index_experts, is_expert
 from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
 from moecache.stores._paths import find_path
 from moecache.stores._quantized import Quantization, trunk_matrices
@@ -90,7 +90,7 @@ class SafetensorsStore:
         self.path = find_path(path)
         self._mapped = mapped
         directory = self.path if self.path.is_dir() else self.path.parent
-        self.config = _read_config(directory / "config.json")
+        self.config = read_config(directory / "config.json")
         weight_map = _read_weight_map(self.path)
         # Each file is opened once: one that is replaced meanwhile is not mixed with its successor.
         self._files = [ReadOnlyFile(file) for file in _find_files(self.path, weight_map)]
@@ -138,12 +138,14 @@ class SafetensorsStore:
     @property
     def trunk_bytes(self) -> int:
         """Bytes of all tensors but the experts' in a model: quantized ones are bfloat16 there."""
-        stored = sum(entry.nbytes for _, entry in self._tensors.values())
+        stored = sum(
+            entry.nbytes for name, (_, entry) in self._tensors.items() if not is_expert(name)
+        )
         quantized = sum(
             2 * matrix.rows * matrix.columns - matrix.format.nbytes(matrix.rows, matrix.columns)
             for matrix, _ in self.trunk_matrices.values()
         )
-        return stored + quantized - self._layout.total_bytes
+        return stored + quantized
 
     def sources(self, layer: int) -> dict[tuple[str, int], str]:
         """Return a tensor that holds each matrix of a layer's experts, by (role, first byte).
@@ -169,9 +171,7 @@ class SafetensorsStore:
         FormatError
             If the parts of one do not fit.
         """
-        of_experts = {name for pieces in self._pieces for piece in pieces for name in piece.sources}
-        entries = {name: entry for name, (_, entry) in self._tensors.items()}
-        others = {name: entries[name] for name in entries.keys() - of_experts}
+        others = {name: entry for name, (_, entry) in self._tensors.items() if not is_expert(name)}
         try:
             return trunk_matrices(others, self._quantization, self.read_tensor)
         except FormatError as error:
@@ -181,8 +181,9 @@ class SafetensorsStore:
 
     def read_matrix(self, name: str, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
         """Return the values of one of `trunk_matrices`."""
+        raw = self.read_parts(name)
         matrix, _ = self.trunk_matrices[name]
-        parts = matrix.format.split(self.read_parts(name), matrix.rows, matrix.columns)
+        parts = matrix.format.split(raw, matrix.rows, matrix.columns)
         return matrix.format.dequantize(parts, dtype)
 
     def read_parts(self, name: str) -> np.ndarray:
@@ -193,6 +194,8 @@ class SafetensorsStore:
         FormatError
             If they cannot be: scales that are infinite or NaN, say.
         """
+        if name not in self.trunk_matrices:
+            raise ExpertNotFoundError(f"{self.path}: there is no quantized matrix {name!r}")
         matrix, tensors = self.trunk_matrices[name]
         raw = [self.read_tensor(part).reshape(-1).view(np.uint8) for part in tensors]
         joined = np.concatenate(raw)
@@ -482,7 +485,8 @@ def _merge_headers(
     return tensors, formats
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Return what a config.json has, nothing if there is none."""
     return _read_json(path) if os.path.lexists(path) else {}
 
 

@@ -277,22 +277,22 @@ SCHEMES: Mapping[str, Scheme] = {
     "gptq_ordered": grouped("gptq", is_ordered=True),
 }
 # Sizes that blocks of 32 divide.
-_WIDE: Mapping[str, Any] = {
+WIDE: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
 }
 QWEN3_MOE = replace(
-    FAMILIES["qwen3_moe"], name="qwen3_moe_wide", settings={**tiny.QWEN3_MOE, **_WIDE}
+    FAMILIES["qwen3_moe"], name="qwen3_moe_wide", settings={**tiny.QWEN3_MOE, **WIDE}
 )
 DEEPSEEK_V3 = replace(
-    FAMILIES["deepseek_v3"], name="deepseek_v3_wide", settings={**tiny.DEEPSEEK_V3, **_WIDE}
+    FAMILIES["deepseek_v3"], name="deepseek_v3_wide", settings={**tiny.DEEPSEEK_V3, **WIDE}
 )
-GLM4_MOE = replace(FAMILIES["glm4_moe"], name="glm4_moe_wide", settings={**tiny.GLM4_MOE, **_WIDE})
+GLM4_MOE = replace(FAMILIES["glm4_moe"], name="glm4_moe_wide", settings={**tiny.GLM4_MOE, **WIDE})
 QWEN2_MOE = replace(
     FAMILIES["qwen2_moe"],
     name="qwen2_moe_wide",
-    settings={**tiny.QWEN2_MOE, **_WIDE, "shared_expert_intermediate_size": 32},
+    settings={**tiny.QWEN2_MOE, **WIDE, "shared_expert_intermediate_size": 32},
 )
 GPT_OSS = replace(
     FAMILIES["gpt_oss"], name="gpt_oss_wide", settings={**tiny.GPT_OSS, "intermediate_size": 64}

@@ -248,7 +248,7 @@ def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         and weight.is_contiguous()
         and (bias is None or _fits(bias, shape[0]))
         and not torch.is_autocast_enabled("cpu")
-        and (torch.compiler.is_compiling() or not _is_transformed())
+        and (torch.compiler.is_compiling() or not is_transformed())
         and not (
             torch.is_grad_enabled()
             and (
@@ -260,7 +260,7 @@ def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     )
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Return whether torch follows what is computed: by vmap, jit.trace, forward-mode gradients."""
     return (
         torch._C._are_functorch_transforms_active()

@@ -32,6 +32,7 @@ from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
 from moecache.stores import SafetensorsStore, open_store
 from moecache.stores._paths import check_model
 from moecache.stores._quantized import Quantization
+from moecache.stores.safetensors import read_config
 
 _DTYPES = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
@@ -321,6 +322,9 @@ def find_config(
     config = from_pretrained.get("config")
     if isinstance(config, transformers.PretrainedConfig):
         return config
+    if config is None and os.path.isdir(path):
+        # transformers stumbles over what is no object there.
+        _check_quantization(path, read_config(Path(path) / "config.json"))
     trusted = {"trust_remote_code": from_pretrained.get("trust_remote_code")}
     return transformers.AutoConfig.from_pretrained(config or path, **hub, **trusted)
 
@@ -340,7 +344,15 @@ def _quantized_parts(config: Any) -> list[Any]:
     """Return what of a configuration says that the checkpoint is quantized."""
     text = config.get_text_config(decoder=True)
     levels = (config,) if text is config else (config, text)
-    return [level for level in levels if getattr(level, "quantization_config", None)]
+    return [level for level in levels if getattr(level, "quantization_config", None) is not None]
+
+
+def _check_quantization(path: str | os.PathLike[str], config: dict[str, Any]) -> None:
+    """Raise ConfigError if a configuration says that something is quantized in an unknown way."""
+    try:
+        Quantization(config)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _without_quantization(
@@ -354,10 +366,8 @@ def _without_quantization(
         If nothing here reads what it is quantized with.
     """
     said = _quantized_parts(config)[0].quantization_config
-    try:
-        Quantization({"quantization_config": said if isinstance(said, dict) else said.to_dict()})
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    said = said.to_dict() if hasattr(said, "to_dict") else said
+    _check_quantization(path, {"quantization_config": said or {"quant_method": ""}})
     config = copy.deepcopy(config)
     for level in _quantized_parts(config):
         del level.quantization_config

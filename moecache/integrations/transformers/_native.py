@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from moecache.errors import MoeCacheError
 from moecache.integrations.transformers._experts import become, become_again
+from moecache.integrations.transformers._fast import is_transformed
 from moecache.integrations.transformers._operators import operator
 from moecache.kernels import expand, tile
 from moecache.kernels._kernels import Matrix
@@ -27,18 +28,44 @@ class NativeLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The values, computed anew each time."""
-        return _values(getattr(self, FORM), *self.__dict__[_KIND])
+        name, rows, columns, dtype = self.__dict__[_KIND]
+        out: torch.Tensor = torch.ops.moecache.format_values(
+            getattr(self, FORM), name, rows, columns, dtype
+        )
+        return out
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """Return input @ weight.T + bias, whose bits do not depend on the number of rows."""
         layer: Any = self
-        form, (name, rows, columns, dtype) = getattr(self, FORM), self.__dict__[_KIND]
-        if torch.is_grad_enabled() and input.requires_grad:
-            return functional.linear(input, _values(form, name, rows, columns, dtype), layer.bias)
+        name, rows, columns, dtype = self.__dict__[_KIND]
+        if not _is_for_kernels(input, layer.bias, dtype):
+            return functional.linear(input, self.weight, layer.bias)
         out: torch.Tensor = torch.ops.moecache.format_linear(
-            input, form, name, rows, columns, layer.bias
+            input, getattr(self, FORM), name, rows, columns, layer.bias
         )
         return out
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Have values in the dtype that the model is given."""
+        name, rows, columns, dtype = self.__dict__[_KIND]
+        given = fn(torch.empty(0, dtype=dtype)).dtype
+        self.__dict__[_KIND] = name, rows, columns, given
+        return super()._apply(fn, recurse)
+
+
+def _is_for_kernels(given: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether torch is asked for no gradient and no other type; it does the rest itself."""
+    return (
+        given.dtype == dtype
+        and given.dtype in (*_TYPES, torch.float16)
+        and given.device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
+        and (torch.compiler.is_compiling() or not is_transformed())
+        and not (
+            torch.is_grad_enabled()
+            and (given.requires_grad or (bias is not None and bias.requires_grad))
+        )
+    )
 
 
 def keep(module: nn.Module, weight: str, store: SafetensorsStore, dtype: torch.dtype) -> None:
@@ -60,7 +87,7 @@ def thaw(model: nn.Module) -> None:
         become_again(module)
         del module.__dict__[_KIND]
         delattr(module, FORM)
-        module.register_parameter("weight", nn.Parameter(values, requires_grad=False))
+        module.register_parameter("weight", nn.Parameter(values))
 
 
 def _values(
@@ -82,6 +109,16 @@ def _on_host(form: torch.Tensor) -> torch.Tensor:
             'a trunk that stays quantized is computed on the CPU; load it with trunk="bf16"'
         )
     return form
+
+
+@operator(
+    "format_values(Tensor form, str format, int rows, int columns, ScalarType dtype) -> Tensor",
+    lambda form, _, rows, columns, dtype: form.new_empty((rows, columns), dtype=dtype),
+)
+def _values_of(
+    form: torch.Tensor, name: str, rows: int, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return _values(form, name, rows, columns, dtype)
 
 
 @operator(

@@ -43,14 +43,13 @@ class QuantizedWeight:
 
         Or the format's own bytes, if that is wanted, it is a linear layer and kernels have them.
         """
+        self.module.__dict__.pop(self.leaf, None)
         known = store.trunk_matrices[self.name][0].format
         if is_native and known.form is not None and type(self.module) is nn.Linear:
             keep(self.module, self.name, store, self.dtype)
             return
         values = as_tensor(store.read_matrix(self.name))
-        self.module.register_parameter(
-            self.leaf, nn.Parameter(values.to(self.dtype), requires_grad=False)
-        )
+        self.module.register_parameter(self.leaf, nn.Parameter(values.to(self.dtype)))
 
 
 def strip_quantized(
@@ -70,6 +69,11 @@ def strip_quantized(
         target = targets.parameter_of(name)
         if target is None or target in tied:
             continue  # of a part that is not run, or what another weight is, too
+        if target in tied.values():
+            raise ConfigError(
+                f"{store.path}: {name} is quantized, and tied to another weight; that is not "
+                "supported"
+            )
         path, _, leaf = target.rpartition(".")
         module = model.get_submodule(path)
         parameter = getattr(module, leaf)
@@ -81,6 +85,8 @@ def strip_quantized(
             )
         taken.append(QuantizedWeight(module, leaf, name, parameter.dtype))
         del module._parameters[leaf]
+        # Some models initialize what they find, whatever was read.
+        module.__dict__[leaf] = torch.empty(0)
         # As if it had been read: there is nothing to be initialized.
         module.__dict__["_is_hf_initialized"] = True
         patterns |= {f"^{_DIGITS.sub('[0-9]+', re.escape(key))}$" for key in (name, target)}

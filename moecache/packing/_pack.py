@@ -17,7 +17,8 @@ from moecache.packing._plan import Unit, plan_experts, plan_trunk
 from moecache.packing._report import Deviation, PackPlan, PackReport
 from moecache.packing._source import MANIFEST_NAME, Source
 from moecache.packing._target import PLAIN, find_target, packed_config, packed_layout
-from moecache.stores.safetensors import INDEX_NAME, SafetensorsStore
+from moecache.stores import SafetensorsStore
+from moecache.stores._checkpoint import INDEX_NAME
 from moecache.units import format_bytes
 
 logger = logging.getLogger(__name__)

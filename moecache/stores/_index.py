@@ -8,14 +8,12 @@ put in (`...experts.7.gate_up_proj_bias`).
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from moecache.errors import ConfigError, FormatError
-from moecache.formats import TILE_ROWS, find_format
-from moecache.formats.form import BLOCK_COLUMNS
 from moecache.layout import ExpertLayout, Role
 from moecache.stores._header import MAX_LAYERS, TensorEntry, shown
 from moecache.stores._matrices import Matrix, Stored
@@ -349,38 +347,6 @@ def _add_matrices(
                 )
             )
             start += nbytes
-
-
-def in_format(roles: Sequence[Role], name: str) -> tuple[Role, ...]:
-    """Return roles whose stacks of tiles, uint8 [tiles, groups, bytes], are those of a format.
-
-    Raises
-    ------
-    FormatError
-        If the format is not known, or a stack has other bytes than it would have.
-    """
-    return tuple(_in_format(role, name) if role.dtype == np.uint8 else role for role in roles)
-
-
-def _in_format(role: Role, name: str) -> Role:
-    if len(role.shape) != 3:
-        raise FormatError(f"role {role.name!r}, uint8 {list(role.shape)}, is no stack of tiles")
-    tiles, groups, nbytes = role.shape
-    try:
-        known = find_format(name)
-        columns = groups * known.block[1]
-        if known.form is not None and not known.form.group:  # one group, as wide as its bytes say
-            scales = TILE_ROWS * known.form.scale_bytes
-            columns = (nbytes - scales) // known.form.block_bytes * BLOCK_COLUMNS
-        found = Role(role.name, (tiles * TILE_ROWS, columns), format=name, is_tiled=True)
-    except ConfigError as error:
-        raise FormatError(f"role {role.name!r}: {error}") from error
-    if found.nbytes != role.nbytes:
-        raise FormatError(
-            f"role {role.name!r}, {role.nbytes} bytes of shape {list(role.shape)}, is not {name}: "
-            f"that takes {found.nbytes}"
-        )
-    return found
 
 
 def _places(

@@ -1,7 +1,6 @@
 """SafetensorsStore: experts straight from a Hugging Face checkpoint directory."""
 
 import itertools
-import json
 import logging
 import mmap
 import os
@@ -9,8 +8,7 @@ import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,30 +17,21 @@ from moecache._prefault import address_of
 from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, StoreError
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
+from moecache.stores._checkpoint import (
+    find_files,
+    find_top_k,
+    merge_headers,
+    read_config,
+    read_weight_map,
+)
 from moecache.stores._file import ReadOnlyFile
-from moecache.stores._header import FORMAT_KEY, TensorEntry, check_layers, read_header, shown
-from moecache.stores._index import in_format, index_experts, is_expert
-from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
+from moecache.stores._index import index_experts, is_expert
+from moecache.stores._matrices import Matrix, UnsupportedQuantizationError, in_format
 from moecache.stores._paths import find_path
 from moecache.stores._quantized import Quantization, trunk_matrices
 from moecache.stores.base import Parts, Run, destination_bytes
 
 logger = logging.getLogger(__name__)
-
-INDEX_NAME = "model.safetensors.index.json"
-# What the families call the number of experts per token.
-_TOP_K_NAMES = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_k",
-    "top_k_experts",
-    "num_selected_experts",
-    "moe_top_k",
-)
-_MAX_JSON_BYTES = 2**28
-# Larger numbers are impossible all the same, and may have thousands of digits.
-_MOST_EXPERTS = 2**31
 
 
 class SafetensorsStore:
@@ -91,15 +80,15 @@ class SafetensorsStore:
         self._mapped = mapped
         directory = self.path if self.path.is_dir() else self.path.parent
         self.config = read_config(directory / "config.json")
-        weight_map = _read_weight_map(self.path)
+        weight_map = read_weight_map(self.path)
         # Each file is opened once: one that is replaced meanwhile is not mixed with its successor.
-        self._files = [ReadOnlyFile(file) for file in _find_files(self.path, weight_map)]
-        self._tensors, formats = _merge_headers(self._files, weight_map)
+        self._files = [ReadOnlyFile(file) for file in find_files(self.path, weight_map)]
+        self._tensors, formats = merge_headers(self._files, weight_map)
         self._ends = [0] * len(self._files)
         for number, entry in self._tensors.values():
             self._ends[number] = max(self._ends[number], entry.offset + entry.nbytes)
         self._closed = False
-        configured = _find_top_k(self.config) if top_k is None else top_k
+        configured = find_top_k(self.config) if top_k is None else top_k
         try:
             self._quantization = Quantization(self.config)
         except ConfigError as error:
@@ -421,100 +410,3 @@ class SafetensorsStore:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreError(f"{self.path}: the store is closed")
-
-
-def _find_files(path: Path, weight_map: dict[str, str] | None) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    if weight_map is not None:
-        files = [path / name for name in sorted(set(weight_map.values()))]
-        for file in files:
-            if not os.path.isfile(file):  # False, not an error, for impossible names
-                raise FormatError(f"{path / INDEX_NAME}: shard {shown(file.name)} is missing")
-        return files
-    if os.path.isfile(path / "model.safetensors"):
-        return [path / "model.safetensors"]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise StoreError(f"{path}: there is no .safetensors file; is it a checkpoint directory?")
-    return files
-
-
-def _read_weight_map(path: Path) -> dict[str, str] | None:
-    index = path / INDEX_NAME
-    if not path.is_dir() or not os.path.lexists(index):
-        return None
-    document = _read_json(index)
-    weight_map = document.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise FormatError(f"{index}: has no weight_map")
-    for name, shard in weight_map.items():
-        # A name with a path in it could point anywhere.
-        if not isinstance(shard, str) or shard != os.path.basename(shard) or shard in {"", ".."}:
-            raise FormatError(
-                f"{index}: tensor {shown(name)} is in {shown(shard)}, not a file of this directory"
-            )
-    return weight_map
-
-
-def _merge_headers(
-    files: list[ReadOnlyFile], weight_map: dict[str, str] | None
-) -> tuple[dict[str, tuple[int, TensorEntry]], list[str]]:
-    """Return all tensors, and the format that each file says its experts are in, or ""."""
-    formats = []
-    tensors: dict[str, tuple[int, TensorEntry]] = {}
-    for number, file in enumerate(files):
-        # Only the headers: the kernel should not read the experts ahead.
-        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        entries = read_header(file.path, file)
-        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
-        formats.append(entries.metadata.get(FORMAT_KEY, ""))
-        for name, entry in entries.items():
-            if weight_map is not None and weight_map.get(name) != file.path.name:
-                continue
-            if name in tensors:
-                other = files[tensors[name][0]].path.name
-                raise FormatError(f"{file.path}: tensor {shown(name)} is also in {other}")
-            tensors[name] = (number, entry)
-    for name in weight_map or ():
-        if name not in tensors:
-            raise FormatError(
-                f"{files[0].path.parent / INDEX_NAME}: tensor {shown(name)} is not in its shard; "
-                "download the checkpoint again"
-            )
-    return tensors, formats
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return what a config.json has, nothing if there is none."""
-    return _read_json(path) if os.path.lexists(path) else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    file = ReadOnlyFile(path)
-    size = file.nbytes
-    if size > _MAX_JSON_BYTES:
-        raise FormatError(f"{path}: has {size} bytes, too many for JSON")
-    text = bytearray(size)
-    if size:
-        file.read(0, [memoryview(text)], "it")
-    check_layers(path, text)
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: is not JSON: {str(error)[:200]}") from error
-    if not isinstance(document, dict):
-        raise FormatError(f"{path}: is a JSON {type(document).__name__}, not an object")
-    return document
-
-
-def _find_top_k(config: dict[str, Any]) -> int:
-    # Models with several modalities keep the decoder's figures one level down.
-    for level in (config, config.get("text_config"), config.get("ffn_config")):
-        for name in _TOP_K_NAMES:
-            value = level.get(name) if isinstance(level, dict) else None
-            # A list has a number for each layer.
-            values = value if isinstance(value, list) else [value]
-            if values and all(type(number) is int and number > 0 for number in values):
-                return min(max(values), _MOST_EXPERTS)
-    return 0

@@ -30,9 +30,9 @@ from moecache.prefetch.predict import Predictor
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
 from moecache.stores import SafetensorsStore, open_store
+from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
 from moecache.stores._quantized import Quantization
-from moecache.stores.safetensors import read_config
 
 _DTYPES = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),

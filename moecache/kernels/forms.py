@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from moecache.errors import ConfigError
-from moecache.formats import TILE_ROWS, Form, Format, GroupedFormat, ScaledFormat, find_format
+from moecache.formats import (
+    TILE_ROWS,
+    Form,
+    Format,
+    GlobalFormat,
+    GroupedFormat,
+    ScaledFormat,
+    find_format,
+)
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.formats.scaled import pack, unpack
 from moecache.kernels._kernels import Matrix, Tiler
@@ -152,12 +160,13 @@ def _tiler(known: Format, form: Form, rows: int, columns: int) -> Tiler | Repack
             row_bytes=width * codes.itemsize,
             block_bytes=form.block_bytes // TILE_ROWS,
             zero=zero,
-            scale=known.scale,
+            scale=form.scale if isinstance(known, GlobalFormat) else known.scale,
             scale_rows=known.block[0] or max(rows, 1),
             scale_row_bytes=num_scales * scales.itemsize,
             scale_step=scales.itemsize,
             num_scales=num_scales,
             scales_at=starts["scales"],
+            factor_at=starts.get("global_scale", 0),
         )
     if isinstance(known, GroupedFormat):
         if known.bits < 4:
@@ -194,7 +203,7 @@ def _tiler(known: Format, form: Form, rows: int, columns: int) -> Tiler | Repack
 
 def _plain_scaled(known: ScaledFormat) -> ScaledFormat | None:
     """Return the format by way of which matrices are tiled; None: no other is needed."""
-    scale = known.scale if known.scale in _SCALES else "f32"
+    scale = known.scale if known.scale in _SCALES or isinstance(known, GlobalFormat) else "f32"
     element = known.element
     if element not in _ORDERS:
         # Words that codes straddle, or more than two codes in a byte.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 TILE_ROWS = 16
 # Columns whose codes lie together.
 BLOCK_COLUMNS = 32
-# Of the number by which a matrix's scales are multiplied or divided; codes stay in whole cache lines.
+# Of the number that multiplies or divides a matrix's scales: a cache line.
 _FACTOR_BYTES = 64
 
 _CODE_BITS = {"i8": 8, "e4m3": 8, "i4": 4, "e2m1": 4}

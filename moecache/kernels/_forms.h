@@ -193,6 +193,7 @@ static uint8_t *LEVEL(form)(const mc_file *file, int64_t row, uint8_t *out, int 
     case MC_OFFSET_BYTES: return LEVEL(form_of)(file, row, out, wrong, MC_OFFSET_BYTES);
     case MC_NIBBLES: return LEVEL(form_of)(file, row, out, wrong, MC_NIBBLES);
     case MC_HALVES: return LEVEL(form_of)(file, row, out, wrong, MC_HALVES);
+    case MC_GPTQ2: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ2);
     case MC_GPTQ4: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ4);
     case MC_GPTQ8: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ8);
     default: return LEVEL(form_words)(file, row, out, wrong, MC_AWQ);

@@ -54,7 +54,7 @@ cdef extern from "<pthread.h>" nogil:
 # Of weights and of scales, each in the order of its numbers in C.
 NUMBERS = ("f32", "f16", "bf16")
 CODES = ("i8", "i4", "e4m3", "e2m1")
-ORDERS = ("bytes", "offset bytes", "nibbles", "halves", "gptq4", "gptq8", "awq")
+ORDERS = ("bytes", "offset bytes", "nibbles", "halves", "gptq2", "gptq4", "gptq8", "awq")
 INPUTS = ("f32", "bf16")
 ACTIVATION_TYPES = ("float", "int8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu", "relu2")
@@ -551,8 +551,8 @@ cdef class Tiler:
         Of a matrix in the file's order, its parts one after the other, and in its form.
     order : str
         One of `ORDERS`: bytes, bytes with 128 added, nibbles with the even column in the low one,
-        or ggml's, the first 16 columns of 32 in low nibbles; or words of 4 or 8 columns, or of 8
-        rows.
+        or ggml's, the first 16 columns of 32 in low nibbles; or words of 16, 8 or 4 columns, or
+        of 8 rows.
     row_bytes, block_bytes : int
         Of codes, from a row to the next, and from 32 columns to the next; of words, from those of
         some columns to the next.

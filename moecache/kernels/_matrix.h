@@ -49,10 +49,10 @@ typedef struct {
 /* How a file orders the codes of 32 columns: bytes, or bytes with 128 added; two columns in a byte, the
  * even one in its low nibble; or the first 16 columns in low nibbles, the others in high ones (ggml).
  *
- * Or in words of 32 bits, which have 4 or 8 columns of a row, and lie row by row for each such columns
+ * Or in words of 32 bits, which have 4, 8 or 16 columns of a row, and lie row by row for each such columns
  * (GPTQ); or 8 rows of a column, rows 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on (AWQ). These have
- * zero points, in words of 4 or 8 rows. */
-enum { MC_BYTES, MC_OFFSET_BYTES, MC_NIBBLES, MC_HALVES, MC_GPTQ4, MC_GPTQ8, MC_AWQ };
+ * zero points, in words of as many rows. */
+enum { MC_BYTES, MC_OFFSET_BYTES, MC_NIBBLES, MC_HALVES, MC_GPTQ2, MC_GPTQ4, MC_GPTQ8, MC_AWQ };
 
 /* A matrix of codes in the order of a file: rows one after the other, scales apart or between. */
 typedef struct {

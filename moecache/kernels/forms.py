@@ -4,7 +4,6 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -169,10 +168,7 @@ def _tiler(known: Format, form: Form, rows: int, columns: int) -> Tiler | Repack
             factor_at=starts.get("global_scale", 0),
         )
     if isinstance(known, GroupedFormat):
-        if known.bits < 4:
-            wide = replace(known, name=f"{known.name} in 4 bits", bits=4)
-            return Repacker(known, wide, rows, columns, _repack_grouped)
-        points = (1 << (known.bits - 1)) - known.zeros(np.arange(1 << known.bits))
+        points = (128 if form.codes == "i8" else 8) - known.zeros(np.arange(1 << known.bits))
         scales, _ = parts["scales"]
         return Tiler(
             **args,
@@ -221,14 +217,6 @@ def _repack_scaled(
         more = (1 << (plain.bits - 1)) - (1 << (known.bits - 1))
         codes = pack(unpack(codes, known.bits, columns) + np.uint8(more), plain.bits)
     return codes, scales if known.scale == plain.scale else known.scales(parts)
-
-
-def _repack_grouped(parts: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Return parts of 2 bits as such of 4."""
-    codes, zeros = parts["codes"], parts["zeros"]
-    wide = pack(unpack(codes.T, 2, 16 * len(codes)), 4).T
-    points = pack(unpack(zeros, 2, 16 * zeros.shape[1]), 4)
-    return np.ascontiguousarray(wide), points, parts["scales"]
 
 
 def joined(parts: Iterable[np.ndarray]) -> np.ndarray:

@@ -50,6 +50,7 @@ def equal(found: np.ndarray, expected: np.ndarray) -> None:
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
+@example(name="nvfp4", rows=17, columns=0, threads=1, seed=0)
 def test_any_bytes_are_tiled_and_expanded_without_losing_a_bit(
     name: str, rows: int, columns: int, threads: int, seed: int
 ) -> None:

@@ -26,7 +26,7 @@ from moecache.kernels import _kernels
 INT8 = ("q8_0", "q4_0", "int4[1x32,f16]")
 FORMS = (
     *INT8, "mxfp4", "fp8[128x128,f32]", "fp8[2x16,f16]", "fp8[*x*,bf16]", "int4[1x96,bf16]",
-    "int8[1x64,bf16]", "int3[1x32,f16]",
+    "int8[1x64,bf16]", "int3[1x32,f16]", "nvfp4", "nvfp4[modelopt]",
 )
 GROUPED = ("gptq2[*,f16]", "gptq4[32,bf16]", "gptq_v28[64,f16]", "awq4[64,f32]")
 NAMES = ("f32", "f16", "bf16", *FORMS, *GROUPED)

@@ -103,8 +103,7 @@ def test_a_tiler_finds_scales_that_are_no_numbers(name: str) -> None:
     raw = np.tile(np.concatenate([a.reshape(-1).view(np.uint8) for a in parts.values()]), 2)
     tiler = kernels.tiler(name, 32, 160)
     out = np.zeros((2, tiler.form_bytes), np.uint8)
-    maybe = "gptq2" in name
-    assert tiler.tile(raw, out) == maybe
+    assert not tiler.tile(raw, out)
     assert (
         out[0].tobytes()
         == out[1].tobytes()

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 TILE_ROWS = 16
 # Columns whose codes lie together.
 BLOCK_COLUMNS = 32
+# Of the number that multiplies or divides a matrix's scales: a cache line.
+_FACTOR_BYTES = 64
 
 _CODE_BITS = {"i8": 8, "e4m3": 8, "i4": 4, "e2m1": 4}
-_SCALE_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
+_SCALE_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "e4m3*": 1, "e4m3/": 1}
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,9 @@ class Form:
         Signed integers of 8 bits, floating-point numbers of 8 (4 of the exponent, 3 of the
         mantissa; OCP's FP8), integers of 4 bits that are stored with 8 added, floating-point
         numbers of 4 (OCP's FP4).
-    scale : {"f16", "bf16", "f32"}
+    scale : {"f16", "bf16", "f32", "e4m3*", "e4m3/"}
+        The last two are of FP8, and are multiplied or divided by a float32 of the whole matrix,
+        with which each tile begins; zeros fill it up to 64 bytes.
     group : int
         Columns that share a scale: 16, a multiple of 32, or 0: all.
     has_zeros : bool, default False
@@ -56,7 +60,8 @@ class Form:
         """Return the bytes of 16 rows."""
         blocks = -(-columns // BLOCK_COLUMNS)
         scales = self.num_groups(columns) * TILE_ROWS * self.scale_bytes
-        return scales * (1 + self.has_zeros) + blocks * self.block_bytes
+        factor = _FACTOR_BYTES if self.scale_bytes == 1 else 0
+        return factor + scales * (1 + self.has_zeros) + blocks * self.block_bytes
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Return the bytes of a matrix."""

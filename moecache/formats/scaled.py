@@ -271,8 +271,8 @@ class GlobalFormat(ScaledFormat):
 
     @property
     def form(self) -> Form:
-        """The compute form; its scales are float32."""
-        return Form(self.element, "f32", self.block[1])
+        """The compute form; its scales are those of the file."""
+        return Form(self.element, "e4m3/" if self.divides else "e4m3*", self.block[1])
 
     def parts(self, rows: int, columns: int) -> Parts:
         """Return "codes", "scales" and "global_scale" [1]."""

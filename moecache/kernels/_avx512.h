@@ -171,7 +171,8 @@ INLINE void mc_few_dp(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
     int codes)
 {
-    const uint8_t *at = matrix->data + row / MC_TILE * matrix->row_bytes;
+    const uint8_t *tile = matrix->data + row / MC_TILE * matrix->row_bytes;
+    const uint8_t *at = tile + mc_factor_bytes(matrix->scale);
     int64_t columns = mc_input_columns(matrix), scale_bytes = mc_scale_bytes(matrix->scale);
     int is_half = codes == MC_I4 || codes == MC_E2M1, pair = matrix->group < MC_BLOCK ? 2 : 1;
     int chunks = is_half ? 2 : 4, width = 16 / chunks;
@@ -222,7 +223,7 @@ INLINE void mc_few_dp(
                 }
             }
             __m512 scale =
-                (__m512)mc_avx512_load(scales + half * MC_TILE * scale_bytes, matrix->scale);
+                (__m512)mc_avx512_scales(scales + half * MC_TILE * scale_bytes, matrix->scale);
             for (int t = 0; t < num; t++)
                 sums[t] = _mm512_fmadd_ps(_mm512_add_ps(block[t], other[t]), scale, sums[t]);
             if (!matrix->has_zeros)
@@ -232,7 +233,7 @@ INLINE void mc_few_dp(
             if (k < group && k < columns)
                 continue;
             __m512 zero = _mm512_mul_ps(
-                scale, (__m512)mc_avx512_load(scales + MC_TILE * scale_bytes, matrix->scale));
+                scale, (__m512)mc_avx512_scales(scales + MC_TILE * scale_bytes, matrix->scale));
             for (int t = 0; t < num; t++) {
                 sums[t] = _mm512_fmadd_ps(zero, mc_sum_of(totals[t]), sums[t]);
                 totals[t] = _mm512_setzero_ps();
@@ -240,7 +241,8 @@ INLINE void mc_few_dp(
         }
     }
     for (int t = 0; t < num; t++)
-        _mm512_storeu_ps(out + t * MC_TILE, sums[t]);
+        _mm512_storeu_ps(
+            out + t * MC_TILE, (__m512)mc_avx512_scaled((vf)sums[t], tile, matrix->scale));
 }
 
 MC_TILE_BY(mc_tile_i8_dp, mc_few_dp, 6, 2, MC_I8)

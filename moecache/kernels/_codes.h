@@ -34,6 +34,22 @@ INLINE vf LEVEL(value)(vu lanes, int at, int codes)
     return (vf)((vi)((vf)bits * LEVEL(all)(0x1p120f)) | is_nan);
 }
 
+/* 16 rows' scales, or LANES of them, without the matrix's factor. */
+INLINE vf LEVEL(scales)(const uint8_t *at, int scale)
+{
+    if (mc_has_factor(scale))
+        return LEVEL(value)(LEVEL(widen)(at), 0, MC_E4M3);
+    return LEVEL(load)(at, scale);
+}
+
+INLINE vf LEVEL(scaled)(vf values, const uint8_t *tile, int scale)
+{
+    if (!mc_has_factor(scale))
+        return values;
+    vf factor = LEVEL(all)(mc_factor(tile));
+    return scale == MC_DIVIDED ? values / factor : values * factor;
+}
+
 INLINE vf LEVEL(input)(const uint8_t *input, int64_t column)
 {
     float value;
@@ -79,7 +95,8 @@ INLINE void LEVEL(few)(
     int codes)
 {
     enum { PARTS = MC_TILE / LANES };
-    const uint8_t *at = matrix->data + row / MC_TILE * matrix->row_bytes;
+    const uint8_t *tile = matrix->data + row / MC_TILE * matrix->row_bytes;
+    const uint8_t *at = tile + mc_factor_bytes(matrix->scale);
     int64_t columns = mc_input_columns(matrix), scale_bytes = mc_scale_bytes(matrix->scale);
     /* Groups of 16 columns come in pairs: two times the scales, then the codes. */
     int pair = matrix->group < MC_BLOCK ? 2 : 1;
@@ -106,10 +123,10 @@ INLINE void LEVEL(few)(
                 at += mc_code_bytes(codes, 16 * MC_TILE);
             }
             for (int part = 0; part < PARTS; part++) {
-                vf scale = LEVEL(load)(
+                vf scale = LEVEL(scales)(
                     scales + (half * MC_TILE + part * LANES) * scale_bytes, matrix->scale);
                 if (matrix->has_zeros) {
-                    vf zero = LEVEL(load)(
+                    vf zero = LEVEL(scales)(
                         scales + (MC_TILE + part * LANES) * scale_bytes, matrix->scale);
                     for (int t = 0; t < num; t++)
                         block[part][t] = LEVEL(fma)(zero, totals[t], block[part][t]);
@@ -120,8 +137,10 @@ INLINE void LEVEL(few)(
         }
     }
     for (int t = 0; t < num; t++)
-        for (int part = 0; part < PARTS; part++)
-            memcpy(out + t * MC_TILE + part * LANES, &sums[part][t], sizeof sums[part][t]);
+        for (int part = 0; part < PARTS; part++) {
+            vf sum = LEVEL(scaled)(sums[part][t], tile, matrix->scale);
+            memcpy(out + t * MC_TILE + part * LANES, &sum, sizeof sum);
+        }
 }
 
 MC_TILE_BY(LEVEL(tile_i8), LEVEL(few), TOKENS, 1, MC_I8)

@@ -78,6 +78,11 @@ INLINE void LEVEL(form_nibbles)(const uint8_t *const *blocks, int order, uint8_t
 INLINE v4 LEVEL(not_finite)(const uint8_t *scales, int scale)
 {
     v4 found = {0};
+    if (mc_has_factor(scale)) {
+        v16 some;
+        memcpy(&some, scales, 16);
+        return (v4)((some & 0x7f) == 0x7f);
+    }
     if (scale == MC_F32) {
         for (int i = 0; i < MC_TILE; i += 4) {
             v4 some;
@@ -113,7 +118,10 @@ INLINE uint8_t *LEVEL(form_scales)(
                 power = b ? 0x7fc0 : 0x40;
             memcpy(out + 2 * r, &power, 2);
         }
-    } else if (file->scale == MC_F32) {
+    } else if (bytes == 1) {
+        for (int64_t r = 0; r < num; r++)
+            out[r] = rows[r][at];
+    } else if (bytes == 4) {
         for (int64_t r = 0; r < num; r++)
             memcpy(out + 4 * r, rows[r] + at, 4);
     } else {
@@ -134,6 +142,12 @@ INLINE uint8_t *LEVEL(form_of)(
     for (int64_t r = 0; r < num_rows; r++) {
         rows[r] = file->codes + (row + r) * file->row_bytes;
         scales[r] = file->scales + (row + r) / file->scale_rows * file->scale_row_bytes;
+    }
+    if (mc_has_factor(file->scale)) {
+        memset(out, 0, (size_t)mc_factor_bytes(file->scale));
+        memcpy(out, file->factor, 4);
+        *wrong |= (mc_float_to_bits(mc_factor(out)) & 0x7f800000) == 0x7f800000;
+        out += mc_factor_bytes(file->scale);
     }
     const uint8_t *next = rows[0] + MC_TILE * file->row_bytes;
     for (int64_t k = 0, group = 0; k < file->columns; k += MC_BLOCK, step += file->block_bytes) {
@@ -179,6 +193,7 @@ static uint8_t *LEVEL(form)(const mc_file *file, int64_t row, uint8_t *out, int 
     case MC_OFFSET_BYTES: return LEVEL(form_of)(file, row, out, wrong, MC_OFFSET_BYTES);
     case MC_NIBBLES: return LEVEL(form_of)(file, row, out, wrong, MC_NIBBLES);
     case MC_HALVES: return LEVEL(form_of)(file, row, out, wrong, MC_HALVES);
+    case MC_GPTQ2: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ2);
     case MC_GPTQ4: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ4);
     case MC_GPTQ8: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ8);
     default: return LEVEL(form_words)(file, row, out, wrong, MC_AWQ);
@@ -224,7 +239,8 @@ INLINE vh LEVEL(to_bf16)(vf values)
 INLINE void LEVEL(expand_of)(
     const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes, int codes)
 {
-    const uint8_t *at = matrix->data + row / MC_TILE * matrix->row_bytes;
+    const uint8_t *tile = matrix->data + row / MC_TILE * matrix->row_bytes;
+    const uint8_t *at = tile + mc_factor_bytes(matrix->scale);
     int64_t num_rows = matrix->rows - row < MC_TILE ? matrix->rows - row : MC_TILE;
     int64_t bytes = mc_input_bytes(type), scale_bytes = mc_scale_bytes(matrix->scale);
     int pair = matrix->group < MC_BLOCK ? 2 : 1;
@@ -234,7 +250,8 @@ INLINE void LEVEL(expand_of)(
         if (k == group) {
             for (int half = 0; half < 1 + (pair == 2 || matrix->has_zeros); half++)
                 for (int i = 0; i < MC_TILE; i += LANES) {
-                    vf some = LEVEL(load)(at + (half * MC_TILE + i) * scale_bytes, matrix->scale);
+                    vf some = LEVEL(scales)(at + (half * MC_TILE + i) * scale_bytes, matrix->scale);
+                    some = LEVEL(scaled)(some, tile, matrix->scale);
                     memcpy(&scales[half][i], &some, sizeof some);
                 }
             at += mc_head_bytes(matrix);

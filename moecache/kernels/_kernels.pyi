@@ -124,6 +124,7 @@ class Tiler:
         codes_at: int = 0,
         scales_at: int = 0,
         zeros_at: int = 0,
+        factor_at: int = 0,
         zero_row_bytes: int = 0,
         zero_points: bytes = b"",
     ) -> Self: ...

@@ -7,11 +7,15 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from moecache.kernels._products cimport (
+    MC_BF16,
     MC_BLOCK,
+    MC_DIVIDED,
     MC_E8M0,
+    MC_F16,
     MC_F32,
     MC_I8,
     MC_TILE,
+    MC_TIMES,
     MC_X_F32,
     MC_X_INT8,
     mc_after_fork,
@@ -50,11 +54,15 @@ cdef extern from "<pthread.h>" nogil:
 # Of weights and of scales, each in the order of its numbers in C.
 NUMBERS = ("f32", "f16", "bf16")
 CODES = ("i8", "i4", "e4m3", "e2m1")
-ORDERS = ("bytes", "offset bytes", "nibbles", "halves", "gptq4", "gptq8", "awq")
+ORDERS = ("bytes", "offset bytes", "nibbles", "halves", "gptq2", "gptq4", "gptq8", "awq")
 INPUTS = ("f32", "bf16")
 ACTIVATION_TYPES = ("float", "int8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu", "relu2")
 TILE = MC_TILE
+_SCALES = {
+    "f32": MC_F32, "f16": MC_F16, "bf16": MC_BF16, "e8m0": MC_E8M0, "e4m3*": MC_TIMES,
+    "e4m3/": MC_DIVIDED,
+}
 
 cdef const mc_level *_levels[3]
 cdef int _num_levels = mc_levels(_levels)
@@ -152,7 +160,7 @@ cdef class Matrix:
             if form is None:
                 raise ConfigError(f"format {name!r} has no compute form, which kernels need")
             self.matrix.codes = MC_I8 + <int>CODES.index(form.codes)
-            self.matrix.scale = NUMBERS.index(form.scale)
+            self.matrix.scale = _SCALES[form.scale]
             self.matrix.has_zeros = form.has_zeros
             self.matrix.group = form.group or max(MC_BLOCK, mc_input_columns(&self.matrix))
             least = form.tile_bytes(columns)
@@ -543,22 +551,22 @@ cdef class Tiler:
         Of a matrix in the file's order, its parts one after the other, and in its form.
     order : str
         One of `ORDERS`: bytes, bytes with 128 added, nibbles with the even column in the low one,
-        or ggml's, the first 16 columns of 32 in low nibbles; or words of 4 or 8 columns, or of 8
-        rows.
+        or ggml's, the first 16 columns of 32 in low nibbles; or words of 16, 8 or 4 columns, or
+        of 8 rows.
     row_bytes, block_bytes : int
         Of codes, from a row to the next, and from 32 columns to the next; of words, from those of
         some columns to the next.
     zero : int
         A byte of codes that mean zero, in the file's order.
-    scale : {"f32", "f16", "bf16", "e8m0"}
-        Those of "e8m0" become bfloat16.
+    scale : {"f32", "f16", "bf16", "e8m0", "e4m3*", "e4m3/"}
+        Those of "e8m0" become bfloat16; see `Form`.
     scale_rows : int
         Rows that share their scales.
     scale_row_bytes, scale_step : int
         From the scales of such rows to the next, and from a scale to the next.
     num_scales : int
         In a row; those beyond are zero.
-    codes_at, scales_at, zeros_at : int
+    codes_at, scales_at, zeros_at, factor_at : int
         Where they begin in a matrix's bytes.
     zero_row_bytes : int
         Of words, from the zero points of a group to the next; `scale_row_bytes` is that of scales.
@@ -574,6 +582,7 @@ cdef class Tiler:
     cdef int64_t codes_at
     cdef int64_t scales_at
     cdef int64_t zeros_at
+    cdef int64_t factor_at
     cdef bytes zero_points
     cdef readonly int64_t raw_bytes
     cdef readonly int64_t form_bytes
@@ -583,7 +592,7 @@ cdef class Tiler:
         int64_t form_bytes, str order, int64_t row_bytes, str scale, int64_t scale_row_bytes,
         int64_t block_bytes=0, int zero=0, int64_t scale_rows=1, int64_t scale_step=0,
         int64_t num_scales=0, int64_t codes_at=0, int64_t scales_at=0, int64_t zeros_at=0,
-        int64_t zero_row_bytes=0, bytes zero_points=b""
+        int64_t factor_at=0, int64_t zero_row_bytes=0, bytes zero_points=b""
     ):
         memset(&self.file, 0, sizeof(self.file))
         self.file.rows, self.file.columns, self.file.group = rows, columns, group
@@ -591,11 +600,11 @@ cdef class Tiler:
         self.file.scale_rows, self.file.scale_row_bytes = scale_rows, scale_row_bytes
         self.file.scale_step, self.file.num_scales = scale_step, num_scales
         self.file.zero, self.file.order = zero, ORDERS.index(order)
-        self.file.scale = MC_E8M0 if scale == "e8m0" else NUMBERS.index(scale)
+        self.file.scale = _SCALES[scale]
         self.file.zero_row_bytes, self.zero_points = zero_row_bytes, zero_points
         self.file.zero_points = <const uint32_t *><const char *>zero_points
         self.codes_at, self.scales_at, self.zeros_at = codes_at, scales_at, zeros_at
-        self.raw_bytes, self.form_bytes = raw_bytes, form_bytes
+        self.factor_at, self.raw_bytes, self.form_bytes = factor_at, raw_bytes, form_bytes
 
     def tile(self, cnp.ndarray raw not None, cnp.ndarray out not None):
         """Write the forms of matrices that lie one after the other.
@@ -647,9 +656,9 @@ cdef class Tiler:
         cdef int64_t row = 0
         cdef int wrong = 0
         file.codes, file.scales = raw + self.codes_at, raw + self.scales_at
-        file.zeros = raw + self.zeros_at
+        file.zeros, file.factor = raw + self.zeros_at, raw + self.factor_at
         with nogil:
-            while row < file.rows and file.columns > 0:
+            while row < file.rows:
                 form = _level.form(&file, row, form, &wrong)
                 row += MC_TILE
         return wrong

@@ -14,8 +14,12 @@
 #define MC_BLOCK 32
 
 /* What weights are stored as: numbers, or codes that have a scale. Those of 4 bits are integers with 8
- * added, or OCP's FP4; those of 8 bits signed integers, or OCP's FP8. MC_E8M0 are scales of a file. */
-enum { MC_F32, MC_F16, MC_BF16, MC_I8, MC_I4, MC_E4M3, MC_E2M1, MC_NUM_CODES, MC_E8M0 };
+ * added, or OCP's FP4; those of 8 bits signed integers, or OCP's FP8. MC_E8M0 are scales of a file. MC_TIMES
+ * and MC_DIVIDED are scales of FP8 that a number of the whole matrix multiplies or divides. */
+enum {
+    MC_F32, MC_F16, MC_BF16, MC_I8, MC_I4, MC_E4M3, MC_E2M1, MC_NUM_CODES,
+    MC_E8M0, MC_TIMES, MC_DIVIDED
+};
 enum { MC_X_F32, MC_X_BF16, MC_X_INT8, MC_NUM_INPUTS };
 
 /* 32 columns of an input of MC_X_INT8: column i is scale * values[i]. As ggml's Q8_0, but for the
@@ -30,25 +34,25 @@ typedef struct {
 } mc_block8;
 
 /* A weight matrix [rows, columns]. Codes lie in their compute form (`formats/form.py`): groups of 16
- * rows; in each, for every `group` columns, 16 scales, maybe 16 zero points, and then the codes of
- * 16 rows. */
+ * rows; in each, maybe a factor of all scales, and for every `group` columns, 16 scales, maybe 16 zero
+ * points, and then the codes of 16 rows. */
 typedef struct {
     const uint8_t *data;
     int64_t rows, columns;
     int64_t row_bytes; /* from a row to the next; of codes, from 16 rows to the next */
     int64_t group;     /* of codes: columns that share a scale, 16 or a multiple of 32 */
     int codes;
-    int scale;     /* MC_F32, MC_F16 or MC_BF16; of zero points, too */
+    int scale;     /* MC_F32, MC_F16 or MC_BF16; of zero points, too; MC_TIMES or MC_DIVIDED */
     int has_zeros; /* a value is (code + zero point) * scale */
 } mc_matrix;
 
 /* How a file orders the codes of 32 columns: bytes, or bytes with 128 added; two columns in a byte, the
  * even one in its low nibble; or the first 16 columns in low nibbles, the others in high ones (ggml).
  *
- * Or in words of 32 bits, which have 4 or 8 columns of a row, and lie row by row for each such columns
+ * Or in words of 32 bits, which have 4, 8 or 16 columns of a row, and lie row by row for each such columns
  * (GPTQ); or 8 rows of a column, rows 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on (AWQ). These have
- * zero points, in words of 4 or 8 rows. */
-enum { MC_BYTES, MC_OFFSET_BYTES, MC_NIBBLES, MC_HALVES, MC_GPTQ4, MC_GPTQ8, MC_AWQ };
+ * zero points, in words of as many rows. */
+enum { MC_BYTES, MC_OFFSET_BYTES, MC_NIBBLES, MC_HALVES, MC_GPTQ2, MC_GPTQ4, MC_GPTQ8, MC_AWQ };
 
 /* A matrix of codes in the order of a file: rows one after the other, scales apart or between. */
 typedef struct {
@@ -58,7 +62,8 @@ typedef struct {
     int64_t scale_rows;             /* rows that share their scales */
     int64_t scale_row_bytes, scale_step; /* from such rows to the next; from a scale to the next */
     int64_t num_scales;                  /* in a row */
-    int order, scale;                    /* MC_F32, MC_F16, MC_BF16 or MC_E8M0 */
+    int order, scale;                    /* that of a matrix, or MC_E8M0 */
+    const uint8_t *factor;               /* of MC_TIMES and MC_DIVIDED */
     int zero;                            /* byte of codes that mean zero */
     /* Of words: `row_bytes` is from such of some columns to the next; `scale_row_bytes` and
      * `zero_row_bytes` are from a group to the next. */
@@ -115,7 +120,23 @@ static inline int64_t mc_code_bytes(int codes, int64_t num)
     return codes == MC_I4 || codes == MC_E2M1 ? num / 2 : num;
 }
 
-static inline int64_t mc_scale_bytes(int scale) { return scale == MC_F32 ? 4 : 2; }
+static inline int mc_has_factor(int scale) { return scale >= MC_TIMES; }
+
+static inline int64_t mc_scale_bytes(int scale)
+{
+    return scale == MC_F32 ? 4 : mc_has_factor(scale) ? 1 : 2;
+}
+
+/* Bytes of the factor at the beginning of 16 rows. */
+static inline int64_t mc_factor_bytes(int scale) { return mc_has_factor(scale) ? 64 : 0; }
+
+/* What multiplies or divides scales, or sums of products with them. */
+static inline float mc_factor(const uint8_t *tile)
+{
+    float factor;
+    memcpy(&factor, tile, 4);
+    return factor;
+}
 
 /* Bytes of the scales, and zero points, before the codes: of a group of 32 columns or more, of two if
  * groups are of 16. */

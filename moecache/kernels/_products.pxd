@@ -6,8 +6,12 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 cdef extern from "_products.h" nogil:
     enum:
         MC_TILE
+        MC_TIMES
         MC_BLOCK
+        MC_BF16
+        MC_DIVIDED
         MC_E8M0
+        MC_F16
         MC_F32
         MC_I8
         MC_X_F32
@@ -38,6 +42,7 @@ cdef extern from "_products.h" nogil:
         int64_t num_scales
         int order
         int scale
+        const uint8_t *factor
         int zero
         const uint8_t *zeros
         int64_t zero_row_bytes

@@ -1,12 +1,19 @@
 /* Compute forms of codes that a file has in words of 32 bits, with zero points: GPTQ and AWQ; included
  * by `_forms.h` for each level. */
 
-/* Words of GPTQ with 8 columns of 16 rows: those of even columns, then of odd ones. */
-INLINE void LEVEL(form_gptq4)(const uint8_t *words, uint8_t *out)
+/* Words of GPTQ with 8 columns of 16 rows: those of even columns, then of odd ones. Words with 16 columns
+ * are taken as two, the lower half and the upper. */
+INLINE void LEVEL(form_gptq4)(const uint8_t *words, int is_two_bits, int is_upper, uint8_t *out)
 {
     for (int r = 0; r < MC_TILE; r += LANES) {
         vu all;
         memcpy(&all, words + 4 * r, sizeof all);
+        if (is_two_bits) {
+            all = all >> (is_upper ? 16 : 0) & 0xffff;
+            all = (all | all << 8) & 0x00ff00ff;
+            all = (all | all << 4) & 0x0f0f0f0f;
+            all = (all | all << 2) & 0x33333333;
+        }
         vu even = all & 0x0f0f0f0f, odd = all >> 4 & 0x0f0f0f0f;
         even = (even | even >> 4) & 0x00ff00ff;
         odd = (odd | odd >> 4) & 0x00ff00ff;
@@ -65,17 +72,16 @@ INLINE uint8_t *LEVEL(form_head)(
     int order)
 {
     int64_t bytes = mc_scale_bytes(file->scale);
-    const uint8_t *zeros =
-        file->zeros + group * file->zero_row_bytes + (order == MC_GPTQ8 ? row : row / 2);
+    int bits = order == MC_GPTQ8 ? 8 : order == MC_GPTQ2 ? 2 : 4;
+    const uint8_t *zeros = file->zeros + group * file->zero_row_bytes + row * bits / 8;
     memset(out, 0, (size_t)(2 * MC_TILE * bytes));
     memcpy(out, file->scales + group * file->scale_row_bytes + row * bytes,
            (size_t)(num_rows * bytes));
     *wrong |= LEVEL(not_finite)(out, file->scale);
     out += MC_TILE * bytes;
     for (int64_t r = 0; r < num_rows; r++) {
-        int64_t nibble = order == MC_AWQ ? (r & 8) + (r & 1) * 4 + (r & 7) / 2 : r;
-        int stored = order == MC_GPTQ8 ? zeros[r] : zeros[nibble / 2] >> nibble % 2 * 4 & 15;
-        uint32_t point = file->zero_points[stored];
+        int64_t bit = (order == MC_AWQ ? (r & 8) + (r & 1) * 4 + (r & 7) / 2 : r) * bits;
+        uint32_t point = file->zero_points[zeros[bit / 8] >> bit % 8 & ((1 << bits) - 1)];
         if (bytes == 4)
             memcpy(out + r * 4, &point, 4);
         else
@@ -111,13 +117,15 @@ INLINE uint8_t *LEVEL(form_words)(
             /* The next 16 rows: their words lie beside these. */
             for (int i = 0; i < lines; i++)
                 __builtin_prefetch(at + i * step + bytes);
-            at += lines * step;
+            int is_upper = order == MC_GPTQ2 && column & 8;
+            if (order != MC_GPTQ2 || is_upper)
+                at += lines * step;
             if (order == MC_AWQ)
                 LEVEL(form_awq)(words, between, out);
-            else if (order == MC_GPTQ4)
-                LEVEL(form_gptq4)(words, out);
-            else
+            else if (order == MC_GPTQ8)
                 LEVEL(form_gptq8)(words, out);
+            else
+                LEVEL(form_gptq4)(words, order == MC_GPTQ2 && words != copies, is_upper, out);
         }
     }
     for (int i = 0; i < 4; i++)

@@ -4,14 +4,21 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from moecache.errors import ConfigError
-from moecache.formats import TILE_ROWS, Form, Format, GroupedFormat, ScaledFormat, find_format
+from moecache.formats import (
+    TILE_ROWS,
+    Form,
+    Format,
+    GlobalFormat,
+    GroupedFormat,
+    ScaledFormat,
+    find_format,
+)
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.formats.scaled import pack, unpack
 from moecache.kernels._kernels import Matrix, Tiler
@@ -152,18 +159,16 @@ def _tiler(known: Format, form: Form, rows: int, columns: int) -> Tiler | Repack
             row_bytes=width * codes.itemsize,
             block_bytes=form.block_bytes // TILE_ROWS,
             zero=zero,
-            scale=known.scale,
+            scale=form.scale if isinstance(known, GlobalFormat) else known.scale,
             scale_rows=known.block[0] or max(rows, 1),
             scale_row_bytes=num_scales * scales.itemsize,
             scale_step=scales.itemsize,
             num_scales=num_scales,
             scales_at=starts["scales"],
+            factor_at=starts.get("global_scale", 0),
         )
     if isinstance(known, GroupedFormat):
-        if known.bits < 4:
-            wide = replace(known, name=f"{known.name} in 4 bits", bits=4)
-            return Repacker(known, wide, rows, columns, _repack_grouped)
-        points = (1 << (known.bits - 1)) - known.zeros(np.arange(1 << known.bits))
+        points = (128 if form.codes == "i8" else 8) - known.zeros(np.arange(1 << known.bits))
         scales, _ = parts["scales"]
         return Tiler(
             **args,
@@ -194,7 +199,7 @@ def _tiler(known: Format, form: Form, rows: int, columns: int) -> Tiler | Repack
 
 def _plain_scaled(known: ScaledFormat) -> ScaledFormat | None:
     """Return the format by way of which matrices are tiled; None: no other is needed."""
-    scale = known.scale if known.scale in _SCALES else "f32"
+    scale = known.scale if known.scale in _SCALES or isinstance(known, GlobalFormat) else "f32"
     element = known.element
     if element not in _ORDERS:
         # Words that codes straddle, or more than two codes in a byte.
@@ -212,14 +217,6 @@ def _repack_scaled(
         more = (1 << (plain.bits - 1)) - (1 << (known.bits - 1))
         codes = pack(unpack(codes, known.bits, columns) + np.uint8(more), plain.bits)
     return codes, scales if known.scale == plain.scale else known.scales(parts)
-
-
-def _repack_grouped(parts: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Return parts of 2 bits as such of 4."""
-    codes, zeros = parts["codes"], parts["zeros"]
-    wide = pack(unpack(codes.T, 2, 16 * len(codes)), 4).T
-    points = pack(unpack(zeros, 2, 16 * zeros.shape[1]), 4)
-    return np.ascontiguousarray(wide), points, parts["scales"]
 
 
 def joined(parts: Iterable[np.ndarray]) -> np.ndarray:

@@ -7,6 +7,7 @@ from moecache.formats import Format, GroupedFormat, ScaledFormat, find_format
 from moecache.formats.scaled import unpack
 
 _SCALES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
+_SCALES |= dict.fromkeys(("e4m3*", "e4m3/"), ml_dtypes.float8_e4m3fn)
 
 
 def grouped_parts(name: str, rows: int, columns: int, seed: int) -> dict[str, np.ndarray]:
@@ -37,6 +38,8 @@ def form_of(raw: np.ndarray, known: Format, rows: int, columns: int) -> np.ndarr
         zeros[:rows] = (8 if known.bits < 8 else 128) - stored - (known.method == "gptq")
     pieces = []
     for row in range(0, height, 16):
+        if "global_scale" in parts:
+            pieces.append(parts["global_scale"].tobytes() + bytes(60))
         for column in range(0, width, 32):
             pieces += [
                 scales[row : row + 16, at // group].tobytes()
@@ -107,7 +110,7 @@ def _scales(parts: dict[str, np.ndarray], known: Format, rows: int) -> np.ndarra
     assert isinstance(known, ScaledFormat)
     scales = parts["scales"]
     if known.scale == "e4m3":
-        scales = known.scales(parts)
+        return scales
     if known.scale == "e8m0":
         scales = known.scales(parts).astype(ml_dtypes.bfloat16)
     return scales.repeat(known.block[0] or max(rows, 1), 0)[:rows]

@@ -146,7 +146,9 @@ INLINE uint8_t *LEVEL(form_of)(
     if (mc_has_factor(file->scale)) {
         memset(out, 0, (size_t)mc_factor_bytes(file->scale));
         memcpy(out, file->factor, 4);
-        *wrong |= (mc_float_to_bits(mc_factor(out)) & 0x7f800000) == 0x7f800000;
+        /* With it scales may be infinite: the format's own check tells. */
+        uint32_t exponent = mc_float_to_bits(mc_factor(out)) >> 23 & 0xff;
+        *wrong |= exponent < 16 || exponent > 240;
         out += mc_factor_bytes(file->scale);
     }
     const uint8_t *next = rows[0] + MC_TILE * file->row_bytes;

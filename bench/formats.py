@@ -4,27 +4,31 @@
     python -m bench.quantized fp8 fp8 --of bf16        # and what it is in other formats
     python -m bench.quantized int4 int4 --of bf16
     python -m bench.quantized mxfp4 mxfp4              # gpt-oss's shapes
-    python -m bench.formats bf16 fp8 int4 mxfp4 --json FILE
+    python -m bench.formats bf16 fp8 int4 mxfp4 --gguf q8_0.gguf q4_k_m.gguf --json FILE
 
 The first checkpoint is in bfloat16. All are given the same tokens, one at a time after a prompt of
 16, computed by the kernels and warm; they take turns, in another order each round. Shown are
 medians: tokens per second of CPU time of all threads and of the clock, hit rate, bytes read per
 token. Ratios are medians of rounds' ratios: of a checkpoint's own 100 %, and of bfloat16 in as many
 bytes.
-`bench.kernels` has the kernels of each format beside the memory's bandwidth.
+`bench.kernels` has the kernels of each format beside the memory's bandwidth. GGUF files are decoded
+by llama.cpp (the extra bench-llama), whose library makes them of one in bfloat16
+(bench.against_llama_cpp --convert): python -m bench.formats --quantize bf16.gguf q4_k_m.gguf
 """
 
 import argparse
 import random
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.against_llama_cpp import llama
 from bench.runs import begin, write_figures
 from moecache.stores import open_store
 from moecache.units import format_bytes
@@ -39,7 +43,9 @@ class Contestant:
 
     name: str
     memory: str
-    model: Any
+    read: Callable[[list[int]], object]  # a prompt; begins anew
+    decode: Callable[[int], object]
+    stats: Callable[[], Any] | None = None
     cpu: list[float] = field(default_factory=list)
     clock: list[float] = field(default_factory=list)
     read_bytes: list[float] = field(default_factory=list)
@@ -53,8 +59,12 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoints", type=Path, nargs="+", help="bfloat16 first")
+    parser.add_argument("checkpoints", type=Path, nargs="*", help="bfloat16 first")
+    parser.add_argument("--gguf", type=Path, nargs="*", default=[])
+    parser.add_argument("--quantize", type=Path, nargs=2, metavar=("GGUF", "OUT"))
     arguments = begin(parser, argv, rounds=5)
+    if arguments.quantize:
+        return quantize(*arguments.quantize)
     with open_store(arguments.checkpoints[0]) as store:
         quarter = store.layout.total_bytes // 4
     tokens = np.random.default_rng(0).integers(5, 200, PROMPT + NEW_TOKENS).tolist()
@@ -66,10 +76,11 @@ def main(argv: list[str] | None = None) -> int:
                 arguments.checkpoints[0]
             )
             for memory in [*memories, quarter] if is_same_model else memories:
-                model = load(path, memory, arguments.threads)
-                opened.enter_context(model.moecache)
-                shown = memory if isinstance(memory, str) else format_bytes(memory)
-                contestants.append(Contestant(path.name, shown, model))
+                one = ours(path, memory, arguments.threads)
+                contestants.append(opened.enter_context(one))
+        for path in arguments.gguf:
+            model = opened.enter_context(llama(path, arguments.threads))
+            contestants.append(Contestant(path.name, "100%", model.prompt, model.token))
         for number in range(arguments.rounds + 1):
             order = list(contestants)
             random.Random(number).shuffle(order)
@@ -88,40 +99,63 @@ def _shape(path: Path) -> tuple[int, ...]:
         return (store.layout.num_layers, store.layout.num_experts, *sum(shapes, ()))
 
 
-def load(path: Path, memory: int | str, threads: int) -> Any:
-    """Return a model that is computed by the kernels."""
+@contextmanager
+def ours(path: Path, memory: int | str, threads: int) -> Iterator[Contestant]:
+    """Yield a model that is computed by the kernels."""
     import torch
 
     from moecache.integrations.transformers import load
 
     torch.set_num_threads(threads)
-    return load(path, memory, compute="fast", dtype=torch.bfloat16)
+    model = load(path, memory, compute="fast", dtype=torch.bfloat16)
+    cache: Any = None
+
+    def forward(ids: list[int]) -> None:
+        nonlocal cache
+        with torch.inference_mode():
+            out = model(
+                torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+        cache = out.past_key_values
+
+    def read(ids: list[int]) -> None:
+        nonlocal cache
+        cache = None
+        forward(ids)
+
+    shown = memory if isinstance(memory, str) else format_bytes(memory)
+    with model.moecache as offload:
+        yield Contestant(path.name, shown, read, lambda token: forward([token]), offload.stats)
 
 
 def run(one: Contestant, tokens: list[int], *, counted: bool) -> None:
     """Decode tokens after a prompt."""
-    import torch
-
-    def forward(ids: list[int], cache: Any) -> Any:
-        with torch.inference_mode():
-            out = one.model(
-                torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
-        return out.past_key_values
-
-    cache = forward(tokens[:PROMPT], None)
-    before = one.model.moecache.stats()
+    one.read(tokens[:PROMPT])
+    before = one.stats() if one.stats else None
     cpu, clock = time.process_time(), time.perf_counter()
     for token in tokens[PROMPT:]:
-        cache = forward([token], cache)
+        one.decode(token)
     cpu, clock = time.process_time() - cpu, time.perf_counter() - clock
-    during = one.model.moecache.stats() - before
-    if counted:
-        one.cpu.append(NEW_TOKENS / cpu)
-        one.clock.append(NEW_TOKENS / clock)
+    if not counted:
+        return
+    one.cpu.append(NEW_TOKENS / cpu)
+    one.clock.append(NEW_TOKENS / clock)
+    if one.stats:
+        during = one.stats() - before
         read_bytes = during.bytes_demand + during.bytes_bulk + during.bytes_prefetch
         one.read_bytes.append(read_bytes / NEW_TOKENS)
         one.hit_rate.append(during.num_hits / max(during.num_hits + during.num_misses, 1))
+
+
+def quantize(source: Path, out: Path) -> int:
+    """Write a GGUF file in the type that its name has; return the exit code."""
+    import llama_cpp
+
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{out.stem.upper()}")
+    return int(
+        llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), options) != 0
+    )
 
 
 def compare(contestants: list[Contestant]) -> list[dict[str, Any]]:
@@ -138,8 +172,8 @@ def compare(contestants: list[Contestant]) -> list[dict[str, Any]]:
                 "memory": one.memory,
                 "tokens_per_cpu_s": statistics.median(one.cpu),
                 "tokens_per_s": statistics.median(one.clock),
-                "hit_rate": statistics.median(one.hit_rate),
-                "read_bytes_per_token": statistics.median(one.read_bytes),
+                "hit_rate": statistics.median(one.hit_rate or [1.0]),
+                "read_bytes_per_token": statistics.median(one.read_bytes or [0.0]),
                 "of_all_slots_cpu": _ratio(one.cpu, whole.cpu),
                 "of_all_slots": _ratio(one.clock, whole.clock),
                 "of_bf16_in_as_many_bytes": _ratio(one.clock, plain.clock)
@@ -158,7 +192,7 @@ def describe(figure: dict[str, Any]) -> str:
     """Return a figure as a line."""
     same = figure["of_bf16_in_as_many_bytes"]
     return (
-        f"{figure['name']:8} {figure['memory']:>9} {figure['tokens_per_cpu_s']:6.1f} tokens/CPU-s "
+        f"{figure['name']:12} {figure['memory']:>9} {figure['tokens_per_cpu_s']:6.1f} tokens/CPU-s "
         f"{figure['tokens_per_s']:6.1f} tokens/s, {figure['of_all_slots_cpu']:.2f} and "
         f"{figure['of_all_slots']:.2f} of all slots; hit rate {figure['hit_rate']:.2f}, "
         f"{format_bytes(figure['read_bytes_per_token'])} read a token"

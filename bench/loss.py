@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "tiny_moe"
 # Experts of 128 x 64: blocks of FP8 cannot be larger.
 FORMATS = ("q8_0", "fp8[64x64,f32]", "int8[1x32,bf16]", "int4[1x32,bf16]", "q4_0", "mxfp4", "nvfp4")
-NUM_WINDOWS, LENGTH = 48, 256
+NUM_WINDOWS, LENGTH = 48, 512
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -354,6 +354,23 @@ def write_experts(
     (dict, dict)
         The tensors in the file, and what each weight means, float32.
     """
+    key = id(scheme), num_layers, num_experts
+    if key not in _made:
+        _made[key] = scheme, *_make(scheme, num_layers, num_experts)
+    _, made, values = _made[key]
+    tensors = {name: array.copy() for name, array in made.items()}
+    directory.mkdir(exist_ok=True)
+    save_tensors(tensors, directory)
+    config = {"num_experts_per_tok": 2, "quantization_config": dict(scheme.config)}
+    (directory / "config.json").write_text(json.dumps(config))
+    return tensors, dict(values)
+
+
+# Reading a number at a time takes seconds: what was made, of a scheme that is kept with it.
+_made: dict[tuple[int, int, int], tuple[Scheme, Tensors, Tensors]] = {}
+
+
+def _make(scheme: Scheme, num_layers: int, num_experts: int) -> tuple[Tensors, Tensors]:
     rng = np.random.default_rng(7)
     is_stacked = "experts" in scheme.chosen
     shapes = {"gate_proj": (64, 96), "up_proj": (64, 96), "down_proj": (96, 64)}
@@ -381,8 +398,4 @@ def write_experts(
         else:
             tensors[name] = weight.astype(ml_dtypes.bfloat16)
             values[name] = tensors[name].astype(np.float32)
-    directory.mkdir(exist_ok=True)
-    save_tensors(tensors, directory)
-    config = {"num_experts_per_tok": 2, "quantization_config": dict(scheme.config)}
-    (directory / "config.json").write_text(json.dumps(config))
     return tensors, values

@@ -56,9 +56,11 @@ notebooks: ## execute the notebooks in place; nothing of this machine stays in t
 	$(BIN)/python -m notebooks.execute
 
 # A copy of the package beside the release build, for the tests of the compiled core.
-# Whole traces and the pre-fault's pure functions take minutes there and touch no memory that the
-# others do not. Nor do most of the examples of hypothesis, which the release build runs all.
-CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_prefault_gate.py, $(wildcard tests/test_policy*.py \
+# Whole traces, the pre-fault's pure functions and how processes start take minutes there and touch
+# no memory that the others do not. Nor do most of the examples of hypothesis, which the release
+# build runs all.
+CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_prefault_gate.py \
+	tests/test_kernels_startup.py, $(wildcard tests/test_policy*.py \
 	tests/test_slru*.py tests/test_profiler.py tests/test_cache*.py tests/test_echo*.py \
 	tests/test_prefault*.py tests/test_reader*.py tests/test_route_log.py tests/test_replay.py \
 	tests/test_replay_policies.py tests/test_foresight.py tests/test_engines.py \

@@ -41,9 +41,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = begin(parser, argv, rounds=1)
     import torch
 
+    # Others look at what is in the example's directory: nothing is left there.
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     sys.path.insert(0, str(EXAMPLE))
     import train  # examples/tiny_moe/train.py
 
+    sys.path.remove(str(EXAMPLE))
+    sys.dont_write_bytecode = before
     from moecache.integrations.transformers import load
 
     _, held_out, _ = train.read_corpus()

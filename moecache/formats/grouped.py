@@ -20,7 +20,7 @@ from moecache.formats.scaled import check_scales, dtype_named, unpack
 # Which of 8 outputs each nibble of a word of AWQ is, from the lowest on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NAME = re.compile(
-    r"(gptq|gptq_v2|awq)([248])\[(\d{1,9}|\*),(f16|bf16|f32)(?:,(g_idx|in order))?\]"
+    r"(gptq|gptq_v2|awq)([248])\[([1-9]\d{0,8}|\*),(f16|bf16|f32)(?:,(g_idx|in order))?\]"
 )
 
 
@@ -146,7 +146,7 @@ class GroupedFormat(Format):
 def parse(name: str) -> GroupedFormat | None:
     """Return a format by a name such as "awq4[128,f16]" or "gptq4[*,f16,g_idx]"."""
     match = _NAME.fullmatch(name)
-    if match is None or match[3] == "0" or (match[1] == "awq" and match[2] != "4"):
+    if match is None or (match[1] == "awq" and match[2] != "4"):
         return None
     group = 0 if match[3] == "*" else int(match[3])
     return GroupedFormat(name, (1, group), match[1], int(match[2]), match[4], match[5] or "")

@@ -23,7 +23,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 _POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
 # Largest code, and its exponent.
 _LARGEST = {"e4m3": (448, 8), "e2m1": (6, 2)}
-_NAME = re.compile(r"(fp8|int[2-8])\[(\d{1,9}|\*)x(\d{1,9}|\*),(f32|f16|bf16|e8m0)\]")
+_NAME = re.compile(r"(fp8|int[2-8])\[([1-9]\d{0,8}|\*)x([1-9]\d{0,8}|\*),(f32|f16|bf16|e8m0)\]")
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,6 @@ def parse(name: str) -> ScaledFormat | None:
         return None
     element, *sizes, scale = match.groups()
     rows, columns = (0 if size == "*" else int(size) for size in sizes)
-    if "0" in sizes:
-        return None
     return ScaledFormat(name, (rows, columns), element.replace("fp8", "e4m3"), scale)
 
 

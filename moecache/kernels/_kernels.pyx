@@ -647,10 +647,6 @@ cdef class Tiler:
             )
         return wrong != 0
 
-    def tile_at(self, uintptr_t raw, uintptr_t form):
-        """Write the form of the matrix at an address to another; see `tile`."""
-        return self._tile(<const uint8_t *>raw, <uint8_t *>form) != 0
-
     cdef int _tile(self, const uint8_t *raw, uint8_t *form) noexcept:
         cdef mc_file file = self.file
         cdef int64_t row = 0

@@ -1,6 +1,5 @@
 """Compute forms: codes in the order that vectors want, 16 rows interleaved; and back."""
 
-import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -123,14 +122,6 @@ class Repacker:
             parts = self._repack(self._known.split(one, *self._shape))
             self._tiler.tile(joined(parts), form)
         return True
-
-    def tile_at(self, raw: int, form: int) -> bool:
-        """Write the form of the matrix at an address to another; True: scales may be wrong."""
-        sizes = (raw, self.raw_bytes), (form, self.form_bytes)
-        arrays = [
-            np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(at)) for at, size in sizes
-        ]
-        return self.tile(*arrays)
 
 
 @functools.cache
@@ -276,13 +267,16 @@ def values_in(
     wanted = np.dtype(np.float32 if dtype is None else dtype)
     shape, known = role.matrix_shape, find_format(role.format)
     pieces = array.reshape(role.matrices, -1)
-    if known.form is None or (stored and not role.is_tiled):
+    if known.form is None:
         return np.concatenate(
             [known.dequantize(known.split(raw, *shape), wanted) for raw in pieces]
         )
     out = np.empty(role.shape, wanted if wanted.name in _OUTPUTS else np.float32)
+    form = np.empty(known.form.nbytes(*shape), np.uint8) if stored and not role.is_tiled else None
     for raw, values in zip(pieces, out.reshape(role.matrices, *shape), strict=True):
-        expand(raw, role.format, *shape, values)
+        if form is not None:
+            tile(raw, role.format, *shape, form)
+        expand(raw if form is None else form, role.format, *shape, values)
     return out.astype(wanted, copy=False)
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moecache.formats import BF16, TILE_ROWS, find_format
+from moecache.kernels import values_in
 from moecache.kernels.forms import joined, tile
+from moecache.layout import Role
 from moecache.packing._report import Deviation
 
 # File, offset and length of bytes of the checkpoint.
@@ -127,8 +129,8 @@ class Dequantize(Recipe):
     def make(self, raw: np.ndarray) -> tuple[np.ndarray, None]:
         """Return the values; see `Recipe.make`."""
         known = find_format(self.format)
-        parts = known.split(raw, self.rows, self.columns)
-        known.check(parts)
-        values = known.dequantize(parts, BF16.dtype)
+        known.check(known.split(raw, self.rows, self.columns))
+        role = Role("", (self.rows, self.columns), format=self.format)
+        values = values_in(raw, role, stored=True, dtype=BF16.dtype)
         ordered = np.ascontiguousarray(values.T if self.is_transposed else values)
         return ordered.reshape(-1).view(np.uint8), None

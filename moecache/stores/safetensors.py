@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from moecache._prefault import address_of
 from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, StoreError
-from moecache.layout import ExpertLayout
+from moecache.kernels import values_in
+from moecache.layout import ExpertLayout, Role
 from moecache.prefault.regions import Region
 from moecache.stores._checkpoint import (
     find_files,
@@ -172,8 +173,8 @@ class SafetensorsStore:
         """Return the values of one of `trunk_matrices`."""
         raw = self.read_parts(name)
         matrix, _ = self.trunk_matrices[name]
-        parts = matrix.format.split(raw, matrix.rows, matrix.columns)
-        return matrix.format.dequantize(parts, dtype)
+        role = Role(name, (matrix.rows, matrix.columns), format=matrix.format.name)
+        return values_in(raw, role, stored=True, dtype=dtype)
 
     def read_parts(self, name: str) -> np.ndarray:
         """Return the bytes of one of `trunk_matrices`, its parts one after the other.

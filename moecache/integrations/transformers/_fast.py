@@ -37,7 +37,7 @@ _ACTIVATIONS = {
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu2",
 }
-_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 def check_compute(compute: object) -> str:
@@ -113,7 +113,7 @@ def fast_rows(
     """Return each (token, choice) pair's row, float32, and how many experts were computed."""
     num_tokens, top_k = ids.shape
     rows = torch.empty((num_tokens * top_k, hidden.shape[1]), dtype=torch.float32)
-    kind, width = _TYPES[hidden.dtype], hidden.shape[1]
+    kind, width = TYPES[hidden.dtype], hidden.shape[1]
     source = hidden.data_ptr(), kind, num_tokens, width * hidden.element_size()
     target = rows.data_ptr(), "f32", width * 4
     num_experts = 0
@@ -133,14 +133,14 @@ def fast_rows(
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """Return each token's sum of its rows times the router's weights, of hidden's dtype."""
-    weights = weights.contiguous() if weights.dtype in _TYPES else weights.float()
+    weights = weights.contiguous() if weights.dtype in TYPES else weights.float()
     num_tokens, top_k = weights.shape
     width = rows.shape[1]
     out = torch.empty((num_tokens, width), dtype=hidden.dtype)
     kernels.combine(
         *(rows.data_ptr(), num_tokens, top_k, width),
-        *(weights.data_ptr(), _TYPES[weights.dtype], top_k * weights.element_size()),
-        *(out.data_ptr(), _TYPES[out.dtype], width * out.element_size()),
+        *(weights.data_ptr(), TYPES[weights.dtype], top_k * weights.element_size()),
+        *(out.data_ptr(), TYPES[out.dtype], width * out.element_size()),
     )
     return out
 
@@ -161,7 +161,7 @@ def fast_experts(
             f"{list(weights.shape)} are not [num_tokens, {kernel.hidden_size}] and twice "
             "[num_tokens, top_k]"
         )
-    given = hidden.contiguous() if hidden.dtype in _TYPES else hidden.float()
+    given = hidden.contiguous() if hidden.dtype in TYPES else hidden.float()
     rows, num_experts = fast_rows(runtime, layer, kernel, given, ids)
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows.to(hidden.dtype)).float().contiguous()
@@ -243,7 +243,7 @@ def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
         len(shape) == 2
         and 0 < columns == shape[1]
         and 0 < given.numel() <= MAX_ROWS * columns
-        and weight.dtype == given.dtype in _TYPES
+        and weight.dtype == given.dtype in TYPES
         and weight.device.type == given.device.type == "cpu"
         and weight.is_contiguous()
         and (bias is None or _fits(bias, shape[0]))
@@ -272,7 +272,7 @@ def is_transformed() -> bool:
 def _fits(bias: torch.Tensor, rows: int) -> bool:
     return (
         bias.shape == (rows,)
-        and bias.dtype in _TYPES
+        and bias.dtype in TYPES
         and bias.device.type == "cpu"
         and bias.is_contiguous()
     )
@@ -284,11 +284,11 @@ def _linear(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return what the kernels make of a few rows."""
-    kind, size = _TYPES[input.dtype], input.element_size()
+    kind, size = TYPES[input.dtype], input.element_size()
     rows, columns = weight.shape
     given = input.contiguous()
     result = torch.empty((*input.shape[:-1], rows), dtype=input.dtype)
-    terms = (0, kind) if bias is None else (bias.data_ptr(), _TYPES[bias.dtype])
+    terms = (0, kind) if bias is None else (bias.data_ptr(), TYPES[bias.dtype])
     # Made for each call, as a weight may change between two; it takes a microsecond.
     Matrix(weight.data_ptr(), kind, rows, columns, columns * size).multiply(
         *(given.data_ptr(), kind, input.numel() // columns, columns * size),

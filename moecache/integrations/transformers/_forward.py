@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import torch
 import torch.utils.dlpack
@@ -12,10 +13,17 @@ from moecache.errors import MoeCacheError
 from moecache.integrations.transformers._fast import fast_experts
 from moecache.integrations.transformers._operators import number_of, numbered, operator
 from moecache.kernels import SlotKernel, values_in
+from moecache.layout import Role
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.runtime.steps import Wave
 from moecache.slots import CudaSlots
 
+NUMPY_TYPES = {
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.float16: np.dtype(np.float16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+}
 # Attribute of an experts module that has its layer.
 LAYER = "_moecache_layer"
 # A multiple of what torch's element-wise kernels take at once, in any dtype.
@@ -143,6 +151,13 @@ def device_of(runtime: ExpertRuntime) -> torch.device:
     return torch.device(pool.device.name if isinstance(pool, CudaSlots) else "cpu")
 
 
+def values_of(
+    array: np.ndarray, role: Role, dtype: torch.dtype, *, stored: bool = False
+) -> torch.Tensor:
+    """Return the values of a matrix in a format, from a slot or, `stored`, from a file."""
+    return as_tensor(values_in(array, role, stored=stored, dtype=NUMPY_TYPES[dtype]))
+
+
 def weights_in(
     runtime: ExpertRuntime, slot: int, layer: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
@@ -151,9 +166,7 @@ def weights_in(
     if not isinstance(pool, CudaSlots):
         roles = {role.name: role for role in runtime.layout.layers[layer]}
         return {
-            name: as_tensor(values_in(array, roles[name])).to(dtype)
-            if roles[name].format
-            else as_tensor(array)
+            name: values_of(array, roles[name], dtype) if roles[name].format else as_tensor(array)
             for name, array in runtime.expert(slot, layer).items()
         }
     parts = pool.raw_expert(slot, layer)

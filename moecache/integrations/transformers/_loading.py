@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 import transformers
@@ -20,10 +19,14 @@ from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Binding, bind, check_family
 from moecache.integrations.transformers._experts import dispatch, strip
 from moecache.integrations.transformers._fast import check_compute, default_compute
-from moecache.integrations.transformers._forward import device_of
+from moecache.integrations.transformers._forward import NUMPY_TYPES, device_of
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
 from moecache.integrations.transformers._offload import Offload
-from moecache.integrations.transformers._trunk import QuantizedWeight, strip_quantized
+from moecache.integrations.transformers._trunk import (
+    OTHER_TENSORS,
+    QuantizedWeight,
+    strip_quantized,
+)
 from moecache.prefault.mappings import read_mappings, split
 from moecache.prefault.sweep import Progress
 from moecache.prefetch.predict import Predictor
@@ -34,12 +37,6 @@ from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
 from moecache.stores._quantized import Quantization
 
-_DTYPES = {
-    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-    torch.float16: np.dtype(np.float16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-}
 # Arguments that `from_pretrained` takes, but not together with experts in slots.
 _REFUSED = {
     "quantization_config": "experts cannot be quantized while they are read",
@@ -64,7 +61,7 @@ _TORCH_BYTES = 256 * 2**20
 # Whatever an expert's tensor may be called, its scales included.
 _EXPERT_TENSORS = (
     r"\.experts\.((\d+\.)?\w+_proj(_(bias|blocks|scales))?|\d+\.w[123])"
-    r"(\.(weight\w*|qweight|qzeros|scales?|g_idx|qscale_weight|\w+_scale))?$"
+    rf"(\.(weight\w*|{OTHER_TENSORS}))?$"
 )
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -86,6 +83,7 @@ class TrunkQuantizer(HfQuantizer):
     """Strips the experts from a model before its weights are read; quantizes nothing."""
 
     requires_calibration = False
+    quantization_config: MoeCacheConfig
     _trunk: Sequence[QuantizedWeight] = ()
 
     def _process_model_before_weight_loading(
@@ -121,7 +119,7 @@ class TrunkQuantizer(HfQuantizer):
         """Make it an ordinary model again, but one that is not saved without its experts."""
         self.remove_quantization_config(model)
         if self._trunk:
-            is_native = getattr(self.quantization_config, "trunk", "") == "native"
+            is_native = self.quantization_config.trunk == "native"
             with open_store(model.__dict__["_moecache_source"][0]) as store:
                 for weight in self._trunk:
                     weight.read(store, is_native=is_native)
@@ -412,9 +410,9 @@ def _host_bytes(model: Any, compute: str) -> int:
 def _slot_dtype(store: SafetensorsStore, bindings: list[Binding]) -> np.dtype[Any] | None:
     """Return the type that experts are converted to as they are read; `None` if they are not."""
     dtypes = {binding.dtype for binding in bindings}
-    if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
+    if len(dtypes) != 1 or not dtypes <= NUMPY_TYPES.keys():
         raise ConfigError(f"experts of {', '.join(map(str, dtypes))} are not supported")
-    wanted = _DTYPES[dtypes.pop()]
+    wanted = NUMPY_TYPES[dtypes.pop()]
     roles = [role for binding in bindings for role in store.layout.layers[binding.layer]]
     stored = {role.dtype for role in roles if not role.format}
     # Slots that hold the file's bytes are filled without a copy.

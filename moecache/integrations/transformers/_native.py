@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch import nn
@@ -10,16 +9,17 @@ from torch.nn import functional
 
 from moecache.errors import MoeCacheError
 from moecache.integrations.transformers._experts import become, become_again
-from moecache.integrations.transformers._fast import is_transformed
+from moecache.integrations.transformers._fast import TYPES, is_transformed
+from moecache.integrations.transformers._forward import values_of
 from moecache.integrations.transformers._operators import operator
-from moecache.kernels import expand, tile
+from moecache.kernels import tile
 from moecache.kernels._kernels import Matrix
+from moecache.layout import Role
 from moecache.stores import SafetensorsStore
 
 # Attributes of a layer: its matrix, a buffer of bytes; format, rows, columns, dtype of the values.
 FORM = "_moecache_form"
 _KIND = "_moecache_kind"
-_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class NativeLinear(nn.Module):
@@ -57,7 +57,7 @@ def _is_for_kernels(given: torch.Tensor, bias: torch.Tensor | None, dtype: torch
     """Return whether torch is asked for no gradient and no other type; it does the rest itself."""
     return (
         given.dtype == dtype
-        and given.dtype in (*_TYPES, torch.float16)
+        and given.dtype in (*TYPES, torch.float16)
         and given.device.type == "cpu"
         and not torch.is_autocast_enabled("cpu")
         and (torch.compiler.is_compiling() or not is_transformed())
@@ -90,19 +90,6 @@ def thaw(model: nn.Module) -> None:
         module.register_parameter("weight", nn.Parameter(values))
 
 
-def _values(
-    form: torch.Tensor, name: str, rows: int, columns: int, dtype: torch.dtype
-) -> torch.Tensor:
-    raw = _on_host(form).numpy()
-    if dtype == torch.bfloat16:
-        out = np.empty((rows, columns), ml_dtypes.bfloat16)
-        expand(raw, name, rows, columns, out)
-        return torch.from_numpy(out.view(np.uint16)).view(dtype)
-    wide = np.empty((rows, columns), np.float32)
-    expand(raw, name, rows, columns, wide)
-    return torch.from_numpy(wide).to(dtype)
-
-
 def _on_host(form: torch.Tensor) -> torch.Tensor:
     if form.device.type != "cpu":
         raise MoeCacheError(
@@ -115,10 +102,12 @@ def _on_host(form: torch.Tensor) -> torch.Tensor:
     "format_values(Tensor form, str format, int rows, int columns, ScalarType dtype) -> Tensor",
     lambda form, _, rows, columns, dtype: form.new_empty((rows, columns), dtype=dtype),
 )
-def _values_of(
+def _values(
     form: torch.Tensor, name: str, rows: int, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    return _values(form, name, rows, columns, dtype)
+    # A buffer as `values_in` takes it from a file that has the compute form.
+    role = Role("", (rows, columns), format=name, is_tiled=True)
+    return values_of(_on_host(form).numpy(), role, dtype)
 
 
 @operator(
@@ -139,8 +128,8 @@ def _operator(
             f"input of shape {list(input.shape)} and a weight [{rows}, {columns}] cannot be "
             "multiplied"
         )
-    given = (input if input.dtype in _TYPES else input.float()).contiguous()
-    kind, size = _TYPES[given.dtype], given.element_size()
+    given = (input if input.dtype in TYPES else input.float()).contiguous()
+    kind, size = TYPES[given.dtype], given.element_size()
     out = given.new_empty((*input.shape[:-1], rows))
     terms = None if bias is None else bias.to(given.dtype).contiguous()
     Matrix(_on_host(form).data_ptr(), name, rows, columns).multiply(

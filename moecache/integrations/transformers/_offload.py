@@ -39,6 +39,7 @@ from moecache.integrations.transformers._forward import (
     SlotWeights,
     as_tensor,
     device_of,
+    values_of,
     weights_in,
 )
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
@@ -46,7 +47,7 @@ from moecache.integrations.transformers._lookahead import RouterLookAhead, find_
 from moecache.integrations.transformers._native import thaw
 from moecache.integrations.transformers._sequences import SequenceHook
 from moecache.interrupts import uninterrupted
-from moecache.kernels import SlotKernel, values_in
+from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots
@@ -325,9 +326,11 @@ class Offload(NotCopied):
             store.read_into(layer, expert, parts)
             for name, tensor in weights.items():
                 role = roles[ROLES[name]]
-                values = as_tensor(values_in(parts[role.name], role, stored=True))
-                turned = role.format and _is_transposed(binding.module)
-                tensor[expert].copy_(values.t() if turned else values)
+                if not role.format:
+                    tensor[expert].copy_(as_tensor(parts[role.name]))
+                    continue
+                values = values_of(parts[role.name], role, tensor.dtype, stored=True)
+                tensor[expert].copy_(values.t() if _is_transposed(binding.module) else values)
         return {
             name: nn.Parameter(tensor, requires_grad=described(binding.module)[name][2])
             for name, tensor in weights.items()

@@ -9,13 +9,14 @@ from torch import nn
 
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Targets
-from moecache.integrations.transformers._forward import as_tensor
+from moecache.integrations.transformers._forward import NUMPY_TYPES, as_tensor
 from moecache.integrations.transformers._native import keep
 from moecache.stores import SafetensorsStore
 
 _DIGITS = re.compile(r"\d+")
-# Tensors beside a weight, and weights under other names.
-_BESIDE = r"\.(weight_\w+|qweight|qzeros|scales?|g_idx|qscale_weight|\w+_scale)$"
+# What stands beside a weight, or for one, and is not called so; in regular expressions.
+OTHER_TENSORS = r"qweight|qzeros|scales?|g_idx|qscale_weight|\w+_scale"
+_BESIDE = rf"\.(weight_\w+|{OTHER_TENSORS})$"
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class QuantizedWeight:
         if is_native and known.form is not None and type(self.module) is nn.Linear:
             keep(self.module, self.name, store, self.dtype)
             return
-        values = as_tensor(store.read_matrix(self.name))
-        self.module.register_parameter(self.leaf, nn.Parameter(values.to(self.dtype)))
+        values = as_tensor(store.read_matrix(self.name, NUMPY_TYPES[self.dtype]))
+        self.module.register_parameter(self.leaf, nn.Parameter(values))
 
 
 def strip_quantized(

@@ -170,7 +170,7 @@ def llama(path: Path, threads: int) -> Iterator[Contestant]:
 
 
 @contextmanager
-def ours(path: Path, memory: str | None, compute: str, threads: int) -> Iterator[Contestant]:
+def ours(path: Path, memory: int | str | None, compute: str, threads: int) -> Iterator[Contestant]:
     """Yield transformers with its experts in slots."""
     import torch
 

@@ -121,13 +121,22 @@ def take_turns(
                 # One page in a thousand may be held by another process for a moment.
                 warm(file)
                 assert prefault.evict(mapped(file)) < size / 1000
-            seconds[name].append(contestant(file))
-            share = resident_share(file)
             # The kernel may already have reclaimed a few of the pages that no process maps.
-            if not name.startswith(("WILLNEED", "direct")):
-                least = 0.99 if name.startswith("moecache") else 0.95
-                assert share > least, f"{name}: {share:.4f} resident"
+            least = 0.99 if name.startswith("moecache") else 0.95
+            if name.startswith(("WILLNEED", "direct")):
+                least = 0.0
+            seconds[name].append(undisturbed(file, contestant, least))
     return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def undisturbed(file: Path, contestant: Callable[[Path], float], least: float) -> float:
+    """Return what a contestant took; once more if the system took pages back meanwhile."""
+    for _ in range(10):
+        seconds = contestant(file)
+        share = resident_share(file)
+        if share >= least:
+            return seconds
+    pytest.fail(f"{contestant}: {share:.4f} of the file is resident")
 
 
 def mapped(path: Path) -> mmap.mmap:
@@ -156,12 +165,14 @@ def warm(path: Path, **options: object) -> float:
 def warm_twice(path: Path) -> float:
     """Sweep what is in the page table already."""
     view = mapped(path)
-    prefault.warm(view, gate="always")
-    start = time.perf_counter()
-    report = prefault.warm(view, gate="always")
-    seconds = time.perf_counter() - start
-    assert report.reason == "resident"
-    return seconds
+    for _ in range(10):
+        prefault.warm(view, gate="always")
+        start = time.perf_counter()
+        report = prefault.warm(view, gate="always")
+        seconds = time.perf_counter() - start
+        if report.reason == "resident":
+            return seconds
+    pytest.fail("a sweep of what was swept found pages that were not resident, ten times")
 
 
 def populate(path: Path) -> float:

@@ -20,15 +20,14 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.against_llama_cpp import llama
+from bench import against_llama_cpp as models
 from bench.runs import begin, write_figures
 from moecache.stores import open_store
 from moecache.units import format_bytes
@@ -43,9 +42,7 @@ class Contestant:
 
     name: str
     memory: str
-    read: Callable[[list[int]], object]  # a prompt; begins anew
-    decode: Callable[[int], object]
-    stats: Callable[[], Any] | None = None
+    model: models.Contestant
     cpu: list[float] = field(default_factory=list)
     clock: list[float] = field(default_factory=list)
     read_bytes: list[float] = field(default_factory=list)
@@ -76,11 +73,12 @@ def main(argv: list[str] | None = None) -> int:
                 arguments.checkpoints[0]
             )
             for memory in [*memories, quarter] if is_same_model else memories:
-                one = ours(path, memory, arguments.threads)
-                contestants.append(opened.enter_context(one))
+                one = models.ours(path, memory, "fast", arguments.threads)
+                shown = memory if isinstance(memory, str) else format_bytes(memory)
+                contestants.append(Contestant(path.name, shown, opened.enter_context(one)))
         for path in arguments.gguf:
-            model = opened.enter_context(llama(path, arguments.threads))
-            contestants.append(Contestant(path.name, "100%", model.prompt, model.token))
+            theirs = opened.enter_context(models.llama(path, arguments.threads))
+            contestants.append(Contestant(path.name, "100%", theirs))
         for number in range(arguments.rounds + 1):
             order = list(contestants)
             random.Random(number).shuffle(order)
@@ -99,49 +97,21 @@ def _shape(path: Path) -> tuple[int, ...]:
         return (store.layout.num_layers, store.layout.num_experts, *sum(shapes, ()))
 
 
-@contextmanager
-def ours(path: Path, memory: int | str, threads: int) -> Iterator[Contestant]:
-    """Yield a model that is computed by the kernels."""
-    import torch
-
-    from moecache.integrations.transformers import load
-
-    torch.set_num_threads(threads)
-    model = load(path, memory, compute="fast", dtype=torch.bfloat16)
-    cache: Any = None
-
-    def forward(ids: list[int]) -> None:
-        nonlocal cache
-        with torch.inference_mode():
-            out = model(
-                torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
-        cache = out.past_key_values
-
-    def read(ids: list[int]) -> None:
-        nonlocal cache
-        cache = None
-        forward(ids)
-
-    shown = memory if isinstance(memory, str) else format_bytes(memory)
-    with model.moecache as offload:
-        yield Contestant(path.name, shown, read, lambda token: forward([token]), offload.stats)
-
-
 def run(one: Contestant, tokens: list[int], *, counted: bool) -> None:
     """Decode tokens after a prompt."""
-    one.read(tokens[:PROMPT])
-    before = one.stats() if one.stats else None
+    model = one.model
+    model.prompt(tokens[:PROMPT])
+    before = model.offload.stats() if model.offload else None
     cpu, clock = time.process_time(), time.perf_counter()
     for token in tokens[PROMPT:]:
-        one.decode(token)
+        model.token(token)
     cpu, clock = time.process_time() - cpu, time.perf_counter() - clock
     if not counted:
         return
     one.cpu.append(NEW_TOKENS / cpu)
     one.clock.append(NEW_TOKENS / clock)
-    if one.stats:
-        during = one.stats() - before
+    if model.offload:
+        during = model.offload.stats() - before
         read_bytes = during.bytes_demand + during.bytes_bulk + during.bytes_prefetch
         one.read_bytes.append(read_bytes / NEW_TOKENS)
         one.hit_rate.append(during.num_hits / max(during.num_hits + during.num_misses, 1))

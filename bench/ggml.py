@@ -137,6 +137,22 @@ class GgmlLayer:
         self._ggml.ggml_backend_tensor_set(tensor, whole.ctypes.data, 0, whole.nbytes)
 
 
+def quantize(values: np.ndarray, number: int) -> np.ndarray:
+    """Return the blocks of a matrix in a type of ggml, uint8 [rows, bytes], by its quantizer.
+
+    Parameters
+    ----------
+    values : ndarray, shape [rows, columns]
+    number : int
+        Of the type, such as 12 of Q4_K.
+    """
+    ggml, wide = _library(), np.ascontiguousarray(values, np.float32)
+    rows, columns = wide.shape
+    out = np.empty((rows, ggml.ggml_row_size(number, columns)), np.uint8)
+    ggml.ggml_quantize_chunk(number, wide.ctypes.data, out.ctypes.data, 0, rows, columns, None)
+    return out
+
+
 def _pointer(address: int, offset: int) -> int:
     return ctypes.c_uint64.from_address(address + offset).value
 
@@ -169,6 +185,8 @@ def _library() -> Any:
         "ggml_build_forward_expand": (None, [pointer, pointer]),
         "ggml_get_data": (pointer, [pointer]),
         "ggml_nbytes": (size, [pointer]),
+        "ggml_row_size": (size, [integer, long]),
+        "ggml_quantize_chunk": (size, [integer, pointer, pointer, long, long, long, pointer]),
         "ggml_backend_tensor_set": (None, [pointer, pointer, size, size]),
         "ggml_backend_alloc_ctx_tensors_from_buft": (pointer, [pointer, pointer]),
         "ggml_backend_buffer_free": (None, [pointer]),

@@ -10,7 +10,7 @@ from torch import nn
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Targets
 from moecache.integrations.transformers._forward import NUMPY_TYPES, as_tensor
-from moecache.integrations.transformers._native import keep
+from moecache.integrations.transformers._native import can_keep, keep
 from moecache.stores import SafetensorsStore
 
 _DIGITS = re.compile(r"\d+")
@@ -42,12 +42,13 @@ class QuantizedWeight:
     def read(self, store: SafetensorsStore, *, is_native: bool) -> None:
         """Give the module its weight: the values of the format, rounded once.
 
-        Or the format's own bytes, if that is wanted, it is a linear layer and kernels have them.
+        Or the format's own bytes, if that is wanted and can be.
         """
         self.module.__dict__.pop(self.leaf, None)
-        known = store.trunk_matrices[self.name][0].format
-        if is_native and known.form is not None and type(self.module) is nn.Linear:
-            keep(self.module, self.name, store, self.dtype)
+        matrix, _ = store.trunk_matrices[self.name]
+        if is_native and can_keep(self.module, matrix.format):
+            shape = matrix.rows, matrix.columns
+            keep(self.module, store.read_parts(self.name), matrix.format, shape, self.dtype)
             return
         values = as_tensor(store.read_matrix(self.name, NUMPY_TYPES[self.dtype]))
         self.module.register_parameter(self.leaf, nn.Parameter(values))

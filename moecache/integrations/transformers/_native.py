@@ -15,7 +15,7 @@ from moecache.integrations.transformers._operators import operator
 from moecache.kernels import tile
 from moecache.kernels._kernels import Matrix
 from moecache.layout import Role
-from moecache.stores import SafetensorsStore
+from moecache.stores import CheckpointStore
 
 # Attributes of a layer: its matrix, a buffer of bytes; format, rows, columns, dtype of the values.
 FORM = "_moecache_form"
@@ -68,7 +68,7 @@ def _is_for_kernels(given: torch.Tensor, bias: torch.Tensor | None, dtype: torch
     )
 
 
-def keep(module: nn.Module, weight: str, store: SafetensorsStore, dtype: torch.dtype) -> None:
+def keep(module: nn.Module, weight: str, store: CheckpointStore, dtype: torch.dtype) -> None:
     """Give a linear layer without a weight the store's matrix, as it is quantized."""
     matrix, _ = store.trunk_matrices[weight]
     rows, columns, known = matrix.rows, matrix.columns, matrix.format

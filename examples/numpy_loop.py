@@ -31,13 +31,13 @@ class NumpyMoe:
 
     Parameters
     ----------
-    store : moecache.SafetensorsStore
+    store : moecache.CheckpointStore
         The checkpoint; the trunk is read from it.
     routed_experts : callable
         Computes a layer's routed experts.
     """
 
-    def __init__(self, store: moecache.SafetensorsStore, routed_experts: RoutedExperts) -> None:
+    def __init__(self, store: moecache.CheckpointStore, routed_experts: RoutedExperts) -> None:
         config = store.config
         if config.get("model_type") != "olmoe" or config.get("clip_qkv") is not None:
             raise moecache.ConfigError(

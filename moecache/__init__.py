@@ -37,7 +37,15 @@ from moecache.runtime.plan import Plan, plan
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.runtime.steps import Lease, Wave
 from moecache.slots import CudaSlots, HostSlots, SlotPool
-from moecache.stores import ExpertStore, FileStore, MemoryStore, SafetensorsStore, open_store
+from moecache.stores import (
+    CheckpointStore,
+    ExpertStore,
+    FileStore,
+    GgufStore,
+    MemoryStore,
+    SafetensorsStore,
+    open_store,
+)
 from moecache.telemetry import PrefetchStats, ReadingStats, RuntimeStats, UploadStats
 
 if typing.TYPE_CHECKING:
@@ -49,6 +57,7 @@ __all__ = [
     "AccessProfiler",
     "ArcCache",
     "CapacityError",
+    "CheckpointStore",
     "ConfigError",
     "CudaSlots",
     "DiskSpeed",
@@ -63,6 +72,7 @@ __all__ = [
     "FileStore",
     "FormatError",
     "Frequency",
+    "GgufStore",
     "HostSlots",
     "LastSelection",
     "Lease",

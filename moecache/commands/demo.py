@@ -33,7 +33,7 @@ from moecache.kernels import SlotKernel
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import peak_rss_bytes
-from moecache.stores import SafetensorsStore, open_store
+from moecache.stores import CheckpointStore, open_store
 from moecache.units import format_bytes
 
 # Tokens of which `--profile` shows the hit rate: later on, every start is warm.
@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if equal else 1
 
 
-def resident_experts(store: SafetensorsStore) -> Callable[..., np.ndarray]:
+def resident_experts(store: CheckpointStore) -> Callable[..., np.ndarray]:
     """Return routed experts that all lie in plain arrays: no slots, no cache, no waves."""
     layout = store.layout
     stacked = [
@@ -175,7 +175,7 @@ def resident_experts(store: SafetensorsStore) -> Callable[..., np.ndarray]:
     return routed_experts
 
 
-def resident_kernels(store: SafetensorsStore) -> Callable[..., np.ndarray]:
+def resident_kernels(store: CheckpointStore) -> Callable[..., np.ndarray]:
     """Return the same by the kernels, a step at once."""
     layout, kernels = store.layout, []
     for layer, roles in enumerate(layout.layers):

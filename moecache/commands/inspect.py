@@ -13,7 +13,7 @@ from moecache.layout import ExpertLayout
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
-from moecache.stores import SafetensorsStore, open_store
+from moecache.stores import CheckpointStore, open_store
 from moecache.telemetry import ComputeStats
 from moecache.units import format_bytes
 
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _quantized(store: SafetensorsStore) -> str:
+def _quantized(store: CheckpointStore) -> str:
     """Return how the checkpoint is quantized, and what of its trunk."""
     if not store.quantization:
         return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from moecache._prefault import address_of
 from moecache.errors import ConfigError, StoreError
 from moecache.prefault.regions import Region
-from moecache.stores import SafetensorsStore, open_store
+from moecache.stores import CheckpointStore, open_store
 from moecache.stores._paths import find_path
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def has_experts(path: str) -> bool:
         return False
 
 
-def open_experts(path: str, layers: list[int] | None) -> tuple[SafetensorsStore, list[int]]:
+def open_experts(path: str, layers: list[int] | None) -> tuple[CheckpointStore, list[int]]:
     """Return the store of a checkpoint, to be closed, and the layers that were asked for.
 
     Raises

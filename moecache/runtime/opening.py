@@ -19,7 +19,7 @@ from moecache.settings import DEFAULT_LOADER_THREADS, parse_prefault
 from moecache.sizing.headroom import check_fits
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import HostSlots, SlotPool
-from moecache.stores import SafetensorsStore, open_store
+from moecache.stores import CheckpointStore, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 DIRECT_THREADS = 8
 
 
-def open_store_of(plan: Decisions) -> SafetensorsStore:
+def open_store_of(plan: Decisions) -> CheckpointStore:
     """Open the checkpoint in the way that the plan reads it."""
     options = plan.options
     mapped = plan.read == "mmap"
     return open_store(plan.path, top_k=options.top_k, mapped=mapped, layers=options.layers)
 
 
-def open_with(plan: Decisions, store: SafetensorsStore) -> ExpertRuntime:
+def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
     """Return a runtime that does what was planned; it owns the store. On an error, close the store.
 
     Raises
@@ -100,7 +100,7 @@ def open_with(plan: Decisions, store: SafetensorsStore) -> ExpertRuntime:
 
 
 def _make_pool(
-    plan: Decisions, store: SafetensorsStore, undo: contextlib.ExitStack
+    plan: Decisions, store: CheckpointStore, undo: contextlib.ExitStack
 ) -> tuple[SlotPool, int, str]:
     """Return the slots, the number of them for the cache, and the way experts are read."""
     staging, way = plan.staging_slots, plan.read
@@ -123,7 +123,7 @@ def _make_pool(
 
 def _measure_disk(
     reader: Reader,
-    store: SafetensorsStore,
+    store: CheckpointStore,
     pool: SlotPool,
     path: str | os.PathLike[str] | None,
     profile: Profile | None,
@@ -153,7 +153,7 @@ def _start_recording(runtime: ExpertRuntime, plan: Decisions) -> None:
 
 
 def _start_prefault(
-    plan: Decisions, store: SafetensorsStore, pool: SlotPool, *, file: bool
+    plan: Decisions, store: CheckpointStore, pool: SlotPool, *, file: bool
 ) -> BackgroundSweep | None:
     """Back the slots with memory and bring experts into the page cache, or return None."""
     mode = parse_prefault(plan.prefault)

@@ -98,7 +98,7 @@ class Options:
         not, or the system refuses, that is a warning, and they pass through buffers.
     layers : collection of str, optional
         Names of the MoE layers that run, if the checkpoint has others too; see
-        `SafetensorsStore`.
+        `open_store`.
     context_tokens : int, optional
         Tokens of the KV cache that a plan without `memory` leaves room for; by default as
         many as the model takes, at most 4,096.

@@ -20,7 +20,7 @@ from moecache.sizing.host_memory import free_host_bytes
 from moecache.sizing.planning import RESERVE_BYTES, SizingPlan, num_staging_slots
 from moecache.sizing.planning import plan as plan_slots
 from moecache.slots import CudaSlots, HostSlots
-from moecache.stores import SafetensorsStore, open_store
+from moecache.stores import CheckpointStore, open_store
 from moecache.units import format_bytes, parse_budget, parse_bytes
 
 _WAYS = {"buffered": "through the page cache", "direct": "direct", "mmap": "from the mapped file"}
@@ -99,7 +99,7 @@ def plan(
         return _plan(store, options, settings)
 
 
-def _plan(store: SafetensorsStore, options: Options, settings: Settings) -> Plan:
+def _plan(store: CheckpointStore, options: Options, settings: Settings) -> Plan:
     gpu = None if parse_device(options.device) is None else open_device(options.device)
     layout = store.layout
     if layout.total_experts == 0:

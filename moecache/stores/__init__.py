@@ -5,11 +5,22 @@ from collections.abc import Collection
 
 from moecache.errors import FormatError
 from moecache.stores._paths import find_path
+from moecache.stores._tensors import CheckpointStore
 from moecache.stores.base import ExpertStore, FileStore
+from moecache.stores.gguf import GgufStore
+from moecache.stores.gguf._parts import is_gguf
 from moecache.stores.memory import MemoryStore
 from moecache.stores.safetensors import SafetensorsStore
 
-__all__ = ["ExpertStore", "FileStore", "MemoryStore", "SafetensorsStore", "open_store"]
+__all__ = [
+    "CheckpointStore",
+    "ExpertStore",
+    "FileStore",
+    "GgufStore",
+    "MemoryStore",
+    "SafetensorsStore",
+    "open_store",
+]
 
 
 def open_store(
@@ -18,27 +29,31 @@ def open_store(
     top_k: int | None = None,
     mapped: bool = False,
     layers: Collection[str] | None = None,
-) -> SafetensorsStore:
+) -> CheckpointStore:
     """Open a checkpoint as a store.
 
     Parameters
     ----------
     path : str or Path
-        A checkpoint directory, or one .safetensors file.
+        A checkpoint directory, one .safetensors file, or a .gguf file (of a split one any part,
+        or the directory). A directory that has both is read as safetensors.
     top_k : int, optional
         Experts per token, if config.json does not say or is not there.
     mapped : bool, default False
     layers : collection of str, optional
-        See `SafetensorsStore`.
+        See `SafetensorsStore` and `GgufStore`.
 
     Raises
     ------
     ConfigError
-        If no file can have such a name.
+        If no file can have such a name, or a directory has several models in GGUF.
     StoreError
         If it cannot be opened; FormatError if it is damaged or of another form.
     """
     found = find_path(path)
-    if found.is_file() and found.suffix != ".safetensors":
-        raise FormatError(f"{path}: only .safetensors files and checkpoint directories are read")
-    return SafetensorsStore(found, top_k=top_k, mapped=mapped, layers=layers)
+    store = GgufStore if is_gguf(found) else SafetensorsStore
+    if store is SafetensorsStore and found.is_file() and found.suffix != ".safetensors":
+        raise FormatError(
+            f"{path}: only .safetensors and .gguf files and checkpoint directories are read"
+        )
+    return store(found, top_k=top_k, mapped=mapped, layers=layers)

@@ -102,7 +102,7 @@ def read_header(path: Path, file: ReadOnlyFile | None = None) -> Tensors:
         for name, value in entries.items()
         if name != "__metadata__"
     }
-    _check_overlap(path, tensors)
+    check_overlap(path, tensors)
     return Tensors(tensors, entries.get("__metadata__"))
 
 
@@ -113,6 +113,22 @@ def check_layers(path: Path, text: bytearray) -> None:
         layers.add(match[1])
         if len(layers) > MAX_LAYERS:
             _fail(path, f"has experts of more than {MAX_LAYERS} layers; no model has so many")
+
+
+def check_overlap(path: Path, tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise FormatError if two tensors share a byte."""
+    ordered = sorted((entry.offset, entry.nbytes, name) for name, entry in tensors.items())
+    previous_end, previous_name = 0, ""
+    for offset, nbytes, name in ordered:
+        if nbytes == 0:
+            continue
+        if offset < previous_end:
+            _fail(
+                path,
+                f"tensor {shown(name)} begins at byte {offset}, before tensor "
+                f"{shown(previous_name)} ends at {previous_end}",
+            )
+        previous_end, previous_name = offset + nbytes, name
 
 
 @functools.cache
@@ -201,21 +217,6 @@ def _entry(path: Path, name: str, value: Any, data_start: int, file_bytes: int) 
             f"{shown(expected)} bytes, has {end - begin}",
         )
     return TensorEntry(dtype_name, dtype, tuple(shape), data_start + begin, end - begin)
-
-
-def _check_overlap(path: Path, tensors: dict[str, TensorEntry]) -> None:
-    ordered = sorted((entry.offset, entry.nbytes, name) for name, entry in tensors.items())
-    previous_end, previous_name = 0, ""
-    for offset, nbytes, name in ordered:
-        if nbytes == 0:
-            continue
-        if offset < previous_end:
-            _fail(
-                path,
-                f"tensor {shown(name)} begins at byte {offset}, before tensor "
-                f"{shown(previous_name)} ends at {previous_end}",
-            )
-        previous_end, previous_name = offset + nbytes, name
 
 
 def _is_size(value: Any) -> bool:

@@ -50,6 +50,8 @@ _GRANITE = re.compile(
 )
 
 
+# Returns what the name of an experts' tensor says: layer, piece, expert (None: a stack), kind.
+MatchName = Callable[[str], tuple[str, str, str | None, str] | None]
 # Returns the matrix that tensors are, by the suffixes of their names; None if not quantized.
 FindMatrix = Callable[[Mapping[str, Stored]], Matrix | None]
 
@@ -94,6 +96,7 @@ def index_experts(
     top_k: int,
     chosen: Collection[str] | None = None,
     find_matrix: FindMatrix | None = None,
+    match_name: MatchName | None = None,
 ) -> tuple[ExpertLayout, list[list[TensorPart]]]:
     """Return the layout of a checkpoint's experts and, per layer, where they are.
 
@@ -106,6 +109,8 @@ def index_experts(
         Names of the layers to index; by default all.
     find_matrix : callable, optional
         Says which tensors are a matrix in a format; see `Quantization.match`.
+    match_name : callable, optional
+        Says which tensors are experts'; by default those with Hugging Face's names.
 
     Raises
     ------
@@ -117,19 +122,20 @@ def index_experts(
     """
     layers: dict[str, dict[tuple[str, int, str], _Found]] = {}
     for name, (file, entry) in tensors.items():
-        match = _PER_EXPERT.fullmatch(name) or _STACKED.fullmatch(name) or _GRANITE.fullmatch(name)
+        match = (match_name or _match_name)(name)
         if match is None:
             continue
-        if chosen is not None and match["layer"] not in chosen:
+        layer, piece, expert, kind = match
+        if chosen is not None and layer not in chosen:
             continue
-        role, place = _PIECES[match["piece"]]
-        key = (role, place, _suffix(match["kind"]))
-        found = layers.setdefault(match["layer"], {})
+        role, place = _PIECES[piece]
+        key = (role, place, _suffix(kind))
+        found = layers.setdefault(layer, {})
         if len(layers) > MAX_LAYERS:  # of several files together, or with escapes in their names
             raise FormatError(
                 f"there are experts of more than {MAX_LAYERS} layers; no model has so many"
             )
-        _add(name, found, key, match.groupdict().get("expert"), file, entry)
+        _add(name, found, key, expert, file, entry)
     for name in chosen or ():
         if name not in layers:
             raise ConfigError(f"there is no layer {shown(name)} with experts")
@@ -151,7 +157,7 @@ def index_experts(
 
 def is_expert(name: str) -> bool:
     """Return whether a tensor of this name is an expert's, or belongs to one."""
-    return any(form.fullmatch(name) for form in (_PER_EXPERT, _STACKED, _GRANITE))
+    return _match_name(name) is not None
 
 
 def split_name(name: str, expert: int) -> str:
@@ -168,6 +174,13 @@ def split_name(name: str, expert: int) -> str:
     if match is None:
         raise ValueError(f"tensor {shown(name)} is no stack of experts")
     return f"{match['layer']}.experts.{expert}.{name[match.start('piece') :]}"
+
+
+def _match_name(name: str) -> tuple[str, str, str | None, str] | None:
+    match = _PER_EXPERT.fullmatch(name) or _STACKED.fullmatch(name) or _GRANITE.fullmatch(name)
+    if match is None:
+        return None
+    return match["layer"], match["piece"], match.groupdict().get("expert"), match["kind"]
 
 
 def _add(

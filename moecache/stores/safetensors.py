@@ -1,23 +1,14 @@
 """SafetensorsStore: experts straight from a Hugging Face checkpoint directory."""
 
-import itertools
-import logging
-import mmap
 import os
-import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import Self
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
-from moecache._prefault import address_of
-from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, StoreError
-from moecache.kernels import values_in
-from moecache.layout import ExpertLayout, Role
-from moecache.prefault.regions import Region
+from moecache.errors import ConfigError, FormatError
+from moecache.layout import ExpertLayout
 from moecache.stores._checkpoint import (
     find_files,
     find_top_k,
@@ -30,12 +21,10 @@ from moecache.stores._index import index_experts, is_expert
 from moecache.stores._matrices import Matrix, UnsupportedQuantizationError, in_format
 from moecache.stores._paths import find_path
 from moecache.stores._quantized import Quantization, trunk_matrices
-from moecache.stores.base import Parts, Run, destination_bytes
-
-logger = logging.getLogger(__name__)
+from moecache.stores._tensors import CheckpointStore
 
 
-class SafetensorsStore:
+class SafetensorsStore(CheckpointStore):
     """Read experts from the safetensors files of a checkpoint, in place.
 
     Nothing is converted or copied beforehand: `read_into` reads an expert's
@@ -77,18 +66,13 @@ class SafetensorsStore:
         mapped: bool = False,
         layers: Collection[str] | None = None,
     ) -> None:
-        self.path = find_path(path)
-        self._mapped = mapped
-        directory = self.path if self.path.is_dir() else self.path.parent
+        found = find_path(path)
+        directory = found if found.is_dir() else found.parent
         self.config = read_config(directory / "config.json")
-        weight_map = read_weight_map(self.path)
-        # Each file is opened once: one that is replaced meanwhile is not mixed with its successor.
-        self._files = [ReadOnlyFile(file) for file in find_files(self.path, weight_map)]
-        self._tensors, formats = merge_headers(self._files, weight_map)
-        self._ends = [0] * len(self._files)
-        for number, entry in self._tensors.values():
-            self._ends[number] = max(self._ends[number], entry.offset + entry.nbytes)
-        self._closed = False
+        weight_map = read_weight_map(found)
+        files = [ReadOnlyFile(file) for file in find_files(found, weight_map)]
+        tensors, formats = merge_headers(files, weight_map)
+        super().__init__(found, files, tensors, mapped=mapped)
         configured = find_top_k(self.config) if top_k is None else top_k
         try:
             self._quantization = Quantization(self.config)
@@ -110,20 +94,6 @@ class SafetensorsStore:
             raise FormatError(f"{directory / 'config.json'}: {error}") from error
         except FormatError as error:
             raise FormatError(f"{self.path}: {error}") from error
-        self._runs: dict[tuple[int, int], tuple[Run, ...]] = {}
-        self._maps: dict[int, mmap.mmap] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def layout(self) -> ExpertLayout:
-        """What the experts look like."""
-        return self._layout
-
-    @property
-    def files(self) -> list[ReadOnlyFile]:
-        """The open files, by number."""
-        self._check_open()
-        return self._files
 
     @property
     def trunk_bytes(self) -> int:
@@ -137,202 +107,14 @@ class SafetensorsStore:
         )
         return stored + quantized
 
-    def sources(self, layer: int) -> dict[tuple[str, int], str]:
-        """Return a tensor that holds each matrix of a layer's experts, by (role, first byte).
-
-        If each tensor holds one expert, it is the tensor of expert 0. What is quantized has the
-        name that it has where it is not.
-        """
-        self._check_open()
-        self._layout.check(layer)
-        return {(p.role, p.start): p.weight for p in self._pieces[layer] if p.weight}
-
     @property
     def quantization(self) -> str:
         """How config.json says that weights are quantized, such as "fp8", or ""."""
         return self._quantization.method
 
-    @cached_property
-    def trunk_matrices(self) -> dict[str, tuple[Matrix, list[str]]]:
-        """The quantized matrices that are no experts', and their tensors, by the weight's name.
-
-        Raises
-        ------
-        FormatError
-            If the parts of one do not fit.
-        """
+    def _find_matrices(self) -> dict[str, tuple[Matrix, list[str]]]:
         others = {name: entry for name, (_, entry) in self._tensors.items() if not is_expert(name)}
-        try:
-            return trunk_matrices(others, self._quantization, self.read_tensor)
-        except FormatError as error:
-            raise FormatError(f"{self.path}: {error}") from error
-        except UnsupportedQuantizationError as error:
-            raise ConfigError(f"{self.path}: {error}") from error
-
-    def read_matrix(self, name: str, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
-        """Return the values of one of `trunk_matrices`."""
-        raw = self.read_parts(name)
-        matrix, _ = self.trunk_matrices[name]
-        role = Role(name, (matrix.rows, matrix.columns), format=matrix.format.name)
-        return values_in(raw, role, stored=True, dtype=dtype)
-
-    def read_parts(self, name: str) -> np.ndarray:
-        """Return the bytes of one of `trunk_matrices`, its parts one after the other.
-
-        Raises
-        ------
-        FormatError
-            If they cannot be: scales that are infinite or NaN, say.
-        """
-        if name not in self.trunk_matrices:
-            raise ExpertNotFoundError(f"{self.path}: there is no quantized matrix {name!r}")
-        matrix, tensors = self.trunk_matrices[name]
-        raw = [self.read_tensor(part).reshape(-1).view(np.uint8) for part in tensors]
-        joined = np.concatenate(raw)
-        try:
-            matrix.format.check(matrix.format.split(joined, matrix.rows, matrix.columns))
-        except FormatError as error:
-            raise FormatError(f"{self.path}: {name}: {error}") from error
-        return joined
-
-    @property
-    def tensor_names(self) -> list[str]:
-        """Every tensor of the checkpoint, experts included."""
-        return list(self._tensors)
-
-    def read_tensor(self, name: str) -> np.ndarray:
-        """Return a copy of any tensor, such as one of the trunk, in its stored dtype."""
-        self._check_open()
-        if name not in self._tensors:
-            raise ExpertNotFoundError(f"{self.path}: there is no tensor {name!r}")
-        file, entry = self._tensors[name]
-        if entry.dtype is None:
-            raise FormatError(f"tensor {name!r} has dtype {entry.dtype_name}, not supported")
-        array = np.empty(entry.shape, entry.dtype)
-        if entry.nbytes:
-            buffer = array.reshape(-1).view(np.uint8).data
-            self._file(file).read(entry.offset, [buffer], f"tensor {name!r}")
-        return array
-
-    def read_into(self, layer: int, expert: int, out: Parts | np.ndarray) -> None:
-        """Read one expert from the file; see `ExpertStore.read_into`."""
-        self._check_open()
-        runs = self.runs(layer, expert)
-        target = destination_bytes(self._layout, layer, out)
-        if self._mapped:
-            self._copy_mapped(runs, target)
-            return
-        for file, offset, spans in runs:
-            buffers = [target[role][start:stop].data for role, start, stop in spans]
-            self._file(file).read(offset, buffers, f"expert {expert} of layer {layer}")
-
-    def runs(self, layer: int, expert: int) -> tuple[Run, ...]:
-        """Return where an expert's bytes lie: (file number, offset, ((role, start, stop), ...))."""
-        runs = self._runs.get((layer, expert))
-        if runs is None:
-            self._layout.check(layer, expert)
-            runs = self._runs[layer, expert] = self._plan_runs(layer, expert)
-        return runs
-
-    def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
-        """Return one expert as read-only views of the mapped file.
-
-        A role whose pieces do not adjoin in the file is returned as its pieces
-        ("gate" and "up"). Views may be misaligned for their dtype. Touching one
-        after the file was truncated kills the process (SIGBUS); `read_into`
-        does not.
-        """
-        self._check_open()
-        self._layout.check(layer, expert)
-        roles = {role.name: role for role in self._layout.layers[layer]}
-        by_role: dict[str, list[tuple[str, int, int, int, tuple[int, ...]]]] = {}
-        for piece in self._pieces[layer]:
-            by_role.setdefault(piece.role, []).append(
-                (
-                    piece.name,
-                    int(piece.files[expert]),
-                    int(piece.offsets[expert]),
-                    piece.nbytes,
-                    piece.shape,
-                )
-            )
-        views = {}
-        for name, pieces in by_role.items():
-            first = pieces[0]
-            adjoin = all(
-                one[1] == two[1] and one[2] + one[3] == two[2]
-                for one, two in itertools.pairwise(pieces)
-            )
-            if adjoin:
-                pieces = [(name, first[1], first[2], roles[name].nbytes, roles[name].array_shape)]
-            for piece_name, file, offset, nbytes, shape in pieces:
-                raw = np.frombuffer(self._map(file), np.uint8, nbytes, offset)
-                if not roles[name].format:
-                    raw = raw.view(roles[name].dtype).reshape(shape)
-                views[piece_name] = raw
-        return views
-
-    def regions(self, layers: Iterable[int] | None = None) -> list[Region]:
-        """Return (address, nbytes) of the experts in the mapped files.
-
-        By layer, within a layer in file order, adjoining experts as one region.
-        Valid as long as a region is referred to: it keeps its file mapped.
-        """
-        self._check_open()
-        regions: list[Region] = []
-        for layer in range(self._layout.num_layers) if layers is None else layers:
-            self._layout.check(layer)
-            extents = sorted(
-                (int(file), int(offset), piece.nbytes)
-                for piece in self._pieces[layer]
-                for file, offset in zip(piece.files, piece.offsets, strict=True)
-            )
-            merged: list[list[int]] = []
-            for file, offset, nbytes in extents:
-                if merged and merged[-1][0] == file and sum(merged[-1][1:]) == offset:
-                    merged[-1][2] += nbytes
-                else:
-                    merged.append([file, offset, nbytes])
-            for file, offset, nbytes in merged:
-                mapping = self._map(file)
-                regions.append(Region(address_of(mapping)[0] + offset, nbytes, mapping))
-        return regions
-
-    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
-        """Ask the kernel to read experts ahead into the page cache."""
-        self._check_open()
-        for expert in experts:
-            for file, offset, spans in self.runs(layer, int(expert)):
-                length = sum(stop - start for _, start, stop in spans)
-                aligned = offset - offset % mmap.PAGESIZE
-                handle = self._file(file)
-                try:
-                    if length > handle.nbytes - offset:
-                        continue
-                    os.posix_fadvise(
-                        handle.descriptor,
-                        aligned,
-                        length + offset - aligned,
-                        os.POSIX_FADV_WILLNEED,
-                    )
-                except OSError as error:
-                    logger.debug("store.prefetch_refused file=%d error=%s", file, error)
-
-    def close(self) -> None:
-        """Close the files; a second call does nothing. Existing views stay valid."""
-        with self._lock:
-            self._closed = True
-            # Not mmap.close(): it fails while views exist. The last view unmaps.
-            self._maps = {}
-            self._files = []
-
-    def __enter__(self) -> Self:
-        """Return the store."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the store."""
-        self.close()
+        return trunk_matrices(others, self._quantization, self.read_tensor)
 
     def _with_formats(self, formats: Sequence[str]) -> tuple[ExpertLayout, str]:
         """Return the layout in the formats that the experts' files say, and its name."""
@@ -349,65 +131,3 @@ class SafetensorsStore:
                 f"layers of experts are in several formats: {sorted(names)}; pack them together"
             )
         return replace(self._layout, layers=layers), names.pop() if names else ""
-
-    def _copy_mapped(self, runs: tuple[Run, ...], target: Parts) -> None:
-        for file, offset, spans in runs:
-            mapped = np.frombuffer(self._map(file), np.uint8)
-            for role, start, stop in spans:
-                # NumPy copies without the GIL.
-                target[role][start:stop] = mapped[offset : offset + stop - start]
-                offset += stop - start
-
-    def _plan_runs(self, layer: int, expert: int) -> tuple[Run, ...]:
-        extents = sorted(
-            (
-                int(piece.files[expert]),
-                int(piece.offsets[expert]),
-                piece.role,
-                piece.start,
-                piece.start + piece.nbytes,
-            )
-            for piece in self._pieces[layer]
-            if piece.nbytes
-        )
-        runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
-        for file, offset, role, start, stop in extents:
-            if runs:
-                last_file, last_offset, spans = runs[-1]
-                length = sum(end - begin for _, begin, end in spans)
-                if file == last_file and offset == last_offset + length:
-                    last_role, last_start, last_stop = spans[-1]
-                    if last_role == role and last_stop == start:
-                        spans[-1] = (role, last_start, stop)
-                    else:
-                        spans.append((role, start, stop))
-                    continue
-            runs.append((file, offset, [(role, start, stop)]))
-        return tuple((file, offset, tuple(spans)) for file, offset, spans in runs)
-
-    def _map(self, file: int) -> mmap.mmap:
-        # One mapping per file, for good: `regions` gave its address away.
-        with self._lock:
-            handle = self._file(file)
-            if file not in self._maps:
-                if handle.nbytes < self._ends[file]:
-                    raise StoreError(
-                        f"{handle.path}: cannot be mapped: its tensors end at byte "
-                        f"{self._ends[file]}, but the file has only {handle.nbytes} now"
-                    )
-                try:
-                    mapping = mmap.mmap(handle.descriptor, 0, access=mmap.ACCESS_READ)
-                except (OSError, ValueError) as error:
-                    raise StoreError(f"{handle.path}: cannot be mapped: {error}") from error
-                self._maps[file] = mapping
-            return self._maps[file]
-
-    def _file(self, number: int) -> ReadOnlyFile:
-        files = self._files
-        if not files:
-            raise StoreError(f"{self.path}: the store is closed")
-        return files[number]
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreError(f"{self.path}: the store is closed")

@@ -12,9 +12,9 @@ from torch import nn
 from moecache.errors import ConfigError, FormatError
 from moecache.integrations.transformers._experts import ROLES, described, find_experts
 from moecache.integrations.transformers._llama4 import is_llama4
-from moecache.stores import SafetensorsStore
+from moecache.stores import CheckpointStore
 
-# What leaves experts as `SafetensorsStore` serves them: one after another, gate above up.
+# What leaves experts as stores serve them: one after another, gate above up.
 _STACKING = ("MergeModulelist", "Concatenate")
 # A stack that was split: `...experts.7.gate_up_proj`.
 _SPLIT = re.compile(r"\.experts\.\d+\.")
@@ -44,7 +44,7 @@ class Binding:
     dtype: torch.dtype
 
 
-def bind(model: transformers.PreTrainedModel, store: SafetensorsStore) -> list[Binding]:
+def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Binding]:
     """Return each experts module of a model with its layer, in the order of the model.
 
     Every weight is looked for under the names that transformers itself would read it from,
@@ -146,7 +146,7 @@ class Targets:
             )
         return target if target in self._known else None
 
-    def path_of(self, store: SafetensorsStore, layer: int) -> str | None:
+    def path_of(self, store: CheckpointStore, layer: int) -> str | None:
         """Return the module that a layer's experts belong to; `None` if it is not run."""
         places: dict[str, list[int]] = {}
         path = None
@@ -200,7 +200,7 @@ def _check_interface(family: str, path: str, module: nn.Module) -> None:
         raise ConfigError("experts in a cache cannot be spread over processes (expert parallel)")
 
 
-def _check_weights(store: SafetensorsStore, layer: int, path: str, module: nn.Module) -> None:
+def _check_weights(store: CheckpointStore, layer: int, path: str, module: nn.Module) -> None:
     roles = {role.name: role for role in store.layout.layers[layer]}
     weights = described(module)
     expected = {ROLES[name] for name in weights}

@@ -32,7 +32,7 @@ from moecache.prefault.sweep import Progress
 from moecache.prefetch.predict import Predictor
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
-from moecache.stores import SafetensorsStore, open_store
+from moecache.stores import CheckpointStore, open_store
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
 from moecache.stores._quantized import Quantization
@@ -383,7 +383,7 @@ def _store_path(directory: Path, checkpoint_files: list[str]) -> Path:
     return directory
 
 
-def _check_files(store: SafetensorsStore, checkpoint_files: list[str]) -> None:
+def _check_files(store: CheckpointStore, checkpoint_files: list[str]) -> None:
     found = {file.path.name for file in store.files}
     wanted = {Path(file).name for file in checkpoint_files}
     if found != wanted:
@@ -407,7 +407,7 @@ def _host_bytes(model: Any, compute: str) -> int:
     return unread + (_TORCH_BYTES if compute == "torch" else 0)
 
 
-def _slot_dtype(store: SafetensorsStore, bindings: list[Binding]) -> np.dtype[Any] | None:
+def _slot_dtype(store: CheckpointStore, bindings: list[Binding]) -> np.dtype[Any] | None:
     """Return the type that experts are converted to as they are read; `None` if they are not."""
     dtypes = {binding.dtype for binding in bindings}
     if len(dtypes) != 1 or not dtypes <= NUMPY_TYPES.keys():

@@ -11,7 +11,7 @@ from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Targets
 from moecache.integrations.transformers._forward import NUMPY_TYPES, as_tensor
 from moecache.integrations.transformers._native import can_keep, keep
-from moecache.stores import SafetensorsStore
+from moecache.stores import CheckpointStore
 
 _DIGITS = re.compile(r"\d+")
 # What stands beside a weight, or for one, and is not called so; in regular expressions.
@@ -39,7 +39,7 @@ class QuantizedWeight:
     name: str
     dtype: torch.dtype
 
-    def read(self, store: SafetensorsStore, *, is_native: bool) -> None:
+    def read(self, store: CheckpointStore, *, is_native: bool) -> None:
         """Give the module its weight: the values of the format, rounded once.
 
         Or the format's own bytes, if that is wanted and can be.
@@ -55,7 +55,7 @@ class QuantizedWeight:
 
 
 def strip_quantized(
-    model: transformers.PreTrainedModel, store: SafetensorsStore
+    model: transformers.PreTrainedModel, store: CheckpointStore
 ) -> list[QuantizedWeight]:
     """Take the weights from a model that are quantized in a checkpoint; it reads the others.
 

@@ -1,0 +1,291 @@
+"""Read the header of a GGUF file without trusting it.
+
+The form: "GGUF", version, the numbers of tensors and of metadata entries; the metadata (key,
+type, value); the tensors (name, sizes from the fastest on, type, offset); from the next multiple of
+the alignment on, their data. Numbers are little-endian, strings have their length before them.
+"""
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from moecache.errors import FormatError
+from moecache.stores._file import ReadOnlyFile
+from moecache.stores._header import TensorEntry, check_overlap, shown
+from moecache.stores.gguf._types import GgmlType, ggml_types
+
+# Vocabularies of 256k take 12 MB.
+MAX_HEADER_BYTES = 100_000_000
+# A model that has each expert's matrices for themselves has 70,000; all take about 1 kB of memory.
+MAX_TENSORS = 2**18
+MAX_KEYS = 2**16
+MAX_DIMENSIONS = 4
+_CHUNK_BYTES = 2**20
+_DEFAULT_ALIGNMENT = 32
+_LENGTH = struct.Struct("<Q")
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+# The other types of values, by their numbers.
+_NUMBERS = {
+    number: np.dtype(f"<{code}")
+    for code, number in {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6}.items()
+} | {_BOOL: np.dtype("u1"), 10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufEntry(TensorEntry):
+    """A tensor; its shape is that of the values, with rows before columns, as NumPy has it."""
+
+    type: GgmlType
+
+
+@dataclass(frozen=True)
+class Header:
+    """What stands before a file's data."""
+
+    metadata: "Metadata"
+    tensors: dict[str, GgufEntry]
+
+
+class Metadata(Mapping[str, Any]):
+    """What a file says beside its tensors: numbers, strings, lists of these.
+
+    A list is made when it is first asked for, and kept.
+
+    Parameters
+    ----------
+    path : Path
+        For messages.
+    data : bytes-like
+        The header.
+    places : mapping of str to (int, int or None, int)
+        Type, number of elements (`None`: no list), and place of each value.
+    """
+
+    def __init__(
+        self, path: object, data: bytearray, places: Mapping[str, tuple[int, int | None, int]]
+    ) -> None:
+        self._path, self._data, self._places = path, data, places
+        self._values: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a value; FormatError if it is a list with a string that is not UTF-8."""
+        if key not in self._values:
+            kind, count, at = self._places[key]
+            values = self._decode(key, kind, 1 if count is None else count, at)
+            self._values[key] = values[0] if count is None else values
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return an iterator over the keys, in the file's order."""
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return len(self._places)
+
+    def text(self, key: str) -> str:
+        """Return a string; "" if there is none."""
+        value = self[key] if key in self._places and self._places[key][1] is None else ""
+        return value if isinstance(value, str) else ""
+
+    def number(self, key: str) -> int:
+        """Return an integer, of a list (one for each layer) the largest; 0 if there is none."""
+        value = self.get(key)
+        values = value if isinstance(value, list) else [value]
+        return max((one for one in values if type(one) is int), default=0)
+
+    def _decode(self, key: str, kind: int, count: int, at: int) -> list[Any]:
+        if kind != _STRING:
+            values = np.frombuffer(self._data, _NUMBERS[kind], count, at)
+            return (values.astype(bool) if kind == _BOOL else values).tolist()
+        texts = []
+        for _ in range(count):
+            (length,) = _LENGTH.unpack_from(self._data, at)
+            texts.append(self._data[at + 8 : at + 8 + length])
+            at += 8 + length
+        try:
+            return [text.decode() for text in texts]
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{self._path}: {shown(key)} is not UTF-8: {error.reason}") from error
+
+
+def read_header(file: ReadOnlyFile) -> Header:
+    """Return what a GGUF file has.
+
+    Reads no byte of the tensors' data but what is in the same MiB as the header. Memory and time
+    are bounded by the file's own size, whatever the header claims.
+
+    Raises
+    ------
+    FormatError
+        If the file is damaged; the message names file, tensor and figures.
+    StoreError
+        If it cannot be read.
+    """
+    head = _Reader(file)
+    magic, version = head.take("<4sI", "its version")
+    if magic != b"GGUF":
+        head.fail(f"begins with {magic!r}, not with b'GGUF': it is no GGUF file")
+    if version not in (2, 3):
+        if version >> 24 and not version & 0xFFFFFF:
+            head.fail("is big-endian, which is not supported; convert the model again")
+        head.fail(f"is of version {version}; supported are 2 and 3, so convert the model again")
+    num_tensors, num_keys = head.take("<QQ", "its counts")
+    # An entry takes at least so many bytes.
+    for count, most, least, what in (
+        (num_tensors, MAX_TENSORS, 24, "tensors"),
+        (num_keys, MAX_KEYS, 13, "metadata entries"),
+    ):
+        if count * least > file.nbytes:
+            head.fail(f"claims {count} {what}, more than its {file.nbytes} bytes can hold")
+        if count > most:
+            head.fail(f"has {count} {what}, over {most}; no model has so many")
+    places: dict[str, tuple[int, int | None, int]] = {}
+    for _ in range(num_keys):
+        key = head.text("a metadata key")
+        if key in places:
+            head.fail(f"the metadata has {shown(key)} twice")
+        places[key] = _skip_value(head, key)
+    metadata = Metadata(file.path, head.data, places)
+    raw = {}
+    for _ in range(num_tensors):
+        name = head.text("a tensor's name")
+        if name in raw:
+            head.fail(f"the header names {shown(name)} twice")
+        (rank,) = head.take("<I", f"tensor {shown(name)}")
+        if rank > MAX_DIMENSIONS:
+            head.fail(f"tensor {shown(name)} has {rank} dimensions, over {MAX_DIMENSIONS}")
+        raw[name] = head.take(f"<{rank}QIQ", f"tensor {shown(name)}")
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        head.fail(f"general.alignment is {shown(alignment)}, no power of two")
+    start = -(-head.at // alignment) * alignment
+    tensors = {
+        name: _entry(head, name, fields, start, alignment, file.nbytes)
+        for name, fields in raw.items()
+    }
+    check_overlap(file.path, tensors)
+    return Header(metadata, tensors)
+
+
+class _Reader:
+    """Takes values from the beginning of a file, one after the other; reads as far as they go."""
+
+    def __init__(self, file: ReadOnlyFile) -> None:
+        self._file = file
+        self._file_bytes = file.nbytes
+        self.data = bytearray()
+        self.at = 0
+
+    def take(self, form: str, what: str) -> tuple[Any, ...]:
+        """Return some numbers."""
+        size = struct.calcsize(form)
+        self.have(size, what)
+        values = struct.unpack_from(form, self.data, self.at)
+        self.at += size
+        return values
+
+    def text(self, what: str) -> str:
+        """Return a string."""
+        (length,) = self.take("<Q", what)
+        self.have(length, what)
+        text = self.data[self.at : self.at + length]
+        self.at += length
+        try:
+            return text.decode()
+        except UnicodeDecodeError:
+            self.fail(f"{what} is not UTF-8: {shown(bytes(text))}")
+
+    def skip(self, nbytes: int, what: str) -> None:
+        """Pass over bytes."""
+        self.have(nbytes, what)
+        self.at += nbytes
+
+    def skip_texts(self, count: int, what: str) -> None:
+        """Pass over strings: of each, only its length is looked at."""
+        data, at, length, left = self.data, self.at, _LENGTH.unpack_from, count
+        while left:
+            try:
+                for left in range(left, 0, -1):  # noqa: B007, B020 - what is left if it fails
+                    at += 8 + length(data, at)[0]
+                left = 0
+            except (struct.error, OverflowError):
+                # What was read so far ends within a length, or before it.
+                self.at = at
+                self.have(8, what)
+        self.at = at
+        self.have(0, what)
+
+    def have(self, nbytes: int, what: str) -> None:
+        """Read on until so many more bytes are there.
+
+        Raises
+        ------
+        FormatError
+            If the file has not so many.
+        """
+        end = self.at + nbytes
+        if end > self._file_bytes:
+            self.fail(f"{what} ends at byte {end}, file has {self._file_bytes}; download it again")
+        if end > MAX_HEADER_BYTES:
+            self.fail(f"{what} ends at byte {end}: the header has over {MAX_HEADER_BYTES}")
+        while len(self.data) < end:
+            chunk = bytearray(min(_CHUNK_BYTES, self._file_bytes - len(self.data)))
+            self._file.read(len(self.data), [memoryview(chunk)], "the header")
+            self.data += chunk
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise FormatError."""
+        raise FormatError(f"{self._file.path}: {problem}")
+
+
+def _skip_value(head: _Reader, key: str) -> tuple[int, int | None, int]:
+    """Pass over a value; return its type, its number of elements, and its place."""
+    what = f"metadata {shown(key)}"
+    (kind,) = head.take("<I", what)
+    count = None
+    if kind == _ARRAY:
+        kind, count = head.take("<IQ", what)
+    if kind not in _NUMBERS and kind != _STRING:
+        problem = "is a list of lists" if kind == _ARRAY else f"is of unknown type {kind}"
+        head.fail(f"{what} {problem}")
+    at, elements = head.at, 1 if count is None else count
+    size = 8 if kind == _STRING else _NUMBERS[kind].itemsize
+    if kind == _STRING:
+        # Before the first is looked at: as many lengths have to be there at least.
+        head.have(0 if count is None else size * elements, what)
+        head.skip_texts(elements, what)
+    else:
+        head.skip(size * elements, what)
+    return kind, count, at
+
+
+def _entry(
+    head: _Reader, name: str, fields: tuple[int, ...], start: int, alignment: int, file_bytes: int
+) -> GgufEntry:
+    *reverse, number, place = fields
+    label = f"tensor {shown(name)}"
+    known = ggml_types().get(number)
+    if known is None:
+        names = ", ".join(kind.name for kind in ggml_types().values())
+        head.fail(f"{label}: type {number} is not supported; supported are {names}")
+    shape = tuple(reversed(reverse))
+    columns = shape[-1] if shape else 1
+    if 0 in shape or columns % known.columns:
+        head.fail(
+            f"{label} has an impossible shape {shown(list(shape))} for {known.name}, which stores "
+            f"whole blocks of {known.columns}"
+        )
+    if place % alignment:
+        head.fail(f"{label} begins at byte {place} of the data, no multiple of {alignment}")
+    offset, nbytes = start + place, math.prod(shape) // known.columns * known.nbytes
+    if offset + nbytes > file_bytes:
+        head.fail(
+            f"{label} ends at byte {shown(offset + nbytes)}, file has {file_bytes}; download it "
+            "again"
+        )
+    return GgufEntry(known.name, known.dtype, shape, offset, nbytes, known)

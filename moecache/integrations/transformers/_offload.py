@@ -51,7 +51,7 @@ from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots
-from moecache.stores import SafetensorsStore
+from moecache.stores import CheckpointStore
 from moecache.telemetry import ComputeStats, RuntimeStats
 from moecache.units import format_bytes
 
@@ -380,7 +380,7 @@ def attach(
 
 def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[Binding]:
     store = runtime.store
-    if not isinstance(store, SafetensorsStore):
+    if not isinstance(store, CheckpointStore):
         raise ConfigError(
             f"experts of a {type(store).__name__} cannot be matched with a model; open the "
             "checkpoint with moecache.open"

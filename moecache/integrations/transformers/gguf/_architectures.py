@@ -1,0 +1,33 @@
+"""All architectures, by the name that GGUF files have for them."""
+
+from collections.abc import Mapping
+
+from moecache.errors import ConfigError
+from moecache.integrations.transformers.gguf import _softmax
+from moecache.integrations.transformers.gguf._architecture import Architecture
+from moecache.integrations.transformers.gguf._metadata import Metadata
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "gpt-oss": _softmax.GPT_OSS,
+    "llama": _softmax.MIXTRAL,
+    "olmoe": _softmax.OLMOE,
+    "qwen2moe": _softmax.QWEN2MOE,
+    "qwen3moe": _softmax.QWEN3MOE,
+}
+
+
+def find_architecture(said: Metadata) -> Architecture:
+    """Return the architecture of a file.
+
+    Raises
+    ------
+    ConfigError
+        If it is not supported.
+    """
+    found = ARCHITECTURES.get(said.architecture)
+    if found is None:
+        raise ConfigError(
+            f"architecture {said.architecture!r} is not supported; supported are "
+            f"{', '.join(sorted(ARCHITECTURES))}"
+        )
+    return found

@@ -1,0 +1,129 @@
+"""Architectures that route by a softmax: Qwen2, Qwen3, OLMoE, Mixtral and gpt-oss."""
+
+from typing import Any
+
+import numpy as np
+
+from moecache.integrations.transformers.gguf._architecture import Architecture, Source
+from moecache.integrations.transformers.gguf._common import (
+    common_settings,
+    expert_width,
+    has_bias,
+    head_dim,
+    rope,
+)
+from moecache.integrations.transformers.gguf._metadata import Metadata
+
+_QKV = ("attn_q", "attn_k", "attn_v")
+
+
+def _plain(said: Metadata) -> dict[str, Any]:
+    width = head_dim(said)
+    return {
+        **common_settings(said),
+        "head_dim": width,
+        "rope_parameters": rope(said, width),
+        "num_experts_per_tok": said.size("expert_used_count", least=1),
+    }
+
+
+def _dense_layers(said: Metadata) -> list[int]:
+    blocks = range(said.num_blocks)
+    return [block for block in blocks if f"blk.{block}.ffn_gate_inp.weight" not in said.tensors]
+
+
+def _qwen2moe(said: Metadata) -> dict[str, Any]:
+    width = expert_width(said)
+    return {
+        **_plain(said),
+        "intermediate_size": said.size("feed_forward_length", width),
+        "num_experts": said.size("expert_count", least=1),
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": said.size("expert_shared_feed_forward_length"),
+        "mlp_only_layers": _dense_layers(said),
+        "norm_topk_prob": False,
+        "qkv_bias": has_bias(said, *_QKV),
+    }
+
+
+def _qwen3moe(said: Metadata) -> dict[str, Any]:
+    width = expert_width(said)
+    return {
+        **_plain(said),
+        "intermediate_size": said.size("feed_forward_length", width),
+        "num_experts": said.size("expert_count", least=1),
+        "moe_intermediate_size": width,
+        "mlp_only_layers": _dense_layers(said),
+        "norm_topk_prob": True,
+        "attention_bias": has_bias(said, *_QKV),
+    }
+
+
+def _olmoe(said: Metadata) -> dict[str, Any]:
+    clip = said.number("attention.clamp_kqv", 0)
+    return {
+        **_plain(said),
+        "intermediate_size": expert_width(said),
+        "num_experts": said.size("expert_count", least=1),
+        "norm_topk_prob": False,
+        "clip_qkv": clip or None,
+        "attention_bias": has_bias(said, *_QKV),
+    }
+
+
+def _mixtral(said: Metadata) -> dict[str, Any]:
+    return {
+        **_plain(said),
+        "intermediate_size": expert_width(said),
+        "num_local_experts": said.size("expert_count", least=1),
+        "sliding_window": said.size("attention.sliding_window", 0) or None,
+    }
+
+
+def _gpt_oss(said: Metadata) -> dict[str, Any]:
+    settings = {
+        **_plain(said),
+        "intermediate_size": expert_width(said),
+        "num_local_experts": said.size("expert_count", least=1),
+        "sliding_window": int(said.number("attention.sliding_window")),
+        "attention_bias": has_bias(said, *_QKV),
+    }
+    said.get("expert_gating_func", None)  # a softmax over the chosen ones, as llama.cpp has it
+    if settings["rope_parameters"]["rope_type"] == "yarn":
+        # The file does not say it, and llama.cpp rounds: the published models do not.
+        settings["rope_parameters"]["truncate"] = False
+    return settings
+
+
+def permuted(said: Metadata, heads: int, tensor: str) -> Source:
+    """Return a projection whose heads' halves were interleaved for another form of rotation."""
+    rows = said.shape(tensor)[0]
+    width = rows // heads
+    order = np.arange(rows).reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(-1)
+    return Source((tensor,), rows=order)
+
+
+def permuted_heads(leaf: str, layer: int, said: Metadata) -> Source | None:
+    """Return where q and k are if llama.cpp's converter interleaved their heads' halves."""
+    for projection, count in (("q", "head_count"), ("k", "head_count_kv")):
+        for kind in ("weight", "bias"):
+            if leaf == f"self_attn.{projection}_proj.{kind}":
+                heads = said.size("attention.head_count")
+                heads = said.size(f"attention.{count}", heads)
+                return permuted(said, heads, f"blk.{layer}.attn_{projection}.{kind}")
+    return None
+
+
+QWEN2MOE = Architecture("Qwen2Moe", _qwen2moe)
+QWEN3MOE = Architecture("Qwen3Moe", _qwen3moe)
+OLMOE = Architecture("Olmoe", _olmoe)
+MIXTRAL = Architecture("Mixtral", _mixtral, source=permuted_heads)
+GPT_OSS = Architecture(
+    "GptOss",
+    _gpt_oss,
+    names={
+        "self_attn.sinks": "attn_sinks.weight",
+        "mlp.router.weight": "ffn_gate_inp.weight",
+        "mlp.router.bias": "ffn_gate_inp.bias",
+    },
+)

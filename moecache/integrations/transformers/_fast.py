@@ -54,9 +54,17 @@ def default_compute(layout: ExpertLayout) -> str:
 
 
 def kernel_of(
-    module: nn.Module, runtime: ExpertRuntime, layer: int, compute: str, *, is_transposed: bool
+    module: nn.Module,
+    runtime: ExpertRuntime,
+    layer: int,
+    compute: str,
+    *,
+    is_transposed: bool,
+    has_gate_first: bool = False,
 ) -> SlotKernel:
     """Return what computes the experts of a module in the runtime's slots.
+
+    `has_gate_first`: rows of gate are above those of up there, whatever the module has.
 
     Raises
     ------
@@ -72,7 +80,7 @@ def kernel_of(
     own = getattr(type(module), "_apply_gate", None)
     if getattr(own, "__qualname__", "") == "GptOssExperts._apply_gate":
         limits = {"alpha": module.alpha, "limit": module.limit}
-        gate = {"activation": "swiglu", "is_interleaved": True, **limits}
+        gate = {"activation": "swiglu", "is_interleaved": not has_gate_first, **limits}
     if not isinstance(pool, HostSlots):
         problem = "kernels compute in RAM, and the slots are on a GPU"
     elif is_transposed:

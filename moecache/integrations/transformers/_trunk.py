@@ -85,14 +85,21 @@ def strip_quantized(
                 f"{matrix.format.name}, but the model wants {list(parameter.shape)}: the "
                 "checkpoint is of another model"
             )
-        taken.append(QuantizedWeight(module, leaf, name, parameter.dtype))
-        del module._parameters[leaf]
-        # Some models initialize what they find, whatever was read.
-        module.__dict__[leaf] = torch.empty(0)
-        # As if it had been read: there is nothing to be initialized.
-        module.__dict__["_is_hf_initialized"] = True
+        taken.append(QuantizedWeight(module, leaf, name, take(module, leaf)))
         patterns |= {f"^{_DIGITS.sub('[0-9]+', re.escape(key))}$" for key in (name, target)}
     if taken:
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, *patterns, _BESIDE}
     return taken
+
+
+def take(module: nn.Module, leaf: str) -> torch.dtype:
+    """Take a parameter or buffer from a module, as if it had been read; return its dtype."""
+    dtype: torch.dtype = getattr(module, leaf).dtype
+    delattr(module, leaf)
+    # Some models initialize what they find, whatever was read.
+    module.__dict__[leaf] = torch.empty(0, dtype=dtype)
+    if not module._non_persistent_buffers_set:
+        # There is nothing to be initialized.
+        module.__dict__["_is_hf_initialized"] = True
+    return dtype

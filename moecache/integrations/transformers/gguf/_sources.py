@@ -120,8 +120,7 @@ def _wanted(model: nn.Module, config: transformers.PretrainedConfig) -> list[tup
     return [
         (name, tensor)
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if name not in tied
-        and not (name.startswith(experts) and name.rpartition(".")[2] in ROLES)
+        if name not in tied and not (name.startswith(experts) and name.rpartition(".")[2] in ROLES)
     ]
 
 
@@ -140,6 +139,8 @@ def _find_source(
     elif name in architecture.names:
         return Source((architecture.names[name],))
     tensor = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    if tensor == "output.weight" and tensor not in said.tensors:
+        tensor = "token_embd.weight"
     return None if tensor is None else _unfused(Source((tensor,)), said)
 
 

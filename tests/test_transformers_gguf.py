@@ -1,0 +1,126 @@
+"""Models of GGUF files in a bounded number of slots."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moecache.errors import ConfigError
+from tests.helpers.gguf_models import MODELS, GgufModel, build_from, read_gguf
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [
+    torch.arange(length * batch).reshape(batch, length) * 7 % 90 + 3
+    for batch, length in ((1, 1), (3, 7), (1, 64))
+]
+# Multiples of a block, so that nearly all can be quantized.
+HIDDEN, WIDTH = 64, 32
+MIXED = {"exps.weight": "Q4_0", "attn_q.": "Q8_0", "token_embd": "Q8_0", "output.": "Q4_0"}
+
+
+def load(path: Path, memory: str = "50%", **options: Any) -> Any:
+    """Return a file's model with its experts in slots."""
+    from moecache.integrations import transformers
+
+    return transformers.load(path, memory, **options)
+
+
+def sized(name: str, **settings: Any) -> GgufModel:
+    """Return a model whose matrices have whole blocks of columns."""
+    widths = [key for key in MODELS[name].settings if key.endswith("intermediate_size")]
+    sizes = {"hidden_size": HIDDEN, **dict.fromkeys(widths, WIDTH), **settings}
+    return replace(MODELS[name], settings={**MODELS[name].settings, **sizes})
+
+
+def write(path: Path, model: GgufModel, types: Mapping[str, str]) -> Path:
+    """Write a model's tensors in the types that parts of their names have, else as float32."""
+    original = model.build()
+    writer = gguf.GGUFWriter(path, model.architecture)
+    for key, value in model.metadata(original.config).items():
+        if key == "general.architecture" or value is None:
+            continue
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        kinds.get(type(value), writer.add_array)(key, value)
+    for name, found in model.tensors(original).items():
+        values = np.ascontiguousarray(found, np.float32)
+        kind = next((one for part, one in types.items() if part in name), "F32")
+        number = gguf.GGMLQuantizationType[kind]
+        size, _ = gguf.GGML_QUANT_SIZES[number]
+        if kind == "F32" or values.ndim < 2 or values.shape[-1] % size:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def logits(model: Any) -> list[Any]:
+    """Return a model's logits of each prompt, one after the other."""
+    with torch.inference_mode():
+        return [model(input_ids=ids).logits for ids in PROMPTS]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_few_slots_has_the_bits_of_the_whole_one(name: str, tmp_path: Path) -> None:
+    """Also where experts and trunk are quantized: those of the dequantized weights."""
+    path = write(tmp_path / "model.gguf", sized(name), MIXED)
+    wanted = logits(build_from(*read_gguf(path)))
+
+    model = load(path, dtype=torch.float32, compute="torch")
+    with model.moecache as offload:
+        assert all(map(torch.equal, logits(model), wanted))
+        assert offload.stats().num_misses
+        offload.detach()
+    assert all(map(torch.equal, logits(model), wanted))
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
+def test_kernels_have_the_same_bits_at_any_number_of_slots(name: str, tmp_path: Path) -> None:
+    """And, the trunk quantized as in the file, nearly those of torch."""
+    path = write(tmp_path / "model.gguf", sized(name), MIXED)
+    found = []
+    for memory in ("100%", "25%"):
+        model = load(path, memory, dtype=torch.float32, compute="fast", trunk="native")
+        with model.moecache:
+            found.append(logits(model))
+    assert all(map(torch.equal, *found))
+    wanted = logits(build_from(*read_gguf(path)))
+    for one, other in zip(found[0], wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_an_embedding_that_is_the_head_too_is_one_tensor(tmp_path: Path) -> None:
+    """But two matrices where they stay quantized: each is in its own order."""
+    path = write(tmp_path / "model.gguf", sized("qwen3moe", tie_word_embeddings=True), MIXED)
+    wanted = logits(build_from(*read_gguf(path)))
+    for trunk in ("bf16", "native"):
+        model = load(path, dtype=torch.float32, compute="torch", trunk=trunk)
+        with model.moecache:
+            found = logits(model)
+            shared = model.lm_head.weight is model.model.embed_tokens.weight
+        assert shared == (trunk == "bf16")
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_what_cannot_be_given_with_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    """And so is an architecture that is not known."""
+    path = write(tmp_path / "model.gguf", MODELS["qwen3moe"], {})
+    with pytest.raises(ConfigError, match="revision cannot be given to load with a GGUF file"):
+        load(path, revision="main")
+    with pytest.raises(
+        ConfigError, match="architecture 'qwen9moe' is not supported; supported are"
+    ):
+        unknown = tmp_path / "unknown.gguf"
+        unknown.write_bytes(path.read_bytes().replace(b"qwen3moe", b"qwen9moe"))
+        load(unknown)

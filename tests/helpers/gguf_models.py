@@ -290,7 +290,8 @@ def _members() -> Iterator[GgufModel]:
     all_sparse = {"mlp_only_layers": [], "decoder_sparse_step": 1, "num_hidden_layers": 2}
     yield GgufModel("qwen2moe", "Qwen2Moe", {**tiny.QWEN2_MOE, **all_sparse}, _qwen2moe)
     yield GgufModel("qwen3moe", "Qwen3Moe", {**tiny.QWEN3_MOE, **all_sparse}, _head_keys)
-    yield GgufModel("olmoe", "Olmoe", tiny.OLMOE, _expert_keys)
+    # llama.cpp has no fewer heads of keys there.
+    yield GgufModel("olmoe", "Olmoe", {**tiny.OLMOE, "num_key_value_heads": 4}, _expert_keys)
     yield GgufModel("llama", "Mixtral", tiny.MIXTRAL, _llama, change=_interleave_heads)
     yield GgufModel(
         "gpt-oss",

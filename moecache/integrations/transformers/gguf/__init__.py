@@ -8,6 +8,7 @@ from moecache.integrations.transformers.gguf._sources import (
     find_sources,
     is_interleaved,
 )
+from moecache.integrations.transformers.gguf._tokenizer import find_tokenizer
 
 __all__ = [
     "ARCHITECTURES",
@@ -15,5 +16,6 @@ __all__ = [
     "find_config",
     "find_layers",
     "find_sources",
+    "find_tokenizer",
     "is_interleaved",
 ]

@@ -54,9 +54,7 @@ class Metadata:
         If it does not name the architecture, or is not of a model.
     """
 
-    def __init__(
-        self, values: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, values: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> None:
         self.values = values
         self.tensors = tensors
         kind = values.get("general.type", "model")

@@ -180,13 +180,15 @@ def _check_shape(
 
 
 def _check_used(used: set[str], architecture: Architecture, said: Metadata) -> None:
-    last = said.num_layers
+    # Blocks after the model's layers guess further tokens, and are not run.
+    unused = range(said.num_layers, said.num_blocks)
     for name in said.tensors:
-        if name in used or _EXPERTS.match(name):
-            continue
         block = _BLOCK.match(name)
-        if block is not None and int(block.group(1)) >= last:
-            continue  # guesses further tokens, and is not run
+        known = block is None or int(block.group(1)) < said.num_blocks
+        if name in used or (known and _EXPERTS.match(name)):
+            continue
+        if block is not None and int(block.group(1)) in unused:
+            continue
         if any(re.fullmatch(pattern, name) for pattern in architecture.ignored):
             continue
         raise ConfigError(

@@ -7,8 +7,10 @@ with --hypothesis-seed=N others than those of seed 0.
 import hashlib
 import io
 import json
+import math
 import random
 import resource
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,7 +24,7 @@ from moecache import packing
 from moecache.errors import MoeCacheError
 from moecache.profiles.file import ModelUsage, read_profile, update_profile
 from moecache.slots import HostSlots
-from moecache.stores import open_store
+from moecache.stores import GgufStore, open_store
 from moecache.study import Trace, load_any, statistics
 from moecache.study._journal import Journal
 from moecache.study.advice import expert_size
@@ -31,11 +33,13 @@ from tests.helpers.damage import (
     Spoil,
     spoil,
     spoil_behind_length,
+    spoil_gguf,
     spoil_json,
     spoil_npy,
     spoil_npz,
 )
 from tests.helpers.examples import num_examples
+from tests.helpers.gguf_files import string, u32, write_raw
 from tests.helpers.quantized import SCHEMES, write_experts
 from tests.helpers.traces import random_trace
 
@@ -237,6 +241,39 @@ def make_quantized(directory: Path, scheme: str, file: str) -> Kind:
     return Kind([path.read_bytes()], path, how, use_quantized)
 
 
+def make_gguf(directory: Path, experts: str) -> Kind:
+    """Return a GGUF file: vocabulary, experts of all in one or each by itself, and a trunk."""
+    texts = b"".join(string(f"token {n}") for n in range(9))
+    metadata = [
+        ("general.architecture", 8, "a"),
+        ("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 9) + texts),
+        *(u32(f"a.{key}", 2) for key in ("expert_count", "expert_used_count", "block_count")),
+    ]
+    names, sizes, kind = [".0", ".1"], [32, 32], 8
+    if experts == "gguf stack":
+        names, sizes = ["_exps"], [*sizes, 2]
+    tensors, end = [("token_embd.weight", [32, 3], 2, 0), ("norm.weight", [5], 0, 64)], 96
+    for piece in ("gate", "up", "down"):
+        for name in names:
+            tensors.append((f"blk.1.ffn_{piece}{name}.weight", sizes, kind, end))
+            end += math.prod(sizes) // 32 * 34
+    path = directory / "a.gguf"
+    data = np.random.default_rng(0).integers(60, size=end).astype(np.uint8)
+    write_raw(path, metadata, tensors, data.tobytes())
+    return Kind([path.read_bytes()], path, spoil_gguf, use_gguf)
+
+
+def use_gguf(path: Path) -> None:
+    """Open the file, look at all it says, and read what it has."""
+    use_quantized(path)
+    with open_store(path) as store:
+        assert isinstance(store, GgufStore)
+        str(dict(store.metadata))
+        str((store.trunk_bytes, store.quantization, store.config))
+        for name in store.tensor_names:
+            store.read_tensor(name)
+
+
 def use_quantized(path: Path) -> None:
     """Open the checkpoint, read its trunk, and bring an expert into a slot."""
     with open_store(path.parent) as store:
@@ -285,6 +322,7 @@ def bounded_memory() -> Iterator[None]:
         make_header,
         make_index,
         make_config,
+        *(partial(make_gguf, experts=experts) for experts in ("gguf stack", "gguf single")),
         *(
             partial(make_quantized, scheme=scheme, file=file)
             for scheme in ("fp8", "int4", "mxfp4", "nvfp4", "gptq_ordered")

@@ -54,6 +54,9 @@ _LENGTHS = (
     "1" + "0" * 20,
     "65536",
 )
+# Numbers of 64 bits that are small, as those in a header are; or of 32 before another.
+_FIELD = re.compile(rb"[^\0]\0{7}|[^\0].\0{6}|[^\0]..\0{5}", re.DOTALL)
+_EDGES = (0, 1, 2, 7, 8, 9, 31, 32, 99, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**63, 2**64 - 1)
 _NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?")
 
 
@@ -117,6 +120,18 @@ def spoil_behind_length(rng: Rng, document: bytes) -> bytes:
     length = struct.unpack_from("<Q", document)[0]
     header = spoil(rng, document[8 : 8 + length])
     return struct.pack("<Q", len(header)) + header + document[8 + length :]
+
+
+def spoil_gguf(rng: Rng, document: bytes) -> bytes:
+    """Return a GGUF file, spoilt as bytes or in some of the numbers of its header."""
+    if rng.random() < 0.3:
+        return spoil(rng, document)
+    changed = bytearray(document)
+    for found in rng.sample(list(_FIELD.finditer(document)), rng.choice((1, 1, 1, 2, 3))):
+        said = int.from_bytes(found[0], "little")
+        value = rng.choice((*_EDGES, said + 1, said - 1, said * 2, said // 2))
+        changed[found.start() : found.end()] = struct.pack("<Q", value % 2**64)
+    return bytes(changed[: rng.choice((len(changed), len(changed), rng.randrange(len(changed))))])
 
 
 def spoil_json(rng: Rng, document: bytes) -> bytes:

@@ -22,7 +22,7 @@ from moecache.formats import (
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.formats.scaled import pack, unpack
 from moecache.kernels._kernels import Matrix, Tiler
-from moecache.layout import Role
+from moecache.layout import ExpertLayout, Role
 
 # What files have; other scales become float32.
 _SCALES = ("f32", "f16", "bf16", "e8m0")
@@ -55,6 +55,12 @@ def has_form(name: str) -> bool:
 def takes_int8(name: str) -> bool:
     """Return whether a format's form is that of ggml's blocks, which multiply inputs of 8 bits."""
     return has_form(name) and find_format(name).form in _INT8
+
+
+def default_compute(layout: ExpertLayout) -> str:
+    """Return what multiplies if nobody says: kernels if all formats have a compute form."""
+    formats = {role.format for roles in layout.layers for role in roles} - {""}
+    return "fast" if formats and all(map(has_form, formats)) else "torch"
 
 
 @functools.cache

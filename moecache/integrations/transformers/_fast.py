@@ -16,9 +16,8 @@ from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._experts import become, become_again
 from moecache.integrations.transformers._operators import operator
-from moecache.kernels import SlotKernel, has_form, takes_int8
+from moecache.kernels import SlotKernel, takes_int8
 from moecache.kernels._kernels import Matrix
-from moecache.layout import ExpertLayout
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import COMPUTE
 from moecache.slots import HostSlots
@@ -45,12 +44,6 @@ def check_compute(compute: object) -> str:
     if compute not in tuple(COMPUTE):
         raise ConfigError(f"compute {compute!r} is not one of {', '.join(COMPUTE)}")
     return str(compute)
-
-
-def default_compute(layout: ExpertLayout) -> str:
-    """Return what multiplies if nobody says: kernels if all formats have a compute form."""
-    formats = {role.format for roles in layout.layers for role in roles} - {""}
-    return "fast" if formats and all(map(has_form, formats)) else "torch"
 
 
 def kernel_of(

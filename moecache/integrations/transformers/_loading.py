@@ -11,7 +11,7 @@ import transformers
 from moecache import kernels
 from moecache.cuda import open_device, parse_device
 from moecache.errors import ConfigError
-from moecache.integrations.transformers._fast import check_compute, default_compute
+from moecache.integrations.transformers._fast import check_compute
 from moecache.integrations.transformers._forward import device_of
 from moecache.integrations.transformers._gguf import (
     find_model_config,
@@ -235,7 +235,7 @@ def _make_of_gguf(
             _check_host(path, on_host)
         assert isinstance(store, GgufStore)
         config = find_model_config(store)
-        if trunk is None and (compute or default_compute(store.layout)) != "torch":
+        if trunk is None and (compute or kernels.default_compute(store.layout)) != "torch":
             trunk = "native"
     kept = MoeCacheConfig(trunk or "bf16", str(path))
     # transformers has nothing to read.

@@ -27,7 +27,6 @@ from moecache.integrations.transformers._experts import (
 )
 from moecache.integrations.transformers._fast import (
     check_compute,
-    default_compute,
     kernel_of,
     quicken,
     slow_down,
@@ -49,7 +48,7 @@ from moecache.integrations.transformers._lookahead import RouterLookAhead, find_
 from moecache.integrations.transformers._native import thaw
 from moecache.integrations.transformers._sequences import SequenceHook
 from moecache.interrupts import uninterrupted
-from moecache.kernels import SlotKernel
+from moecache.kernels import SlotKernel, default_compute
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots

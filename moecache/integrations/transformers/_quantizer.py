@@ -13,7 +13,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Binding, bind, check_family
 from moecache.integrations.transformers._experts import dispatch, strip
-from moecache.integrations.transformers._fast import default_compute
 from moecache.integrations.transformers._forward import NUMPY_TYPES
 from moecache.integrations.transformers._gguf import GgufWeight, share_embedding, strip_gguf
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
@@ -22,6 +21,7 @@ from moecache.integrations.transformers._trunk import (
     QuantizedWeight,
     strip_quantized,
 )
+from moecache.kernels import default_compute
 from moecache.stores import CheckpointStore, GgufStore, open_store
 
 # Whatever an expert's tensor may be called, its scales included.

@@ -28,7 +28,7 @@ import numpy as np
 
 from bench.runs import begin, write_figures
 
-LLAMA = "llama.cpp bf16"
+LLAMA = "llama.cpp"
 PROMPT, NEW_TOKENS, LONG_PROMPT = 16, 48, 512
 
 
@@ -170,14 +170,16 @@ def llama(path: Path, threads: int) -> Iterator[Contestant]:
 
 
 @contextmanager
-def ours(path: Path, memory: int | str | None, compute: str, threads: int) -> Iterator[Contestant]:
+def ours(
+    path: Path, memory: int | str | None, compute: str, threads: int, **options: Any
+) -> Iterator[Contestant]:
     """Yield transformers with its experts in slots."""
     import torch
 
     from moecache.integrations.transformers import load
 
     torch.set_num_threads(threads)
-    model = load(path, memory, compute=compute, dtype=torch.bfloat16)
+    model = load(path, memory, compute=compute, dtype=torch.bfloat16, **options)
     cache: Any = None
 
     def forward(ids: list[int]) -> np.ndarray:

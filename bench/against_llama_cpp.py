@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -137,18 +138,21 @@ def describe(figures: list[dict[str, Any]]) -> list[str]:
 
 
 @contextmanager
-def llama(path: Path, threads: int) -> Iterator[Contestant]:
-    """Yield llama.cpp on a mapped file."""
+def llama(path: Path, threads: int, *, repacked: bool = True) -> Iterator[Contestant]:
+    """Yield llama.cpp on a mapped file; repacked weights are copies, which all have to fit."""
     import llama_cpp
 
-    model = llama_cpp.Llama(
-        str(path),
-        n_ctx=1024,
-        n_batch=512,
-        n_threads=threads,
-        n_threads_batch=threads,
-        verbose=False,
-    )
+    params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = repacked
+    with mock.patch("llama_cpp.llama_cpp.llama_model_default_params", return_value=params):
+        model = llama_cpp.Llama(
+            str(path),
+            n_ctx=1024,
+            n_batch=512,
+            n_threads=threads,
+            n_threads_batch=threads,
+            verbose=False,
+        )
 
     def logits() -> np.ndarray:
         found = llama_cpp.llama_get_logits_ith(model.ctx, -1)

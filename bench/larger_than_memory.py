@@ -176,7 +176,7 @@ def child(text: str) -> None:
     num_prompt = task["num_prompt"]
     tokens = np.random.default_rng(0).integers(5, 200, num_prompt + NEW_TOKENS).tolist()
     if name == LLAMA:
-        opened = llama(path, task["threads"])
+        opened = llama(path, task["threads"], repacked=False)
     else:
         compute, _, prefetch = name.removeprefix("moecache ").partition(", prefetch ")
         options = {"prefetch": prefetch} if prefetch else {}

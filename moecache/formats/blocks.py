@@ -140,7 +140,9 @@ class _Signed(_Small):
 
     def _blocks(self, wide: np.ndarray) -> np.ndarray:
         # The largest value, with its sign, becomes -half.
-        largest = np.abs(wide).argmax(-1)[..., None] if wide.size else np.zeros((*wide.shape[:2], 1), int)
+        largest = (
+            np.abs(wide).argmax(-1)[..., None] if wide.size else np.zeros((*wide.shape[:2], 1), int)
+        )
         scale = np.take_along_axis(wide, largest, -1) / np.float32(-self._half)
         return _joined(scale, *self._stored(wide * _inverse(scale) + np.float32(self._half + 0.5)))
 

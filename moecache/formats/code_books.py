@@ -31,9 +31,7 @@ _BYTES = {
 }
 FORMATS.update(
     {
-        name: _CodeBook(
-            name, (1, SUPER_COLUMNS), nbytes, None, () if name == "iq1_m" else (0,)
-        )
+        name: _CodeBook(name, (1, SUPER_COLUMNS), nbytes, None, () if name == "iq1_m" else (0,))
         for name, nbytes in _BYTES.items()
     }
 )

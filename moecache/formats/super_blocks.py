@@ -71,9 +71,10 @@ class _Iq4Xs(_SuperFormat):
 
 def _planes(stored: np.ndarray, bits: int, width: int) -> np.ndarray:
     """Return integers of some bits: the lowest ones of `width` bytes, then the next, and so on."""
+    *shape, size = stored.shape
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    chunks = stored.reshape(*stored.shape[:-1], -1, 1, width) >> shifts & np.uint8((1 << bits) - 1)
-    return chunks.reshape(*stored.shape[:-1], stored.shape[-1] * 8 // bits)
+    chunks = stored.reshape(*shape, size // width, 1, width) >> shifts & np.uint8((1 << bits) - 1)
+    return chunks.reshape(*shape, size * 8 // bits)
 
 
 def _wide(integers: np.ndarray) -> np.ndarray:

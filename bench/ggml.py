@@ -15,16 +15,21 @@ from typing import Any, Self
 import numpy as np
 
 _TYPES = {
-    **{"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10, "q3_k": 11},
-    **{
-        "q4_k": 12,
-        "q5_k": 13,
-        "q6_k": 14,
-        "iq4_nl": 20,
-        "iq4_xs": 23,
-        "bf16": 30,
-        "mxfp4_gguf": 39,
-    },
+    "f32": 0,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "q2_k": 10,
+    "q3_k": 11,
+    "q4_k": 12,
+    "q5_k": 13,
+    "q6_k": 14,
+    "iq4_nl": 20,
+    "iq4_xs": 23,
+    "bf16": 30,
+    "mxfp4_gguf": 39,
 }
 _I32 = 26
 # Of struct ggml_tensor: `data`, then a name of 64 bytes, then `extra`, which repacking sets.

@@ -119,9 +119,25 @@ def test_formats_take_as_many_bits_as_in_ggml() -> None:
     """Bits a weight, scales included."""
     found = {name: find_format(name).bits_per_weight for name in NAMES}
     assert found == {
-        **{"q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5, "mxfp4_gguf": 4.25},
-        **{"q2_k": 2.625, "q3_k": 3.4375, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625},
-        **{"iq4_nl": 4.5, "iq4_xs": 4.25, "iq1_s": 1.5625, "iq1_m": 1.75, "iq2_xxs": 2.0625},
-        **{"iq2_xs": 2.3125, "iq2_s": 2.5625, "iq3_xxs": 3.0625, "iq3_s": 3.4375},
+        "q4_0": 4.5,
+        "q4_1": 5,
+        "q5_0": 5.5,
+        "q5_1": 6,
+        "q8_0": 8.5,
+        "mxfp4_gguf": 4.25,
+        "q2_k": 2.625,
+        "q3_k": 3.4375,
+        "q4_k": 4.5,
+        "q5_k": 5.5,
+        "q6_k": 6.5625,
+        "iq4_nl": 4.5,
+        "iq4_xs": 4.25,
+        "iq1_s": 1.5625,
+        "iq1_m": 1.75,
+        "iq2_xxs": 2.0625,
+        "iq2_xs": 2.3125,
+        "iq2_s": 2.5625,
+        "iq3_xxs": 3.0625,
+        "iq3_s": 3.4375,
     }
     assert set(NAMES) <= FORMATS.keys()

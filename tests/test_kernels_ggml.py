@@ -162,7 +162,7 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: np.dtype) -> Non
 @every_dtype
 @pytest.mark.parametrize("name", ["q5_1", "q4_k"])
 def test_inputs_that_are_no_numbers_count_in_their_rows_alone(name: str, dtype: np.dtype) -> None:
-    """And an offset of NaN in its row of the matrix; infinite inputs give what IEEE says, or NaN."""
+    """And an offset of NaN in its row of the matrix; of infinite inputs nothing is finite."""
     parts = block_parts(name, 24, columns_in(name, 2), 5)
     parts["blocks"][20, 1, 2:4] = (0, 0x7E)
     inputs = draw_inputs(4, parts["blocks"].shape[1] * find_format(name).block[1], dtype, 6)
@@ -178,7 +178,7 @@ def test_inputs_that_are_no_numbers_count_in_their_rows_alone(name: str, dtype: 
 )
 @every_dtype
 def test_experts_have_the_bits_of_their_products(names: tuple[str, str], dtype: np.dtype) -> None:
-    """Gate and up, a matrix each, then down, in formats of their own; with any number of threads."""
+    """Gate and up, a matrix each, then down, in formats of their own."""
     hidden_size, width = columns_in(names[0], 1), columns_in(names[1], 2)
     shapes = {"gate_up": (2 * width, hidden_size), "down": (hidden_size, width)}
     layer, slots, matrices = [], {}, {}

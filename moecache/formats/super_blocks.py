@@ -1,9 +1,10 @@
 """ggml's formats of blocks of 256 columns: q2_k to q6_k, and iq4_xs.
 
-A block has a scale d (float16), maybe another one for offsets, and for each 16 or 32 columns an integer
-that multiplies it: (d * scale) * q - (dmin * min). All products are exact in float32, so that a value is
-rounded once where there is an offset, and never where there is none. llama.cpp's quantiser makes
-them, and only it. Source: ggml's `block_q4_K` and the like; `gguf.quants`, whose bits these give.
+A block has a scale d (float16), maybe another one for offsets, and for each 16 or 32 columns an
+integer that multiplies it: (d * scale) * q - (dmin * min). All products are exact in float32, so
+that a value is rounded once where there is an offset, and never where there is none. llama.cpp's
+quantiser alone makes them. Source: ggml's `block_q4_K` and the like; `gguf.quants`, whose bits
+these give.
 """
 
 import numpy as np
@@ -23,7 +24,7 @@ class _SuperFormat(BlockFormat):
         return values - (number(blocks, self.numbers_at[1]) * offsets)[..., None]
 
     def _read(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Return the integers of scales and of offsets [..., groups], and what codes mean, float32."""
+        """Return integers of scales and of offsets [..., groups], and what codes mean."""
         raise NotImplementedError
 
 

@@ -5,8 +5,7 @@ import numpy as np
 
 from moecache.formats import BlockFormat, Format, GroupedFormat, ScaledFormat, find_format
 from moecache.formats.blocks import IQ4
-from moecache.formats.scaled import E2M1
-from moecache.formats.scaled import unpack
+from moecache.formats.scaled import E2M1, unpack
 
 _SCALES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
 _SCALES |= dict.fromkeys(("e4m3*", "e4m3/"), ml_dtypes.float8_e4m3fn)
@@ -103,7 +102,7 @@ def form_of_blocks(parts: dict[str, np.ndarray], name: str) -> np.ndarray:
 
 
 def _above(block: np.ndarray, bits: int) -> bytes:
-    """What 5 or 6 bits have above the fourth: a word for each row, of 6 bits one for 16 columns."""
+    """Return what is above the fourth bit: a word for each row, of 6 bits two."""
     words = np.zeros((2, 16), np.uint32)
     for column in range(32):
         chunk, place = divmod(column, 8)

@@ -1,13 +1,14 @@
 """All architectures, by the name that GGUF files have for them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from moecache.errors import ConfigError
-from moecache.integrations.transformers.gguf import _softmax
+from moecache.integrations.transformers.gguf import _sigmoid, _softmax
 from moecache.integrations.transformers.gguf._architecture import Architecture
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
-ARCHITECTURES: Mapping[str, Architecture] = {
+ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] = {
+    "deepseek2": _sigmoid.deepseek2,
     "gpt-oss": _softmax.GPT_OSS,
     "llama": _softmax.MIXTRAL,
     "olmoe": _softmax.OLMOE,
@@ -30,4 +31,4 @@ def find_architecture(said: Metadata) -> Architecture:
             f"architecture {said.architecture!r} is not supported; supported are "
             f"{', '.join(sorted(ARCHITECTURES))}"
         )
-    return found
+    return found if isinstance(found, Architecture) else found(said)

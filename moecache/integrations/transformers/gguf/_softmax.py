@@ -6,25 +6,13 @@ import numpy as np
 
 from moecache.integrations.transformers.gguf._architecture import Architecture, Source
 from moecache.integrations.transformers.gguf._common import (
-    common_settings,
     expert_width,
     has_bias,
-    head_dim,
-    rope,
+    plain_settings,
 )
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
 _QKV = ("attn_q", "attn_k", "attn_v")
-
-
-def _plain(said: Metadata) -> dict[str, Any]:
-    width = head_dim(said)
-    return {
-        **common_settings(said),
-        "head_dim": width,
-        "rope_parameters": rope(said, width),
-        "num_experts_per_tok": said.size("expert_used_count", least=1),
-    }
 
 
 def _dense_layers(said: Metadata) -> list[int]:
@@ -35,7 +23,7 @@ def _dense_layers(said: Metadata) -> list[int]:
 def _qwen2moe(said: Metadata) -> dict[str, Any]:
     width = expert_width(said)
     return {
-        **_plain(said),
+        **plain_settings(said),
         "intermediate_size": said.size("feed_forward_length", width),
         "num_experts": said.size("expert_count", least=1),
         "moe_intermediate_size": width,
@@ -49,7 +37,7 @@ def _qwen2moe(said: Metadata) -> dict[str, Any]:
 def _qwen3moe(said: Metadata) -> dict[str, Any]:
     width = expert_width(said)
     return {
-        **_plain(said),
+        **plain_settings(said),
         "intermediate_size": said.size("feed_forward_length", width),
         "num_experts": said.size("expert_count", least=1),
         "moe_intermediate_size": width,
@@ -62,7 +50,7 @@ def _qwen3moe(said: Metadata) -> dict[str, Any]:
 def _olmoe(said: Metadata) -> dict[str, Any]:
     clip = said.number("attention.clamp_kqv", 0)
     return {
-        **_plain(said),
+        **plain_settings(said),
         "intermediate_size": expert_width(said),
         "num_experts": said.size("expert_count", least=1),
         "norm_topk_prob": False,
@@ -73,7 +61,7 @@ def _olmoe(said: Metadata) -> dict[str, Any]:
 
 def _mixtral(said: Metadata) -> dict[str, Any]:
     return {
-        **_plain(said),
+        **plain_settings(said),
         "intermediate_size": expert_width(said),
         "num_local_experts": said.size("expert_count", least=1),
         "sliding_window": said.size("attention.sliding_window", 0) or None,
@@ -82,7 +70,7 @@ def _mixtral(said: Metadata) -> dict[str, Any]:
 
 def _gpt_oss(said: Metadata) -> dict[str, Any]:
     settings = {
-        **_plain(said),
+        **plain_settings(said),
         "intermediate_size": expert_width(said),
         "num_local_experts": said.size("expert_count", least=1),
         "sliding_window": int(said.number("attention.sliding_window")),

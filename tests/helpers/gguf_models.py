@@ -248,7 +248,9 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 def _expert_keys(config: Any) -> dict[str, Any]:
     width = getattr(config, "moe_intermediate_size", None)
-    return {"expert_count": config.num_experts, "expert_feed_forward_length": width}
+    names = ("num_experts", "num_local_experts")
+    count = next(getattr(config, name) for name in names if hasattr(config, name))
+    return {"expert_count": count, "expert_feed_forward_length": width}
 
 
 def _head_keys(config: Any) -> dict[str, Any]:
@@ -345,6 +347,61 @@ def _split_latent(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
     return {"attn_k_b.weight": keys.swapaxes(1, 2), "attn_v_b.weight": rest}
 
 
+def _glm4(config: Any) -> dict[str, Any]:
+    rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    keys = {**_head_keys(config), **_routed_keys(config), "rope.dimension_count": rotated}
+    return {**keys, "expert_gating_func": 2}
+
+
+def _dots1(config: Any) -> dict[str, Any]:
+    return {**_routed_keys(config), "expert_gating_func": 2}
+
+
+def _minimax(config: Any) -> dict[str, Any]:
+    rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    return {
+        **_head_keys(config),
+        "expert_feed_forward_length": config.intermediate_size,
+        "rope.dimension_count": rotated,
+        "expert_gating_func": 2,
+    }
+
+
+def _ernie(config: Any) -> dict[str, Any]:
+    return {
+        **_expert_keys(config),
+        "interleave_moe_layer_step": config.moe_layer_interval,
+        "leading_dense_block_count": config.moe_layer_start_index,
+        "expert_shared_count": config.moe_num_shared_experts,
+        # So says the converter.
+        "expert_shared_feed_forward_length": config.intermediate_size // config.num_key_value_heads,
+    }
+
+
+def _ernie_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
+    if leaf == "mlp.gate.moe_statics.e_score_correction_bias":
+        return {"exp_probs_b.bias": values[0]}
+    return None
+
+
+def _granite(config: Any) -> dict[str, Any]:
+    return {
+        **_llama(config),
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+        "expert_shared_feed_forward_length": getattr(config, "shared_intermediate_size", None),
+    }
+
+
+def _granite_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
+    if leaf == "shared_mlp.input_linear.weight":
+        gate, up = np.split(values, 2)
+        return {"ffn_gate_shexp.weight": gate, "ffn_up_shexp.weight": up}
+    return _interleave_heads(leaf, values, config)
+
+
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -400,6 +457,39 @@ def _members() -> Iterator[GgufModel]:
     yield GgufModel(
         "deepseek2", "DeepseekV3", v3, _deepseek, _LATENT, _split_latent, name="deepseek2 v3"
     )
+
+    sigmoid = {"scoring_func": "sigmoid"}
+    glm4 = {**tiny.GLM4_MOE, **sigmoid, "n_group": 1, "attention_bias": True}
+    yield GgufModel(
+        "glm4moe", "Glm4Moe", glm4, _glm4, {"post_attention_layernorm": "post_attention_norm"}
+    )
+    granite = {"block_sparse_moe.router": "ffn_gate_inp"}
+    shared = {"shared_mlp.output_linear": "ffn_down_shexp"}
+    yield GgufModel("granitemoe", "GraniteMoe", tiny.GRANITEMOE, _granite, granite, _granite_change)
+    yield GgufModel(
+        "granitemoe",
+        "GraniteMoeShared",
+        {**tiny.GRANITEMOE, "shared_intermediate_size": 20},
+        _granite,
+        granite | shared,
+        _granite_change,
+        name="granitemoe shared",
+    )
+    # The converter divides it by the heads of keys for the shared expert's width.
+    ernie = {**tiny.ERNIE4_5_MOE, "intermediate_size": 48}
+    yield GgufModel("ernie4_5-moe", "Ernie4_5_Moe", ernie, _ernie, change=_ernie_change)
+    yield GgufModel(
+        "minimax-m2",
+        "MiniMaxM2",
+        {**tiny.MINIMAX_M2, **sigmoid, "rotary_dim": 8},
+        _minimax,
+        {"mlp.e_score_correction_bias": "exp_probs_b.bias"},
+    )
+    dots1 = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3}
+    dots1 |= {"first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+    dots1 |= {"intermediate_size": 56, "moe_intermediate_size": 24, "num_hidden_layers": 3}
+    dots1 |= {"num_key_value_heads": 4, **sigmoid}
+    yield GgufModel("dots1", "Dots1", dots1, _dots1)
 
 
 MODELS: Mapping[str, GgufModel] = {model.name or model.architecture: model for model in _members()}

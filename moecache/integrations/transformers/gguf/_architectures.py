@@ -9,8 +9,13 @@ from moecache.integrations.transformers.gguf._metadata import Metadata
 
 ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] = {
     "deepseek2": _sigmoid.deepseek2,
+    "dots1": _sigmoid.DOTS1,
+    "ernie4_5-moe": _sigmoid.ERNIE4_5_MOE,
+    "glm4moe": _sigmoid.GLM4_MOE,
     "gpt-oss": _softmax.GPT_OSS,
+    "granitemoe": _softmax.granitemoe,
     "llama": _softmax.MIXTRAL,
+    "minimax-m2": _sigmoid.MINIMAX_M2,
     "olmoe": _softmax.OLMOE,
     "qwen2moe": _softmax.QWEN2MOE,
     "qwen3moe": _softmax.QWEN3MOE,

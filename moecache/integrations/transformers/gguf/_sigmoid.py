@@ -9,6 +9,7 @@ from moecache.integrations.transformers.gguf._common import (
     common_settings,
     expert_width,
     has_bias,
+    plain_settings,
     rope,
 )
 from moecache.integrations.transformers.gguf._metadata import Metadata
@@ -87,6 +88,80 @@ def _groups(said: Metadata) -> dict[str, Any]:
     }
 
 
+def _shared(said: Metadata) -> dict[str, Any]:
+    """Return what models with dense layers first, and experts that all tokens use, add."""
+    function = said.number("expert_gating_func", _SIGMOID)
+    if function != _SIGMOID:
+        raise said.unsupported("expert_gating_func", function)
+    return {
+        "intermediate_size": said.size("feed_forward_length"),
+        "moe_intermediate_size": expert_width(said),
+        "n_routed_experts": said.size("expert_count", least=1),
+        "n_shared_experts": said.size("expert_shared_count", least=1),
+        "first_k_dense_replace": said.size("leading_dense_block_count", 0),
+        "routed_scaling_factor": said.number("expert_weights_scale", 1.0) or 1.0,
+        "attention_bias": has_bias(said, "attn_q", "attn_k", "attn_v"),
+        **_groups(said),
+    }
+
+
+def _glm4_moe(said: Metadata) -> dict[str, Any]:
+    return {
+        **plain_settings(said, is_partial=True),
+        **_shared(said),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in said.tensors,
+    }
+
+
+def _dots1(said: Metadata) -> dict[str, Any]:
+    return {**plain_settings(said), **_shared(said), "sliding_window": None}
+
+
+def _minimax_m2(said: Metadata) -> dict[str, Any]:
+    function = said.number("expert_gating_func", _SIGMOID)
+    if function != _SIGMOID:
+        raise said.unsupported("expert_gating_func", function)
+    return {
+        **plain_settings(said, is_partial=True),
+        "intermediate_size": expert_width(said),
+        "num_local_experts": said.size("expert_count", least=1),
+    }
+
+
+def _ernie(said: Metadata) -> dict[str, Any]:
+    width = expert_width(said)
+    # The file's own number is another one: the tensors have the right one.
+    shared = [
+        shape for name, shape in said.tensors.items() if name.endswith("ffn_down_shexp.weight")
+    ]
+    routed = [
+        block
+        for block in range(said.num_blocks)
+        if f"blk.{block}.ffn_gate_inp.weight" in said.tensors
+    ]
+    return {
+        **plain_settings(said),
+        "intermediate_size": said.size("feed_forward_length"),
+        "moe_intermediate_size": width,
+        "moe_num_experts": said.size("expert_count", least=1),
+        "moe_k": said.size("expert_used_count", least=1),
+        "moe_num_shared_experts": shared[0][-1] // width if shared else 0,
+        "moe_layer_start_index": said.size("leading_dense_block_count", 0),
+        "moe_layer_end_index": max(routed, default=-1),
+        "moe_layer_interval": said.size("interleave_moe_layer_step", 1, least=1),
+        "use_bias": has_bias(said, "attn_q", "attn_k", "attn_v"),
+    }
+
+
+def _ernie_source(leaf: str, layer: int, said: Metadata) -> Source | None:
+    if not leaf.endswith("e_score_correction_bias"):
+        return None
+    name = f"blk.{layer}.{_CORRECTION}"
+    if name not in said.tensors:
+        return _correction(leaf, layer, said)
+    return Source((name,), undo=lambda arrays: arrays[0].reshape(1, -1))
+
+
 def _latent_source(leaf: str, layer: int, said: Metadata) -> Source | None:
     if leaf == "self_attn.kv_b_proj.weight":
         parts = tuple(f"blk.{layer}.attn_{part}_b.weight" for part in ("k", "v"))
@@ -110,8 +185,13 @@ def _correction(leaf: str, layer: int, said: Metadata) -> Source | None:
     if name in said.tensors:
         return Source((name,))
     count = said.size("expert_count", least=1)
-    return Source((), undo=lambda _: np.zeros(count, np.float32))
+    shape = (1, count) if "moe_statics" in leaf else (count,)
+    return Source((), undo=lambda _: np.zeros(shape, np.float32))
 
 
 _DEEPSEEK_V2 = Architecture("DeepseekV2", _deepseek_v2, source=_latent_source)
 _DEEPSEEK_V3 = Architecture("DeepseekV3", _deepseek_v3, source=_latent_source)
+GLM4_MOE = Architecture("Glm4Moe", _glm4_moe, source=_correction)
+DOTS1 = Architecture("Dots1", _dots1, source=_correction)
+MINIMAX_M2 = Architecture("MiniMaxM2", _minimax_m2, source=_correction)
+ERNIE4_5_MOE = Architecture("Ernie4_5_Moe", _ernie, source=_ernie_source)

@@ -1,4 +1,4 @@
-"""Architectures that route by a softmax: Qwen2, Qwen3, OLMoE, Mixtral and gpt-oss."""
+"""Architectures that route by a softmax: Qwen2, Qwen3, OLMoE, Mixtral, Granite and gpt-oss."""
 
 from typing import Any
 
@@ -83,6 +83,41 @@ def _gpt_oss(said: Metadata) -> dict[str, Any]:
     return settings
 
 
+def granitemoe(said: Metadata) -> Architecture:
+    """Return Granite with a shared expert, or without."""
+    return _GRANITE_SHARED if "expert_shared_feed_forward_length" in said else _GRANITE
+
+
+def _granite(said: Metadata) -> dict[str, Any]:
+    settings = plain_settings(said)
+    width = settings.pop("head_dim")
+    if width * settings["num_attention_heads"] != settings["hidden_size"]:
+        raise said.unsupported("attention.key_length", width)
+    return {
+        **settings,
+        "intermediate_size": expert_width(said),
+        "num_local_experts": said.size("expert_count", least=1),
+        # Zero where nothing is scaled.
+        "embedding_multiplier": said.number("embedding_scale", 1.0) or 1.0,
+        "residual_multiplier": said.number("residual_scale", 1.0) or 1.0,
+        "attention_multiplier": said.number("attention.scale", 0.0) or width**-0.5,
+        "logits_scaling": said.number("logit_scale", 1.0) or 1.0,
+        "attention_bias": has_bias(said, *_QKV),
+    }
+
+
+def _granite_shared(said: Metadata) -> dict[str, Any]:
+    shared = said.size("expert_shared_feed_forward_length")
+    return {**_granite(said), "shared_intermediate_size": shared}
+
+
+def _granite_source(leaf: str, layer: int, said: Metadata) -> Source | None:
+    if leaf == "shared_mlp.input_linear.weight":
+        parts = tuple(f"blk.{layer}.ffn_{part}_shexp.weight" for part in ("gate", "up"))
+        return Source(parts, undo=np.concatenate)
+    return permuted_heads(leaf, layer, said)
+
+
 def permuted(said: Metadata, heads: int, tensor: str) -> Source:
     """Return a projection whose heads' halves were interleaved for another form of rotation."""
     rows = said.shape(tensor)[0]
@@ -115,3 +150,9 @@ GPT_OSS = Architecture(
         "mlp.router.bias": "ffn_gate_inp.bias",
     },
 )
+_GRANITE_NAMES = {
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+}
+_GRANITE = Architecture("GraniteMoe", _granite, _GRANITE_NAMES, _granite_source)
+_GRANITE_SHARED = Architecture("GraniteMoeShared", _granite_shared, _GRANITE_NAMES, _granite_source)

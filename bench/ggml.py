@@ -14,7 +14,23 @@ from typing import Any, Self
 
 import numpy as np
 
-_TYPES = {"f32": 0, "q4_0": 2, "q8_0": 8, "bf16": 30}
+_TYPES = {
+    "f32": 0,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "q2_k": 10,
+    "q3_k": 11,
+    "q4_k": 12,
+    "q5_k": 13,
+    "q6_k": 14,
+    "iq4_nl": 20,
+    "iq4_xs": 23,
+    "bf16": 30,
+    "mxfp4_gguf": 39,
+}
 _I32 = 26
 # Of struct ggml_tensor: `data`, then a name of 64 bytes, then `extra`, which repacking sets.
 _DATA_AT, _EXTRA_AT = 248, 320
@@ -44,7 +60,8 @@ class GgmlLayer:
 
     Parameters
     ----------
-    name : {"bf16", "q8_0", "q4_0"}
+    name : str
+        Such as "bf16" or "q4_k".
     parts : mapping of str to ndarray
         One expert's "gate", "up" and "down" as the file has them, C-contiguous; each expert gets
         these.

@@ -42,8 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     from tests.helpers.gguf_models import MODELS
 
+    known = [name for name, model in MODELS.items() if model.in_llama_cpp]
     figures: list[dict[str, Any]] = []
-    for name in () if arguments.tokenizers else arguments.architectures or MODELS:
+    for name in () if arguments.tokenizers else arguments.architectures or known:
         try:
             figure = compare(arguments.llama_cpp, name)
         except (ValueError, RuntimeError, KeyError, OSError) as error:

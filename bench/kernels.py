@@ -16,6 +16,7 @@ it writes. A prompt is 512 tokens through 128 experts, 8 for each.
 """
 
 import argparse
+import contextlib
 import mmap
 import random
 import statistics
@@ -31,7 +32,8 @@ import torch
 from bench.ggml import GgmlLayer, NotRepackedError, has_format
 from bench.runs import begin, write_figures
 from moecache import kernels
-from moecache.formats import GroupedFormat, find_format, quantize
+from moecache.errors import ConfigError
+from moecache.formats import BlockFormat, GroupedFormat, find_format, quantize
 from moecache.kernels import _kernels
 from moecache.kernels.matrices import matrix_of
 
@@ -39,7 +41,7 @@ TOP_K = 8
 SHAPES = ((1024, 512), (2048, 768))
 FORMATS = (
     *("bf16", "q8_0", "q4_0", "mxfp4", "fp8[128x128,f32]", "int4[1x32,bf16]"),
-    *("gptq4[128,f16]", "awq4[128,f16]"),
+    *("gptq4[128,f16]", "awq4[128,f16]", "q4_k", "q5_k", "q6_k", "iq4_xs"),
 )
 # Those that can have activations of 8 bits.
 INT8 = ("q8_0", "q4_0")
@@ -73,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels")
     parser.add_argument("--small", action="store_true", help="to see whether it runs")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, help="those to compare")
     arguments = begin(parser, argv, rounds=15)
     torch.set_num_threads(arguments.threads)
     figures: list[Figure] = []
@@ -95,7 +98,7 @@ def one_token(hidden_size: int, width: int, num_experts: int, rounds: int) -> li
     """Return the figures of 8 experts and one token."""
     hidden = _random((1, hidden_size)).astype(ml_dtypes.bfloat16)
     works: dict[str, tuple[int, Work]] = {}
-    for name in FORMATS:
+    for name in _formats(hidden_size, width):
         layer = _Layer(name, hidden_size, width, num_experts)
         works |= {own: (layer.nbytes, work) for own, work in layer.kernel_works(hidden).items()}
         works[f"bandwidth {name}"] = layer.nbytes, layer.read_work()
@@ -113,7 +116,7 @@ def prompt(
     """Return the figures of a prompt."""
     hidden = _random((num_tokens, hidden_size)).astype(ml_dtypes.bfloat16)
     works: dict[str, tuple[int, Work]] = {}
-    for name in FORMATS:
+    for name in _formats(hidden_size, width):
         layer = _Layer(name, hidden_size, width, num_experts)
         nbytes = layer.nbytes // TOP_K * num_experts
         works |= {own: (nbytes, work) for own, work in layer.kernel_works(hidden).items()}
@@ -285,14 +288,34 @@ class _Layer:
 
 
 def _parts(values: np.ndarray, name: str) -> dict[str, np.ndarray]:
-    """Return a matrix in a format; any codes and zero points if moecache only reads it."""
+    """Return a matrix in a format; any codes, of scales that fit, if moecache only reads it."""
     known = find_format(name)
-    if not isinstance(known, GroupedFormat):
+    is_read = isinstance(known, BlockFormat) and known.block[1] > 32
+    if not is_read and not isinstance(known, GroupedFormat):
         return quantize(values, name)
     raw = np.random.default_rng(0).integers(0, 256, known.nbytes(*values.shape), np.uint8)
     parts = known.split(raw, *values.shape)
-    parts["scales"][...] = values.std() / 8
+    if not isinstance(known, BlockFormat):
+        parts["scales"][...] = values.std() / 8
+        return parts
+    # An offset is half of the largest code, so that values are about zero.
+    for times, at in zip((1, 7.5 if name == "q4_k" else 15.5), known.numbers_at, strict=False):
+        parts["blocks"][..., at : at + 2] = np.array([times], np.float16).view(np.uint8)
+    scale = values.std() / known.dequantize(parts).std()
+    for at in known.numbers_at:
+        numbers = np.ascontiguousarray(parts["blocks"][..., at : at + 2]).view(np.float16)
+        parts["blocks"][..., at : at + 2] = (numbers * np.float16(scale)).view(np.uint8)
     return parts
+
+
+def _formats(*columns: int) -> list[str]:
+    """Return the formats that have matrices of so many columns."""
+    found = []
+    for name in FORMATS:
+        with contextlib.suppress(ConfigError):
+            if all(find_format(name).nbytes(32, each) for each in columns):
+                found.append(name)
+    return found
 
 
 def _check_equal(layer: _Layer, hidden: np.ndarray) -> None:

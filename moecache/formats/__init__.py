@@ -2,7 +2,6 @@
 
 import moecache.formats.code_books
 import moecache.formats.super_blocks  # noqa: F401 - both name what they have
-
 from moecache.formats.base import (
     FORMATS,
     Format,

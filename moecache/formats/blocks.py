@@ -1,8 +1,8 @@
 """ggml's formats of blocks of 32 columns: q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl and mxfp4_gguf.
 
-A block is a scale d (float16), maybe a number m that is added, and 32 integers q: d * q + m. Of 4 and 5
-bits, the first 16 columns are in low nibbles, the others in high ones; fifth bits lie apart. Sources:
-ggml's `block_q4_0` and the like, and its reference quantisers, whose bits these give.
+A block is a scale d (float16), maybe a number m that is added, and 32 integers q: d * q + m. Of 4
+and 5 bits, the first 16 columns are in low nibbles, the others in high ones; fifth bits lie apart.
+Sources: ggml's `block_q4_0` and the like, and its reference quantisers, whose bits these give.
 """
 
 from collections.abc import Mapping
@@ -70,6 +70,22 @@ class BlockFormat(Format):
             check_scales(numbers.view(np.float16), self.name)
 
     def quantize(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        """Refuse: only what llama.cpp makes in this format is read."""
+        check_matrix(values)
+        raise ConfigError(
+            f"{self.name} is read, not made: llama.cpp's llama-quantize makes it; or choose "
+            "another format, such as q4_0"
+        )
+
+    def _values(self, blocks: np.ndarray) -> np.ndarray:
+        """Return float32 [rows, blocks, columns of a block]."""
+        raise NotImplementedError
+
+
+class _Made(BlockFormat):
+    """Blocks that are made of values, too."""
+
+    def quantize(self, values: np.ndarray) -> dict[str, np.ndarray]:
         """Return blocks, as ggml's reference quantiser makes them."""
         check_matrix(values)
         _, shape = self.parts(*values.shape)["blocks"]
@@ -82,19 +98,12 @@ class BlockFormat(Format):
             raise ConfigError(f"{self.name} has scales of float16: the values are too large")
         return parts
 
-    def _values(self, blocks: np.ndarray) -> np.ndarray:
-        """Return float32 [rows, blocks, columns of a block]."""
-        raise NotImplementedError
-
     def _blocks(self, wide: np.ndarray) -> np.ndarray:
         """Return the blocks of finite float32 [rows, blocks, columns of a block]."""
-        raise ConfigError(
-            f"{self.name} is read, not made: llama.cpp's llama-quantize makes it; or choose "
-            "another format, such as q4_0"
-        )
+        raise NotImplementedError
 
 
-class _Q8(BlockFormat):
+class _Q8(_Made):
     def _values(self, blocks: np.ndarray) -> np.ndarray:
         return number(blocks, 0) * blocks[..., 2:].view(np.int8).astype(np.float32)
 
@@ -106,7 +115,7 @@ class _Q8(BlockFormat):
         return _joined(scale, np.clip(rounded, -128, 127).astype(np.int8).view(np.uint8))
 
 
-class _Small(BlockFormat):
+class _Small(_Made):
     """Integers of 4 or 5 bits."""
 
     @property
@@ -140,7 +149,9 @@ class _Signed(_Small):
 
     def _blocks(self, wide: np.ndarray) -> np.ndarray:
         # The largest value, with its sign, becomes -half.
-        largest = np.abs(wide).argmax(-1)[..., None] if wide.size else np.zeros((*wide.shape[:2], 1), int)
+        largest = (
+            np.abs(wide).argmax(-1)[..., None] if wide.size else np.zeros((*wide.shape[:2], 1), int)
+        )
         scale = np.take_along_axis(wide, largest, -1) / np.float32(-self._half)
         return _joined(scale, *self._stored(wide * _inverse(scale) + np.float32(self._half + 0.5)))
 
@@ -164,7 +175,7 @@ class _Iq4(BlockFormat):
         return number(blocks, 0) * IQ4[nibbles(blocks[..., 2:])]
 
 
-class _Mxfp4(BlockFormat):
+class _Mxfp4(_Made):
     """FP4 times 2^(byte - 127), as "mxfp4", but ordered by halves and without a zero below zero."""
 
     def _values(self, blocks: np.ndarray) -> np.ndarray:

@@ -71,7 +71,9 @@ class Form:
         if self.scale == "f16*i8":
             scales += -(-blocks * BLOCK_COLUMNS // SUPER_COLUMNS) * TILE_ROWS * 2
         factor = _FACTOR_BYTES if self.scale.startswith("e4m3") else 0
-        return factor + scales * (1 + (self.has_zeros or self.has_offsets)) + blocks * self.block_bytes
+        return (
+            factor + scales * (1 + (self.has_zeros or self.has_offsets)) + blocks * self.block_bytes
+        )
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Return the bytes of a matrix."""

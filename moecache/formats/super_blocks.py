@@ -1,9 +1,10 @@
 """ggml's formats of blocks of 256 columns: q2_k to q6_k, and iq4_xs.
 
-A block has a scale d (float16), maybe another one for offsets, and for each 16 or 32 columns an integer
-that multiplies it: (d * scale) * q - (dmin * min). All products are exact in float32, so that a value is
-rounded once where there is an offset, and never where there is none. llama.cpp's quantiser makes
-them, and only it. Source: ggml's `block_q4_K` and the like; `gguf.quants`, whose bits these give.
+A block has a scale d (float16), maybe another one for offsets, and for each 16 or 32 columns an
+integer that multiplies it: (d * scale) * q - (dmin * min). All products are exact in float32, so
+that a value is rounded once where there is an offset, and never where there is none. llama.cpp's
+quantiser alone makes them. Source: ggml's `block_q4_K` and the like; `gguf.quants`, whose bits
+these give.
 """
 
 import numpy as np
@@ -23,7 +24,7 @@ class _SuperFormat(BlockFormat):
         return values - (number(blocks, self.numbers_at[1]) * offsets)[..., None]
 
     def _read(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-        """Return the integers of scales and of offsets [..., groups], and what codes mean, float32."""
+        """Return integers of scales and of offsets [..., groups], and what codes mean."""
         raise NotImplementedError
 
 
@@ -71,9 +72,10 @@ class _Iq4Xs(_SuperFormat):
 
 def _planes(stored: np.ndarray, bits: int, width: int) -> np.ndarray:
     """Return integers of some bits: the lowest ones of `width` bytes, then the next, and so on."""
+    *shape, size = stored.shape
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    chunks = stored.reshape(*stored.shape[:-1], -1, 1, width) >> shifts & np.uint8((1 << bits) - 1)
-    return chunks.reshape(*stored.shape[:-1], stored.shape[-1] * 8 // bits)
+    chunks = stored.reshape(*shape, size // width, 1, width) >> shifts & np.uint8((1 << bits) - 1)
+    return chunks.reshape(*shape, size * 8 // bits)
 
 
 def _wide(integers: np.ndarray) -> np.ndarray:

@@ -225,17 +225,22 @@ INLINE __m512 mc_scales(const uint8_t *at, int scale)
     return (__m512)mc_avx512_scales(at, scale);
 }
 
+/* What tells forms apart beside the bits of their codes: so much is known as they are compiled, as a branch
+ * in each block would cost as much as its products. */
+enum { MC_TERMS = 256, MC_SUPERS = 512, MC_PAIRS = 1024 };
+
 /* 16 rows with `num` inputs: as in `_codes.h`, but two columns at a time, and each block as two sums
  * that do not wait for each other. */
 INLINE void mc_few_dp(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
-    int codes)
+    int kind)
 {
     const uint8_t *tile = matrix->data + row / MC_TILE * matrix->row_bytes;
     const uint8_t *at = tile + mc_factor_bytes(matrix->scale), *scales = at;
-    int64_t columns = mc_input_columns(matrix), scale_bytes = mc_scale_bytes(matrix->scale);
-    int64_t head = mc_head_bytes(matrix), index = 0;
-    int pair = mc_block_groups(matrix), is_super = matrix->scale == MC_IN_STEPS;
+    int64_t columns = mc_input_columns(matrix), head = mc_head_bytes(matrix), index = 0;
+    int codes = kind & 255, has_terms = kind & MC_TERMS, is_super = kind & MC_SUPERS;
+    int pair = kind & MC_PAIRS ? 2 : 1, scale_type = is_super ? MC_IN_STEPS : matrix->scale;
+    int64_t stretch = is_super ? MC_SUPER : pair * matrix->group;
     __m512 sums[8], block[8], other[8], by[2];
     __m512i table[2];
     mc_bytes bytes;
@@ -243,46 +248,46 @@ INLINE void mc_few_dp(
         table[i] = _mm512_loadu_si512(mc_tables[matrix->codes - MC_I8].small + 32 * i);
         bytes.low[i] = _mm512_loadu_si512(mc_tables[matrix->codes - MC_I8].low + 64 * i);
         bytes.high[i] = _mm512_loadu_si512(mc_tables[matrix->codes - MC_I8].high + 64 * i);
-        by[i] = _mm512_setzero_ps();
+        by[i] = _mm512_set1_ps(1);
     }
     for (int t = 0; t < num; t++)
         sums[t] = _mm512_setzero_ps();
-    for (int64_t k = 0, group = 0; k < columns; k += MC_BLOCK) {
-        if (is_super && k % MC_SUPER == 0) {
-            for (int i = 0; i <= matrix->has_offsets; i++)
-                by[i] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(at + 32 * i)));
-            at += mc_super_bytes(matrix);
-        }
-        if (k == group) {
-            scales = at;
-            at += head * (1 + mc_has_terms(matrix));
-            group += pair * matrix->group;
-            for (int half = 0; half < pair && mc_has_terms(matrix); half++, index++) {
-                int64_t place = half * MC_TILE * scale_bytes;
-                __m512 term = mc_scales(scales + head + place, matrix->scale);
-                if (is_super)
-                    term = _mm512_mul_ps(term, by[1]);
-                else if (matrix->has_zeros)
-                    term = _mm512_mul_ps(term, mc_scales(scales + place, matrix->scale));
-                for (int t = 0; t < num; t++)
-                    sums[t] = _mm512_fmadd_ps(
-                        term, _mm512_set1_ps(mc_sums(matrix, MC_X_BF16, inputs[t])[index]), sums[t]);
+    for (int64_t k = 0, begin = 0; k < columns; begin = k) {
+        int64_t end = k + stretch < columns ? k + stretch : columns;
+        for (int i = 0; i <= !!has_terms && is_super; i++, at += 32)
+            by[i] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+        for (; k < end; k += MC_BLOCK) {
+            if (is_super || k == begin) {
+                scales = at;
+                at += head * (has_terms ? 2 : 1);
+                for (int half = 0; half < pair && has_terms; half++, index++) {
+                    int64_t place = half * head / pair;
+                    __m512 term = mc_scales(scales + head + place, scale_type);
+                    if (is_super)
+                        term = _mm512_mul_ps(term, by[1]);
+                    else if (matrix->has_zeros)
+                        term = _mm512_mul_ps(term, mc_scales(scales + place, scale_type));
+                    for (int t = 0; t < num; t++)
+                        sums[t] = _mm512_fmadd_ps(
+                            term, _mm512_set1_ps(mc_sums(matrix, MC_X_BF16, inputs[t])[index]),
+                            sums[t]);
+                }
             }
+#pragma GCC unroll 2
+            for (int half = 0; half < pair; half++) {
+                for (int t = 0; t < num; t++)
+                    block[t] = other[t] = _mm512_setzero_ps();
+#pragma GCC unroll 2
+                for (int i = half; i < half + 3 - pair; i++)
+                    mc_add_dp(block, other, at, i, inputs, k + 16 * i, num, table, bytes, codes);
+                __m512 scale = mc_scales(scales + half * head / pair, scale_type);
+                if (is_super)
+                    scale = _mm512_mul_ps(scale, by[0]);
+                for (int t = 0; t < num; t++)
+                    sums[t] = _mm512_fmadd_ps(_mm512_add_ps(block[t], other[t]), scale, sums[t]);
+            }
+            at += mc_code_bytes(codes, MC_BLOCK * MC_TILE);
         }
-        for (int half = 0; half < pair; half++) {
-            for (int t = 0; t < num; t++)
-                block[t] = other[t] = _mm512_setzero_ps();
-            if (!half)
-                mc_add_dp(block, other, at, 0, inputs, k, num, table, bytes, codes);
-            if (pair == 1 || half)
-                mc_add_dp(block, other, at, 1, inputs, k + 16, num, table, bytes, codes);
-            __m512 scale = mc_scales(scales + half * MC_TILE * scale_bytes, matrix->scale);
-            if (is_super)
-                scale = _mm512_mul_ps(scale, by[0]);
-            for (int t = 0; t < num; t++)
-                sums[t] = _mm512_fmadd_ps(_mm512_add_ps(block[t], other[t]), scale, sums[t]);
-        }
-        at += mc_code_bytes(codes, MC_BLOCK * MC_TILE);
     }
     for (int t = 0; t < num; t++)
         _mm512_storeu_ps(
@@ -290,8 +295,36 @@ INLINE void mc_few_dp(
 }
 
 /* Codes of as many bits differ in their tables alone. */
-MC_TILE_BY(mc_tile_i8_dp, mc_few_dp, 6, 2, MC_I8)
-MC_TILE_BY(mc_tile_e4m3_dp, mc_few_dp, 6, 2, MC_E4M3)
-MC_TILE_BY(mc_tile_4_dp, mc_few_dp, 6, 2, MC_I4)
-MC_TILE_BY(mc_tile_5_dp, mc_few_dp, 6, 2, MC_I5)
-MC_TILE_BY(mc_tile_6_dp, mc_few_dp, 6, 2, MC_I6)
+MC_TILE_BY(mc_i8_dp, mc_few_dp, 6, 2, MC_I8)
+MC_TILE_BY(mc_i8_pairs_dp, mc_few_dp, 6, 2, MC_I8 | MC_PAIRS)
+MC_TILE_BY(mc_i8_terms_dp, mc_few_dp, 6, 2, MC_I8 | MC_TERMS)
+MC_TILE_BY(mc_e4m3_dp, mc_few_dp, 6, 2, MC_E4M3)
+MC_TILE_BY(mc_e4m3_pairs_dp, mc_few_dp, 6, 2, MC_E4M3 | MC_PAIRS)
+MC_TILE_BY(mc_4_dp, mc_few_dp, 6, 2, MC_I4)
+MC_TILE_BY(mc_4_pairs_dp, mc_few_dp, 6, 2, MC_I4 | MC_PAIRS)
+MC_TILE_BY(mc_4_terms_dp, mc_few_dp, 6, 2, MC_I4 | MC_TERMS)
+MC_TILE_BY(mc_4_super_dp, mc_few_dp, 6, 2, MC_I4 | MC_SUPERS)
+MC_TILE_BY(mc_4_super_pairs_dp, mc_few_dp, 6, 2, MC_I4 | MC_SUPERS | MC_PAIRS)
+MC_TILE_BY(mc_4_super_terms_dp, mc_few_dp, 6, 2, MC_I4 | MC_SUPERS | MC_TERMS)
+MC_TILE_BY(mc_4_all_dp, mc_few_dp, 6, 2, MC_I4 | MC_SUPERS | MC_TERMS | MC_PAIRS)
+MC_TILE_BY(mc_5_dp, mc_few_dp, 6, 2, MC_I5)
+MC_TILE_BY(mc_5_terms_dp, mc_few_dp, 6, 2, MC_I5 | MC_TERMS)
+MC_TILE_BY(mc_5_super_terms_dp, mc_few_dp, 6, 2, MC_I5 | MC_SUPERS | MC_TERMS)
+MC_TILE_BY(mc_6_super_pairs_dp, mc_few_dp, 6, 2, MC_I6 | MC_SUPERS | MC_PAIRS)
+
+/* Takes the tile for a form: in turns with offsets, in groups of 16, with both; then of 256 columns. */
+#define MC_TILE_OF(name, plain, pairs, terms, ...)                                             \
+    static void name(                                                                          \
+        const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num,       \
+        float *out)                                                                            \
+    {                                                                                          \
+        static const mc_tile tiles[8] = {plain, terms, pairs, NULL, __VA_ARGS__};              \
+        tiles[(matrix->scale == MC_IN_STEPS) * 4 + (mc_block_groups(matrix) == 2) * 2          \
+              + mc_has_terms(matrix)](matrix, row, inputs, num, out);                          \
+    }
+MC_TILE_OF(mc_tile_i8_dp, mc_i8_dp, mc_i8_pairs_dp, mc_i8_terms_dp, NULL)
+MC_TILE_OF(mc_tile_e4m3_dp, mc_e4m3_dp, mc_e4m3_pairs_dp, NULL, NULL)
+MC_TILE_OF(mc_tile_4_dp, mc_4_dp, mc_4_pairs_dp, mc_4_terms_dp, mc_4_super_dp, mc_4_super_terms_dp,
+           mc_4_super_pairs_dp, mc_4_all_dp)
+MC_TILE_OF(mc_tile_5_dp, mc_5_dp, NULL, mc_5_terms_dp, NULL, mc_5_super_terms_dp)
+MC_TILE_OF(mc_tile_6_dp, NULL, NULL, NULL, NULL, NULL, mc_6_super_pairs_dp)

@@ -33,7 +33,7 @@ _ORDERS = {
     "int4": ("nibbles", 0x88),
     "int8": ("offset bytes", 0x80),
 }
-# ggml's blocks of a scale and codes: their order, a byte of codes that mean zero, where codes begin.
+# ggml's blocks of a scale and codes: order, a byte of codes that mean zero, where codes begin.
 _PLAIN_BLOCKS = {
     "q8_0": ("bytes", 0, 2),
     "q4_0": ("halves", 0x88, 2),

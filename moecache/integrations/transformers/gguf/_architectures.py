@@ -1,15 +1,21 @@
 """All architectures, by the name that GGUF files have for them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from moecache.errors import ConfigError
-from moecache.integrations.transformers.gguf import _softmax
+from moecache.integrations.transformers.gguf import _sigmoid, _softmax
 from moecache.integrations.transformers.gguf._architecture import Architecture
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
-ARCHITECTURES: Mapping[str, Architecture] = {
+ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] = {
+    "deepseek2": _sigmoid.deepseek2,
+    "dots1": _sigmoid.DOTS1,
+    "ernie4_5-moe": _sigmoid.ERNIE4_5_MOE,
+    "glm4moe": _sigmoid.GLM4_MOE,
     "gpt-oss": _softmax.GPT_OSS,
+    "granitemoe": _softmax.granitemoe,
     "llama": _softmax.MIXTRAL,
+    "minimax-m2": _sigmoid.MINIMAX_M2,
     "olmoe": _softmax.OLMOE,
     "qwen2moe": _softmax.QWEN2MOE,
     "qwen3moe": _softmax.QWEN3MOE,
@@ -30,4 +36,4 @@ def find_architecture(said: Metadata) -> Architecture:
             f"architecture {said.architecture!r} is not supported; supported are "
             f"{', '.join(sorted(ARCHITECTURES))}"
         )
-    return found
+    return found if isinstance(found, Architecture) else found(said)

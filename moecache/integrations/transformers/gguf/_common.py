@@ -32,6 +32,24 @@ def common_settings(said: Metadata) -> dict[str, Any]:
     }
 
 
+def plain_settings(said: Metadata, *, is_partial: bool = False) -> dict[str, Any]:
+    """Return the same with what heads of one width, and a choice of experts, add to it.
+
+    Parameters
+    ----------
+    said : Metadata
+    is_partial : bool, default False
+        Whether the architecture may rotate the first values of a head only.
+    """
+    width = head_dim(said)
+    return {
+        **common_settings(said),
+        "head_dim": width,
+        "rope_parameters": rope(said, width, is_partial=is_partial),
+        "num_experts_per_tok": said.size("expert_used_count", least=1),
+    }
+
+
 def tokens(said: Metadata, vocabulary: int) -> dict[str, Any]:
     """Return the ids of special tokens: `None` for those that the vocabulary does not have."""
 

@@ -1,4 +1,4 @@
-"""Architectures that route by a softmax: Qwen2, Qwen3, OLMoE, Mixtral and gpt-oss."""
+"""Architectures that route by a softmax: Qwen2, Qwen3, OLMoE, Mixtral, Granite and gpt-oss."""
 
 from typing import Any
 
@@ -6,25 +6,13 @@ import numpy as np
 
 from moecache.integrations.transformers.gguf._architecture import Architecture, Source
 from moecache.integrations.transformers.gguf._common import (
-    common_settings,
     expert_width,
     has_bias,
-    head_dim,
-    rope,
+    plain_settings,
 )
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
 _QKV = ("attn_q", "attn_k", "attn_v")
-
-
-def _plain(said: Metadata) -> dict[str, Any]:
-    width = head_dim(said)
-    return {
-        **common_settings(said),
-        "head_dim": width,
-        "rope_parameters": rope(said, width),
-        "num_experts_per_tok": said.size("expert_used_count", least=1),
-    }
 
 
 def _dense_layers(said: Metadata) -> list[int]:
@@ -35,7 +23,7 @@ def _dense_layers(said: Metadata) -> list[int]:
 def _qwen2moe(said: Metadata) -> dict[str, Any]:
     width = expert_width(said)
     return {
-        **_plain(said),
+        **plain_settings(said),
         "intermediate_size": said.size("feed_forward_length", width),
         "num_experts": said.size("expert_count", least=1),
         "moe_intermediate_size": width,
@@ -49,7 +37,7 @@ def _qwen2moe(said: Metadata) -> dict[str, Any]:
 def _qwen3moe(said: Metadata) -> dict[str, Any]:
     width = expert_width(said)
     return {
-        **_plain(said),
+        **plain_settings(said),
         "intermediate_size": said.size("feed_forward_length", width),
         "num_experts": said.size("expert_count", least=1),
         "moe_intermediate_size": width,
@@ -62,7 +50,7 @@ def _qwen3moe(said: Metadata) -> dict[str, Any]:
 def _olmoe(said: Metadata) -> dict[str, Any]:
     clip = said.number("attention.clamp_kqv", 0)
     return {
-        **_plain(said),
+        **plain_settings(said),
         "intermediate_size": expert_width(said),
         "num_experts": said.size("expert_count", least=1),
         "norm_topk_prob": False,
@@ -73,7 +61,7 @@ def _olmoe(said: Metadata) -> dict[str, Any]:
 
 def _mixtral(said: Metadata) -> dict[str, Any]:
     return {
-        **_plain(said),
+        **plain_settings(said),
         "intermediate_size": expert_width(said),
         "num_local_experts": said.size("expert_count", least=1),
         "sliding_window": said.size("attention.sliding_window", 0) or None,
@@ -82,7 +70,7 @@ def _mixtral(said: Metadata) -> dict[str, Any]:
 
 def _gpt_oss(said: Metadata) -> dict[str, Any]:
     settings = {
-        **_plain(said),
+        **plain_settings(said),
         "intermediate_size": expert_width(said),
         "num_local_experts": said.size("expert_count", least=1),
         "sliding_window": int(said.number("attention.sliding_window")),
@@ -93,6 +81,41 @@ def _gpt_oss(said: Metadata) -> dict[str, Any]:
         # The file does not say it, and llama.cpp rounds: the published models do not.
         settings["rope_parameters"]["truncate"] = False
     return settings
+
+
+def granitemoe(said: Metadata) -> Architecture:
+    """Return Granite with a shared expert, or without."""
+    return _GRANITE_SHARED if "expert_shared_feed_forward_length" in said else _GRANITE
+
+
+def _granite(said: Metadata) -> dict[str, Any]:
+    settings = plain_settings(said)
+    width = settings.pop("head_dim")
+    if width * settings["num_attention_heads"] != settings["hidden_size"]:
+        raise said.unsupported("attention.key_length", width)
+    return {
+        **settings,
+        "intermediate_size": expert_width(said),
+        "num_local_experts": said.size("expert_count", least=1),
+        # Zero where nothing is scaled.
+        "embedding_multiplier": said.number("embedding_scale", 1.0) or 1.0,
+        "residual_multiplier": said.number("residual_scale", 1.0) or 1.0,
+        "attention_multiplier": said.number("attention.scale", 0.0) or width**-0.5,
+        "logits_scaling": said.number("logit_scale", 1.0) or 1.0,
+        "attention_bias": has_bias(said, *_QKV),
+    }
+
+
+def _granite_shared(said: Metadata) -> dict[str, Any]:
+    shared = said.size("expert_shared_feed_forward_length")
+    return {**_granite(said), "shared_intermediate_size": shared}
+
+
+def _granite_source(leaf: str, layer: int, said: Metadata) -> Source | None:
+    if leaf == "shared_mlp.input_linear.weight":
+        parts = tuple(f"blk.{layer}.ffn_{part}_shexp.weight" for part in ("gate", "up"))
+        return Source(parts, undo=np.concatenate)
+    return permuted_heads(leaf, layer, said)
 
 
 def permuted(said: Metadata, heads: int, tensor: str) -> Source:
@@ -127,3 +150,9 @@ GPT_OSS = Architecture(
         "mlp.router.bias": "ffn_gate_inp.bias",
     },
 )
+_GRANITE_NAMES = {
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+}
+_GRANITE = Architecture("GraniteMoe", _granite, _GRANITE_NAMES, _granite_source)
+_GRANITE_SHARED = Architecture("GraniteMoeShared", _granite_shared, _GRANITE_NAMES, _granite_source)

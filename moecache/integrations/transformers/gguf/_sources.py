@@ -84,8 +84,8 @@ def find_layers(model: nn.Module, tensors: Mapping[str, tuple[int, ...]]) -> dic
         If the model and the file have experts in different layers.
     """
     paths = find_experts(model)
-    found = {int(number.group(1)): path for path in paths if (number := _LAYER.match(path))}
-    blocks = {int(block.group(1)) for name in tensors if (block := _EXPERTS.match(name))}
+    found = {int(layer.group(1)): path for path in paths if (layer := _LAYER.match(path))}
+    blocks = {int(stack.group(1)) for name in tensors if (stack := _EXPERTS.match(name))}
     for block, path in found.items():
         if block not in blocks:
             raise ConfigError(

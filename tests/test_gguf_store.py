@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache import experts
+from moecache import cli, experts
 from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, StoreError
 from moecache.kernels import values_in
 from moecache.stores import FileStore, GgufStore, SafetensorsStore, open_store
@@ -262,7 +262,7 @@ def test_a_directory_is_that_of_one_model(tmp_path: Path) -> None:
     write_checkpoint(directory, num_layers=1, num_experts=3)
     with open_store(directory) as store:
         assert isinstance(store, SafetensorsStore)
-    with pytest.raises(FormatError, match=r"only \.safetensors and \.gguf files"):
+    with pytest.raises(FormatError, match=r"only \.safetensors files, \.gguf files"):
         open_store(directory / "config.json")
 
 
@@ -354,3 +354,24 @@ def test_a_file_that_is_replaced_or_cut_is_a_store_error(small: GgufFile) -> Non
             read_values(store, 1, 2)
         with pytest.raises(StoreError, match="cannot be mapped"):
             store.view(1, 2)
+
+
+def test_commands_take_a_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`inspect` says of what types it is, layer by layer; `warm` brings its experts in."""
+    layers = [("Q4_0", "Q4_0", kind) for kind in ("Q8_0", "Q4_0", "Q4_0", "Q8_0", "Q4_0")]
+    model = write_gguf(tmp_path / "m.gguf", layers, num_parts=2)
+    for path in (model.path, tmp_path):
+        assert cli.main(["inspect", str(path)]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        for part in (
+            f"{path} {ARCHITECTURE} ",
+            "5 MoE layers x 3 experts, top-2",
+            "quantized with Q4_K_M; experts: gate_up q4_0, down q4_0 (3 layers) and q8_0 (2",
+            "layers); trunk: 7 matrices in q8_0",
+            "0, 3 blk.1 ...",
+            "1-2, 4 blk.2 ...",
+        ):
+            assert part in shown
+    assert cli.main(["warm", str(model.path), "--status", "--layers", "1,4"]) == 0
+    assert "layer 4" in capsys.readouterr().out
+    assert cli.main(["warm", str(tmp_path), "--experts-only"]) == 0

@@ -6,6 +6,7 @@ the alignment on, their data. Numbers are little-endian, strings have their leng
 """
 
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 2**18
 MAX_KEYS = 2**16
 MAX_DIMENSIONS = 4
-_CHUNK_BYTES = 2**20
+# What is read at once: a small header should not bring much of a file into memory.
+_LEAST_BYTES, _MOST_BYTES = 2**16, 2**20
 _DEFAULT_ALIGNMENT = 32
 _LENGTH = struct.Struct("<Q")
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -116,8 +118,8 @@ class Metadata(Mapping[str, Any]):
 def read_header(file: ReadOnlyFile) -> Header:
     """Return what a GGUF file has.
 
-    Reads no byte of the tensors' data but what is in the same MiB as the header. Memory and time
-    are bounded by the file's own size, whatever the header claims.
+    Reads no byte of the tensors' data beyond twice the header, or 64 KiB. Memory and time are
+    bounded by the file's own size, whatever the header claims.
 
     Raises
     ------
@@ -126,50 +128,12 @@ def read_header(file: ReadOnlyFile) -> Header:
     StoreError
         If it cannot be read.
     """
-    head = _Reader(file)
-    magic, version = head.take("<4sI", "its version")
-    if magic != b"GGUF":
-        head.fail(f"begins with {magic!r}, not with b'GGUF': it is no GGUF file")
-    if version not in (2, 3):
-        if version >> 24 and not version & 0xFFFFFF:
-            head.fail("is big-endian, which is not supported; convert the model again")
-        head.fail(f"is of version {version}; supported are 2 and 3, so convert the model again")
-    num_tensors, num_keys = head.take("<QQ", "its counts")
-    # An entry takes at least so many bytes.
-    for count, most, least, what in (
-        (num_tensors, MAX_TENSORS, 24, "tensors"),
-        (num_keys, MAX_KEYS, 13, "metadata entries"),
-    ):
-        if count * least > file.nbytes:
-            head.fail(f"claims {count} {what}, more than its {file.nbytes} bytes can hold")
-        if count > most:
-            head.fail(f"has {count} {what}, over {most}; no model has so many")
-    places: dict[str, tuple[int, int | None, int]] = {}
-    for _ in range(num_keys):
-        key = head.text("a metadata key")
-        if key in places:
-            head.fail(f"the metadata has {shown(key)} twice")
-        places[key] = _skip_value(head, key)
-    metadata = Metadata(file.path, head.data, places)
-    raw = {}
-    for _ in range(num_tensors):
-        name = head.text("a tensor's name")
-        if name in raw:
-            head.fail(f"the header names {shown(name)} twice")
-        (rank,) = head.take("<I", f"tensor {shown(name)}")
-        if rank > MAX_DIMENSIONS:
-            head.fail(f"tensor {shown(name)} has {rank} dimensions, over {MAX_DIMENSIONS}")
-        raw[name] = head.take(f"<{rank}QIQ", f"tensor {shown(name)}")
-    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        head.fail(f"general.alignment is {shown(alignment)}, no power of two")
-    start = -(-head.at // alignment) * alignment
-    tensors = {
-        name: _entry(head, name, fields, start, alignment, file.nbytes)
-        for name, fields in raw.items()
-    }
-    check_overlap(file.path, tensors)
-    return Header(metadata, tensors)
+    # Only the header: the kernel should not read the experts ahead.
+    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    try:
+        return _read(_Reader(file), file)
+    finally:
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
 
 
 class _Reader:
@@ -234,13 +198,60 @@ class _Reader:
         if end > MAX_HEADER_BYTES:
             self.fail(f"{what} ends at byte {end}: the header has over {MAX_HEADER_BYTES}")
         while len(self.data) < end:
-            chunk = bytearray(min(_CHUNK_BYTES, self._file_bytes - len(self.data)))
+            size = min(max(_LEAST_BYTES, len(self.data)), _MOST_BYTES)
+            chunk = bytearray(min(size, self._file_bytes - len(self.data)))
             self._file.read(len(self.data), [memoryview(chunk)], "the header")
             self.data += chunk
 
     def fail(self, problem: str) -> NoReturn:
         """Raise FormatError."""
         raise FormatError(f"{self._file.path}: {problem}")
+
+
+def _read(head: _Reader, file: ReadOnlyFile) -> Header:
+    magic, version = head.take("<4sI", "its version")
+    if magic != b"GGUF":
+        head.fail(f"begins with {magic!r}, not with b'GGUF': it is no GGUF file")
+    if version not in (2, 3):
+        if version >> 24 and not version & 0xFFFFFF:
+            head.fail("is big-endian, which is not supported; convert the model again")
+        head.fail(f"is of version {version}; supported are 2 and 3, so convert the model again")
+    num_tensors, num_keys = head.take("<QQ", "its counts")
+    # An entry takes at least so many bytes.
+    for count, most, least, what in (
+        (num_tensors, MAX_TENSORS, 24, "tensors"),
+        (num_keys, MAX_KEYS, 13, "metadata entries"),
+    ):
+        if count * least > file.nbytes:
+            head.fail(f"claims {count} {what}, more than its {file.nbytes} bytes can hold")
+        if count > most:
+            head.fail(f"has {count} {what}, over {most}; no model has so many")
+    places: dict[str, tuple[int, int | None, int]] = {}
+    for _ in range(num_keys):
+        key = head.text("a metadata key")
+        if key in places:
+            head.fail(f"the metadata has {shown(key)} twice")
+        places[key] = _skip_value(head, key)
+    metadata = Metadata(file.path, head.data, places)
+    raw = {}
+    for _ in range(num_tensors):
+        name = head.text("a tensor's name")
+        if name in raw:
+            head.fail(f"the header names {shown(name)} twice")
+        (rank,) = head.take("<I", f"tensor {shown(name)}")
+        if rank > MAX_DIMENSIONS:
+            head.fail(f"tensor {shown(name)} has {rank} dimensions, over {MAX_DIMENSIONS}")
+        raw[name] = head.take(f"<{rank}QIQ", f"tensor {shown(name)}")
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        head.fail(f"general.alignment is {shown(alignment)}, no power of two")
+    start = -(-head.at // alignment) * alignment
+    tensors = {
+        name: _entry(head, name, fields, start, alignment, file.nbytes)
+        for name, fields in raw.items()
+    }
+    check_overlap(file.path, tensors)
+    return Header(metadata, tensors)
 
 
 def _skip_value(head: _Reader, key: str) -> tuple[int, int | None, int]:

@@ -52,6 +52,18 @@ class Header:
     tensors: dict[str, GgufEntry]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value of the metadata is: of its type, its number of elements, and these."""
+
+    kind: int
+    is_list: bool
+    count: int
+    start: int
+    at: int
+    end: int
+
+
 class Metadata(Mapping[str, Any]):
     """What a file says beside its tensors: numbers, strings, lists of these.
 
@@ -63,22 +75,19 @@ class Metadata(Mapping[str, Any]):
         For messages.
     data : bytes-like
         The header.
-    places : mapping of str to (int, int or None, int)
-        Type, number of elements (`None`: no list), and place of each value.
+    places : mapping of str to Place
     """
 
-    def __init__(
-        self, path: object, data: bytearray, places: Mapping[str, tuple[int, int | None, int]]
-    ) -> None:
+    def __init__(self, path: object, data: bytearray, places: Mapping[str, Place]) -> None:
         self._path, self._data, self._places = path, data, places
         self._values: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> Any:
         """Return a value; FormatError if it is a list with a string that is not UTF-8."""
         if key not in self._values:
-            kind, count, at = self._places[key]
-            values = self._decode(key, kind, 1 if count is None else count, at)
-            self._values[key] = values[0] if count is None else values
+            place = self._places[key]
+            values = self._decode(key, place)
+            self._values[key] = values if place.is_list else values[0]
         return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -91,7 +100,7 @@ class Metadata(Mapping[str, Any]):
 
     def text(self, key: str) -> str:
         """Return a string; "" if there is none."""
-        value = self[key] if key in self._places and self._places[key][1] is None else ""
+        value = "" if key not in self or self._places[key].is_list else self[key]
         return value if isinstance(value, str) else ""
 
     def number(self, key: str) -> int:
@@ -100,12 +109,18 @@ class Metadata(Mapping[str, Any]):
         values = value if isinstance(value, list) else [value]
         return max((one for one in values if type(one) is int), default=0)
 
-    def _decode(self, key: str, kind: int, count: int, at: int) -> list[Any]:
+    def encoded(self, key: str) -> bytes:
+        """Return a value as the file has it, with its type before it."""
+        place = self._places[key]
+        return bytes(self._data[place.start : place.end])
+
+    def _decode(self, key: str, place: Place) -> list[Any]:
+        at, kind = place.at, place.kind
         if kind != _STRING:
-            values = np.frombuffer(self._data, _NUMBERS[kind], count, at)
+            values = np.frombuffer(self._data, _NUMBERS[kind], place.count, at)
             return (values.astype(bool) if kind == _BOOL else values).tolist()
         texts = []
-        for _ in range(count):
+        for _ in range(place.count):
             (length,) = _LENGTH.unpack_from(self._data, at)
             texts.append(self._data[at + 8 : at + 8 + length])
             at += 8 + length
@@ -226,7 +241,7 @@ def _read(head: _Reader, file: ReadOnlyFile) -> Header:
             head.fail(f"claims {count} {what}, more than its {file.nbytes} bytes can hold")
         if count > most:
             head.fail(f"has {count} {what}, over {most}; no model has so many")
-    places: dict[str, tuple[int, int | None, int]] = {}
+    places: dict[str, Place] = {}
     for _ in range(num_keys):
         key = head.text("a metadata key")
         if key in places:
@@ -254,25 +269,24 @@ def _read(head: _Reader, file: ReadOnlyFile) -> Header:
     return Header(metadata, tensors)
 
 
-def _skip_value(head: _Reader, key: str) -> tuple[int, int | None, int]:
-    """Pass over a value; return its type, its number of elements, and its place."""
-    what = f"metadata {shown(key)}"
+def _skip_value(head: _Reader, key: str) -> Place:
+    """Pass over a value; return where it is."""
+    what, start, count = f"metadata {shown(key)}", head.at, 1
     (kind,) = head.take("<I", what)
-    count = None
-    if kind == _ARRAY:
+    is_list = kind == _ARRAY
+    if is_list:
         kind, count = head.take("<IQ", what)
     if kind not in _NUMBERS and kind != _STRING:
         problem = "is a list of lists" if kind == _ARRAY else f"is of unknown type {kind}"
         head.fail(f"{what} {problem}")
-    at, elements = head.at, 1 if count is None else count
-    size = 8 if kind == _STRING else _NUMBERS[kind].itemsize
+    at = head.at
     if kind == _STRING:
         # Before the first is looked at: as many lengths have to be there at least.
-        head.have(0 if count is None else size * elements, what)
-        head.skip_texts(elements, what)
+        head.have(8 * count, what)
+        head.skip_texts(count, what)
     else:
-        head.skip(size * elements, what)
-    return kind, count, at
+        head.skip(_NUMBERS[kind].itemsize * count, what)
+    return Place(kind, is_list, count, start, at, head.at)
 
 
 def _entry(

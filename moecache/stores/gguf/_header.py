@@ -27,7 +27,7 @@ MAX_KEYS = 2**16
 MAX_DIMENSIONS = 4
 # What is read at once: a small header should not bring much of a file into memory.
 _LEAST_BYTES, _MOST_BYTES = 2**16, 2**20
-_DEFAULT_ALIGNMENT = 32
+DEFAULT_ALIGNMENT = 32
 _LENGTH = struct.Struct("<Q")
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 # The other types of values, by their numbers.
@@ -257,7 +257,7 @@ def _read(head: _Reader, file: ReadOnlyFile) -> Header:
         if rank > MAX_DIMENSIONS:
             head.fail(f"tensor {shown(name)} has {rank} dimensions, over {MAX_DIMENSIONS}")
         raw[name] = head.take(f"<{rank}QIQ", f"tensor {shown(name)}")
-    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         head.fail(f"general.alignment is {shown(alignment)}, no power of two")
     start = -(-head.at // alignment) * alignment

@@ -20,7 +20,7 @@ MIB = 2**20
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Return a file of 3 MiB and a bit that is not in memory."""
-    path = tmp_path / "model.gguf"
+    path = tmp_path / "model.bin"
     path.write_bytes(bytes(3 * MIB + 5))
     if prefault.evict(np.memmap(path, mode="r")):
         pytest.skip("this file system keeps its files in memory")

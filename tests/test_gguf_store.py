@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache import experts
+from moecache import cli, experts
 from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, StoreError
 from moecache.kernels import values_in
 from moecache.stores import FileStore, GgufStore, SafetensorsStore, open_store
@@ -19,6 +19,7 @@ from tests.helpers.gguf_files import (
     HIDDEN,
     NUM_EXPERTS,
     TOP_K,
+    WIDE,
     WIDTH,
     GgufFile,
     readable_types,
@@ -37,7 +38,7 @@ MIXED = [(kind, kind, other) for kind, other in zip(TYPES, TYPES[1:] + TYPES[:1]
 @pytest.fixture(scope="module", name="mixed")
 def _mixed(tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
     """Return a model with all types, in three parts."""
-    return write_gguf(tmp_path_factory.mktemp("mixed") / "m.gguf", MIXED, num_parts=3)
+    return write_gguf(tmp_path_factory.mktemp("mixed") / "m.gguf", MIXED, num_parts=3, **WIDE)
 
 
 @pytest.fixture(name="small")
@@ -262,7 +263,7 @@ def test_a_directory_is_that_of_one_model(tmp_path: Path) -> None:
     write_checkpoint(directory, num_layers=1, num_experts=3)
     with open_store(directory) as store:
         assert isinstance(store, SafetensorsStore)
-    with pytest.raises(FormatError, match=r"only \.safetensors and \.gguf files"):
+    with pytest.raises(FormatError, match=r"only \.safetensors files, \.gguf files"):
         open_store(directory / "config.json")
 
 
@@ -318,10 +319,10 @@ def test_experts_that_do_not_fit_are_refused(
 
 def test_a_type_without_a_format_is_refused_by_name(tmp_path: Path) -> None:
     """When it is an expert's; a trunk's when it is asked for."""
-    model = write_gguf(tmp_path / "a.gguf", [("TQ1_0", "TQ1_0", "Q8_0")])
+    model = write_gguf(tmp_path / "a.gguf", [("TQ1_0", "TQ1_0", "Q8_0")], **WIDE)
     with pytest.raises(ConfigError, match=r"blk\.1\.ffn_gate_exps\.weight.*'tq1_0' is not supp"):
         open_store(model.path)
-    model = write_gguf(tmp_path / "b.gguf", trunk="TQ1_0")
+    model = write_gguf(tmp_path / "b.gguf", trunk="TQ1_0", **WIDE)
     with open_store(model.path) as store:
         for use in (store.read_tensor, store.read_matrix):
             with pytest.raises(ConfigError, match=r"token_embd.*'tq1_0' is not supported"):
@@ -354,3 +355,38 @@ def test_a_file_that_is_replaced_or_cut_is_a_store_error(small: GgufFile) -> Non
             read_values(store, 1, 2)
         with pytest.raises(StoreError, match="cannot be mapped"):
             store.view(1, 2)
+
+
+def test_commands_take_a_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`inspect` says of what types it is, layer by layer; `warm` brings its experts in."""
+    layers = [("Q4_0", "Q4_0", kind) for kind in ("Q8_0", "Q4_0", "Q4_0", "Q8_0", "Q4_0")]
+    model = write_gguf(tmp_path / "m.gguf", layers, num_parts=2)
+    for path in (model.path, tmp_path):
+        assert cli.main(["inspect", str(path)]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        for part in (
+            f"{path} {ARCHITECTURE} ",
+            "5 MoE layers x 3 experts, top-2",
+            "quantized with Q4_K_M; experts: gate_up q4_0, down q4_0 (3 layers) and q8_0 (2",
+            "layers); trunk: 7 matrices in q8_0",
+            "0, 3 blk.1 ...",
+            "1-2, 4 blk.2 ...",
+        ):
+            assert part in shown
+    assert cli.main(["warm", str(model.path), "--status", "--layers", "1,4"]) == 0
+    assert "layer 4" in capsys.readouterr().out
+    assert cli.main(["warm", str(tmp_path), "--experts-only"]) == 0
+
+
+def test_the_status_of_several_models_is_that_of_their_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory of GGUF files is no checkpoint, but has files all the same."""
+    for name in ("one", "other"):
+        write_gguf(tmp_path / f"{name}.gguf")
+    assert cli.main(["warm", str(tmp_path), "--status"]) == 0
+    shown = capsys.readouterr().out
+    assert "one.gguf" in shown
+    assert "other.gguf" in shown
+    assert cli.main(["warm", str(tmp_path), "--experts-only"]) == 2
+    assert "give the path of one of them" in capsys.readouterr().err

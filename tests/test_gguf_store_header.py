@@ -251,6 +251,6 @@ def test_only_a_header_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         tracemalloc.stop()
         assert isinstance(store, GgufStore)
         assert store.layout.total_bytes == 2**34
-        assert num_read < header_bytes + 2**20
+        assert num_read <= 2 * header_bytes
         assert peak < header_bytes + 2**22
         assert len(store.metadata["tokens"]) == count

@@ -41,10 +41,10 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
         packing.pack(dense, tmp_path / "out")
     with pytest.raises(StoreError, match="no such file"):
         packing.pack(tmp_path / "nothing", tmp_path / "out")
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "m.bin").write_bytes(b"GGUF")
     with pytest.raises(FormatError, match=r"only \.safetensors"):
-        packing.pack(tmp_path / "m.gguf", tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "m.gguf"]
+        packing.pack(tmp_path / "m.bin", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "m.bin"]
 
 
 def test_a_header_that_no_reader_accepts_is_refused(

@@ -1,6 +1,9 @@
 """`moecache inspect`: a checkpoint's experts, and what a memory budget buys."""
 
 import argparse
+from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -9,7 +12,7 @@ from rich.table import Table
 from moecache import kernels
 from moecache.commands.arguments import add_option
 from moecache.commands.paths import printable
-from moecache.layout import ExpertLayout
+from moecache.layout import ExpertLayout, Role
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
@@ -30,7 +33,7 @@ def add_parser(commands: Any) -> None:
         epilog="example: moecache inspect ./Qwen3-30B-A3B --memory 8GiB; on a GPU: moecache "
         "inspect ./Qwen3-30B-A3B --device cuda",
     )
-    parser.add_argument("path", help="checkpoint directory or .safetensors file")
+    parser.add_argument("path", help="checkpoint directory, .safetensors or .gguf file")
     add_option(parser, "memory", "; without SIZE, the default counts", nargs="?")
     parser.add_argument(
         "--device",
@@ -99,20 +102,38 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _quantized(store: CheckpointStore) -> str:
-    """Return how the checkpoint is quantized, and what of its trunk."""
+    """Return how the checkpoint is quantized, of which formats its experts and its trunk are."""
     if not store.quantization:
         return ""
-    matrices = [matrix.format.name for matrix, _ in store.trunk_matrices.values()]
-    if not matrices:
-        return f"quantized with {store.quantization}; trunk: not quantized"
-    formats = ", ".join(sorted(set(matrices)))
-    return f"quantized with {store.quantization}; trunk: {len(matrices)} matrices in {formats}"
+    layers = store.layout.layers
+    by_role = [
+        f"{name} {_counted(map(_format_of, roles), ' layers')}"
+        for name in store.layout.role_names
+        if not name.endswith("_bias")
+        and (roles := [role for layer in layers for role in layer if role.name == name])
+    ]
+    experts = f"experts: {', '.join(by_role)}; " if by_role else ""
+    formats = [matrix.format.name for matrix, _ in store.trunk_matrices.values()]
+    trunk = f"{len(formats)} matrices in {_counted(formats)}" if formats else "not quantized"
+    return f"quantized with {store.quantization}; {experts}trunk: {trunk}"
+
+
+def _format_of(role: Role) -> str:
+    return role.format or str(role.dtype)
+
+
+def _counted(names: Iterable[str], unit: str = "") -> str:
+    """Return names, the most frequent first; if they are several, how often each is there."""
+    counts = Counter(names).most_common()
+    if len(counts) == 1:
+        return counts[0][0]
+    return " and ".join(f"{name} ({count}{unit})" for name, count in counts)
 
 
 def _compute(planned: Plan, *, measures: bool) -> str:
     """Return what kernels would compute with, and how much weight a token's experts have."""
     layout = planned.layout
-    formats = {role.format or str(role.dtype) for roles in layout.layers for role in roles}
+    formats = {_format_of(role) for roles in layout.layers for role in roles}
     named = {role.format for roles in layout.layers for role in roles} - {""}
     formless = sorted(name for name in named if not kernels.has_form(name))
     if formless:
@@ -171,19 +192,25 @@ def _plan_table(planned: Plan) -> Table:
 def _layer_table(layout: ExpertLayout) -> Table:
     """Return the roles of every layer, layers that are alike in one row."""
     table = Table("layers", "role", "shape", "format", "bytes")
-    first = 0
-    for layer in range(1, layout.num_layers + 1):
-        if layer < layout.num_layers and layout.layers[layer] == layout.layers[first]:
-            continue
-        span = f"{first}-{layer - 1}" if layer - 1 > first else str(first)
-        names = printable(layout.layer_names[first]) + (" ..." if layer - 1 > first else "")
-        for index, role in enumerate(layout.layers[first]):
+    alike: dict[tuple[Role, ...], list[int]] = {}
+    for layer, roles in enumerate(layout.layers):
+        alike.setdefault(tuple(roles), []).append(layer)
+    for roles, layers in alike.items():
+        more = " ..." if len(layers) > 1 else ""
+        label = f"{_spans(layers)}  {printable(layout.layer_names[layers[0]])}{more}"
+        for index, role in enumerate(roles):
             table.add_row(
-                f"{span}  {names}" if index == 0 else "",
+                label if index == 0 else "",
                 role.name,
                 " x ".join(map(str, role.shape)),
-                role.format or str(role.dtype),
+                _format_of(role),
                 format_bytes(role.nbytes),
             )
-        first = layer
     return table
+
+
+def _spans(numbers: list[int]) -> str:
+    """Return ascending numbers, those that follow each other as one span: 0-3, 6."""
+    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    spans = [[number for _, number in run] for _, run in runs]
+    return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)

@@ -27,7 +27,8 @@ def add_parser(commands: Any) -> None:
         "in memory is then one direct read. Needs as much disk as the model has. Interrupted, it "
         "goes on where it was when called again; until it is complete, all is in OUT.partial. "
         "Links to files are followed, and named if they lead out of MODEL; links to directories "
-        "stay behind.",
+        "stay behind. A GGUF becomes one in two parts: the trunk, and the experts, each in one "
+        "piece at a multiple of 4 KiB, in the types that they had.",
         epilog="examples: moecache pack ./Qwen3-30B-A3B ./Qwen3-30B-A3B-packed | "
         "moecache pack --verify ./Qwen3-30B-A3B-packed | "
         "moecache pack --format int4 ./Qwen3-30B-A3B ./Qwen3-30B-A3B-int4 | "
@@ -37,7 +38,7 @@ def add_parser(commands: Any) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="checkpoint directory or .safetensors file; it is only read",
+        help="checkpoint directory, .safetensors or .gguf file; it is only read",
     )
     parser.add_argument("out", metavar="OUT", nargs="?", help="directory to make, or to verify")
     parser.add_argument(

@@ -68,7 +68,7 @@ def has_experts(path: str) -> bool:
     try:
         with open_store(path) as store:
             return store.layout.total_experts > 0
-    except StoreError:
+    except (ConfigError, StoreError):
         return False
 
 
@@ -80,7 +80,7 @@ def open_experts(path: str, layers: list[int] | None) -> tuple[CheckpointStore, 
     ConfigError
         If it has no experts, or not such layers.
     StoreError
-        If it is no safetensors checkpoint.
+        If it is no checkpoint that is read here.
     """
     store = open_store(path)
     try:

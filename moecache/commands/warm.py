@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--experts-only",
         action="store_true",
-        help="only the routed experts of a safetensors checkpoint",
+        help="only the routed experts of a checkpoint, in safetensors or GGUF",
     )
     parser.add_argument(
         "--layers",

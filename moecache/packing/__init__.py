@@ -5,7 +5,8 @@ order they run, each contiguous and each of its roles at a multiple of 4 KiB;
 `trunk.safetensors` has the rest. Not a bit of any tensor changes, and the
 result is a checkpoint like any other to all readers of safetensors. (Experts
 that were stacked in one tensor become a tensor each.) With a format, the experts
-are quantized, or what a publisher quantized is dequantized.
+are quantized, or what a publisher quantized is dequantized. A GGUF file becomes one in
+two parts, of the trunk and of the experts.
 """
 
 from moecache.packing._manifest import Progress, verify

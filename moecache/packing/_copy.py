@@ -17,7 +17,7 @@ from moecache.packing._journal import Finished
 from moecache.packing._plan import ZEROS, Extent, Unit
 from moecache.packing._recipe import Recipe
 from moecache.packing._report import Deviation
-from moecache.packing._source import OtherFile, Source
+from moecache.packing._source import Origin, OtherFile
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import shown
 
@@ -49,7 +49,7 @@ class PackedFile:
         os.close(self._descriptor)
         self._chunks = []
 
-    def write(self, unit: Unit, source: Source, copied: Copied) -> Finished:
+    def write(self, unit: Unit, source: Origin, copied: Copied) -> Finished:
         """Write a unit and return what is to be noted.
 
         Blocks until the bytes are on disk, and drops them from the page cache,
@@ -58,7 +58,7 @@ class PackedFile:
         Parameters
         ----------
         unit : Unit
-        source : Source
+        source : Origin
             Where its extents come from.
         copied : callable (nbytes)
             Called after each chunk.
@@ -93,7 +93,7 @@ class PackedFile:
         return Finished(digest.hexdigest(), deviation)
 
     def _read(
-        self, unit: Unit, source: Source, deviations: list[Deviation]
+        self, unit: Unit, source: Origin, deviations: list[Deviation]
     ) -> Iterator[memoryview]:
         """Yield the unit's bytes in chunks, whose memory is reused; append the deviations."""
         if unit.header:
@@ -209,14 +209,14 @@ def write_file(path: Path, chunks: Iterator[bytes | bytearray]) -> tuple[int, st
     return nbytes, digest.hexdigest()
 
 
-def _fill(part: memoryview, extent: Extent, done: int, source: Source, unit: str) -> None:
+def _fill(part: memoryview, extent: Extent, done: int, source: Origin, unit: str) -> None:
     if extent.file == ZEROS:
         part[:] = bytes(len(part))
     else:
         source.read(extent.file, extent.source_offset + done, part, unit)
 
 
-def _make(recipe: Recipe, source: Source, unit: str) -> tuple[np.ndarray, Deviation | None]:
+def _make(recipe: Recipe, source: Origin, unit: str) -> tuple[np.ndarray, Deviation | None]:
     """Return the bytes of a recipe's tensor, and how far it is from the original."""
     raw, start = np.empty(sum(nbytes for _, _, nbytes in recipe.places), np.uint8), 0
     for file, offset, nbytes in recipe.places:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from moecache.errors import FormatError, StoreError
 from moecache.packing._copy import Copied, PackedFile, copy_file, hash_range, write_file
+from moecache.packing._gguf import GgufSource, check_target, plan_gguf
 from moecache.packing._journal import Finished, Journal, sync_directory
 from moecache.packing._manifest import Progress, describe
 from moecache.packing._place import Place, locked
@@ -17,8 +18,10 @@ from moecache.packing._plan import Unit, plan_experts, plan_trunk
 from moecache.packing._report import Deviation, PackPlan, PackReport
 from moecache.packing._source import MANIFEST_NAME, Source
 from moecache.packing._target import PLAIN, find_target, packed_config, packed_layout
-from moecache.stores import SafetensorsStore
+from moecache.stores import open_store
 from moecache.stores._checkpoint import INDEX_NAME
+from moecache.stores._paths import find_path
+from moecache.stores.gguf._parts import is_gguf
 from moecache.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ def plan(
     ConfigError, StoreError
         As `pack` would, but not for a lack of room.
     """
-    with Source(model) as source:
+    with _open(model) as source:
         place = Place.find(source.path, out)
         return _Work(source, find_target(format)).plan(place)
 
@@ -90,7 +93,7 @@ def pack(
         the model is changed meanwhile, or if another process packs into `out`.
     """
     begun = time.perf_counter()
-    with Source(model) as source:
+    with _open(model) as source:
         place = Place.find(source.path, out)
         work = _Work(source, find_target(format))
         with locked(place):
@@ -118,12 +121,17 @@ def pack(
 class _Work:
     """All that is to be written for a source, and the writing of it."""
 
-    def __init__(self, source: Source, target: str) -> None:
+    def __init__(self, source: Source | GgufSource, target: str) -> None:
         self._source = source
         self._target = target
-        self._layout = packed_layout(source, target)
-        self._files = (plan_experts(source, target), plan_trunk(source, target))
-        self._beside = source.others(packed_config(source.config, target) if target else None)
+        if isinstance(source, GgufSource):
+            check_target(target)
+            self._layout, self._files = source.layout, plan_gguf(source)
+            self._beside = source.others()
+        else:
+            self._layout = packed_layout(source, target)
+            self._files = (plan_experts(source, target), plan_trunk(source, target))
+            self._beside = source.others(packed_config(source.config, target) if target else None)
         # Of each layer; empty if nothing is quantized.
         self.deviations: tuple[Deviation | None, ...] = ()
         self._others = self._beside.files
@@ -184,11 +192,12 @@ class _Work:
         others = {
             other.name: copy_file(other, place.files / other.name, copied) for other in self._others
         }
-        others[INDEX_NAME] = write_file(place.files / INDEX_NAME, iter([self._index]))
+        if self._index:
+            others[INDEX_NAME] = write_file(place.files / INDEX_NAME, iter([self._index]))
         checksums = [unit.checksum for unit in finished]
         manifest = describe(self._files, checksums, others).encode()
         write_file(place.files / MANIFEST_NAME, iter([manifest]))
-        with SafetensorsStore(place.files) as packed:
+        with open_store(place.files) as packed:
             if packed.layout != self._layout:
                 raise FormatError(
                     f"{place.files}: its experts are not read like those of {self._source.path}; "
@@ -202,6 +211,8 @@ class _Work:
 
     @cached_property
     def _index(self) -> bytes:
+        if isinstance(self._source, GgufSource):
+            return b""
         # Padding is left out: readers that go by the index never see it.
         weight_map = {name: file.name for file in self._files for name in file.tensor_names}
         size = sum(file.tensor_bytes for file in self._files)
@@ -267,6 +278,11 @@ class _Work:
                     finished.append(packed.write(unit, self._source, copied))
                     self._source.check_unchanged(f"{unit.name}, byte {unit.offset} of {file},")
                     journal.add(unit, finished[-1])
+
+
+def _open(model: str | os.PathLike[str]) -> Source | GgufSource:
+    found = find_path(model)
+    return GgufSource(found) if is_gguf(found) else Source(found)
 
 
 def _is_intact(place: Place, unit: Unit, checksum: str) -> bool:

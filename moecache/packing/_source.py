@@ -7,13 +7,14 @@ import os
 import re
 import stat
 import struct
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from moecache.errors import ConfigError, FormatError, StoreError
-from moecache.stores import SafetensorsStore
+from moecache.stores import CheckpointStore, SafetensorsStore
 from moecache.stores._header import TensorEntry
 from moecache.stores._index import TensorPart, is_expert
 from moecache.stores._paths import find_path
@@ -64,8 +65,82 @@ class Others:
     left_behind: Sequence[Link] = ()
 
 
-class Source(SafetensorsStore):
-    """A checkpoint to be packed, with the places of its tensors.
+class Origin(CheckpointStore):
+    """A checkpoint to be packed, whatever form its files have.
+
+    Raises
+    ------
+    ConfigError
+        If it has no experts.
+    """
+
+    _stamps: Sequence[tuple[int, int]]
+
+    def begin(self) -> None:
+        """Note what the files are like, and look whether they can be packed; called once."""
+        if self.layout.total_experts == 0:
+            self.close()
+            raise ConfigError(
+                f"{self.path}: there are no experts; is it a mixture-of-experts model?"
+            )
+        # A trunk that cannot be read is not copied.
+        self.trunk_matrices  # noqa: B018 - matched when it is first asked for
+        self._stamps = [_stamp(file.descriptor) for file in self.files]
+
+    def pieces(self, layer: int) -> Sequence[TensorPart]:
+        """Return the pieces of a layer's experts, in the order of the layout's roles."""
+        return self._pieces[layer]
+
+    def read(self, file: int, offset: int, buffer: memoryview, what: str) -> None:
+        """Fill the buffer from a file of the checkpoint; StoreError names file and offset."""
+        self.files[file].read(offset, [buffer], what)
+
+    def check_unchanged(self, what: str) -> None:
+        """Raise StoreError if a file is not what it was when it was opened."""
+        for number, stamp in enumerate(self._stamps):
+            file = self.files[number]
+            size, changed_ns = _stamp(file.descriptor)
+            if (size, changed_ns) != stamp:
+                raise StoreError(
+                    f"{file.path}: was changed while {what} was packed: it had {stamp[0]} bytes "
+                    f"of {stamp[1]} ns, now {size} bytes of {changed_ns} ns; pack it again when "
+                    "nothing writes to it"
+                )
+
+    def identity(self) -> str:
+        """Return what tells this checkpoint from others and from earlier versions of itself."""
+        facts = [
+            [self.files[number].path.name, *stamp, self.hash_header(number)]
+            for number, stamp in enumerate(self._stamps)
+        ]
+        return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+    @abstractmethod
+    def hash_header(self, number: int) -> str:
+        """Return a checksum of what a file says of its tensors."""
+
+    def others(self, config: bytes | None = None) -> Others:
+        """Return what goes along, with another text of config.json if one is given: nothing."""
+        del config
+        return Others([])
+
+    def linked(self, others: Others) -> list[Link]:
+        """Return the files that are links to files outside of the checkpoint."""
+        paths = [other.path for other in others.files]
+        directory = self.path.parent
+        if self.path.is_dir():
+            directory = self.path
+            paths += [file.path for file in self.files]
+        root, found = directory.resolve(), []
+        for path in sorted(paths):
+            target = path.resolve()
+            if root not in target.parents:
+                found.append((path.relative_to(directory).as_posix(), str(target)))
+        return found
+
+
+class Source(Origin, SafetensorsStore):
+    """A checkpoint in safetensors to be packed, with the places of its tensors.
 
     Raises
     ------
@@ -78,14 +153,11 @@ class Source(SafetensorsStore):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         found = find_path(path)
         if found.is_file() and found.suffix != ".safetensors":
-            raise FormatError(f"{path}: only .safetensors files and directories of them are packed")
+            raise FormatError(
+                f"{path}: only .safetensors files, .gguf files and directories of them are packed"
+            )
         super().__init__(found)
-        if self.layout.total_experts == 0:
-            self.close()
-            raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")
-        # A trunk that cannot be read is not copied.
-        self.trunk_matrices  # noqa: B018 - matched when it is first asked for
-        self._stamps = [_stamp(file.descriptor) for file in self.files]
+        self.begin()
 
     @property
     def tensors(self) -> Mapping[str, tuple[int, TensorEntry]]:
@@ -103,10 +175,6 @@ class Source(SafetensorsStore):
     def is_transposed(self) -> bool:
         """Whether the model has quantized matrices [in, out]: gpt-oss, published in MXFP4."""
         return self.quantization == "mxfp4"
-
-    def pieces(self, layer: int) -> Sequence[TensorPart]:
-        """Return the pieces of a layer's experts, in the order of the layout's roles."""
-        return self._pieces[layer]
 
     def matrices(self, layer: int) -> list[list[TensorPart]]:
         """Return the same pieces, the parts of a matrix together."""
@@ -133,30 +201,6 @@ class Source(SafetensorsStore):
                 names |= {f"{weight}{suffix}", f"{module}{suffix.lstrip('_')}"}
         parts = {name for pieces in self._pieces for piece in pieces for name in piece.sources}
         return names | {name for name in self._tensors.keys() - parts if is_expert(name)}
-
-    def read(self, file: int, offset: int, buffer: memoryview, what: str) -> None:
-        """Fill the buffer from a file of the checkpoint; StoreError names file and offset."""
-        self.files[file].read(offset, [buffer], what)
-
-    def check_unchanged(self, what: str) -> None:
-        """Raise StoreError if a file is not what it was when it was opened."""
-        for number, stamp in enumerate(self._stamps):
-            file = self.files[number]
-            size, changed_ns = _stamp(file.descriptor)
-            if (size, changed_ns) != stamp:
-                raise StoreError(
-                    f"{file.path}: was changed while {what} was packed: it had {stamp[0]} bytes "
-                    f"of {stamp[1]} ns, now {size} bytes of {changed_ns} ns; pack it again when "
-                    "nothing writes to it"
-                )
-
-    def identity(self) -> str:
-        """Return what tells this checkpoint from others and from earlier versions of itself."""
-        facts = [
-            [self.files[number].path.name, *stamp, self._hash_header(number)]
-            for number, stamp in enumerate(self._stamps)
-        ]
-        return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
     def others(self, config: bytes | None = None) -> Others:
         """Return what goes along: configuration, tokenizer, text; no weights.
@@ -204,21 +248,8 @@ class Source(SafetensorsStore):
                     left_behind.append((name, os.readlink(path)))
         return Others(files, left_behind)
 
-    def linked(self, others: Others) -> list[Link]:
-        """Return the files that are links to files outside of the checkpoint."""
-        paths = [other.path for other in others.files]
-        directory = self.path.parent
-        if self.path.is_dir():
-            directory = self.path
-            paths += [file.path for file in self.files]
-        root, found = directory.resolve(), []
-        for path in sorted(paths):
-            target = path.resolve()
-            if root not in target.parents:
-                found.append((path.relative_to(directory).as_posix(), str(target)))
-        return found
-
-    def _hash_header(self, number: int) -> str:
+    def hash_header(self, number: int) -> str:
+        """Return a checksum of the JSON of a file."""
         file, digest = self.files[number], hashlib.blake2b(digest_size=16)
         prefix = bytearray(8)
         file.read(0, [memoryview(prefix)], "the header's length")

@@ -72,7 +72,8 @@ def plan(
     Parameters
     ----------
     path : str or Path
-        A Hugging Face checkpoint directory, or one .safetensors file.
+        A Hugging Face checkpoint directory, one .safetensors file, or a .gguf file; see
+        `open_store`.
     memory, device, **keywords
         As for `moecache.open`; `Options` lists them.
     options : Options, optional

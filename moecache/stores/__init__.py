@@ -55,6 +55,6 @@ def open_store(
     store = GgufStore if is_gguf(found) else SafetensorsStore
     if store is SafetensorsStore and found.is_file() and found.suffix != ".safetensors":
         raise FormatError(
-            f"{path}: only .safetensors and .gguf files and checkpoint directories are read"
+            f"{path}: only .safetensors files, .gguf files and checkpoint directories are read"
         )
     return store(found, top_k=top_k, mapped=mapped, layers=layers)

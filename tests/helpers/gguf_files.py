@@ -13,9 +13,10 @@ from moecache.stores.gguf._types import ggml_types
 
 NUM_EXPERTS = 3
 TOP_K = 2
+HIDDEN = 64
+WIDTH = 96
 # Whole blocks of every type.
-HIDDEN = 256
-WIDTH = 512
+WIDE = {"hidden": 256, "width": 512}
 ARCHITECTURE = "qwen3moe"
 # gate, up, down.
 Types = tuple[str, str, str]

@@ -28,6 +28,19 @@ def is_expert(name: str) -> bool:
     return _EXPERTS.fullmatch(name) is not None
 
 
+def single_name(name: str, expert: int) -> str:
+    """Return the name of one expert's tensor, given that of its stack, or its own.
+
+    Examples
+    --------
+    >>> single_name("blk.3.ffn_gate_exps.weight", 7)
+    'blk.3.ffn_gate.7.weight'
+    """
+    match = _EXPERTS.fullmatch(name)
+    assert match is not None
+    return f"{match['layer']}.ffn_{match['piece']}.{expert}.{match['kind']}"
+
+
 def find_experts(
     tensors: Mapping[str, tuple[int, GgufEntry]], top_k: int, chosen: Collection[str] | None
 ) -> tuple[ExpertLayout, list[list[TensorPart]]]:

@@ -6,6 +6,7 @@ the alignment on, their data. Numbers are little-endian, strings have their leng
 """
 
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 2**18
 MAX_KEYS = 2**16
 MAX_DIMENSIONS = 4
-_CHUNK_BYTES = 2**20
-_DEFAULT_ALIGNMENT = 32
+# What is read at once: a small header should not bring much of a file into memory.
+_LEAST_BYTES, _MOST_BYTES = 2**16, 2**20
+DEFAULT_ALIGNMENT = 32
 _LENGTH = struct.Struct("<Q")
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 # The other types of values, by their numbers.
@@ -50,6 +52,18 @@ class Header:
     tensors: dict[str, GgufEntry]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value of the metadata is: of its type, its number of elements, and these."""
+
+    kind: int
+    is_list: bool
+    count: int
+    start: int
+    at: int
+    end: int
+
+
 class Metadata(Mapping[str, Any]):
     """What a file says beside its tensors: numbers, strings, lists of these.
 
@@ -61,22 +75,19 @@ class Metadata(Mapping[str, Any]):
         For messages.
     data : bytes-like
         The header.
-    places : mapping of str to (int, int or None, int)
-        Type, number of elements (`None`: no list), and place of each value.
+    places : mapping of str to Place
     """
 
-    def __init__(
-        self, path: object, data: bytearray, places: Mapping[str, tuple[int, int | None, int]]
-    ) -> None:
+    def __init__(self, path: object, data: bytearray, places: Mapping[str, Place]) -> None:
         self._path, self._data, self._places = path, data, places
         self._values: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> Any:
         """Return a value; FormatError if it is a list with a string that is not UTF-8."""
         if key not in self._values:
-            kind, count, at = self._places[key]
-            values = self._decode(key, kind, 1 if count is None else count, at)
-            self._values[key] = values[0] if count is None else values
+            place = self._places[key]
+            values = self._decode(key, place)
+            self._values[key] = values if place.is_list else values[0]
         return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -89,7 +100,7 @@ class Metadata(Mapping[str, Any]):
 
     def text(self, key: str) -> str:
         """Return a string; "" if there is none."""
-        value = self[key] if key in self._places and self._places[key][1] is None else ""
+        value = "" if key not in self or self._places[key].is_list else self[key]
         return value if isinstance(value, str) else ""
 
     def number(self, key: str) -> int:
@@ -98,12 +109,18 @@ class Metadata(Mapping[str, Any]):
         values = value if isinstance(value, list) else [value]
         return max((one for one in values if type(one) is int), default=0)
 
-    def _decode(self, key: str, kind: int, count: int, at: int) -> list[Any]:
+    def encoded(self, key: str) -> bytes:
+        """Return a value as the file has it, with its type before it."""
+        place = self._places[key]
+        return bytes(self._data[place.start : place.end])
+
+    def _decode(self, key: str, place: Place) -> list[Any]:
+        at, kind = place.at, place.kind
         if kind != _STRING:
-            values = np.frombuffer(self._data, _NUMBERS[kind], count, at)
+            values = np.frombuffer(self._data, _NUMBERS[kind], place.count, at)
             return (values.astype(bool) if kind == _BOOL else values).tolist()
         texts = []
-        for _ in range(count):
+        for _ in range(place.count):
             (length,) = _LENGTH.unpack_from(self._data, at)
             texts.append(self._data[at + 8 : at + 8 + length])
             at += 8 + length
@@ -116,8 +133,8 @@ class Metadata(Mapping[str, Any]):
 def read_header(file: ReadOnlyFile) -> Header:
     """Return what a GGUF file has.
 
-    Reads no byte of the tensors' data but what is in the same MiB as the header. Memory and time
-    are bounded by the file's own size, whatever the header claims.
+    Reads no byte of the tensors' data beyond twice the header, or 64 KiB. Memory and time are
+    bounded by the file's own size, whatever the header claims.
 
     Raises
     ------
@@ -126,50 +143,12 @@ def read_header(file: ReadOnlyFile) -> Header:
     StoreError
         If it cannot be read.
     """
-    head = _Reader(file)
-    magic, version = head.take("<4sI", "its version")
-    if magic != b"GGUF":
-        head.fail(f"begins with {magic!r}, not with b'GGUF': it is no GGUF file")
-    if version not in (2, 3):
-        if version >> 24 and not version & 0xFFFFFF:
-            head.fail("is big-endian, which is not supported; convert the model again")
-        head.fail(f"is of version {version}; supported are 2 and 3, so convert the model again")
-    num_tensors, num_keys = head.take("<QQ", "its counts")
-    # An entry takes at least so many bytes.
-    for count, most, least, what in (
-        (num_tensors, MAX_TENSORS, 24, "tensors"),
-        (num_keys, MAX_KEYS, 13, "metadata entries"),
-    ):
-        if count * least > file.nbytes:
-            head.fail(f"claims {count} {what}, more than its {file.nbytes} bytes can hold")
-        if count > most:
-            head.fail(f"has {count} {what}, over {most}; no model has so many")
-    places: dict[str, tuple[int, int | None, int]] = {}
-    for _ in range(num_keys):
-        key = head.text("a metadata key")
-        if key in places:
-            head.fail(f"the metadata has {shown(key)} twice")
-        places[key] = _skip_value(head, key)
-    metadata = Metadata(file.path, head.data, places)
-    raw = {}
-    for _ in range(num_tensors):
-        name = head.text("a tensor's name")
-        if name in raw:
-            head.fail(f"the header names {shown(name)} twice")
-        (rank,) = head.take("<I", f"tensor {shown(name)}")
-        if rank > MAX_DIMENSIONS:
-            head.fail(f"tensor {shown(name)} has {rank} dimensions, over {MAX_DIMENSIONS}")
-        raw[name] = head.take(f"<{rank}QIQ", f"tensor {shown(name)}")
-    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        head.fail(f"general.alignment is {shown(alignment)}, no power of two")
-    start = -(-head.at // alignment) * alignment
-    tensors = {
-        name: _entry(head, name, fields, start, alignment, file.nbytes)
-        for name, fields in raw.items()
-    }
-    check_overlap(file.path, tensors)
-    return Header(metadata, tensors)
+    # Only the header: the kernel should not read the experts ahead.
+    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    try:
+        return _read(_Reader(file), file)
+    finally:
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_NORMAL)
 
 
 class _Reader:
@@ -234,7 +213,8 @@ class _Reader:
         if end > MAX_HEADER_BYTES:
             self.fail(f"{what} ends at byte {end}: the header has over {MAX_HEADER_BYTES}")
         while len(self.data) < end:
-            chunk = bytearray(min(_CHUNK_BYTES, self._file_bytes - len(self.data)))
+            size = min(max(_LEAST_BYTES, len(self.data)), _MOST_BYTES)
+            chunk = bytearray(min(size, self._file_bytes - len(self.data)))
             self._file.read(len(self.data), [memoryview(chunk)], "the header")
             self.data += chunk
 
@@ -243,25 +223,70 @@ class _Reader:
         raise FormatError(f"{self._file.path}: {problem}")
 
 
-def _skip_value(head: _Reader, key: str) -> tuple[int, int | None, int]:
-    """Pass over a value; return its type, its number of elements, and its place."""
-    what = f"metadata {shown(key)}"
+def _read(head: _Reader, file: ReadOnlyFile) -> Header:
+    magic, version = head.take("<4sI", "its version")
+    if magic != b"GGUF":
+        head.fail(f"begins with {magic!r}, not with b'GGUF': it is no GGUF file")
+    if version not in (2, 3):
+        if version >> 24 and not version & 0xFFFFFF:
+            head.fail("is big-endian, which is not supported; convert the model again")
+        head.fail(f"is of version {version}; supported are 2 and 3, so convert the model again")
+    num_tensors, num_keys = head.take("<QQ", "its counts")
+    # An entry takes at least so many bytes.
+    for count, most, least, what in (
+        (num_tensors, MAX_TENSORS, 24, "tensors"),
+        (num_keys, MAX_KEYS, 13, "metadata entries"),
+    ):
+        if count * least > file.nbytes:
+            head.fail(f"claims {count} {what}, more than its {file.nbytes} bytes can hold")
+        if count > most:
+            head.fail(f"has {count} {what}, over {most}; no model has so many")
+    places: dict[str, Place] = {}
+    for _ in range(num_keys):
+        key = head.text("a metadata key")
+        if key in places:
+            head.fail(f"the metadata has {shown(key)} twice")
+        places[key] = _skip_value(head, key)
+    metadata = Metadata(file.path, head.data, places)
+    raw = {}
+    for _ in range(num_tensors):
+        name = head.text("a tensor's name")
+        if name in raw:
+            head.fail(f"the header names {shown(name)} twice")
+        (rank,) = head.take("<I", f"tensor {shown(name)}")
+        if rank > MAX_DIMENSIONS:
+            head.fail(f"tensor {shown(name)} has {rank} dimensions, over {MAX_DIMENSIONS}")
+        raw[name] = head.take(f"<{rank}QIQ", f"tensor {shown(name)}")
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        head.fail(f"general.alignment is {shown(alignment)}, no power of two")
+    start = -(-head.at // alignment) * alignment
+    tensors = {
+        name: _entry(head, name, fields, start, alignment, file.nbytes)
+        for name, fields in raw.items()
+    }
+    check_overlap(file.path, tensors)
+    return Header(metadata, tensors)
+
+
+def _skip_value(head: _Reader, key: str) -> Place:
+    """Pass over a value; return where it is."""
+    what, start, count = f"metadata {shown(key)}", head.at, 1
     (kind,) = head.take("<I", what)
-    count = None
-    if kind == _ARRAY:
+    is_list = kind == _ARRAY
+    if is_list:
         kind, count = head.take("<IQ", what)
     if kind not in _NUMBERS and kind != _STRING:
         problem = "is a list of lists" if kind == _ARRAY else f"is of unknown type {kind}"
         head.fail(f"{what} {problem}")
-    at, elements = head.at, 1 if count is None else count
-    size = 8 if kind == _STRING else _NUMBERS[kind].itemsize
+    at = head.at
     if kind == _STRING:
         # Before the first is looked at: as many lengths have to be there at least.
-        head.have(0 if count is None else size * elements, what)
-        head.skip_texts(elements, what)
+        head.have(8 * count, what)
+        head.skip_texts(count, what)
     else:
-        head.skip(size * elements, what)
-    return kind, count, at
+        head.skip(_NUMBERS[kind].itemsize * count, what)
+    return Place(kind, is_list, count, start, at, head.at)
 
 
 def _entry(

@@ -55,6 +55,12 @@ def find_parts(path: Path) -> list[Path]:
     return files
 
 
+def part_name(path: Path) -> str:
+    """Return what the name of a file, or of each part of a split one, begins with."""
+    match = _PART.fullmatch(path.name)
+    return path.stem if match is None else match["name"]
+
+
 def merge_parts(
     files: Sequence[ReadOnlyFile], headers: Sequence[Header]
 ) -> dict[str, tuple[int, GgufEntry]]:

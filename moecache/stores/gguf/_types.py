@@ -24,12 +24,15 @@ class GgmlType:
 
     Parameters
     ----------
+    number : int
+        ggml's own (ggml.h, `enum ggml_type`).
     name : str
         ggml's, such as "Q4_K".
     columns, nbytes : int
         Elements of a block, and its bytes.
     """
 
+    number: int
     name: str
     columns: int
     nbytes: int
@@ -57,7 +60,7 @@ class GgmlType:
 
 @functools.cache
 def ggml_types() -> Mapping[int, GgmlType]:
-    """Return the types that files have, by their numbers (ggml.h, `enum ggml_type`)."""
+    """Return the types that files have, by their numbers."""
     rows: list[tuple[int, str, int, int]] = [
         *((0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2), (28, "F64", 1, 8)),
         *((24, "I8", 1, 1), (25, "I16", 1, 2), (26, "I32", 1, 4), (27, "I64", 1, 8)),
@@ -70,7 +73,7 @@ def ggml_types() -> Mapping[int, GgmlType]:
         *((34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (41, "Q1_0", 128, 18)),
         *((39, "MXFP4", 32, 17), (40, "NVFP4", 64, 36)),
     ]
-    return MappingProxyType({row[0]: GgmlType(*row[1:]) for row in rows})
+    return MappingProxyType({row[0]: GgmlType(*row) for row in rows})
 
 
 # What `general.file_type` means (llama.h, `enum llama_ftype`).

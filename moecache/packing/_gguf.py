@@ -1,0 +1,194 @@
+"""GGUF files to be packed: each expert's matrices side by side, in types and names of GGUF.
+
+Two parts of a split file: what the file says of itself and the trunk, and the experts, with the
+names that files had before experts were stacked ("blk.3.ffn_gate.7.weight").
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moecache.errors import ConfigError
+from moecache.packing._plan import ALIGNMENT, ZEROS, Extent, FilePlan, Unit
+from moecache.packing._source import Origin
+from moecache.stores.gguf import GgufStore
+from moecache.stores.gguf._experts import is_expert, single_name
+from moecache.stores.gguf._header import DEFAULT_ALIGNMENT, GgufEntry, Metadata
+from moecache.stores.gguf._parts import part_name
+
+_VERSION = 3
+_HASH_CHUNK_BYTES = 2**20
+_TRUNK_UNIT_BYTES = 2**28
+_UINT16, _INT32 = 2, 5
+
+
+class GgufSource(Origin, GgufStore):
+    """A checkpoint in GGUF to be packed.
+
+    Raises
+    ------
+    ConfigError
+        If it has no experts.
+    StoreError
+        If it cannot be read; FormatError if it is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.begin()
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[int, GgufEntry]]:
+        """Every tensor by its name: the number of its file, and its entry there."""
+        return self._tensors
+
+    def hash_header(self, number: int) -> str:
+        """Return a checksum of all that stands before a file's first tensor."""
+        file, digest = self.files[number], hashlib.blake2b(digest_size=16)
+        offsets = [entry.offset for part, entry in self._tensors.values() if part == number]
+        end = min(offsets, default=file.nbytes)
+        for start in range(0, end, _HASH_CHUNK_BYTES):
+            chunk = bytearray(min(_HASH_CHUNK_BYTES, end - start))
+            file.read(start, [memoryview(chunk)], "the header")
+            digest.update(chunk)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a packed file: its name, shape and type, where its bytes are, where they go.
+
+    `boundary` divides its place in the file; `unit`, if it is not "", begins with it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    entry: GgufEntry
+    file: int
+    offset: int
+    nbytes: int
+    boundary: int
+    unit: str = ""
+
+
+def plan_gguf(source: GgufSource) -> tuple[FilePlan, FilePlan]:
+    """Return the files of experts, each at a 4 KiB boundary, layer by layer, and of the trunk."""
+    alignment = source.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    experts, trunk = list(_experts(source, alignment)), list(_trunk(source, alignment))
+    stem = part_name(source.files[0].path)
+    said = [(key, source.metadata) for key in source.metadata if not key.startswith("split.")]
+    aligned = [(key, metadata) for key, metadata in said if key == "general.alignment"]
+    total = len(experts) + len(trunk)
+    first = _file(f"{stem}-00001-of-00002.gguf", 0, total, said, trunk, alignment)
+    second = _file(f"{stem}-00002-of-00002.gguf", 1, total, aligned, experts, alignment)
+    return second, first
+
+
+def _experts(source: GgufSource, alignment: int) -> Iterator[_Tensor]:
+    layout = source.layout
+    for layer, layer_name in enumerate(layout.layer_names):
+        for expert in range(layout.num_experts):
+            for number, piece in enumerate(source.pieces(layer)):
+                name = piece.sources[0 if piece.stacked else expert]
+                entry = source.tensors[name][1]
+                # A stack is of matrices, or of vectors.
+                shape = entry.shape[1:] if len(entry.shape) > len(piece.shape) else entry.shape
+                yield _Tensor(
+                    single_name(name, expert),
+                    shape,
+                    entry,
+                    int(piece.files[expert]),
+                    int(piece.offsets[expert]),
+                    piece.nbytes,
+                    alignment if number else max(ALIGNMENT, alignment),
+                    "" if expert or number else f"layer {layer} ({layer_name})",
+                )
+
+
+def _trunk(source: GgufSource, alignment: int) -> Iterator[_Tensor]:
+    done, number = _TRUNK_UNIT_BYTES, 0
+    for name, (file, entry) in sorted(
+        source.tensors.items(), key=lambda item: (item[1][0], item[1][1].offset)
+    ):
+        if is_expert(name):
+            continue
+        unit = ""
+        if done >= _TRUNK_UNIT_BYTES:
+            unit, done, number = f"part {number}", 0, number + 1
+        done += entry.nbytes
+        yield _Tensor(name, entry.shape, entry, file, entry.offset, entry.nbytes, alignment, unit)
+
+
+def _file(
+    name: str,
+    number: int,
+    total: int,
+    metadata: Iterable[tuple[str, Metadata]],
+    tensors: Sequence[_Tensor],
+    alignment: int,
+) -> FilePlan:
+    """Return a part of a split file; offsets of tensors count from the end of its header."""
+    said = [(key, metadata.encoded(key)) for key, metadata in metadata]
+    said += [
+        ("split.no", struct.pack("<IH", _UINT16, number)),
+        ("split.count", struct.pack("<IH", _UINT16, 2)),
+        ("split.tensors.count", struct.pack("<Ii", _INT32, total)),
+    ]
+    head = b"GGUF" + struct.pack("<IQQ", _VERSION, len(tensors), len(said))
+    head += b"".join(_string(key) + value for key, value in said)
+    length = len(head) + sum(8 + len(t.name.encode()) + 16 + 8 * len(t.shape) for t in tensors)
+    # Everything before the first tensor is the header's unit.
+    start = end = -(-length // alignment) * alignment
+    table, padding = [head], 0
+    units: list[tuple[str, int, list[Extent]]] = []
+    for tensor in tensors:
+        if tensor.unit:
+            units.append((tensor.unit, end, []))
+        extents = units[-1][2]
+        gap = -end % tensor.boundary
+        if gap:
+            extents.append(Extent(end, gap, ZEROS, 0))
+        end, padding = end + gap, padding + gap
+        extents.append(Extent(end, tensor.nbytes, tensor.file, tensor.offset))
+        reverse = tuple(reversed(tensor.shape))
+        sizes = struct.pack(f"<I{len(reverse)}Q", len(reverse), *reverse)
+        table.append(
+            _string(tensor.name) + sizes + struct.pack("<IQ", tensor.entry.type.number, end - start)
+        )
+        end += tensor.nbytes
+    # A direct read of the last tensor needs whole blocks, too.
+    gap = -end % ALIGNMENT
+    if gap and units:
+        units[-1][2].append(Extent(end, gap, ZEROS, 0))
+        end, padding = end + gap, padding + gap
+    ends = [*(begin for _, begin, _ in units), end][1:]
+    header = b"".join(table).ljust(start, b"\0")
+    return FilePlan(
+        name,
+        nbytes=end,
+        tensor_bytes=sum(tensor.nbytes for tensor in tensors),
+        padding_bytes=padding,
+        units=[
+            Unit(name, "header", 0, start, header=header),
+            *(
+                Unit(name, unit, begin, stop - begin, parts)
+                for (unit, begin, parts), stop in zip(units, ends, strict=True)
+            ),
+        ],
+        tensor_names=[tensor.name for tensor in tensors],
+    )
+
+
+def _string(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def check_target(target: str) -> None:
+    """Raise ConfigError if a GGUF should be packed in a format: it keeps its types."""
+    if target:
+        raise ConfigError(
+            f"a GGUF keeps its types, so that it cannot be packed in {target}; leave --format out"
+        )

@@ -5,15 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from moecache.errors import ConfigError
-from tests.helpers.gguf_models import MODELS, GgufModel, build_from, read_gguf
+from tests.helpers.gguf_models import MODELS, GgufModel, build_from, read_gguf, write_gguf
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [
@@ -40,27 +39,9 @@ def sized(name: str, **settings: Any) -> GgufModel:
 
 
 def write(path: Path, model: GgufModel, types: Mapping[str, str]) -> Path:
-    """Write a model's tensors in the types that parts of their names have, else as float32."""
+    """Write a random model in some types."""
     original = model.build()
-    writer = gguf.GGUFWriter(path, model.architecture)
-    for key, value in model.metadata(original.config).items():
-        if key == "general.architecture" or value is None:
-            continue
-        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-        kinds.get(type(value), writer.add_array)(key, value)
-    for name, found in model.tensors(original).items():
-        values = np.ascontiguousarray(found, np.float32)
-        kind = next((one for part, one in types.items() if part in name), "F32")
-        number = gguf.GGMLQuantizationType[kind]
-        size, _ = gguf.GGML_QUANT_SIZES[number]
-        if kind == "F32" or values.ndim < 2 or values.shape[-1] % size:
-            writer.add_tensor(name, values)
-        else:
-            writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(path, model.metadata(original.config), model.tensors(original), types)
     return path
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -134,8 +135,13 @@ class GgufModel:
 _TOKENS = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
 
 
-def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Tensors) -> None:
-    """Write a GGUF file, float32."""
+def write_gguf(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Tensors,
+    types: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write a GGUF file in the types that parts of tensors' names have, else in float32."""
     import gguf
 
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
@@ -153,7 +159,14 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Tensors) -> Non
         else:
             writer.add_array(key, value)
     for name, values in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+        values = np.ascontiguousarray(values, np.float32)
+        kind = next((one for part, one in types.items() if part in name), "F32")
+        number = gguf.GGMLQuantizationType[kind]
+        columns, _ = gguf.GGML_QUANT_SIZES[number]
+        if kind == "F32" or values.ndim < 2 or values.shape[-1] % columns:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

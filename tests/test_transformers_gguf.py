@@ -94,6 +94,17 @@ def test_an_embedding_that_is_the_head_too_is_one_tensor(tmp_path: Path) -> None
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
+def test_ids_beyond_a_quantized_embedding_are_errors_as_torch_has_them(tmp_path: Path) -> None:
+    """Negative ones are no rows from the end."""
+    path = write(tmp_path / "model.gguf", sized("qwen3moe"), MIXED)
+    model = load(path, compute="fast")
+    with model.moecache:
+        for wrong in (-1, model.config.vocab_size):
+            with pytest.raises(IndexError):
+                model(input_ids=torch.tensor([[3, wrong]]))
+        assert model(input_ids=torch.tensor([[3]], dtype=torch.int32)).logits.isfinite().all()
+
+
 def test_what_cannot_be_given_with_a_file_is_refused_by_name(tmp_path: Path) -> None:
     """And so is an architecture that is not known."""
     path = write(tmp_path / "model.gguf", MODELS["qwen3moe"], {})

@@ -152,7 +152,7 @@ def _values(
 def _rows(
     raw: torch.Tensor, ids: torch.Tensor, name: str, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    some = _on_host(raw)[ids.reshape(-1)]  # raises for ids that there are not
+    some = _on_host(raw).index_select(0, ids.reshape(-1))  # raises for ids that there are not
     role = Role("", (len(some), columns), format=name)
     return values_of(some.numpy(), role, dtype, stored=True).reshape(*ids.shape, columns)
 

@@ -183,6 +183,7 @@ def convert(llama_cpp: Path, checkpoint: Path, file: Path) -> None:
     kind = conversion.get_model_class(config["architectures"][0])
     kind.set_vocab = write_vocabulary
     sys.argv = ["convert", str(checkpoint), "--outtype", "f32", "--outfile", str(file)]
+    sys.argv += ["--no-mtp"] if getattr(kind, "supports_mtp_export", False) else []
     converter.main()
 
 

@@ -61,6 +61,8 @@ class GgufModel:
         Another name than the architecture's.
     in_llama_cpp : bool
         Whether llama.cpp computes it as transformers does.
+    shift : bool
+        Whether 1 is added to norms.
     """
 
     architecture: str
@@ -72,6 +74,7 @@ class GgufModel:
     config_suffix: str = "Config"
     name: str = ""
     in_llama_cpp: bool = True
+    shift: bool = False
 
     def build(self) -> Any:
         """Return the model with random weights, float32; the same each time."""
@@ -101,7 +104,7 @@ class GgufModel:
             "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 1e-5),
             "rope.freq_base": rope.get("rope_theta"),
             "expert_used_count": getattr(config, "num_experts_per_tok", None),
-            "feed_forward_length": config.intermediate_size,
+            "feed_forward_length": getattr(config, "intermediate_size", None),
             **_scaling(rope),
             **self.keys(config),
         }
@@ -115,6 +118,8 @@ class GgufModel:
         tied = model.config.tie_word_embeddings
         for name, parameter in model.state_dict().items():
             values = parameter.float().numpy()
+            if self.shift and name.endswith("norm.weight") and ".linear_attn." not in name:
+                values = values + np.float32(1)
             if ".layers." not in name:
                 stem, _, kind = name.removeprefix("model.").rpartition(".")
                 if not (tied and stem == "lm_head"):
@@ -188,7 +193,7 @@ def build_from(metadata: Mapping[str, Any], tensors: Tensors) -> Any:
     with torch.no_grad():
         for name, source in gguf.find_sources(model, config, metadata, shapes).items():
             arrays = [tensors[tensor] for tensor in source.tensors]
-            values = arrays[0] if source.undo is None else source.undo(arrays)
+            values = source.undo(arrays) if source.undo else np.concatenate(arrays)
             values = values if source.rows is None else values[source.rows]
             assert values.shape == tuple(state[name].shape), name
             state[name].copy_(torch.from_numpy(np.array(values)))
@@ -402,6 +407,65 @@ def _granite_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | Non
     return _interleave_heads(leaf, values, config)
 
 
+def _linear(config: Any) -> dict[str, Any]:
+    width = config.linear_value_head_dim * config.linear_num_value_heads
+    return {
+        **_head_keys(config),
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": width,
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
+        "rope.dimension_count": int(
+            config.head_dim * config.rope_parameters["partial_rotary_factor"]
+        ),
+        "rope.dimension_sections": [2, 1, 1, 0] if "3_5" in config.model_type else None,
+    }
+
+
+def _linear_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
+    name = leaf.removeprefix("linear_attn.")
+    heads, width = config.linear_num_key_heads, config.linear_key_head_dim
+    if name == "in_proj_qkvz.weight":
+        rest = (values.shape[0] // heads - 2 * width) // 2
+        each = values.reshape(heads, -1, values.shape[1])
+        parts = np.split(each, [width, 2 * width, 2 * width + rest], axis=1)
+        q, k, v, z = (part.reshape(-1, values.shape[1]) for part in parts)
+        return {"attn_qkv.weight": np.concatenate([q, k, v]), "attn_gate.weight": z}
+    if name not in _LINEAR:
+        return None
+    if name == "A_log":
+        import torch
+
+        values = -torch.from_numpy(values).exp().numpy()
+    if name == "conv1d.weight":
+        values = values[:, 0]
+    if "3_5" in config.model_type and name != "norm.weight":
+        first = 2 * heads * width if name in {"conv1d.weight", "in_proj_qkv.weight"} else 0
+        values = values.T if name == "out_proj.weight" else values
+        rest = values[first:].reshape(heads, config.linear_num_value_heads // heads, -1)
+        rest = rest.swapaxes(0, 1).reshape(values[first:].shape)
+        values = np.concatenate([values[:first], rest])
+        values = values.T if name == "out_proj.weight" else values
+    return {_LINEAR[name]: values}
+
+
+_LINEAR = {
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "out_proj.weight": "ssm_out.weight",
+    "norm.weight": "ssm_norm.weight",
+}
+
+
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -490,6 +554,26 @@ def _members() -> Iterator[GgufModel]:
     dots1 |= {"intermediate_size": 56, "moe_intermediate_size": 24, "num_hidden_layers": 3}
     dots1 |= {"num_key_value_heads": 4, **sigmoid}
     yield GgufModel("dots1", "Dots1", dots1, _dots1)
+    after = {"post_attention_layernorm": "post_attention_norm"}
+    yield GgufModel(
+        "qwen3next",
+        "Qwen3Next",
+        {**tiny.QWEN3_NEXT, "mlp_only_layers": []},
+        _linear,
+        after,
+        _linear_change,
+        shift=True,
+    )
+    yield GgufModel(
+        "qwen35moe",
+        "Qwen3_5Moe",
+        {**tiny.QWEN3_5_MOE},
+        _linear,
+        after,
+        _linear_change,
+        config_suffix="TextConfig",
+        shift=True,
+    )
 
 
 MODELS: Mapping[str, GgufModel] = {model.name or model.architecture: model for model in _members()}

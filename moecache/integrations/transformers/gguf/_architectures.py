@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from moecache.errors import ConfigError
-from moecache.integrations.transformers.gguf import _sigmoid, _softmax
+from moecache.integrations.transformers.gguf import _linear, _sigmoid, _softmax
 from moecache.integrations.transformers.gguf._architecture import Architecture
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
@@ -18,7 +18,9 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "minimax-m2": _sigmoid.MINIMAX_M2,
     "olmoe": _softmax.OLMOE,
     "qwen2moe": _softmax.QWEN2MOE,
+    "qwen35moe": _linear.QWEN35MOE,
     "qwen3moe": _softmax.QWEN3MOE,
+    "qwen3next": _linear.QWEN3NEXT,
 }
 
 

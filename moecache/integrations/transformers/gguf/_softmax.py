@@ -114,7 +114,7 @@ def _granite_shared(said: Metadata) -> dict[str, Any]:
 def _granite_source(leaf: str, layer: int, said: Metadata) -> Source | None:
     if leaf == "shared_mlp.input_linear.weight":
         parts = tuple(f"blk.{layer}.ffn_{part}_shexp.weight" for part in ("gate", "up"))
-        return Source(parts, undo=np.concatenate)
+        return Source(parts, rows=np.arange(sum(said.shape(part)[0] for part in parts)))
     return permuted_heads(leaf, layer, said)
 
 

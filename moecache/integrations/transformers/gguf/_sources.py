@@ -128,23 +128,20 @@ def _find_source(
     name: str, architecture: Architecture, said: Metadata, names: Any
 ) -> Source | None:
     layer = _LAYER.match(name)
-    if layer is not None:
-        leaf, number = name[layer.end() :], int(layer.group(1))
-        if architecture.source is not None:
-            source = architecture.source(leaf, number, said)
-            if source is not None:
-                return _unfused(source, said)
-        if leaf in architecture.names:
-            return Source((f"blk.{number}.{architecture.names[leaf]}",))
-    elif name in architecture.names:
-        return Source((architecture.names[name],))
+    number = int(layer.group(1)) if layer else -1
+    leaf, prefix = (name[layer.end() :], f"blk.{number}.") if layer else (name, "")
+    source = architecture.source(leaf, number, said) if architecture.source else None
+    if source is not None:
+        return _unfused(source, said)
+    if leaf in architecture.names:
+        return Source((f"{prefix}{architecture.names[leaf]}",))
     tensor = names.get_name(name, try_suffixes=(".weight", ".bias"))
     return None if tensor is None else _unfused(Source((tensor,)), said)
 
 
 def _unfused(source: Source, said: Metadata) -> Source:
     """Return the same, of the tensor that is q, k and v in one if there are none of their own."""
-    tensor = source.tensors[0]
+    tensor = source.tensors[0] if source.tensors else ""
     part = _FUSED.match(tensor)
     if part is None or tensor in said.tensors:
         return source
@@ -168,7 +165,8 @@ def _check_shape(
         return
     found = tensors[source.tensors[0]]
     if source.rows is not None:
-        inside = not source.rows.size or source.rows.max() < found[0]
+        count = sum(tensors[tensor][0] for tensor in source.tensors)
+        inside = not source.rows.size or source.rows.max() < count
         found = (len(source.rows) if inside else -1, *found[1:])
     if found != wanted:
         raise ConfigError(

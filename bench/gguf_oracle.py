@@ -12,6 +12,7 @@ A small vocabulary for each way of cutting texts is written, too, and ids of tex
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -40,9 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.convert:
         convert(arguments.llama_cpp, *arguments.convert)
         return 0
-    from tests.helpers.gguf_models import MODELS
+    from tests.helpers.gguf_members import MODELS
 
     known = [name for name, model in MODELS.items() if model.in_llama_cpp]
+    # Where llama.cpp fails, it would wait for a debugger for ever.
+    os.putenv("GGML_NO_BACKTRACE", "1")
     figures: list[dict[str, Any]] = []
     for name in () if arguments.tokenizers else arguments.architectures or known:
         try:
@@ -64,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(llama_cpp: Path, architecture: str) -> dict[str, Any]:
     """Return how the converter's file, built anew and run by llama.cpp, differs from the model."""
-    from tests.helpers.gguf_models import MODELS, build_from, read_gguf
+    from tests.helpers.gguf_members import MODELS
+    from tests.helpers.gguf_models import build_from, read_gguf
 
     original = MODELS[architecture].build()
     vocabulary = original.config.vocab_size

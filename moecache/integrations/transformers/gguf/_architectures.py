@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from moecache.errors import ConfigError
-from moecache.integrations.transformers.gguf import _linear, _sigmoid, _softmax
+from moecache.integrations.transformers.gguf import _layers, _linear, _sigmoid, _softmax
 from moecache.integrations.transformers.gguf._architecture import Architecture
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
@@ -14,6 +14,8 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "glm4moe": _sigmoid.GLM4_MOE,
     "gpt-oss": _softmax.GPT_OSS,
     "granitemoe": _softmax.granitemoe,
+    "hunyuan-moe": _softmax.HUNYUAN_MOE,
+    "lfm2moe": _layers.LFM2MOE,
     "llama": _softmax.MIXTRAL,
     "minimax-m2": _sigmoid.MINIMAX_M2,
     "olmoe": _softmax.OLMOE,

@@ -28,6 +28,9 @@ _NAMES = {
 
 def _settings(said: Metadata) -> dict[str, Any]:
     values = said.size("ssm.time_step_rank", least=1)
+    keys = said.size("ssm.group_count", least=1)
+    if values % keys or said.size("ssm.inner_size") % values:
+        raise said.unsupported("ssm.time_step_rank", values)
     linear = [f"blk.{layer}.ssm_a" in said.tensors for layer in range(said.num_layers)]
     return {
         **plain_settings(said, is_partial=True),
@@ -38,7 +41,7 @@ def _settings(said: Metadata) -> dict[str, Any]:
         "linear_conv_kernel_dim": said.size("ssm.conv_kernel", least=1),
         "linear_key_head_dim": said.size("ssm.state_size", least=1),
         "linear_value_head_dim": said.size("ssm.inner_size", least=1) // values,
-        "linear_num_key_heads": said.size("ssm.group_count", least=1),
+        "linear_num_key_heads": keys,
         "linear_num_value_heads": values,
         "attention_bias": has_bias(said, "attn_q", "attn_k", "attn_v"),
     }
@@ -126,8 +129,8 @@ def _heads_together(said: Metadata) -> np.ndarray:
     """Return the rows of q, k, v and z, which are apart in the file, head of keys by head."""
     settings = _settings(said)
     heads = settings["linear_num_key_heads"]
-    keys = np.arange(heads * settings["linear_key_head_dim"]).reshape(heads, -1)
-    count = settings["linear_num_value_heads"] * settings["linear_value_head_dim"]
+    keys = np.arange(said.rows(heads, settings["linear_key_head_dim"])).reshape(heads, -1)
+    count = said.rows(settings["linear_num_value_heads"], settings["linear_value_head_dim"])
     values = np.arange(count).reshape(heads, -1)
     parts = [keys, keys.size + keys, 2 * keys.size + values, 2 * keys.size + count + values]
     return np.concatenate(parts, axis=1).reshape(-1)
@@ -144,11 +147,11 @@ def _dense_source(leaf: str, layer: int, said: Metadata) -> Source | None:
         return plain
     name = f"{prefix}{_NAMES[leaf]}"
     if leaf.endswith("out_proj.weight"):
-        width = said.shape(name)[1] // len(order)
-        return Source((name,), undo=lambda arrays: arrays[0][:, _spread(order, width)])
+        columns = _spread(order, said.shape(name)[1] // len(order))
+        return Source((name,), undo=lambda arrays: np.take(arrays[0], columns, axis=1))
     rows = said.shape(name)[0]
     if leaf.endswith(("in_proj_qkv.weight", "conv1d.weight")):
-        first = 2 * said.size("ssm.group_count") * said.size("ssm.state_size")
+        first = 2 * said.rows(said.size("ssm.group_count"), said.size("ssm.state_size"))
         rest = first + _spread(order, (rows - first) // len(order))
         order = np.concatenate([np.arange(first), rest])
     else:

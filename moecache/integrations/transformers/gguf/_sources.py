@@ -12,6 +12,7 @@ from moecache.errors import ConfigError, MissingDependencyError
 from moecache.integrations.transformers._experts import ROLES, find_experts
 from moecache.integrations.transformers.gguf._architecture import Architecture, Source
 from moecache.integrations.transformers.gguf._architectures import find_architecture
+from moecache.integrations.transformers.gguf._common import key_heads
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -151,7 +152,7 @@ def _unfused(source: Source, said: Metadata) -> Source:
         return source
     # Heads are of one width: rows are divided as the heads are.
     heads = said.size("attention.head_count", least=1)
-    keys = said.size("attention.head_count_kv", heads, least=1)
+    keys = key_heads(said)
     start, count = {"q": (0, heads), "k": (heads, keys), "v": (heads + keys, keys)}[part.group(1)]
     width = shape[0] // (heads + 2 * keys)
     rows = np.arange(count * width) if source.rows is None else source.rows

@@ -176,6 +176,10 @@ def convert(llama_cpp: Path, checkpoint: Path, file: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     vocabulary = config["vocab_size"]
 
+    # One architecture counts the tokens of this file, whatever the vocabulary is.
+    tokens = {"model": {"vocab": {f"t{token}": token for token in range(vocabulary)}}}
+    (checkpoint / "tokenizer.json").write_text(json.dumps({**tokens, "added_tokens": []}))
+
     def write_vocabulary(self: Any) -> None:
         # The tokens are of no importance: nothing is tokenized.
         self.gguf_writer.add_tokenizer_model("gpt2")

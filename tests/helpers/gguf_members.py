@@ -269,6 +269,54 @@ def _lfm2_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
     return {"shortconv.conv.weight": values[:, 0]} if leaf == "conv.conv.weight" else None
 
 
+_GEMMA4 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
+    "embed_tokens_per_layer": "per_layer_token_embd",
+    "per_layer_model_projection": "per_layer_model_proj",
+    "per_layer_projection_norm": "per_layer_proj_norm",
+}
+
+
+def _gemma4(config: Any) -> dict[str, Any]:
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    each = [config.per_layer_config[layer] for layer in range(len(sliding))]
+    whole = each[sliding.index(False)]
+    rope = config.rope_parameters
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    wide = [1 if i < first or not config.use_double_wide_mlp else 2 for i in range(len(sliding))]
+    return {
+        **_expert_keys(config),
+        "expert_used_count": config.top_k_experts,
+        "attention.head_count_kv": [layer.num_key_value_heads for layer in each],
+        "attention.key_length": whole.head_dim,
+        "attention.value_length": whole.head_dim,
+        "attention.key_length_swa": each[0].head_dim,
+        "attention.value_length_swa": each[0].head_dim,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": sliding,
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "feed_forward_length": [config.intermediate_size * factor for factor in wide],
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope.freq_base": rope["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
+        "rope.dimension_count": whole.head_dim,
+        "rope.dimension_count_swa": each[0].head_dim,
+    }
+
+
 _SECTIONS = {
     "rope_type": "default",
     "rope_theta": 10_000.0,
@@ -392,6 +440,21 @@ def _members() -> Iterator[GgufModel]:
         _linear_change,
         config_suffix="TextConfig",
         shift=True,
+    )
+
+    gemma4 = {**tiny.GEMMA4_TEXT, "final_logit_softcapping": 30.0}
+    yield GgufModel("gemma4", "Gemma4", gemma4, _gemma4, _GEMMA4, config_suffix="TextConfig")
+    larger = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+    larger |= {"num_global_key_value_heads": 1, "num_hidden_layers": 3}
+    larger["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
+    yield GgufModel(
+        "gemma4",
+        "Gemma4",
+        {**gemma4, **larger},
+        _gemma4,
+        _GEMMA4,
+        config_suffix="TextConfig",
+        name="gemma4 keys as values",
     )
 
 

@@ -94,19 +94,21 @@ class GgufModel:
 
     def metadata(self, config: Any) -> dict[str, Any]:
         """Return all keys of the file."""
-        rope = config.rope_parameters
+        rope, further = config.rope_parameters, self.keys(config)
         keys = {
             "block_count": config.num_hidden_layers,
             "context_length": config.max_position_embeddings,
             "embedding_length": config.hidden_size,
             "attention.head_count": config.num_attention_heads,
-            "attention.head_count_kv": config.num_key_value_heads,
+            # A number that layers do not share is not to be asked for.
+            "attention.head_count_kv": further.get("attention.head_count_kv")
+            or config.num_key_value_heads,
             "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 1e-5),
             "rope.freq_base": rope.get("rope_theta"),
             "expert_used_count": getattr(config, "num_experts_per_tok", None),
             "feed_forward_length": getattr(config, "intermediate_size", None),
             **_scaling(rope),
-            **self.keys(config),
+            **further,
         }
         own = {f"{self.architecture}.{key}": value for key, value in keys.items()}
         return {"general.architecture": self.architecture, **own, **_TOKENS}
@@ -238,7 +240,7 @@ def _experts(leaf: str, values: np.ndarray) -> Tensors | None:
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
-    if rope["rope_type"] != "yarn":
+    if rope.get("rope_type") != "yarn":
         return {}
     keys = {
         "factor": "factor",

@@ -11,6 +11,7 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "deepseek2": _sigmoid.deepseek2,
     "dots1": _sigmoid.DOTS1,
     "ernie4_5-moe": _sigmoid.ERNIE4_5_MOE,
+    "gemma4": _layers.GEMMA4,
     "glm4moe": _sigmoid.GLM4_MOE,
     "gpt-oss": _softmax.GPT_OSS,
     "granitemoe": _softmax.granitemoe,

@@ -10,8 +10,15 @@ _TOKENS = ("bos", "eos", "pad")
 _ENDS = ("eos", "eot", "eom")
 
 
-def common_settings(said: Metadata) -> dict[str, Any]:
-    """Return what every architecture says in the same way."""
+def common_settings(said: Metadata, *, keys: int | None = None) -> dict[str, Any]:
+    """Return what every architecture says in the same way.
+
+    Parameters
+    ----------
+    said : Metadata
+    keys : int, optional
+        Heads of keys and values, if they are not those of all layers.
+    """
     vocabulary, hidden = _matrix(said, "token_embd.weight")
     if said.size("embedding_length") != hidden:
         raise ConfigError(
@@ -24,7 +31,7 @@ def common_settings(said: Metadata) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": said.num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": key_heads(said),
+        "num_key_value_heads": key_heads(said) if keys is None else keys,
         "max_position_embeddings": int(said.number("context_length")),
         "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in said.tensors,

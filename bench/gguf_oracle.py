@@ -12,6 +12,7 @@ A small vocabulary for each way of cutting texts is written, too, and ids of tex
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -40,9 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.convert:
         convert(arguments.llama_cpp, *arguments.convert)
         return 0
-    from tests.helpers.gguf_models import MODELS
+    from tests.helpers.gguf_members import MODELS
 
     known = [name for name, model in MODELS.items() if model.in_llama_cpp]
+    # Where llama.cpp fails, it would wait for a debugger for ever.
+    os.putenv("GGML_NO_BACKTRACE", "1")
     figures: list[dict[str, Any]] = []
     for name in () if arguments.tokenizers else arguments.architectures or known:
         try:
@@ -64,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(llama_cpp: Path, architecture: str) -> dict[str, Any]:
     """Return how the converter's file, built anew and run by llama.cpp, differs from the model."""
-    from tests.helpers.gguf_models import MODELS, build_from, read_gguf
+    from tests.helpers.gguf_members import MODELS
+    from tests.helpers.gguf_models import build_from, read_gguf
 
     original = MODELS[architecture].build()
     vocabulary = original.config.vocab_size
@@ -172,6 +176,10 @@ def convert(llama_cpp: Path, checkpoint: Path, file: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     vocabulary = config["vocab_size"]
 
+    # One architecture counts the tokens of this file, whatever the vocabulary is.
+    tokens = {"model": {"vocab": {f"t{token}": token for token in range(vocabulary)}}}
+    (checkpoint / "tokenizer.json").write_text(json.dumps({**tokens, "added_tokens": []}))
+
     def write_vocabulary(self: Any) -> None:
         # The tokens are of no importance: nothing is tokenized.
         self.gguf_writer.add_tokenizer_model("gpt2")
@@ -183,6 +191,7 @@ def convert(llama_cpp: Path, checkpoint: Path, file: Path) -> None:
     kind = conversion.get_model_class(config["architectures"][0])
     kind.set_vocab = write_vocabulary
     sys.argv = ["convert", str(checkpoint), "--outtype", "f32", "--outfile", str(file)]
+    sys.argv += ["--no-mtp"] if getattr(kind, "supports_mtp_export", False) else []
     converter.main()
 
 

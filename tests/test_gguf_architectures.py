@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from moecache.errors import ConfigError
-from tests.helpers.gguf_models import MODELS, Tensors, build_from, read_gguf, write_gguf
+from tests.helpers.gguf_members import MODELS
+from tests.helpers.gguf_models import Tensors, build_from, read_gguf, write_gguf
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -1,6 +1,6 @@
 """Tiny random models as GGUF files, written as llama.cpp's converter writes them, and read back."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -62,6 +62,8 @@ class GgufModel:
         Another name than the architecture's.
     in_llama_cpp : bool
         Whether llama.cpp computes it as transformers does.
+    shift : bool
+        Whether 1 is added to norms.
     """
 
     architecture: str
@@ -73,6 +75,7 @@ class GgufModel:
     config_suffix: str = "Config"
     name: str = ""
     in_llama_cpp: bool = True
+    shift: bool = False
 
     def build(self) -> Any:
         """Return the model with random weights, float32; the same each time."""
@@ -92,19 +95,21 @@ class GgufModel:
 
     def metadata(self, config: Any) -> dict[str, Any]:
         """Return all keys of the file."""
-        rope = config.rope_parameters
+        rope, further = config.rope_parameters, self.keys(config)
         keys = {
             "block_count": config.num_hidden_layers,
             "context_length": config.max_position_embeddings,
             "embedding_length": config.hidden_size,
             "attention.head_count": config.num_attention_heads,
-            "attention.head_count_kv": config.num_key_value_heads,
+            # A number that layers do not share is not to be asked for.
+            "attention.head_count_kv": further.get("attention.head_count_kv")
+            or config.num_key_value_heads,
             "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 1e-5),
             "rope.freq_base": rope.get("rope_theta"),
             "expert_used_count": getattr(config, "num_experts_per_tok", None),
-            "feed_forward_length": config.intermediate_size,
+            "feed_forward_length": getattr(config, "intermediate_size", None),
             **_scaling(rope),
-            **self.keys(config),
+            **further,
         }
         own = {f"{self.architecture}.{key}": value for key, value in keys.items()}
         return {"general.architecture": self.architecture, **own, **_TOKENS}
@@ -116,6 +121,8 @@ class GgufModel:
         tied = model.config.tie_word_embeddings
         for name, parameter in model.state_dict().items():
             values = parameter.float().numpy()
+            if self.shift and name.endswith("norm.weight") and ".linear_attn." not in name:
+                values = values + np.float32(1)
             if ".layers." not in name:
                 stem, _, kind = name.removeprefix("model.").rpartition(".")
                 if not (tied and stem == "lm_head"):
@@ -201,7 +208,7 @@ def build_from(metadata: Mapping[str, Any], tensors: Tensors) -> Any:
     with torch.no_grad():
         for name, source in gguf.find_sources(model, config, metadata, shapes).items():
             arrays = [tensors[tensor] for tensor in source.tensors]
-            values = arrays[0] if source.undo is None else source.undo(arrays)
+            values = source.undo(arrays) if source.undo else np.concatenate(arrays)
             values = values if source.rows is None else values[source.rows]
             assert values.shape == tuple(state[name].shape), name
             state[name].copy_(torch.from_numpy(np.array(values)))
@@ -246,7 +253,7 @@ def _experts(leaf: str, values: np.ndarray) -> Tensors | None:
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
-    if rope["rope_type"] != "yarn":
+    if rope.get("rope_type") != "yarn":
         return {}
     keys = {
         "factor": "factor",
@@ -257,252 +264,3 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
     }
     found = {f"rope.scaling.{key}": rope.get(name) for key, name in keys.items()}
     return {"rope.scaling.type": "yarn", **found}
-
-
-def _expert_keys(config: Any) -> dict[str, Any]:
-    width = getattr(config, "moe_intermediate_size", None)
-    names = ("num_experts", "num_local_experts")
-    count = next(getattr(config, name) for name in names if hasattr(config, name))
-    return {"expert_count": count, "expert_feed_forward_length": width}
-
-
-def _head_keys(config: Any) -> dict[str, Any]:
-    lengths = {f"attention.{kind}_length": config.head_dim for kind in ("key", "value")}
-    return {**_expert_keys(config), **lengths}
-
-
-def _qwen2moe(config: Any) -> dict[str, Any]:
-    shared = config.shared_expert_intermediate_size
-    return {**_expert_keys(config), "expert_shared_feed_forward_length": shared}
-
-
-def _llama(config: Any) -> dict[str, Any]:
-    width = config.hidden_size // config.num_attention_heads
-    return {
-        **_expert_keys(config),
-        "vocab_size": config.vocab_size,
-        "rope.dimension_count": width,
-    }
-
-
-def _interleave_heads(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
-    for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
-        if leaf == f"self_attn.{part}_proj.weight":
-            halves = values.reshape(heads, 2, -1, values.shape[1])
-            return {f"attn_{part}.weight": halves.transpose(0, 2, 1, 3).reshape(values.shape)}
-    return None
-
-
-def _gpt_oss(config: Any) -> dict[str, Any]:
-    return {
-        **_head_keys(config),
-        "attention.sliding_window": config.sliding_window,
-        "expert_feed_forward_length": config.intermediate_size,
-    }
-
-
-def _split_gpt_oss(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
-    if not leaf.startswith("mlp.experts."):
-        return None
-    kind = "bias" if leaf.endswith("_bias") else "weight"
-    values = values.swapaxes(1, 2) if kind == "weight" else values
-    if "down_proj" in leaf:
-        return {f"ffn_down_exps.{kind}": values}
-    return {f"ffn_gate_exps.{kind}": values[:, ::2], f"ffn_up_exps.{kind}": values[:, 1::2]}
-
-
-_LATENT = {
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-}
-
-
-def _routed_keys(config: Any) -> dict[str, Any]:
-    return {
-        "expert_count": config.n_routed_experts,
-        "expert_feed_forward_length": config.moe_intermediate_size,
-        "expert_shared_count": config.n_shared_experts,
-        "expert_weights_scale": float(config.routed_scaling_factor),
-        "expert_weights_norm": config.norm_topk_prob,
-        "expert_group_count": config.n_group,
-        "expert_group_used_count": config.topk_group,
-        "leading_dense_block_count": config.first_k_dense_replace,
-    }
-
-
-def _deepseek(config: Any) -> dict[str, Any]:
-    scale = config.rope_parameters.get("mscale_all_dim")
-    sigmoid = config.model_type == "deepseek_v3"
-    return {
-        **_routed_keys(config),
-        "attention.head_count_kv": 1,
-        "attention.q_lora_rank": config.q_lora_rank,
-        "attention.kv_lora_rank": config.kv_lora_rank,
-        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
-        "attention.value_length": config.kv_lora_rank,
-        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
-        "attention.value_length_mla": config.v_head_dim,
-        "rope.dimension_count": config.qk_rope_head_dim,
-        "rope.scaling.yarn_log_multiplier": scale and 0.1 * scale,
-        "expert_gating_func": 2 if sigmoid else 1,
-        "expert_weights_norm": config.norm_topk_prob or None,
-    }
-
-
-def _split_latent(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
-    if leaf != "self_attn.kv_b_proj.weight":
-        return None
-    heads = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
-    keys, rest = heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
-    return {"attn_k_b.weight": keys.swapaxes(1, 2), "attn_v_b.weight": rest}
-
-
-def _glm4(config: Any) -> dict[str, Any]:
-    rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
-    keys = {**_head_keys(config), **_routed_keys(config), "rope.dimension_count": rotated}
-    return {**keys, "expert_gating_func": 2}
-
-
-def _dots1(config: Any) -> dict[str, Any]:
-    return {**_routed_keys(config), "expert_gating_func": 2}
-
-
-def _minimax(config: Any) -> dict[str, Any]:
-    rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
-    return {
-        **_head_keys(config),
-        "expert_feed_forward_length": config.intermediate_size,
-        "rope.dimension_count": rotated,
-        "expert_gating_func": 2,
-    }
-
-
-def _ernie(config: Any) -> dict[str, Any]:
-    return {
-        **_expert_keys(config),
-        "interleave_moe_layer_step": config.moe_layer_interval,
-        "leading_dense_block_count": config.moe_layer_start_index,
-        "expert_shared_count": config.moe_num_shared_experts,
-        # So says the converter.
-        "expert_shared_feed_forward_length": config.intermediate_size // config.num_key_value_heads,
-    }
-
-
-def _ernie_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
-    if leaf == "mlp.gate.moe_statics.e_score_correction_bias":
-        return {"exp_probs_b.bias": values[0]}
-    return None
-
-
-def _granite(config: Any) -> dict[str, Any]:
-    return {
-        **_llama(config),
-        "attention.scale": config.attention_multiplier,
-        "embedding_scale": config.embedding_multiplier,
-        "residual_scale": config.residual_multiplier,
-        "logit_scale": config.logits_scaling,
-        "expert_shared_feed_forward_length": getattr(config, "shared_intermediate_size", None),
-    }
-
-
-def _granite_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
-    if leaf == "shared_mlp.input_linear.weight":
-        gate, up = np.split(values, 2)
-        return {"ffn_gate_shexp.weight": gate, "ffn_up_shexp.weight": up}
-    return _interleave_heads(leaf, values, config)
-
-
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-
-
-def _members() -> Iterator[GgufModel]:
-    all_sparse = {"mlp_only_layers": [], "decoder_sparse_step": 1, "num_hidden_layers": 2}
-    yield GgufModel("qwen2moe", "Qwen2Moe", {**tiny.QWEN2_MOE, **all_sparse}, _qwen2moe)
-    yield GgufModel("qwen3moe", "Qwen3Moe", {**tiny.QWEN3_MOE, **all_sparse}, _head_keys)
-    # llama.cpp has no fewer heads of keys there.
-    yield GgufModel("olmoe", "Olmoe", {**tiny.OLMOE, "num_key_value_heads": 4}, _expert_keys)
-    yield GgufModel("llama", "Mixtral", tiny.MIXTRAL, _llama, change=_interleave_heads)
-    yield GgufModel(
-        "gpt-oss",
-        "GptOss",
-        {**tiny.GPT_OSS, "swiglu_limit": 7.0},
-        _gpt_oss,
-        {
-            "self_attn.sinks": "attn_sinks.weight",
-            "mlp.router": "ffn_gate_inp",
-            "post_attention_layernorm": "post_attention_norm",
-        },
-        _split_gpt_oss,
-    )
-    v2 = {**tiny.DEEPSEEK_V2, "scoring_func": "softmax", "norm_topk_prob": False}
-    v2 |= {"rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}
-    yield GgufModel(
-        "deepseek2",
-        "DeepseekV2",
-        {**v2, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
-        _deepseek,
-        _LATENT,
-        _split_latent,
-        name="deepseek2 v2",
-    )
-    # llama.cpp chooses groups as V3 does, and knows models without the rank by their layers.
-    yield GgufModel(
-        "deepseek2",
-        "DeepseekV2",
-        {**v2, "q_lora_rank": None},
-        _deepseek,
-        _LATENT,
-        _split_latent,
-        name="deepseek2 v2 groups",
-        in_llama_cpp=False,
-    )
-    v3 = {**tiny.DEEPSEEK_V3, "scoring_func": "sigmoid", "norm_topk_prob": True}
-    yield GgufModel(
-        "deepseek2", "DeepseekV3", v3, _deepseek, _LATENT, _split_latent, name="deepseek2 v3"
-    )
-
-    sigmoid = {"scoring_func": "sigmoid"}
-    glm4 = {**tiny.GLM4_MOE, **sigmoid, "n_group": 1, "attention_bias": True}
-    yield GgufModel(
-        "glm4moe", "Glm4Moe", glm4, _glm4, {"post_attention_layernorm": "post_attention_norm"}
-    )
-    granite = {"block_sparse_moe.router": "ffn_gate_inp"}
-    shared = {"shared_mlp.output_linear": "ffn_down_shexp"}
-    yield GgufModel("granitemoe", "GraniteMoe", tiny.GRANITEMOE, _granite, granite, _granite_change)
-    yield GgufModel(
-        "granitemoe",
-        "GraniteMoeShared",
-        {**tiny.GRANITEMOE, "shared_intermediate_size": 20},
-        _granite,
-        granite | shared,
-        _granite_change,
-        name="granitemoe shared",
-    )
-    # The converter divides it by the heads of keys for the shared expert's width.
-    ernie = {**tiny.ERNIE4_5_MOE, "intermediate_size": 48}
-    yield GgufModel("ernie4_5-moe", "Ernie4_5_Moe", ernie, _ernie, change=_ernie_change)
-    yield GgufModel(
-        "minimax-m2",
-        "MiniMaxM2",
-        {**tiny.MINIMAX_M2, **sigmoid, "rotary_dim": 8},
-        _minimax,
-        {"mlp.e_score_correction_bias": "exp_probs_b.bias"},
-    )
-    dots1 = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3}
-    dots1 |= {"first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
-    dots1 |= {"intermediate_size": 56, "moe_intermediate_size": 24, "num_hidden_layers": 3}
-    dots1 |= {"num_key_value_heads": 4, **sigmoid}
-    yield GgufModel("dots1", "Dots1", dots1, _dots1)
-
-
-MODELS: Mapping[str, GgufModel] = {model.name or model.architecture: model for model in _members()}

@@ -13,15 +13,15 @@ from moecache.integrations.transformers.gguf._metadata import Metadata
 class Source:
     """Where the values of a model's parameter are in a GGUF file.
 
-    Without `rows` and `undo` they are the one tensor's own.
+    Without `rows` and `undo` they are the one tensor's own. There is never both.
 
     Parameters
     ----------
     tensors : tuple of str
         Names of the tensors.
     rows : array of int64 or None
-        For each row of the parameter the row of the one tensor that it is. A quantized matrix
-        stays quantized under it.
+        For each row of the parameter, which row of the tensors, one below another, it is. A
+        quantized matrix stays quantized under it.
     undo : callable or None
         Makes the parameter's values, float32, of those of the tensors.
     """
@@ -46,7 +46,8 @@ class Architecture:
         package's map does not know transformers' name.
     source : callable or None
         Returns where a parameter is that is more than a renamed tensor, by its name without
-        "model.layers." and the number of the layer; `None` for others.
+        "model.layers.3." and the number of the layer; `None` for others. What is in no layer has
+        its whole name, and number -1.
     ignored : tuple of str
         Regular expressions of tensors that transformers computes, or does not run.
     config_suffix : str

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from moecache.errors import ConfigError
-from moecache.integrations.transformers.gguf import _sigmoid, _softmax
+from moecache.integrations.transformers.gguf import _layers, _linear, _sigmoid, _softmax
 from moecache.integrations.transformers.gguf._architecture import Architecture
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
@@ -11,14 +11,19 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "deepseek2": _sigmoid.deepseek2,
     "dots1": _sigmoid.DOTS1,
     "ernie4_5-moe": _sigmoid.ERNIE4_5_MOE,
+    "gemma4": _layers.GEMMA4,
     "glm4moe": _sigmoid.GLM4_MOE,
     "gpt-oss": _softmax.GPT_OSS,
     "granitemoe": _softmax.granitemoe,
+    "hunyuan-moe": _softmax.HUNYUAN_MOE,
+    "lfm2moe": _layers.LFM2MOE,
     "llama": _softmax.MIXTRAL,
     "minimax-m2": _sigmoid.MINIMAX_M2,
     "olmoe": _softmax.OLMOE,
     "qwen2moe": _softmax.QWEN2MOE,
+    "qwen35moe": _linear.QWEN35MOE,
     "qwen3moe": _softmax.QWEN3MOE,
+    "qwen3next": _linear.QWEN3NEXT,
 }
 
 

@@ -10,8 +10,15 @@ _TOKENS = ("bos", "eos", "pad")
 _ENDS = ("eos", "eot", "eom")
 
 
-def common_settings(said: Metadata) -> dict[str, Any]:
-    """Return what every architecture says in the same way."""
+def common_settings(said: Metadata, *, keys: int | None = None) -> dict[str, Any]:
+    """Return what every architecture says in the same way.
+
+    Parameters
+    ----------
+    said : Metadata
+    keys : int, optional
+        Heads of keys and values, if they are not those of all layers.
+    """
     vocabulary, hidden = _matrix(said, "token_embd.weight")
     if said.size("embedding_length") != hidden:
         raise ConfigError(
@@ -24,12 +31,21 @@ def common_settings(said: Metadata) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": said.num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": said.size("attention.head_count_kv", heads, least=1),
+        "num_key_value_heads": key_heads(said) if keys is None else keys,
         "max_position_embeddings": int(said.number("context_length")),
         "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in said.tensors,
         **tokens(said, vocabulary),
     }
+
+
+def key_heads(said: Metadata) -> int:
+    """Return the heads of keys and values, which all layers with attention have."""
+    heads = said.size("attention.head_count", least=1)
+    found = {count for count in said.sizes("attention.head_count_kv", heads) if count}
+    if len(found) != 1:
+        raise said.unsupported("attention.head_count_kv", said.get("attention.head_count_kv"))
+    return found.pop()
 
 
 def plain_settings(said: Metadata, *, is_partial: bool = False) -> dict[str, Any]:

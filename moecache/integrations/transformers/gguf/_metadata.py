@@ -126,9 +126,9 @@ class Metadata:
             raise self.unsupported("nextn_predict_layers", self.get("nextn_predict_layers"))
         return int(found)
 
-    def sizes(self, key: str) -> list[int]:
+    def sizes(self, key: str, default: Any = _MISSING) -> list[int]:
         """Return a size for each of the file's blocks."""
-        found = self.get(key)
+        found = self.get(key, default)
         count = self.num_blocks
         if not isinstance(found, Sequence) or isinstance(found, str):
             return [self._checked(key, found)] * count
@@ -138,15 +138,14 @@ class Metadata:
             )
         return [self._checked(key, value) for value in found]
 
-    def flags(self, key: str) -> list[bool] | None:
-        """Return a flag for each of the file's blocks; `None` if the file has none."""
-        found = self.get(key, None)
-        if found is None:
-            return None
-        count = self.num_blocks
-        if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != count:
-            raise ConfigError(f"{self._full(key)} is {_short(found)}, not {count} flags")
-        return [bool(value) for value in found]
+    def rows(self, heads: int, width: int) -> int:
+        """Return the rows that heads of a width have, which some tensor must have, too."""
+        if heads * width > self._largest:
+            raise ConfigError(
+                f"{heads} heads of {width} values are more than {self._largest}, the largest "
+                "dimension of the file's tensors; download the file again"
+            )
+        return heads * width
 
     def flag(self, key: str, default: Any = _MISSING) -> Any:
         """Return True or False."""

@@ -8,6 +8,8 @@ from moecache.integrations.transformers.gguf._architecture import Architecture, 
 from moecache.integrations.transformers.gguf._common import (
     expert_width,
     has_bias,
+    head_dim,
+    key_heads,
     plain_settings,
 )
 from moecache.integrations.transformers.gguf._metadata import Metadata
@@ -83,6 +85,18 @@ def _gpt_oss(said: Metadata) -> dict[str, Any]:
     return settings
 
 
+def _hunyuan(said: Metadata) -> dict[str, Any]:
+    settings = plain_settings(said)
+    return {
+        **settings,
+        # Of the expert for all tokens, too.
+        "intermediate_size": expert_width(said),
+        "num_experts": said.size("expert_count", least=1),
+        "moe_topk": settings["num_experts_per_tok"],
+        "attention_bias": has_bias(said, *_QKV),
+    }
+
+
 def granitemoe(said: Metadata) -> Architecture:
     """Return Granite with a shared expert, or without."""
     return _GRANITE_SHARED if "expert_shared_feed_forward_length" in said else _GRANITE
@@ -114,25 +128,24 @@ def _granite_shared(said: Metadata) -> dict[str, Any]:
 def _granite_source(leaf: str, layer: int, said: Metadata) -> Source | None:
     if leaf == "shared_mlp.input_linear.weight":
         parts = tuple(f"blk.{layer}.ffn_{part}_shexp.weight" for part in ("gate", "up"))
-        return Source(parts, undo=np.concatenate)
+        return Source(parts, rows=np.arange(sum(said.shape(part)[0] for part in parts)))
     return permuted_heads(leaf, layer, said)
 
 
 def permuted(said: Metadata, heads: int, tensor: str) -> Source:
     """Return a projection whose heads' halves were interleaved for another form of rotation."""
-    rows = said.shape(tensor)[0]
-    width = rows // heads
-    order = np.arange(rows).reshape(heads, width // 2, 2).swapaxes(1, 2).reshape(-1)
-    return Source((tensor,), rows=order)
+    width = head_dim(said)
+    if width % 2:
+        raise said.unsupported("attention.key_length", width)
+    order = np.arange(said.rows(heads, width)).reshape(heads, width // 2, 2)
+    return Source((tensor,), rows=order.swapaxes(1, 2).reshape(-1))
 
 
 def permuted_heads(leaf: str, layer: int, said: Metadata) -> Source | None:
     """Return where q and k are if llama.cpp's converter interleaved their heads' halves."""
-    for projection, count in (("q", "head_count"), ("k", "head_count_kv")):
+    for projection, heads in (("q", said.size("attention.head_count")), ("k", key_heads(said))):
         for kind in ("weight", "bias"):
             if leaf == f"self_attn.{projection}_proj.{kind}":
-                heads = said.size("attention.head_count")
-                heads = said.size(f"attention.{count}", heads)
                 return permuted(said, heads, f"blk.{layer}.attn_{projection}.{kind}")
     return None
 
@@ -150,6 +163,7 @@ GPT_OSS = Architecture(
         "mlp.router.bias": "ffn_gate_inp.bias",
     },
 )
+HUNYUAN_MOE = Architecture("HunYuanMoEV1", _hunyuan)
 _GRANITE_NAMES = {
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",

@@ -12,6 +12,7 @@ from moecache.errors import ConfigError, MissingDependencyError
 from moecache.integrations.transformers._experts import ROLES, find_experts
 from moecache.integrations.transformers.gguf._architecture import Architecture, Source
 from moecache.integrations.transformers.gguf._architectures import find_architecture
+from moecache.integrations.transformers.gguf._common import key_heads
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -128,16 +129,13 @@ def _find_source(
     name: str, architecture: Architecture, said: Metadata, names: Any
 ) -> Source | None:
     layer = _LAYER.match(name)
-    if layer is not None:
-        leaf, number = name[layer.end() :], int(layer.group(1))
-        if architecture.source is not None:
-            source = architecture.source(leaf, number, said)
-            if source is not None:
-                return _unfused(source, said)
-        if leaf in architecture.names:
-            return Source((f"blk.{number}.{architecture.names[leaf]}",))
-    elif name in architecture.names:
-        return Source((architecture.names[name],))
+    number = int(layer.group(1)) if layer else -1
+    leaf, prefix = (name[layer.end() :], f"blk.{number}.") if layer else (name, "")
+    source = architecture.source(leaf, number, said) if architecture.source else None
+    if source is not None:
+        return _unfused(source, said)
+    if leaf in architecture.names:
+        return Source((f"{prefix}{architecture.names[leaf]}",))
     tensor = names.get_name(name, try_suffixes=(".weight", ".bias"))
     if tensor == "output.weight" and tensor not in said.tensors:
         tensor = "token_embd.weight"
@@ -146,7 +144,7 @@ def _find_source(
 
 def _unfused(source: Source, said: Metadata) -> Source:
     """Return the same, of the tensor that is q, k and v in one if there are none of their own."""
-    tensor = source.tensors[0]
+    tensor = source.tensors[0] if source.tensors else ""
     part = _FUSED.match(tensor)
     if part is None or tensor in said.tensors:
         return source
@@ -156,7 +154,7 @@ def _unfused(source: Source, said: Metadata) -> Source:
         return source
     # Heads are of one width: rows are divided as the heads are.
     heads = said.size("attention.head_count", least=1)
-    keys = said.size("attention.head_count_kv", heads, least=1)
+    keys = key_heads(said)
     start, count = {"q": (0, heads), "k": (heads, keys), "v": (heads + keys, keys)}[part.group(1)]
     width = shape[0] // (heads + 2 * keys)
     rows = np.arange(count * width) if source.rows is None else source.rows
@@ -170,7 +168,8 @@ def _check_shape(
         return
     found = tensors[source.tensors[0]]
     if source.rows is not None:
-        inside = not source.rows.size or source.rows.max() < found[0]
+        count = sum(tensors[tensor][0] for tensor in source.tensors)
+        inside = not source.rows.size or source.rows.max() < count
         found = (len(source.rows) if inside else -1, *found[1:])
     if found != wanted:
         raise ConfigError(

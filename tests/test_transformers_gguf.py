@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from moecache import cli
 from moecache.errors import ConfigError
-from tests.helpers.gguf_models import MODELS, GgufModel, build_from, read_gguf, write_gguf
+from tests.helpers.gguf_members import MODELS
+from tests.helpers.gguf_models import GgufModel, build_from, read_gguf, write_gguf
+from tests.helpers.gguf_tokenizers import byte_level
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -103,6 +106,25 @@ def test_ids_beyond_a_quantized_embedding_are_errors_as_torch_has_them(tmp_path:
             with pytest.raises(IndexError):
                 model(input_ids=torch.tensor([[3, wrong]]))
         assert model(input_ids=torch.tensor([[3]], dtype=torch.int32)).logits.isfinite().all()
+
+
+def test_the_command_line_continues_a_text_with_the_files_own_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of experts in slots as of the whole model."""
+    from moecache.integrations.transformers import generation
+
+    said = byte_level("qwen2")
+    known = sized("qwen3moe", vocab_size=len(said["tokenizer.ggml.tokens"]))
+    original, path = known.build(), tmp_path / "model.gguf"
+    write_gguf(path, known.metadata(original.config) | said, known.tensors(original))
+    tokenizer = generation.load_tokenizer(str(path))
+    ids = generation.encode(tokenizer, "while it lasts")
+    wanted = original.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+
+    options = ["--memory", "50%", "--max-new-tokens", "6", "--temperature", "0"]
+    assert cli.main(["generate", str(path), "while it lasts", *options]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(wanted).rstrip("\n")
 
 
 def test_what_cannot_be_given_with_a_file_is_refused_by_name(tmp_path: Path) -> None:

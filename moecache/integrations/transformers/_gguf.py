@@ -41,23 +41,23 @@ class GgufWeight:
     def read(self, store: CheckpointStore, *, is_native: bool) -> None:
         """Give the module its values, rounded once, or the file's own bytes where that can be."""
         self.module.__dict__.pop(self.leaf, None)
-        name, rows = self.source.tensors[0], self.source.rows
-        if self.source.undo is not None:
-            arrays = [store.read_tensor(one).astype(np.float32) for one in self.source.tensors]
-            values = self.source.undo(arrays)
-        elif name in store.trunk_matrices:
-            matrix, _ = store.trunk_matrices[name]
-            raw = store.read_parts(name)
+        names, rows = self.source.tensors, self.source.rows
+        matrices = [store.trunk_matrices[name][0] for name in names if name in store.trunk_matrices]
+        first = matrices[0] if len(matrices) == len(names) else None
+        if first is not None and self.source.undo is None and len({*matrices}) == 1:
+            raw = np.concatenate([store.read_parts(name) for name in names])
+            num_rows = len(matrices) * first.rows
             if rows is not None:
-                raw = raw.reshape(matrix.rows, -1)[rows].reshape(-1)
-            shape = matrix.rows if rows is None else len(rows), matrix.columns
-            if is_native and can_keep(self.module, matrix.format):
-                keep(self.module, raw, matrix.format, shape, self.dtype)
+                num_rows, raw = len(rows), raw.reshape(num_rows, -1)[rows].reshape(-1)
+            shape = num_rows, first.columns
+            if is_native and can_keep(self.module, first.format):
+                keep(self.module, raw, first.format, shape, self.dtype)
                 return
-            role = Role(name, shape, format=matrix.format.name)
+            role = Role(names[0], shape, format=first.format.name)
             values = values_in(raw, role, stored=True, dtype=NUMPY_TYPES[self.dtype])
         else:
-            values = store.read_tensor(name)
+            arrays = [store.read_tensor(name).astype(np.float32) for name in names]
+            values = self.source.undo(arrays) if self.source.undo else np.concatenate(arrays)
             values = values if rows is None else values[rows]
         tensor = as_tensor(np.ascontiguousarray(values)).to(self.dtype)
         if self.is_buffer:

@@ -137,8 +137,8 @@ def _find_source(
     if leaf in architecture.names:
         return Source((f"{prefix}{architecture.names[leaf]}",))
     tensor = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    if tensor == "output.weight" and tensor not in said.tensors:
-        tensor = "token_embd.weight"
+    if name == "lm_head.weight" and "output.weight" not in said.tensors:
+        tensor = "token_embd.weight"  # which is both
     return None if tensor is None else _unfused(Source((tensor,)), said)
 
 

@@ -68,7 +68,7 @@ def test_a_model_in_few_slots_has_the_bits_of_the_whole_one(name: str, tmp_path:
     assert all(map(torch.equal, logits(model), wanted))
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
+@pytest.mark.parametrize("name", MODELS)
 def test_kernels_have_the_same_bits_at_any_number_of_slots(name: str, tmp_path: Path) -> None:
     """And, the trunk quantized as in the file, nearly those of torch."""
     path = write(tmp_path / "model.gguf", sized(name), MIXED)

@@ -138,7 +138,9 @@ def describe(figures: list[dict[str, Any]]) -> list[str]:
 
 
 @contextmanager
-def llama(path: Path, threads: int, *, repacked: bool = True) -> Iterator[Contestant]:
+def llama(
+    path: Path, threads: int, *, repacked: bool = True, context: int = 1024
+) -> Iterator[Contestant]:
     """Yield llama.cpp on a mapped file; repacked weights are copies, which all have to fit."""
     import llama_cpp
 
@@ -147,7 +149,7 @@ def llama(path: Path, threads: int, *, repacked: bool = True) -> Iterator[Contes
     with mock.patch("llama_cpp.llama_cpp.llama_model_default_params", return_value=params):
         model = llama_cpp.Llama(
             str(path),
-            n_ctx=1024,
+            n_ctx=context,
             n_batch=512,
             n_threads=threads,
             n_threads_batch=threads,

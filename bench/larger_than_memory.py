@@ -43,6 +43,8 @@ from moecache import kernels
 from moecache.sizing.host_memory import peak_rss_bytes
 from moecache.units import format_bytes, parse_bytes
 
+# Tokens that all keep room for: what moecache leaves beside the slots by default.
+CONTEXT = 4096
 ROOT = Path(__file__).parents[1]
 TORCH, FAST = "moecache torch", "moecache fast"
 CONTESTANTS = (LLAMA, TORCH, FAST)
@@ -176,7 +178,7 @@ def child(text: str) -> None:
     num_prompt = task["num_prompt"]
     tokens = np.random.default_rng(0).integers(5, 200, num_prompt + NEW_TOKENS).tolist()
     if name == LLAMA:
-        opened = llama(path, task["threads"], repacked=False)
+        opened = llama(path, task["threads"], repacked=False, context=CONTEXT)
     else:
         compute, _, prefetch = name.removeprefix("moecache ").partition(", prefetch ")
         options = {"prefetch": prefetch} if prefetch else {}

@@ -14,23 +14,11 @@ from typing import Any, Self
 
 import numpy as np
 
-_TYPES = {
-    "f32": 0,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q5_0": 6,
-    "q5_1": 7,
-    "q8_0": 8,
-    "q2_k": 10,
-    "q3_k": 11,
-    "q4_k": 12,
-    "q5_k": 13,
-    "q6_k": 14,
-    "iq4_nl": 20,
-    "iq4_xs": 23,
-    "bf16": 30,
-    "mxfp4_gguf": 39,
-}
+from moecache.formats import BlockFormat
+
+_TYPES = {"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10, "q3_k": 11}
+_TYPES |= {"q4_k": 12, "q5_k": 13, "q6_k": 14, "iq4_nl": 20, "iq4_xs": 23, "bf16": 30}
+_TYPES |= {"mxfp4_gguf": 39}
 _I32 = 26
 # Of struct ggml_tensor: `data`, then a name of 64 bytes, then `extra`, which repacking sets.
 _DATA_AT, _EXTRA_AT = 248, 320
@@ -53,6 +41,24 @@ class NotRepackedError(Exception):
 def has_format(name: str) -> bool:
     """Return whether ggml is installed and multiplies weights as they are in this format."""
     return name in _TYPES and importlib.util.find_spec("llama_cpp") is not None
+
+
+def random_blocks(
+    known: BlockFormat, shape: tuple[int, int], deviation: float
+) -> dict[str, np.ndarray]:
+    """Return blocks of any codes whose values are about zero, and of a standard deviation."""
+    raw = np.random.default_rng(0).integers(0, 256, known.nbytes(*shape), np.uint8)
+    parts = known.split(raw, *shape)
+    numbers = {at: (slice(None), slice(None), slice(at, at + 2)) for at in known.numbers_at}
+    # An offset is half of the largest code.
+    largest = {"q2_k": 3, "q4_k": 15, "q5_k": 31}.get(known.name, 0)
+    sizes = dict(zip(known.numbers_at, (1, largest / 2), strict=False))
+    for at, place in numbers.items():
+        parts["blocks"][place] = np.array([sizes[at]], np.float16).view(np.uint8)
+    scale = deviation / known.dequantize(parts).std()
+    for at, place in numbers.items():
+        parts["blocks"][place] = np.array([sizes[at] * scale], np.float16).view(np.uint8)
+    return parts
 
 
 class GgmlLayer:

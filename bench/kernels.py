@@ -21,7 +21,7 @@ import mmap
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from bench.ggml import GgmlLayer, NotRepackedError, has_format
+from bench.ggml import GgmlLayer, NotRepackedError, has_format, random_blocks
 from bench.runs import begin, write_figures
 from moecache import kernels
 from moecache.errors import ConfigError
@@ -82,9 +82,10 @@ def main(argv: list[str] | None = None) -> int:
     shapes, rounds = (((64, 32),), 1) if arguments.small else (SHAPES, arguments.rounds)
     num_experts = 2 * TOP_K if arguments.small else NUM_EXPERTS
     for hidden_size, width in shapes:
-        figures += one_token(hidden_size, width, num_experts, rounds)
+        names = _storing(arguments.formats, hidden_size, width)
+        figures += one_token(names, hidden_size, width, num_experts, rounds)
         tokens = 16 if arguments.small else NUM_TOKENS
-        figures += prompt(hidden_size, width, tokens, num_experts, max(1, rounds // 5))
+        figures += prompt(names, hidden_size, width, tokens, num_experts, max(1, rounds // 5))
     for line in describe(figures):
         print(line)
     write_figures(
@@ -94,11 +95,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def one_token(hidden_size: int, width: int, num_experts: int, rounds: int) -> list[Figure]:
+def one_token(
+    names: list[str], hidden_size: int, width: int, num_experts: int, rounds: int
+) -> list[Figure]:
     """Return the figures of 8 experts and one token."""
     hidden = _random((1, hidden_size)).astype(ml_dtypes.bfloat16)
     works: dict[str, tuple[int, Work]] = {}
-    for name in _formats(hidden_size, width):
+    for name in names:
         layer = _Layer(name, hidden_size, width, num_experts)
         works |= {own: (layer.nbytes, work) for own, work in layer.kernel_works(hidden).items()}
         works[f"bandwidth {name}"] = layer.nbytes, layer.read_work()
@@ -111,12 +114,17 @@ def one_token(hidden_size: int, width: int, num_experts: int, rounds: int) -> li
 
 
 def prompt(
-    hidden_size: int, width: int, num_tokens: int, num_experts: int, rounds: int
+    names: list[str],
+    hidden_size: int,
+    width: int,
+    num_tokens: int,
+    num_experts: int,
+    rounds: int,
 ) -> list[Figure]:
     """Return the figures of a prompt."""
     hidden = _random((num_tokens, hidden_size)).astype(ml_dtypes.bfloat16)
     works: dict[str, tuple[int, Work]] = {}
-    for name in _formats(hidden_size, width):
+    for name in names:
         layer = _Layer(name, hidden_size, width, num_experts)
         nbytes = layer.nbytes // TOP_K * num_experts
         works |= {own: (nbytes, work) for own, work in layer.kernel_works(hidden).items()}
@@ -290,28 +298,20 @@ class _Layer:
 def _parts(values: np.ndarray, name: str) -> dict[str, np.ndarray]:
     """Return a matrix in a format; any codes, of scales that fit, if moecache only reads it."""
     known = find_format(name)
-    is_read = isinstance(known, BlockFormat) and known.block[1] > 32
-    if not is_read and not isinstance(known, GroupedFormat):
+    if isinstance(known, BlockFormat) and known.block[1] > 32:
+        return random_blocks(known, values.shape, values.std())
+    if not isinstance(known, GroupedFormat):
         return quantize(values, name)
     raw = np.random.default_rng(0).integers(0, 256, known.nbytes(*values.shape), np.uint8)
     parts = known.split(raw, *values.shape)
-    if not isinstance(known, BlockFormat):
-        parts["scales"][...] = values.std() / 8
-        return parts
-    # An offset is half of the largest code, so that values are about zero.
-    for times, at in zip((1, 7.5 if name == "q4_k" else 15.5), known.numbers_at, strict=False):
-        parts["blocks"][..., at : at + 2] = np.array([times], np.float16).view(np.uint8)
-    scale = values.std() / known.dequantize(parts).std()
-    for at in known.numbers_at:
-        numbers = np.ascontiguousarray(parts["blocks"][..., at : at + 2]).view(np.float16)
-        parts["blocks"][..., at : at + 2] = (numbers * np.float16(scale)).view(np.uint8)
+    parts["scales"][...] = values.std() / 8
     return parts
 
 
-def _formats(*columns: int) -> list[str]:
+def _storing(names: Sequence[str], *columns: int) -> list[str]:
     """Return the formats that have matrices of so many columns."""
     found = []
-    for name in FORMATS:
+    for name in names:
         with contextlib.suppress(ConfigError):
             if all(find_format(name).nbytes(32, each) for each in columns):
                 found.append(name)

@@ -229,8 +229,8 @@ INLINE __m512 mc_scales(const uint8_t *at, int scale)
  * in each block would cost as much as its products. */
 enum { MC_TERMS = 256, MC_SUPERS = 512, MC_PAIRS = 1024 };
 
-/* 16 rows with `num` inputs: as in `_codes.h`, but two columns at a time, and each block as two sums
- * that do not wait for each other. */
+/* 16 rows with `num` inputs: as in `_codes.h`, but two columns at a time, and 16 columns as two sums that
+ * do not wait for each other. Four products in a row are as many as their time lets others overtake. */
 INLINE void mc_few_dp(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
     int kind)
@@ -241,21 +241,23 @@ INLINE void mc_few_dp(
     int codes = kind & 255, has_terms = kind & MC_TERMS, is_super = kind & MC_SUPERS;
     int pair = kind & MC_PAIRS ? 2 : 1, scale_type = is_super ? MC_IN_STEPS : matrix->scale;
     int64_t stretch = is_super ? MC_SUPER : pair * matrix->group;
-    __m512 sums[8], block[8], other[8], by[2];
+    /* Scaled sums of a stretch, and of terms: what is left of 256 columns is to be multiplied. */
+    __m512 sums[8], scaled[8], terms[8], block[8], other[8];
     __m512i table[2];
     mc_bytes bytes;
     for (int i = 0; i < 2; i++) {
         table[i] = _mm512_loadu_si512(mc_tables[matrix->codes - MC_I8].small + 32 * i);
         bytes.low[i] = _mm512_loadu_si512(mc_tables[matrix->codes - MC_I8].low + 64 * i);
         bytes.high[i] = _mm512_loadu_si512(mc_tables[matrix->codes - MC_I8].high + 64 * i);
-        by[i] = _mm512_set1_ps(1);
     }
     for (int t = 0; t < num; t++)
-        sums[t] = _mm512_setzero_ps();
+        sums[t] = scaled[t] = terms[t] = _mm512_setzero_ps();
     for (int64_t k = 0, begin = 0; k < columns; begin = k) {
         int64_t end = k + stretch < columns ? k + stretch : columns;
-        for (int i = 0; i <= !!has_terms && is_super; i++, at += 32)
-            by[i] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+        const uint8_t *by = at;
+        at += is_super ? mc_super_bytes(matrix) : 0;
+        for (int t = 0; t < num && is_super; t++)
+            scaled[t] = terms[t] = _mm512_setzero_ps();
         for (; k < end; k += MC_BLOCK) {
             if (is_super || k == begin) {
                 scales = at;
@@ -263,32 +265,35 @@ INLINE void mc_few_dp(
                 for (int half = 0; half < pair && has_terms; half++, index++) {
                     int64_t place = half * head / pair;
                     __m512 term = mc_scales(scales + head + place, scale_type);
-                    if (is_super)
-                        term = _mm512_mul_ps(term, by[1]);
-                    else if (matrix->has_zeros)
+                    if (!is_super && matrix->has_zeros)
                         term = _mm512_mul_ps(term, mc_scales(scales + place, scale_type));
                     for (int t = 0; t < num; t++)
-                        sums[t] = _mm512_fmadd_ps(
+                        terms[t] = _mm512_fmadd_ps(
                             term, _mm512_set1_ps(mc_sums(matrix, MC_X_BF16, inputs[t])[index]),
-                            sums[t]);
+                            terms[t]);
                 }
             }
+            __m512 scale = mc_scales(scales, scale_type);
 #pragma GCC unroll 2
-            for (int half = 0; half < pair; half++) {
+            for (int half = 0; half < 2; half++) {
                 for (int t = 0; t < num; t++)
                     block[t] = other[t] = _mm512_setzero_ps();
-#pragma GCC unroll 2
-                for (int i = half; i < half + 3 - pair; i++)
-                    mc_add_dp(block, other, at, i, inputs, k + 16 * i, num, table, bytes, codes);
-                __m512 scale = mc_scales(scales + half * head / pair, scale_type);
-                if (is_super)
-                    scale = _mm512_mul_ps(scale, by[0]);
+                mc_add_dp(block, other, at, half, inputs, k + 16 * half, num, table, bytes, codes);
+                if (half && pair == 2)
+                    scale = mc_scales(scales + head / 2, scale_type);
                 for (int t = 0; t < num; t++)
-                    sums[t] = _mm512_fmadd_ps(_mm512_add_ps(block[t], other[t]), scale, sums[t]);
+                    scaled[t] = _mm512_fmadd_ps(_mm512_add_ps(block[t], other[t]), scale, scaled[t]);
             }
             at += mc_code_bytes(codes, MC_BLOCK * MC_TILE);
         }
+        for (int i = 0; i <= !!has_terms && is_super; i++) {
+            __m512 times = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(by + 32 * i)));
+            for (int t = 0; t < num; t++)
+                sums[t] = _mm512_fmadd_ps(i ? terms[t] : scaled[t], times, sums[t]);
+        }
     }
+    for (int t = 0; t < num && !is_super; t++)
+        sums[t] = has_terms ? _mm512_add_ps(scaled[t], terms[t]) : scaled[t];
     for (int t = 0; t < num; t++)
         _mm512_storeu_ps(
             out + t * MC_TILE, (__m512)mc_avx512_scaled((vf)sums[t], tile, matrix->scale));

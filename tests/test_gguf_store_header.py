@@ -203,6 +203,31 @@ def test_experts_of_too_many_layers_are_refused(tmp_path: Path) -> None:
         open_store(path)
 
 
+def test_experts_of_a_layer_are_of_one_type(tmp_path: Path) -> None:
+    """Though blocks of another type may have as many bytes: Q4_0 and IQ4_NL."""
+    tensors = [
+        (f"blk.0.ffn_up.{e}.weight", [32, 16], kind, 288 * e) for e, kind in enumerate((2, 20))
+    ]
+    path = write_raw(tmp_path / "m.gguf", [], tensors, bytes(576))
+    assert "'blk.0.ffn_up.1.weight' is IQ4_NL, but 'blk.0.ffn_up.0.weight' is Q4_0" in refuse(path)
+
+
+def test_more_experts_than_any_model_has_are_refused(tmp_path: Path) -> None:
+    """A hole of a file costs nothing on the disk, but a place of an expert costs memory."""
+    tensors = [("blk.0.ffn_up_exps.weight", [1, 1, 2**28], F32, 0)]
+    path = write_raw(tmp_path / "m.gguf", [], tensors)
+    with path.open("r+b") as file:
+        file.truncate(2**31)
+    tracemalloc.start()
+    with pytest.raises(
+        FormatError, match="there are 268435456 experts, over 1048576; no model has"
+    ):
+        open_store(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
 @pytest.mark.parametrize("name", ["scale", "input_scale", "bias"])
 def test_what_experts_have_beside_their_weights_is_refused(tmp_path: Path, name: str) -> None:
     """Values without it would be wrong."""

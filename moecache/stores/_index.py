@@ -18,6 +18,8 @@ from moecache.layout import ExpertLayout, Role
 from moecache.stores._header import MAX_LAYERS, TensorEntry, shown
 from moecache.stores._matrices import Matrix, Stored
 
+# Models have less than 100,000. A file with holes may claim any number, and each takes memory.
+MAX_EXPERTS = 2**20
 # Projection -> (role, its place among the role's pieces). Gate stands before up.
 _PIECES = {
     "gate_up_proj": ("gate_up", 0),
@@ -116,7 +118,8 @@ def index_experts(
     ------
     FormatError
         If experts are missing, differ within a layer, or layers differ in their
-        number; if there are more than 4096 layers; or if the parts of a format do not fit.
+        number; if there are more than 4096 layers, or a million experts; or if the parts of a
+        format do not fit.
     ConfigError
         If a chosen layer is not there.
     """
@@ -144,6 +147,9 @@ def index_experts(
         layers = {name: _matched(layers[name], find_matrix) for name in names}
     _check_projections(names, layers)
     num_experts = _count_experts(names, layers)
+    total = num_experts * len(names)
+    if total > MAX_EXPERTS:
+        raise FormatError(f"there are {total} experts, over {MAX_EXPERTS}; no model has so many")
     roles, pieces = [], []
     for name in names:
         layer_roles, layer_pieces = _assemble(name, layers[name], num_experts)

@@ -158,13 +158,14 @@ def write_raw(
     magic, version, num_tensors, num_keys = head
     num_tensors = len(tensors) if num_tensors is None else num_tensors
     num_keys = len(metadata) if num_keys is None else num_keys
-    text = magic + struct.pack("<IQQ", version, num_tensors, num_keys)
+    parts = [magic, struct.pack("<IQQ", version, num_tensors, num_keys)]
     for key, kind, value in metadata:
-        text += string(key) + struct.pack("<I", kind)
-        text += string(value) if isinstance(value, str) else value
+        parts += [string(key), struct.pack("<I", kind)]
+        parts.append(string(value) if isinstance(value, str) else value)
     for name, reverse, kind, offset in tensors:
         sizes = struct.pack(f"<I{len(reverse)}Q", len(reverse), *reverse)
-        text += string(name) + sizes + struct.pack("<IQ", kind, offset)
+        parts += [string(name), sizes, struct.pack("<IQ", kind, offset)]
+    text = b"".join(parts)
     path.write_bytes(text + bytes(-len(text) % 32) + data)
     return path
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 import numpy as np
 
@@ -53,17 +52,29 @@ def find_experts(
     ConfigError
         If a type is not supported as the format of a matrix, or a chosen layer is not there.
     """
+    rows: dict[str, tuple[int, TensorEntry]] = {}
+    found: dict[str, tuple[str, str, str | None, str]] = {}
+    first: dict[tuple[str, ...], str] = {}
+    for name, (file, entry) in tensors.items():
+        match = _EXPERTS.fullmatch(name)
+        if match is None:
+            continue
+        layer, piece, expert, kind = match.groups()
+        found[name] = layer, f"{piece}_proj", expert, kind
+        rows[name] = file, _in_bytes(name, entry, kind, is_stack=expert is None)
+        # Blocks of two types may have as many bytes.
+        other = first.setdefault((layer, piece, kind), name)
+        if tensors[other][1].type is not entry.type:
+            raise FormatError(
+                f"tensor {shown(name)} is {entry.dtype_name}, but {shown(other)} is "
+                f"{tensors[other][1].dtype_name}: experts of a layer are of one type"
+            )
 
     def find_matrix(stored: Mapping[str, Stored]) -> Matrix | None:
         weight = stored.get("")
         return None if weight is None else matrix_of(weight.name, tensors[weight.name][1])
 
-    rows = {
-        name: (file, _in_bytes(name, entry))
-        for name, (file, entry) in tensors.items()
-        if is_expert(name)
-    }
-    return index_experts(rows, top_k, chosen, find_matrix, _match_name)
+    return index_experts(rows, top_k, chosen, find_matrix, found.get)
 
 
 def matrix_of(name: str, entry: GgufEntry) -> Matrix | None:
@@ -78,28 +89,18 @@ def matrix_of(name: str, entry: GgufEntry) -> Matrix | None:
     return Matrix(known, rows, entry.shape[-1], ("",))
 
 
-def _match_name(name: str) -> tuple[str, str, str | None, str] | None:
-    match = _EXPERTS.fullmatch(name)
-    if match is None:
-        return None
-    return match["layer"], f"{match['piece']}_proj", match["expert"], match["kind"]
-
-
-def _in_bytes(name: str, entry: GgufEntry) -> TensorEntry:
+def _in_bytes(name: str, entry: GgufEntry, kind: str, *, is_stack: bool) -> TensorEntry:
     """Return a tensor of experts with rows of bytes, if it is quantized, instead of values."""
-    match = _EXPERTS.fullmatch(name)
-    assert match is not None
-    rank = _RANKS.get(match["kind"])
-    if rank is None or (rank == 1 and entry.type.is_quantized):
-        raise FormatError(
-            f"tensor {shown(name)}, {entry.dtype_name} {list(entry.shape)}, has no meaning here"
-        )
+    rank = _RANKS.get(kind)
+    known, shape, dtype = entry.type, entry.shape, entry.dtype
+    if rank is None or (rank == 1 and known.is_quantized):
+        raise FormatError(f"tensor {shown(name)}, {known.name} {list(shape)}, has no meaning here")
     # ggml leaves out sizes of 1 at the end of its own order.
-    wanted = rank + (match["expert"] is None)
-    shape = (1,) * (wanted - len(entry.shape)) + entry.shape
+    wanted = rank + is_stack
+    shape = (1,) * (wanted - len(shape)) + shape
     if len(shape) != wanted:
-        raise FormatError(f"tensor {shown(name)} of shape {list(shape)} is no {match['kind']}")
-    if not entry.type.is_quantized:
-        return replace(entry, shape=shape)
-    nbytes = shape[-1] // entry.type.columns * entry.type.nbytes
-    return replace(entry, dtype=np.dtype(np.uint8), shape=(*shape[:-1], nbytes))
+        raise FormatError(f"tensor {shown(name)} of shape {list(shape)} is no {kind}")
+    if known.is_quantized:
+        shape = (*shape[:-1], shape[-1] // known.columns * known.nbytes)
+        dtype = np.dtype(np.uint8)
+    return TensorEntry(known.name, dtype, shape, entry.offset, entry.nbytes)

@@ -28,7 +28,10 @@ MAX_DIMENSIONS = 4
 # What is read at once: a small header should not bring much of a file into memory.
 _LEAST_BYTES, _MOST_BYTES = 2**16, 2**20
 DEFAULT_ALIGNMENT = 32
-_LENGTH = struct.Struct("<Q")
+_MAGIC, _COUNTS = struct.Struct("<4sI"), struct.Struct("<QQ")
+_LENGTH, _NUMBER, _LIST = (struct.Struct(form) for form in ("<Q", "<I", "<IQ"))
+# Of a tensor with so many dimensions: its sizes, its type, its place.
+_FIELDS = [struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMENSIONS + 1)]
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 # The other types of values, by their numbers.
 _NUMBERS = {
@@ -160,17 +163,16 @@ class _Reader:
         self.data = bytearray()
         self.at = 0
 
-    def take(self, form: str, what: str) -> tuple[Any, ...]:
+    def take(self, form: struct.Struct, what: str, name: str = "") -> tuple[Any, ...]:
         """Return some numbers."""
-        size = struct.calcsize(form)
-        self.have(size, what)
-        values = struct.unpack_from(form, self.data, self.at)
-        self.at += size
+        self.have(form.size, what, name)
+        values = form.unpack_from(self.data, self.at)
+        self.at += form.size
         return values
 
     def text(self, what: str) -> str:
         """Return a string."""
-        (length,) = self.take("<Q", what)
+        (length,) = self.take(_LENGTH, what)
         self.have(length, what)
         text = self.data[self.at : self.at + length]
         self.at += length
@@ -199,8 +201,8 @@ class _Reader:
         self.at = at
         self.have(0, what)
 
-    def have(self, nbytes: int, what: str) -> None:
-        """Read on until so many more bytes are there.
+    def have(self, nbytes: int, what: str, name: str = "") -> None:
+        """Read on until so many more bytes are there, of what has a name, maybe.
 
         Raises
         ------
@@ -208,6 +210,9 @@ class _Reader:
             If the file has not so many.
         """
         end = self.at + nbytes
+        if end <= len(self.data):
+            return
+        what = f"{what} {shown(name)}" if name else what
         if end > self._file_bytes:
             self.fail(f"{what} ends at byte {end}, file has {self._file_bytes}; download it again")
         if end > MAX_HEADER_BYTES:
@@ -224,14 +229,14 @@ class _Reader:
 
 
 def _read(head: _Reader, file: ReadOnlyFile) -> Header:
-    magic, version = head.take("<4sI", "its version")
+    magic, version = head.take(_MAGIC, "its version")
     if magic != b"GGUF":
         head.fail(f"begins with {magic!r}, not with b'GGUF': it is no GGUF file")
     if version not in (2, 3):
         if version >> 24 and not version & 0xFFFFFF:
             head.fail("is big-endian, which is not supported; convert the model again")
         head.fail(f"is of version {version}; supported are 2 and 3, so convert the model again")
-    num_tensors, num_keys = head.take("<QQ", "its counts")
+    num_tensors, num_keys = head.take(_COUNTS, "its counts")
     # An entry takes at least so many bytes.
     for count, most, least, what in (
         (num_tensors, MAX_TENSORS, 24, "tensors"),
@@ -253,17 +258,16 @@ def _read(head: _Reader, file: ReadOnlyFile) -> Header:
         name = head.text("a tensor's name")
         if name in raw:
             head.fail(f"the header names {shown(name)} twice")
-        (rank,) = head.take("<I", f"tensor {shown(name)}")
+        (rank,) = head.take(_NUMBER, "tensor", name)
         if rank > MAX_DIMENSIONS:
             head.fail(f"tensor {shown(name)} has {rank} dimensions, over {MAX_DIMENSIONS}")
-        raw[name] = head.take(f"<{rank}QIQ", f"tensor {shown(name)}")
+        raw[name] = head.take(_FIELDS[rank], "tensor", name)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         head.fail(f"general.alignment is {shown(alignment)}, no power of two")
-    start = -(-head.at // alignment) * alignment
+    start, size = -(-head.at // alignment) * alignment, file.nbytes
     tensors = {
-        name: _entry(head, name, fields, start, alignment, file.nbytes)
-        for name, fields in raw.items()
+        name: _entry(head, name, fields, start, alignment, size) for name, fields in raw.items()
     }
     check_overlap(file.path, tensors)
     return Header(metadata, tensors)
@@ -272,10 +276,10 @@ def _read(head: _Reader, file: ReadOnlyFile) -> Header:
 def _skip_value(head: _Reader, key: str) -> Place:
     """Pass over a value; return where it is."""
     what, start, count = f"metadata {shown(key)}", head.at, 1
-    (kind,) = head.take("<I", what)
+    (kind,) = head.take(_NUMBER, what)
     is_list = kind == _ARRAY
     if is_list:
-        kind, count = head.take("<IQ", what)
+        kind, count = head.take(_LIST, what)
     if kind not in _NUMBERS and kind != _STRING:
         problem = "is a list of lists" if kind == _ARRAY else f"is of unknown type {kind}"
         head.fail(f"{what} {problem}")
@@ -293,24 +297,25 @@ def _entry(
     head: _Reader, name: str, fields: tuple[int, ...], start: int, alignment: int, file_bytes: int
 ) -> GgufEntry:
     *reverse, number, place = fields
-    label = f"tensor {shown(name)}"
     known = ggml_types().get(number)
     if known is None:
         names = ", ".join(kind.name for kind in ggml_types().values())
-        head.fail(f"{label}: type {number} is not supported; supported are {names}")
-    shape = tuple(reversed(reverse))
+        head.fail(f"tensor {shown(name)}: type {number} is not supported; supported are {names}")
+    shape = tuple(reverse[::-1])
     columns = shape[-1] if shape else 1
     if 0 in shape or columns % known.columns:
         head.fail(
-            f"{label} has an impossible shape {shown(list(shape))} for {known.name}, which stores "
-            f"whole blocks of {known.columns}"
+            f"tensor {shown(name)} has an impossible shape {shown(list(shape))} for {known.name}, "
+            f"which stores whole blocks of {known.columns}"
         )
     if place % alignment:
-        head.fail(f"{label} begins at byte {place} of the data, no multiple of {alignment}")
+        head.fail(
+            f"tensor {shown(name)} begins at byte {place} of the data, no multiple of {alignment}"
+        )
     offset, nbytes = start + place, math.prod(shape) // known.columns * known.nbytes
     if offset + nbytes > file_bytes:
         head.fail(
-            f"{label} ends at byte {shown(offset + nbytes)}, file has {file_bytes}; download it "
-            "again"
+            f"tensor {shown(name)} ends at byte {shown(offset + nbytes)}, file has {file_bytes}; "
+            "download it again"
         )
     return GgufEntry(known.name, known.dtype, shape, offset, nbytes, known)

@@ -91,7 +91,7 @@ class CheckpointStore(ABC):
     @property
     @abstractmethod
     def trunk_bytes(self) -> int:
-        """Bytes of all tensors but the experts' in a model: quantized ones are bfloat16 there."""
+        """Bytes of all tensors but the experts', as `load` keeps them by default."""
 
     @property
     @abstractmethod

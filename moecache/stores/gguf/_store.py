@@ -111,11 +111,9 @@ class GgufStore(CheckpointStore):
 
     @property
     def trunk_bytes(self) -> int:
-        """Bytes of all tensors but the experts' in a model: quantized ones are bfloat16 there."""
+        """Bytes of all tensors but the experts', as they are stored and `load` keeps them."""
         return sum(
-            2 * math.prod(entry.shape) if entry.type.is_quantized else entry.nbytes
-            for name, (_, entry) in self._tensors.items()
-            if not is_expert(name)
+            entry.nbytes for name, (_, entry) in self._tensors.items() if not is_expert(name)
         )
 
     @property

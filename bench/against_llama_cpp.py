@@ -23,12 +23,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from bench.runs import begin, write_figures
 
-LLAMA = "llama.cpp bf16"
+LLAMA = "llama.cpp"
 PROMPT, NEW_TOKENS, LONG_PROMPT = 16, 48, 512
 
 
@@ -137,18 +138,23 @@ def describe(figures: list[dict[str, Any]]) -> list[str]:
 
 
 @contextmanager
-def llama(path: Path, threads: int) -> Iterator[Contestant]:
-    """Yield llama.cpp on a mapped file."""
+def llama(
+    path: Path, threads: int, *, repacked: bool = True, context: int = 1024
+) -> Iterator[Contestant]:
+    """Yield llama.cpp on a mapped file; repacked weights are copies, which all have to fit."""
     import llama_cpp
 
-    model = llama_cpp.Llama(
-        str(path),
-        n_ctx=1024,
-        n_batch=512,
-        n_threads=threads,
-        n_threads_batch=threads,
-        verbose=False,
-    )
+    params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = repacked
+    with mock.patch("llama_cpp.llama_cpp.llama_model_default_params", return_value=params):
+        model = llama_cpp.Llama(
+            str(path),
+            n_ctx=context,
+            n_batch=512,
+            n_threads=threads,
+            n_threads_batch=threads,
+            verbose=False,
+        )
 
     def logits() -> np.ndarray:
         found = llama_cpp.llama_get_logits_ith(model.ctx, -1)
@@ -170,14 +176,16 @@ def llama(path: Path, threads: int) -> Iterator[Contestant]:
 
 
 @contextmanager
-def ours(path: Path, memory: int | str | None, compute: str, threads: int) -> Iterator[Contestant]:
+def ours(
+    path: Path, memory: int | str | None, compute: str, threads: int, **options: Any
+) -> Iterator[Contestant]:
     """Yield transformers with its experts in slots."""
     import torch
 
     from moecache.integrations.transformers import load
 
     torch.set_num_threads(threads)
-    model = load(path, memory, compute=compute, dtype=torch.bfloat16)
+    model = load(path, memory, compute=compute, dtype=torch.bfloat16, **options)
     cache: Any = None
 
     def forward(ids: list[int]) -> np.ndarray:

@@ -30,6 +30,24 @@ def describe_read_ahead(path: Path) -> str:
 
 
 @contextlib.contextmanager
+def read_ahead_of(path: Path, nbytes: int) -> Iterator[None]:
+    """Give the disk of a file a read-ahead meanwhile; needs root, and is for all that it has."""
+    device = os.stat(path).st_dev
+    name = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
+    setting = next(
+        found
+        for part in ("queue", "../queue")
+        if (found := Path(name, part, "read_ahead_kb")).exists()
+    )
+    before = setting.read_text()
+    setting.write_text(str(nbytes // 1024))
+    try:
+        yield
+    finally:
+        setting.write_text(before)
+
+
+@contextlib.contextmanager
 def disk_with(read_ahead: int | None, directory: Path, num_bytes: int) -> Iterator[Path]:
     """Give a directory for `num_bytes` of files, below `directory` and on its disk.
 

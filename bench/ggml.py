@@ -14,7 +14,11 @@ from typing import Any, Self
 
 import numpy as np
 
-_TYPES = {"f32": 0, "q4_0": 2, "q8_0": 8, "bf16": 30}
+from moecache.formats import BlockFormat
+
+_TYPES = {"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10, "q3_k": 11}
+_TYPES |= {"q4_k": 12, "q5_k": 13, "q6_k": 14, "iq4_nl": 20, "iq4_xs": 23, "bf16": 30}
+_TYPES |= {"mxfp4_gguf": 39}
 _I32 = 26
 # Of struct ggml_tensor: `data`, then a name of 64 bytes, then `extra`, which repacking sets.
 _DATA_AT, _EXTRA_AT = 248, 320
@@ -39,12 +43,31 @@ def has_format(name: str) -> bool:
     return name in _TYPES and importlib.util.find_spec("llama_cpp") is not None
 
 
+def random_blocks(
+    known: BlockFormat, shape: tuple[int, int], deviation: float
+) -> dict[str, np.ndarray]:
+    """Return blocks of any codes whose values are about zero, and of a standard deviation."""
+    raw = np.random.default_rng(0).integers(0, 256, known.nbytes(*shape), np.uint8)
+    parts = known.split(raw, *shape)
+    numbers = {at: (slice(None), slice(None), slice(at, at + 2)) for at in known.numbers_at}
+    # An offset is half of the largest code.
+    largest = {"q2_k": 3, "q4_k": 15, "q5_k": 31}.get(known.name, 0)
+    sizes = dict(zip(known.numbers_at, (1, largest / 2), strict=False))
+    for at, place in numbers.items():
+        parts["blocks"][place] = np.array([sizes[at]], np.float16).view(np.uint8)
+    scale = deviation / known.dequantize(parts).std()
+    for at, place in numbers.items():
+        parts["blocks"][place] = np.array([sizes[at] * scale], np.float16).view(np.uint8)
+    return parts
+
+
 class GgmlLayer:
     """Experts of a layer, and the step that computes some of them for one token.
 
     Parameters
     ----------
-    name : {"bf16", "q8_0", "q4_0"}
+    name : str
+        Such as "bf16" or "q4_k".
     parts : mapping of str to ndarray
         One expert's "gate", "up" and "down" as the file has them, C-contiguous; each expert gets
         these.
@@ -137,6 +160,22 @@ class GgmlLayer:
         self._ggml.ggml_backend_tensor_set(tensor, whole.ctypes.data, 0, whole.nbytes)
 
 
+def quantize(values: np.ndarray, number: int) -> np.ndarray:
+    """Return the blocks of a matrix in a type of ggml, uint8 [rows, bytes], by its quantizer.
+
+    Parameters
+    ----------
+    values : ndarray, shape [rows, columns]
+    number : int
+        Of the type, such as 12 of Q4_K.
+    """
+    ggml, wide = _library(), np.ascontiguousarray(values, np.float32)
+    rows, columns = wide.shape
+    out = np.empty((rows, ggml.ggml_row_size(number, columns)), np.uint8)
+    ggml.ggml_quantize_chunk(number, wide.ctypes.data, out.ctypes.data, 0, rows, columns, None)
+    return out
+
+
 def _pointer(address: int, offset: int) -> int:
     return ctypes.c_uint64.from_address(address + offset).value
 
@@ -169,6 +208,8 @@ def _library() -> Any:
         "ggml_build_forward_expand": (None, [pointer, pointer]),
         "ggml_get_data": (pointer, [pointer]),
         "ggml_nbytes": (size, [pointer]),
+        "ggml_row_size": (size, [integer, long]),
+        "ggml_quantize_chunk": (size, [integer, pointer, pointer, long, long, long, pointer]),
         "ggml_backend_tensor_set": (None, [pointer, pointer, size, size]),
         "ggml_backend_alloc_ctx_tensors_from_buft": (pointer, [pointer, pointer]),
         "ggml_backend_buffer_free": (None, [pointer]),

@@ -16,11 +16,12 @@ it writes. A prompt is 512 tokens through 128 experts, 8 for each.
 """
 
 import argparse
+import contextlib
 import mmap
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,10 +29,11 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from bench.ggml import GgmlLayer, NotRepackedError, has_format
+from bench.ggml import GgmlLayer, NotRepackedError, has_format, random_blocks
 from bench.runs import begin, write_figures
 from moecache import kernels
-from moecache.formats import GroupedFormat, find_format, quantize
+from moecache.errors import ConfigError
+from moecache.formats import BlockFormat, GroupedFormat, find_format, quantize
 from moecache.kernels import _kernels
 from moecache.kernels.matrices import matrix_of
 
@@ -39,7 +41,7 @@ TOP_K = 8
 SHAPES = ((1024, 512), (2048, 768))
 FORMATS = (
     *("bf16", "q8_0", "q4_0", "mxfp4", "fp8[128x128,f32]", "int4[1x32,bf16]"),
-    *("gptq4[128,f16]", "awq4[128,f16]"),
+    *("gptq4[128,f16]", "awq4[128,f16]", "q4_k", "q5_k", "q6_k", "iq4_xs"),
 )
 # Those that can have activations of 8 bits.
 INT8 = ("q8_0", "q4_0")
@@ -73,15 +75,17 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernels")
     parser.add_argument("--small", action="store_true", help="to see whether it runs")
+    parser.add_argument("--formats", nargs="+", default=FORMATS, help="those to compare")
     arguments = begin(parser, argv, rounds=15)
     torch.set_num_threads(arguments.threads)
     figures: list[Figure] = []
     shapes, rounds = (((64, 32),), 1) if arguments.small else (SHAPES, arguments.rounds)
     num_experts = 2 * TOP_K if arguments.small else NUM_EXPERTS
     for hidden_size, width in shapes:
-        figures += one_token(hidden_size, width, num_experts, rounds)
+        names = _storing(arguments.formats, hidden_size, width)
+        figures += one_token(names, hidden_size, width, num_experts, rounds)
         tokens = 16 if arguments.small else NUM_TOKENS
-        figures += prompt(hidden_size, width, tokens, num_experts, max(1, rounds // 5))
+        figures += prompt(names, hidden_size, width, tokens, num_experts, max(1, rounds // 5))
     for line in describe(figures):
         print(line)
     write_figures(
@@ -91,11 +95,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def one_token(hidden_size: int, width: int, num_experts: int, rounds: int) -> list[Figure]:
+def one_token(
+    names: list[str], hidden_size: int, width: int, num_experts: int, rounds: int
+) -> list[Figure]:
     """Return the figures of 8 experts and one token."""
     hidden = _random((1, hidden_size)).astype(ml_dtypes.bfloat16)
     works: dict[str, tuple[int, Work]] = {}
-    for name in FORMATS:
+    for name in names:
         layer = _Layer(name, hidden_size, width, num_experts)
         works |= {own: (layer.nbytes, work) for own, work in layer.kernel_works(hidden).items()}
         works[f"bandwidth {name}"] = layer.nbytes, layer.read_work()
@@ -108,12 +114,17 @@ def one_token(hidden_size: int, width: int, num_experts: int, rounds: int) -> li
 
 
 def prompt(
-    hidden_size: int, width: int, num_tokens: int, num_experts: int, rounds: int
+    names: list[str],
+    hidden_size: int,
+    width: int,
+    num_tokens: int,
+    num_experts: int,
+    rounds: int,
 ) -> list[Figure]:
     """Return the figures of a prompt."""
     hidden = _random((num_tokens, hidden_size)).astype(ml_dtypes.bfloat16)
     works: dict[str, tuple[int, Work]] = {}
-    for name in FORMATS:
+    for name in names:
         layer = _Layer(name, hidden_size, width, num_experts)
         nbytes = layer.nbytes // TOP_K * num_experts
         works |= {own: (nbytes, work) for own, work in layer.kernel_works(hidden).items()}
@@ -285,14 +296,26 @@ class _Layer:
 
 
 def _parts(values: np.ndarray, name: str) -> dict[str, np.ndarray]:
-    """Return a matrix in a format; any codes and zero points if moecache only reads it."""
+    """Return a matrix in a format; any codes, of scales that fit, if moecache only reads it."""
     known = find_format(name)
+    if isinstance(known, BlockFormat) and known.block[1] > 32:
+        return random_blocks(known, values.shape, values.std())
     if not isinstance(known, GroupedFormat):
         return quantize(values, name)
     raw = np.random.default_rng(0).integers(0, 256, known.nbytes(*values.shape), np.uint8)
     parts = known.split(raw, *values.shape)
     parts["scales"][...] = values.std() / 8
     return parts
+
+
+def _storing(names: Sequence[str], *columns: int) -> list[str]:
+    """Return the formats that have matrices of so many columns."""
+    found = []
+    for name in names:
+        with contextlib.suppress(ConfigError):
+            if all(find_format(name).nbytes(32, each) for each in columns):
+                found.append(name)
+    return found
 
 
 def _check_equal(layer: _Layer, hidden: np.ndarray) -> None:

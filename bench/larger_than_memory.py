@@ -6,16 +6,23 @@
 
     python -m bench.larger_than_memory DIR --formats FP8 INT4 ...   # quantized ones beside it
 
+    python -m bench.real_size FILE.gguf               # a model of 17 GB, the same file for both
+    python -m bench.larger_than_memory FILE.gguf FILE.gguf --in-place --limits 6GiB 4GiB \
+        --only "llama.cpp" "moecache fast" --prefetch off auto router --prompt-tokens 512
+
 Each contestant is a process in a memory cgroup of its own, and nothing of its file is in memory
-when it starts. It reads a prompt of 16 tokens and is given 48 more, one at a time, the same to
+when it starts. It reads a prompt and is given 48 more tokens, one at a time, the same to
 all; after `--seconds` it stops where it is. Shown are medians of runs, tokens per second of the
 clock and of CPU time, and the bytes that it read a token. The disk's read-ahead decides what
 demand paging does: each that is asked for has a disk of its own (a loop device, which needs root).
-Limits are shares of the GGUF file or, without it, of the first checkpoint. Checkpoints given with
+Limits are sizes, or shares of the GGUF file or, without it, of the first checkpoint. Files that are
+too large to be copied stay where they are (--in-place): then their disk itself is given the
+read-ahead. Checkpoints given with
 --formats are computed by the kernels ("moecache fast NAME") in the same limits.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -29,13 +36,15 @@ from typing import Any
 import numpy as np
 
 from bench.against_llama_cpp import LLAMA, NEW_TOKENS, PROMPT, llama, ours
-from bench.disks import describe_read_ahead, disk_with
+from bench.disks import describe_read_ahead, disk_with, read_ahead_of
 from bench.limits import MemoryLimit
 from bench.runs import begin, write_figures
 from moecache import kernels
 from moecache.sizing.host_memory import peak_rss_bytes
 from moecache.units import format_bytes, parse_bytes
 
+# Tokens that all keep room for: what moecache leaves beside the slots by default.
+CONTEXT = 4096
 ROOT = Path(__file__).parents[1]
 TORCH, FAST = "moecache torch", "moecache fast"
 CONTESTANTS = (LLAMA, TORCH, FAST)
@@ -53,30 +62,42 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--formats", type=Path, nargs="*", default=[])
     parser.add_argument("--work", type=Path, help="where disks are made (beside the checkpoint)")
     parser.add_argument("--read-ahead", nargs="*", default=["8MiB", "128KiB"])
-    parser.add_argument("--limits", nargs="*", type=float, default=[1 / 2, 1 / 3])
+    parser.add_argument("--in-place", action="store_true", help="copy nothing")
+    parser.add_argument("--limits", nargs="*", default=["0.5", "0.3333"])
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=CONTESTANTS)
+    parser.add_argument("--prefetch", nargs="*", default=["auto"], help='of "moecache fast"')
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
     parser.add_argument("--seconds", type=float, default=60)
     arguments = begin(parser, argv, rounds=3)
     figures: list[dict[str, Any]] = []
-    paths = dict.fromkeys((TORCH, FAST), arguments.checkpoint)
+    paths = {TORCH: arguments.checkpoint}
+    for mode in arguments.prefetch:
+        paths[FAST if mode == "auto" else f"{FAST}, prefetch {mode}"] = arguments.checkpoint
     paths |= {f"{FAST} {path.name}": path for path in arguments.formats}
     if arguments.gguf is not None:
         paths[LLAMA] = arguments.gguf
-    chosen = [name for name in paths if name in arguments.only or name not in CONTESTANTS]
+    chosen = [name for name in paths if name.split(",")[0] in arguments.only]
+    chosen += [f"{FAST} {path.name}" for path in arguments.formats]
     size = _size(arguments.gguf or arguments.checkpoint)
     needed = sum(map(_size, {paths[name] for name in chosen}))
     work = arguments.work or arguments.checkpoint.parent
     for read_ahead in arguments.read_ahead:
-        with disk_with(parse_bytes(read_ahead), work, needed) as disk:
-            copies = {path: disk / str(number) for number, path in enumerate(paths.values())}
-            for path in {paths[name] for name in chosen}:
-                (shutil.copy if path.is_file() else shutil.copytree)(path, copies[path])
-            there = {name: copies[paths[name]] for name in chosen}
-            print(describe_read_ahead(disk), flush=True)
+        with contextlib.ExitStack() as undo:
+            if arguments.in_place:
+                there = {name: paths[name] for name in chosen}
+                undo.enter_context(read_ahead_of(arguments.checkpoint, parse_bytes(read_ahead)))
+            else:
+                disk = undo.enter_context(disk_with(parse_bytes(read_ahead), work, needed))
+                copies = {path: disk / str(number) for number, path in enumerate(paths.values())}
+                for path in {paths[name] for name in chosen}:
+                    (shutil.copy if path.is_file() else shutil.copytree)(path, copies[path])
+                there = {name: copies[paths[name]] for name in chosen}
+            print(describe_read_ahead(next(iter(there.values()))), flush=True)
             for limit in arguments.limits:
-                found = compare(arguments, there, int(size * limit))
+                nbytes = int(size * float(limit)) if limit[-1].isdigit() else parse_bytes(limit)
+                found = compare(arguments, there, nbytes)
                 for figure in found:
-                    figures.append({"read_ahead": read_ahead, "share": limit, **figure})
+                    figures.append({"read_ahead": read_ahead, "limit": limit, **figure})
                     print(describe(figures[-1]), flush=True)
     write_figures(arguments, figures=figures)
     return 0
@@ -94,6 +115,7 @@ def compare(
                 "path": str(paths[name]),
                 "threads": arguments.threads,
                 "seconds": arguments.seconds,
+                "num_prompt": arguments.prompt_tokens,
             }
             runs[name].append(run(task, limit))
     first = next(iter(runs.values()))[0]["chosen"]
@@ -107,7 +129,7 @@ def compare(
                 key: statistics.median(run[key] for run in found)
                 for key in (
                     *("tokens_per_s", "tokens_per_cpu_s", "read_bytes_per_token"),
-                    *("hit_rate", "peak_bytes"),
+                    *("hit_rate", "peak_bytes", "prompt_s"),
                 )
             },
             "num_tokens": min(run["num_tokens"] for run in found),
@@ -153,20 +175,24 @@ def child(text: str) -> None:
     Path(task["join"]).write_text(str(os.getpid()))
     kernels.use_threads(task["threads"])
     path, name = Path(task["path"]), task["name"]
-    tokens = np.random.default_rng(0).integers(5, 200, PROMPT + NEW_TOKENS).tolist()
+    num_prompt = task["num_prompt"]
+    tokens = np.random.default_rng(0).integers(5, 200, num_prompt + NEW_TOKENS).tolist()
     if name == LLAMA:
-        opened = llama(path, task["threads"])
+        opened = llama(path, task["threads"], repacked=False, context=CONTEXT)
     else:
-        opened = ours(path, None, name.split()[1], task["threads"])
+        compute, _, prefetch = name.removeprefix("moecache ").partition(", prefetch ")
+        options = {"prefetch": prefetch} if prefetch else {}
+        opened = ours(path, None, compute.split()[0], task["threads"], **options)
     start = time.perf_counter()
     with opened as one:
-        one.prompt(tokens[:PROMPT])
+        one.prompt(tokens[:num_prompt])
+        # From nothing, as a user waits for it: opening, and whatever is read for it, included.
         prompt_s = time.perf_counter() - start
         cpu, clock, before = time.process_time(), time.perf_counter(), _read_bytes()
         chosen = []
         offload = getattr(one, "offload", None)
         counted = offload.stats() if offload else None
-        for token in tokens[PROMPT:]:
+        for token in tokens[num_prompt:]:
             chosen.append(int(one.token(token).argmax()))
             if time.perf_counter() - clock > task["seconds"]:
                 break
@@ -193,7 +219,8 @@ def describe(figure: dict[str, Any]) -> str:
         f"{figure['tokens_per_s']:7.2f} tokens/s {figure['tokens_per_cpu_s']:7.1f} tokens/CPU-s "
         f"{format_bytes(figure['read_bytes_per_token']):>9} read a token, "
         f"{figure['num_tokens']} tokens, hit rate {figure['hit_rate']:.2f}, "
-        f"{format_bytes(figure['peak_bytes'])} resident at most"
+        f"{format_bytes(figure['peak_bytes'])} resident at most, first token after "
+        f"{figure['prompt_s']:.1f} s"
     )
 
 

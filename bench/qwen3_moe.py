@@ -24,7 +24,6 @@ from bench.byte_tokenizer import write_tokenizer
 from bench.decoded import decode_trace, mean_overlap, table
 from moecache.units import format_bytes
 
-HEAD_DIM = 64
 NUM_KV_HEADS = 4
 # Sizes of what a layer adds to a hidden state, relative to the token's embedding.
 COMMON, EXPERTS = 0.7, 0.35
@@ -74,9 +73,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def make_config(
-    num_layers: int, num_experts: int, top_k: int, *, hidden: int, width: int, vocabulary: int
+    num_layers: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    hidden: int,
+    width: int,
+    vocabulary: int,
+    heads: int = 0,
+    head_dim: int = 64,
 ) -> Any:
-    """Return a `Qwen3MoeConfig`; no token ends a text."""
+    """Return a `Qwen3MoeConfig`; no token ends a text. By default heads divide what is hidden."""
     from transformers import Qwen3MoeConfig
 
     # What transformers makes of it is a dataclass that mypy does not see.
@@ -87,9 +94,9 @@ def make_config(
         intermediate_size=2 * width,
         moe_intermediate_size=width,
         num_hidden_layers=num_layers,
-        num_attention_heads=max(NUM_KV_HEADS, hidden // HEAD_DIM),
+        num_attention_heads=heads or max(NUM_KV_HEADS, hidden // head_dim),
         num_key_value_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
+        head_dim=head_dim,
         num_experts=num_experts,
         num_experts_per_tok=top_k,
         norm_topk_prob=True,
@@ -169,8 +176,8 @@ def make_layer(config: Any, index: int, common: Any, normal: Callable[..., Any])
     hidden, width = config.hidden_size, config.moe_intermediate_size
     # Along the common direction, queries and keys are alike, and their pairs turn fast: the
     # product of two falls with their distance.
-    recent = torch.zeros(HEAD_DIM // 2)
-    recent[: HEAD_DIM // 4] = 1
+    recent = torch.zeros(config.head_dim // 2)
+    recent[: config.head_dim // 4] = 1
     recent = recent.repeat(2)[:, None] * common * 12 / math.sqrt(hidden)
     weights = {}
     for name, shape in ((name, weight.shape) for name, weight in layer.named_parameters()):
@@ -181,11 +188,9 @@ def make_layer(config: Any, index: int, common: Any, normal: Callable[..., Any])
         elif name.endswith("experts.gate_up_proj"):
             weights[name] = normal(*shape, std=1 / math.sqrt(hidden))
         elif name.endswith("experts.down_proj"):
-            # The root mean square of silu(g) * u is 0.6; a few experts share a weight of 1.
-            std = EXPERTS * math.sqrt(config.num_experts_per_tok / width) / 0.6
-            weights[name] = normal(*shape, std=std)
+            weights[name] = normal(*shape, std=down_std(config.num_experts_per_tok, width))
         elif name.endswith(("q_proj.weight", "k_proj.weight")):
-            aligned = recent.repeat(shape[0] // HEAD_DIM, 1)
+            aligned = recent.repeat(shape[0] // config.head_dim, 1)
             weights[name] = (aligned + normal(*shape, std=1 / math.sqrt(hidden))).bfloat16()
         elif name.endswith("o_proj.weight"):
             weights[name] = normal(*shape, std=1 / math.sqrt(shape[1]))
@@ -194,6 +199,12 @@ def make_layer(config: Any, index: int, common: Any, normal: Callable[..., Any])
             weights[name] = without(own.float(), common).bfloat16()
     layer.load_state_dict(weights, assign=True)
     return layer.eval()
+
+
+def down_std(top_k: int, width: int) -> float:
+    """Return the spread of an expert's down matrix, so that experts add `EXPERTS`."""
+    # The root mean square of silu(g) * u is 0.6; a few experts share a weight of 1.
+    return EXPERTS * math.sqrt(top_k / width) / 0.6
 
 
 def balance(layer: Any, states: Any, config: Any, common: Any, overlap: float) -> Any:

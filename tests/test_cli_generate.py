@@ -163,8 +163,8 @@ def test_an_interrupt_keeps_the_text_and_closes_the_model(
         ("", "x", ("--memory", "50KiB"), 1, "raise memory to at least"),
         ("", "x", ("--record-trace", "/no/such/x.npz"), 2, "there is no directory /no/such"),
         ("", "x", ("--record-trace", ""), 2, "--record-trace is empty"),
-        ("./missing", "x", (), 1, "there is no such directory"),
-        ("README.md", "x", (), 1, "there is no such directory"),
+        ("./missing", "x", (), 1, "there is no such model"),
+        ("README.md", "x", (), 1, "there is no such model"),
         ("docs", "x", (), 1, "has no tokenizer that transformers can read"),
     ],
 )

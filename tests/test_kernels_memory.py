@@ -29,7 +29,9 @@ FORMS = (
     "int8[1x64,bf16]", "int3[1x32,f16]", "nvfp4", "nvfp4[modelopt]",
 )
 GROUPED = ("gptq2[*,f16]", "gptq4[32,bf16]", "gptq_v28[64,f16]", "awq4[64,f32]")
-NAMES = ("f32", "f16", "bf16", *FORMS, *GROUPED)
+BLOCKS = ("q4_1", "q5_0", "mxfp4_gguf", "q2_k", "q5_k", "q6_k", "iq4_xs")
+READ = (*GROUPED, *BLOCKS)
+NAMES = ("f32", "f16", "bf16", *FORMS, *READ)
 PAGE = mmap.PAGESIZE
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -74,12 +76,18 @@ def fitting(name, columns):
 
 
 def parts_of(name, rows, columns):
-    if name not in GROUPED:
+    if name not in READ:
         return quantize(draw((rows, columns)), name)
     # What no one makes: any codes and zero points.
     known = find_format(name)
     raw = np.random.default_rng(1).integers(0, 256, known.nbytes(rows, columns)).astype(np.uint8)
     parts = known.split(raw, rows, columns)
+    if name in BLOCKS:
+        for at in known.numbers_at:
+            parts["blocks"][..., at : at + 2] = (0, 0x2c)
+        if name == "mxfp4_gguf":
+            parts["blocks"][..., 0] = 120
+        return parts
     return parts | {"scales": draw(parts["scales"].shape, parts["scales"].dtype)}
 
 
@@ -156,7 +164,7 @@ def experts():
 
 
 def coded_experts():
-    for name, width, at_end in itertools.product((*FORMS, *GROUPED), (32, 88), (True, False)):
+    for name, width, at_end in itertools.product((*FORMS, *READ), (32, 88), (True, False)):
         width = fitting(name, width)
         size = fitting(name, 51)
         # Gate and up are a matrix each; up's begins with a tile.

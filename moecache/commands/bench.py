@@ -26,6 +26,7 @@ from moecache.commands.machine import describe_facts, machine_facts
 from moecache.commands.paths import map_file
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.files import Kind, write_whole
+from moecache.kernels import default_compute
 from moecache.settings import COMPUTE, DEFAULT_POLICY, POLICIES
 from moecache.stores import open_store
 from moecache.stores._paths import check_model
@@ -199,17 +200,17 @@ def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str], list[st
             parse_budget(memory, 1)
     check_outputs(arguments, {arguments.model: "the model"}, json=_JSON_FILE)
     policies = choose("policies", arguments.policies, POLICIES, (DEFAULT_POLICY,))
-    usual = "fast" if _format_of(arguments.model) else "torch"
+    usual = _usual_compute(arguments.model)
     ways = choose("compute", arguments.compute, list(COMPUTE), (usual,))
     return memories, policies, ways
 
 
-def _format_of(model: str) -> str:
-    """Return the format that a checkpoint on this machine was packed in, or ""."""
-    if not os.path.isdir(model):
-        return ""
+def _usual_compute(model: str) -> str:
+    """Return what multiplies a model's experts if nobody says."""
+    if not os.path.exists(model):
+        return "torch"
     with open_store(model) as store:
-        return getattr(store, "format", "")
+        return default_compute(store.layout)
 
 
 def _figures(

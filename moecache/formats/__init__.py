@@ -1,5 +1,7 @@
 """What the bytes of a weight matrix mean: formats, their parts, their values."""
 
+import moecache.formats.code_books
+import moecache.formats.super_blocks  # noqa: F401 - both name what they have
 from moecache.formats.base import (
     FORMATS,
     Format,
@@ -7,7 +9,7 @@ from moecache.formats.base import (
     format_of,
     quantize,
 )
-from moecache.formats.blocks import Q4_0, Q8_0
+from moecache.formats.blocks import Q4_0, Q8_0, BlockFormat
 from moecache.formats.floats import BF16, F16, F32
 from moecache.formats.form import TILE_ROWS, Form, tiled_rows
 from moecache.formats.grouped import GroupedFormat, grouped_name
@@ -31,6 +33,7 @@ __all__ = [
     "Q4_0",
     "Q8_0",
     "TILE_ROWS",
+    "BlockFormat",
     "Form",
     "Format",
     "GlobalFormat",

@@ -1,7 +1,8 @@
-"""ggml's formats of blocks of 32 columns: q8_0, q4_0.
+"""ggml's formats of blocks of 32 columns: q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl and mxfp4_gguf.
 
-A block is a scale d (float16) and 32 integers q: d * q, or d * (q - 8). Source: ggml's
-`block_q8_0` and `block_q4_0`, and its reference quantisers, whose bits these give.
+A block is a scale d (float16), maybe a number m that is added, and 32 integers q: d * q + m. Of 4
+and 5 bits, the first 16 columns are in low nibbles, the others in high ones; fifth bits lie apart.
+Sources: ggml's `block_q4_0` and the like, and its reference quantisers, whose bits these give.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,12 @@ import numpy.typing as npt
 from moecache.errors import ConfigError
 from moecache.formats.base import FORMATS, Format, Parts, check_matrix
 from moecache.formats.form import BLOCK_COLUMNS, Form
+from moecache.formats.scaled import E2M1, POWERS, check_scales
+
+# What the codes of iq4_nl and iq4_xs mean: ggml's `kvalues_iq4nl`.
+IQ4 = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
+)
 
 
 @dataclass(frozen=True)
@@ -22,96 +29,211 @@ class BlockFormat(Format):
     Parameters
     ----------
     block_bytes : int
-        Bytes of a block: 2 of the scale, then the integers.
+        Bytes of a block.
+    order : Form or None
+        The compute form: the same blocks, 16 rows interleaved.
+    numbers_at : tuple of int, default (0,)
+        Where in a block its float16 numbers are.
     """
 
     block_bytes: int
+    order: Form | None
+    numbers_at: tuple[int, ...] = (0,)
 
     @property
-    def form(self) -> Form:
-        """The compute form: the same blocks, 16 rows interleaved."""
-        return Form("i8" if self.block_bytes == 34 else "i4", "f16", BLOCK_COLUMNS)
+    def form(self) -> Form | None:
+        """The compute form."""
+        return self.order
 
     def parts(self, rows: int, columns: int) -> Parts:
-        """Return one array, "blocks" [rows, columns / 32, bytes of a block]."""
-        if columns % BLOCK_COLUMNS:
+        """Return one array, "blocks" [rows, blocks of a row, bytes of a block]."""
+        if columns % self.block[1]:
             raise ConfigError(
-                f"{self.name} stores whole blocks of {BLOCK_COLUMNS} columns; {columns} are not"
+                f"{self.name} stores whole blocks of {self.block[1]} columns; {columns} are not"
             )
-        shape = (rows, columns // BLOCK_COLUMNS, self.block_bytes)
+        shape = (rows, columns // self.block[1], self.block_bytes)
         return {"blocks": (np.dtype(np.uint8), shape)}
 
     def dequantize(
         self, parts: Mapping[str, np.ndarray], dtype: npt.DTypeLike = np.float32
     ) -> np.ndarray:
-        """Return scale times integer, a float32 product that is rounded once more if asked."""
+        """Return the values as ggml computes them in float32, rounded once more if asked."""
         blocks = parts["blocks"]
-        scales = blocks[..., :2].copy().view(np.float16).astype(np.float32)
-        integers = self._integers(blocks[..., 2:]).astype(np.float32)
-        shape = len(blocks), blocks.shape[1] * BLOCK_COLUMNS
+        shape = len(blocks), blocks.shape[1] * self.block[1]
         with np.errstate(over="ignore", invalid="ignore"):  # such as zero times infinity
-            return (scales * integers).reshape(shape).astype(dtype, copy=False)
+            return self._values(blocks).reshape(shape).astype(dtype, copy=False)
+
+    def check(self, parts: Mapping[str, np.ndarray]) -> None:
+        """Raise FormatError if a scale, or what is added, is infinite or NaN."""
+        for at in self.numbers_at:
+            numbers = np.ascontiguousarray(parts["blocks"][..., at : at + 2])
+            check_scales(numbers.view(np.float16), self.name)
+
+    def quantize(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        """Refuse: only what llama.cpp makes in this format is read."""
+        check_matrix(values)
+        raise ConfigError(
+            f"{self.name} is read, not made: llama.cpp's llama-quantize makes it; or choose "
+            "another format, such as q4_0"
+        )
+
+    def _values(self, blocks: np.ndarray) -> np.ndarray:
+        """Return float32 [rows, blocks, columns of a block]."""
+        raise NotImplementedError
+
+
+class _Made(BlockFormat):
+    """Blocks that are made of values, too."""
 
     def quantize(self, values: np.ndarray) -> dict[str, np.ndarray]:
         """Return blocks, as ggml's reference quantiser makes them."""
         check_matrix(values)
         _, shape = self.parts(*values.shape)["blocks"]
-        wide = values.astype(np.float32).reshape(*shape[:2], BLOCK_COLUMNS)
+        wide = values.astype(np.float32).reshape(*shape[:2], self.block[1])
         if not np.isfinite(wide).all():
             raise ConfigError(f"{self.name} has no infinity and no NaN; some values are")
-        scale = self._scale(wide)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            inverse = np.float32(1) / scale
-            stored = scale.astype(np.float16)
-        if not np.isfinite(stored).all():
+            parts = {"blocks": self._blocks(wide).reshape(shape)}
+        if self.numbers_at and not np.isfinite(_numbers(parts["blocks"], *self.numbers_at)).all():
             raise ConfigError(f"{self.name} has scales of float16: the values are too large")
-        # Of zero, and of scales so small that float16 has none of them: all is zero.
-        inverse[np.isinf(inverse)] = 0
-        blocks = np.empty(shape, np.uint8)
-        blocks[..., :2] = stored.view(np.uint8)
-        blocks[..., 2:] = self._bytes(wide * inverse)
-        return {"blocks": blocks}
+        return parts
 
-    def _scale(self, wide: np.ndarray) -> np.ndarray:
-        """Return each block's scale, float32 [..., 1]."""
-        raise NotImplementedError
-
-    def _bytes(self, scaled: np.ndarray) -> np.ndarray:
-        """Return what is stored of values that were divided by their scale."""
-        raise NotImplementedError
-
-    def _integers(self, stored: np.ndarray) -> np.ndarray:
-        """Return the integers of what is stored, int8 [..., 32]."""
+    def _blocks(self, wide: np.ndarray) -> np.ndarray:
+        """Return the blocks of finite float32 [rows, blocks, columns of a block]."""
         raise NotImplementedError
 
 
-class _Q8(BlockFormat):
-    def _scale(self, wide: np.ndarray) -> np.ndarray:
-        return np.abs(wide).max(-1, keepdims=True) / np.float32(127)
+class _Q8(_Made):
+    def _values(self, blocks: np.ndarray) -> np.ndarray:
+        return number(blocks, 0) * blocks[..., 2:].view(np.int8).astype(np.float32)
 
-    def _bytes(self, scaled: np.ndarray) -> np.ndarray:
+    def _blocks(self, wide: np.ndarray) -> np.ndarray:
+        scale = np.abs(wide).max(-1, keepdims=True, initial=0) / np.float32(127)
+        scaled = wide * _inverse(scale)
         # Halves away from zero, as C's roundf; clipped where the scale's own rounding overflows.
         rounded = np.trunc(scaled + np.copysign(np.float32(0.5), scaled))
-        return np.clip(rounded, -128, 127).astype(np.int8).view(np.uint8)
-
-    def _integers(self, stored: np.ndarray) -> np.ndarray:
-        return stored.view(np.int8)
+        return _joined(scale, np.clip(rounded, -128, 127).astype(np.int8).view(np.uint8))
 
 
-class _Q4(BlockFormat):
-    def _scale(self, wide: np.ndarray) -> np.ndarray:
-        # The largest value, with its sign, becomes -8.
-        largest = np.abs(wide).argmax(-1, keepdims=True)
-        return np.take_along_axis(wide, largest, -1) / np.float32(-8)
+class _Small(_Made):
+    """Integers of 4 or 5 bits."""
 
-    def _bytes(self, scaled: np.ndarray) -> np.ndarray:
-        quants = np.clip(np.trunc(scaled + np.float32(8.5)), 0, 15).astype(np.uint8)
-        return quants[..., :16] | quants[..., 16:] << 4
+    @property
+    def _bits(self) -> int:
+        return 5 if self.name.startswith("q5") else 4
 
-    def _integers(self, stored: np.ndarray) -> np.ndarray:
-        return np.concatenate([stored & 15, stored >> 4], -1).astype(np.int8) - np.int8(8)
+    def _integers(self, blocks: np.ndarray) -> np.ndarray:
+        low = nibbles(blocks[..., -16:])
+        if self._bits == 4:
+            return low
+        return low | np.unpackbits(blocks[..., -20:-16], axis=-1, bitorder="little") << 4
+
+    def _stored(self, scaled: np.ndarray) -> list[np.ndarray]:
+        """Return what is stored of integers that were not cut off yet."""
+        integers = np.clip(np.trunc(scaled), 0, 2**self._bits - 1).astype(np.uint8)
+        low = integers & 15
+        fifth = np.packbits(integers >> 4, axis=-1, bitorder="little")
+        return [fifth] * (self._bits == 5) + [low[..., :16] | low[..., 16:] << 4]
 
 
-Q8_0 = _Q8("q8_0", (1, BLOCK_COLUMNS), 34)
-Q4_0 = _Q4("q4_0", (1, BLOCK_COLUMNS), 18)
-FORMATS.update({known.name: known for known in (Q8_0, Q4_0)})
+class _Signed(_Small):
+    """d * (q - half)."""
+
+    @property
+    def _half(self) -> int:
+        return 1 << (self._bits - 1)
+
+    def _values(self, blocks: np.ndarray) -> np.ndarray:
+        integers = self._integers(blocks).astype(np.int8) - np.int8(self._half)
+        return number(blocks, 0) * integers.astype(np.float32)
+
+    def _blocks(self, wide: np.ndarray) -> np.ndarray:
+        # The largest value, with its sign, becomes -half.
+        largest = (
+            np.abs(wide).argmax(-1)[..., None] if wide.size else np.zeros((*wide.shape[:2], 1), int)
+        )
+        scale = np.take_along_axis(wide, largest, -1) / np.float32(-self._half)
+        return _joined(scale, *self._stored(wide * _inverse(scale) + np.float32(self._half + 0.5)))
+
+
+class _Affine(_Small):
+    """d * q + m."""
+
+    def _values(self, blocks: np.ndarray) -> np.ndarray:
+        return number(blocks, 0) * self._integers(blocks).astype(np.float32) + number(blocks, 2)
+
+    def _blocks(self, wide: np.ndarray) -> np.ndarray:
+        least = wide.min(-1, keepdims=True, initial=np.inf)
+        most = wide.max(-1, keepdims=True, initial=-np.inf)
+        scale = (most - least) / np.float32(2**self._bits - 1)
+        stored = self._stored((wide - least) * _inverse(scale) + np.float32(0.5))
+        return _joined(scale, least.astype(np.float16).view(np.uint8), *stored)
+
+
+class _Iq4(BlockFormat):
+    def _values(self, blocks: np.ndarray) -> np.ndarray:
+        return number(blocks, 0) * IQ4[nibbles(blocks[..., 2:])]
+
+
+class _Mxfp4(_Made):
+    """FP4 times 2^(byte - 127), as "mxfp4", but ordered by halves and without a zero below zero."""
+
+    def _values(self, blocks: np.ndarray) -> np.ndarray:
+        # ggml's table of integers has one zero.
+        return POWERS[blocks[..., :1]] * (E2M1 + np.float32(0))[nibbles(blocks[..., 1:])]
+
+    def check(self, parts: Mapping[str, np.ndarray]) -> None:
+        """Raise FormatError if a scale is 255, which is no number."""
+        check_scales(parts["blocks"][..., 0], self.name)
+
+    def _blocks(self, wide: np.ndarray) -> np.ndarray:
+        largest = np.abs(wide).max(-1, keepdims=True, initial=0)
+        powers = np.where(largest > 0, np.floor(np.log2(largest)) + np.float32(125), 0)
+        powers = np.clip(powers, 0, 254).astype(np.uint8)
+        errors = np.abs(POWERS[powers][..., None] * E2M1 - wide[..., None])
+        codes = errors.argmin(-1).astype(np.uint8)
+        return np.concatenate([powers, codes[..., :16] | codes[..., 16:] << 4], -1)
+
+
+def number(blocks: np.ndarray, at: int) -> np.ndarray:
+    """Return the float16 that each block has at a byte, as float32 [..., 1]."""
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def nibbles(stored: np.ndarray) -> np.ndarray:
+    """Return low nibbles, then high ones, along the last axis."""
+    return np.concatenate([stored & 15, stored >> 4], -1)
+
+
+def _numbers(blocks: np.ndarray, *places: int) -> np.ndarray:
+    return np.concatenate([number(blocks, at) for at in places], -1)
+
+
+def _inverse(scale: np.ndarray) -> np.ndarray:
+    """Return 1 / scale; zero of zero, and of scales so small that float16 has none of them."""
+    inverse = np.float32(1) / scale
+    inverse[np.isinf(inverse)] = 0
+    return inverse
+
+
+def _joined(scale: np.ndarray, *stored: np.ndarray) -> np.ndarray:
+    return np.concatenate([scale.astype(np.float16).view(np.uint8), *stored], -1)
+
+
+_BLOCK = (1, BLOCK_COLUMNS)
+Q8_0 = _Q8("q8_0", _BLOCK, 34, Form("i8", "f16", BLOCK_COLUMNS))
+Q4_0 = _Signed("q4_0", _BLOCK, 18, Form("i4", "f16", BLOCK_COLUMNS))
+FORMATS.update(
+    {
+        known.name: known
+        for known in (
+            Q8_0,
+            Q4_0,
+            _Affine("q4_1", _BLOCK, 20, Form("u4", "f16", BLOCK_COLUMNS, has_offsets=True), (0, 2)),
+            _Signed("q5_0", _BLOCK, 22, Form("i5", "f16", BLOCK_COLUMNS)),
+            _Affine("q5_1", _BLOCK, 24, Form("u5", "f16", BLOCK_COLUMNS, has_offsets=True), (0, 2)),
+            _Iq4("iq4_nl", _BLOCK, 18, Form("iq4", "f16", BLOCK_COLUMNS)),
+            _Mxfp4("mxfp4_gguf", _BLOCK, 17, Form("e2m1", "bf16", BLOCK_COLUMNS), ()),
+        )
+    }
+)

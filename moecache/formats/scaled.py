@@ -20,7 +20,7 @@ from moecache.formats.form import BLOCK_COLUMNS, Form
 # Values of the 16 codes of OCP's FP4 (E2M1).
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 # What bytes of "e8m0" mean.
-_POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
+POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
 # Largest code, and its exponent.
 _LARGEST = {"e4m3": (448, 8), "e2m1": (6, 2)}
 _NAME = re.compile(r"(fp8|int[2-8])\[([1-9]\d{0,8}|\*)x([1-9]\d{0,8}|\*),(f32|f16|bf16|e8m0)\]")
@@ -155,7 +155,7 @@ class ScaledFormat(Format):
         scales = parts["scales"]
         if self.scale != "e8m0":
             return scales.astype(np.float32)
-        return _POWERS[scales.view(np.uint8)]
+        return POWERS[scales.view(np.uint8)]
 
     def codes(self, stored: np.ndarray, columns: int) -> np.ndarray:
         """Return what codes mean, float32 [rows, columns]."""

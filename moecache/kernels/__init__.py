@@ -15,7 +15,15 @@ from moecache.kernels._kernels import (
     use_threads,
 )
 from moecache.kernels.experts import SlotKernel
-from moecache.kernels.forms import expand, has_form, takes_int8, tile, tiler, values_in
+from moecache.kernels.forms import (
+    default_compute,
+    expand,
+    has_form,
+    takes_int8,
+    tile,
+    tiler,
+    values_in,
+)
 from moecache.kernels.matrices import matrix_of, products
 from moecache.kernels.startup import usable_cores
 
@@ -23,6 +31,7 @@ __all__ = [
     "ACTIVATIONS",
     "SlotKernel",
     "combine",
+    "default_compute",
     "expand",
     "has_form",
     "level",

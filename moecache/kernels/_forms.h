@@ -46,6 +46,8 @@ INLINE v4 LEVEL(words)(const uint8_t *block, int order)
 {
     v16 bytes;
     memcpy(&bytes, block, 16);
+    if (order == MC_HALVES_FP4) /* one zero */
+        bytes ^= ((v16)((bytes & 15) == 8) & 8) | ((v16)((bytes & 0xf0) == 0x80) & 0x80);
     if (order == MC_NIBBLES) {
         /* Two even columns' codes, or odd ones', in the low byte of each 16 bits. */
         v8 even = (v8)(bytes & 15), odd = (v8)bytes >> 4 & 0x0f0f;
@@ -61,16 +63,41 @@ INLINE v4 LEVEL(words)(const uint8_t *block, int order)
         low, high, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-/* Codes of 4 bits: of each 4 rows, words of the same columns are put side by side. */
+/* Codes of 4 bits of 4 rows: words of the same 8 columns are put side by side. */
+INLINE void LEVEL(four_rows)(const uint8_t *const *blocks, int order, v4 *words)
+{
+    for (int i = 0; i < 4; i++)
+        words[i] = LEVEL(words)(blocks[i], order);
+    LEVEL(transpose)(words);
+}
+
 INLINE void LEVEL(form_nibbles)(const uint8_t *const *blocks, int order, uint8_t *out)
 {
     for (int r = 0; r < MC_TILE; r += 4) {
         v4 words[4];
-        for (int i = 0; i < 4; i++)
-            words[i] = LEVEL(words)(blocks[r + i], order);
-        LEVEL(transpose)(words);
+        LEVEL(four_rows)(blocks + r, order, words);
         for (int i = 0; i < 4; i++)
             memcpy(out + i * 64 + r * 4, &words[i], 16);
+    }
+}
+
+/* What codes of 5 or 6 bits have above the fourth, given as codes of 4 bits. */
+INLINE void LEVEL(form_above)(const uint8_t *const *blocks, int bits, uint8_t *out)
+{
+    for (int r = 0; r < MC_TILE; r += 4) {
+        v4 words[4];
+        LEVEL(four_rows)(blocks + r, MC_HALVES, words);
+        /* Of each byte's two nibbles, side by side. */
+        for (int i = 0; i < 4; i++)
+            words[i] = bits == 5 ? (words[i] | words[i] >> 3) & 0x03030303
+                                 : (words[i] | words[i] >> 2) & 0x0f0f0f0f;
+        v4 one = words[0] | words[1] << (bits == 5 ? 2 : 4);
+        v4 two = words[2] | words[3] << (bits == 5 ? 2 : 4);
+        if (bits == 5)
+            one |= two << 4;
+        else
+            memcpy(out + 64 + r * 4, &two, 16);
+        memcpy(out + r * 4, &one, 16);
     }
 }
 
@@ -185,6 +212,7 @@ INLINE uint8_t *LEVEL(form_of)(
 }
 
 #include "_words.h"
+#include "_blocks.h"
 
 /* The compute form of rows [row, row + 16), from the file's order; returns its end. `wrong` becomes 1
  * if a scale is infinite, or no number. */
@@ -195,16 +223,49 @@ static uint8_t *LEVEL(form)(const mc_file *file, int64_t row, uint8_t *out, int 
     case MC_OFFSET_BYTES: return LEVEL(form_of)(file, row, out, wrong, MC_OFFSET_BYTES);
     case MC_NIBBLES: return LEVEL(form_of)(file, row, out, wrong, MC_NIBBLES);
     case MC_HALVES: return LEVEL(form_of)(file, row, out, wrong, MC_HALVES);
+    case MC_HALVES_FP4: return LEVEL(form_of)(file, row, out, wrong, MC_HALVES_FP4);
     case MC_GPTQ2: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ2);
     case MC_GPTQ4: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ4);
     case MC_GPTQ8: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ8);
-    default: return LEVEL(form_words)(file, row, out, wrong, MC_AWQ);
+    case MC_AWQ: return LEVEL(form_words)(file, row, out, wrong, MC_AWQ);
+    case MC_Q4_1: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q4_1);
+    case MC_Q5_0: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q5_0);
+    case MC_Q5_1: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q5_1);
+    case MC_Q2_K: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q2_K);
+    case MC_Q3_K: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q3_K);
+    case MC_Q4_K: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q4_K);
+    case MC_Q5_K: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q5_K);
+    case MC_Q6_K: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q6_K);
+    default: return LEVEL(form_blocks)(file, row, out, wrong, MC_IQ4_XS);
     }
 }
 
-/* The codes of 16 rows and 32 columns of a form, a byte each. */
-INLINE void LEVEL(codes)(const uint8_t *at, uint8_t (*rows)[MC_BLOCK], int is_half)
+/* Adds what codes of 5 or 6 bits have above the fourth. */
+INLINE void LEVEL(codes_above)(const uint8_t *at, uint8_t (*rows)[MC_BLOCK], int bits)
 {
+    /* The bits of 16 columns' bytes: of 5 bits, the next 16 columns have those above. */
+    v16 first = {1, 1, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 4, 4, 8, 8};
+    if (bits == 6)
+        first = (v16){1, 1, 4, 4, 1, 1, 4, 4, 16, 16, 64, 64, 16, 16, 64, 64};
+    for (int r = 0; r < MC_TILE; r++)
+        for (int half = 0; half < 2; half++) {
+            uint32_t word;
+            memcpy(&word, at + (bits - 5) * half * 64 + r * 4, 4);
+            v4 word_alone = {word};
+            v16 bytes = SHUFFLE((v16)word_alone, 0, 2, 0, 2, 1, 3, 1, 3, 0, 2, 0, 2, 1, 3, 1, 3), codes;
+            v16 mask = bits == 5 && half ? first << 4 : first;
+            memcpy(&codes, rows[r] + 16 * half, 16);
+            codes |= (v16)((bytes & mask) == mask) & 16;
+            if (bits == 6)
+                codes |= (v16)((bytes & (first + first)) == first + first) & 32;
+            memcpy(rows[r] + 16 * half, &codes, 16);
+        }
+}
+
+/* The codes of 16 rows and 32 columns of a form, a byte each. */
+INLINE void LEVEL(codes)(const uint8_t *at, uint8_t (*rows)[MC_BLOCK], int bits)
+{
+    int is_half = bits < 8;
     for (int r = 0; r < MC_TILE; r += 4)
         for (int half = 0; half < (is_half ? 1 : 2); half++) {
             v4 words[4];
@@ -228,6 +289,8 @@ INLINE void LEVEL(codes)(const uint8_t *at, uint8_t (*rows)[MC_BLOCK], int is_ha
                 memcpy(rows[r + i] + 16, &last, 16);
             }
         }
+    if (bits == 5 || bits == 6)
+        LEVEL(codes_above)(at + 256, rows, bits);
 }
 
 /* To the nearest, ties to even; a NaN stays one. */
@@ -242,24 +305,30 @@ INLINE void LEVEL(expand_of)(
     const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes, int codes)
 {
     const uint8_t *tile = matrix->data + row / MC_TILE * matrix->row_bytes;
-    const uint8_t *at = tile + mc_factor_bytes(matrix->scale);
+    const uint8_t *at = tile + mc_factor_bytes(matrix->scale), *by = at;
     int64_t num_rows = matrix->rows - row < MC_TILE ? matrix->rows - row : MC_TILE;
     int64_t bytes = mc_input_bytes(type), scale_bytes = mc_scale_bytes(matrix->scale);
-    int pair = matrix->group < MC_BLOCK ? 2 : 1;
-    float scales[2][MC_TILE]; /* or scales and zero points */
+    int pair = mc_block_groups(matrix), is_super = matrix->scale == MC_IN_STEPS;
+    float scales[4][MC_TILE]; /* and as many zero points or offsets */
     for (int64_t k = 0, group = 0; k < matrix->columns; k += MC_BLOCK) {
         uint8_t rows[MC_TILE][MC_BLOCK];
+        if (is_super && k % MC_SUPER == 0) {
+            by = at;
+            at += mc_super_bytes(matrix);
+        }
         if (k == group) {
-            for (int half = 0; half < 1 + (pair == 2 || matrix->has_zeros); half++)
+            for (int half = 0; half < pair * (1 + mc_has_terms(matrix)); half++)
                 for (int i = 0; i < MC_TILE; i += LANES) {
                     vf some = LEVEL(scales)(at + (half * MC_TILE + i) * scale_bytes, matrix->scale);
+                    if (is_super)
+                        some *= LEVEL(load)(by + (half / pair * MC_TILE + i) * 2, MC_F16);
                     some = LEVEL(scaled)(some, tile, matrix->scale);
                     memcpy(&scales[half][i], &some, sizeof some);
                 }
-            at += mc_head_bytes(matrix);
+            at += mc_head_bytes(matrix) * (1 + mc_has_terms(matrix));
             group += pair * matrix->group;
         }
-        LEVEL(codes)(at, rows, codes == MC_I4 || codes == MC_E2M1);
+        LEVEL(codes)(at, rows, mc_code_bits(codes));
         at += mc_code_bytes(codes, MC_BLOCK * MC_TILE);
         int64_t left = matrix->columns - k < MC_BLOCK ? matrix->columns - k : MC_BLOCK;
         for (int64_t r = 0; r < num_rows; r++) {
@@ -267,9 +336,12 @@ INLINE void LEVEL(expand_of)(
             uint8_t *to = left < MC_BLOCK ? last : place;
             for (int i = 0; i < MC_BLOCK; i += LANES) {
                 vf value = LEVEL(value)(LEVEL(widen)(rows[r] + i), 0, codes);
+                int half = pair == 2 && i >= 16;
                 if (matrix->has_zeros)
                     value += LEVEL(all)(scales[1][r]);
-                value *= LEVEL(all)(scales[pair == 2 && i >= 16][r]);
+                value *= LEVEL(all)(scales[half][r]);
+                if (matrix->has_offsets)
+                    value += LEVEL(all)(scales[pair + half][r]);
                 if (type == MC_X_F32) {
                     memcpy(to + i * 4, &value, sizeof value);
                 } else {
@@ -283,8 +355,8 @@ INLINE void LEVEL(expand_of)(
     }
 }
 
-/* The values of rows [row, row + 16): code, or code and zero point, times scale, in fp32, rounded once
- * more to bf16. */
+/* The values of rows [row, row + 16): code, or code and zero point, times scale, and an offset, in fp32,
+ * rounded once more to bf16. */
 static void LEVEL(expand)(
     const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes)
 {
@@ -298,7 +370,12 @@ static void LEVEL(expand)(
     case MC_I8: EXPAND(MC_I8);
     case MC_I4: EXPAND(MC_I4);
     case MC_E4M3: EXPAND(MC_E4M3);
-    default: EXPAND(MC_E2M1);
+    case MC_E2M1: EXPAND(MC_E2M1);
+    case MC_U4: EXPAND(MC_U4);
+    case MC_IQ4: EXPAND(MC_IQ4);
+    case MC_I5: EXPAND(MC_I5);
+    case MC_U5: EXPAND(MC_U5);
+    default: EXPAND(MC_I6);
     }
 #undef EXPAND
 }

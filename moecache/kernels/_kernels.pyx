@@ -14,6 +14,7 @@ from moecache.kernels._products cimport (
     MC_F16,
     MC_F32,
     MC_I8,
+    MC_IN_STEPS,
     MC_TILE,
     MC_TIMES,
     MC_X_F32,
@@ -26,6 +27,8 @@ from moecache.kernels._products cimport (
     mc_expansion,
     mc_experts,
     mc_file,
+    mc_given_bytes,
+    mc_has_terms,
     mc_input_columns,
     mc_input_row_bytes,
     mc_is_coded,
@@ -53,15 +56,18 @@ cdef extern from "<pthread.h>" nogil:
 
 # Of weights and of scales, each in the order of its numbers in C.
 NUMBERS = ("f32", "f16", "bf16")
-CODES = ("i8", "i4", "e4m3", "e2m1")
-ORDERS = ("bytes", "offset bytes", "nibbles", "halves", "gptq2", "gptq4", "gptq8", "awq")
+CODES = ("i8", "i4", "e4m3", "e2m1", "u4", "iq4", "i5", "u5", "i6")
+ORDERS = (
+    *("bytes", "offset bytes", "nibbles", "halves", "halves fp4", "gptq2", "gptq4", "gptq8", "awq"),
+    *("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
+)
 INPUTS = ("f32", "bf16")
 ACTIVATION_TYPES = ("float", "int8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu", "relu2")
 TILE = MC_TILE
 _SCALES = {
-    "f32": MC_F32, "f16": MC_F16, "bf16": MC_BF16, "e8m0": MC_E8M0, "e4m3*": MC_TIMES,
-    "e4m3/": MC_DIVIDED,
+    "f32": MC_F32, "f16": MC_F16, "bf16": MC_BF16, "e8m0": MC_E8M0, "f16*i8": MC_IN_STEPS,
+    "e4m3*": MC_TIMES, "e4m3/": MC_DIVIDED,
 }
 
 cdef const mc_level *_levels[3]
@@ -162,6 +168,7 @@ cdef class Matrix:
             self.matrix.codes = MC_I8 + <int>CODES.index(form.codes)
             self.matrix.scale = _SCALES[form.scale]
             self.matrix.has_zeros = form.has_zeros
+            self.matrix.has_offsets = form.has_offsets
             self.matrix.group = form.group or max(MC_BLOCK, mc_input_columns(&self.matrix))
             least = form.tile_bytes(columns)
         self.matrix.row_bytes = least if row_bytes is None else row_bytes
@@ -398,7 +405,7 @@ cdef class Experts:
         )
         e.inputs = given.rows
         hidden = _Inputs(num)
-        filled = mc_input_row_bytes(e.hidden.type, mc_input_columns(&e.down.first))
+        filled = mc_given_bytes(e.hidden.type, &e.down.first)
         written = mc_input_row_bytes(e.hidden.type, e.width)
         e.hidden.row_bytes = (filled + 63) & ~63
         hidden.scratch = <uint8_t *>malloc(max(1, num * e.hidden.row_bytes))
@@ -471,9 +478,11 @@ cdef class _Inputs:
     ) except -1:
         """Point to the inputs, or to their values as wanted, of each pair's token."""
         cdef int64_t i, token, num_rows = self.num if pairs == NULL else num_tokens
-        cdef int64_t columns = mc_input_columns(matrix)
-        cdef int64_t nbytes = mc_input_row_bytes(wanted, columns)
-        if given != wanted or columns != matrix.columns:
+        cdef int64_t nbytes = mc_given_bytes(wanted, matrix)
+        if (
+            given != wanted or mc_input_columns(matrix) != matrix.columns
+            or mc_has_terms(matrix)
+        ):
             self.scratch = <uint8_t *>malloc(max(1, num_rows * nbytes))
             if self.scratch == NULL:
                 raise MemoryError(f"no memory for {num_rows} inputs of {matrix.columns} numbers")

@@ -71,8 +71,9 @@ static const mc_level mc_avx2 = LEVEL_OF("avx2", LEVEL, NULL);
 #include "_avx512.h"
 #define AVX2(name) mc_avx2_##name
 static const mc_level mc_avx512 =
-    LEVEL_OF("avx512", AVX2, NULL, NULL, mc_tile_bf16_dp, mc_tile_i8_dp, mc_tile_i4_dp,
-             mc_tile_e4m3_dp, mc_tile_e2m1_dp);
+    LEVEL_OF("avx512", AVX2, NULL, NULL, mc_tile_bf16_dp, mc_tile_i8_dp, mc_tile_4_dp,
+             mc_tile_e4m3_dp, mc_tile_4_dp, mc_tile_4_dp, mc_tile_4_dp, mc_tile_5_dp, mc_tile_5_dp,
+             mc_tile_6_dp);
 #undef AVX2
 #include "_level_end.h"
 #ifdef __clang__

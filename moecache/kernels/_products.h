@@ -55,7 +55,15 @@ static void mc_add_bias(float *values, const mc_rows *bias, int64_t index, int64
         values[i] += terms[i];
 }
 
-/* An input as another type, or with zeros behind it; of whatever is multiplied by this matrix. */
+/* Puts the sums of an input behind it, if the matrix needs them. */
+static void mc_add_sums(const mc_level *level, int type, const mc_matrix *matrix, uint8_t *input)
+{
+    if (mc_has_terms(matrix))
+        level->sum(input, type, mc_input_columns(matrix), matrix->group,
+                   (float *)(input + mc_input_row_bytes(type, mc_input_columns(matrix))));
+}
+
+/* An input as another type, or with zeros and sums behind it; of whatever is multiplied by this matrix. */
 static void mc_convert(const mc_level *level, const uint8_t *from, int given, int wanted,
                        const mc_matrix *matrix, uint8_t *to)
 {
@@ -76,6 +84,7 @@ static void mc_convert(const mc_level *level, const uint8_t *from, int given, in
     else
         mc_to_f32(from, given, columns, (float *)to);
     memset(to + mc_input_row_bytes(wanted, columns), 0, (size_t)mc_input_row_bytes(wanted, rest));
+    mc_add_sums(level, wanted, matrix, to);
 }
 
 /* Tiles of 16 rows that are one item. */
@@ -254,7 +263,9 @@ static void mc_hidden_item(void *job, int64_t item)
 {
     const mc_experts *e = job;
     uint8_t *row = e->hidden.data + item * e->hidden.row_bytes;
-    e->level->quantize(row, e->hidden.type, mc_input_columns(&e->down.first), e->down.first.codes,
+    mc_add_sums(e->level, e->hidden.type, &e->down.first, row);
+    if (e->hidden_type == MC_X_INT8)
+        e->level->quantize(row, e->hidden.type, mc_input_columns(&e->down.first), e->down.first.codes,
                        row);
 }
 
@@ -332,7 +343,7 @@ static void mc_compute_experts(mc_experts *e, int num_threads)
     e->tiles_per_item = mc_ceil(mc_tiles_per_item(&e->up.first), 1 + e->is_gated);
     e->items_per_expert = mc_ceil(e->width, e->tiles_per_item * MC_TILE);
     mc_share(num_threads, mc_up_item, e, e->num_experts * e->items_per_expert);
-    if (e->hidden_type == MC_X_INT8) {
+    if (e->hidden_type == MC_X_INT8 || mc_has_terms(&e->down.first)) {
         int64_t num = e->offsets[e->num_experts];
         mc_share(num < MC_FEW ? 1 : num_threads, mc_hidden_item, e, num);
     }

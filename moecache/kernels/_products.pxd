@@ -14,6 +14,7 @@ cdef extern from "_products.h" nogil:
         MC_F16
         MC_F32
         MC_I8
+        MC_IN_STEPS
         MC_X_F32
         MC_X_BF16
         MC_X_INT8
@@ -27,6 +28,7 @@ cdef extern from "_products.h" nogil:
         int codes
         int scale
         int has_zeros
+        int has_offsets
 
     ctypedef struct mc_file:
         const uint8_t *codes
@@ -59,7 +61,7 @@ cdef extern from "_products.h" nogil:
 
     ctypedef struct mc_level:
         const char *name
-        mc_tile tiles[3][7]
+        mc_tile tiles[3][12]
         uint8_t *(*form)(const mc_file *, int64_t, uint8_t *, int *) noexcept nogil
         uint32_t (*read)(const uint8_t *, int64_t) noexcept nogil
 
@@ -116,9 +118,11 @@ cdef extern from "_products.h" nogil:
         int64_t columns
 
     int mc_levels(const mc_level **levels)
+    int mc_has_terms(const mc_matrix *matrix)
     int mc_is_coded(const mc_matrix *matrix)
     int mc_takes_int8(const mc_matrix *matrix)
     int64_t mc_input_columns(const mc_matrix *matrix)
+    int64_t mc_given_bytes(int type, const mc_matrix *matrix)
     int64_t mc_input_row_bytes(int type, int64_t columns)
     void mc_convert(
         const mc_level *level, const uint8_t *inputs, int given, int wanted,

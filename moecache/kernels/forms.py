@@ -11,6 +11,7 @@ import numpy.typing as npt
 from moecache.errors import ConfigError
 from moecache.formats import (
     TILE_ROWS,
+    BlockFormat,
     Form,
     Format,
     GlobalFormat,
@@ -21,7 +22,7 @@ from moecache.formats import (
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.formats.scaled import pack, unpack
 from moecache.kernels._kernels import Matrix, Tiler
-from moecache.layout import Role
+from moecache.layout import ExpertLayout, Role
 
 # What files have; other scales become float32.
 _SCALES = ("f32", "f16", "bf16", "e8m0")
@@ -31,6 +32,13 @@ _ORDERS = {
     "e2m1": ("nibbles", 0),
     "int4": ("nibbles", 0x88),
     "int8": ("offset bytes", 0x80),
+}
+# ggml's blocks of a scale and codes: order, a byte of codes that mean zero, where codes begin.
+_PLAIN_BLOCKS = {
+    "q8_0": ("bytes", 0, 2),
+    "q4_0": ("halves", 0x88, 2),
+    "iq4_nl": ("halves", 0, 2),
+    "mxfp4_gguf": ("halves fp4", 0, 1),
 }
 _INT8 = tuple(Form(codes, "f16", BLOCK_COLUMNS) for codes in ("i8", "i4"))
 _OUTPUTS = {"float32": "f32", "bfloat16": "bf16"}
@@ -47,6 +55,12 @@ def has_form(name: str) -> bool:
 def takes_int8(name: str) -> bool:
     """Return whether a format's form is that of ggml's blocks, which multiply inputs of 8 bits."""
     return has_form(name) and find_format(name).form in _INT8
+
+
+def default_compute(layout: ExpertLayout) -> str:
+    """Return what multiplies if nobody says: kernels if all formats have a compute form."""
+    formats = {role.format for roles in layout.layers for role in roles} - {""}
+    return "fast" if formats and all(map(has_form, formats)) else "torch"
 
 
 @functools.cache
@@ -172,19 +186,20 @@ def _tiler(known: Format, form: Form, rows: int, columns: int) -> Tiler | Repack
             zero_row_bytes=4 * parts["zeros"][1][1],
             zero_points=points.astype(scales).view(f"u{scales.itemsize}").astype("u4").tobytes(),
         )
-    # ggml's blocks: the scale of each lies before its codes.
-    is_bytes, (_, (_, blocks, block_bytes)) = form.codes == "i8", parts["blocks"]
+    assert isinstance(known, BlockFormat)
+    _, (_, blocks, block_bytes) = parts["blocks"]
+    args |= {"row_bytes": blocks * block_bytes, "block_bytes": block_bytes, "scale": form.scale}
+    if known.name not in _PLAIN_BLOCKS:
+        return Tiler(**args, order=known.name, scale_row_bytes=0)
+    order, zero, codes_at = _PLAIN_BLOCKS[known.name]
     return Tiler(
-        **args,
-        order="bytes" if is_bytes else "halves",
-        row_bytes=blocks * block_bytes,
-        block_bytes=block_bytes,
-        zero=0 if is_bytes else 0x88,
-        scale="f16",
+        **args | ({"scale": "e8m0"} if codes_at == 1 else {}),
+        order=order,
+        zero=zero,
         scale_row_bytes=blocks * block_bytes,
         scale_step=block_bytes,
         num_scales=blocks,
-        codes_at=2,
+        codes_at=codes_at,
     )
 
 

@@ -7,7 +7,6 @@ import numpy as np
 from moecache.errors import ConfigError
 from moecache.formats import Format, GroupedFormat, ScaledFormat, find_format, format_of
 from moecache.formats.floats import FloatFormat
-from moecache.formats.form import BLOCK_COLUMNS
 from moecache.kernels._kernels import Matrix
 from moecache.kernels.forms import joined, tile
 
@@ -64,7 +63,7 @@ def _shape(parts: Mapping[str, np.ndarray], known: Format) -> tuple[int, int]:
         return (columns * each, rows) if known.method == "awq" else (columns, rows * each)
     if isinstance(known, ScaledFormat):
         columns = columns * array.itemsize * 8 // known.bits
-    return rows, columns * (BLOCK_COLUMNS if array.ndim == 3 else 1)
+    return rows, columns * (known.block[1] if array.ndim == 3 else 1)
 
 
 def products(

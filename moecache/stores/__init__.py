@@ -19,6 +19,7 @@ __all__ = [
     "GgufStore",
     "MemoryStore",
     "SafetensorsStore",
+    "is_gguf",
     "open_store",
 ]
 

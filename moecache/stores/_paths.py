@@ -57,19 +57,22 @@ def find_path(path: object) -> Path:
 
 
 def check_model(path: object) -> None:
-    """Raise if this can be neither a directory nor a name on the hub.
+    """Raise if this can be no directory, no GGUF file and no name on the hub.
 
     Raises
     ------
     ConfigError
         If no file can have such a name.
     StoreError
-        If there is no such directory.
+        If there is no such directory, or file.
     """
     name = check_name(path)
-    if os.path.isdir(name) or (_HUB_NAME.fullmatch(name) and not os.path.exists(name)):
+    is_hub_name = _HUB_NAME.fullmatch(name) and not name.endswith(".gguf")
+    if os.path.isdir(name) or (is_hub_name and not os.path.exists(name)):
+        return
+    if name.endswith(".gguf") and os.path.isfile(name):
         return
     raise StoreError(
-        f"{name[:_SHOWN]!r}: there is no such directory; a model is a directory with config.json "
-        "and safetensors files, or a name on the Hugging Face hub"
+        f"{name[:_SHOWN]!r}: there is no such model; it is a directory with config.json and "
+        "safetensors files, a .gguf file, or a name on the Hugging Face hub"
     )

@@ -5,6 +5,9 @@ import struct
 import numpy as np
 
 BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
+# ggml's code books, which have no kernels; what llama.cpp alone makes.
+CODE_BOOKS = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
+READ_ONLY = ("iq4_nl", "iq4_xs", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", *CODE_BOOKS)
 
 
 def values_of(name: str, blocks: np.ndarray) -> np.ndarray:

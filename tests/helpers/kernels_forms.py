@@ -3,8 +3,9 @@
 import ml_dtypes
 import numpy as np
 
-from moecache.formats import Format, GroupedFormat, ScaledFormat, find_format
-from moecache.formats.scaled import unpack
+from moecache.formats import BlockFormat, Format, GroupedFormat, ScaledFormat, find_format
+from moecache.formats.blocks import IQ4
+from moecache.formats.scaled import E2M1, unpack
 
 _SCALES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
 _SCALES |= dict.fromkeys(("e4m3*", "e4m3/"), ml_dtypes.float8_e4m3fn)
@@ -18,6 +19,98 @@ def grouped_parts(name: str, rows: int, columns: int, seed: int) -> dict[str, np
     scales = parts["scales"]
     scales[...] = (rng.standard_normal(scales.shape) / 8).astype(scales.dtype)
     return parts
+
+
+def block_parts(name: str, rows: int, columns: int, seed: int) -> dict[str, np.ndarray]:
+    """Return blocks of ggml with any codes, and numbers of either sign."""
+    known, rng = find_format(name), np.random.default_rng(seed)
+    assert isinstance(known, BlockFormat)
+    raw = rng.integers(0, 256, known.nbytes(rows, columns)).astype(np.uint8)
+    parts = known.split(raw, rows, columns)
+    blocks = parts["blocks"]
+    for at in known.numbers_at:
+        numbers = (rng.standard_normal((*blocks.shape[:2], 1)) / 64).astype(np.float16)
+        blocks[..., at : at + 2] = numbers.view(np.uint8)
+    if not known.numbers_at:
+        blocks[..., 0] = rng.integers(110, 130, blocks.shape[:2])
+    return parts
+
+
+def terms_of(parts: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """Return the sizes of what is multiplied apart: of code times scale, and of the offset."""
+    known, blocks = find_format(name), parts["blocks"]
+    assert isinstance(known, BlockFormat)
+    offsets = blocks.copy()
+    for at in known.numbers_at[:1]:
+        offsets[..., at : at + 2] = 0
+    without = np.abs(known.dequantize({"blocks": offsets}).astype(np.float64))
+    if len(known.numbers_at) < 2:
+        return np.abs(known.dequantize(parts).astype(np.float64))
+    codes = blocks.copy()
+    codes[..., known.numbers_at[1] : known.numbers_at[1] + 2] = 0
+    return without + np.abs(known.dequantize({"blocks": codes}).astype(np.float64))
+
+
+def form_of_blocks(parts: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """Return the compute form of ggml's blocks; rows beyond the matrix are of zero bytes."""
+    known, blocks = find_format(name), parts["blocks"]
+    form = known.form
+    assert isinstance(known, BlockFormat)
+    assert form is not None
+    rows, width = len(blocks), blocks.shape[1] * known.block[1]
+    blocks = np.concatenate([blocks, np.zeros((-rows % 16, *blocks.shape[1:]), np.uint8)])
+    numbers = [
+        np.ascontiguousarray(blocks[..., at : at + 2]).view(np.int16)[..., 0]
+        for at in known.numbers_at
+    ]
+    offsets = None
+    if known.block[1] == 256:
+        scales, offsets, codes = known._read(blocks)  # type: ignore[attr-defined]
+        if form.codes == "iq4":
+            codes = np.searchsorted(IQ4, codes)
+        codes = codes + {"i4": 8, "i6": 32}.get(form.codes, 0)
+        scales = scales.astype(np.int8).reshape(len(blocks), width // form.group)
+        if offsets is not None:
+            offsets = offsets.astype(np.int8).reshape(scales.shape)
+            numbers[1] = numbers[1] ^ np.int16(-(2**15))
+    elif name == "mxfp4_gguf":
+        codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], -1)
+        codes[E2M1[codes] == 0] = 0
+        powers = blocks[..., 0].astype(np.float64) - 127
+        scales = np.where(powers == 128, np.nan, np.exp2(powers)).astype(ml_dtypes.bfloat16)
+        scales[rows:] = 0
+    else:
+        codes = np.concatenate([blocks[..., -16:] & 15, blocks[..., -16:] >> 4], -1)
+        if form.codes in ("i5", "u5"):
+            fifth = np.unpackbits(blocks[..., -20:-16], axis=-1, bitorder="little")
+            codes = codes | fifth << 4
+        scales, offsets = numbers[0], numbers[1] if form.has_offsets else None
+    codes = codes.astype(np.uint8).reshape(len(blocks), width)
+    each, bits = max(1, 32 // form.group), {"5": 5, "6": 6}.get(form.codes[1:], 4)
+    pieces = []
+    for row, column in np.ndindex(len(blocks) // 16, codes.shape[1] // 32):
+        tile, groups = slice(16 * row, 16 * row + 16), slice(column * each, (column + 1) * each)
+        if known.block[1] == 256 and column % 8 == 0:
+            pieces += [number[tile, column // 8].tobytes() for number in numbers]
+        for array in (scales, offsets):
+            pieces += (
+                [] if array is None else [np.ascontiguousarray(array[tile, groups].T).tobytes()]
+            )
+        block = codes[tile, 32 * column : 32 * column + 32]
+        pieces += [_nibbles(block & 15), _above(block >> 4, bits)]
+    return np.frombuffer(b"".join(pieces), np.uint8)
+
+
+def _above(block: np.ndarray, bits: int) -> bytes:
+    """Return what is above the fourth bit: a word for each row, of 6 bits two."""
+    words = np.zeros((2, 16), np.uint32)
+    for column in range(32):
+        chunk, place = divmod(column, 8)
+        # Two nibbles' bits lie side by side in a byte, those of 8 columns after the others.
+        slot = (2 * chunk + place // 2 % 2) * (bits - 4)
+        bit = slot % 8 + place // 4 * 8 + place % 2 * 16
+        words[slot // 8] |= block[:, column].astype(np.uint32) << np.uint32(bit)
+    return words[: bits - 4].tobytes()
 
 
 def form_of(raw: np.ndarray, known: Format, rows: int, columns: int) -> np.ndarray:

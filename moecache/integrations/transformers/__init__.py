@@ -20,9 +20,10 @@ from transformers.integrations.moe import ExpertsInterface
 from moecache.integrations.transformers._experts import ExpertsNotResidentError, OffloadedExperts
 from moecache.integrations.transformers._forward import routed_experts
 from moecache.integrations.transformers._guards import IMPLEMENTATION
-from moecache.integrations.transformers._loading import MoeCacheConfig, load
+from moecache.integrations.transformers._loading import load
 from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._offload import Offload, attach
+from moecache.integrations.transformers._quantizer import MoeCacheConfig
 
 ExpertsInterface.register(IMPLEMENTATION, routed_experts)
 

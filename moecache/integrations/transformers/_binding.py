@@ -10,9 +10,10 @@ import transformers
 from torch import nn
 
 from moecache.errors import ConfigError, FormatError
+from moecache.integrations.transformers import gguf
 from moecache.integrations.transformers._experts import ROLES, described, find_experts
 from moecache.integrations.transformers._llama4 import is_llama4
-from moecache.stores import CheckpointStore
+from moecache.stores import CheckpointStore, GgufStore
 
 # What leaves experts as stores serve them: one after another, gate above up.
 _STACKING = ("MergeModulelist", "Concatenate")
@@ -35,6 +36,10 @@ class Binding:
         The store's own name of that layer.
     dtype : torch.dtype
         Type in which the model computes with the weights.
+    has_output_rows : bool
+        Whether the store's matrices are [out, in], whatever the module's are.
+    is_interleaved : bool
+        Whether rows of gate and up alternate in the module, though they do not in the store.
     """
 
     path: str
@@ -42,6 +47,8 @@ class Binding:
     layer: int
     name: str
     dtype: torch.dtype
+    has_output_rows: bool
+    is_interleaved: bool
 
 
 def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Binding]:
@@ -56,10 +63,8 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
         If the model's family is not supported, or the checkpoint is not of this model.
     """
     family, modules = type(model).__name__, check_family(model)
-    targets = Targets(model)
     by_path: dict[str, int] = {}
-    for layer in range(store.layout.num_layers):
-        found = targets.path_of(store, layer)
+    for layer, found in enumerate(_layer_paths(model, store)):
         if found is None:
             continue
         if found in by_path:
@@ -75,9 +80,28 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
             )
     names = store.layout.layer_names
     return [
-        Binding(path, module, by_path[path], names[by_path[path]], _dtype(model, path, module))
+        Binding(
+            *(path, module, by_path[path], names[by_path[path]], _dtype(model, path, module)),
+            has_output_rows=_has_output_rows(store, by_path[path]),
+            is_interleaved=isinstance(store, GgufStore) and gguf.is_interleaved(module),
+        )
         for path, module in modules.items()
     ]
+
+
+def _has_output_rows(store: CheckpointStore, layer: int) -> bool:
+    """Return whether matrices are [out, in] as a rule of the file's, or of a format."""
+    return isinstance(store, GgufStore) or any(r.format for r in store.layout.layers[layer])
+
+
+def _layer_paths(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[str | None]:
+    """Return the experts module of each layer of a store; `None`: it is not run."""
+    names = store.layout.layer_names
+    if isinstance(store, GgufStore):
+        found = gguf.find_layers(model, store.tensor_shapes)
+        return [found.get(int(name.removeprefix("blk."))) for name in names]
+    targets = Targets(model)
+    return [targets.path_of(store, layer) for layer in range(len(names))]
 
 
 def check_family(model: nn.Module) -> dict[str, nn.Module]:
@@ -213,8 +237,8 @@ def _check_weights(store: CheckpointStore, layer: int, path: str, module: nn.Mod
     for name, (shape, _, _) in weights.items():
         role = roles[ROLES[name]]
         stored = (store.layout.num_experts, *role.shape)
-        if role.format and getattr(module, "is_transposed", False):
-            # A format's rows are outputs, whatever the model has.
+        is_matrix = role.format or len(role.shape) == 2
+        if is_matrix and _has_output_rows(store, layer) and getattr(module, "is_transposed", False):
             stored = (stored[0], *reversed(role.shape))
         if stored != tuple(shape):
             transposed = stored == (shape[0], *reversed(shape[1:]))

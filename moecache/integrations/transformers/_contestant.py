@@ -20,8 +20,10 @@ import transformers
 from moecache import kernels
 from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.integrations.transformers import _baselines, generation, load
+from moecache.integrations.transformers._gguf import find_model_config
 from moecache.prefault.page_cache import evict
 from moecache.sizing.host_memory import peak_rss_bytes
+from moecache.stores import GgufStore, is_gguf, open_store
 from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
 
@@ -49,11 +51,8 @@ def _prepare(task: dict[str, Any]) -> dict[str, Any]:
     path = task["model"]
     check_model(path)
     with generation.reading(path):
-        directory = _download(path) if not Path(path).is_dir() else path
-        config = transformers.AutoConfig.from_pretrained(directory)
-    files = sorted(Path(directory).glob("*.safetensors"))
-    if not files:
-        raise StoreError(f"{path}: has no safetensors files; save it with save_pretrained")
+        directory = path if Path(path).exists() else _download(path)
+        files, config = _look(directory)
     length = task["prompt_tokens"]
     vocabulary = config.get_text_config().vocab_size
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -73,6 +72,19 @@ def _prepare(task: dict[str, Any]) -> dict[str, Any]:
         "prompt": _tokens(tokenizer, _TOPICS, length, vocabulary, task["seed"]),
         "warm_up_prompt": _tokens(tokenizer, _WARM_UP_TOPICS, length, vocabulary, task["seed"] + 1),
     }
+
+
+def _look(path: str) -> tuple[list[Path], Any]:
+    """Return a checkpoint's files, and its configuration."""
+    if is_gguf(Path(path)):
+        with open_store(path) as store:
+            assert isinstance(store, GgufStore)
+            return [file.path for file in store.files], find_model_config(store)
+    config = transformers.AutoConfig.from_pretrained(path)
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise StoreError(f"{path}: has no safetensors files; save it with save_pretrained")
+    return files, config
 
 
 def _download(name: str) -> str:
@@ -105,6 +117,8 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(task["threads"])
         kernels.use_threads(task["threads"])
     if task["kind"] != "moecache":
+        if is_gguf(Path(task["directory"])):
+            return {"left_out": "transformers would dequantize the whole file"}
         room = _baselines.lack_of_room(task["checkpoint_bytes"], None)
         if room is not None and task["kind"] != "experts_on_disk":
             return {"left_out": room}

@@ -16,9 +16,8 @@ from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._experts import become, become_again
 from moecache.integrations.transformers._operators import operator
-from moecache.kernels import SlotKernel, has_form, takes_int8
+from moecache.kernels import SlotKernel, takes_int8
 from moecache.kernels._kernels import Matrix
-from moecache.layout import ExpertLayout
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import COMPUTE
 from moecache.slots import HostSlots
@@ -47,16 +46,18 @@ def check_compute(compute: object) -> str:
     return str(compute)
 
 
-def default_compute(layout: ExpertLayout) -> str:
-    """Return what multiplies if nobody says: kernels if all formats have a compute form."""
-    formats = {role.format for roles in layout.layers for role in roles} - {""}
-    return "fast" if formats and all(map(has_form, formats)) else "torch"
-
-
 def kernel_of(
-    module: nn.Module, runtime: ExpertRuntime, layer: int, compute: str, *, is_transposed: bool
+    module: nn.Module,
+    runtime: ExpertRuntime,
+    layer: int,
+    compute: str,
+    *,
+    is_transposed: bool,
+    has_gate_first: bool = False,
 ) -> SlotKernel:
     """Return what computes the experts of a module in the runtime's slots.
+
+    `has_gate_first`: rows of gate are above those of up there, whatever the module has.
 
     Raises
     ------
@@ -72,7 +73,7 @@ def kernel_of(
     own = getattr(type(module), "_apply_gate", None)
     if getattr(own, "__qualname__", "") == "GptOssExperts._apply_gate":
         limits = {"alpha": module.alpha, "limit": module.limit}
-        gate = {"activation": "swiglu", "is_interleaved": True, **limits}
+        gate = {"activation": "swiglu", "is_interleaved": not has_gate_first, **limits}
     if not isinstance(pool, HostSlots):
         problem = "kernels compute in RAM, and the slots are on a GPU"
     elif is_transposed:

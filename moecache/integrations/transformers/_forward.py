@@ -26,6 +26,8 @@ NUMPY_TYPES = {
 }
 # Attribute of an experts module that has its layer.
 LAYER = "_moecache_layer"
+# Roles that have rows of gate and of up.
+GATE_UP = {"gate_up", "gate_up_bias"}
 # A multiple of what torch's element-wise kernels take at once, in any dtype.
 _VECTOR = 64
 
@@ -52,7 +54,10 @@ class SlotLayer:
     is_transposed : bool
         Whether the model has weights as [in, out].
     is_copied : bool
-        Whether a slot has no such weights, but their values in a format, [out, in].
+        Whether a slot has no such weights, but their values in a format or another order,
+        [out, in].
+    is_interleaved : bool
+        Whether rows of gate and up alternate in the model, though they do not in a slot.
     dtype : torch.dtype
         What the values of weights in a format become for torch.
     kernel : SlotKernel, optional
@@ -67,6 +72,7 @@ class SlotLayer:
         *,
         is_transposed: bool,
         is_copied: bool = False,
+        is_interleaved: bool = False,
         dtype: torch.dtype,
         kernel: SlotKernel | None = None,
     ) -> None:
@@ -80,6 +86,7 @@ class SlotLayer:
         self.num_products = 0
         self._views = views
         self._is_transposed = is_transposed
+        self._is_interleaved = is_interleaved
 
     def rows(
         self,
@@ -126,6 +133,8 @@ class SlotLayer:
     @torch.inference_mode(mode=False)
     def _view(self, slot: int) -> SlotWeights:
         parts = weights_in(self.runtime, slot, self.layer, self._dtype)
+        if self._is_interleaved:
+            parts |= {name: interleaved(parts[name]) for name in GATE_UP & parts.keys()}
         up, down = parts["gate_up"] if "gate_up" in parts else parts["up"], parts["down"]
         if not self._is_transposed or self._is_copied:
             up, down = up.t(), down.t()
@@ -137,6 +146,11 @@ class SlotLayer:
         if not self._is_copied:
             self._views[slot] = view
         return view
+
+
+def interleaved(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of gate and of up in turns, of all of gate's above up's."""
+    return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def pairs_of(wave: Wave, device: torch.device) -> torch.Tensor:

@@ -2,37 +2,28 @@
 
 import copy
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moecache import kernels
 from moecache.cuda import open_device, parse_device
 from moecache.errors import ConfigError
-from moecache.integrations.transformers._binding import Binding, bind, check_family
-from moecache.integrations.transformers._experts import dispatch, strip
-from moecache.integrations.transformers._fast import check_compute, default_compute
-from moecache.integrations.transformers._forward import NUMPY_TYPES, device_of
-from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
-from moecache.integrations.transformers._offload import Offload
-from moecache.integrations.transformers._trunk import (
-    OTHER_TENSORS,
-    QuantizedWeight,
-    strip_quantized,
+from moecache.integrations.transformers._fast import check_compute
+from moecache.integrations.transformers._forward import device_of
+from moecache.integrations.transformers._gguf import (
+    find_model_config,
 )
+from moecache.integrations.transformers._offload import Offload
+from moecache.integrations.transformers._quantizer import MoeCacheConfig
 from moecache.prefault.mappings import read_mappings, split
 from moecache.prefault.sweep import Progress
 from moecache.prefetch.predict import Predictor
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
-from moecache.stores import CheckpointStore, open_store
+from moecache.stores import GgufStore, is_gguf, open_store
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
 from moecache.stores._quantized import Quantization
@@ -58,82 +49,7 @@ _NAMES = {
 # What torch's products take and keep; some of it is compiled for each number of rows. Measured were
 # 230 MiB after a prompt of 512, and 16 in decoding alone.
 _TORCH_BYTES = 256 * 2**20
-# Whatever an expert's tensor may be called, its scales included.
-_EXPERT_TENSORS = (
-    r"\.experts\.((\d+\.)?\w+_proj(_(bias|blocks|scales))?|\d+\.w[123])"
-    rf"(\.(weight\w*|{OTHER_TENSORS}))?$"
-)
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
-
-
-@register_quantization_config(IMPLEMENTATION)
-class MoeCacheConfig(QuantizationConfigMixin):
-    """Tell `from_pretrained(..., quantization_config=)` to leave the experts in the file.
-
-    Give the model that it loads to `attach`; `load` does both.
-    """
-
-    def __init__(self, trunk: str = "bf16", **_: Any) -> None:
-        self.quant_method: Any = IMPLEMENTATION
-        self.trunk = trunk
-
-
-@register_quantizer(IMPLEMENTATION)
-class TrunkQuantizer(HfQuantizer):
-    """Strips the experts from a model before its weights are read; quantizes nothing."""
-
-    requires_calibration = False
-    quantization_config: MoeCacheConfig
-    _trunk: Sequence[QuantizedWeight] = ()
-
-    def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
-    ) -> None:
-        if not checkpoint_files:
-            raise ConfigError(
-                "experts are read from a checkpoint's safetensors files: there are none"
-            )
-        check_family(model)
-        directory = Path(checkpoint_files[0]).parent
-        with open_store(_store_path(directory, checkpoint_files)) as store:
-            _check_files(store, checkpoint_files)
-            bindings = bind(model, store)
-            self._trunk = strip_quantized(model, store)
-            model.__dict__["_moecache_source"] = (
-                store.path,
-                [binding.name for binding in bindings],
-                _slot_dtype(store, bindings),
-                default_compute(store.layout),
-            )
-        for binding in bindings:
-            strip(binding.module)
-        dispatch([binding.module for binding in bindings], IMPLEMENTATION)
-        # They are in the checkpoint, and are meant to stay there.
-        model._keys_to_ignore_on_load_unexpected = {
-            *(model._keys_to_ignore_on_load_unexpected or ()),
-            r"^__moecache_padding__\.",  # of packed checkpoints
-            _EXPERT_TENSORS,
-        }
-
-    def postprocess_model(self, model: Any, **_: Any) -> Any:
-        """Make it an ordinary model again, but one that is not saved without its experts."""
-        self.remove_quantization_config(model)
-        if self._trunk:
-            is_native = self.quantization_config.trunk == "native"
-            with open_store(model.__dict__["_moecache_source"][0]) as store:
-                for weight in self._trunk:
-                    weight.read(store, is_native=is_native)
-        guard(model, model.__dict__["_moecache_source"][0])
-        return model
-
-    def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """Return False: what is saved would have no experts."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        """False: experts are read only."""
-        return False
 
 
 def load(
@@ -157,7 +73,7 @@ def load(
     warmpin_after: int | None = None,
     compute: str | None = None,
     num_threads: int | None = None,
-    trunk: str = "bf16",
+    trunk: str | None = None,
     model_class: Any = None,
     **from_pretrained: Any,
 ) -> Any:
@@ -172,7 +88,8 @@ def load(
     Parameters
     ----------
     path : str or Path
-        A checkpoint directory, or a name on the model hub.
+        A checkpoint directory, a GGUF file (the first of a split one, or its directory), or a
+        name on the model hub.
     memory : int or str, optional
         Bytes for experts, such as "4GiB", or a share of them, "25%": what the trunk and
         the KV cache take comes on top. By default MOECACHE_MEMORY, else what is free
@@ -201,10 +118,11 @@ record_trace, warmpin, warmpin_after
     num_threads : int, optional
         Threads of the kernels, of all models of the process. By default MOECACHE_THREADS, else
         the cores that the process may use.
-    trunk : {"bf16", "native"}, default "bf16"
+    trunk : {"bf16", "native"}, optional
         Of a quantized checkpoint, what becomes of the linear layers that are no experts': values
         in the model's dtype; or, "native", they stay quantized, take as many bytes as in the file,
-        and are computed by the kernels, for any number of rows.
+        and are computed by the kernels, for any number of rows. By default "native" for a GGUF
+        file whose experts are computed by the kernels, else "bf16".
     model_class : class, optional
         Class whose `from_pretrained` is called; by default the class that the checkpoint's
         config.json names, else `AutoModelForCausalLM`.
@@ -236,21 +154,8 @@ record_trace, warmpin, warmpin_after
     if num_threads is not None:
         kernels.use_threads(num_threads)
     check_model(path)
-    hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
-    config = find_config(path, hub, from_pretrained)
-    on_host = parse_device(device) is None
-    if _quantized_parts(config):
-        if not on_host:
-            raise ConfigError(
-                f"{path}: is quantized, and such experts are computed on the CPU alone; use "
-                'device="cpu", or a checkpoint in bfloat16 (moecache pack --format bf16)'
-            )
-        from_pretrained = _without_quantization(path, config, from_pretrained)
-    if model_class is None:
-        model_class = find_model_class(config)
-    model = model_class.from_pretrained(
-        path, **{**from_pretrained, "quantization_config": MoeCacheConfig(trunk)}
-    )
+    make = _make_of_gguf if is_gguf(Path(path)) else _make
+    model = make(path, parse_device(device) is None, compute, trunk, model_class, from_pretrained)
     directory, layers, dtype, usual = model.__dict__.pop("_moecache_source")
     compute = compute or usual
     runtime = open(
@@ -260,7 +165,7 @@ record_trace, warmpin, warmpin_after
         slots=slots,
         policy=policy,
         scope=scope,
-        dtype=dtype if on_host else None,
+        dtype=dtype if parse_device(device) is None else None,
         read=read,
         reserve=reserve,
         lock=lock,
@@ -274,7 +179,7 @@ record_trace, warmpin, warmpin_after
         warmpin=warmpin,
         warmpin_after=warmpin_after,
         layers=layers,
-        host_bytes=_host_bytes(model, compute) if on_host else None,
+        host_bytes=_host_bytes(model, compute) if parse_device(device) is None else None,
     )
     try:
         # After the slots, whose plan leaves room for it.
@@ -290,6 +195,60 @@ record_trace, warmpin, warmpin_after
         runtime.close()
         raise
     return model
+
+
+def _make(
+    path: str | os.PathLike[str],
+    on_host: bool,
+    _: str | None,
+    trunk: str | None,
+    model_class: Any,
+    from_pretrained: dict[str, Any],
+) -> Any:
+    """Return the model of a checkpoint's directory without its experts."""
+    hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
+    config = find_config(path, hub, from_pretrained)
+    if _quantized_parts(config):
+        _check_host(path, on_host)
+        from_pretrained = _without_quantization(path, config, from_pretrained)
+    if model_class is None:
+        model_class = find_model_class(config)
+    return model_class.from_pretrained(
+        path, **{**from_pretrained, "quantization_config": MoeCacheConfig(trunk or "bf16")}
+    )
+
+
+def _make_of_gguf(
+    path: str | os.PathLike[str],
+    on_host: bool,
+    compute: str | None,
+    trunk: str | None,
+    model_class: Any,
+    from_pretrained: dict[str, Any],
+) -> Any:
+    """Return the model of a GGUF file without its experts."""
+    for name in ("config", *_HUB):
+        if from_pretrained.get(name) is not None:
+            raise ConfigError(f"{name} cannot be given to load with a GGUF file, which has it all")
+    with open_store(path) as store:
+        if store.quantization:
+            _check_host(path, on_host)
+        assert isinstance(store, GgufStore)
+        config = find_model_config(store)
+        if trunk is None and (compute or kernels.default_compute(store.layout)) != "torch":
+            trunk = "native"
+    kept = MoeCacheConfig(trunk or "bf16", str(path))
+    # transformers has nothing to read.
+    given = {**from_pretrained, "config": config, "state_dict": {}, "quantization_config": kept}
+    return (model_class or find_model_class(config)).from_pretrained(None, **given)
+
+
+def _check_host(path: str | os.PathLike[str], on_host: bool) -> None:
+    if not on_host:
+        raise ConfigError(
+            f"{path}: is quantized, and such experts are computed on the CPU alone; use "
+            'device="cpu", or a checkpoint in bfloat16 (moecache pack --format bf16)'
+        )
 
 
 def _check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
@@ -374,25 +333,6 @@ def _without_quantization(
     return {**usual, **from_pretrained, "config": config}
 
 
-def _store_path(directory: Path, checkpoint_files: list[str]) -> Path:
-    wrong = [file for file in checkpoint_files if not str(file).endswith(".safetensors")]
-    if wrong:
-        raise ConfigError(
-            f"{wrong[0]}: is no safetensors file; save the model again with save_pretrained"
-        )
-    return directory
-
-
-def _check_files(store: CheckpointStore, checkpoint_files: list[str]) -> None:
-    found = {file.path.name for file in store.files}
-    wanted = {Path(file).name for file in checkpoint_files}
-    if found != wanted:
-        raise ConfigError(
-            f"{store.path}: transformers reads {', '.join(sorted(wanted)[:3])}, but experts would "
-            f"be read from {', '.join(sorted(found)[:3])}: variants are not supported"
-        )
-
-
 def _host_bytes(model: Any, compute: str) -> int:
     """Return what the trunk and its products will still take beside what they have."""
     mappings = read_mappings() or []
@@ -405,15 +345,3 @@ def _host_bytes(model: Any, compute: str) -> int:
         if mapping is not None and not mapping.anonymous
     )
     return unread + (_TORCH_BYTES if compute == "torch" else 0)
-
-
-def _slot_dtype(store: CheckpointStore, bindings: list[Binding]) -> np.dtype[Any] | None:
-    """Return the type that experts are converted to as they are read; `None` if they are not."""
-    dtypes = {binding.dtype for binding in bindings}
-    if len(dtypes) != 1 or not dtypes <= NUMPY_TYPES.keys():
-        raise ConfigError(f"experts of {', '.join(map(str, dtypes))} are not supported")
-    wanted = NUMPY_TYPES[dtypes.pop()]
-    roles = [role for binding in bindings for role in store.layout.layers[binding.layer]]
-    stored = {role.dtype for role in roles if not role.format}
-    # Slots that hold the file's bytes are filled without a copy.
-    return None if stored <= {wanted} else wanted

@@ -1,4 +1,4 @@
-"""`trunk="native"`: linear layers whose weights stay quantized, computed by the kernels."""
+"""`trunk="native"`: layers whose weights stay quantized, computed by the kernels."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from moecache.errors import MoeCacheError
+from moecache.formats import Format
 from moecache.integrations.transformers._experts import become, become_again
 from moecache.integrations.transformers._fast import TYPES, is_transformed
 from moecache.integrations.transformers._forward import values_of
@@ -15,14 +16,25 @@ from moecache.integrations.transformers._operators import operator
 from moecache.kernels import tile
 from moecache.kernels._kernels import Matrix
 from moecache.layout import Role
-from moecache.stores import CheckpointStore
 
-# Attributes of a layer: its matrix, a buffer of bytes; format, rows, columns, dtype of the values.
+# Attributes of a layer: its matrix, a buffer of bytes, in the compute form or, of embeddings, as in
+# the file; format, rows, columns, dtype of the values.
 FORM = "_moecache_form"
 _KIND = "_moecache_kind"
 
 
-class NativeLinear(nn.Module):
+class NativeLayer(nn.Module):
+    """A layer whose weight stays in a format."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Have values in the dtype that the model is given."""
+        name, rows, columns, dtype = self.__dict__[_KIND]
+        given = fn(torch.empty(0, dtype=dtype)).dtype
+        self.__dict__[_KIND] = name, rows, columns, given
+        return super()._apply(fn, recurse)
+
+
+class NativeLinear(NativeLayer):
     """A linear layer that has its weight in the compute form of a format."""
 
     @property
@@ -45,12 +57,23 @@ class NativeLinear(nn.Module):
         )
         return out
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Have values in the dtype that the model is given."""
-        name, rows, columns, dtype = self.__dict__[_KIND]
-        given = fn(torch.empty(0, dtype=dtype)).dtype
-        self.__dict__[_KIND] = name, rows, columns, given
-        return super()._apply(fn, recurse)
+
+class NativeEmbedding(NativeLayer):
+    """An embedding that has its rows as in the file: the values of those that are asked for."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The values, computed anew each time."""
+        layer: Any = self
+        return self.forward(torch.arange(layer.num_embeddings))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """Return the rows that ids name."""
+        name, _, columns, dtype = self.__dict__[_KIND]
+        out: torch.Tensor = torch.ops.moecache.format_rows(
+            getattr(self, FORM), input, name, columns, dtype
+        )
+        return out
 
 
 def _is_for_kernels(given: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
@@ -68,22 +91,34 @@ def _is_for_kernels(given: torch.Tensor, bias: torch.Tensor | None, dtype: torch
     )
 
 
-def keep(module: nn.Module, weight: str, store: CheckpointStore, dtype: torch.dtype) -> None:
-    """Give a linear layer without a weight the store's matrix, as it is quantized."""
-    matrix, _ = store.trunk_matrices[weight]
-    rows, columns, known = matrix.rows, matrix.columns, matrix.format
-    assert known.form is not None
-    form = np.empty(known.form.nbytes(rows, columns), np.uint8)
-    tile(store.read_parts(weight), known.name, rows, columns, form)
+def can_keep(module: nn.Module, known: Format) -> bool:
+    """Return whether a layer can have its weight in a format."""
+    if type(module) is nn.Linear:
+        return known.form is not None
+    # Rows that lie one after the other, with all that they need.
+    return type(module) is nn.Embedding and len(known.parts(0, 0)) == 1
+
+
+def keep(
+    module: nn.Module, raw: np.ndarray, known: Format, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Give a layer without a weight a matrix as it is quantized, from its bytes in a file."""
+    if type(module) is nn.Linear:
+        assert known.form is not None
+        form: np.ndarray = np.empty(known.form.nbytes(*shape), np.uint8)
+        tile(raw, known.name, *shape, form)
+        become(module, NativeLinear)
+    else:
+        form = raw.reshape(shape[0], -1)
+        become(module, NativeEmbedding)
     module.register_buffer(FORM, torch.from_numpy(form), persistent=False)
-    module.__dict__[_KIND] = known.name, rows, columns, dtype
-    become(module, NativeLinear)
+    module.__dict__[_KIND] = known.name, *shape, dtype
 
 
 def thaw(model: nn.Module) -> None:
-    """Give linear layers that stayed quantized their weights as torch's own."""
-    for module in [m for m in model.modules() if isinstance(m, NativeLinear)]:
-        values = module.weight
+    """Give layers that stayed quantized their weights as torch's own."""
+    for module in [m for m in model.modules() if isinstance(m, NativeLayer)]:
+        values: Any = module.weight
         become_again(module)
         del module.__dict__[_KIND]
         delattr(module, FORM)
@@ -108,6 +143,18 @@ def _values(
     # A buffer as `values_in` takes it from a file that has the compute form.
     role = Role("", (rows, columns), format=name, is_tiled=True)
     return values_of(_on_host(form).numpy(), role, dtype)
+
+
+@operator(
+    "format_rows(Tensor raw, Tensor ids, str format, int columns, ScalarType dtype) -> Tensor",
+    lambda raw, ids, _, columns, dtype: raw.new_empty((*ids.shape, columns), dtype=dtype),
+)
+def _rows(
+    raw: torch.Tensor, ids: torch.Tensor, name: str, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    some = _on_host(raw).index_select(0, ids.reshape(-1))  # raises for ids that there are not
+    role = Role("", (len(some), columns), format=name)
+    return values_of(some.numpy(), role, dtype, stored=True).reshape(*ids.shape, columns)
 
 
 @operator(

@@ -27,18 +27,19 @@ from moecache.integrations.transformers._experts import (
 )
 from moecache.integrations.transformers._fast import (
     check_compute,
-    default_compute,
     kernel_of,
     quicken,
     slow_down,
 )
 from moecache.integrations.transformers._figures import compute_stats
 from moecache.integrations.transformers._forward import (
+    GATE_UP,
     LAYER,
     SlotLayer,
     SlotWeights,
     as_tensor,
     device_of,
+    interleaved,
     values_of,
     weights_in,
 )
@@ -47,11 +48,11 @@ from moecache.integrations.transformers._lookahead import RouterLookAhead, find_
 from moecache.integrations.transformers._native import thaw
 from moecache.integrations.transformers._sequences import SequenceHook
 from moecache.interrupts import uninterrupted
-from moecache.kernels import SlotKernel
+from moecache.kernels import SlotKernel, default_compute
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots
-from moecache.stores import SafetensorsStore
+from moecache.stores import CheckpointStore
 from moecache.telemetry import ComputeStats, RuntimeStats
 from moecache.units import format_bytes
 
@@ -256,14 +257,11 @@ class Offload(NotCopied):
                 self.runtime,
                 binding.layer,
                 self._compute,
-                is_transposed=_is_transposed(binding.module) and not self._in_format(binding),
+                is_transposed=_is_transposed(binding.module) and not binding.has_output_rows,
+                has_gate_first=binding.is_interleaved,
             )
             for binding in self._bindings
         }
-
-    def _in_format(self, binding: Binding) -> bool:
-        """Return whether a layer's matrices are in a format, whose rows are outputs."""
-        return any(role.format for role in self.runtime.layout.layers[binding.layer])
 
     def _strip(self) -> list[SlotLayer]:
         views: dict[Any, dict[int, SlotWeights]] = {}
@@ -275,7 +273,8 @@ class Offload(NotCopied):
                 binding.layer,
                 views.setdefault(self.runtime.layout.layers[binding.layer], {}),
                 is_transposed=_is_transposed(binding.module),
-                is_copied=self._in_format(binding),
+                is_copied=_is_copied(binding, self.runtime),
+                is_interleaved=binding.is_interleaved,
                 dtype=binding.dtype,
                 kernel=self._kernels.get(binding.layer),
             )
@@ -326,11 +325,15 @@ class Offload(NotCopied):
             store.read_into(layer, expert, parts)
             for name, tensor in weights.items():
                 role = roles[ROLES[name]]
-                if not role.format:
-                    tensor[expert].copy_(as_tensor(parts[role.name]))
-                    continue
-                values = values_of(parts[role.name], role, tensor.dtype, stored=True)
-                tensor[expert].copy_(values.t() if _is_transposed(binding.module) else values)
+                if role.format:
+                    values = values_of(parts[role.name], role, tensor.dtype, stored=True)
+                else:
+                    values = as_tensor(parts[role.name])
+                if binding.is_interleaved and role.name in GATE_UP:
+                    values = interleaved(values)
+                is_turned = binding.has_output_rows and _is_transposed(binding.module)
+                is_turned &= values.ndim == 2
+                tensor[expert].copy_(values.t() if is_turned else values)
         return {
             name: nn.Parameter(tensor, requires_grad=described(binding.module)[name][2])
             for name, tensor in weights.items()
@@ -380,7 +383,7 @@ def attach(
 
 def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[Binding]:
     store = runtime.store
-    if not isinstance(store, SafetensorsStore):
+    if not isinstance(store, CheckpointStore):
         raise ConfigError(
             f"experts of a {type(store).__name__} cannot be matched with a model; open the "
             "checkpoint with moecache.open"
@@ -399,6 +402,13 @@ def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[B
                 remedy = f"load the model with dtype={names!r}, as slots on a GPU hold the file's"
             raise ConfigError(f"the slots hold {names}, the model computes in {wanted}; {remedy}")
     return bindings
+
+
+def _is_copied(binding: Binding, runtime: ExpertRuntime) -> bool:
+    """Return whether slots have no weights as a module has them: in a format, or in its order."""
+    is_turned = binding.has_output_rows and _is_transposed(binding.module)
+    is_coded = any(role.format for role in runtime.layout.layers[binding.layer])
+    return is_coded or is_turned or binding.is_interleaved
 
 
 def _is_transposed(module: nn.Module) -> bool:

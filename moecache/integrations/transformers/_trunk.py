@@ -10,7 +10,7 @@ from torch import nn
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Targets
 from moecache.integrations.transformers._forward import NUMPY_TYPES, as_tensor
-from moecache.integrations.transformers._native import keep
+from moecache.integrations.transformers._native import can_keep, keep
 from moecache.stores import CheckpointStore
 
 _DIGITS = re.compile(r"\d+")
@@ -42,12 +42,13 @@ class QuantizedWeight:
     def read(self, store: CheckpointStore, *, is_native: bool) -> None:
         """Give the module its weight: the values of the format, rounded once.
 
-        Or the format's own bytes, if that is wanted, it is a linear layer and kernels have them.
+        Or the format's own bytes, if that is wanted and can be.
         """
         self.module.__dict__.pop(self.leaf, None)
-        known = store.trunk_matrices[self.name][0].format
-        if is_native and known.form is not None and type(self.module) is nn.Linear:
-            keep(self.module, self.name, store, self.dtype)
+        matrix, _ = store.trunk_matrices[self.name]
+        if is_native and can_keep(self.module, matrix.format):
+            shape = matrix.rows, matrix.columns
+            keep(self.module, store.read_parts(self.name), matrix.format, shape, self.dtype)
             return
         values = as_tensor(store.read_matrix(self.name, NUMPY_TYPES[self.dtype]))
         self.module.register_parameter(self.leaf, nn.Parameter(values))
@@ -84,14 +85,21 @@ def strip_quantized(
                 f"{matrix.format.name}, but the model wants {list(parameter.shape)}: the "
                 "checkpoint is of another model"
             )
-        taken.append(QuantizedWeight(module, leaf, name, parameter.dtype))
-        del module._parameters[leaf]
-        # Some models initialize what they find, whatever was read.
-        module.__dict__[leaf] = torch.empty(0)
-        # As if it had been read: there is nothing to be initialized.
-        module.__dict__["_is_hf_initialized"] = True
+        taken.append(QuantizedWeight(module, leaf, name, take(module, leaf)))
         patterns |= {f"^{_DIGITS.sub('[0-9]+', re.escape(key))}$" for key in (name, target)}
     if taken:
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*ignored, *patterns, _BESIDE}
     return taken
+
+
+def take(module: nn.Module, leaf: str) -> torch.dtype:
+    """Take a parameter or buffer from a module, as if it had been read; return its dtype."""
+    dtype: torch.dtype = getattr(module, leaf).dtype
+    delattr(module, leaf)
+    # Some models initialize what they find, whatever was read.
+    module.__dict__[leaf] = torch.empty(0, dtype=dtype)
+    if not module._non_persistent_buffers_set:
+        # There is nothing to be initialized.
+        module.__dict__["_is_hf_initialized"] = True
+    return dtype

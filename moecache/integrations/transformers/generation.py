@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ import transformers
 from transformers.generation.streamers import BaseStreamer
 
 from moecache.errors import ConfigError, MoeCacheError, StoreError
+from moecache.integrations.transformers import gguf
+from moecache.stores import is_gguf, open_store
 
 # A prompt's last tokens: the text before a token decides how the token is written.
 _CONTEXT_TOKENS = 5
@@ -177,7 +180,12 @@ def load_tokenizer(path: str) -> Any:
     ------
     StoreError
         If it has none that transformers can read.
+    ConfigError
+        If it is of a kind that is not supported.
     """
+    if is_gguf(Path(path)):
+        with open_store(path) as store:
+            return gguf.find_tokenizer(getattr(store, "metadata", {}))
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, ImportError, KeyError) as error:

@@ -16,7 +16,7 @@ from moecache.stores.gguf._header import GgufEntry
 # Stacks of all experts; before these, files had each expert's tensors ("blk.0.ffn_up.7.weight").
 _EXPERTS = re.compile(
     r"(?P<layer>blk\.(?:0|[1-9]\d{0,5}))\.ffn_(?P<piece>gate_up|gate|up|down)"
-    r"(?:_exps|\.(?P<expert>0|[1-9]\d{0,6}))\.(?P<kind>\w+)",
+    r"(?:_exps|\.(?P<expert>0|[1-9]\d{0,6}))\.(?P<kind>weight|bias)",
     re.ASCII,
 )
 _RANKS = {"weight": 2, "bias": 1}

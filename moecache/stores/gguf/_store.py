@@ -125,6 +125,16 @@ class GgufStore(CheckpointStore):
             return ""
         return self.file_type or "gguf"
 
+    @property
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor, rows before columns, by its name."""
+        return {name: entry.shape for name, (_, entry) in self._tensors.items()}
+
+    @property
+    def tensor_types(self) -> set[str]:
+        """Names of the types that tensors have, as ggml gives them."""
+        return {entry.type.name for _, entry in self._tensors.values()}
+
     def read_tensor(self, name: str) -> np.ndarray:
         """Return a copy of any tensor, in its stored dtype; of a quantized one float32 values.
 

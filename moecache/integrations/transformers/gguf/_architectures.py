@@ -1,0 +1,44 @@
+"""All architectures, by the name that GGUF files have for them."""
+
+from collections.abc import Callable, Mapping
+
+from moecache.errors import ConfigError
+from moecache.integrations.transformers.gguf import _layers, _linear, _sigmoid, _softmax
+from moecache.integrations.transformers.gguf._architecture import Architecture
+from moecache.integrations.transformers.gguf._metadata import Metadata
+
+ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] = {
+    "deepseek2": _sigmoid.deepseek2,
+    "dots1": _sigmoid.DOTS1,
+    "ernie4_5-moe": _sigmoid.ERNIE4_5_MOE,
+    "gemma4": _layers.GEMMA4,
+    "glm4moe": _sigmoid.GLM4_MOE,
+    "gpt-oss": _softmax.GPT_OSS,
+    "granitemoe": _softmax.granitemoe,
+    "hunyuan-moe": _softmax.HUNYUAN_MOE,
+    "lfm2moe": _layers.LFM2MOE,
+    "llama": _softmax.MIXTRAL,
+    "minimax-m2": _sigmoid.MINIMAX_M2,
+    "olmoe": _softmax.OLMOE,
+    "qwen2moe": _softmax.QWEN2MOE,
+    "qwen35moe": _linear.QWEN35MOE,
+    "qwen3moe": _softmax.QWEN3MOE,
+    "qwen3next": _linear.QWEN3NEXT,
+}
+
+
+def find_architecture(said: Metadata) -> Architecture:
+    """Return the architecture of a file.
+
+    Raises
+    ------
+    ConfigError
+        If it is not supported.
+    """
+    found = ARCHITECTURES.get(said.architecture)
+    if found is None:
+        raise ConfigError(
+            f"architecture {said.architecture!r} is not supported; supported are "
+            f"{', '.join(sorted(ARCHITECTURES))}"
+        )
+    return found if isinstance(found, Architecture) else found(said)

@@ -1,0 +1,176 @@
+"""What the configurations of all architectures have in common."""
+
+from typing import Any
+
+from moecache.errors import ConfigError
+from moecache.integrations.transformers.gguf._metadata import Metadata
+
+_TOKENS = ("bos", "eos", "pad")
+# Tokens after which llama.cpp stops, beside the end of the sequence.
+_ENDS = ("eos", "eot", "eom")
+
+
+def common_settings(said: Metadata, *, keys: int | None = None) -> dict[str, Any]:
+    """Return what every architecture says in the same way.
+
+    Parameters
+    ----------
+    said : Metadata
+    keys : int, optional
+        Heads of keys and values, if they are not those of all layers.
+    """
+    vocabulary, hidden = _matrix(said, "token_embd.weight")
+    if said.size("embedding_length") != hidden:
+        raise ConfigError(
+            f"{said.architecture}.embedding_length is {said.size('embedding_length')}, but rows "
+            f"of token_embd.weight have {hidden} values; download the file again"
+        )
+    heads = said.size("attention.head_count", least=1)
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_hidden_layers": said.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads(said) if keys is None else keys,
+        "max_position_embeddings": int(said.number("context_length")),
+        "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in said.tensors,
+        **tokens(said, vocabulary),
+    }
+
+
+def key_heads(said: Metadata) -> int:
+    """Return the heads of keys and values, which all layers with attention have."""
+    heads = said.size("attention.head_count", least=1)
+    found = {count for count in said.sizes("attention.head_count_kv", heads) if count}
+    if len(found) != 1:
+        raise said.unsupported("attention.head_count_kv", said.get("attention.head_count_kv"))
+    return found.pop()
+
+
+def plain_settings(said: Metadata, *, is_partial: bool = False) -> dict[str, Any]:
+    """Return the same with what heads of one width, and a choice of experts, add to it.
+
+    Parameters
+    ----------
+    said : Metadata
+    is_partial : bool, default False
+        Whether the architecture may rotate the first values of a head only.
+    """
+    width = head_dim(said)
+    return {
+        **common_settings(said),
+        "head_dim": width,
+        "rope_parameters": rope(said, width, is_partial=is_partial),
+        "num_experts_per_tok": said.size("expert_used_count", least=1),
+    }
+
+
+def tokens(said: Metadata, vocabulary: int) -> dict[str, Any]:
+    """Return the ids of special tokens: `None` for those that the vocabulary does not have."""
+
+    def find(name: str) -> int | None:
+        token = said.values.get(f"tokenizer.ggml.{name}_token_id")
+        if name == "pad" and token is None:
+            token = said.values.get("tokenizer.ggml.padding_token_id")
+        return token if isinstance(token, int) and 0 <= token < vocabulary else None
+
+    found: dict[str, Any] = {f"{name}_token_id": find(name) for name in _TOKENS}
+    ends = list(dict.fromkeys(end for end in map(find, _ENDS) if end is not None))
+    if len(ends) > 1:
+        found["eos_token_id"] = ends
+    return found
+
+
+def head_dim(said: Metadata) -> int:
+    """Return the width of a head, of which keys and values have the same.
+
+    Raises
+    ------
+    ConfigError
+        If their widths differ.
+    """
+    usual = said.size("embedding_length") // said.size("attention.head_count", least=1)
+    keys = said.size("attention.key_length", usual, least=1)
+    values = said.size("attention.value_length", keys)
+    if keys != values:
+        raise said.unsupported("attention.value_length", values)
+    return int(keys)
+
+
+def rope(said: Metadata, width: int, *, is_partial: bool = False) -> dict[str, Any]:
+    """Return the `rope_parameters`, for heads of a width.
+
+    Parameters
+    ----------
+    said : Metadata
+    width : int
+        Values per head that may be rotated.
+    is_partial : bool, default False
+        Whether the architecture may rotate the first values of a head only.
+    """
+    found: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(said.number("rope.freq_base", 10_000.0)),
+    }
+    rotated = said.size("rope.dimension_count", width)
+    if is_partial:
+        found["partial_rotary_factor"] = rotated / width
+    elif rotated != width:
+        raise said.unsupported("rope.dimension_count", rotated)
+    factor = said.number("rope.scaling.factor", said.number("rope.scale_linear", 0.0))
+    kind = said.get("rope.scaling.type", "linear")
+    if kind == "none" or (kind == "linear" and factor in {0, 1}):
+        return found
+    if kind == "linear":
+        return {**found, "rope_type": "linear", "factor": float(factor)}
+    if kind != "yarn" or factor <= 0:
+        raise said.unsupported("rope.scaling.type", kind)
+    return {**found, "rope_type": "yarn", "factor": float(factor), **_yarn(said)}
+
+
+def _yarn(said: Metadata) -> dict[str, Any]:
+    if said.number("rope.scaling.yarn_ext_factor", 1) != 1:
+        raise said.unsupported(
+            "rope.scaling.yarn_ext_factor", said.number("rope.scaling.yarn_ext_factor")
+        )
+    length = said.number("rope.scaling.original_context_length", said.number("context_length"))
+    found = {
+        "original_max_position_embeddings": int(length),
+        "beta_fast": float(said.number("rope.scaling.yarn_beta_fast", 32.0)),
+        "beta_slow": float(said.number("rope.scaling.yarn_beta_slow", 1.0)),
+    }
+    # Named as transformers' own value, which the converter copies.
+    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
+        if key in said:
+            found["attention_factor"] = float(said.number(key))
+    return found
+
+
+def has_bias(said: Metadata, *names: str) -> bool:
+    """Return whether a linear layer of the first block that has one has a bias."""
+    return any(
+        f"blk.{block}.{name}.bias" in said.tensors
+        for block in range(said.num_blocks)
+        for name in (*names, "attn_qkv")
+    )
+
+
+def expert_width(said: Metadata) -> int:
+    """Return the width of an expert, as its tensors have it."""
+    for block in range(said.num_blocks):
+        down = said.tensors.get(f"blk.{block}.ffn_down_exps.weight")
+        if down is not None and len(down) == 3:
+            return down[2]
+    raise ConfigError(
+        f"the GGUF file of architecture {said.architecture!r} has no tensor ffn_down_exps: it is "
+        "of a model without experts, or was converted before llama.cpp stacked them; convert it "
+        "again"
+    )
+
+
+def _matrix(said: Metadata, name: str) -> tuple[int, int]:
+    shape = said.shape(name)
+    if len(shape) != 2:
+        raise ConfigError(f"{name} is of shape {list(shape)}, and no matrix; download it again")
+    return shape[0], shape[1]

@@ -1,0 +1,47 @@
+"""The configuration with which transformers builds the model of a GGUF file."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+
+from moecache.errors import ConfigError
+from moecache.integrations.transformers.gguf._architectures import find_architecture
+from moecache.integrations.transformers.gguf._metadata import Metadata
+
+
+def find_config(
+    metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]
+) -> transformers.PretrainedConfig:
+    """Return the configuration with which transformers builds the model of a GGUF file.
+
+    Parameters
+    ----------
+    metadata : mapping
+        The file's values by key: numbers, strings, flags and lists.
+    tensors : mapping
+        Shape of each tensor, slowest dimension first, by name.
+
+    Returns
+    -------
+    PretrainedConfig
+        `architectures` names the class of the model.
+
+    Raises
+    ------
+    ConfigError
+        If the architecture is not supported, a value is missing or malformed, or one changes
+        what the model computes in a way that transformers does not know.
+    """
+    said = Metadata(metadata, tensors)
+    architecture = find_architecture(said)
+    name = f"{architecture.prefix}{architecture.config_suffix}"
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        raise ConfigError(
+            f"architecture {said.architecture!r} needs {name}, which transformers "
+            f"{transformers.__version__} does not have; install 5.23 or later"
+        )
+    settings = architecture.settings(said)
+    said.check_rest()
+    return kind(**settings, architectures=[f"{architecture.prefix}ForCausalLM"])

@@ -1,0 +1,197 @@
+"""Architectures whose router's scores are corrected by a bias: DeepSeek, and what came of it."""
+
+from typing import Any
+
+import numpy as np
+
+from moecache.integrations.transformers.gguf._architecture import Architecture, Source
+from moecache.integrations.transformers.gguf._common import (
+    common_settings,
+    expert_width,
+    has_bias,
+    plain_settings,
+    rope,
+)
+from moecache.integrations.transformers.gguf._metadata import Metadata
+
+_SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
+# What the tensor of a correction is called.
+_CORRECTION = "exp_probs_b.bias"
+
+
+def deepseek2(said: Metadata) -> Architecture:
+    """Return DeepSeek V3 for scores by a sigmoid, V2 for those by a softmax."""
+    corrected = any(name.endswith(_CORRECTION) for name in said.tensors)
+    usual = _SIGMOID if corrected else _SOFTMAX
+    function = said.number("expert_gating_func", usual)
+    if function not in {_SOFTMAX, _SIGMOID} or (function == _SOFTMAX and corrected):
+        raise said.unsupported("expert_gating_func", function)
+    return _DEEPSEEK_V2 if function == _SOFTMAX else _DEEPSEEK_V3
+
+
+def _latent(said: Metadata) -> dict[str, Any]:
+    said.get("expert_gating_func", None)
+    settings = common_settings(said)
+    rotated = said.size("rope.dimension_count", least=1)
+    keys = said.size("attention.key_length_mla", said.size("attention.key_length"))
+    if keys < rotated:
+        raise said.unsupported("attention.key_length_mla", keys)
+    parameters = rope(said, rotated)
+    scale = said.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if scale and parameters["rope_type"] == "yarn":
+        # Times 10, as llama.cpp has it. The published models have it twice, which cancels the
+        # factor of the rotation.
+        multiplier = round(scale * 10, 6)
+        parameters |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+    return {
+        **settings,
+        # What llama.cpp computes with the keys themselves, without their heads, has one.
+        "num_key_value_heads": settings["num_attention_heads"],
+        "intermediate_size": said.size("feed_forward_length"),
+        "moe_intermediate_size": expert_width(said),
+        "n_routed_experts": said.size("expert_count", least=1),
+        "n_shared_experts": said.size("expert_shared_count", least=1),
+        "num_experts_per_tok": said.size("expert_used_count", least=1),
+        "first_k_dense_replace": said.size("leading_dense_block_count", 0),
+        "routed_scaling_factor": said.number("expert_weights_scale", 1.0) or 1.0,
+        "kv_lora_rank": said.size("attention.kv_lora_rank", least=1),
+        "q_lora_rank": said.size("attention.q_lora_rank", 0) or None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys - rotated,
+        "v_head_dim": said.size("attention.value_length_mla", said.size("attention.value_length")),
+        "rope_parameters": parameters,
+        "attention_bias": has_bias(said, "attn_q_a", "attn_kv_a_mqa"),
+    }
+
+
+def _deepseek_v2(said: Metadata) -> dict[str, Any]:
+    if said.flag("expert_weights_norm", default=False):
+        raise said.unsupported("expert_weights_norm", value=True)
+    groups = said.size("expert_group_count", 1)
+    return {
+        **_latent(said),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "n_group": groups,
+        "topk_group": said.size("expert_group_used_count", 1),
+    }
+
+
+def _deepseek_v3(said: Metadata) -> dict[str, Any]:
+    return {**_latent(said), **_groups(said)}
+
+
+def _groups(said: Metadata) -> dict[str, Any]:
+    return {
+        "norm_topk_prob": said.flag("expert_weights_norm", default=False),
+        "n_group": said.size("expert_group_count", 1, least=1),
+        "topk_group": said.size("expert_group_used_count", 1, least=1),
+    }
+
+
+def _shared(said: Metadata) -> dict[str, Any]:
+    """Return what models with dense layers first, and experts that all tokens use, add."""
+    function = said.number("expert_gating_func", _SIGMOID)
+    if function != _SIGMOID:
+        raise said.unsupported("expert_gating_func", function)
+    return {
+        "intermediate_size": said.size("feed_forward_length"),
+        "moe_intermediate_size": expert_width(said),
+        "n_routed_experts": said.size("expert_count", least=1),
+        "n_shared_experts": said.size("expert_shared_count", least=1),
+        "first_k_dense_replace": said.size("leading_dense_block_count", 0),
+        "routed_scaling_factor": said.number("expert_weights_scale", 1.0) or 1.0,
+        "attention_bias": has_bias(said, "attn_q", "attn_k", "attn_v"),
+        **_groups(said),
+    }
+
+
+def _glm4_moe(said: Metadata) -> dict[str, Any]:
+    return {
+        **plain_settings(said, is_partial=True),
+        **_shared(said),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in said.tensors,
+    }
+
+
+def _dots1(said: Metadata) -> dict[str, Any]:
+    return {**plain_settings(said), **_shared(said), "sliding_window": None}
+
+
+def _minimax_m2(said: Metadata) -> dict[str, Any]:
+    function = said.number("expert_gating_func", _SIGMOID)
+    if function != _SIGMOID:
+        raise said.unsupported("expert_gating_func", function)
+    return {
+        **plain_settings(said, is_partial=True),
+        "intermediate_size": expert_width(said),
+        "num_local_experts": said.size("expert_count", least=1),
+    }
+
+
+def _ernie(said: Metadata) -> dict[str, Any]:
+    width = expert_width(said)
+    # The file's own number is another one: the tensors have the right one.
+    shared = [
+        shape for name, shape in said.tensors.items() if name.endswith("ffn_down_shexp.weight")
+    ]
+    routed = [
+        block
+        for block in range(said.num_blocks)
+        if f"blk.{block}.ffn_gate_inp.weight" in said.tensors
+    ]
+    return {
+        **plain_settings(said),
+        "intermediate_size": said.size("feed_forward_length"),
+        "moe_intermediate_size": width,
+        "moe_num_experts": said.size("expert_count", least=1),
+        "moe_k": said.size("expert_used_count", least=1),
+        "moe_num_shared_experts": shared[0][-1] // width if shared else 0,
+        "moe_layer_start_index": said.size("leading_dense_block_count", 0),
+        "moe_layer_end_index": max(routed, default=-1),
+        "moe_layer_interval": said.size("interleave_moe_layer_step", 1, least=1),
+        "use_bias": has_bias(said, "attn_q", "attn_k", "attn_v"),
+    }
+
+
+def _ernie_source(leaf: str, layer: int, said: Metadata) -> Source | None:
+    if not leaf.endswith("e_score_correction_bias"):
+        return None
+    name = f"blk.{layer}.{_CORRECTION}"
+    if name not in said.tensors:
+        return _correction(leaf, layer, said)
+    return Source((name,), undo=lambda arrays: arrays[0].reshape(1, -1))
+
+
+def _latent_source(leaf: str, layer: int, said: Metadata) -> Source | None:
+    if leaf == "self_attn.kv_b_proj.weight":
+        parts = tuple(f"blk.{layer}.attn_{part}_b.weight" for part in ("k", "v"))
+        # Files of older converters have the matrix as it is.
+        return Source(parts, undo=_join_heads) if parts[0] in said.tensors else None
+    return _correction(leaf, layer, said)
+
+
+def _join_heads(arrays: list[np.ndarray]) -> np.ndarray:
+    """Return each head's rows of k, stored transposed, above its rows of v."""
+    keys, values = arrays
+    joined = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+    return joined.reshape(-1, joined.shape[2])
+
+
+def _correction(leaf: str, layer: int, said: Metadata) -> Source | None:
+    """Return where the scores' correction is: nowhere, and so zero, in a file that has none."""
+    if not leaf.endswith("e_score_correction_bias"):
+        return None
+    name = f"blk.{layer}.{_CORRECTION}"
+    if name in said.tensors:
+        return Source((name,))
+    count = said.size("expert_count", least=1)
+    shape = (1, count) if "moe_statics" in leaf else (count,)
+    return Source((), undo=lambda _: np.zeros(shape, np.float32))
+
+
+_DEEPSEEK_V2 = Architecture("DeepseekV2", _deepseek_v2, source=_latent_source)
+_DEEPSEEK_V3 = Architecture("DeepseekV3", _deepseek_v3, source=_latent_source)
+GLM4_MOE = Architecture("Glm4Moe", _glm4_moe, source=_correction)
+DOTS1 = Architecture("Dots1", _dots1, source=_correction)
+MINIMAX_M2 = Architecture("MiniMaxM2", _minimax_m2, source=_correction)
+ERNIE4_5_MOE = Architecture("Ernie4_5_Moe", _ernie, source=_ernie_source)

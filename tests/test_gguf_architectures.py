@@ -1,0 +1,159 @@
+"""Models of GGUF files as transformers builds them: configuration and names."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moecache.errors import ConfigError
+from tests.helpers.gguf_members import MODELS
+from tests.helpers.gguf_models import Tensors, build_from, read_gguf, write_gguf
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+gguf = pytest.importorskip("moecache.integrations.transformers.gguf")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+TOKENS = [[3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19]]
+# A key and its value, or a tensor and its shape, and what the error says.
+CHANGES = [
+    ("general.architecture", "zebra", "architecture 'zebra' is not supported; supported are "),
+    ("general.architecture", None, "general.architecture is None"),
+    ("general.type", "adapter", "holds no model but 'adapter'"),
+    ("qwen3moe.block_count", 10**6, "qwen3moe.block_count is 1000000, and no number from 1 to "),
+    ("qwen3moe.block_count", 60, "qwen3moe.block_count is 60, but the file has 27 tensors"),
+    ("qwen3moe.block_count", "2", "qwen3moe.block_count is '2', which is no number"),
+    ("qwen3moe.block_count", 1, "tensor blk.1."),
+    ("qwen3moe.attention.head_count", 0, "qwen3moe.attention.head_count is 0, and no number"),
+    ("qwen3moe.attention.head_count", [4, 2], "attention.head_count is [4, 2]"),
+    ("qwen3moe.attention.value_length", 8, "attention.value_length is 8, which transformers"),
+    ("qwen3moe.attention.key_length", 8, "attention.value_length is 16"),
+    ("qwen3moe.embedding_length", 32, "qwen3moe.embedding_length is 32, but rows of token_embd"),
+    ("qwen3moe.rope.scaling.type", "longrope", "rope.scaling.type is 'longrope'"),
+    ("qwen3moe.rope.dimension_count", 8, "rope.dimension_count is 8"),
+    ("qwen3moe.attention.layer_norm_rms_epsilon", float("nan"), "is nan, which is no number"),
+    ("qwen3moe.expert_weights_scale", 2.5, "qwen3moe.expert_weights_scale is 2.5"),
+    ("qwen3moe.expert_gating_func", 2, "qwen3moe.expert_gating_func is 2"),
+    ("qwen3moe.attention.sliding_window", 16, "qwen3moe.attention.sliding_window is 16"),
+    ("token_embd.weight", None, "no tensor token_embd.weight"),
+    ("blk.1.attn_norm.weight", None, "no tensor for model.layers.1.input_layernorm.weight (blk.1"),
+    ("blk.1.ffn_gate_inp.weight", None, "tensor"),
+    ("blk.0.attn_q.weight", (32, 48), "blk.0.attn_q.weight is of shape [32, 48], but model"),
+    ("blk.0.attn_sinks.weight", (4,), "tensor blk.0.attn_sinks.weight of the GGUF file is none"),
+    ("rope_freqs.weight", (8,), "tensor rope_freqs.weight of the GGUF file is none"),
+]
+
+
+@pytest.fixture(name="described", scope="module")
+def _described() -> tuple[dict[str, Any], Tensors]:
+    """Return the metadata and the tensors of a file."""
+    original = MODELS["qwen3moe"].build()
+    metadata = MODELS["qwen3moe"].metadata(original.config)
+    found = {key: value for key, value in metadata.items() if value is not None}
+    return found, MODELS["qwen3moe"].tensors(original)
+
+
+def _logits(model: Any) -> Any:
+    with torch.inference_mode():
+        return model(torch.tensor(TOKENS)).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_a_file_has_the_logits_of_the_one_that_was_written(
+    name: str, tmp_path: Path
+) -> None:
+    """Bit for bit, with configuration, trunk and experts of the file alone."""
+    original = MODELS[name].build()
+    path = tmp_path / "model.gguf"
+    write_gguf(path, MODELS[name].metadata(original.config), MODELS[name].tensors(original))
+
+    found = build_from(*read_gguf(path))
+
+    assert torch.equal(_logits(found), _logits(original))
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change[0]}={change[1]}")
+def test_a_file_that_transformers_cannot_represent_is_refused_by_name(
+    change: tuple[str, Any, str], described: tuple[dict[str, Any], Tensors]
+) -> None:
+    """Rather than computed as another model, or built at a size that the file makes up."""
+    key, value, message = change
+    metadata, tensors = described
+    if key.startswith(("general", "qwen3moe")):
+        metadata = {**metadata, key: value}
+    elif value is None:
+        tensors = {name: array for name, array in tensors.items() if name != key}
+    else:
+        tensors = {**tensors, key: np.zeros(value, np.float32)}
+
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_from(metadata, tensors)
+
+
+def test_what_guesses_further_tokens_is_left_out(
+    described: tuple[dict[str, Any], Tensors],
+) -> None:
+    """Neither a layer of the model nor an error."""
+    metadata, tensors = described
+    further = {"blk.2.nextn.eh_proj.weight": (32, 64), "blk.2.ffn_down_exps.weight": (8, 32, 24)}
+    shapes = {name: array.shape for name, array in tensors.items()} | further
+    metadata = {**metadata, "qwen3moe.block_count": 3, "qwen3moe.nextn_predict_layers": 1}
+
+    config = gguf.find_config(metadata, shapes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+
+    assert config.num_hidden_layers == 2
+    assert gguf.find_sources(model, config, metadata, shapes).keys() >= {"model.norm.weight"}
+    assert gguf.find_layers(model, shapes) == {
+        0: "model.layers.0.mlp.experts",
+        1: "model.layers.1.mlp.experts",
+    }
+
+
+def test_queries_keys_and_values_of_one_tensor_are_rows_of_it(
+    described: tuple[dict[str, Any], Tensors],
+) -> None:
+    """As converters that fuse them write them."""
+    metadata, tensors = described
+    original = build_from(metadata, tensors)
+    fused = dict(tensors)
+    for block in range(2):
+        parts = [fused.pop(f"blk.{block}.attn_{part}.weight") for part in "qkv"]
+        fused[f"blk.{block}.attn_qkv.weight"] = np.concatenate(parts)
+
+    assert torch.equal(_logits(build_from(metadata, fused)), _logits(original))
+
+
+def test_numbers_are_those_that_were_written_not_their_nearest_of_32_bits(
+    described: tuple[dict[str, Any], Tensors],
+) -> None:
+    """So what is computed from them in 64 bits is the same, too."""
+    metadata, tensors = described
+    scaling = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(np.float32(4.1)),
+        "rope.scaling.original_context_length": 32,
+        "rope.scaling.yarn_attn_factor": float(np.float32(1.3)),
+        "attention.layer_norm_rms_epsilon": float(np.float32(1e-6)),
+    }
+    metadata = metadata | {f"qwen3moe.{key}": value for key, value in scaling.items()}
+
+    config = gguf.find_config(metadata, {name: array.shape for name, array in tensors.items()})
+
+    assert config.rms_norm_eps == 1e-6
+    assert config.rope_parameters == {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.1,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.3,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }

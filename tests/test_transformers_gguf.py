@@ -1,0 +1,140 @@
+"""Models of GGUF files in a bounded number of slots."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecache import cli
+from moecache.errors import ConfigError
+from tests.helpers.gguf_members import MODELS
+from tests.helpers.gguf_models import GgufModel, build_from, read_gguf, write_gguf
+from tests.helpers.gguf_tokenizers import byte_level
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [
+    torch.arange(length * batch).reshape(batch, length) * 7 % 90 + 3
+    for batch, length in ((1, 1), (3, 7), (1, 64))
+]
+# Multiples of a block, so that nearly all can be quantized.
+HIDDEN, WIDTH = 64, 32
+MIXED = {"exps.weight": "Q4_0", "attn_q.": "Q8_0", "token_embd": "Q8_0", "output.": "Q4_0"}
+
+
+def load(path: Path, memory: str = "50%", **options: Any) -> Any:
+    """Return a file's model with its experts in slots."""
+    from moecache.integrations import transformers
+
+    return transformers.load(path, memory, **options)
+
+
+def sized(name: str, **settings: Any) -> GgufModel:
+    """Return a model whose matrices have whole blocks of columns."""
+    widths = [key for key in MODELS[name].settings if key.endswith("intermediate_size")]
+    sizes = {"hidden_size": HIDDEN, **dict.fromkeys(widths, WIDTH), **settings}
+    return replace(MODELS[name], settings={**MODELS[name].settings, **sizes})
+
+
+def write(path: Path, model: GgufModel, types: Mapping[str, str]) -> Path:
+    """Write a random model in some types."""
+    original = model.build()
+    write_gguf(path, model.metadata(original.config), model.tensors(original), types)
+    return path
+
+
+def logits(model: Any) -> list[Any]:
+    """Return a model's logits of each prompt, one after the other."""
+    with torch.inference_mode():
+        return [model(input_ids=ids).logits for ids in PROMPTS]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_few_slots_has_the_bits_of_the_whole_one(name: str, tmp_path: Path) -> None:
+    """Also where experts and trunk are quantized: those of the dequantized weights."""
+    path = write(tmp_path / "model.gguf", sized(name), MIXED)
+    wanted = logits(build_from(*read_gguf(path)))
+
+    model = load(path, dtype=torch.float32, compute="torch")
+    with model.moecache as offload:
+        assert all(map(torch.equal, logits(model), wanted))
+        assert offload.stats().num_misses
+        offload.detach()
+    assert all(map(torch.equal, logits(model), wanted))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_have_the_same_bits_at_any_number_of_slots(name: str, tmp_path: Path) -> None:
+    """And, the trunk quantized as in the file, nearly those of torch."""
+    path = write(tmp_path / "model.gguf", sized(name), MIXED)
+    found = []
+    for memory in ("100%", "25%"):
+        model = load(path, memory, dtype=torch.float32, compute="fast", trunk="native")
+        with model.moecache:
+            found.append(logits(model))
+    assert all(map(torch.equal, *found))
+    wanted = logits(build_from(*read_gguf(path)))
+    for one, other in zip(found[0], wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_an_embedding_that_is_the_head_too_is_one_tensor(tmp_path: Path) -> None:
+    """But two matrices where they stay quantized: each is in its own order."""
+    path = write(tmp_path / "model.gguf", sized("qwen3moe", tie_word_embeddings=True), MIXED)
+    wanted = logits(build_from(*read_gguf(path)))
+    for trunk in ("bf16", "native"):
+        model = load(path, dtype=torch.float32, compute="torch", trunk=trunk)
+        with model.moecache:
+            found = logits(model)
+            shared = model.lm_head.weight is model.model.embed_tokens.weight
+        assert shared == (trunk == "bf16")
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_ids_beyond_a_quantized_embedding_are_errors_as_torch_has_them(tmp_path: Path) -> None:
+    """Negative ones are no rows from the end."""
+    path = write(tmp_path / "model.gguf", sized("qwen3moe"), MIXED)
+    model = load(path, compute="fast")
+    with model.moecache:
+        for wrong in (-1, model.config.vocab_size):
+            with pytest.raises(IndexError):
+                model(input_ids=torch.tensor([[3, wrong]]))
+        assert model(input_ids=torch.tensor([[3]], dtype=torch.int32)).logits.isfinite().all()
+
+
+def test_the_command_line_continues_a_text_with_the_files_own_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of experts in slots as of the whole model."""
+    from moecache.integrations.transformers import generation
+
+    said = byte_level("qwen2")
+    known = sized("qwen3moe", vocab_size=len(said["tokenizer.ggml.tokens"]))
+    original, path = known.build(), tmp_path / "model.gguf"
+    write_gguf(path, known.metadata(original.config) | said, known.tensors(original))
+    tokenizer = generation.load_tokenizer(str(path))
+    ids = generation.encode(tokenizer, "while it lasts")
+    wanted = original.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+
+    options = ["--memory", "50%", "--max-new-tokens", "6", "--temperature", "0"]
+    assert cli.main(["generate", str(path), "while it lasts", *options]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(wanted).rstrip("\n")
+
+
+def test_what_cannot_be_given_with_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    """And so is an architecture that is not known."""
+    path = write(tmp_path / "model.gguf", MODELS["qwen3moe"], {})
+    with pytest.raises(ConfigError, match="revision cannot be given to load with a GGUF file"):
+        load(path, revision="main")
+    with pytest.raises(
+        ConfigError, match="architecture 'qwen9moe' is not supported; supported are"
+    ):
+        unknown = tmp_path / "unknown.gguf"
+        unknown.write_bytes(path.read_bytes().replace(b"qwen3moe", b"qwen9moe"))
+        load(unknown)

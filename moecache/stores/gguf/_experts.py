@@ -19,7 +19,6 @@ _EXPERTS = re.compile(
     r"(?:_exps|\.(?P<expert>0|[1-9]\d{0,6}))\.(?P<kind>weight|bias)",
     re.ASCII,
 )
-_RANKS = {"weight": 2, "bias": 1}
 
 
 def is_expert(name: str) -> bool:
@@ -91,9 +90,9 @@ def matrix_of(name: str, entry: GgufEntry) -> Matrix | None:
 
 def _in_bytes(name: str, entry: GgufEntry, kind: str, *, is_stack: bool) -> TensorEntry:
     """Return a tensor of experts with rows of bytes, if it is quantized, instead of values."""
-    rank = _RANKS.get(kind)
+    rank = 2 if kind == "weight" else 1
     known, shape, dtype = entry.type, entry.shape, entry.dtype
-    if rank is None or (rank == 1 and known.is_quantized):
+    if rank == 1 and known.is_quantized:
         raise FormatError(f"tensor {shown(name)}, {known.name} {list(shape)}, has no meaning here")
     # ggml leaves out sizes of 1 at the end of its own order.
     wanted = rank + is_stack

@@ -39,6 +39,20 @@ def single_name(name: str, expert: int) -> str:
     return f"{match['layer']}.ffn_{match['piece']}.{expert}.{match['kind']}"
 
 
+def stack_name(name: str) -> str:
+    """Return the name of the stack that an expert's tensor would be in; "" if it is in none.
+
+    Examples
+    --------
+    >>> stack_name("blk.3.ffn_gate.7.weight")
+    'blk.3.ffn_gate_exps.weight'
+    """
+    match = _EXPERTS.fullmatch(name)
+    if match is None or match["expert"] is None:
+        return ""
+    return f"{match['layer']}.ffn_{match['piece']}_exps.{match['kind']}"
+
+
 def find_experts(
     tensors: Mapping[str, tuple[int, GgufEntry]], top_k: int, chosen: Collection[str] | None
 ) -> tuple[ExpertLayout, list[list[TensorPart]]]:

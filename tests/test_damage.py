@@ -242,7 +242,7 @@ def make_quantized(directory: Path, scheme: str, file: str) -> Kind:
 
 
 def make_gguf(directory: Path, experts: str) -> Kind:
-    """Return a GGUF file: vocabulary, experts of all in one or each by itself, and a trunk."""
+    """Return a GGUF file of experts, of all in one or each by itself, or a part that has them."""
     texts = b"".join(string(f"token {n}") for n in range(9))
     metadata = [
         ("general.architecture", 8, "a"),
@@ -252,14 +252,21 @@ def make_gguf(directory: Path, experts: str) -> Kind:
     names, sizes, kind = [".0", ".1"], [32, 32], 8
     if experts == "gguf stack":
         names, sizes = ["_exps"], [*sizes, 2]
-    tensors, end = [("token_embd.weight", [32, 3], 2, 0), ("norm.weight", [5], 0, 64)], 96
+    trunk = [("token_embd.weight", [32, 3], 2, 0), ("norm.weight", [5], 0, 64)]
+    tensors, end = [*trunk], 96
     for piece in ("gate", "up", "down"):
         for name in names:
             tensors.append((f"blk.1.ffn_{piece}{name}.weight", sizes, kind, end))
             end += math.prod(sizes) // 32 * 34
     path = directory / "a.gguf"
-    data = np.random.default_rng(0).integers(60, size=end).astype(np.uint8)
-    write_raw(path, metadata, tensors, data.tobytes())
+    data = np.random.default_rng(0).integers(60, size=end).astype(np.uint8).tobytes()
+    if experts == "gguf part":
+        path, tensors = directory / "a-00002-of-00002.gguf", tensors[2:]
+        said = [u32("split.count", 2), u32("split.tensors.count", len(tensors) + len(trunk))]
+        first = path.with_name("a-00001-of-00002.gguf")
+        write_raw(first, [*metadata, *said], trunk, data[:96])
+        metadata = [*said, u32("split.no", 1)]
+    write_raw(path, metadata, tensors, data)
     return Kind([path.read_bytes()], path, spoil_gguf, use_gguf)
 
 
@@ -322,7 +329,10 @@ def bounded_memory() -> Iterator[None]:
         make_header,
         make_index,
         make_config,
-        *(partial(make_gguf, experts=experts) for experts in ("gguf stack", "gguf single")),
+        *(
+            partial(make_gguf, experts=experts)
+            for experts in ("gguf stack", "gguf single", "gguf part")
+        ),
         *(
             partial(make_quantized, scheme=scheme, file=file)
             for scheme in ("fp8", "int4", "mxfp4", "nvfp4", "gptq_ordered")

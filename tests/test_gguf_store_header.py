@@ -228,16 +228,22 @@ def test_more_experts_than_any_model_has_are_refused(tmp_path: Path) -> None:
     assert peak < 2**20
 
 
-@pytest.mark.parametrize("name", ["scale", "input_scale", "bias"])
-def test_what_experts_have_beside_their_weights_is_refused(tmp_path: Path, name: str) -> None:
-    """Values without it would be wrong."""
-    kind = Q8_0 if name == "bias" else F32
-    tensors = [
-        ("blk.0.ffn_up_exps.weight", [1, 1, 32], F32, 0),
-        (f"blk.0.ffn_up_exps.{name}", [32, 1], kind, 128),
-    ]
-    path = write_raw(tmp_path / "m.gguf", [], tensors, bytes(512))
-    assert f"'blk.0.ffn_up_exps.{name}'" in refuse(path)
+def test_a_bias_in_blocks_is_refused(tmp_path: Path) -> None:
+    """Slots hold biases as numbers."""
+    weight = ("blk.0.ffn_up_exps.weight", [1, 1, 32], F32, 0)
+    path = tmp_path / "m.gguf"
+    write_raw(path, [], [weight, ("blk.0.ffn_up_exps.bias", [32, 1], Q8_0, 128)], bytes(512))
+    assert "tensor 'blk.0.ffn_up_exps.bias', Q8_0 [1, 32], has no meaning here" in refuse(path)
+
+
+def test_what_scales_an_experts_output_is_the_trunks(tmp_path: Path) -> None:
+    """As Gemma 4 has it: the router's weights are multiplied by it."""
+    weight = ("blk.0.ffn_up_exps.weight", [1, 1, 32], F32, 0)
+    path = tmp_path / "m.gguf"
+    write_raw(path, [], [weight, ("blk.0.ffn_down_exps.scale", [32], F32, 128)], bytes(256))
+    with open_store(path) as store:
+        assert store.layout.role_names == ("up",)
+        assert store.trunk_bytes == 128
 
 
 def test_metadata_that_are_no_text_are_refused_where_they_are_asked_for(tmp_path: Path) -> None:

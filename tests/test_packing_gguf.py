@@ -44,6 +44,8 @@ def test_an_expert_is_one_range_with_the_same_bytes(
         assert isinstance(store, GgufStore)
         assert isinstance(packed, GgufStore)
         assert packed.layout == store.layout
+        # What a model is made by knows stacks alone.
+        assert packed.tensor_shapes == store.tensor_shapes
         for layer, expert in np.ndindex(len(LAYERS), NUM_EXPERTS):
             one, two = (read_expert(each, layer, expert) for each in (store, packed))
             assert same_parts(one, two)

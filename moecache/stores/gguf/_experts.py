@@ -19,7 +19,6 @@ _EXPERTS = re.compile(
     r"(?:_exps|\.(?P<expert>0|[1-9]\d{0,6}))\.(?P<kind>weight|bias)",
     re.ASCII,
 )
-_RANKS = {"weight": 2, "bias": 1}
 
 
 def is_expert(name: str) -> bool:
@@ -38,6 +37,20 @@ def single_name(name: str, expert: int) -> str:
     match = _EXPERTS.fullmatch(name)
     assert match is not None
     return f"{match['layer']}.ffn_{match['piece']}.{expert}.{match['kind']}"
+
+
+def stack_name(name: str) -> str:
+    """Return the name of the stack that an expert's tensor would be in; "" if it is in none.
+
+    Examples
+    --------
+    >>> stack_name("blk.3.ffn_gate.7.weight")
+    'blk.3.ffn_gate_exps.weight'
+    """
+    match = _EXPERTS.fullmatch(name)
+    if match is None or match["expert"] is None:
+        return ""
+    return f"{match['layer']}.ffn_{match['piece']}_exps.{match['kind']}"
 
 
 def find_experts(
@@ -91,9 +104,9 @@ def matrix_of(name: str, entry: GgufEntry) -> Matrix | None:
 
 def _in_bytes(name: str, entry: GgufEntry, kind: str, *, is_stack: bool) -> TensorEntry:
     """Return a tensor of experts with rows of bytes, if it is quantized, instead of values."""
-    rank = _RANKS.get(kind)
+    rank = 2 if kind == "weight" else 1
     known, shape, dtype = entry.type, entry.shape, entry.dtype
-    if rank is None or (rank == 1 and known.is_quantized):
+    if rank == 1 and known.is_quantized:
         raise FormatError(f"tensor {shown(name)}, {known.name} {list(shape)}, has no meaning here")
     # ggml leaves out sizes of 1 at the end of its own order.
     wanted = rank + is_stack

@@ -1,10 +1,12 @@
 """The files of a GGUF model: one, or a split into several."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from moecache.errors import ConfigError, FormatError, StoreError
+from moecache.stores._checkpoint import INDEX_NAME
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import shown
 from moecache.stores.gguf._header import GgufEntry, Header
@@ -18,8 +20,9 @@ def is_gguf(path: Path) -> bool:
     """Return whether a path is a GGUF file, or a directory that has these and no safetensors."""
     if not path.is_dir():
         return path.suffix == ".gguf"
-    endings = {name.suffix for name in _listed(path)}
-    is_indexed = (path / "model.safetensors.index.json").exists()
+    files = _listed(path)
+    endings = {file.suffix for file in files}
+    is_indexed = any(file.name == INDEX_NAME for file in files)
     return ".gguf" in endings and ".safetensors" not in endings and not is_indexed
 
 
@@ -50,7 +53,7 @@ def find_parts(path: Path) -> list[Path]:
     files = []
     for number in range(1, int(match["count"]) + 1):
         files.append(path.with_name(f"{match['name']}-{number:05}-of-{match['count']}.gguf"))
-        if not files[-1].is_file():
+        if not os.path.isfile(files[-1]):  # False, not an error, for a name that is refused
             raise FormatError(f"{path}: part {shown(files[-1].name)} is missing; download it")
     return files
 

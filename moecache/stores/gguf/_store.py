@@ -14,7 +14,7 @@ from moecache.stores._file import ReadOnlyFile
 from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
 from moecache.stores._paths import find_path
 from moecache.stores._tensors import CheckpointStore
-from moecache.stores.gguf._experts import find_experts, is_expert, matrix_of
+from moecache.stores.gguf._experts import find_experts, is_expert, matrix_of, stack_name
 from moecache.stores.gguf._header import GgufEntry, Metadata, read_header
 from moecache.stores.gguf._parts import find_parts, merge_parts
 from moecache.stores.gguf._types import FILE_TYPES, GUESSED
@@ -125,8 +125,13 @@ class GgufStore(CheckpointStore):
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor, rows before columns, by its name."""
-        return {name: entry.shape for name, (_, entry) in self._tensors.items()}
+        """The shape of each tensor, rows before columns, by its name; of experts always stacks."""
+        shapes = {}
+        for name, (_, entry) in self._tensors.items():
+            stack = stack_name(name)
+            alone = (self._layout.num_experts, *entry.shape) if stack else entry.shape
+            shapes[stack or name] = alone
+        return shapes
 
     @property
     def tensor_types(self) -> set[str]:

@@ -38,6 +38,9 @@ CHANGES = [
     ("qwen3moe.rope.scaling.type", "longrope", "rope.scaling.type is 'longrope'"),
     ("qwen3moe.rope.dimension_count", 8, "rope.dimension_count is 8"),
     ("qwen3moe.attention.layer_norm_rms_epsilon", float("nan"), "is nan, which is no number"),
+    ("qwen3moe.rope.freq_base", 0.0, "qwen3moe.rope.freq_base is 0.0, and not above 1.0"),
+    ("qwen3moe.attention.layer_norm_rms_epsilon", 0, "layer_norm_rms_epsilon is 0, and not above"),
+    ("qwen3moe.attention.head_count_kv", [2, 1], "qwen3moe.attention.head_count_kv is [2, 1]"),
     ("qwen3moe.expert_weights_scale", 2.5, "qwen3moe.expert_weights_scale is 2.5"),
     ("qwen3moe.expert_gating_func", 2, "qwen3moe.expert_gating_func is 2"),
     ("qwen3moe.attention.sliding_window", 16, "qwen3moe.attention.sliding_window is 16"),
@@ -54,9 +57,7 @@ CHANGES = [
 def _described() -> tuple[dict[str, Any], Tensors]:
     """Return the metadata and the tensors of a file."""
     original = MODELS["qwen3moe"].build()
-    metadata = MODELS["qwen3moe"].metadata(original.config)
-    found = {key: value for key, value in metadata.items() if value is not None}
-    return found, MODELS["qwen3moe"].tensors(original)
+    return MODELS["qwen3moe"].metadata(original.config), MODELS["qwen3moe"].tensors(original)
 
 
 def _logits(model: Any) -> Any:
@@ -94,6 +95,17 @@ def test_a_file_that_transformers_cannot_represent_is_refused_by_name(
 
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_from(metadata, tensors)
+
+
+def test_a_configuration_that_transformers_refuses_is_a_configuration_error() -> None:
+    """With its own words."""
+    original = MODELS["deepseek2 v2"].build()
+    metadata = MODELS["deepseek2 v2"].metadata(original.config)
+    tensors = MODELS["deepseek2 v2"].tensors(original)
+    shapes = {name: array.shape for name, array in tensors.items()}
+
+    with pytest.raises(ConfigError, match="transformers has no DeepseekV2Config as "):
+        gguf.find_config(metadata | {"deepseek2.attention.head_count": 3}, shapes)
 
 
 def test_what_guesses_further_tokens_is_left_out(

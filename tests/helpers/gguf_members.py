@@ -340,17 +340,23 @@ def _members() -> Iterator[GgufModel]:
     # llama.cpp has no fewer heads of keys there.
     yield GgufModel("olmoe", "Olmoe", {**tiny.OLMOE, "num_key_value_heads": 4}, _expert_keys)
     yield GgufModel("llama", "Mixtral", tiny.MIXTRAL, _llama, change=_interleave_heads)
+    oss = {**tiny.GPT_OSS, "swiglu_limit": 7.0}
+    oss_names = {
+        "self_attn.sinks": "attn_sinks.weight",
+        "mlp.router": "ffn_gate_inp",
+        "post_attention_layernorm": "post_attention_norm",
+    }
+    yield GgufModel("gpt-oss", "GptOss", oss, _gpt_oss, oss_names, _split_gpt_oss)
+    # llama.cpp rounds where the factors begin and end.
     yield GgufModel(
         "gpt-oss",
         "GptOss",
-        {**tiny.GPT_OSS, "swiglu_limit": 7.0},
+        {**oss, "rope_parameters": {**_YARN, "truncate": False}},
         _gpt_oss,
-        {
-            "self_attn.sinks": "attn_sinks.weight",
-            "mlp.router": "ffn_gate_inp",
-            "post_attention_layernorm": "post_attention_norm",
-        },
+        oss_names,
         _split_gpt_oss,
+        name="gpt-oss yarn",
+        in_llama_cpp=False,
     )
     v2 = {**tiny.DEEPSEEK_V2, "scoring_func": "softmax", "norm_topk_prob": False}
     v2 |= {"rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}

@@ -110,7 +110,7 @@ class GgufModel:
             **_scaling(rope),
             **further,
         }
-        own = {f"{self.architecture}.{key}": value for key, value in keys.items()}
+        own = {f"{self.architecture}.{key}": n for key, n in keys.items() if n is not None}
         return {"general.architecture": self.architecture, **own, **_TOKENS}
 
     def tensors(self, model: Any) -> Tensors:
@@ -147,7 +147,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Tensors) -> Non
 
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
-        if key == "general.architecture" or value is None:
+        if key == "general.architecture":
             continue
         if isinstance(value, bool):
             writer.add_bool(key, value)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from moecache.errors import ConfigError
 from moecache.integrations.transformers.gguf._architectures import find_architecture
@@ -44,4 +45,9 @@ def find_config(
         )
     settings = architecture.settings(said)
     said.check_rest()
-    return kind(**settings, architectures=[f"{architecture.prefix}ForCausalLM"])
+    try:
+        return kind(**settings, architectures=[f"{architecture.prefix}ForCausalLM"])
+    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"transformers has no {name} as the GGUF file describes it: {error}"
+        ) from error

@@ -1,5 +1,6 @@
 """Which tensors of a GGUF file the parameters of a model come from."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -162,9 +163,17 @@ def _unfused(source: Source, said: Metadata) -> Source:
 def _check_shape(
     name: str, wanted: tuple[int, ...], source: Source, tensors: Mapping[str, tuple[int, ...]]
 ) -> None:
-    if source.undo is not None:
+    if not source.tensors:
         return
     found = tensors[source.tensors[0]]
+    if source.undo is not None and len(source.tensors) == 1:
+        # At most dimensions of one are put in.
+        found, plain = (tuple(n for n in shape if n != 1) for shape in (found, wanted))
+        wanted = wanted if found != plain else plain
+    elif source.undo is not None:
+        shapes = [tensors[tensor] for tensor in source.tensors]
+        same = sum(map(math.prod, shapes)) == math.prod(wanted)
+        found = wanted if same else found
     if source.rows is not None:
         count = sum(tensors[tensor][0] for tensor in source.tensors)
         inside = not source.rows.size or source.rows.max() < count

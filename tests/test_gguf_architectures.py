@@ -1,13 +1,14 @@
 """Models of GGUF files as transformers builds them: configuration and names."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, MissingDependencyError
 from tests.helpers.gguf_members import MODELS
 from tests.helpers.gguf_models import Tensors, build_from, read_gguf, write_gguf
 
@@ -47,6 +48,9 @@ CHANGES = [
     ("token_embd.weight", None, "no tensor token_embd.weight"),
     ("blk.1.attn_norm.weight", None, "no tensor for model.layers.1.input_layernorm.weight (blk.1"),
     ("blk.1.ffn_gate_inp.weight", None, "tensor"),
+    ("blk.0.ffn_up_exps.weight", (16, 8, 48), "blk.0.ffn_*_exps of the GGUF file are not the [16"),
+    ("blk.0.ffn_up_exps.weight", None, "found none of one shape"),
+    ("blk.1.ffn_down_exps.weight", (16, 40, 48), "the [16, 48, 40] of model.layers.1.mlp.experts"),
     ("blk.0.attn_q.weight", (32, 48), "blk.0.attn_q.weight is of shape [32, 48], but model"),
     ("blk.0.attn_sinks.weight", (4,), "tensor blk.0.attn_sinks.weight of the GGUF file is none"),
     ("rope_freqs.weight", (8,), "tensor rope_freqs.weight of the GGUF file is none"),
@@ -106,6 +110,16 @@ def test_a_configuration_that_transformers_refuses_is_a_configuration_error() ->
 
     with pytest.raises(ConfigError, match="transformers has no DeepseekV2Config as "):
         gguf.find_config(metadata | {"deepseek2.attention.head_count": 3}, shapes)
+
+
+def test_without_the_package_that_knows_the_names_the_error_says_how_to_install_it(
+    described: tuple[dict[str, Any], Tensors], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for when a model is built, not before."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+
+    with pytest.raises(MissingDependencyError, match=re.escape("pip install 'moecache[gguf]'")):
+        build_from(*described)
 
 
 def test_what_guesses_further_tokens_is_left_out(

@@ -79,6 +79,9 @@ def _gpt_oss(said: Metadata) -> dict[str, Any]:
         "attention_bias": has_bias(said, *_QKV),
     }
     said.get("expert_gating_func", None)  # a softmax over the chosen ones, as llama.cpp has it
+    theta = settings["rope_parameters"]["rope_theta"]
+    if said.number("rope.freq_base_swa", theta) != theta:
+        raise said.unsupported("rope.freq_base_swa", said.number("rope.freq_base_swa"))
     if settings["rope_parameters"]["rope_type"] == "yarn":
         # The file does not say it, and llama.cpp rounds: the published models do not.
         settings["rope_parameters"]["truncate"] = False

@@ -21,7 +21,8 @@ def find_config(
     metadata : mapping
         The file's values by key: numbers, strings, flags and lists.
     tensors : mapping
-        Shape of each tensor, slowest dimension first, by name.
+        Shape of each tensor, slowest dimension first, by name. All lie within the file: sizes
+        that are larger than every dimension are refused.
 
     Returns
     -------

@@ -1,13 +1,14 @@
 """Models of GGUF files as transformers builds them: configuration and names."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, MissingDependencyError
 from tests.helpers.gguf_members import MODELS
 from tests.helpers.gguf_models import Tensors, build_from, read_gguf, write_gguf
 
@@ -38,12 +39,18 @@ CHANGES = [
     ("qwen3moe.rope.scaling.type", "longrope", "rope.scaling.type is 'longrope'"),
     ("qwen3moe.rope.dimension_count", 8, "rope.dimension_count is 8"),
     ("qwen3moe.attention.layer_norm_rms_epsilon", float("nan"), "is nan, which is no number"),
+    ("qwen3moe.rope.freq_base", 0.0, "qwen3moe.rope.freq_base is 0.0, and not above 1.0"),
+    ("qwen3moe.attention.layer_norm_rms_epsilon", 0, "layer_norm_rms_epsilon is 0, and not above"),
+    ("qwen3moe.attention.head_count_kv", [2, 1], "qwen3moe.attention.head_count_kv is [2, 1]"),
     ("qwen3moe.expert_weights_scale", 2.5, "qwen3moe.expert_weights_scale is 2.5"),
     ("qwen3moe.expert_gating_func", 2, "qwen3moe.expert_gating_func is 2"),
     ("qwen3moe.attention.sliding_window", 16, "qwen3moe.attention.sliding_window is 16"),
     ("token_embd.weight", None, "no tensor token_embd.weight"),
     ("blk.1.attn_norm.weight", None, "no tensor for model.layers.1.input_layernorm.weight (blk.1"),
     ("blk.1.ffn_gate_inp.weight", None, "tensor"),
+    ("blk.0.ffn_up_exps.weight", (16, 8, 48), "blk.0.ffn_*_exps of the GGUF file are not the [16"),
+    ("blk.0.ffn_up_exps.weight", None, "found none of one shape"),
+    ("blk.1.ffn_down_exps.weight", (16, 40, 48), "the [16, 48, 40] of model.layers.1.mlp.experts"),
     ("blk.0.attn_q.weight", (32, 48), "blk.0.attn_q.weight is of shape [32, 48], but model"),
     ("blk.0.attn_sinks.weight", (4,), "tensor blk.0.attn_sinks.weight of the GGUF file is none"),
     ("rope_freqs.weight", (8,), "tensor rope_freqs.weight of the GGUF file is none"),
@@ -54,9 +61,7 @@ CHANGES = [
 def _described() -> tuple[dict[str, Any], Tensors]:
     """Return the metadata and the tensors of a file."""
     original = MODELS["qwen3moe"].build()
-    metadata = MODELS["qwen3moe"].metadata(original.config)
-    found = {key: value for key, value in metadata.items() if value is not None}
-    return found, MODELS["qwen3moe"].tensors(original)
+    return MODELS["qwen3moe"].metadata(original.config), MODELS["qwen3moe"].tensors(original)
 
 
 def _logits(model: Any) -> Any:
@@ -94,6 +99,27 @@ def test_a_file_that_transformers_cannot_represent_is_refused_by_name(
 
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_from(metadata, tensors)
+
+
+def test_a_configuration_that_transformers_refuses_is_a_configuration_error() -> None:
+    """With its own words."""
+    original = MODELS["deepseek2 v2"].build()
+    metadata = MODELS["deepseek2 v2"].metadata(original.config)
+    tensors = MODELS["deepseek2 v2"].tensors(original)
+    shapes = {name: array.shape for name, array in tensors.items()}
+
+    with pytest.raises(ConfigError, match="transformers has no DeepseekV2Config as "):
+        gguf.find_config(metadata | {"deepseek2.attention.head_count": 3}, shapes)
+
+
+def test_without_the_package_that_knows_the_names_the_error_says_how_to_install_it(
+    described: tuple[dict[str, Any], Tensors], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for when a model is built, not before."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+
+    with pytest.raises(MissingDependencyError, match=re.escape("pip install 'moecache[gguf]'")):
+        build_from(*described)
 
 
 def test_what_guesses_further_tokens_is_left_out(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moecache.errors import ConfigError
-from tests.helpers.gguf_tokenizers import TEXTS, byte_level, sentencepiece
+from tests.helpers.gguf_tokenizers import TEXTS, byte_level, gemma, sentencepiece
 
 pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -18,7 +18,11 @@ QWEN2 = (
 )
 # A key, its value, and what the error says.
 CHANGES = [
-    ("ggml.model", "rwkv", "tokenizer model 'rwkv' is not supported; supported are gpt2, llama"),
+    (
+        "ggml.model",
+        "rwkv",
+        "tokenizer model 'rwkv' is not supported; supported are gemma4, gpt2, llama",
+    ),
     ("ggml.pre", "zebra", "tokenizer.ggml.pre 'zebra' is not supported; supported are "),
     ("ggml.tokens", None, "has no vocabulary (tokenizer.ggml.tokens)"),
     ("ggml.tokens", [1, 2], "tokenizer.ggml.tokens has other values than the format's"),
@@ -93,6 +97,17 @@ def test_pieces_are_merged_by_score_and_unknown_characters_are_bytes(has_prefix:
     for text in TEXTS:
         if "\x00" not in text and "<" not in text:
             assert found.decode(found(text)["input_ids"]) == text
+
+
+def test_spaces_are_characters_and_lines_are_apart() -> None:
+    """As Gemma 4 has it, whose merges are the file's."""
+    found = find_tokenizer(gemma())
+
+    assert found.tokenize("the dog")[0] == "the▁"
+    assert found("\n")["input_ids"][0] == found.bos_token_id
+    for text in TEXTS:
+        if "<" not in text:
+            assert found.decode(found(text)["input_ids"], skip_special_tokens=True) == text
 
 
 def test_the_chat_template_is_the_files(described: dict[str, Any]) -> None:

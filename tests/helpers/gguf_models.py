@@ -111,7 +111,7 @@ class GgufModel:
             **_scaling(rope),
             **further,
         }
-        own = {f"{self.architecture}.{key}": value for key, value in keys.items()}
+        own = {f"{self.architecture}.{key}": n for key, n in keys.items() if n is not None}
         return {"general.architecture": self.architecture, **own, **_TOKENS}
 
     def tensors(self, model: Any) -> Tensors:
@@ -153,7 +153,7 @@ def write_gguf(
 
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
-        if key == "general.architecture" or value is None:
+        if key == "general.architecture":
             continue
         if isinstance(value, bool):
             writer.add_bool(key, value)
@@ -264,3 +264,17 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
     }
     found = {f"rope.scaling.{key}": rope.get(name) for key, name in keys.items()}
     return {"rope.scaling.type": "yarn", **found}
+
+
+def expert_keys(config: Any) -> dict[str, Any]:
+    """Return the keys that say how many experts there are, and how wide."""
+    width = getattr(config, "moe_intermediate_size", None)
+    names = ("num_experts", "num_local_experts")
+    count = next(getattr(config, name) for name in names if hasattr(config, name))
+    return {"expert_count": count, "expert_feed_forward_length": width}
+
+
+def head_keys(config: Any) -> dict[str, Any]:
+    """Return the same, and the width of heads."""
+    lengths = {f"attention.{kind}_length": config.head_dim for kind in ("key", "value")}
+    return {**expert_keys(config), **lengths}

@@ -63,7 +63,7 @@ def sentencepiece(*, num_tokens: int = 500, **flags: Any) -> dict[str, Any]:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.train_from_iterator(
-        [text for text in _CORPUS * 3 if text.isascii()],
+        [text for text in _CORPUS * 3 if text.isascii() and "<" not in text],
         trainers.BpeTrainer(vocab_size=num_tokens, show_progress=False),
     )
     learned = ["".join(merge.split(" ")) for merge in _merges(made)]
@@ -80,6 +80,35 @@ def sentencepiece(*, num_tokens: int = 500, **flags: Any) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
         **{f"tokenizer.ggml.{name}": flag for name, flag in flags.items()},
+    }
+
+
+def gemma(*, num_tokens: int = 600) -> dict[str, Any]:
+    """Return the metadata of a vocabulary of characters, spaces among them, and single bytes."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.normalizer = normalizers.Replace(" ", "\u2581")
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
+    made.train_from_iterator(
+        [text for text in _CORPUS * 3 if text.isascii() and "<" not in text],
+        trainers.BpeTrainer(vocab_size=num_tokens, show_progress=False),
+    )
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), *_tokens(made)]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *dict.fromkeys(tokens)]
+    kinds = [3, 3, 3, 2] + [6] * 256 + [1] * (len(tokens) - 260)
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.merges": _merges(made),
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True,
     }
 
 
@@ -112,6 +141,7 @@ def vocabularies() -> Mapping[str, Callable[[], dict[str, Any]]]:
 
     return {
         **{name: partial(byte_level, name) for name in SPLITS},
+        "gemma": gemma,
         "sentencepiece": sentencepiece,
         "sentencepiece without prefix": partial(sentencepiece, add_space_prefix=False),
     }

@@ -43,7 +43,7 @@ class GgufWeight:
         self.module.__dict__.pop(self.leaf, None)
         names, rows = self.source.tensors, self.source.rows
         matrices = [store.trunk_matrices[name][0] for name in names if name in store.trunk_matrices]
-        first = matrices[0] if len(matrices) == len(names) else None
+        first = matrices[0] if 0 < len(matrices) == len(names) else None
         if first is not None and self.source.undo is None and len({*matrices}) == 1:
             raw = np.concatenate([store.read_parts(name) for name in names])
             num_rows = len(matrices) * first.rows

@@ -19,7 +19,7 @@ def common_settings(said: Metadata, *, keys: int | None = None) -> dict[str, Any
     keys : int, optional
         Heads of keys and values, if they are not those of all layers.
     """
-    vocabulary, hidden = _matrix(said, "token_embd.weight")
+    vocabulary, hidden = said.matrix("token_embd.weight")
     if said.size("embedding_length") != hidden:
         raise ConfigError(
             f"{said.architecture}.embedding_length is {said.size('embedding_length')}, but rows "
@@ -32,8 +32,8 @@ def common_settings(said: Metadata, *, keys: int | None = None) -> dict[str, Any
         "num_hidden_layers": said.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads(said) if keys is None else keys,
-        "max_position_embeddings": int(said.number("context_length")),
-        "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": int(said.real("context_length")),
+        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in said.tensors,
         **tokens(said, vocabulary),
     }
@@ -73,7 +73,8 @@ def tokens(said: Metadata, vocabulary: int) -> dict[str, Any]:
         token = said.values.get(f"tokenizer.ggml.{name}_token_id")
         if name == "pad" and token is None:
             token = said.values.get("tokenizer.ggml.padding_token_id")
-        return token if isinstance(token, int) and 0 <= token < vocabulary else None
+        # A flag is a number, too.
+        return token if type(token) is int and 0 <= token < vocabulary else None
 
     found: dict[str, Any] = {f"{name}_token_id": find(name) for name in _TOKENS}
     ends = list(dict.fromkeys(end for end in map(find, _ENDS) if end is not None))
@@ -92,6 +93,8 @@ def head_dim(said: Metadata) -> int:
     """
     usual = said.size("embedding_length") // said.size("attention.head_count", least=1)
     keys = said.size("attention.key_length", usual, least=1)
+    if not keys:
+        raise said.unsupported("attention.head_count", said.size("attention.head_count"))
     values = said.size("attention.value_length", keys)
     if keys != values:
         raise said.unsupported("attention.value_length", values)
@@ -111,7 +114,7 @@ def rope(said: Metadata, width: int, *, is_partial: bool = False) -> dict[str, A
     """
     found: dict[str, Any] = {
         "rope_type": "default",
-        "rope_theta": float(said.number("rope.freq_base", 10_000.0)),
+        "rope_theta": said.real("rope.freq_base", 10_000.0, least=1.0),
     }
     rotated = said.size("rope.dimension_count", width)
     if is_partial:
@@ -122,10 +125,10 @@ def rope(said: Metadata, width: int, *, is_partial: bool = False) -> dict[str, A
     kind = said.get("rope.scaling.type", "linear")
     if kind == "none" or (kind == "linear" and factor in {0, 1}):
         return found
+    if kind not in ("linear", "yarn") or factor < 1:
+        raise said.unsupported("rope.scaling.type", kind)
     if kind == "linear":
         return {**found, "rope_type": "linear", "factor": float(factor)}
-    if kind != "yarn" or factor <= 0:
-        raise said.unsupported("rope.scaling.type", kind)
     return {**found, "rope_type": "yarn", "factor": float(factor), **_yarn(said)}
 
 
@@ -134,16 +137,16 @@ def _yarn(said: Metadata) -> dict[str, Any]:
         raise said.unsupported(
             "rope.scaling.yarn_ext_factor", said.number("rope.scaling.yarn_ext_factor")
         )
-    length = said.number("rope.scaling.original_context_length", said.number("context_length"))
+    length = said.real("rope.scaling.original_context_length", said.real("context_length"))
     found = {
         "original_max_position_embeddings": int(length),
-        "beta_fast": float(said.number("rope.scaling.yarn_beta_fast", 32.0)),
-        "beta_slow": float(said.number("rope.scaling.yarn_beta_slow", 1.0)),
+        "beta_fast": said.real("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": said.real("rope.scaling.yarn_beta_slow", 1.0),
     }
     # Named as transformers' own value, which the converter copies.
     for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
         if key in said:
-            found["attention_factor"] = float(said.number(key))
+            found["attention_factor"] = said.real(key)
     return found
 
 
@@ -167,10 +170,3 @@ def expert_width(said: Metadata) -> int:
         "of a model without experts, or was converted before llama.cpp stacked them; convert it "
         "again"
     )
-
-
-def _matrix(said: Metadata, name: str) -> tuple[int, int]:
-    shape = said.shape(name)
-    if len(shape) != 2:
-        raise ConfigError(f"{name} is of shape {list(shape)}, and no matrix; download it again")
-    return shape[0], shape[1]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from moecache.errors import ConfigError
 from moecache.integrations.transformers.gguf._architectures import find_architecture
@@ -20,7 +21,8 @@ def find_config(
     metadata : mapping
         The file's values by key: numbers, strings, flags and lists.
     tensors : mapping
-        Shape of each tensor, slowest dimension first, by name.
+        Shape of each tensor, slowest dimension first, by name. All lie within the file: sizes
+        that are larger than every dimension are refused.
 
     Returns
     -------
@@ -44,4 +46,9 @@ def find_config(
         )
     settings = architecture.settings(said)
     said.check_rest()
-    return kind(**settings, architectures=[f"{architecture.prefix}ForCausalLM"])
+    try:
+        return kind(**settings, architectures=[f"{architecture.prefix}ForCausalLM"])
+    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"transformers has no {name} as the GGUF file describes it: {error}"
+        ) from error

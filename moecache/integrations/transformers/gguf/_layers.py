@@ -33,7 +33,7 @@ def _lfm2(said: Metadata) -> dict[str, Any]:
         "conv_bias": "blk.0.shortconv.in_proj.bias" in said.tensors,
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in said.tensors),
         "norm_topk_prob": True,
-        "routed_scaling_factor": said.number("expert_weights_scale", 1.0) or 1.0,
+        "routed_scaling_factor": said.real("expert_weights_scale", 1.0, least=-1.0) or 1.0,
     }
 
 
@@ -57,7 +57,8 @@ def _gemma4(said: Metadata) -> dict[str, Any]:
     if not windows or not full or sliding[-1]:
         raise said.unsupported("attention.sliding_window_pattern", pattern)
     same = f"blk.{full[0]}.attn_v.weight" not in said.tensors
-    if heads[full[0]] != heads[windows[0]] and not same:
+    counts = {heads[windows[0]], heads[full[0]]}
+    if 0 in counts or (len(counts) > 1 and not same):
         raise said.unsupported("attention.head_count_kv", heads)
     feed = said.sizes("feed_forward_length")
     table = said.tensors.get("per_layer_token_embd.weight", said.shape("token_embd.weight"))
@@ -69,12 +70,12 @@ def _gemma4(said: Metadata) -> dict[str, Any]:
         "attention_k_eq_v": same,
         "num_kv_shared_layers": shared,
         "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
-        "sliding_window": int(said.number("attention.sliding_window")),
+        "sliding_window": int(said.real("attention.sliding_window")),
         "rope_parameters": _gemma4_rope(said),
         "attention_bias": has_bias(said, "attn_q"),
         "intermediate_size": feed[0],
         "use_double_wide_mlp": feed[count - 1] == 2 * feed[0],
-        "final_logit_softcapping": said.number("final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": said.real("final_logit_softcapping", 0.0, least=-1.0) or None,
         "hidden_size_per_layer_input": said.size("embedding_length_per_layer_input", 0),
         "vocab_size_per_layer_input": table[0],
         "enable_moe_block": True,
@@ -93,7 +94,7 @@ def _gemma4_rope(said: Metadata) -> dict[str, Any]:
     rotated = said.size("rope.dimension_count_swa", narrow)
     if rotated != narrow:
         raise said.unsupported("rope.dimension_count_swa", rotated)
-    theta = float(said.number("rope.freq_base_swa", 10_000.0))
+    theta = said.real("rope.freq_base_swa", 10_000.0, least=1.0)
     return {
         "sliding_attention": {"rope_type": "default", "rope_theta": theta},
         # The file has it as a tensor of factors, rope_freqs: 1 for a quarter, infinite for others.

@@ -60,8 +60,10 @@ def _qwen35moe(said: Metadata) -> dict[str, Any]:
     settings = _settings(said)
     sections = said.get("rope.dimension_sections", None)
     if sections is not None:
+        if not isinstance(sections, list | tuple) or not all(type(n) is int for n in sections):
+            raise said.unsupported("rope.dimension_sections", sections)
         # Of a text: all sections have the token's position.
-        settings["rope_parameters"]["mrope_section"] = [int(length) for length in sections][:3]
+        settings["rope_parameters"]["mrope_section"] = list(sections[:3])
         settings["rope_parameters"]["mrope_interleaved"] = True
     return settings
 
@@ -147,7 +149,7 @@ def _dense_source(leaf: str, layer: int, said: Metadata) -> Source | None:
         return plain
     name = f"{prefix}{_NAMES[leaf]}"
     if leaf.endswith("out_proj.weight"):
-        columns = _spread(order, said.shape(name)[1] // len(order))
+        columns = _spread(order, said.matrix(name)[1] // len(order))
         return Source((name,), undo=lambda arrays: np.take(arrays[0], columns, axis=1))
     rows = said.shape(name)[0]
     if leaf.endswith(("in_proj_qkv.weight", "conv1d.weight")):

@@ -100,6 +100,13 @@ class Metadata:
             return value if isinstance(value, int) else _as_written(value)
         raise ConfigError(f"{self._full(key)} is {_short(found)}, which is no number")
 
+    def real(self, key: str, default: Any = _MISSING, *, least: float = 0.0) -> float:
+        """Return a float that is larger than `least`, or the default."""
+        value = self.number(key, default)
+        if value is default or value > least:
+            return float(value)
+        raise ConfigError(f"{self._full(key)} is {_short(value)}, and not above {least}")
+
     def size(self, key: str, default: Any = _MISSING, *, least: int = 0) -> Any:
         """Return a number of rows, columns, heads or layers."""
         value = self.number(key, default)
@@ -137,6 +144,15 @@ class Metadata:
                 f"{self._full(key)} has {len(found)} values, and there are {count} blocks"
             )
         return [self._checked(key, value) for value in found]
+
+    def matrix(self, name: str) -> tuple[int, int]:
+        """Return the rows and columns of a tensor that every model has."""
+        shape = self.shape(name)
+        if len(shape) != 2:
+            raise ConfigError(
+                f"{name} is of shape {list(shape)}, and no matrix; download the file again"
+            )
+        return shape[0], shape[1]
 
     def rows(self, heads: int, width: int) -> int:
         """Return the rows that heads of a width have, which some tensor must have, too."""

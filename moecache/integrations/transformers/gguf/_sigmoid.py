@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from moecache.errors import ConfigError
 from moecache.integrations.transformers.gguf._architecture import Architecture, Source
 from moecache.integrations.transformers.gguf._common import (
     common_settings,
@@ -53,7 +54,7 @@ def _latent(said: Metadata) -> dict[str, Any]:
         "n_shared_experts": said.size("expert_shared_count", least=1),
         "num_experts_per_tok": said.size("expert_used_count", least=1),
         "first_k_dense_replace": said.size("leading_dense_block_count", 0),
-        "routed_scaling_factor": said.number("expert_weights_scale", 1.0) or 1.0,
+        "routed_scaling_factor": said.real("expert_weights_scale", 1.0, least=-1.0) or 1.0,
         "kv_lora_rank": said.size("attention.kv_lora_rank", least=1),
         "q_lora_rank": said.size("attention.q_lora_rank", 0) or None,
         "qk_rope_head_dim": rotated,
@@ -99,7 +100,7 @@ def _shared(said: Metadata) -> dict[str, Any]:
         "n_routed_experts": said.size("expert_count", least=1),
         "n_shared_experts": said.size("expert_shared_count", least=1),
         "first_k_dense_replace": said.size("leading_dense_block_count", 0),
-        "routed_scaling_factor": said.number("expert_weights_scale", 1.0) or 1.0,
+        "routed_scaling_factor": said.real("expert_weights_scale", 1.0, least=-1.0) or 1.0,
         "attention_bias": has_bias(said, "attn_q", "attn_k", "attn_v"),
         **_groups(said),
     }
@@ -166,7 +167,12 @@ def _latent_source(leaf: str, layer: int, said: Metadata) -> Source | None:
     if leaf == "self_attn.kv_b_proj.weight":
         parts = tuple(f"blk.{layer}.attn_{part}_b.weight" for part in ("k", "v"))
         # Files of older converters have the matrix as it is.
-        return Source(parts, undo=_join_heads) if parts[0] in said.tensors else None
+        if parts[0] not in said.tensors:
+            return None
+        keys, values = (said.shape(part) for part in parts)
+        if len(keys) != 3 or len(values) != 3 or keys[:2] != values[::2]:
+            raise ConfigError(f"{parts[0]} and {parts[1]} have no heads in common")
+        return Source(parts, undo=_join_heads)
     return _correction(leaf, layer, said)
 
 

@@ -75,10 +75,13 @@ def _gpt_oss(said: Metadata) -> dict[str, Any]:
         **plain_settings(said),
         "intermediate_size": expert_width(said),
         "num_local_experts": said.size("expert_count", least=1),
-        "sliding_window": int(said.number("attention.sliding_window")),
+        "sliding_window": int(said.real("attention.sliding_window")),
         "attention_bias": has_bias(said, *_QKV),
     }
     said.get("expert_gating_func", None)  # a softmax over the chosen ones, as llama.cpp has it
+    theta = settings["rope_parameters"]["rope_theta"]
+    if said.number("rope.freq_base_swa", theta) != theta:
+        raise said.unsupported("rope.freq_base_swa", said.number("rope.freq_base_swa"))
     if settings["rope_parameters"]["rope_type"] == "yarn":
         # The file does not say it, and llama.cpp rounds: the published models do not.
         settings["rope_parameters"]["truncate"] = False
@@ -107,15 +110,17 @@ def _granite(said: Metadata) -> dict[str, Any]:
     width = settings.pop("head_dim")
     if width * settings["num_attention_heads"] != settings["hidden_size"]:
         raise said.unsupported("attention.key_length", width)
+    if not said.flag("rope.scaling.finetuned", default=True):
+        raise said.unsupported("rope.scaling.finetuned", value=False)  # no rotation at all
     return {
         **settings,
         "intermediate_size": expert_width(said),
         "num_local_experts": said.size("expert_count", least=1),
         # Zero where nothing is scaled.
-        "embedding_multiplier": said.number("embedding_scale", 1.0) or 1.0,
-        "residual_multiplier": said.number("residual_scale", 1.0) or 1.0,
-        "attention_multiplier": said.number("attention.scale", 0.0) or width**-0.5,
-        "logits_scaling": said.number("logit_scale", 1.0) or 1.0,
+        "embedding_multiplier": said.real("embedding_scale", 1.0, least=-1.0) or 1.0,
+        "residual_multiplier": said.real("residual_scale", 1.0, least=-1.0) or 1.0,
+        "attention_multiplier": said.real("attention.scale", 0.0, least=-1.0) or width**-0.5,
+        "logits_scaling": said.real("logit_scale", 1.0, least=-1.0) or 1.0,
         "attention_bias": has_bias(said, *_QKV),
     }
 

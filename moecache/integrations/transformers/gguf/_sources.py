@@ -1,5 +1,6 @@
 """Which tensors of a GGUF file the parameters of a model come from."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ import transformers
 from torch import nn
 
 from moecache.errors import ConfigError, MissingDependencyError
-from moecache.integrations.transformers._experts import ROLES, find_experts
+from moecache.integrations.transformers._experts import ROLES, described, find_experts
 from moecache.integrations.transformers.gguf._architecture import Architecture, Source
 from moecache.integrations.transformers.gguf._architectures import find_architecture
 from moecache.integrations.transformers.gguf._common import key_heads
@@ -82,7 +83,7 @@ def find_layers(model: nn.Module, tensors: Mapping[str, tuple[int, ...]]) -> dic
     Raises
     ------
     ConfigError
-        If the model and the file have experts in different layers.
+        If the model and the file have experts in different layers, or of other shapes.
     """
     paths = find_experts(model)
     found = {int(layer.group(1)): path for path in paths if (layer := _LAYER.match(path))}
@@ -93,6 +94,7 @@ def find_layers(model: nn.Module, tensors: Mapping[str, tuple[int, ...]]) -> dic
                 f"the GGUF file has no experts for {path}: there is no tensor "
                 f"blk.{block}.ffn_down_exps.weight; if it is one of several parts, give the first"
             )
+        _check_experts(path, model.get_submodule(path), f"blk.{block}.ffn_", tensors)
     # Layers beyond those of the model guess further tokens, and are not run.
     last = max(found, default=-1)
     for block in sorted(blocks - found.keys()):
@@ -111,6 +113,28 @@ def is_interleaved(module: nn.Module) -> bool:
     module itself have to be put into its order.
     """
     return not getattr(module, "is_concatenated", True)
+
+
+def _check_experts(
+    path: str, module: nn.Module, prefix: str, tensors: Mapping[str, tuple[int, ...]]
+) -> None:
+    for name, (shape, _, _) in described(module).items():
+        kind = "bias" if name.endswith("_bias") else "weight"
+        wanted = tuple(shape)
+        if kind == "weight" and getattr(module, "is_transposed", False):
+            wanted = (wanted[0], wanted[2], wanted[1])
+        part = name.partition("_proj")[0]
+        found = tensors.get(f"{prefix}{part}_exps.{kind}")
+        if found is None and part == "gate_up":
+            gate, up = (tensors.get(f"{prefix}{half}_exps.{kind}") for half in ("gate", "up"))
+            if gate is not None and gate == up and len(gate) > 1:
+                found = (gate[0], 2 * gate[1], *gate[2:])
+        if found != wanted:
+            raise ConfigError(
+                f"{prefix}*_exps of the GGUF file are not the {list(wanted)} of {path}.{name}: "
+                f"found {'none of one shape' if found is None else list(found)}; metadata and "
+                "tensors of the file contradict each other"
+            )
 
 
 def _wanted(model: nn.Module, config: transformers.PretrainedConfig) -> list[tuple[str, Any]]:
@@ -164,9 +188,17 @@ def _unfused(source: Source, said: Metadata) -> Source:
 def _check_shape(
     name: str, wanted: tuple[int, ...], source: Source, tensors: Mapping[str, tuple[int, ...]]
 ) -> None:
-    if source.undo is not None:
+    if not source.tensors:
         return
     found = tensors[source.tensors[0]]
+    if source.undo is not None and len(source.tensors) == 1:
+        # At most dimensions of one are put in.
+        found, plain = (tuple(n for n in shape if n != 1) for shape in (found, wanted))
+        wanted = wanted if found != plain else plain
+    elif source.undo is not None:
+        shapes = [tensors[tensor] for tensor in source.tensors]
+        same = sum(map(math.prod, shapes)) == math.prod(wanted)
+        found = wanted if same else found
     if source.rows is not None:
         count = sum(tensors[tensor][0] for tensor in source.tensors)
         inside = not source.rows.size or source.rows.max() < count

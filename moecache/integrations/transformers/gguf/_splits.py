@@ -48,6 +48,23 @@ _DEEPSEEK3_WORD = (
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
 _DEEPSEEK3 = Split((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORD))
+# Letters that are large or small, as an older Unicode had them.
+_OLD_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\uab68"
+    r"\x{10570}-\x{105bc}\x{16e40}-\x{1df1e}]]"
+)
+_LINES = r"[\r\n]"
+_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK = Split(
+    (
+        _LINES,
+        rf"\s?{_OLD_CASED}+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _ASIAN,
+        r"\p{N}+",
+    )
+)
 _LLAMA = Split((_LLAMA3,), takes_whole=True, adds_bos=True)
 _DIGITS = Split((r"\p{N}", _GPT2))
 _NO_HAN = r"&&[^\p{Han}]"
@@ -72,6 +89,8 @@ SPLITS: Mapping[str, Split] = {
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
     **dict.fromkeys(("bailingmoe", "bailingmoe2"), Split((_BAILING,))),
+    "deepseek-llm": _DEEPSEEK,
+    "deepseek-coder": Split((_LINES, r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")),
     "dbrx": Split((_LLAMA3,)),
     "smaug-bpe": Split((_LLAMA3,)),
     "chatglm-bpe": Split((_LLAMA3,)),

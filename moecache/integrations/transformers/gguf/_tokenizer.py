@@ -170,6 +170,15 @@ def _sentencepiece(said: _Vocabulary) -> tuple[Tokenizer, bool]:
     return found, True
 
 
+def _gemma(said: _Vocabulary) -> tuple[Tokenizer, bool]:
+    """Return pairs of characters by rank within a line, spaces being a character."""
+    found = Tokenizer(_raw(said, said.merges()))
+    found.normalizer = normalizers.Replace(" ", _SPACE)
+    found.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), behavior="isolated")
+    found.decoder = _raw_decoder()
+    return found, True
+
+
 def _raw(said: _Vocabulary, merges: list[tuple[str, str]]) -> models.BPE:
     """Return byte pairs over characters; what is no token becomes its bytes."""
     unknown = said.special("unknown")
@@ -211,6 +220,7 @@ def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
 
 
 _MODELS: Mapping[Any, Callable[[_Vocabulary], tuple[Tokenizer, bool]]] = {
+    "gemma4": _gemma,
     "gpt2": _byte_level,
     "llama": _sentencepiece,
 }

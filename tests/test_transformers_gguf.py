@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moecache import cli
+from moecache import cli, packing
 from moecache.errors import ConfigError
 from tests.helpers.gguf_members import MODELS
 from tests.helpers.gguf_models import GgufModel, build_from, read_gguf, write_gguf
@@ -95,6 +95,19 @@ def test_an_embedding_that_is_the_head_too_is_one_tensor(tmp_path: Path) -> None
         assert shared == (trunk == "bf16")
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
+def test_a_packed_file_is_the_same_model(name: str, tmp_path: Path) -> None:
+    """Its experts lie side by side, each under a name of its own."""
+    path = write(tmp_path / "model.gguf", sized(name), MIXED)
+    packing.pack(path, tmp_path / "packed")
+    found = []
+    for place in (path, tmp_path / "packed"):
+        model = load(place)
+        with model.moecache:
+            found.append(logits(model))
+    assert all(map(torch.equal, *found))
 
 
 def test_ids_beyond_a_quantized_embedding_are_errors_as_torch_has_them(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moecache import cli, packing
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, MoeCacheError
 from tests.helpers.gguf_members import MODELS
 from tests.helpers.gguf_models import GgufModel, build_from, read_gguf, write_gguf
 from tests.helpers.gguf_tokenizers import byte_level
@@ -108,6 +108,43 @@ def test_a_packed_file_is_the_same_model(name: str, tmp_path: Path) -> None:
         with model.moecache:
             found.append(logits(model))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("name", ["deepseek2 v3", "dots1", "qwen3moe"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_transformers_keeps_in_float32_is_not_rounded(
+    name: str, dtype: Any, tmp_path: Path
+) -> None:
+    """Such as the correction of a router's scores, on which the choice of experts depends."""
+    path = write(tmp_path / "model.gguf", sized(name), MIXED)
+    build_from(*read_gguf(path)).save_pretrained(tmp_path / "saved")
+    kind = type(build_from(*read_gguf(path)))
+    wanted = logits(kind.from_pretrained(tmp_path / "saved", dtype=dtype))
+    model = load(path, dtype=dtype, compute="torch", trunk="bf16")
+    with model.moecache:
+        assert all(map(torch.equal, logits(model), wanted))
+
+
+def test_a_tied_model_is_saved_with_its_head(tmp_path: Path) -> None:
+    """Once it has its experts back."""
+    path = write(tmp_path / "model.gguf", sized("qwen3moe", tie_word_embeddings=True), MIXED)
+    for trunk in ("bf16", "native"):
+        model = load(path, dtype=torch.float32, compute="torch", trunk=trunk)
+        model.moecache.detach()
+        model.save_pretrained(tmp_path / trunk)
+        saved = type(model).from_pretrained(tmp_path / trunk)
+        assert all(map(torch.equal, logits(model), logits(saved)))
+
+
+def test_weights_that_stay_quantized_cannot_be_replaced(tmp_path: Path) -> None:
+    """Nor can there be more of them; the remedy is said."""
+    model = load(write(tmp_path / "model.gguf", sized("qwen3moe"), MIXED), compute="fast")
+    with model.moecache:
+        for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+            with pytest.raises(MoeCacheError, match="cannot be replaced; load the model with"):
+                embedding.weight = torch.nn.Parameter(torch.zeros(3, 64))
+        with pytest.raises(MoeCacheError, match="cannot be resized; load the model with"):
+            model.resize_token_embeddings(200)
 
 
 def test_ids_beyond_a_quantized_embedding_are_errors_as_torch_has_them(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def add_parser(commands: Any) -> None:
         "moecache bench ./Qwen3-30B-A3B --compare --cold --json figures.json",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a checkpoint directory, or a name on the Hugging Face hub"
+        "model",
+        metavar="MODEL",
+        help="a checkpoint directory, a .gguf file, or a name on the Hugging Face hub",
     )
     add_option(parser, "memory", flag="--memories", metavar="LIST", default="25%,50%,100%")
     add_option(parser, "policy", flag="--policies", names=POLICIES)

@@ -41,7 +41,9 @@ def add_parser(commands: Any) -> None:
         "moecache generate ./Mixtral-8x7B --chat - < question.txt > answer.txt",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a checkpoint directory, or a name on the Hugging Face hub"
+        "model",
+        metavar="MODEL",
+        help="a checkpoint directory, a .gguf file, or a name on the Hugging Face hub",
     )
     parser.add_argument(
         "prompt", metavar="PROMPT", help='the text to continue; "-" reads standard input'

@@ -67,10 +67,10 @@ def check_model(path: object) -> None:
         If there is no such directory, or file.
     """
     name = check_name(path)
-    is_hub_name = _HUB_NAME.fullmatch(name) and not name.endswith(".gguf")
+    is_hub_name = _HUB_NAME.fullmatch(name) and not name.lower().endswith(".gguf")
     if os.path.isdir(name) or (is_hub_name and not os.path.exists(name)):
         return
-    if name.endswith(".gguf") and os.path.isfile(name):
+    if name.lower().endswith(".gguf") and os.path.isfile(name):
         return
     raise StoreError(
         f"{name[:_SHOWN]!r}: there is no such model; it is a directory with config.json and "

@@ -263,13 +263,19 @@ def _check_weights(store: CheckpointStore, layer: int, path: str, module: nn.Mod
 def _dtype(model: Any, path: str, module: nn.Module) -> torch.dtype:
     weights = described(module)
     dtypes = {dtype for _, dtype, _ in weights.values()}
-    kept: Sequence[str] = [
-        *(model._keep_in_fp32_modules_strict or ()),
-        *((model._keep_in_fp32_modules or ()) if torch.float16 in dtypes else ()),
-    ]
-    for name in weights:
-        if any(re.search(rf"(^|\.){pattern}($|\.)", f"{path}.{name}") for pattern in kept):
+    for name, (_, dtype, _) in weights.items():
+        if kept_dtype(model, f"{path}.{name}", dtype) != dtype:
             raise ConfigError(f"{path} is not supported: {name} stays in float32 beside others")
     if len(dtypes) != 1:
         raise ConfigError(f"{path} is not supported: its weights are of {len(dtypes)} dtypes")
     return dtypes.pop()
+
+
+def kept_dtype(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that transformers gives a parameter of a model in `dtype`."""
+    kept: Sequence[str] = [
+        *(model._keep_in_fp32_modules_strict or ()),
+        *((model._keep_in_fp32_modules or ()) if dtype == torch.float16 else ()),
+    ]
+    stays = any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in kept)
+    return torch.float32 if stays else dtype

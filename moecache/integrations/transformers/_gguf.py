@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+from moecache.integrations.transformers._binding import kept_dtype
 from moecache.integrations.transformers._forward import NUMPY_TYPES, as_tensor
 from moecache.integrations.transformers._native import can_keep, keep
 from moecache.integrations.transformers._trunk import take
@@ -86,7 +87,8 @@ def strip_gguf(model: transformers.PreTrainedModel, store: GgufStore) -> list[Gg
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         is_buffer = leaf in module._buffers
-        taken.append(GgufWeight(module, leaf, source, take(module, leaf), is_buffer))
+        dtype = kept_dtype(model, name, take(module, leaf))
+        taken.append(GgufWeight(module, leaf, source, dtype, is_buffer))
     return taken
 
 
@@ -96,4 +98,7 @@ def share_embedding(model: transformers.PreTrainedModel, weights: Sequence[GgufW
     one, other = model.get_input_embeddings(), model.get_output_embeddings()
     both = [module._parameters.get("weight") for module in (one, other) if module is not None]
     if len(both) == 2 and source.get(one) == source.get(other) and None not in both:
+        # What is saved later has one of them, and says so.
+        model.config.get_text_config().tie_word_embeddings = True
+        model.config.tie_word_embeddings = True
         other.weight = one.weight

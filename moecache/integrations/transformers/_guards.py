@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 IMPLEMENTATION = "moecache"
 # Methods that would write, or switch the implementation, without the experts.
 _GUARDED = ("save_pretrained", "push_to_hub", "set_experts_implementation")
+# Another that is refused where embeddings stay quantized.
+_RESIZE = "resize_token_embeddings"
 # Attribute of a model that has its hook.
 _HOOK = "_moecache_state_dict_hook"
 
@@ -40,10 +42,16 @@ def guard(model: nn.Module, source: Path) -> None:
             module.__dict__[_HOOK] = hook
 
 
+def guard_embeddings(model: nn.Module) -> None:
+    """Make a model whose embeddings stay quantized refuse to change their number."""
+    for module in _pretrained(model):
+        module.__dict__[_RESIZE] = _refuse_to_resize
+
+
 def unguard(model: nn.Module) -> None:
     """Let a model and its parts do as they were told again."""
     for module in _pretrained(model):
-        for name in _GUARDED:
+        for name in (*_GUARDED, _RESIZE):
             module.__dict__.pop(name, None)
         hook = module.__dict__.pop(_HOOK, None)
         if hook is not None:
@@ -67,6 +75,13 @@ def _refuse_to_save(source: Path, *_: Any, **__: Any) -> NoReturn:
         "what would be saved has no experts, which are in the checkpoint that the model was "
         f"loaded from ({source}): copy that, or give the model all its experts first with "
         "model.moecache.detach()"
+    )
+
+
+def _refuse_to_resize(*_: Any, **__: Any) -> NoReturn:
+    raise MoeCacheError(
+        'embeddings that stay quantized cannot be resized; load the model with trunk="bf16", or '
+        "get all weights back with model.moecache.detach() first"
     )
 
 

@@ -33,7 +33,7 @@ _REFUSED = {
     "quantization_config": "experts cannot be quantized while they are read",
     "experts_implementation": 'it is "moecache"',
     "output_loading_info": "a model is returned",
-    "gguf_file": "only safetensors checkpoints are read",
+    "gguf_file": "give the path of the file itself",
     "state_dict": "the experts are read from the checkpoint's files",
     "tp_plan": "experts in a cache are not spread over processes",
     "distributed_config": "experts in a cache are not spread over processes",
@@ -154,8 +154,12 @@ record_trace, warmpin, warmpin_after
     if num_threads is not None:
         kernels.use_threads(num_threads)
     check_model(path)
-    make = _make_of_gguf if is_gguf(Path(path)) else _make
-    model = make(path, parse_device(device) is None, compute, trunk, model_class, from_pretrained)
+    on_host = parse_device(device) is None
+    given = path, on_host, model_class, from_pretrained
+    if is_gguf(Path(path)):
+        model = _make_of_gguf(*given, trunk, compute)
+    else:
+        model = _make(*given, trunk or "bf16")
     directory, layers, dtype, usual = model.__dict__.pop("_moecache_source")
     compute = compute or usual
     runtime = open(
@@ -165,7 +169,7 @@ record_trace, warmpin, warmpin_after
         slots=slots,
         policy=policy,
         scope=scope,
-        dtype=dtype if parse_device(device) is None else None,
+        dtype=dtype if on_host else None,
         read=read,
         reserve=reserve,
         lock=lock,
@@ -179,7 +183,7 @@ record_trace, warmpin, warmpin_after
         warmpin=warmpin,
         warmpin_after=warmpin_after,
         layers=layers,
-        host_bytes=_host_bytes(model, compute) if parse_device(device) is None else None,
+        host_bytes=_host_bytes(model, compute) if on_host else None,
     )
     try:
         # After the slots, whose plan leaves room for it.
@@ -200,10 +204,9 @@ record_trace, warmpin, warmpin_after
 def _make(
     path: str | os.PathLike[str],
     on_host: bool,
-    _: str | None,
-    trunk: str | None,
     model_class: Any,
     from_pretrained: dict[str, Any],
+    trunk: str,
 ) -> Any:
     """Return the model of a checkpoint's directory without its experts."""
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
@@ -214,17 +217,17 @@ def _make(
     if model_class is None:
         model_class = find_model_class(config)
     return model_class.from_pretrained(
-        path, **{**from_pretrained, "quantization_config": MoeCacheConfig(trunk or "bf16")}
+        path, **{**from_pretrained, "quantization_config": MoeCacheConfig(trunk)}
     )
 
 
 def _make_of_gguf(
     path: str | os.PathLike[str],
     on_host: bool,
-    compute: str | None,
-    trunk: str | None,
     model_class: Any,
     from_pretrained: dict[str, Any],
+    trunk: str | None,
+    compute: str | None,
 ) -> Any:
     """Return the model of a GGUF file without its experts."""
     for name in ("config", *_HUB):
@@ -268,7 +271,8 @@ def _check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
 
 def _check_names(**given: Any) -> None:
     for name, value in given.items():
-        if isinstance(value, str) and value not in _NAMES[name]:
+        is_name = isinstance(value, str) or (name == "trunk" and value is not None)
+        if is_name and value not in _NAMES[name]:
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(_NAMES[name])}")
 
 

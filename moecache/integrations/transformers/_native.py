@@ -33,6 +33,16 @@ class NativeLayer(nn.Module):
         self.__dict__[_KIND] = name, rows, columns, given
         return super()._apply(fn, recurse)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse another weight: nothing would be computed with it."""
+        if name == "weight":
+            raise MoeCacheError(
+                f"the weight of a {type(self).__name__} stays quantized, and cannot be replaced; "
+                'load the model with trunk="bf16", or get all weights back with '
+                "model.moecache.detach()"
+            )
+        super().register_parameter(name, param)
+
 
 class NativeLinear(NativeLayer):
     """A linear layer that has its weight in the compute form of a format."""

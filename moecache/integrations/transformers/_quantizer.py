@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
@@ -15,7 +16,8 @@ from moecache.integrations.transformers._binding import Binding, bind, check_fam
 from moecache.integrations.transformers._experts import dispatch, strip
 from moecache.integrations.transformers._forward import NUMPY_TYPES
 from moecache.integrations.transformers._gguf import GgufWeight, share_embedding, strip_gguf
-from moecache.integrations.transformers._guards import IMPLEMENTATION, guard
+from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, guard_embeddings
+from moecache.integrations.transformers._native import NativeEmbedding
 from moecache.integrations.transformers._trunk import (
     OTHER_TENSORS,
     QuantizedWeight,
@@ -69,7 +71,7 @@ class TrunkQuantizer(HfQuantizer):
                 store.path,
                 [binding.name for binding in bindings],
                 _slot_dtype(store, bindings),
-                default_compute(store.layout),
+                _usual_compute(store, bindings),
             )
         for binding in bindings:
             strip(binding.module)
@@ -90,6 +92,8 @@ class TrunkQuantizer(HfQuantizer):
                 for weight in logging.tqdm(self._trunk, desc="Reading the trunk"):
                     weight.read(store, is_native=is_native)
             share_embedding(model, [one for one in self._trunk if isinstance(one, GgufWeight)])
+            if any(isinstance(module, NativeEmbedding) for module in model.modules()):
+                guard_embeddings(model)
         guard(model, model.__dict__["_moecache_source"][0])
         return model
 
@@ -122,6 +126,14 @@ def _check_files(store: CheckpointStore, checkpoint_files: list[str]) -> None:
             f"{store.path}: transformers reads {', '.join(sorted(wanted)[:3])}, but experts would "
             f"be read from {', '.join(sorted(found)[:3])}: variants are not supported"
         )
+
+
+def _usual_compute(store: CheckpointStore, bindings: list[Binding]) -> str:
+    """Return what multiplies if nobody says: kernels, if they take all that slots will hold."""
+    is_mixed = any(not role.format for roles in store.layout.layers for role in roles)
+    if is_mixed and {binding.dtype for binding in bindings} & {torch.float16, torch.float64}:
+        return "torch"
+    return default_compute(store.layout)
 
 
 def _slot_dtype(store: CheckpointStore, bindings: list[Binding]) -> np.dtype[Any] | None:

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from moecache.errors import ConfigError
-from moecache.integrations.transformers._binding import Targets
+from moecache.integrations.transformers._binding import Targets, kept_dtype
 from moecache.integrations.transformers._forward import NUMPY_TYPES, as_tensor
 from moecache.integrations.transformers._native import can_keep, keep
 from moecache.stores import CheckpointStore
@@ -85,7 +85,8 @@ def strip_quantized(
                 f"{matrix.format.name}, but the model wants {list(parameter.shape)}: the "
                 "checkpoint is of another model"
             )
-        taken.append(QuantizedWeight(module, leaf, name, take(module, leaf)))
+        dtype = kept_dtype(model, target, take(module, leaf))
+        taken.append(QuantizedWeight(module, leaf, name, dtype))
         patterns |= {f"^{_DIGITS.sub('[0-9]+', re.escape(key))}$" for key in (name, target)}
     if taken:
         ignored = model._keys_to_ignore_on_load_unexpected or ()

@@ -214,7 +214,7 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool = False) -> torch.Tensor:
     Raises
     ------
     ConfigError
-        If the tokenizer has no chat template, or the prompt is no token.
+        If the tokenizer has no chat template, or it fails, or the prompt is no token.
     """
     if chat:
         if getattr(tokenizer, "chat_template", None) is None:
@@ -222,12 +222,20 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool = False) -> torch.Tensor:
                 "the model's tokenizer has no chat template: it is no chat model, or its "
                 "chat_template.jinja is missing; leave out --chat to continue the text as it is"
             )
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-        )["input_ids"]
+        try:
+            ids = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+            )["input_ids"]
+        except (
+            Exception
+        ) as error:  # a template is a program of the model's, and raises what it likes
+            raise ConfigError(
+                f"the model's chat template failed: {' '.join(str(error).split())}; leave out "
+                "--chat to continue the text as it is"
+            ) from error
     else:
         ids = tokenizer(prompt)["input_ids"]
         # Tokenizers of encoders close the text, which is to go on here.

@@ -19,7 +19,7 @@ _BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 def is_gguf(path: Path) -> bool:
     """Return whether a path is a GGUF file, or a directory that has these and no safetensors."""
     if not path.is_dir():
-        return path.suffix == ".gguf"
+        return path.suffix.lower() == ".gguf"
     files = _listed(path)
     endings = {file.suffix for file in files}
     is_indexed = any(file.name == INDEX_NAME for file in files)

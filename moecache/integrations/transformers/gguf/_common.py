@@ -118,6 +118,8 @@ def rope(said: Metadata, width: int, *, is_partial: bool = False) -> dict[str, A
     }
     rotated = said.size("rope.dimension_count", width)
     if is_partial:
+        if rotated > width or rotated % 2:
+            raise said.unsupported("rope.dimension_count", rotated)
         found["partial_rotary_factor"] = rotated / width
     elif rotated != width:
         raise said.unsupported("rope.dimension_count", rotated)

@@ -68,12 +68,12 @@ def _latent(said: Metadata) -> dict[str, Any]:
 def _deepseek_v2(said: Metadata) -> dict[str, Any]:
     if said.flag("expert_weights_norm", default=False):
         raise said.unsupported("expert_weights_norm", value=True)
-    groups = said.size("expert_group_count", 1)
+    groups, used = _group_counts(said)
     return {
         **_latent(said),
         "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
         "n_group": groups,
-        "topk_group": said.size("expert_group_used_count", 1),
+        "topk_group": used,
     }
 
 
@@ -82,11 +82,23 @@ def _deepseek_v3(said: Metadata) -> dict[str, Any]:
 
 
 def _groups(said: Metadata) -> dict[str, Any]:
+    groups, used = _group_counts(said)
     return {
         "norm_topk_prob": said.flag("expert_weights_norm", default=False),
-        "n_group": said.size("expert_group_count", 1, least=1),
-        "topk_group": said.size("expert_group_used_count", 1, least=1),
+        "n_group": groups,
+        "topk_group": used,
     }
+
+
+def _group_counts(said: Metadata) -> tuple[int, int]:
+    """Return the groups of experts, and of how many a token may use experts."""
+    groups = max(said.size("expert_group_count", 1), 1)
+    used = max(said.size("expert_group_used_count", 1), 1)
+    if said.size("expert_count", least=1) % groups:
+        raise said.unsupported("expert_group_count", groups)
+    if used > groups:
+        raise said.unsupported("expert_group_used_count", used)
+    return groups, used
 
 
 def _shared(said: Metadata) -> dict[str, Any]:

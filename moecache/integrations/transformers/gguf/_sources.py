@@ -213,6 +213,12 @@ def _check_shape(
 def _check_used(used: set[str], architecture: Architecture, said: Metadata) -> None:
     # Blocks after the model's layers guess further tokens, and are not run.
     unused = range(said.num_layers, said.num_blocks)
+    for number in unused:
+        if not any(name.startswith(f"blk.{number}.nextn.") for name in said.tensors):
+            raise ConfigError(
+                f"{said.architecture}.nextn_predict_layers says that block {number} guesses "
+                "further tokens, but it has no tensors for that: the metadata are another file's"
+            )
     for name in said.tensors:
         block = _BLOCK.match(name)
         known = block is None or int(block.group(1)) < said.num_blocks

@@ -40,7 +40,7 @@ def find_tokenizer(metadata: Mapping[str, Any]) -> transformers.PreTrainedTokeni
         contradicts itself.
     """
     said = _Vocabulary(metadata)
-    build = _MODELS.get(said.model)
+    build = _MODELS.get(said.model) if isinstance(said.model, str) else None
     if build is None:
         raise ConfigError(
             f"tokenizer model {said.model!r} is not supported; supported are "
@@ -51,11 +51,11 @@ def find_tokenizer(metadata: Mapping[str, Any]) -> transformers.PreTrainedTokeni
         found, adds_bos = build(said)
         found.add_special_tokens(said.added((_CONTROL, _UNKNOWN)))
         found.add_tokens(said.added((_USER_DEFINED,)))
+        _frame(found, said, adds_bos=adds_bos)
     except ConfigError:
         raise
     except Exception as error:  # tokenizers has no class for its errors
         raise ConfigError(f"the GGUF file's vocabulary cannot be used: {error}") from error
-    _frame(found, said, adds_bos=adds_bos)
     special = {f"{name}_token": said.special(key) for name, key in _SPECIAL.items()}
     make: Any = transformers.PreTrainedTokenizerFast
     made = make(

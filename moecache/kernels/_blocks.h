@@ -37,7 +37,8 @@ INLINE v16 LEVEL(load16)(const uint8_t *at)
 /* Some bits of 32 bytes, from bit `shift` on, as nibbles: of the first 16 bytes the low ones. */
 INLINE v16 LEVEL(halves_of)(const uint8_t *at, int shift, int mask)
 {
-    v16 first = (v16)((v8)LEVEL(load16)(at) >> shift), second = (v16)((v8)LEVEL(load16)(at + 16) >> shift);
+    v16 first = (v16)((v8)LEVEL(load16)(at) >> (uint16_t)shift);
+    v16 second = (v16)((v8)LEVEL(load16)(at + 16) >> (uint16_t)shift);
     return (first & (uint8_t)mask) | (v16)((v8)(second & (uint8_t)mask) << 4);
 }
 

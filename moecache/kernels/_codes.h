@@ -5,8 +5,9 @@
  * for those of the one before. Zero points and offsets come at the beginning of a group, times the sum of
  * its inputs. The order depends on the number of columns alone. */
 
-/* LANES codes as numbers, each from bit `at` of 32 on; those of 5 and 6 bits are put together before. All are exact: exponents of few bits become those
- * of fp32 by a product with a power of two, denormals included. */
+/* LANES codes as numbers, each from bit `at` of 32 on; those of 5 and 6 bits are put together before. All
+ * are exact: exponents of few bits become those of fp32 by a product with a power of two, denormals
+ * included. */
 INLINE vf LEVEL(value)(vu lanes, int at, int codes)
 {
     if (codes == MC_I8)

@@ -561,13 +561,13 @@ cdef class Tiler:
     order : str
         One of `ORDERS`: bytes, bytes with 128 added, nibbles with the even column in the low one,
         or ggml's, the first 16 columns of 32 in low nibbles; or words of 16, 8 or 4 columns, or
-        of 8 rows.
+        of 8 rows; or ggml's blocks, by the name of their format, with all that is in them.
     row_bytes, block_bytes : int
-        Of codes, from a row to the next, and from 32 columns to the next; of words, from those of
-        some columns to the next.
+        Of codes, from a row to the next, and from 32 columns, or a block, to the next; of words,
+        from those of some columns to the next.
     zero : int
         A byte of codes that mean zero, in the file's order.
-    scale : {"f32", "f16", "bf16", "e8m0", "e4m3*", "e4m3/"}
+    scale : {"f32", "f16", "bf16", "e8m0", "f16*i8", "e4m3*", "e4m3/"}
         Those of "e8m0" become bfloat16; see `Form`.
     scale_rows : int
         Rows that share their scales.

@@ -37,7 +37,8 @@ INLINE v16 LEVEL(load16)(const uint8_t *at)
 /* Some bits of 32 bytes, from bit `shift` on, as nibbles: of the first 16 bytes the low ones. */
 INLINE v16 LEVEL(halves_of)(const uint8_t *at, int shift, int mask)
 {
-    v16 first = (v16)((v8)LEVEL(load16)(at) >> shift), second = (v16)((v8)LEVEL(load16)(at + 16) >> shift);
+    v16 first = (v16)((v8)LEVEL(load16)(at) >> (uint16_t)shift);
+    v16 second = (v16)((v8)LEVEL(load16)(at + 16) >> (uint16_t)shift);
     return (first & (uint8_t)mask) | (v16)((v8)(second & (uint8_t)mask) << 4);
 }
 
@@ -142,6 +143,8 @@ INLINE uint8_t *LEVEL(form_blocks)(
     v4 not_finite = {0};
     int64_t num_rows = file->rows - row < MC_TILE ? file->rows - row : MC_TILE;
     int is_super = kind.columns == MC_SUPER, pair = MC_BLOCK / kind.group;
+    int bits = mc_code_bits(kind.codes);
+    v16 low[MC_SUPER / MC_BLOCK][MC_TILE], high[MC_SUPER / MC_BLOCK][MC_TILE];
     const uint8_t *first = file->codes + row * file->row_bytes;
     const uint8_t *next = first + MC_TILE * file->row_bytes;
     for (int64_t k = 0; k < file->columns; k += kind.columns, first += file->block_bytes) {
@@ -156,27 +159,24 @@ INLINE uint8_t *LEVEL(form_blocks)(
         if (kind.has_offsets)
             out = LEVEL(form_numbers)(
                 blocks, kind.numbers_at + 2, is_super ? 0x8000 : 0, out, &not_finite);
-        for (int r = 0; r < MC_TILE && is_super; r++)
-            LEVEL(integers)(blocks[r], order, integers[r]);
+        for (int r = 0; r < MC_TILE; r++) {
+            if (is_super)
+                LEVEL(integers)(blocks[r], order, integers[r]);
 #pragma GCC unroll 8
+            for (int s = 0; s < kind.columns / MC_BLOCK; s++) {
+                low[s][r] = LEVEL(lowest)(blocks[r], s, order);
+                if (bits > 4)
+                    high[s][r] = LEVEL(above)(blocks[r], s, order);
+            }
+        }
         for (int s = 0; s < kind.columns / MC_BLOCK; s++) {
-            v16 halves[MC_TILE];
-            const uint8_t *places[MC_TILE];
             for (int i = 0; i < pair * (1 + kind.has_offsets) && is_super; i++, out += MC_TILE)
                 for (int r = 0; r < MC_TILE; r++)
                     out[r] = integers[r][i / pair * 16 + s * pair + i % pair];
-            for (int r = 0; r < MC_TILE; r++) {
-                halves[r] = LEVEL(lowest)(blocks[r], s, order);
-                places[r] = (const uint8_t *)&halves[r];
-            }
-            LEVEL(form_nibbles)(places, MC_HALVES, out);
+            LEVEL(form_halves)(low[s], out);
             out += 16 * MC_TILE;
-            int bits = mc_code_bits(kind.codes);
-            if (bits == 4)
-                continue;
-            for (int r = 0; r < MC_TILE; r++)
-                halves[r] = LEVEL(above)(blocks[r], s, order);
-            LEVEL(form_above)(places, bits, out);
+            if (bits > 4)
+                LEVEL(form_above)(high[s], bits, out);
             out += (bits - 4) * 4 * MC_TILE;
         }
     }

@@ -5,19 +5,20 @@
  * for those of the one before. Zero points and offsets come at the beginning of a group, times the sum of
  * its inputs. The order depends on the number of columns alone. */
 
-/* LANES codes as numbers, each from bit `at` of 32 on; those of 5 and 6 bits are put together before. All are exact: exponents of few bits become those
- * of fp32 by a product with a power of two, denormals included. */
+/* LANES codes as numbers, each from bit `at` of 32 on; those of 5 and 6 bits are put together before. All
+ * are exact: exponents of few bits become those of fp32 by a product with a power of two, denormals
+ * included. */
 INLINE vf LEVEL(value)(vu lanes, int at, int codes)
 {
     if (codes == MC_I8)
         return __builtin_convertvector((vi)(lanes << (24 - at)) >> 24, vf);
 #ifdef PICK
     static const float fp4[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
-    if (codes == MC_E2M1 || codes == MC_IQ4) {
+    if (codes == MC_E2M1 || codes == MC_IQ4 || (LANES == 16 && mc_code_bits(codes) == 4)) {
         /* Of 8 lanes, by 3 bits: the fourth is FP4's sign, or says which half of a table it is. */
         float table[16];
         for (int i = 0; i < 16; i++)
-            table[i] = codes == MC_IQ4 ? mc_iq4[i] : fp4[i];
+            table[i] = codes == MC_IQ4 ? mc_iq4[i] : codes == MC_E2M1 ? fp4[i] : i - mc_bias(codes);
         vf low, high;
         memcpy(&low, table, sizeof low);
         vf picked = PICK(low, lanes >> at);
@@ -91,16 +92,15 @@ INLINE void LEVEL(add_codes)(
         memcpy(&lanes, first + chunk * 64, sizeof lanes);
         if (bits == 8)
             lanes = LEVEL(by_rows)(lanes);
+        /* Of 5 and 6 bits, four columns' codes at a time, a byte each. */
+        vu four[2] = {lanes, lanes};
+        for (int i = 0; i < 2 && (bits == 5 || bits == 6); i++)
+            four[i] = (lanes >> 4 * i & 0x0f0f0f0f)
+                | (above >> (bits - 4) * (2 * chunk + i) & (bits == 5 ? 0x01010101 : 0x03030303)) << 4;
         for (int i = 0; i < width; i++) {
             /* Of 4 bits, the lower word has the even columns, the upper one the odd. */
-            int bit = bits == 8 ? 8 * i : 4 * (i / 2) + i % 2 * 16;
-            vu code = lanes;
-            if (bits == 5 || bits == 6) {
-                int slot = (bits - 4) * (2 * chunk + i / 2 % 2) + 8 * (i / 4) + i % 2 * 16;
-                code = (lanes >> bit & 15) | (above >> slot & (bits == 5 ? 1 : 3)) << 4;
-                bit = 0;
-            }
-            vf column = LEVEL(value)(code, bit, codes);
+            int bit = bits == 8 ? 8 * i : bits == 4 ? 4 * (i / 2) + i % 2 * 16 : 8 * (i / 4) + i % 2 * 16;
+            vf column = LEVEL(value)(four[i / 2 % 2], bit, codes);
             for (int t = 0; t < num; t++)
                 sums[t] = LEVEL(fma)(column, LEVEL(input)(inputs[t], k + chunk * width + i), sums[t]);
         }

@@ -81,12 +81,24 @@ INLINE void LEVEL(form_nibbles)(const uint8_t *const *blocks, int order, uint8_t
     }
 }
 
+/* Codes of 4 bits of 16 rows, in the order of MC_HALVES. */
+SHARED void LEVEL(form_halves)(const v16 *rows, uint8_t *out)
+{
+    const uint8_t *blocks[MC_TILE];
+    for (int r = 0; r < MC_TILE; r++)
+        blocks[r] = (const uint8_t *)&rows[r];
+    LEVEL(form_nibbles)(blocks, MC_HALVES, out);
+}
+
 /* What codes of 5 or 6 bits have above the fourth, given as codes of 4 bits. */
-INLINE void LEVEL(form_above)(const uint8_t *const *blocks, int bits, uint8_t *out)
+SHARED void LEVEL(form_above)(const v16 *rows, int bits, uint8_t *out)
 {
     for (int r = 0; r < MC_TILE; r += 4) {
+        const uint8_t *blocks[4];
         v4 words[4];
-        LEVEL(four_rows)(blocks + r, MC_HALVES, words);
+        for (int i = 0; i < 4; i++)
+            blocks[i] = (const uint8_t *)&rows[r + i];
+        LEVEL(four_rows)(blocks, MC_HALVES, words);
         /* Of each byte's two nibbles, side by side. */
         for (int i = 0; i < 4; i++)
             words[i] = bits == 5 ? (words[i] | words[i] >> 3) & 0x03030303
@@ -263,7 +275,7 @@ INLINE void LEVEL(codes_above)(const uint8_t *at, uint8_t (*rows)[MC_BLOCK], int
 }
 
 /* The codes of 16 rows and 32 columns of a form, a byte each. */
-INLINE void LEVEL(codes)(const uint8_t *at, uint8_t (*rows)[MC_BLOCK], int bits)
+SHARED void LEVEL(codes)(const uint8_t *at, uint8_t (*rows)[MC_BLOCK], int bits)
 {
     int is_half = bits < 8;
     for (int r = 0; r < MC_TILE; r += 4)

@@ -476,8 +476,12 @@ cdef class _Inputs:
         self, const uint8_t *inputs, int given, int wanted, int64_t row_bytes,
         const mc_matrix *matrix, const int64_t *pairs, int64_t top_k, int64_t num_tokens=0
     ) except -1:
-        """Point to the inputs, or to their values as wanted, of each pair's token."""
-        cdef int64_t i, token, num_rows = self.num if pairs == NULL else num_tokens
+        """Point to the inputs, or to their values as wanted, of each pair's token.
+
+        Each token's are converted once, or each pair's if these are fewer.
+        """
+        cdef bint by_pairs = pairs == NULL or self.num < num_tokens
+        cdef int64_t i, token, num_rows = self.num if by_pairs else num_tokens
         cdef int64_t nbytes = mc_given_bytes(wanted, matrix)
         if (
             given != wanted or mc_input_columns(matrix) != matrix.columns
@@ -488,11 +492,14 @@ cdef class _Inputs:
                 raise MemoryError(f"no memory for {num_rows} inputs of {matrix.columns} numbers")
             with nogil:
                 for i in range(num_rows):
+                    token = pairs[i] // top_k if by_pairs and pairs != NULL else i
                     mc_convert(
-                        _level, inputs + i * row_bytes, given, wanted, matrix,
+                        _level, inputs + token * row_bytes, given, wanted, matrix,
                         self.scratch + i * nbytes
                     )
             inputs, row_bytes = self.scratch, nbytes
+            if by_pairs:
+                pairs = NULL
         for i in range(self.num):
             token = i if pairs == NULL else pairs[i] // top_k
             self.rows[i] = inputs + token * row_bytes
@@ -561,13 +568,13 @@ cdef class Tiler:
     order : str
         One of `ORDERS`: bytes, bytes with 128 added, nibbles with the even column in the low one,
         or ggml's, the first 16 columns of 32 in low nibbles; or words of 16, 8 or 4 columns, or
-        of 8 rows.
+        of 8 rows; or ggml's blocks, by the name of their format, with all that is in them.
     row_bytes, block_bytes : int
-        Of codes, from a row to the next, and from 32 columns to the next; of words, from those of
-        some columns to the next.
+        Of codes, from a row to the next, and from 32 columns, or a block, to the next; of words,
+        from those of some columns to the next.
     zero : int
         A byte of codes that mean zero, in the file's order.
-    scale : {"f32", "f16", "bf16", "e8m0", "e4m3*", "e4m3/"}
+    scale : {"f32", "f16", "bf16", "e8m0", "f16*i8", "e4m3*", "e4m3/"}
         Those of "e8m0" become bfloat16; see `Form`.
     scale_rows : int
         Rows that share their scales.

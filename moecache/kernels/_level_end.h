@@ -8,6 +8,7 @@
 #undef NARROW
 #undef PICK
 #undef INLINE
+#undef SHARED
 #undef LEVEL_OF
 #undef vf
 #undef vi

@@ -12,6 +12,8 @@ typedef uint8_t LEVEL(vb) __attribute__((vector_size(LANES * 4)));
 #define vh LEVEL(vh)
 #define vb LEVEL(vb)
 #define INLINE static inline __attribute__((always_inline))
+/* Of what many call and little is gained by copies. */
+#define SHARED static __attribute__((noinline))
 
 INLINE vf LEVEL(all)(float value) { return value - (vf){0}; }
 

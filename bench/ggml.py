@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from moecache.formats import BlockFormat
+from moecache.formats import BlockFormat, GroupedFormat, find_format, quantize
 
 _TYPES = {"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10, "q3_k": 11}
 _TYPES |= {"q4_k": 12, "q5_k": 13, "q6_k": 14, "iq4_nl": 20, "iq4_xs": 23, "bf16": 30}
@@ -43,7 +43,20 @@ def has_format(name: str) -> bool:
     return name in _TYPES and importlib.util.find_spec("llama_cpp") is not None
 
 
-def random_blocks(
+def parts_of(values: np.ndarray, name: str) -> dict[str, np.ndarray]:
+    """Return a matrix in a format; any codes, of scales that fit, if moecache only reads it."""
+    known = find_format(name)
+    if isinstance(known, BlockFormat) and known.block[1] > 32:
+        return _random_blocks(known, values.shape, values.std())
+    if not isinstance(known, GroupedFormat):
+        return quantize(values, name)
+    raw = np.random.default_rng(0).integers(0, 256, known.nbytes(*values.shape), np.uint8)
+    parts = known.split(raw, *values.shape)
+    parts["scales"][...] = values.std() / 8
+    return parts
+
+
+def _random_blocks(
     known: BlockFormat, shape: tuple[int, int], deviation: float
 ) -> dict[str, np.ndarray]:
     """Return blocks of any codes whose values are about zero, and of a standard deviation."""

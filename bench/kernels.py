@@ -29,11 +29,11 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from bench.ggml import GgmlLayer, NotRepackedError, has_format, random_blocks
+from bench.ggml import GgmlLayer, NotRepackedError, has_format, parts_of
 from bench.runs import begin, write_figures
 from moecache import kernels
 from moecache.errors import ConfigError
-from moecache.formats import BlockFormat, GroupedFormat, find_format, quantize
+from moecache.formats import find_format
 from moecache.kernels import _kernels
 from moecache.kernels.matrices import matrix_of
 
@@ -149,7 +149,7 @@ class _Layer:
         for role, (rows, columns) in shapes.items():
             # One expert's worth of sensible numbers, again and again.
             values = (random_.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)
-            parts = {part: np.ascontiguousarray(a) for part, a in _parts(values, name).items()}
+            parts = {part: np.ascontiguousarray(a) for part, a in parts_of(values, name).items()}
             self.parts[role] = next(iter(parts.values()))
             self.raw = np.concatenate([a.reshape(-1).view(np.uint8) for a in parts.values()])
             one = matrix_of(parts, name)
@@ -293,19 +293,6 @@ class _Layer:
         matrix = self.matrices[role]
         raw = torch.from_numpy(self.slabs[role].view(np.uint16)).view(torch.bfloat16)
         return raw.view(self.num_experts, matrix.rows, matrix.columns)
-
-
-def _parts(values: np.ndarray, name: str) -> dict[str, np.ndarray]:
-    """Return a matrix in a format; any codes, of scales that fit, if moecache only reads it."""
-    known = find_format(name)
-    if isinstance(known, BlockFormat) and known.block[1] > 32:
-        return random_blocks(known, values.shape, values.std())
-    if not isinstance(known, GroupedFormat):
-        return quantize(values, name)
-    raw = np.random.default_rng(0).integers(0, 256, known.nbytes(*values.shape), np.uint8)
-    parts = known.split(raw, *values.shape)
-    parts["scales"][...] = values.std() / 8
-    return parts
 
 
 def _storing(names: Sequence[str], *columns: int) -> list[str]:

@@ -173,7 +173,7 @@ class GgmlLayer:
         self._ggml.ggml_backend_tensor_set(tensor, whole.ctypes.data, 0, whole.nbytes)
 
 
-def quantize(values: np.ndarray, number: int) -> np.ndarray:
+def quantized(values: np.ndarray, number: int) -> np.ndarray:
     """Return the blocks of a matrix in a type of ggml, uint8 [rows, bytes], by its quantizer.
 
     Parameters

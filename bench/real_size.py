@@ -18,7 +18,7 @@ from rich.progress import track
 
 from bench import qwen3_moe
 from bench.byte_tokenizer import vocabulary
-from bench.ggml import quantize
+from bench.ggml import quantized
 from moecache.units import format_bytes
 
 F32, Q4_K, Q6_K = 0, 12, 14
@@ -198,7 +198,7 @@ class Experts:
 def encoded(tensor: Any, kind: int) -> np.ndarray:
     """Return a tensor's values in a type of ggml."""
     values: np.ndarray = tensor.detach().float().numpy()
-    return values if kind == F32 else quantize(values, kind)
+    return values if kind == F32 else quantized(values, kind)
 
 
 def begin(arguments: argparse.Namespace, config: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from moecache.errors import ConfigError, FormatError
 from moecache.layout import ExpertLayout, Role
 from moecache.stores._header import MAX_LAYERS, TensorEntry, shown
-from moecache.stores._matrices import Matrix, Stored
+from moecache.stores._matrices import Matrix, Stored, UnsupportedQuantizationError
 
 # Models have less than 100,000. A file with holes may claim any number, and each takes memory.
 MAX_EXPERTS = 2**20
@@ -335,7 +335,13 @@ def _add_matrices(
     matrices = {group.matrix for group in found.values()}
     matrix = next(iter(found.values())).matrix
     if len(matrices) > 1 or matrix is None:
-        raise FormatError(
+        shapes = {
+            group.shape if group.matrix is None else (group.matrix.rows, group.matrix.columns)
+            for group in found.values()
+        }
+        # Of one shape, the checkpoint may be sound.
+        kind = UnsupportedQuantizationError if len(shapes) == 1 else FormatError
+        raise kind(
             f"gate and up of layer {shown(layer)} are not quantized alike, which is not supported: "
             + ", ".join(
                 f"{shown(group.example)} is "

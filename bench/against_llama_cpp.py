@@ -4,6 +4,8 @@
     python -m bench.qwen3_moe DIR               # a model of 3.2 GB
     python -m bench.against_llama_cpp DIR GGUF --convert LLAMA_CPP --json FILE
 
+    python -m bench.against_llama_cpp FILE.gguf FILE.gguf    # the same file for both
+
 GGUF is the model in bfloat16; --convert writes it if it is not there, by the converter in the
 sources of llama.cpp (vendor/llama.cpp in that of llama-cpp-python: pip download --no-binary :all:).
 

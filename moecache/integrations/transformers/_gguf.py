@@ -94,10 +94,11 @@ def strip_gguf(model: transformers.PreTrainedModel, store: GgufStore) -> list[Gg
 
 def share_embedding(model: transformers.PreTrainedModel, weights: Sequence[GgufWeight]) -> None:
     """Let the head be the embedding, if both were read from one tensor as torch's own."""
-    source = {weight.module: weight.source.tensors for weight in weights if weight.leaf == "weight"}
+    read = {weight.module: weight.source.tensors for weight in weights if weight.leaf == "weight"}
     one, other = model.get_input_embeddings(), model.get_output_embeddings()
     both = [module._parameters.get("weight") for module in (one, other) if module is not None]
-    if len(both) == 2 and source.get(one) == source.get(other) and None not in both:
+    is_same = one in read and read[one] == read.get(other)
+    if is_same and len(both) == 2 and None not in both:
         # What is saved later has one of them, and says so.
         model.config.get_text_config().tie_word_embeddings = True
         model.config.tie_word_embeddings = True

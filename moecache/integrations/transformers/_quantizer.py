@@ -15,12 +15,12 @@ from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Binding, bind, check_family
 from moecache.integrations.transformers._experts import dispatch, strip
 from moecache.integrations.transformers._forward import NUMPY_TYPES
-from moecache.integrations.transformers._gguf import GgufWeight, share_embedding, strip_gguf
+from moecache.integrations.transformers._gguf import share_embedding, strip_gguf
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, guard_embeddings
 from moecache.integrations.transformers._native import NativeEmbedding
 from moecache.integrations.transformers._trunk import (
     OTHER_TENSORS,
-    QuantizedWeight,
+    TrunkWeight,
     strip_quantized,
 )
 from moecache.kernels import default_compute
@@ -53,7 +53,7 @@ class TrunkQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: MoeCacheConfig
-    _trunk: Sequence[QuantizedWeight | GgufWeight] = ()
+    _trunk: Sequence[TrunkWeight] = ()
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
@@ -91,7 +91,8 @@ class TrunkQuantizer(HfQuantizer):
             with open_store(model.__dict__["_moecache_source"][0]) as store:
                 for weight in logging.tqdm(self._trunk, desc="Reading the trunk"):
                     weight.read(store, is_native=is_native)
-            share_embedding(model, [one for one in self._trunk if isinstance(one, GgufWeight)])
+            if self.quantization_config.gguf:
+                share_embedding(model, self._trunk)
             if any(isinstance(module, NativeEmbedding) for module in model.modules()):
                 guard_embeddings(model)
         guard(model, model.__dict__["_moecache_source"][0])

@@ -1,8 +1,9 @@
-"""The quantized weights of a trunk: read by moecache's own formats, as the model's dtype."""
+"""Weights of a trunk that moecache reads: quantized ones, and all of a GGUF file."""
 
 import re
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -11,6 +12,9 @@ from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Targets, kept_dtype
 from moecache.integrations.transformers._forward import NUMPY_TYPES, as_tensor
 from moecache.integrations.transformers._native import can_keep, keep
+from moecache.integrations.transformers.gguf import Source
+from moecache.kernels import values_in
+from moecache.layout import Role
 from moecache.stores import CheckpointStore
 
 _DIGITS = re.compile(r"\d+")
@@ -20,43 +24,57 @@ _BESIDE = rf"\.(weight_\w+|{OTHER_TENSORS})$"
 
 
 @dataclass(frozen=True)
-class QuantizedWeight:
-    """A parameter that was taken from a module, to be read by its format.
+class TrunkWeight:
+    """A parameter or buffer that was taken from a module, to be read by moecache's own formats.
 
     Parameters
     ----------
     module : Module
     leaf : str
         Name of the parameter in it.
-    name : str
-        Name of the weight in the store.
+    source : Source
     dtype : torch.dtype
         Of the parameter.
+    is_buffer : bool, default False
     """
 
     module: nn.Module
     leaf: str
-    name: str
+    source: Source
     dtype: torch.dtype
+    is_buffer: bool = False
 
     def read(self, store: CheckpointStore, *, is_native: bool) -> None:
-        """Give the module its weight: the values of the format, rounded once.
-
-        Or the format's own bytes, if that is wanted and can be.
-        """
+        """Give the module its values, rounded once, or the file's own bytes where that can be."""
         self.module.__dict__.pop(self.leaf, None)
-        matrix, _ = store.trunk_matrices[self.name]
-        if is_native and can_keep(self.module, matrix.format):
-            shape = matrix.rows, matrix.columns
-            keep(self.module, store.read_parts(self.name), matrix.format, shape, self.dtype)
-            return
-        values = as_tensor(store.read_matrix(self.name, NUMPY_TYPES[self.dtype]))
-        self.module.register_parameter(self.leaf, nn.Parameter(values))
+        names, rows = self.source.tensors, self.source.rows
+        matrices = [store.trunk_matrices[name][0] for name in names if name in store.trunk_matrices]
+        first = matrices[0] if 0 < len(matrices) == len(names) else None
+        if first is not None and self.source.undo is None and len({*matrices}) == 1:
+            raw = np.concatenate([store.read_parts(name) for name in names])
+            num_rows = len(matrices) * first.rows
+            if rows is not None:
+                num_rows, raw = len(rows), raw.reshape(num_rows, -1)[rows].reshape(-1)
+            shape = num_rows, first.columns
+            if is_native and can_keep(self.module, first.format):
+                keep(self.module, raw, first.format, shape, self.dtype)
+                return
+            role = Role(names[0], shape, format=first.format.name)
+            values = values_in(raw, role, stored=True, dtype=NUMPY_TYPES[self.dtype])
+        else:
+            arrays = [store.read_tensor(name).astype(np.float32) for name in names]
+            values = self.source.undo(arrays) if self.source.undo else np.concatenate(arrays)
+            values = values if rows is None else values[rows]
+        tensor = as_tensor(np.ascontiguousarray(values)).to(self.dtype)
+        if self.is_buffer:
+            self.module.register_buffer(self.leaf, tensor)
+        else:
+            self.module.register_parameter(self.leaf, nn.Parameter(tensor))
 
 
 def strip_quantized(
     model: transformers.PreTrainedModel, store: CheckpointStore
-) -> list[QuantizedWeight]:
+) -> list[TrunkWeight]:
     """Take the weights from a model that are quantized in a checkpoint; it reads the others.
 
     Raises
@@ -86,7 +104,7 @@ def strip_quantized(
                 "checkpoint is of another model"
             )
         dtype = kept_dtype(model, target, take(module, leaf))
-        taken.append(QuantizedWeight(module, leaf, name, dtype))
+        taken.append(TrunkWeight(module, leaf, Source((name,)), dtype))
         patterns |= {f"^{_DIGITS.sub('[0-9]+', re.escape(key))}$" for key in (name, target)}
     if taken:
         ignored = model._keys_to_ignore_on_load_unexpected or ()

@@ -124,7 +124,9 @@ def _randomize(model: Any) -> None:
         for tensor in model.state_dict(keep_vars=True).values():
             if tensor is embedding:
                 tensor.normal_(std=embedding_std)
-            elif tensor.numel() > max(tensor.shape):
+            elif not tensor.is_floating_point():
+                continue  # a table, such as that of tokens' experts
+            elif tensor.numel() > max(tensor.shape, default=1):
                 tensor.normal_(std=tensor.shape[-1] ** -0.5)
             else:  # norms stay near 1 (or 0), biases do not stay 0
                 tensor.add_(torch.randn_like(tensor), alpha=0.1)

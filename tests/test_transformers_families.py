@@ -8,7 +8,7 @@ import pytest
 from moecache.errors import ConfigError
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.more_families import MORE_FAMILIES
-from tests.helpers.offloading import load_whole
+from tests.helpers.offloading import load_whole, realigned
 from tests.helpers.pairs import pairwise
 
 torch = pytest.importorskip("torch")
@@ -60,7 +60,8 @@ def _check_outputs(path: Path, wanted: tuple[Any, Any], dtype: str, size: str) -
         model = load(path, slots=layout.num_experts)
     with model.moecache as offload:
         assert model.dtype == getattr(torch, dtype)
-        assert not [name for name, _ in model.named_parameters() if name.endswith("down_proj")]
+        parameters = [name for name, _ in model.named_parameters()]
+        assert not [name for name in parameters if name.endswith(".experts.down_proj")]
         for found, expected in zip(_outputs(model), wanted, strict=True):
             assert torch.equal(found, expected)
         # Nothing was right because all was there.
@@ -68,8 +69,23 @@ def _check_outputs(path: Path, wanted: tuple[Any, Any], dtype: str, size: str) -
         assert stats.num_evictions > 0
         assert stats.prefetch is not None
         assert stats.prefetch.num_predictor_errors == 0
-        if size == "a quarter":
+        if size == "a quarter" and model.can_generate():
             assert stats.prefetch.num_found_k > 0
+
+
+def test_rows_that_alternate_in_the_checkpoint_alone_are_put_in_order(tmp_path: Path) -> None:
+    """Inkling's: by kernels as by torch, and when the model gets its experts back."""
+    from moecache.integrations.transformers import load
+
+    family, path = MORE_FAMILIES["inkling"], tmp_path / "inkling"
+    if not hasattr(transformers, "InklingTextConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no inkling")
+    write_checkpoint(family, path, "float32")
+    logits, _ = _outputs(load_whole(family, path))
+    model = load(path, slots=4, compute="fast")
+    torch.testing.assert_close(_outputs(model)[0], logits, rtol=1e-4, atol=1e-4)
+    model.moecache.detach()
+    assert torch.equal(_outputs(realigned(model))[0], logits)
 
 
 def test_stacks_that_are_stored_transposed_are_refused(tmp_path: Path) -> None:
@@ -93,6 +109,8 @@ def _outputs(model: Any) -> tuple[Any, Any]:
     prompt = torch.arange(12)[None] * 7 % 120
     with torch.no_grad():
         logits = model(input_ids=prompt).logits
+        if not model.can_generate():
+            return logits, logits
         tokens = model.generate(
             input_ids=prompt,
             max_new_tokens=NUM_TOKENS,

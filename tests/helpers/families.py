@@ -119,7 +119,8 @@ def _randomize(model: Any) -> None:
 
     embedding = model.get_input_embeddings().weight
     # A tied head is the embedding too: a large one would repeat the last token for ever.
-    embedding_std = 0.1 if embedding is model.get_output_embeddings().weight else 1.0
+    head = model.get_output_embeddings()
+    embedding_std = 0.1 if head is not None and embedding is head.weight else 1.0
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():
             if tensor is embedding:

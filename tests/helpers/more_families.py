@@ -49,6 +49,36 @@ SIZES: Mapping[str, Any] = {
 }
 _LATENT = {"num_key_value_heads": 4}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_RELATIVE = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "sliding_window_size": 16,
+    "d_rel": 4,
+    "rel_extent": 16,
+}
+_SAM = {
+    "sam_config": {
+        "hidden_size": 16,
+        "output_channels": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "window_size": 2,
+        "global_attn_indexes": [0],
+        "mlp_dim": 16,
+        "downsample_channels": [8, 16],
+    },
+    "encoder_config": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+}
 _MULTIMODAL_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
@@ -99,6 +129,11 @@ def _with_images(
 
 _MEMBERS = (
     _of("afmoe", "Afmoe"),
+    _of(
+        "aria",
+        "AriaText",
+        {"moe_num_experts": 8, "moe_topk": 3, "moe_num_shared_experts": 1},
+    ),
     _of("axk1", "AXK1", _LATENT),
     _of("axk2", "AXK2", _LATENT),
     _of("bailing_hybrid", "BailingHybrid", {**_LATENT, **_LINEAR}),
@@ -119,6 +154,12 @@ _MEMBERS = (
                 "heavily_compressed_attention": 8,
             },
         },
+    ),
+    _with_images(
+        "deepseek_ocr2",
+        "DeepseekOcr2",
+        _LATENT,
+        {**_SAM, "encoder_config": {**_SAM["encoder_config"], "num_key_value_heads": 2}},
     ),
     _of("dots1", "Dots1"),
     _of(
@@ -175,6 +216,13 @@ _MEMBERS = (
     _of("granitemoeshared", "GraniteMoeShared"),
     _of("hy_v3", "HYV3"),
     _of("hy_v4", "HYV4"),
+    _of("inkling", "Inkling", _RELATIVE, config_suffix="TextConfig"),
+    _of(
+        "inkling2",
+        "Inkling2",
+        {**_RELATIVE, "unpadded_vocab_size": 120, "n_layers_per_attn_res_block": 2},
+        config_suffix="TextConfig",
+    ),
     _of(
         "kimi_linear",
         "KimiLinear",
@@ -202,33 +250,73 @@ _MEMBERS = (
         },
         has_interface=False,  # its image part takes no experts implementation
     ),
+    _with_images(
+        "muse_spark",
+        "MuseSpark",
+        {"moe_hidden_size": 48},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+            "max_position_embeddings": 16,
+        },
+        audio_config={"out_hidden_size": 32, "hidden_sizes": [8] * 4, "depths": [1] * 4},
+        out_hidden_size=32,
+        projector_hidden_size=16,
+    ),
+    _of("openai_privacy_filter", "OpenAIPrivacyFilter", model_suffix="ForTokenClassification"),
+    _with_images(
+        *("qwen3_omni_moe", "Qwen3OmniMoe"),
+        {"rope_parameters": {**_MULTIMODAL_ROPE, "mrope_section": [4, 2, 2]}},
+        {**VISION, "deepstack_visual_indexes": [0]},
+        audio_config={
+            "num_mel_bins": 8,
+            "encoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 16,
+            "d_model": 16,
+            "output_dim": 32,
+            "downsample_hidden_size": 8,
+            "max_source_positions": 16,
+        },
+        model_suffix="ThinkerForConditionalGeneration",
+        config_suffix="ThinkerConfig",
+        **{
+            f"{token}_token_id": 120 + number
+            for number, token in enumerate(
+                ("vision_start", "vision_end", "audio_start", "audio_end", "image", "video")
+            )
+        },
+    ),
+    _of(
+        "qwen4_exp",
+        "Qwen4Exp",
+        {
+            **_LINEAR,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+            "hc_count": 2,
+            "hc_lowrank": 8,
+        },
+        config_suffix="TextConfig",
+    ),
     _of("solar_open", "SolarOpen"),
     _with_images(
         "unlimited_ocr",
         "UnlimitedOcr",
         {},
-        {
-            "sam_config": {
-                "hidden_size": 16,
-                "output_channels": 8,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 32,
-                "patch_size": 8,
-                "window_size": 2,
-                "global_attn_indexes": [0],
-                "mlp_dim": 16,
-                "downsample_channels": [8, 16],
-            },
-            "encoder_config": {
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 32,
-                "patch_size": 8,
-            },
-        },
+        _SAM,
     ),
     # One expert per token, and so many layers that not all experts that are used fit.
     _of(

@@ -66,11 +66,11 @@ def _check_outputs(path: Path, wanted: tuple[Any, Any], dtype: str, size: str) -
             assert torch.equal(found, expected)
         # Nothing was right because all was there.
         stats = offload.stats()
-        assert stats.num_evictions > 0
         assert stats.prefetch is not None
         assert stats.prefetch.num_predictor_errors == 0
-        if size == "a quarter" and model.can_generate():
-            assert stats.prefetch.num_found_k > 0
+        if model.can_generate():
+            assert stats.num_evictions > 0
+            assert size == "one layer" or stats.prefetch.num_found_k > 0
 
 
 def test_rows_that_alternate_in_the_checkpoint_alone_are_put_in_order(tmp_path: Path) -> None:

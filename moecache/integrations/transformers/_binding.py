@@ -78,6 +78,12 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
         by_path[found] = layer
     for path in modules:
         if path not in by_path:
+            tied = getattr(model, "all_tied_weights_keys", None) or {}
+            if f"{path}.down_proj" in tied:
+                other = tied[f"{path}.down_proj"].rpartition(".")[0]
+                raise ConfigError(
+                    f"{family} is not supported: {path} shares its experts with {other}"
+                )
             first = ", ".join(store.layout.layer_names[:3]) or "none"
             raise ConfigError(
                 f"{store.path}: has no experts for {path} of {family}; it has {first}, ...: "
@@ -213,6 +219,7 @@ class Targets:
     def _place(self, source: str, pattern: str, path: str) -> int:
         """Return the place of a tensor among those that become one weight."""
         converter = next(entry for entry in self._converters if pattern in entry.source_patterns)
+        operation: Any
         for operation in converter.operations:
             name = type(operation).__name__
             if name == "Interleave" and operation.dim == 1 and not operation.inverse:

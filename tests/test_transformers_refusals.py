@@ -110,29 +110,6 @@ def _diffusion_gemma() -> Any:
     )
 
 
-def _longcat_flash() -> Any:
-    return transformers.LongcatFlashForCausalLM(
-        transformers.LongcatFlashConfig(
-            **SIZES,
-            num_layers=1,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            ffn_hidden_size=40,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=8,
-            head_dim=8,
-            v_head_dim=8,
-            moe_topk=2,
-            n_routed_experts=4,
-            zero_expert_num=2,
-            expert_ffn_hidden_size=24,
-        )
-    )
-
-
 def _dense() -> Any:
     return transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
@@ -154,7 +131,6 @@ def _dense() -> Any:
         (_switch_transformers, "SwitchTransformersExperts .* in another form"),
         (_nllb_moe, "NllbMoeForConditionalGeneration is not supported: .* in another form"),
         (_diffusion_gemma, r"DiffusionGemma.* is not supported: .*encoder.* shares its experts"),
-        (_longcat_flash, "LongcatFlashForCausalLM is not supported: .* no experts interface"),
         (_dense, "Qwen3ForCausalLM has no experts module .* a mixture-of-experts model"),
     ],
     ids=lambda value: value.__name__.lstrip("_") if callable(value) else "",

@@ -104,6 +104,7 @@ def index_experts(
     find_matrix: FindMatrix | None = None,
     match_name: MatchName | None = None,
     num_zero: int = 0,
+    group_size: int = 0,
 ) -> tuple[ExpertLayout, list[list[TensorPart]]]:
     """Return the layout of a checkpoint's experts and, per layer, where they are.
 
@@ -121,6 +122,9 @@ def index_experts(
     num_zero : int, default 0
         Experts that compute nothing, numbered after the others; some matrices may have rows for
         them, which are left out.
+    group_size : int, default 0
+        Experts of a group, where a layer's are numbered through several groups of other widths.
+        Each group after the first is a layer of its own, after all layers of the first.
 
     Raises
     ------
@@ -132,11 +136,15 @@ def index_experts(
         If a chosen layer is not there.
     """
     layers: dict[str, dict[tuple[str, int, str], _Found]] = {}
+    later: dict[str, int] = {}
     for name, (file, entry) in tensors.items():
         match = (match_name or _match_name)(name)
         if match is None:
             continue
         layer, piece, expert, kind = match
+        if group_size and expert is not None and (group := int(expert) // group_size):
+            layer, expert = f"{layer} group {group}", str(int(expert) % group_size)
+            later[layer] = group
         if chosen is not None and layer not in chosen:
             continue
         role, place = _PIECES[piece]
@@ -150,7 +158,7 @@ def index_experts(
     for name in chosen or ():
         if name not in layers:
             raise ConfigError(f"there is no layer {shown(name)} with experts")
-    names = sorted(layers, key=_natural)
+    names = sorted(layers, key=lambda name: (later.get(name, 0), _natural(name)))
     if find_matrix is not None:
         layers = {name: _matched(layers[name], find_matrix) for name in names}
     _check_projections(names, layers)

@@ -18,9 +18,10 @@ from moecache.integrations.transformers._longcat import is_longcat
 from moecache.stores import CheckpointStore, GgufStore
 
 # What leaves experts as stores serve them: one after another, gate above up.
-_STACKING = ("MergeModulelist", "Concatenate")
+_STACKING = ("MergeModulelist", "Concatenate", "ErnieFuseAndSplitTextVisionExperts")
 # A stack that was split: `...experts.7.gate_up_proj`.
 _SPLIT = re.compile(r"\.experts\.\d+\.")
+_NUMBER = re.compile(r"\.experts\.(\d+)\.", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,8 @@ class Targets:
             target, pattern = self._rename(
                 source, self._renamings, self._converters, self._prefix, self._known
             )
+            if pattern is not None:
+                target = self._of_group(source, target, pattern, store.layout.num_experts)
             if target not in self._known:
                 target = _SPLIT.sub(".experts.", target)
             found, _, weight = target.rpartition(".")
@@ -217,9 +220,19 @@ class Targets:
                 raise ConfigError(f"{self._family} is not supported: {role} is put together anew")
         return path
 
+    def _of_group(self, source: str, target: str, pattern: str, num_experts: int) -> str:
+        """Return the target of a tensor of an expert whose numbers go through several modules."""
+        targets = self._converter(pattern).target_patterns
+        number = _NUMBER.search(source)
+        group = int(number[1]) // num_experts if number and len(targets) > 1 else 0
+        return target.replace(targets[0], targets[min(group, len(targets) - 1)])
+
+    def _converter(self, pattern: str) -> Any:
+        return next(entry for entry in self._converters if pattern in entry.source_patterns)
+
     def _place(self, source: str, pattern: str, path: str) -> int:
         """Return the place of a tensor among those that become one weight."""
-        converter = next(entry for entry in self._converters if pattern in entry.source_patterns)
+        converter = self._converter(pattern)
         operation: Any
         for operation in converter.operations:
             name = type(operation).__name__

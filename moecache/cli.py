@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 failure, 2 wrong usage. Errors are one line on standard error.
     """
     arguments = _parser().parse_args(argv)
+    # Threads of torch that wait for work let go of their cores, which kernels and readers need:
+    # with two threads on two cores they took half of the time. torch reads it when imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 - written, not read
     logging.basicConfig(
         level=logging.INFO if arguments.verbose else logging.WARNING,
         format="%(levelname)s %(message)s",

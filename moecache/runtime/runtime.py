@@ -17,6 +17,7 @@ from moecache.cache.warmpin import WarmPin
 from moecache.cuda import CudaExperts
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.files import Kind, write_whole
+from moecache.kernels.startup import usable_cores
 from moecache.layout import ExpertLayout
 from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
 from moecache.loading.reader_engine import ReaderEngine
@@ -152,6 +153,8 @@ class ExpertRuntime:
             if reader is None
             else ReaderEngine(reader, store, loader_threads),
         )
+        if pool.converts and loader_threads and usable_cores() > 1:
+            self._loader.start_filler()
         if prefault is not None:
             prefault.yield_to(reading(self._loader))
         # What is read around the page cache is not to be brought into it.

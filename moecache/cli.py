@@ -3,7 +3,6 @@
 import argparse
 import io
 import logging
-import os
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +21,7 @@ from moecache.commands import (
 )
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.settings import let_idle_threads_sleep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,9 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 failure, 2 wrong usage. Errors are one line on standard error.
     """
     arguments = _parser().parse_args(argv)
-    # Threads of torch that wait for work let go of their cores, which kernels and readers need:
-    # with two threads on two cores they took half of the time. torch reads it when imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # noqa: TID251 - written, not read
+    let_idle_threads_sleep()
     logging.basicConfig(
         level=logging.INFO if arguments.verbose else logging.WARNING,
         format="%(levelname)s %(message)s",

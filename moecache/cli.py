@@ -3,6 +3,7 @@
 import argparse
 import io
 import logging
+import os
 import sys
 from collections.abc import Sequence
 

@@ -62,9 +62,10 @@ class NativeLinear(NativeLayer):
         name, rows, columns, dtype = self.__dict__[_KIND]
         if not _is_for_kernels(input, layer.bias, dtype):
             return functional.linear(input, self.weight, layer.bias)
-        out: torch.Tensor = torch.ops.moecache.format_linear(
-            input, getattr(self, FORM), name, rows, columns, layer.bias
-        )
+        given = input, getattr(self, FORM), name, rows, columns, layer.bias
+        if not torch.compiler.is_compiling():
+            return _operator(*given)
+        out: torch.Tensor = torch.ops.moecache.format_linear(*given)
         return out
 
 

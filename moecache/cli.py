@@ -15,6 +15,7 @@ from moecache.commands import (
     inspect,
     pack,
     replay,
+    serve,
     simulate,
     top,
     trace,
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_parser(commands)
     pack.add_parser(commands)
     replay.add_parser(commands)
+    serve.add_parser(commands)
     simulate.add_parser(commands)
     top.add_parser(commands)
     trace.add_parser(commands)

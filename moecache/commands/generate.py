@@ -66,6 +66,17 @@ def add_parser(commands: Any) -> None:
         help="0 takes the likeliest token (default: what the model's generation_config.json says)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
+    cache = add_expert_options(parser)
+    add_option(cache, "record_trace")
+    parser.add_argument(
+        "--stats", action="store_true", help="show all counters at the end, layer by layer"
+    )
+    add_force(parser)
+    parser.set_defaults(run=run)
+
+
+def add_expert_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options that `loaded` reads; return their group."""
     cache = parser.add_argument_group("experts")
     add_option(cache, "memory", "; the trunk comes on top")
     cache.add_argument(
@@ -85,12 +96,7 @@ def add_parser(commands: Any) -> None:
         "a format)",
     )
     add_option(cache, "profile")
-    add_option(cache, "record_trace")
-    parser.add_argument(
-        "--stats", action="store_true", help="show all counters at the end, layer by layer"
-    )
-    add_force(parser)
-    parser.set_defaults(run=run)
+    return cache
 
 
 def add_model_options(parser: argparse._ActionsContainer) -> None:
@@ -123,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer = generation.load_tokenizer(arguments.model)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
-        with _loaded(console, arguments) as model, _recorded(model, arguments):
+        with loaded(console, arguments) as model, _recorded(model, arguments):
             runtime = model.moecache.runtime
             with LiveLine(console, runtime) as line:
                 stream = generation.TextStream(tokenizer, ids, line.write)
@@ -147,8 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
-    """Load the model, with a bar on a terminal, and close it at the end."""
+def loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
+    """Load the model as the options say, with a bar on a terminal, and close it at the end."""
     from moecache.integrations.transformers import generation, load
 
     columns = (

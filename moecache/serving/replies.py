@@ -36,7 +36,7 @@ class Reply:
     def whole(self, text: str, cost: Cost) -> dict[str, Any]:
         """Return the answer in one."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "logprobs": None, "finish_reason": cost.finish}
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": cost.finish}
         choice |= {"message": message} if self._asked.is_chat else {"text": text}
         return {
             **self._head,

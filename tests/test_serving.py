@@ -132,10 +132,8 @@ def test_an_answer_ends_before_a_stop_string(client: Any, answer: str, stream: b
 
 
 def test_temperature_0_needs_no_seed(client: Any) -> None:
-    """Two answers are the same; drawn without a seed, the seed is told, and gives the same again."""
-    texts = {
-        chat(client, temperature=0, seed=None).choices[0].message.content for _ in range(2)
-    }
+    """Drawn without a seed, the answer says the one that gives it again."""
+    texts = {chat(client, temperature=0, seed=None).choices[0].message.content for _ in range(2)}
     assert len(texts) == 1
 
     drawn = chat(client, seed=None, top_p=0.9)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from moecache import __version__
 from moecache.commands import (
     bench,
+    chat,
     demo,
     generate,
     inspect,
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     bench.add_parser(commands)
+    chat.add_parser(commands)
     demo.add_parser(commands)
     generate.add_parser(commands)
     inspect.add_parser(commands)

@@ -12,7 +12,7 @@ from moecache.serving.errors import RequestError
 MOST_BYTES = 4 * 2**20
 # Bodies that are held at the same time: with the bound above, the most memory they take.
 _MOST_AT_ONCE = 8
-_BODY_S = 20.0
+BODY_S = 20.0
 # A client that is still sending would not read the answer: what it sends is dropped for a while.
 _DROP_S = 2.0
 
@@ -34,12 +34,12 @@ class Bodies:
             If the client leaves.
         """
         try:
-            async with asyncio.timeout(_BODY_S), self._room:
+            async with asyncio.timeout(BODY_S), self._room:
                 return await _read(scope, receive)
         except TimeoutError:
             raise RequestError(
                 408,
-                f"the request did not come in {_BODY_S:.0f} s; send it again",
+                f"the request did not come in {BODY_S:.0f} s; send it again",
                 headers={"Connection": "close"},
             ) from None
 

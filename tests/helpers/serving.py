@@ -24,13 +24,15 @@ class Served:
     ----------
     port : int
     engine : Engine
-        Of the server's thread; looked at here.
+        Of the server's thread; looked at here, and likewise:
+    server : Server
     directory : Path
         The checkpoint.
     """
 
     port: int
     engine: Any
+    server: Any
     directory: Path
 
     @property
@@ -73,7 +75,7 @@ def serving(directory: Path, **options: Any) -> Iterator[Served]:
             thread.start()
             try:
                 until(lambda: server.started)
-                yield Served(bound.getsockname()[1], engine, directory)
+                yield Served(bound.getsockname()[1], engine, server, directory)
             finally:
                 server.should_exit = True
                 thread.join()

@@ -6,10 +6,10 @@
 
 `moecache serve` runs in a process of its own, with a quarter of the experts in memory. Each client
 asks again and again, by the client of OpenAI: a third of them take the answer in one, a third in
-parts, and a third leave: while they wait, within the prompt, or after some parts. Every answer that
-comes to its end is compared with what the model generates here from the same prompt and seed.
-Resident memory, open files and threads of the server are looked at four times a minute, and once all
-clients have gone. Needs pip install 'moecache[serve]' openai; nothing leaves this machine.
+parts, and a third leave: while they wait, within the prompt, or after some parts. Every answer
+that comes to its end is compared with what the model generates here from the same prompt and seed.
+Resident memory, open files and threads of the server are looked at four times a minute, and once
+all clients have gone. Needs pip install 'moecache[serve]' openai; nothing leaves this machine.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         ) as process:
             assert process.stderr is not None
             line = process.stderr.readline()
-            url = line.split(" at ")[-1].split(",")[0]
+            url = line.partition(" at ")[2].partition(",")[0]
             if not url.startswith("http"):
                 raise SystemExit(line + process.stderr.read())
             try:
@@ -210,7 +210,7 @@ async def _take(client: Any, asked: dict[str, Any], found: Found, *, stream: boo
     parts: list[str] = []
     async for chunk in answer:
         part = chunk.choices[0].delta.content if chunk.choices else None
-        if part and not parts:
+        if part and not any(parts):
             found.first_s.append(time.perf_counter() - begun_s)
         parts.append(part or "")
         if chunk.choices and chunk.choices[0].finish_reason:
@@ -248,7 +248,8 @@ def _sample(process: psutil.Process) -> dict[str, int]:
 def _state(url: str) -> dict[str, Any]:
     import urllib.request
 
-    with urllib.request.urlopen(f"{url}/moecache/state", timeout=60) as answer:
+    address = f"{url}/moecache/state"
+    with urllib.request.urlopen(address, timeout=60) as answer:  # noqa: S310 - the server's own
         found: dict[str, Any] = json.load(answer)
     return found
 
@@ -264,9 +265,11 @@ def _leaks(samples: list[dict[str, int]], state: dict[str, Any]) -> list[str]:
         leaks.append(f"{leases} experts are leased, {state['num_in_flight']} in flight")
     if state["num_waiting"] or state["generating"]:
         leaks.append("a request is still answered")
-    for name in ("files", "threads"):
-        if last[name] > early[name]:
-            leaks.append(f"{last[name]} {name}, {early[name]} before")
+    leaks += [
+        f"{last[name]} {name}, {early[name]} before"
+        for name in ("files", "threads")
+        if last[name] > early[name]
+    ]
     if (grown := last["rss_bytes"] - early["rss_bytes"]) > _MOST_GROWTH_BYTES:
         leaks.append(f"{format_bytes(grown)} more memory")
     return leaks

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from moecache import __version__
 from moecache.commands import (
     bench,
+    chat,
     demo,
     generate,
     inspect,
     pack,
     replay,
+    serve,
     simulate,
     top,
     trace,
@@ -66,11 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     bench.add_parser(commands)
+    chat.add_parser(commands)
     demo.add_parser(commands)
     generate.add_parser(commands)
     inspect.add_parser(commands)
     pack.add_parser(commands)
     replay.add_parser(commands)
+    serve.add_parser(commands)
     simulate.add_parser(commands)
     top.add_parser(commands)
     trace.add_parser(commands)

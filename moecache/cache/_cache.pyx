@@ -2,7 +2,7 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
@@ -12,7 +12,7 @@ from moecache.policies._echo cimport Echo
 from moecache.policies._echo_cache cimport EchoCache
 from moecache.policies._ids cimport as_ids, id_at, int32_data, sort_by_uses
 from moecache.policies._policies cimport make_partitions
-from moecache.policies._policy cimport MAX_KEYS, Policy, hold, unhold
+from moecache.policies._policy cimport MAX_KEYS, PINNED, Policy, hold, unhold
 from moecache.cache._profiler cimport AccessProfiler, count_miss
 
 from moecache.errors import CapacityError, ConfigError
@@ -416,6 +416,29 @@ cdef class ExpertCache:
         return self.part(<int>layer).is_pinned(
             self.local_key(<int>(layer * self.num_experts + expert))
         )
+
+    def expert_states(self) -> np.ndarray:
+        """Return what becomes of each expert at this moment, for those who watch.
+
+        Returns
+        -------
+        ndarray of uint8, shape [num_layers, num_experts]
+            A new array; sums of 1 (resident), 2 (being read), 4 (leased) and 8 (pinned).
+        """
+        cdef int slot, key
+        cdef cnp.ndarray states = np.zeros((self.num_layers, self.num_experts), np.uint8)
+        cdef uint8_t* data = <uint8_t*>cnp.PyArray_DATA(states)
+        with cython.critical_section(self):
+            for slot in range(self.capacity):
+                key = self.slots[slot].key
+                if key < 0:
+                    continue
+                data[key] = 1 if self.slots[slot].state == RESIDENT else 2
+                if self.slots[slot].leases:
+                    data[key] |= 4
+                if self.part(key // self.num_experts).nodes[self.local_key(key)].blocked & PINNED:
+                    data[key] |= 8
+        return states
 
     def begin_sequence(self) -> None:
         """Tell the policy that the next tokens do not continue the last ones.

@@ -53,12 +53,24 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="the prompt is a question: put it into the model's chat template",
     )
+    add_sampling_options(parser, max_new_tokens=256)
+    cache = add_expert_options(parser)
+    add_option(cache, "record_trace")
+    parser.add_argument(
+        "--stats", action="store_true", help="show all counters at the end, layer by layer"
+    )
+    add_force(parser)
+    parser.set_defaults(run=run)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Add the options that say how text is drawn; `check_sampling` looks at them."""
     parser.add_argument(
         "--max-new-tokens",
         type=int,
-        default=256,
+        default=max_new_tokens,
         metavar="N",
-        help="tokens to generate (default: 256)",
+        help=f"tokens to generate (default: {max_new_tokens})",
     )
     parser.add_argument(
         "--temperature",
@@ -66,6 +78,10 @@ def add_parser(commands: Any) -> None:
         help="0 takes the likeliest token (default: what the model's generation_config.json says)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
+
+
+def add_expert_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options that `loaded` reads; return their group."""
     cache = parser.add_argument_group("experts")
     add_option(cache, "memory", "; the trunk comes on top")
     cache.add_argument(
@@ -85,12 +101,7 @@ def add_parser(commands: Any) -> None:
         "a format)",
     )
     add_option(cache, "profile")
-    add_option(cache, "record_trace")
-    parser.add_argument(
-        "--stats", action="store_true", help="show all counters at the end, layer by layer"
-    )
-    add_force(parser)
-    parser.set_defaults(run=run)
+    return cache
 
 
 def add_model_options(parser: argparse._ActionsContainer) -> None:
@@ -111,7 +122,8 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, generate, show the figures; return the exit code."""
-    _check(arguments)
+    check_sampling(arguments)
+    check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
     # Before torch, whose import takes seconds.
     check_model(arguments.model)
     from moecache.integrations.transformers import generation
@@ -123,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer = generation.load_tokenizer(arguments.model)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
-        with _loaded(console, arguments) as model, _recorded(model, arguments):
+        with loaded(console, arguments) as model, _recorded(model, arguments):
             runtime = model.moecache.runtime
             with LiveLine(console, runtime) as line:
                 stream = generation.TextStream(tokenizer, ids, line.write)
@@ -147,8 +159,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
-    """Load the model, with a bar on a terminal, and close it at the end."""
+def loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
+    """Load the model as the options say, with a bar on a terminal, and close it at the end."""
     from moecache.integrations.transformers import generation, load
 
     columns = (
@@ -201,8 +213,8 @@ def _recorded(model: Any, arguments: argparse.Namespace) -> Iterator[None]:
         raise StoreError(f"{path}: the trace was not written; is there room?")
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be used, before anything is loaded."""
+def check_sampling(arguments: argparse.Namespace) -> None:
+    """Refuse options of `add_sampling_options` that cannot be used."""
     if arguments.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
     temperature = arguments.temperature
@@ -210,7 +222,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature must be 0 or between 0.01 and 100, got {temperature}")
     if arguments.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {arguments.seed}")
-    check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
 
 
 def _prompt(arguments: argparse.Namespace) -> str:

@@ -1,6 +1,5 @@
 """The command line: `moecache COMMAND`."""
 
-import argparse
 import io
 import logging
 import os
@@ -22,6 +21,7 @@ from moecache.commands import (
     trace,
     warm,
 )
+from moecache.commands.parser import CommandParser
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.settings import let_idle_threads_sleep
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="moecache",
         description="Run mixture-of-experts models larger than your memory.",
         epilog="Sizes are written 4GiB or 512MiB. docs/settings.md lists the MOECACHE_* variables.",

@@ -192,7 +192,38 @@ def test_help_teaches(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     assert "moecache" in text
-    assert len(arguments) == 1 or "example: moecache" in text
+    assert len(arguments) == 1 or re.search(r"^examples?:\n  moecache ", text, re.MULTILINE)
+
+
+def test_each_example_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """To be copied."""
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    text = capsys.readouterr().out.partition("examples:\n")[2]
+    lines = text.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("  moecache bench ./") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "hint"),
+    [
+        (["generate", "--max-tokans", "3", "m", "p"], "generate", "did you mean --max-tokens?"),
+        (["trace", "info", "--jsn", "x"], "trace info", "did you mean --json?"),
+        (["demo", "--nothing-like-it"], "demo", ""),
+    ],
+)
+def test_a_wrong_flag_shows_the_usage_of_its_command(
+    arguments: list[str], command: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the option that comes closest."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    text = capsys.readouterr().err
+    assert f"usage: moecache {command} [-h]" in text
+    assert f"moecache {command}: error: unrecognized arguments: " in text
+    assert text.rstrip().endswith(hint or "--nothing-like-it")
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -31,7 +31,8 @@ def test_pack_writes_a_checkpoint_and_says_how_to_use_it(
         "% padding",
         " s (",
         "GiB/s)",
-        f"use it: moecache.open('{tmp_path / 'out'}')",
+        f"use it: moecache generate {tmp_path / 'out'} 'Why",
+        f"or in Python: load('{tmp_path / 'out'}'), moecache.open('{tmp_path / 'out'}')",
     ):
         assert part in text
     with open_store(tmp_path / "out") as store:

@@ -16,7 +16,7 @@ from moecache.commands.generate import (
     loaded,
 )
 from moecache.commands.live_line import LiveLine
-from moecache.commands.paths import printable, printable_lines
+from moecache.commands.paths import check_format, printable, printable_lines
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise ConfigError("there is no standard input to talk with")
     check_model(arguments.model)
+    check_format(arguments.model)
     from moecache.integrations.transformers import generation
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)

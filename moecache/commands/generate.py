@@ -17,7 +17,7 @@ from moecache.commands.arguments import (
     explain,
 )
 from moecache.commands.live_line import LiveLine
-from moecache.commands.paths import printable_lines
+from moecache.commands.paths import check_format, printable_lines
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import COMPUTE
 from moecache.stores._paths import check_model
@@ -67,6 +67,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
     """Add the options that say how text is drawn; `check_sampling` looks at them."""
     parser.add_argument(
         "--max-new-tokens",
+        "--max-tokens",
         type=int,
         default=max_new_tokens,
         metavar="N",
@@ -126,6 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
     # Before torch, whose import takes seconds.
     check_model(arguments.model)
+    check_format(arguments.model)
     from moecache.integrations.transformers import generation
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -96,7 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(printable(line))
     if arguments.verify:
         _verify(console, out)
-    console.print(f"use it: moecache.open({str(report.path)!r})")
+    path = str(report.path)
+    console.print(
+        f"use it: moecache generate {printable(shlex.quote(path))} 'Why is the sky blue?', or in "
+        f"Python: load({path!r}), moecache.open({path!r})"
+    )
     return 0
 
 

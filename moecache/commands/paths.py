@@ -104,3 +104,12 @@ def printable(text: object) -> str:
 def printable_lines(text: str) -> str:
     """Return lines without what a terminal would obey."""
     return "\n".join(map(printable, text.splitlines()))
+
+
+def check_format(model: str) -> None:
+    """Raise, as `open_store` does, if a model on this machine has experts in no known format.
+
+    Before anything else is looked at: without it, a missing tokenizer would be found first.
+    """
+    if os.path.exists(model):
+        open_store(model).close()

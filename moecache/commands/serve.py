@@ -9,7 +9,7 @@ from rich.console import Console
 
 from moecache.commands.arguments import check_outputs
 from moecache.commands.generate import add_expert_options, loaded
-from moecache.commands.paths import printable
+from moecache.commands.paths import check_format, printable
 from moecache.errors import ConfigError
 from moecache.stores._paths import check_model
 
@@ -62,6 +62,7 @@ def add_parser(commands: Any) -> None:
     )
     server.add_argument(
         "--max-new-tokens",
+        "--max-tokens",
         type=int,
         default=4096,
         metavar="N",
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_serving()
     check_model(arguments.model)
+    check_format(arguments.model)
     from moecache.serving.guard import is_loopback
     from moecache.serving.server import bind
 

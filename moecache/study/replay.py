@@ -231,7 +231,17 @@ def replay(
     else:
         begins = sequence_begins(trace, bounds)
         replay_policy(
-            experts, bounds, begins, bulk, trace.num_experts, slots, chosen, scope, hits, misses
+            experts,
+            bounds,
+            begins,
+            bulk,
+            trace.num_experts,
+            slots,
+            chosen,
+            scope,
+            hits,
+            misses,
+            trace.sequence,
         )
     seconds = time.perf_counter() - started
     phase = step_phases(trace, bounds)

@@ -209,7 +209,7 @@ def test_states_of_other_shapes_are_refused() -> None:
     for state in others:
         with pytest.raises(ValueError, match=r"must be|unknown"):
             Echo(3, 70).restore(state)
-    with pytest.raises(ValueError, match="unknown parts: masks"):
+    with pytest.raises(ValueError, match="unknown parts: before, masks"):
         Echo(3, 70, ring=False).restore(Echo(3, 70).state())
 
 

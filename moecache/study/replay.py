@@ -265,15 +265,19 @@ def step_bounds(trace: Trace) -> np.ndarray:
     return np.concatenate(([0], changes, [trace.num_tokens])).astype(np.int64)
 
 
+def row_sequences(trace: Trace, start: int, stop: int) -> np.ndarray | None:
+    """Return which sequence each row of a step is of, or `None` for more than are told apart."""
+    found: np.ndarray = trace.sequence[start:stop]
+    return found if len(set(found.tolist())) <= MAX_SEQUENCES else None
+
+
 def of_several(trace: Trace, bounds: np.ndarray) -> np.ndarray:
-    """Return whether each step has rows of several sequences that are told apart."""
-    return np.array(
-        [
-            1 < len(set(trace.sequence[start:stop].tolist())) <= MAX_SEQUENCES
-            for start, stop in zip(bounds, bounds[1:], strict=False)
-        ],
-        bool,
-    )
+    """Return whether each step has rows of several sequences that are told apart: bool."""
+    several = np.zeros(len(bounds) - 1, bool)
+    for step in np.flatnonzero(np.diff(bounds) > 1).tolist():
+        found = row_sequences(trace, bounds[step], bounds[step + 1])
+        several[step] = found is not None and (found != found[0]).any()
+    return several
 
 
 def step_phases(trace: Trace, bounds: np.ndarray) -> np.ndarray:

@@ -223,7 +223,7 @@ cdef class ExpertCache:
         )
         self.checked(layer, 0)
         part = self.part(<int>layer)
-        if sequences is not None:
+        if sequences is not None and n:
             names_owner = as_sequences(sequences, rows)
             names = <const int32_t*>cnp.PyArray_DATA(names_owner)
         with cython.critical_section(self):

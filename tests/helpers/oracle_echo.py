@@ -325,9 +325,11 @@ class EchoValues:
         self.layer = 0
         self.started = False
 
-    def observe(self, layer: int, rows: npt.ArrayLike) -> None:
+    def observe(
+        self, layer: int, rows: npt.ArrayLike, sequences: npt.ArrayLike | None = None
+    ) -> None:
         """Let a request be seen; the waits are counted from its layer."""
-        self.echo.observe(layer, rows)
+        self.echo.observe(layer, rows, sequences=sequences)
         ids = np.asarray(rows)
         self.started |= bool(((ids >= 0) & (ids < self.echo.num_experts)).any())
         if self.started and ids.size:

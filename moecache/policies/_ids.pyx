@@ -34,6 +34,22 @@ cdef cnp.ndarray as_ids(ids):
 
 cdef cnp.ndarray as_sequences(sequences, Py_ssize_t rows):
     """Return a number for each row, int32, of at most 64 sequences."""
+    cdef cnp.ndarray array
+    cdef const int32_t* data
+    cdef int32_t low = 0
+    cdef Py_ssize_t row
+    if cnp.PyArray_Check(sequences):
+        array = <cnp.ndarray>sequences
+        if (
+            cnp.PyArray_TYPE(array) == cnp.NPY_INT32 and cnp.PyArray_ISCARRAY_RO(array)
+            and cnp.PyArray_NDIM(array) == 1 and cnp.PyArray_SIZE(array) == rows
+            and rows <= MAX_SEQUENCES
+        ):
+            data = <const int32_t*>cnp.PyArray_DATA(array)
+            for row in range(rows):
+                low = min(low, data[row])
+            if low == 0:
+                return array
     numbers = np.asarray(sequences)
     if numbers.dtype.kind not in "iu" and numbers.size:
         raise TypeError(f"sequences must be integers, got {numbers.dtype}")

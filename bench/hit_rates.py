@@ -147,6 +147,32 @@ def batch_rates(trace: Trace) -> list[float]:
     return [lru, echo, belady, (echo - lru) / (belady - lru)]
 
 
+def show_batches(
+    console: Console,
+    arguments: argparse.Namespace,
+    traces: dict[str, Trace],
+    results: dict[str, object],
+) -> list[str]:
+    """Print a table for each size of batch; return what is missed."""
+    missed = []
+    # Two more than those with published figures.
+    others = {"tiny_moe": Trace.load(TINY).whole_tokens()}
+    if (arguments.traces / "bigmoe-gptoss.npz").is_file():
+        others["bigmoe-gptoss"] = load(arguments.traces, "bigmoe-gptoss")
+    for size in arguments.batch or BATCHES:
+        for together in (False, True):
+            title = f"batch of {size}, {'all in a step' if together else 'a row a step'}"
+            table = Table("trace", "LRU", "ECHO", "Belady", "of the gap", title=title)
+            for name, trace in {**traces, **others}.items():
+                found = batch_rates(as_batch(trace, size, together=together))
+                results[f"{title}: {name}"] = found
+                table.add_row(name, *(f"{rate:.3f}" for rate in found[:3]), f"{found[3]:.2f}")
+                if together and size in BATCHES:
+                    missed += compare_batch(size, name, found)
+            console.print(table)
+    return missed
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the tables; return 1 if a published figure is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -204,22 +230,7 @@ def main(argv: list[str] | None = None) -> int:
                 )
         console.print(table)
 
-    # Two more than those with published figures.
-    others = {"tiny_moe": Trace.load(TINY).whole_tokens()}
-    if (arguments.traces / "bigmoe-gptoss.npz").is_file():
-        others["bigmoe-gptoss"] = load(arguments.traces, "bigmoe-gptoss")
-    for size in arguments.batch or BATCHES:
-        for together in (False, True):
-            title = f"batch of {size}, {'all in a step' if together else 'a row a step'}"
-            table = Table("trace", "LRU", "ECHO", "Belady", "of the gap", title=title)
-            for name, trace in {**traces, **others}.items():
-                found = batch_rates(as_batch(trace, size, together=together))
-                results[f"{title}: {name}"] = found
-                table.add_row(name, *(f"{rate:.3f}" for rate in found[:3]), f"{found[3]:.2f}")
-                if together and size in BATCHES:
-                    missed += compare_batch(size, name, found)
-            console.print(table)
-
+    missed += show_batches(console, arguments, traces, results)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
     for line in missed:

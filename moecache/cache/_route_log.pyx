@@ -24,8 +24,9 @@ cdef class RouteLog:
     """Note the expert ids of every step, cheaply enough to do so while serving.
 
     Append-only. A step costs 12 bytes and 2 bytes per id (4 if there are more than
-    32,767 experts), and 4 per row whose sequence is named. Nothing is raised while decoding: at `max_bytes`, or when there
-    is no memory, the log is `full`, keeps what it has, and counts what it drops.
+    32,767 experts), and 4 per row whose sequence is named. Nothing is raised while
+    decoding: at `max_bytes`, or when there is no memory, the log is `full`, keeps what it
+    has, and counts what it drops.
 
     All steps count as one stream of tokens: if several threads use a cache at once,
     their steps mix.

@@ -695,8 +695,7 @@ cdef class Echo:
         cdef float rate = min(<float>1, rows / (<float>token + 5))
         cdef float fast = FAST, slow = SLOW
         cdef int e, cell
-        cdef Py_ssize_t row
-        for row in range(rows - 1):
+        for _ in range(rows - 1):
             fast += FAST * (1 - fast)
             slow += SLOW * (1 - slow)
         # A quarter of the experts each time is enough.

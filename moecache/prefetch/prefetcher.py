@@ -121,9 +121,7 @@ class Prefetcher:
         """Experts whose read ahead was begun."""
         return self.counts.num_prefetches
 
-    def step(
-        self, layer: int, ids: np.ndarray, sequences: npt.ArrayLike | None = None
-    ) -> None:
+    def step(self, layer: int, ids: np.ndarray, sequences: npt.ArrayLike | None = None) -> None:
         """Learn from a step, and ask for what the next layer will use; never waits.
 
         Parameters

@@ -144,7 +144,8 @@ cdef class Accesses:
 
         Every miss of a step is admitted, as by any policy; a bulk step admits its layer's
         fair share, the experts that are used again the soonest, or, where it chooses, those
-        that are used before what would leave. A step's own experts are never victims. Blocks, without the GIL.
+        that are used before what would leave. A step's own experts are never victims.
+        Blocks, without the GIL.
 
         Parameters
         ----------

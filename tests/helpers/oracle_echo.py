@@ -106,9 +106,7 @@ class OracleEcho:
             self.start(int(requests[0].sum()))
         several = len(self.current) > 1
         latest: dict[int, int] = {}
-        for age, used, owner in zip(
-            reversed(range(len(requests))), requests, owners, strict=True
-        ):
+        for age, used, owner in zip(reversed(range(len(requests))), requests, owners, strict=True):
             # Any of a step's tokens begins at its lowest layer; at the others they are there.
             if layer == self.lowest:
                 self.begin_token(owner)
@@ -126,7 +124,7 @@ class OracleEcho:
         self.value(layer)
 
     def follow(self, names: list[int] | None, rows: int) -> list[OracleSequence]:
-        """Return the sequence of each row; the 65th takes the place of the one used last longest."""
+        """Return the sequence of each row; the 65th takes the place of the oldest."""
         before = self.current
         self.num_steps += 1
         if names is None:
@@ -170,9 +168,7 @@ class OracleEcho:
         self.average(layer, max(1, self.t), share, rows)
         for sequence in self.current:
             if layer != self.lowest:
-                self.score(
-                    sequence, layer, self.used[layer, latest.get(id(sequence), 0) % RING]
-                )
+                self.score(sequence, layer, self.used[layer, latest.get(id(sequence), 0) % RING])
                 continue
             for age, owner in zip(reversed(range(len(owners))), owners, strict=True):
                 # What follows tokens that are under way at the same time is not known.
@@ -219,9 +215,7 @@ class OracleEcho:
         if token in self.following:
             del self.previous[self.following.pop(token)]
 
-    def score(
-        self, sequence: OracleSequence, layer: int, used: npt.NDArray[np.bool_]
-    ) -> None:
+    def score(self, sequence: OracleSequence, layer: int, used: npt.NDArray[np.bool_]) -> None:
         """Score the remembered tokens by what they share with this request."""
         shared = (self.used[layer] & used).sum(axis=1).astype(F)
         sequence.scores = SCORE_DECAY * sequence.scores + MATCH * shared

@@ -185,7 +185,9 @@ def test_a_state_that_cannot_be_is_refused(name: str, value: object) -> None:
 @pytest.mark.parametrize("name", sorted(learned().state()))
 @pytest.mark.parametrize("instead", [None, [0.0], "text"])
 def test_a_part_that_is_missing_or_no_array_is_named(name: str, instead: object) -> None:
-    """Every part is needed."""
+    """Every part is needed, but for the one that states of earlier versions have not."""
+    if (name, instead) == ("before", None):
+        return
     echo = learned()
     state: dict[str, object] = dict(echo.state())
     del state[name]
@@ -207,7 +209,7 @@ def test_states_of_other_shapes_are_refused() -> None:
     for state in others:
         with pytest.raises(ValueError, match=r"must be|unknown"):
             Echo(3, 70).restore(state)
-    with pytest.raises(ValueError, match="unknown parts: masks"):
+    with pytest.raises(ValueError, match="unknown parts: before, masks"):
         Echo(3, 70, ring=False).restore(Echo(3, 70).state())
 
 

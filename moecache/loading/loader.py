@@ -318,6 +318,7 @@ class SlotLoader:
                         step.misses,
                         share=step.share,
                         ignore_out_of_range=step.ignore_out_of_range,
+                        sequences=step.sequences,
                     )
                     self.counts.num_steps += 1
                     if count == 0:

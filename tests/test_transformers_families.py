@@ -7,11 +7,12 @@ import pytest
 
 from moecache.errors import ConfigError
 from tests.helpers.families import FAMILIES, write_checkpoint
-from tests.helpers.offloading import load_whole
+from tests.helpers.more_families import MORE_FAMILIES
+from tests.helpers.offloading import load_whole, realigned
 from tests.helpers.pairs import pairwise
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # transformers' own
@@ -21,38 +22,70 @@ DOCS = Path(__file__).parents[1] / "docs" / "transformers.md"
 UNSUPPORTED = {"qwen3_vl_moe_hub"}
 SUPPORTED = [name for name in FAMILIES if name not in UNSUPPORTED]
 NUM_TOKENS = 8
+SIZES = ("a quarter", "one layer")
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "size"),
-    pairwise(SUPPORTED, ("bfloat16", "float32"), ("a quarter", "one layer")),
+    ("name", "dtype", "size"), pairwise(SUPPORTED, ("bfloat16", "float32"), SIZES)
 )
 def test_logits_and_greedy_tokens_equal_those_of_the_model_in_memory(
     tmp_path: Path, name: str, dtype: str, size: str
 ) -> None:
     """With a quarter of the experts and look-ahead, or with no more than one layer has."""
+    family, path = FAMILIES[name], tmp_path / name
+    write_checkpoint(family, path, dtype)
+    _check_outputs(path, _outputs(load_whole(family, path, dtype)), dtype, size)
+
+
+@pytest.mark.parametrize("name", MORE_FAMILIES)
+def test_so_do_those_of_other_families(tmp_path: Path, name: str) -> None:
+    """In bfloat16, with a quarter of the experts and with as many as one layer has."""
+    family, path = MORE_FAMILIES[name], tmp_path / name
+    if not hasattr(transformers, family.prefix + family.config_suffix):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    write_checkpoint(family, path, "bfloat16")
+    expected = _outputs(load_whole(family, path, "bfloat16"))
+    for size in SIZES:
+        _check_outputs(path, expected, "bfloat16", size)
+
+
+def _check_outputs(path: Path, wanted: tuple[Any, Any], dtype: str, size: str) -> None:
+    """Compare the outputs of a model in slots with those of the model in memory."""
     from moecache.integrations.transformers import load
 
-    family, prompt = FAMILIES[name], torch.arange(12)[None] * 7 % 120
-    path = write_checkpoint(family, tmp_path / name, dtype)
-    whole = load_whole(family, path, dtype)
     layout = _layout(path)
     if size == "a quarter":
         model = load(path, slots=layout.total_experts // 4, prefetch="router")
     else:
         model = load(path, slots=layout.num_experts)
     with model.moecache as offload:
-        assert model.dtype == whole.dtype
-        assert not [name for name, _ in model.named_parameters() if name.endswith("down_proj")]
-        for found, expected in zip(_outputs(model, prompt), _outputs(whole, prompt), strict=True):
+        assert model.dtype == getattr(torch, dtype)
+        parameters = [name for name, _ in model.named_parameters()]
+        assert not [name for name in parameters if name.endswith(".experts.down_proj")]
+        for found, expected in zip(_outputs(model), wanted, strict=True):
             assert torch.equal(found, expected)
         # Nothing was right because all was there.
         stats = offload.stats()
         assert stats.num_evictions > 0
         assert stats.prefetch is not None
         assert stats.prefetch.num_predictor_errors == 0
-        if size == "a quarter":
+        if size == "a quarter" and model.can_generate():
             assert stats.prefetch.num_found_k > 0
+
+
+def test_rows_that_alternate_in_the_checkpoint_alone_are_put_in_order(tmp_path: Path) -> None:
+    """Inkling's: by kernels as by torch, and when the model gets its experts back."""
+    from moecache.integrations.transformers import load
+
+    family, path = MORE_FAMILIES["inkling"], tmp_path / "inkling"
+    if not hasattr(transformers, "InklingTextConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no inkling")
+    write_checkpoint(family, path, "float32")
+    logits, _ = _outputs(load_whole(family, path))
+    model = load(path, slots=4, compute="fast")
+    torch.testing.assert_close(_outputs(model)[0], logits, rtol=1e-4, atol=1e-4)
+    model.moecache.detach()
+    assert torch.equal(_outputs(realigned(model))[0], logits)
 
 
 def test_stacks_that_are_stored_transposed_are_refused(tmp_path: Path) -> None:
@@ -68,12 +101,16 @@ def test_the_documentation_names_the_families_that_are_tested() -> None:
     """Its table has a row for each, and none for another."""
     rows = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
     named = [row.split("`")[1] for row in rows]
-    assert sorted(named) == sorted(name for name in SUPPORTED if not name.endswith("_hub"))
+    tested = [*SUPPORTED, *MORE_FAMILIES]
+    assert sorted(named) == sorted(name for name in tested if not name.endswith("_hub"))
 
 
-def _outputs(model: Any, prompt: Any) -> tuple[Any, Any]:
+def _outputs(model: Any) -> tuple[Any, Any]:
+    prompt = torch.arange(12)[None] * 7 % 120
     with torch.no_grad():
         logits = model(input_ids=prompt).logits
+        if not model.can_generate():
+            return logits, logits
         tokens = model.generate(
             input_ids=prompt,
             max_new_tokens=NUM_TOKENS,

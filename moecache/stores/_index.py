@@ -25,10 +25,13 @@ _PIECES = {
     "gate_up_proj": ("gate_up", 0),
     "gate_proj": ("gate_up", 0),
     "w1": ("gate_up", 0),
+    "w13": ("gate_up", 0),
+    "fc1": ("gate_up", 0),
     "up_proj": ("gate_up", 1),
     "w3": ("gate_up", 1),
     "down_proj": ("down", 0),
     "w2": ("down", 0),
+    "fc2": ("down", 0),
     "input_linear": ("gate_up", 0),
     "output_linear": ("down", 0),
 }
@@ -36,13 +39,14 @@ _ROLES = ("gate_up", "down")
 _PIECE_NAMES = {("gate_up", 0): "gate", ("gate_up", 1): "up", ("down", 0): "down"}
 _PER_EXPERT = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>\d{1,7})"
-    r"\.(?P<piece>gate_up_proj|gate_proj|up_proj|down_proj|w[123]|input_linear|output_linear)"
-    r"(?P<kind>(?:[._]\w+)?)",
+    r"\.(?P<piece>gate_up_proj|gate_proj|up_proj|down_proj|w[123]|w13|fc[12]|input_linear"
+    r"|output_linear)(?P<kind>(?:[._]\w+)?)",
     re.ASCII,
 )
 _STACKED = re.compile(
     r"(?P<layer>.+)\.experts"
-    r"\.(?P<piece>gate_up_proj|gate_proj|up_proj|down_proj|w[123])(?P<kind>(?:[._]\w+)?)",
+    r"\.(?P<piece>gate_up_proj|gate_proj|up_proj|down_proj|w[123]|w13|fc[12])"
+    r"(?P<kind>(?:[._]\w+)?)",
     re.ASCII,
 )
 # GraniteMoe has no "experts" in its names.

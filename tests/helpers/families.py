@@ -119,12 +119,15 @@ def _randomize(model: Any) -> None:
 
     embedding = model.get_input_embeddings().weight
     # A tied head is the embedding too: a large one would repeat the last token for ever.
-    embedding_std = 0.1 if embedding is model.get_output_embeddings().weight else 1.0
+    head = model.get_output_embeddings()
+    embedding_std = 0.1 if head is not None and embedding is head.weight else 1.0
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():
             if tensor is embedding:
                 tensor.normal_(std=embedding_std)
-            elif tensor.numel() > max(tensor.shape):
+            elif not tensor.is_floating_point():
+                continue  # a table, such as that of tokens' experts
+            elif tensor.numel() > max(tensor.shape, default=1):
                 tensor.normal_(std=tensor.shape[-1] ** -0.5)
             else:  # norms stay near 1 (or 0), biases do not stay 0
                 tensor.add_(torch.randn_like(tensor), alpha=0.1)

@@ -12,6 +12,7 @@ from torch import nn
 from moecache.errors import ConfigError, FormatError
 from moecache.integrations.transformers import gguf
 from moecache.integrations.transformers._experts import ROLES, described, find_experts
+from moecache.integrations.transformers._forward import Regroup, interleaved, separated
 from moecache.integrations.transformers._llama4 import is_llama4
 from moecache.stores import CheckpointStore, GgufStore
 
@@ -38,8 +39,9 @@ class Binding:
         Type in which the model computes with the weights.
     has_output_rows : bool
         Whether the store's matrices are [out, in], whatever the module's are.
-    is_interleaved : bool
-        Whether rows of gate and up alternate in the module, though they do not in the store.
+    regroup : callable or None
+        Makes the module's order of rows of the store's where gate and up alternate in one of them:
+        `interleaved` or `separated`.
     """
 
     path: str
@@ -48,7 +50,7 @@ class Binding:
     name: str
     dtype: torch.dtype
     has_output_rows: bool
-    is_interleaved: bool
+    regroup: Regroup | None
 
 
 def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Binding]:
@@ -64,7 +66,10 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
     """
     family, modules = type(model).__name__, check_family(model)
     by_path: dict[str, int] = {}
-    for layer, found in enumerate(_layer_paths(model, store)):
+    regroup: dict[str, Regroup] = {}
+    if isinstance(store, GgufStore):
+        regroup = {p: interleaved for p, module in modules.items() if gguf.is_interleaved(module)}
+    for layer, found in enumerate(_layer_paths(model, store, regroup)):
         if found is None:
             continue
         if found in by_path:
@@ -83,7 +88,7 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
         Binding(
             *(path, module, by_path[path], names[by_path[path]], _dtype(model, path, module)),
             has_output_rows=_has_output_rows(store, by_path[path]),
-            is_interleaved=isinstance(store, GgufStore) and gguf.is_interleaved(module),
+            regroup=regroup.get(path),
         )
         for path, module in modules.items()
     ]
@@ -94,14 +99,21 @@ def _has_output_rows(store: CheckpointStore, layer: int) -> bool:
     return isinstance(store, GgufStore) or any(r.format for r in store.layout.layers[layer])
 
 
-def _layer_paths(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[str | None]:
-    """Return the experts module of each layer of a store; `None`: it is not run."""
+def _layer_paths(
+    model: transformers.PreTrainedModel, store: CheckpointStore, regroup: dict[str, Regroup]
+) -> list[str | None]:
+    """Return the experts module of each layer of a store; `None`: it is not run.
+
+    Notes in `regroup` those whose rows transformers puts in another order.
+    """
     names = store.layout.layer_names
     if isinstance(store, GgufStore):
         found = gguf.find_layers(model, store.tensor_shapes)
         return [found.get(int(name.removeprefix("blk."))) for name in names]
     targets = Targets(model)
-    return [targets.path_of(store, layer) for layer in range(len(names))]
+    paths = [targets.path_of(store, layer) for layer in range(len(names))]
+    regroup |= dict.fromkeys(targets.separated, separated)
+    return paths
 
 
 def check_family(model: nn.Module) -> dict[str, nn.Module]:
@@ -157,6 +169,8 @@ class Targets:
         }
         self._modules = modules
         self._family = type(model).__name__
+        # Modules of layers that `path_of` was asked for whose rows alternate in the checkpoint.
+        self.separated: set[str] = set()
 
     def parameter_of(self, weight: str) -> str | None:
         """Return the parameter that a weight of the trunk is read into; None if there is none."""
@@ -190,17 +204,20 @@ class Targets:
                 )
             path = found
             if pattern is not None:
-                places.setdefault(role, []).append(self._place(source, pattern))
+                places.setdefault(role, []).append(self._place(source, pattern, path))
         for role, order in places.items():
             if order != sorted(order):
                 raise ConfigError(f"{self._family} is not supported: {role} is put together anew")
         return path
 
-    def _place(self, source: str, pattern: str) -> int:
+    def _place(self, source: str, pattern: str, path: str) -> int:
         """Return the place of a tensor among those that become one weight."""
         converter = next(entry for entry in self._converters if pattern in entry.source_patterns)
         for operation in converter.operations:
             name = type(operation).__name__
+            if name == "Interleave" and operation.dim == 1 and not operation.inverse:
+                self.separated.add(path)
+                continue
             # An operation that compares shapes does nothing where they fit; they are compared here.
             if name not in _STACKING and not (
                 name == "Transpose" and getattr(operation, "check_dims", False)

@@ -80,21 +80,36 @@ def described(module: nn.Module) -> dict[str, Described]:
     }
     matrices = [shape for name, (shape, _, _) in found.items() if name in _MATRICES]
     stacked = len(matrices) == 2 and all(len(shape) == 3 for shape in matrices)
+    # Shared experts may be stacks too, of three projections: they belong to the trunk.
+    stacked &= "gate_proj" not in module._parameters
     return found if stacked else {}
 
 
-def strip(module: nn.Module) -> None:
-    """Take its expert weights from a module; does nothing a second time."""
+def strip(module: nn.Module, *, is_initialized: bool = True) -> None:
+    """Take its expert weights from a module; does nothing a second time.
+
+    With `is_initialized=False`, a weight is empty until `forget_empty`: the model's own code will
+    initialize what it finds.
+    """
     if isinstance(module, OffloadedExperts):
         return
     weights = described(module)
-    for name in weights:
+    for name, (_, dtype, _) in weights.items():
         del module._parameters[name]
+        if not is_initialized:
+            module.__dict__[name] = torch.empty(0, dtype=dtype)
     module.__dict__[_WEIGHTS] = weights
     number(module)
     # As if it had been read from the checkpoint: there is nothing to be initialized.
     module.__dict__["_is_hf_initialized"] = True
     become(module, OffloadedExperts)
+
+
+def forget_empty(model: nn.Module) -> None:
+    """Have weights that `strip` left empty be an error to ask for."""
+    for module in find_experts(model).values():
+        for name in described(module):
+            module.__dict__.pop(name, None)
 
 
 def dispatch(modules: Iterable[nn.Module], implementation: str) -> None:

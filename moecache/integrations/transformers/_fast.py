@@ -55,11 +55,11 @@ def kernel_of(
     compute: str,
     *,
     is_transposed: bool,
-    has_gate_first: bool = False,
+    is_interleaved: bool = False,
 ) -> SlotKernel:
     """Return what computes the experts of a module in the runtime's slots.
 
-    `has_gate_first`: rows of gate are above those of up there, whatever the module has.
+    `is_interleaved`: rows of gate and of up alternate there, whatever the module has.
 
     Raises
     ------
@@ -72,10 +72,10 @@ def kernel_of(
     # A function, such as torch's silu, has a name of its own.
     named = str(getattr(given, "__name__", type(given).__name__))
     gate: dict[str, Any] = {"activation": _ACTIVATIONS.get(named, "")}
+    gate["is_interleaved"] = is_interleaved
     own = getattr(type(module), "_apply_gate", None)
     if getattr(own, "__qualname__", "") == "GptOssExperts._apply_gate":
-        limits = {"alpha": module.alpha, "limit": module.limit}
-        gate = {"activation": "swiglu", "is_interleaved": not has_gate_first, **limits}
+        gate |= {"activation": "swiglu", "alpha": module.alpha, "limit": module.limit}
     if not isinstance(pool, HostSlots):
         problem = "kernels compute in RAM, and the slots are on a GPU"
     elif is_transposed:

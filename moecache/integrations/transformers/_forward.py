@@ -28,6 +28,7 @@ NUMPY_TYPES = {
 LAYER = "_moecache_layer"
 # Roles that have rows of gate and of up.
 GATE_UP = {"gate_up", "gate_up_bias"}
+Regroup = Callable[[torch.Tensor], torch.Tensor]
 # A multiple of what torch's element-wise kernels take at once, in any dtype.
 _VECTOR = 64
 
@@ -56,8 +57,8 @@ class SlotLayer:
     is_copied : bool
         Whether a slot has no such weights, but their values in a format or another order,
         [out, in].
-    is_interleaved : bool
-        Whether rows of gate and up alternate in the model, though they do not in a slot.
+    regroup : callable, optional
+        Makes the model's order of rows of a slot's where gate and up alternate in one of them.
     dtype : torch.dtype
         What the values of weights in a format become for torch.
     kernel : SlotKernel, optional
@@ -72,7 +73,7 @@ class SlotLayer:
         *,
         is_transposed: bool,
         is_copied: bool = False,
-        is_interleaved: bool = False,
+        regroup: Regroup | None = None,
         dtype: torch.dtype,
         kernel: SlotKernel | None = None,
     ) -> None:
@@ -86,7 +87,7 @@ class SlotLayer:
         self.num_products = 0
         self._views = views
         self._is_transposed = is_transposed
-        self._is_interleaved = is_interleaved
+        self._regroup = regroup
 
     def rows(
         self,
@@ -133,8 +134,8 @@ class SlotLayer:
     @torch.inference_mode(mode=False)
     def _view(self, slot: int) -> SlotWeights:
         parts = weights_in(self.runtime, slot, self.layer, self._dtype)
-        if self._is_interleaved:
-            parts |= {name: interleaved(parts[name]) for name in GATE_UP & parts.keys()}
+        if self._regroup is not None:
+            parts |= {name: self._regroup(parts[name]) for name in GATE_UP & parts.keys()}
         up, down = parts["gate_up"] if "gate_up" in parts else parts["up"], parts["down"]
         if not self._is_transposed or self._is_copied:
             up, down = up.t(), down.t()
@@ -151,6 +152,11 @@ class SlotLayer:
 def interleaved(rows: torch.Tensor) -> torch.Tensor:
     """Return rows of gate and of up in turns, of all of gate's above up's."""
     return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def separated(rows: torch.Tensor) -> torch.Tensor:
+    """Return all rows of gate above up's, of rows in turns."""
+    return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 
 def pairs_of(wave: Wave, device: torch.device) -> torch.Tensor:

@@ -39,7 +39,6 @@ from moecache.integrations.transformers._forward import (
     SlotWeights,
     as_tensor,
     device_of,
-    interleaved,
     values_of,
     weights_in,
 )
@@ -258,7 +257,7 @@ class Offload(NotCopied):
                 binding.layer,
                 self._compute,
                 is_transposed=_is_transposed(binding.module) and not binding.has_output_rows,
-                has_gate_first=binding.is_interleaved,
+                is_interleaved=_is_interleaved(binding),
             )
             for binding in self._bindings
         }
@@ -274,7 +273,7 @@ class Offload(NotCopied):
                 views.setdefault(self.runtime.layout.layers[binding.layer], {}),
                 is_transposed=_is_transposed(binding.module),
                 is_copied=_is_copied(binding, self.runtime),
-                is_interleaved=binding.is_interleaved,
+                regroup=binding.regroup,
                 dtype=binding.dtype,
                 kernel=self._kernels.get(binding.layer),
             )
@@ -329,8 +328,8 @@ class Offload(NotCopied):
                     values = values_of(parts[role.name], role, tensor.dtype, stored=True)
                 else:
                     values = as_tensor(parts[role.name])
-                if binding.is_interleaved and role.name in GATE_UP:
-                    values = interleaved(values)
+                if binding.regroup is not None and role.name in GATE_UP:
+                    values = binding.regroup(values)
                 is_turned = binding.has_output_rows and _is_transposed(binding.module)
                 is_turned &= values.ndim == 2
                 tensor[expert].copy_(values.t() if is_turned else values)
@@ -408,7 +407,13 @@ def _is_copied(binding: Binding, runtime: ExpertRuntime) -> bool:
     """Return whether slots have no weights as a module has them: in a format, or in its order."""
     is_turned = binding.has_output_rows and _is_transposed(binding.module)
     is_coded = any(role.format for role in runtime.layout.layers[binding.layer])
-    return is_coded or is_turned or binding.is_interleaved
+    return is_coded or is_turned or binding.regroup is not None
+
+
+def _is_interleaved(binding: Binding) -> bool:
+    """Return whether rows of gate and up alternate in the slots."""
+    is_interleaved = not getattr(binding.module, "is_concatenated", True)
+    return is_interleaved != (binding.regroup is not None)
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Binding, bind, check_family
-from moecache.integrations.transformers._experts import dispatch, strip
+from moecache.integrations.transformers._experts import dispatch, forget_empty, strip
 from moecache.integrations.transformers._forward import NUMPY_TYPES
 from moecache.integrations.transformers._gguf import share_embedding, strip_gguf
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, guard_embeddings
@@ -74,7 +74,7 @@ class TrunkQuantizer(HfQuantizer):
                 _usual_compute(store, bindings),
             )
         for binding in bindings:
-            strip(binding.module)
+            strip(binding.module, is_initialized=False)
         dispatch([binding.module for binding in bindings], IMPLEMENTATION)
         # They are in the checkpoint, and are meant to stay there.
         model._keys_to_ignore_on_load_unexpected = {
@@ -86,6 +86,7 @@ class TrunkQuantizer(HfQuantizer):
     def postprocess_model(self, model: Any, **_: Any) -> Any:
         """Make it an ordinary model again, but one that is not saved without its experts."""
         self.remove_quantization_config(model)
+        forget_empty(model)
         if self._trunk:
             is_native = self.quantization_config.trunk == "native"
             with open_store(model.__dict__["_moecache_source"][0]) as store:

@@ -102,6 +102,7 @@ class Server(uvicorn.Server):
         """Finish what is being generated, refuse what waits, and close."""
         self._engine.drain()
         await super().shutdown(sockets)
+        await self._engine.stop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

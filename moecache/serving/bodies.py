@@ -10,11 +10,12 @@ from starlette.types import Receive, Scope
 
 from moecache.serving.errors import RequestError
 
-MOST_BYTES = 4 * 2**20
+# Room for a context of 262,144 tokens of English.
+MOST_BYTES = 2 * 2**20
 MOST_HELD_BYTES = 32 * 2**20
 BODY_S = 20.0
 # A client that is still sending would not read the answer: what it sends is dropped for a while.
-_DROP_S = 2.0
+_DROP_S = 10.0
 
 
 class Bodies:

@@ -93,6 +93,21 @@ def test_a_body_of_100_mb_is_refused_and_not_kept(served: Served, has_length: bo
     goes_on(served)
 
 
+def test_bodies_that_take_all_the_room_together_are_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """503 says when to ask again; what was held counts no longer."""
+    from moecache.serving import bodies
+
+    length = len(json.dumps(HELLO))
+    monkeypatch.setattr(bodies, "MOST_HELD_BYTES", length + 1)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as slow:
+        slow.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode())
+        slow.sendall(b"Content-Length: 9\r\n\r\n{ ")
+        until(lambda: ask(served, HELLO)[0] == 503)
+    until(lambda: ask(served, HELLO)[0] == 200)
+
+
 def test_a_client_that_sends_slowly_is_hung_up_on(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

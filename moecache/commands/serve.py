@@ -103,16 +103,17 @@ def run(arguments: argparse.Namespace) -> int:
                     most_tokens=arguments.max_new_tokens,
                 )
                 with contextlib.closing(engine):
-                    app = build_app(engine, key=key, host=arguments.host)
-                    server = Server(app, engine, verbose=arguments.verbose)
                     if not is_loopback(arguments.host):
                         console.print(_warning(arguments.host, key))
-                    name, port = printable(engine.names[0]), bound.getsockname()[1]
                     host = arguments.host if ":" not in arguments.host else f"[{arguments.host}]"
-                    console.print(
-                        f"{name} at http://{host}:{port}/v1, page at http://{host}:{port}"
-                    )
-                    server.run([bound])
+                    url = f"http://{host}:{bound.getsockname()[1]}"
+                    text = f"{printable(engine.names[0])} at {url}/v1, page at {url}"
+                    Server(
+                        build_app(engine, key=key, host=arguments.host),
+                        engine,
+                        on_ready=lambda: console.print(text),
+                        verbose=arguments.verbose,
+                    ).run([bound])
                 console.print(_summary(engine))
     return 0
 

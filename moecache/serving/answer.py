@@ -116,6 +116,10 @@ class Answer:
         if not self._job.done():
             self.left = self.stream.stopped = True
 
+    async def ended(self) -> None:
+        """Return once nothing is generated any more, however it ended."""
+        await asyncio.wait((self._job,))
+
     async def parts(self) -> AsyncIterator[str]:
         """Yield the text as it comes, and now and then an empty string.
 

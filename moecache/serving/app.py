@@ -122,14 +122,13 @@ class _Completions:
         """Answer a request; one whose client leaves is not answered, and not generated on."""
         engine = self._engine
         try:
-            body = await self._bodies.read(scope, receive)
+            async with self._bodies.held(scope, receive) as body:
+                asked = read_request(bytes(body), chat=self._chat, models=engine.names)
+                prompt = await engine.encode(asked)
         except ClientDisconnect:
             return
-        asked = read_request(body, chat=self._chat, models=engine.names)
-        del body
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
-            prompt = await engine.encode(asked)
             answer = await engine.begin(asked, prompt, gone)
             if answer is None:
                 return

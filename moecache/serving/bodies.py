@@ -1,6 +1,7 @@
-"""Bodies of requests: bounded in size, in time, and in how many are held at once."""
+"""Bodies of requests: bounded in size, in time, and in what all of them take."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 
@@ -9,65 +10,78 @@ from starlette.types import Receive, Scope
 
 from moecache.serving.errors import RequestError
 
-MOST_BYTES = 4 * 2**20
-# Bodies that are held at the same time: with the bound above, the most memory they take.
-_MOST_AT_ONCE = 8
+# Room for a context of 262,144 tokens of English.
+MOST_BYTES = 2 * 2**20
+MOST_HELD_BYTES = 32 * 2**20
 BODY_S = 20.0
 # A client that is still sending would not read the answer: what it sends is dropped for a while.
-_DROP_S = 2.0
+_DROP_S = 10.0
 
 
 class Bodies:
-    """Reads bodies of requests."""
+    """Reads bodies of requests.
+
+    Attributes
+    ----------
+    held_bytes : int
+        What bodies take that are read, or used, at this moment.
+    """
 
     def __init__(self) -> None:
-        self._room = asyncio.Semaphore(_MOST_AT_ONCE)
+        self.held_bytes = 0
 
-    async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the body of a request.
+    @contextlib.asynccontextmanager
+    async def held(self, scope: Scope, receive: Receive) -> AsyncIterator[bytearray]:
+        """Give the body of a request, which counts until the block ends.
 
         Raises
         ------
         RequestError
-            If it is too long, or takes too long.
+            If it is too long, takes too long, or others take all the room.
         ClientDisconnect
             If the client leaves.
         """
+        body = bytearray()
         try:
-            async with asyncio.timeout(BODY_S), self._room:
-                return await _read(scope, receive)
-        except TimeoutError:
-            raise RequestError(
-                408,
-                f"the request did not come in {BODY_S:.0f} s; send it again",
-                headers={"Connection": "close"},
-            ) from None
+            try:
+                async with asyncio.timeout(BODY_S):
+                    await self._read(scope, receive, body)
+            except TimeoutError:
+                raise _refusal(
+                    408, f"the request did not come in {BODY_S:.0f} s; send it again"
+                ) from None
+            yield body
+        finally:
+            self.held_bytes -= len(body)
 
-
-async def _read(scope: Scope, receive: Receive) -> bytes:
-    length = dict(scope["headers"]).get(b"content-length", b"0")
-    # h11 lets only digits pass.
-    if int(length) > MOST_BYTES:
+    async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> None:
+        # h11 lets only digits pass.
+        length = int(dict(scope["headers"]).get(b"content-length", b"0"))
+        if length <= MOST_BYTES:
+            async for part in _parts(receive):
+                body += part
+                self.held_bytes += len(part)
+                if len(body) > MOST_BYTES:
+                    break
+                if self.held_bytes > MOST_HELD_BYTES:
+                    raise _refusal(503, "other requests take all the room; ask again in 5 s", "5")
+            else:
+                return
         await _drop(receive)
-        raise _too_long(f"{int(length)} bytes")
-    body = bytearray()
-    async for part in _parts(receive):
-        body += part
-        if len(body) > MOST_BYTES:
-            await _drop(receive)
-            raise _too_long(f"more than {MOST_BYTES} bytes")
-    return bytes(body)
+        what = f"{length} bytes" if length else f"more than {MOST_BYTES} bytes"
+        raise _refusal(
+            413, f"the request has {what}; send a shorter conversation, of {MOST_BYTES} at most"
+        )
 
 
 async def _drop(receive: Receive) -> None:
     until_s = time.monotonic() + _DROP_S
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DROP_S):
             async for _ in _parts(receive):
+                # The timeout comes only where something is waited for.
                 if time.monotonic() > until_s:
                     return
-    except TimeoutError:
-        return
 
 
 async def _parts(receive: Receive) -> AsyncIterator[bytes]:
@@ -80,9 +94,6 @@ async def _parts(receive: Receive) -> AsyncIterator[bytes]:
         more = message.get("more_body", False)
 
 
-def _too_long(what: str) -> RequestError:
-    return RequestError(
-        413,
-        f"the request has {what}, more than {MOST_BYTES}; send a shorter conversation",
-        headers={"Connection": "close"},
-    )
+def _refusal(status: int, message: str, retry_s: str = "") -> RequestError:
+    more = {"Retry-After": retry_s} if retry_s else {}
+    return RequestError(status, message, headers={"Connection": "close", **more})

@@ -224,11 +224,14 @@ class Engine:
         for each in waiting:
             each.set_exception(_ending())
 
-    def close(self) -> None:
-        """Stop what is being generated and end the threads; waits for them."""
-        self.draining = True
+    async def stop(self) -> None:
+        """End the answer that is being generated."""
         if self._answer is not None:
             self._answer.stop()
+            await self._answer.ended()
+
+    def close(self) -> None:
+        """End the threads; waits for them."""
         self._generating.shutdown()
         self._encoding.shutdown()
 

@@ -6,7 +6,7 @@ import json
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -77,9 +77,26 @@ class Server(uvicorn.Server):
 
     SIGTERM and SIGINT have the answer that is being generated finished and refuse all others. A
     second SIGINT ends that one, too.
+
+    Parameters
+    ----------
+    app : Starlette
+    engine : Engine
+        Of the same application; the caller closes it.
+    on_ready : callable (), optional
+        Called once clients are let in.
+    verbose : bool, default False
+        Log each request, and what is wrong with some.
     """
 
-    def __init__(self, app: Starlette, engine: Engine, *, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        engine: Engine,
+        *,
+        on_ready: Callable[[], object] | None = None,
+        verbose: bool = False,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -97,11 +114,19 @@ class Server(uvicorn.Server):
             )
         )
         self._engine = engine
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        if self._on_ready is not None:
+            self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish what is being generated, refuse what waits, and close."""
         self._engine.drain()
         await super().shutdown(sockets)
+        await self._engine.stop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -86,7 +86,9 @@ def compare(name: str, found: list[list[float]]) -> list[str]:
 
 def compare_batch(size: int, name: str, found: list[float]) -> list[str]:
     """Return what ECHO misses in a batch."""
-    lru, echo, _, share = found
+    lru, echo, belady, share = found
+    if echo > belady:
+        return [f"batch of {size}, {name}: {echo:.4f} is above the optimum, {belady:.4f}"]
     if echo < lru:
         return [f"batch of {size}, {name}: {echo:.4f} is below LRU, {lru:.4f}"]
     if share < BATCH_SHARE and (size, name) not in SHORT_OF_IT:

@@ -198,6 +198,31 @@ def test_a_part_that_is_missing_or_no_array_is_named(name: str, instead: object)
         echo.restore(state)  # type: ignore[arg-type]
 
 
+def test_a_state_that_knows_of_one_sequence_only_is_taken() -> None:
+    """As earlier versions wrote it: each token follows the one before."""
+    original, restored = learned(), Echo(3, 70)
+    state = original.state()
+    del state["before"]
+
+    restored.restore(state)
+
+    assert same_state(original, restored)
+    for echo in (original, restored):
+        observe(echo, [(layer, [[1, 5, 9]]) for layer in range(3)] * 5)
+    assert same_state(original, restored)
+
+
+@pytest.mark.parametrize(
+    ("slot", "back"), [(0, 255), (200, 200), (3, 2)], ids=["overwritten", "gone", "taken"]
+)
+def test_links_that_no_ring_could_have_are_refused(slot: int, back: int) -> None:
+    """To a token that is not there any more, or that another one follows."""
+    state = learned().state()
+    state["before"][slot] = back
+    with pytest.raises(ValueError, match="before must lead to an earlier token"):
+        Echo(3, 70).restore(state)
+
+
 def test_states_of_other_shapes_are_refused() -> None:
     """Of other layers, experts, or without a ring."""
     others: list[Mapping[str, np.ndarray]] = [

@@ -242,6 +242,10 @@ cdef void _run_part(
     cdef int i, expert, victim, num_hits = 0, num_missing = 0, admitted, share
     cdef bint repeated = False
     cdef Py_ssize_t position
+    # As the cache has it, which is told a share alone: one that is no limit counts by the rows.
+    share = max(1, part.capacity // visit.num_layers) if is_global else part.capacity
+    if share >= visit.num_experts:
+        bulk = rows > 1
     visit.call += 1
     for position in range(rows * k):
         expert = ids[position]

@@ -165,7 +165,7 @@ def feed_forward(
         q4_0 are multiplied by activations of 8 bits; a layer needs one such role.
     sequences : array of int, shape [num_tokens], optional
         Which sequence each token is of, where they are of several; see `ExpertRuntime.waves`.
-        On a GPU as `ExpertRuntime.begin_sequence` said.
+        On a GPU say so with `ExpertRuntime.begin_sequence`.
 
     Returns
     -------
@@ -176,6 +176,11 @@ def feed_forward(
     if not isinstance(hidden, np.ndarray):
         if activation is not silu:
             raise ConfigError("on a GPU give the activation's name: runtime.on_device(activation)")
+        if sequences is not None:
+            raise ConfigError(
+                "on a GPU the rows of a batch keep their places: leave out sequences, and say how "
+                "many begin with runtime.begin_sequence(batch=)"
+            )
         return runtime.on_device()(layer, hidden, ids, weights)
     if compute != "numpy":
         if activation is not silu:

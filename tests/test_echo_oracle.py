@@ -132,6 +132,7 @@ def test_batches_are_those_of_the_specification(seed: int) -> None:
         rows = 1 if names is None else len(names)
         for layer in range(num_layers):
             ids = rng.integers(0, num_experts, (rows, k)) % rng.integers(1, num_experts + 1)
+            ids[rng.random(rows) < 0.2] = -1
             compiled.observe(layer, ids, sequences=names)
             oracle.observe(layer, ids, sequences=names)
             require_agreement(compiled, oracle, several=True)
@@ -149,6 +150,19 @@ def test_the_sequence_that_came_last_the_longest_ago_gives_its_place() -> None:
         names = (number * 5 + np.arange(10)) % 70
         for layer in range(2):
             ids = rng.integers(0, 8, (10, 2))
+            compiled.observe(layer, ids, sequences=names)
+            oracle.observe(layer, ids, sequences=names)
+            require_agreement(compiled, oracle, several=True)
+
+
+def test_rows_before_the_first_expert_are_no_tokens() -> None:
+    """In the first step ever, whatever sequence they are of."""
+    compiled, oracle = Echo(2, 8), OracleEcho(2, 8)
+    names = np.arange(40)
+    for first in (39, 5, 0):
+        for layer in range(2):
+            ids = np.arange(80).reshape(40, 2) % 8
+            ids[:first] = -1
             compiled.observe(layer, ids, sequences=names)
             oracle.observe(layer, ids, sequences=names)
             require_agreement(compiled, oracle, several=True)

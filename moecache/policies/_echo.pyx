@@ -514,7 +514,8 @@ cdef class Echo:
         # Tokens of others that are under way at the same time: what follows them is not known.
         cdef Py_ssize_t row
         cdef int64_t name = self.known[place].name
-        for row in range(max(0, rows - ECHO_RING), rows):
+        # Rows before the first expert ever are no tokens.
+        for row in range(max(0, rows - min(ECHO_RING, self.token)), rows):
             if names[row] != name:
                 self.scores[
                     place * ECHO_RING + (self.token - (rows - 1 - row)) % ECHO_RING

@@ -202,6 +202,28 @@ def test_a_key_is_asked_for(
         assert answer["error"]["code"] == "invalid_api_key"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_signal_ends_the_running_answer(directory: Path, stream: bool) -> None:
+    """Its client is told; no thread goes on."""
+    with serving(directory) as served:
+        texts: list[bytes] = []
+
+        def take() -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+            with contextlib.closing(connection):
+                body = json.dumps({**HELLO, "max_tokens": 900, "stream": stream})
+                connection.request("POST", CHAT, body)
+                texts.append(connection.getresponse().read())
+
+        client = threading.Thread(target=take)
+        client.start()
+        until(lambda: served.engine.answer is not None)
+        served.server.should_exit = served.server.force_exit = True
+        client.join()
+    assert b"the server ended before the answer did" in texts[0]
+    assert not any(thread.is_alive() for thread in served.engine._generating._threads)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -29,6 +29,7 @@ from moecache.telemetry import PrometheusCollector
 
 # What a model may raise; anything else is a mistake of this server's, and logged with its trace.
 FAILURES = (MoeCacheError, OSError, MemoryError, RuntimeError, ValueError)
+_CUT_OFF = "the server ended before the answer did; ask again"
 # Nothing is loaded from elsewhere, and no other site shows the page in a frame.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -148,8 +149,10 @@ class _Completions:
             text = "".join([part async for part in answer.parts()])
         except FAILURES as error:
             raise RequestError(500, f"the model failed: {error}") from error
-        if answer.cost is not None:
-            await JSONResponse(reply.whole(text, answer.cost))(scope, receive, send)
+        if answer.cost is None:
+            # Nobody reads this if it is the client that has left.
+            raise RequestError(503, _CUT_OFF)
+        await JSONResponse(reply.whole(text, answer.cost))(scope, receive, send)
 
 
 async def _send_parts(answer: Answer, reply: Reply, send: Send) -> None:
@@ -166,7 +169,10 @@ async def _send_parts(answer: Answer, reply: Reply, send: Send) -> None:
         # The status was sent: the error is an event, and nothing says that the answer is complete.
         await write(event(error_body(500, f"the model failed: {error}")), more=False)
         return
-    await write(b"" if answer.cost is None else reply.last(answer.cost), more=False)
+    if answer.cost is None:
+        await write(event(error_body(503, _CUT_OFF)), more=False)
+    else:
+        await write(reply.last(answer.cost), more=False)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -23,6 +23,7 @@ HEAD_S = 10.0
 # Of a client that does not read what it is sent.
 _UNREAD_S = 30.0
 _KEEP_ALIVE_S = 10
+_LAST_WORDS_S = 1.0
 
 
 def _answer(status: bytes, message: str) -> bytes:
@@ -126,7 +127,10 @@ class Server(uvicorn.Server):
         """Finish what is being generated, refuse what waits, and close."""
         self._engine.drain()
         await super().shutdown(sockets)
+        # After a second signal there may still be an answer, and a client to be told so.
         await self._engine.stop()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=_LAST_WORDS_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

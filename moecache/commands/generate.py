@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from moecache.commands.paths import printable_lines
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import COMPUTE
 from moecache.stores._paths import check_model
+from moecache.stores._versions import unchanged, versions_at
 from moecache.telemetry import RuntimeStats
 from moecache.traces.trace import TRACE_FILE
 from moecache.units import format_bytes
@@ -116,6 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_model(arguments.model)
     from moecache.integrations.transformers import generation
 
+    versions = versions_at(Path(arguments.model))
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     with generation.quiet(verbose=arguments.verbose):
         prompt = _prompt(arguments)
@@ -123,8 +126,13 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer = generation.load_tokenizer(arguments.model)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
-        with _loaded(console, arguments) as model, _recorded(model, arguments):
+        with (
+            unchanged(versions) as check,
+            _loaded(console, arguments) as model,
+            _recorded(model, arguments),
+        ):
             runtime = model.moecache.runtime
+            check(runtime.store)
             with LiveLine(console, runtime) as line:
                 stream = generation.TextStream(tokenizer, ids, line.write)
                 line.stamps_s = stream.stamps_s

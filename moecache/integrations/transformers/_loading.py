@@ -27,6 +27,7 @@ from moecache.stores import GgufStore, is_gguf, open_store
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
 from moecache.stores._quantized import Quantization
+from moecache.stores._versions import unchanged, versions_of
 
 # Arguments that `from_pretrained` takes, but not together with experts in slots.
 _REFUSED = {
@@ -160,32 +161,34 @@ record_trace, warmpin, warmpin_after
         model = _make_of_gguf(*given, trunk, compute)
     else:
         model = _make(*given, trunk or "bf16")
-    directory, layers, dtype, usual = model.__dict__.pop("_moecache_source")
+    directory, versions, layers, dtype, usual = model.__dict__.pop("_moecache_source")
     compute = compute or usual
-    runtime = open(
-        directory,
-        memory,
-        device,
-        slots=slots,
-        policy=policy,
-        scope=scope,
-        dtype=dtype if on_host else None,
-        read=read,
-        reserve=reserve,
-        lock=lock,
-        profile=profile,
-        loader_threads=loader_threads,
-        # The predictor that the look-ahead replaces; it still guesses for the first layer.
-        prefetch="echo" if prefetch == "router" else prefetch,
-        prefault=prefault,
-        progress=progress,
-        record_trace=record_trace,
-        warmpin=warmpin,
-        warmpin_after=warmpin_after,
-        layers=layers,
-        host_bytes=_host_bytes(model, compute) if on_host else None,
-    )
+    with unchanged(versions) as check:
+        runtime = open(
+            directory,
+            memory,
+            device,
+            slots=slots,
+            policy=policy,
+            scope=scope,
+            dtype=dtype if on_host else None,
+            read=read,
+            reserve=reserve,
+            lock=lock,
+            profile=profile,
+            loader_threads=loader_threads,
+            # The predictor that the look-ahead replaces; it still guesses for the first layer.
+            prefetch="echo" if prefetch == "router" else prefetch,
+            prefault=prefault,
+            progress=progress,
+            record_trace=record_trace,
+            warmpin=warmpin,
+            warmpin_after=warmpin_after,
+            layers=layers,
+            host_bytes=_host_bytes(model, compute) if on_host else None,
+        )
     try:
+        check(runtime.store)
         # After the slots, whose plan leaves room for it.
         model = model.to(device_of(runtime))
         Offload(
@@ -237,10 +240,10 @@ def _make_of_gguf(
         if store.quantization:
             _check_host(path, on_host)
         assert isinstance(store, GgufStore)
-        config = find_model_config(store)
+        config, versions = find_model_config(store), versions_of(store)
         if trunk is None and (compute or kernels.default_compute(store.layout)) != "torch":
             trunk = "native"
-    kept = MoeCacheConfig(trunk or "bf16", str(path))
+    kept = MoeCacheConfig(trunk or "bf16", str(path), versions)
     # transformers has nothing to read.
     given = {**from_pretrained, "config": config, "state_dict": {}, "quantization_config": kept}
     return (model_class or find_model_class(config)).from_pretrained(None, **given)

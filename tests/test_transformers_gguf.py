@@ -110,6 +110,20 @@ def test_a_packed_file_is_the_same_model(name: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, *found))
 
 
+def test_gate_and_up_of_two_types_are_computed_by_torch(tmp_path: Path) -> None:
+    """With the dequantized values, packed or not; kernels are refused by name."""
+    mixed = {"blk.1.ffn_up_exps": "Q8_0", **MIXED}
+    path = write(tmp_path / "model.gguf", sized("qwen3moe"), mixed)
+    wanted = logits(build_from(*read_gguf(path)))
+    packing.pack(path, tmp_path / "packed")
+    for place in (path, tmp_path / "packed"):
+        model = load(place, dtype=torch.float32)
+        with model.moecache:
+            assert all(map(torch.equal, logits(model), wanted))
+    with pytest.raises(ConfigError, match=r'q4_0\+q8_0, which has no compute form; use "torch"'):
+        load(path, compute="fast")
+
+
 @pytest.mark.parametrize("name", ["deepseek2 v3", "dots1", "qwen3moe"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_transformers_keeps_in_float32_is_not_rounded(

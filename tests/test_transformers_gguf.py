@@ -1,6 +1,6 @@
 """Models of GGUF files in a bounded number of slots."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,10 +155,34 @@ def test_weights_that_stay_quantized_cannot_be_replaced(tmp_path: Path) -> None:
     model = load(write(tmp_path / "model.gguf", sized("qwen3moe"), MIXED), compute="fast")
     with model.moecache:
         for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
-            with pytest.raises(MoeCacheError, match="cannot be replaced; load the model with"):
+            with pytest.raises(MoeCacheError, match="cannot be replaced: .* load the model with"):
                 embedding.weight = torch.nn.Parameter(torch.zeros(3, 64))
         with pytest.raises(MoeCacheError, match="cannot be resized; load the model with"):
             model.resize_token_embeddings(200)
+
+
+def test_values_of_weights_that_stay_quantized_cannot_be_written_to(tmp_path: Path) -> None:
+    """They are a copy: nothing would be computed with what was written."""
+    writes: list[Callable[[Any], object]] = [
+        lambda weight: weight.data.fill_(0),
+        lambda weight: weight.zero_(),
+        lambda weight: weight[2:].mul_(2),
+        lambda weight: weight.data.__setitem__(0, 1),
+        lambda weight: setattr(weight, "data", torch.zeros(3, 64)),
+        lambda weight: weight.detach().view(-1).copy_(torch.ones(weight.numel())),
+        lambda weight: torch.add(weight.detach(), 1, out=weight),
+        torch.nn.init.normal_,
+    ]
+    model = load(write(tmp_path / "model.gguf", sized("qwen3moe"), MIXED), compute="fast")
+    with model.moecache:
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for change in writes:
+                with pytest.raises(MoeCacheError, match="cannot be written to: .* load the model"):
+                    change(layer.weight)
+            layer.weight.requires_grad_(False).requires_grad = False
+            total = layer.weight.float().add_(1).sum()
+            assert type(total) is torch.Tensor
+            assert (layer.weight + 1).sum(dtype=torch.float32).isfinite()
 
 
 def test_ids_beyond_a_quantized_embedding_are_errors_as_torch_has_them(tmp_path: Path) -> None:

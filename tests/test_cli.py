@@ -1,6 +1,7 @@
 """The command line: what it prints, where, and its exit codes."""
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -193,6 +194,43 @@ def test_help_teaches(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     assert "moecache" in text
     assert len(arguments) == 1 or "example: moecache" in text
+
+
+@pytest.mark.parametrize("command", ["bench", "generate", "inspect", "pack", "warm"])
+def test_help_says_that_a_model_may_be_a_gguf(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And that of a split one any part will do."""
+    text = _help(capsys, command)
+    assert ".gguf file (of a split one any part" in text
+
+
+@pytest.mark.parametrize("command", [("simulate",), ("replay",), ("trace", "info")])
+def test_help_says_that_a_trace_is_no_model(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands that take either look alike."""
+    assert "a routing trace of a run, and no model" in _help(capsys, *command)
+
+
+def _help(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path: Path) -> None:
+    """The command has not begun by then; the exit code is that of any interrupt."""
+    (tmp_path / "rich.py").write_text("raise KeyboardInterrupt")
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    child = subprocess.run(
+        [sys.executable, "-m", "moecache", "inspect", "x"],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (child.returncode, child.stderr) == (130, "moecache: interrupted\n")
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

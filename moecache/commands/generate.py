@@ -45,7 +45,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a checkpoint directory, a .gguf file, or a name on the Hugging Face hub",
+        help="a checkpoint directory, a .gguf file (of a split one any part), or a name on the "
+        "Hugging Face hub",
     )
     parser.add_argument(
         "prompt", metavar="PROMPT", help='the text to continue; "-" reads standard input'

@@ -220,6 +220,8 @@ def test_what_cannot_be_given_with_a_file_is_refused_by_name(tmp_path: Path) -> 
     path = write(tmp_path / "model.gguf", MODELS["qwen3moe"], {})
     with pytest.raises(ConfigError, match="revision cannot be given to load with a GGUF file"):
         load(path, revision="main")
+    with pytest.raises(TypeError, match="no argument 'foo', and from_pretrained has none"):
+        load(path, foo=1)
     with pytest.raises(
         ConfigError, match="architecture 'qwen9moe' is not supported; supported are"
     ):

@@ -1,6 +1,8 @@
 """`load`: a model without its experts, which are read into slots as they are needed."""
 
 import copy
+import difflib
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,15 @@ _NAMES = {
 # What torch's products take and keep; some of it is compiled for each number of rows. Measured were
 # 230 MiB after a prompt of 512, and 16 in decoding alone.
 _TORCH_BYTES = 256 * 2**20
+# What `from_pretrained` takes beside the arguments that it names.
+_TAKEN = {
+    *("adapter_kwargs", "adapter_name", "allow_all_kernels", "attn_implementation", "code_revision"),
+    *("device_map", "device_mesh", "dtype", "from_flax", "from_tf", "generation_config"),
+    *("kernel_config", "key_mapping", "low_cpu_mem_usage", "max_memory", "mirror"),
+    *("offload_buffers", "offload_folder", "offload_state_dict", "proxies", "resume_download"),
+    *("subfolder", "torch_dtype", "tp_size", "tqdm_class", "trust_remote_code", "use_kernels"),
+    *("use_auth_token", "variant", *_REFUSED),
+}
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
@@ -142,7 +153,9 @@ record_trace, warmpin, warmpin_after
     CapacityError
         If the memory does not hold an expert.
     StoreError
-        If the checkpoint cannot be read.
+        If the checkpoint cannot be read, or changes meanwhile.
+    TypeError
+        If neither this nor `from_pretrained` has an argument.
     """
     _check_arguments(device, from_pretrained)
     # Before the trunk is read, which may take minutes.
@@ -214,6 +227,7 @@ def _make(
     """Return the model of a checkpoint's directory without its experts."""
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     config = find_config(path, hub, from_pretrained)
+    _check_keywords(model_class or find_model_class(config), config, from_pretrained)
     if _quantized_parts(config):
         _check_host(path, on_host)
         from_pretrained = _without_quantization(path, config, from_pretrained)
@@ -236,6 +250,7 @@ def _make_of_gguf(
     for name in ("config", *_HUB):
         if from_pretrained.get(name) is not None:
             raise ConfigError(f"{name} cannot be given to load with a GGUF file, which has it all")
+    _check_keywords(model_class, None, from_pretrained)
     with open_store(path) as store:
         if store.quantization:
             _check_host(path, on_host)
@@ -270,6 +285,21 @@ def _check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
             f"device_map {placed!r} is not supported: the trunk goes where the slots are; "
             'give device="cuda"'
         )
+
+
+def _check_keywords(model_class: Any, config: Any, from_pretrained: dict[str, Any]) -> None:
+    """Raise TypeError for an argument that nothing takes, before anything large is read."""
+    if model_class is not None and not model_class.__module__.startswith("transformers."):
+        return  # it may take anything
+    calls = [load, transformers.PreTrainedModel.from_pretrained, model_class or object]
+    known = _TAKEN.union(*(inspect.signature(call).parameters for call in calls))
+    for name in from_pretrained:
+        if name not in known and name[0] != "_" and not hasattr(config, name):
+            near = difflib.get_close_matches(name, known - _REFUSED.keys(), 3)
+            raise TypeError(
+                f"load() has no argument {name!r}, and from_pretrained has none"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
+            )
 
 
 def _check_names(**given: Any) -> None:

@@ -4,13 +4,13 @@ import sys
 
 
 def main() -> int:
-    """Run the command line and return the exit code; an interrupt of its imports is one of it."""
+    """Run the command line and return the exit code; 130 if its imports are interrupted."""
     try:
         from moecache.cli import main as run
 
         return run()
     except KeyboardInterrupt:
-        print("moecache: interrupted", file=sys.stderr)
+        sys.stderr.write("moecache: interrupted\n")
         return 130
 
 

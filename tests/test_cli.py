@@ -1,7 +1,6 @@
 """The command line: what it prints, where, and its exit codes."""
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
@@ -222,13 +221,12 @@ def _help(capsys: pytest.CaptureFixture[str], *command: str) -> str:
 def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path: Path) -> None:
     """The command has not begun by then; the exit code is that of any interrupt."""
     (tmp_path / "rich.py").write_text("raise KeyboardInterrupt")
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
+        "runpy.run_module('moecache', run_name='__main__')"
+    )
     child = subprocess.run(
-        [sys.executable, "-m", "moecache", "inspect", "x"],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", code, "inspect", "x"], capture_output=True, text=True, check=False
     )
     assert (child.returncode, child.stderr) == (130, "moecache: interrupted\n")
 

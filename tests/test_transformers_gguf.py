@@ -155,7 +155,7 @@ def test_weights_that_stay_quantized_cannot_be_replaced(tmp_path: Path) -> None:
     model = load(write(tmp_path / "model.gguf", sized("qwen3moe"), MIXED), compute="fast")
     with model.moecache:
         for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
-            with pytest.raises(MoeCacheError, match="cannot be replaced: .* load the model with"):
+            with pytest.raises(MoeCacheError, match=r"cannot be replaced: .* load the model with"):
                 embedding.weight = torch.nn.Parameter(torch.zeros(3, 64))
         with pytest.raises(MoeCacheError, match="cannot be resized; load the model with"):
             model.resize_token_embeddings(200)
@@ -177,7 +177,7 @@ def test_values_of_weights_that_stay_quantized_cannot_be_written_to(tmp_path: Pa
     with model.moecache:
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             for change in writes:
-                with pytest.raises(MoeCacheError, match="cannot be written to: .* load the model"):
+                with pytest.raises(MoeCacheError, match=r"cannot be written to: .* load the model"):
                     change(layer.weight)
             layer.weight.requires_grad_(False).requires_grad = False
             total = layer.weight.float().add_(1).sum()

@@ -230,5 +230,7 @@ def test_an_argument_that_nothing_takes_is_named_before_anything_is_read(
 
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", unread)
     (name,) = options
-    with pytest.raises(TypeError, match=f"no argument '{name}', and from_pretrained has none{remedy}"):
+    with pytest.raises(
+        TypeError, match=f"no argument '{name}', and from_pretrained has none{remedy}"
+    ):
         load_in_slots(qwen3_moe, **options)

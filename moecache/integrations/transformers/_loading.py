@@ -54,7 +54,13 @@ _NAMES = {
 _TORCH_BYTES = 256 * 2**20
 # What `from_pretrained` takes beside the arguments that it names.
 _TAKEN = {
-    *("adapter_kwargs", "adapter_name", "allow_all_kernels", "attn_implementation", "code_revision"),
+    *(
+        "adapter_kwargs",
+        "adapter_name",
+        "allow_all_kernels",
+        "attn_implementation",
+        "code_revision",
+    ),
     *("device_map", "device_mesh", "dtype", "from_flax", "from_tf", "generation_config"),
     *("kernel_config", "key_mapping", "low_cpu_mem_usage", "max_memory", "mirror"),
     *("offload_buffers", "offload_folder", "offload_state_dict", "proxies", "resume_download"),

@@ -29,13 +29,18 @@ class NativeValues(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Refuse to be written to, also by way of views; what is computed of it is torch's own."""
         # The functions of nn.init name all of their arguments.
-        given, name = next(iter((*args, *(kwargs or {}).values())), None), func.__name__
+        given: Any = next(iter((*args, *(kwargs or {}).values())), None)
+        name = func.__name__
         in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-        is_written = in_place or name in _WRITING or func == torch.Tensor.data.__set__
+        is_written = in_place or name in _WRITING or func == _SET_DATA
         target = (kwargs or {}).get("out", given if is_written else None)
         if isinstance(target, cls):
             raise _refusal("written to")
@@ -48,9 +53,12 @@ class NativeValues(torch.Tensor):
 
 
 # Python's own names of what writes in place, and what has such a name and writes nothing.
-_WRITING = {"__setitem__"} | {
-    f"__i{name}__" for name in "add and div floordiv lshift mod mul or pow rshift sub xor".split()
+_WRITING = {
+    *("__setitem__", "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__"),
+    *("__imod__", "__imul__", "__ior__", "__ipow__", "__irshift__", "__isub__", "__ixor__"),
+    "__itruediv__",
 }
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 _HARMLESS = {"requires_grad_", "share_memory_"}
 
 

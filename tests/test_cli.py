@@ -226,6 +226,42 @@ def test_a_wrong_flag_shows_the_usage_of_its_command(
     assert text.rstrip().endswith(hint or "--nothing-like-it")
 
 
+@pytest.mark.parametrize("command", ["bench", "generate", "inspect", "pack", "warm"])
+def test_help_says_that_a_model_may_be_a_gguf(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And that of a split one any part will do."""
+    text = _help(capsys, command)
+    assert ".gguf file (of a split one any part" in text
+
+
+@pytest.mark.parametrize("command", [("simulate",), ("replay",), ("trace", "info")])
+def test_help_says_that_a_trace_is_no_model(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands that take either look alike."""
+    assert "a routing trace of a run, and no model" in _help(capsys, *command)
+
+
+def _help(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path: Path) -> None:
+    """The command has not begun by then; the exit code is that of any interrupt."""
+    (tmp_path / "rich.py").write_text("raise KeyboardInterrupt")
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
+        "runpy.run_module('moecache', run_name='__main__')"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code, "inspect", "x"], capture_output=True, text=True, check=False
+    )
+    assert (child.returncode, child.stderr) == (130, "moecache: interrupted\n")
+
+
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """Yield the arguments of a parser and of all its commands."""
     for action in parser._actions:

@@ -65,7 +65,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a checkpoint directory, a .gguf file, or a name on the Hugging Face hub",
+        help="a checkpoint directory, a .gguf file (of a split one any part), or a name on the "
+        "Hugging Face hub",
     )
     add_option(parser, "memory", flag="--memories", metavar="LIST", default="25%,50%,100%")
     add_option(parser, "policy", flag="--policies", names=POLICIES)

@@ -42,7 +42,9 @@ class Generation:
 
 def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which model runs, and with how many experts in memory."""
-    parser.add_argument("--model", metavar="DIR", help="another OLMoE checkpoint over bytes")
+    parser.add_argument(
+        "--model", metavar="DIR", help="another OLMoE checkpoint over bytes, in safetensors"
+    )
     add_option(parser, "memory", default="25%")
     add_option(parser, "policy")
     add_option(parser, "scope")

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from moecache.commands.paths import check_format, printable_lines
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import COMPUTE
 from moecache.stores._paths import check_model
+from moecache.stores._versions import unchanged, versions_at
 from moecache.telemetry import RuntimeStats
 from moecache.traces.trace import TRACE_FILE
 from moecache.units import format_bytes
@@ -43,7 +45,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a checkpoint directory, a .gguf file, or a name on the Hugging Face hub",
+        help="a checkpoint directory, a .gguf file (of a split one any part), or a name on the "
+        "Hugging Face hub",
     )
     parser.add_argument(
         "prompt", metavar="PROMPT", help='the text to continue; "-" reads standard input'
@@ -130,6 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_format(arguments.model)
     from moecache.integrations.transformers import generation
 
+    versions = versions_at(Path(arguments.model))
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     with generation.quiet(verbose=arguments.verbose):
         prompt = _prompt(arguments)
@@ -137,8 +141,13 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer = generation.load_tokenizer(arguments.model)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
-        with loaded(console, arguments) as model, _recorded(model, arguments):
+        with (
+            unchanged(versions) as check,
+            loaded(console, arguments) as model,
+            _recorded(model, arguments),
+        ):
             runtime = model.moecache.runtime
+            check(runtime.store)
             with LiveLine(console, runtime) as line:
                 stream = generation.TextStream(tokenizer, ids, line.write)
                 line.stamps_s = stream.stamps_s

@@ -33,7 +33,9 @@ def add_parser(commands: Any) -> None:
         epilog="examples: moecache inspect ./Qwen3-30B-A3B --memory 8GiB | "
         "moecache inspect ./Qwen3-30B-A3B --device cuda",
     )
-    parser.add_argument("path", help="checkpoint directory, .safetensors or .gguf file")
+    parser.add_argument(
+        "path", help="checkpoint directory, .safetensors or .gguf file (of a split one any part)"
+    )
     add_option(parser, "memory", "; without SIZE, the default counts", nargs="?")
     parser.add_argument(
         "--device",

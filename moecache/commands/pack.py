@@ -39,7 +39,8 @@ def add_parser(commands: Any) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="checkpoint directory, .safetensors or .gguf file; it is only read",
+        help="checkpoint directory, .safetensors or .gguf file (of a split one any part); it is "
+        "only read",
     )
     parser.add_argument("out", metavar="OUT", nargs="?", help="directory to make, or to verify")
     parser.add_argument(

@@ -45,7 +45,7 @@ class GgufStore(CheckpointStore):
         Experts per token. By default from the metadata; 0 if these do not say.
     mapped : bool, default False
         Copy from the mapped files in `read_into`, instead of reading: the kernel
-        pages experts in and out, and a file that is cut short kills the process.
+        pages experts in and out, and a file that is cut short during a copy kills the process.
     layers : collection of str, optional
         Names of the layers to serve, such as "blk.3"; by default all.
 

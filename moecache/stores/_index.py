@@ -355,7 +355,14 @@ def _add_matrices(
         )
     name = "up" if role == "gate_up" and list(found) == [1] else role
     shape = matrix.rows * len(found), matrix.columns
-    roles.append(Role(name, shape, format=matrix.format.name, matrices=len(found)))
+    roles.append(
+        Role(
+            *(name, shape),
+            format=matrix.format.name,
+            is_tiled=matrix.is_tiled,
+            matrices=len(found),
+        )
+    )
     wanted = matrix.format.parts(matrix.rows, matrix.columns)
     start = 0
     for place, codes in found.items():

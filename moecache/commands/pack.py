@@ -33,7 +33,8 @@ def add_parser(commands: Any) -> None:
         epilog="examples: moecache pack ./Qwen3-30B-A3B ./Qwen3-30B-A3B-packed | "
         "moecache pack --verify ./Qwen3-30B-A3B-packed | "
         "moecache pack --format int4 ./Qwen3-30B-A3B ./Qwen3-30B-A3B-int4 | "
-        "moecache pack --format bf16 ./gpt-oss-20b ./gpt-oss-20b-bf16",
+        "moecache pack --format bf16 ./gpt-oss-20b ./gpt-oss-20b-bf16 | "
+        "moecache pack --compute-form model.gguf ./packed",
     )
     parser.add_argument(
         "model",

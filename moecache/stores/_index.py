@@ -355,15 +355,9 @@ def _add_matrices(
         )
     name = "up" if role == "gate_up" and list(found) == [1] else role
     shape = matrix.rows * len(found), matrix.columns
-    roles.append(
-        Role(
-            *(name, shape),
-            format=matrix.format.name,
-            is_tiled=matrix.is_tiled,
-            matrices=len(found),
-        )
-    )
-    wanted = matrix.format.parts(matrix.rows, matrix.columns)
+    known, tiled = matrix.format, matrix.is_tiled
+    roles.append(Role(name, shape, format=known.name, is_tiled=tiled, matrices=len(found)))
+    wanted = known.parts(matrix.rows, matrix.columns)
     start = 0
     for place, codes in found.items():
         piece = name if len(found) == 1 else _PIECE_NAMES[role, place]

@@ -168,7 +168,9 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["pack", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for part in (
-        "[--format FORMAT] [--dry-run | --verify] MODEL OUT moecache pack --verify OUT",
+        "[--format FORMAT | --compute-form] [--dry-run | --verify] MODEL OUT moecache pack",
+        "moecache pack --verify OUT",
+        "moecache pack --compute-form model.gguf ./packed",
         "examples: moecache pack ./Qwen3-30B-A3B",
         "moecache pack --format int4 ./Qwen3-30B-A3B",
         "bf16 dequantizes",

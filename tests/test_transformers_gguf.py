@@ -98,16 +98,24 @@ def test_an_embedding_that_is_the_head_too_is_one_tensor(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
-def test_a_packed_file_is_the_same_model(name: str, tmp_path: Path) -> None:
-    """Its experts lie side by side, each under a name of its own."""
+@pytest.mark.parametrize("compute", ["torch", "fast"])
+def test_a_packed_file_is_the_same_model(name: str, compute: str, tmp_path: Path) -> None:
+    """Its experts lie side by side, each under a name of its own, or in compute form."""
     path = write(tmp_path / "model.gguf", sized(name), MIXED)
     packing.pack(path, tmp_path / "packed")
+    packing.pack(path, tmp_path / "formed", compute_form=True)
     found = []
-    for place in (path, tmp_path / "packed"):
-        model = load(place)
-        with model.moecache:
+    for place in (path, tmp_path / "packed", tmp_path / "formed"):
+        model = load(place, compute=compute)
+        with model.moecache as offload:
             found.append(logits(model))
-    assert all(map(torch.equal, *found))
+            if place.name == "formed":
+                assert all(role.is_tiled for role in offload.runtime.layout.layers[0][:2])
+                offload.detach()
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+    if compute == "torch":
+        assert all(map(torch.equal, logits(model), found[0]))
 
 
 def test_gate_and_up_of_two_types_are_computed_by_torch(tmp_path: Path) -> None:

@@ -361,9 +361,10 @@ def _add_matrices(
         )
     name = "up" if role == "gate_up" and list(found) == [1] else role
     shape = matrix.rows * len(found), matrix.columns
-    number = 1 if mixed else len(found)
-    roles.append(Role(name, shape, format=mixed or matrix.format.name, matrices=number))
-    wanted = [""] if mixed else matrix.format.parts(matrix.rows, matrix.columns)
+    known, number = matrix.format, 1 if mixed else len(found)
+    tiled = matrix.is_tiled
+    roles.append(Role(name, shape, format=mixed or known.name, is_tiled=tiled, matrices=number))
+    wanted = [""] if mixed else known.parts(matrix.rows, matrix.columns)
     start = 0
     for place, codes in found.items():
         piece = name if len(found) == 1 else _PIECE_NAMES[role, place]
@@ -383,6 +384,8 @@ def _add_matrices(
 
 def _stacked_name(found: Mapping[int, _Found]) -> str:
     """Return the format of matrices in formats of their own; "" if there is none."""
+    if any(group.matrix and group.matrix.is_tiled for group in found.values()):
+        return ""
     try:
         return stacked_name(
             [

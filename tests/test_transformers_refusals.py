@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moecache.errors import CapacityError, ConfigError
+from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from tests.helpers.families import FAMILIES
 from tests.helpers.leaks import nothing_left
 from tests.helpers.offloading import load_in_slots
@@ -73,25 +73,39 @@ def _switch_transformers() -> Any:
     )
 
 
-def _longcat_flash() -> Any:
-    return transformers.LongcatFlashForCausalLM(
-        transformers.LongcatFlashConfig(
-            **SIZES,
-            num_layers=1,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            ffn_hidden_size=40,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=8,
-            head_dim=8,
-            v_head_dim=8,
-            moe_topk=2,
-            n_routed_experts=4,
-            zero_expert_num=2,
-            expert_ffn_hidden_size=24,
+def _nllb_moe() -> Any:
+    return transformers.NllbMoeForConditionalGeneration(
+        transformers.NllbMoeConfig(
+            vocab_size=128,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_sparse_step=1,
+            decoder_sparse_step=1,
+            num_experts=4,
+        )
+    )
+
+
+def _diffusion_gemma() -> Any:
+    return transformers.DiffusionGemmaForBlockDiffusion(
+        transformers.DiffusionGemmaConfig(
+            text_config={
+                **SIZES,
+                "intermediate_size": 40,
+                "moe_intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "num_experts": 4,
+                "top_k_experts": 2,
+            },
+            vision_config={"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
         )
     )
 
@@ -115,10 +129,11 @@ def _dense() -> Any:
         (_dbrx, "DbrxForCausalLM is not supported: DbrxExperts .* in another form"),
         (_jetmoe, "JetMoeForCausalLM is not supported: JetMoeParallelExperts .* in another form"),
         (_switch_transformers, "SwitchTransformersExperts .* in another form"),
-        (_longcat_flash, "LongcatFlashForCausalLM is not supported: .* no experts interface"),
+        (_nllb_moe, "NllbMoeForConditionalGeneration is not supported: .* in another form"),
+        (_diffusion_gemma, r"DiffusionGemma.* is not supported: .*encoder.* shares its experts"),
         (_dense, "Qwen3ForCausalLM has no experts module .* a mixture-of-experts model"),
     ],
-    ids=["dbrx", "jetmoe", "switch_transformers", "longcat_flash", "dense"],
+    ids=lambda value: value.__name__.lstrip("_") if callable(value) else "",
 )
 def test_a_family_without_support_is_named_with_the_reason(
     tmp_path: Path, make: Callable[[], Any], reason: str
@@ -135,7 +150,7 @@ def test_a_family_without_support_is_named_with_the_reason(
     [
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config cannot be given"),
         ({"device": "gpu"}, """'gpu' is neither "cpu" nor "cuda\""""),
-        ({"device_map": "auto"}, "'auto' is not supported: the trunk goes where the slots are"),
+        ({"device_map": "balanced"}, "'balanced' .* the trunk goes where the slots are"),
         ({"device_map": {"": 0}}, "the trunk goes where the slots are"),
         ({"output_loading_info": True}, "output_loading_info cannot be given to load"),
         ({"experts_implementation": "eager"}, 'experts_implementation cannot .* it is "moecache"'),
@@ -195,6 +210,8 @@ def test_a_checkpoint_of_pickles_is_refused_with_the_remedy(
     [
         {"device_map": "cpu"},
         {"device_map": {"": "cpu"}},
+        {"device_map": "auto"},
+        {"device_map": "sequential"},
         {"attn_implementation": "eager"},
         {"low_cpu_mem_usage": True},
         {"output_loading_info": False},
@@ -234,3 +251,22 @@ def test_an_argument_that_nothing_takes_is_named_before_anything_is_read(
         TypeError, match=f"no argument '{name}', and from_pretrained has none{remedy}"
     ):
         load_in_slots(qwen3_moe, **options)
+
+
+_PEFT = """
+def inject(model, target_names):  # as peft's BaseTuner._inject_parameters
+    for _, module in model.named_modules():
+        for _ in module.named_parameters(recurse=False):
+            pass
+"""
+
+
+def test_experts_that_peft_shall_adapt_are_refused_with_the_reason(qwen3_moe: Path) -> None:
+    """It would find no such parameter; those of the trunk are as ever."""
+    found: dict[str, Any] = {"__name__": "peft.tuners.tuners_utils"}
+    exec(_PEFT, found)
+    model = load_in_slots(qwen3_moe)
+    with model.moecache:
+        found["inject"](model, ["q_proj.weight"])
+        with pytest.raises(MoeCacheError, match=r"peft cannot adapt .*'mlp\.experts\.down_proj'"):
+            found["inject"](model, ["mlp.experts.down_proj"])

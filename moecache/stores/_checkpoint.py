@@ -123,3 +123,9 @@ def find_top_k(config: dict[str, Any]) -> int:
             if values and all(type(number) is int and number > 0 for number in values):
                 return min(max(values), _MOST_EXPERTS)
     return 0
+
+
+def find_num_zero(config: dict[str, Any]) -> int:
+    """Return how many experts of a layer compute nothing, such as LongCat's; 0 if not said."""
+    said = config.get("zero_expert_num")
+    return said if type(said) is int and said > 0 else 0

@@ -104,6 +104,7 @@ def index_experts(
     chosen: Collection[str] | None = None,
     find_matrix: FindMatrix | None = None,
     match_name: MatchName | None = None,
+    num_zero: int = 0,
 ) -> tuple[ExpertLayout, list[list[TensorPart]]]:
     """Return the layout of a checkpoint's experts and, per layer, where they are.
 
@@ -118,6 +119,9 @@ def index_experts(
         Says which tensors are a matrix in a format; see `Quantization.match`.
     match_name : callable, optional
         Says which tensors are experts'; by default those with Hugging Face's names.
+    num_zero : int, default 0
+        Experts that compute nothing, numbered after the others; some matrices may have rows for
+        them, which are left out.
 
     Raises
     ------
@@ -151,7 +155,7 @@ def index_experts(
     if find_matrix is not None:
         layers = {name: _matched(layers[name], find_matrix) for name in names}
     _check_projections(names, layers)
-    num_experts = _count_experts(names, layers)
+    num_experts = _count_experts(names, layers, num_zero)
     total = num_experts * len(names)
     if total > MAX_EXPERTS:
         raise FormatError(f"there are {total} experts, over {MAX_EXPERTS}; no model has so many")
@@ -268,7 +272,9 @@ def _check_projections(
             )
 
 
-def _count_experts(names: list[str], layers: dict[str, dict[tuple[str, int, str], _Found]]) -> int:
+def _count_experts(
+    names: list[str], layers: dict[str, dict[tuple[str, int, str], _Found]], num_zero: int
+) -> int:
     counts: dict[int, str] = {}
     for name in names:
         for group in _all_parts(layers[name]):
@@ -281,13 +287,13 @@ def _count_experts(names: list[str], layers: dict[str, dict[tuple[str, int, str]
                     f"{shown(group.example)}); download the checkpoint again"
                 )
             counts.setdefault(count, group.example)
-    if len(counts) > 1:
+    if len(counts) > 1 and (len(counts) > 2 or max(counts) - min(counts) != num_zero):
         (few, few_name), (many, many_name) = sorted(counts.items())[:2]
         raise FormatError(
             f"{shown(few_name)} is one of {few} experts, {shown(many_name)} one of {many}: "
             "all layers must have the same number"
         )
-    return next(iter(counts), 0)
+    return min(counts, default=0)
 
 
 def _assemble(

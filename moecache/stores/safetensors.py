@@ -11,6 +11,7 @@ from moecache.errors import ConfigError, FormatError
 from moecache.layout import ExpertLayout
 from moecache.stores._checkpoint import (
     find_files,
+    find_num_zero,
     find_top_k,
     merge_headers,
     read_config,
@@ -84,6 +85,7 @@ class SafetensorsStore(CheckpointStore):
                 configured,
                 layers,
                 partial(self._quantization.match, read=self.read_tensor),
+                num_zero=find_num_zero(self.config),
             )
             self._layout, self.format = self._with_formats(formats)
         except UnsupportedQuantizationError as error:

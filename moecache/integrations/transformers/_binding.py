@@ -14,6 +14,7 @@ from moecache.integrations.transformers import gguf
 from moecache.integrations.transformers._experts import ROLES, described, find_experts
 from moecache.integrations.transformers._forward import Regroup, interleaved, separated
 from moecache.integrations.transformers._llama4 import is_llama4
+from moecache.integrations.transformers._longcat import is_longcat
 from moecache.stores import CheckpointStore, GgufStore
 
 # What leaves experts as stores serve them: one after another, gate above up.
@@ -78,6 +79,12 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
         by_path[found] = layer
     for path in modules:
         if path not in by_path:
+            tied = getattr(model, "all_tied_weights_keys", None) or {}
+            if f"{path}.down_proj" in tied:
+                other = tied[f"{path}.down_proj"].rpartition(".")[0]
+                raise ConfigError(
+                    f"{family} is not supported: {path} shares its experts with {other}"
+                )
             first = ", ".join(store.layout.layer_names[:3]) or "none"
             raise ConfigError(
                 f"{store.path}: has no experts for {path} of {family}; it has {first}, ...: "
@@ -213,6 +220,7 @@ class Targets:
     def _place(self, source: str, pattern: str, path: str) -> int:
         """Return the place of a tensor among those that become one weight."""
         converter = next(entry for entry in self._converters if pattern in entry.source_patterns)
+        operation: Any
         for operation in converter.operations:
             name = type(operation).__name__
             if name == "Interleave" and operation.dim == 1 and not operation.inverse:
@@ -230,7 +238,7 @@ class Targets:
 
 
 def _check_interface(family: str, path: str, module: nn.Module) -> None:
-    if is_llama4(module):
+    if is_llama4(module) or is_longcat(module):
         return
     if not hasattr(module, "_apply_gate") or not hasattr(module, "config"):
         raise ConfigError(
@@ -251,13 +259,16 @@ def _check_weights(store: CheckpointStore, layer: int, path: str, module: nn.Mod
             f"wants {', '.join(sorted(expected))}: the checkpoint is of another model, or "
             "quantized in a form that config.json does not tell"
         )
-    for name, (shape, _, _) in weights.items():
+    # LongCat has room for experts that do nothing, which no checkpoint has whole.
+    num_experts = min(shape[0] for shape, _, _ in weights.values())
+    for name, (given, _, _) in weights.items():
+        shape = (num_experts, *given[1:])
         role = roles[ROLES[name]]
         stored = (store.layout.num_experts, *role.shape)
         is_matrix = role.format or len(role.shape) == 2
         if is_matrix and _has_output_rows(store, layer) and getattr(module, "is_transposed", False):
             stored = (stored[0], *reversed(role.shape))
-        if stored != tuple(shape):
+        if stored != shape:
             transposed = stored == (shape[0], *reversed(shape[1:]))
             raise ConfigError(
                 f"{store.path}: {name} of {path} is {list(stored)}, but the model wants "

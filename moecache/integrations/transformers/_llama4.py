@@ -1,5 +1,7 @@
 """Llama 4, whose experts have no interface: scores go on the input, one expert per token."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -46,10 +48,17 @@ class _OffloadedMoe(nn.Module):
 def _routed(
     block: Any, hidden: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor
 ) -> torch.Tensor:
-    if torch.is_grad_enabled() and (hidden.requires_grad or scores.requires_grad):
-        out: torch.Tensor = _NotDifferentiable.apply(hidden, scores, logits, block)
+    return without_gradients("Llama 4", partial(_forward, block), hidden, scores, logits)
+
+
+def without_gradients(
+    family: str, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> torch.Tensor:
+    """Return what `compute` makes of inputs; to go through it backwards is an error."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        out: torch.Tensor = _NotDifferentiable.apply(family, compute, *inputs)
         return out
-    return _forward(block, hidden, scores, logits)
+    return compute(*inputs)
 
 
 class _NotDifferentiable(torch.autograd.Function):
@@ -57,15 +66,16 @@ class _NotDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        _: Any, hidden: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor, block: Any
+        ctx: Any, family: str, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor
     ) -> torch.Tensor:
-        return _forward(block, hidden, scores, logits)
+        ctx.family = family
+        return compute(*inputs)
 
     @staticmethod
-    def backward(_: Any, *__: torch.Tensor) -> NoReturn:
+    def backward(ctx: Any, *_: torch.Tensor) -> NoReturn:
         raise MoeCacheError(
-            "Llama 4 cannot be trained through with its experts in slots; give it all of them "
-            "first with model.moecache.detach()"
+            f"{ctx.family} cannot be trained through with its experts in slots; give it all of "
+            "them first with model.moecache.detach()"
         )
 
 

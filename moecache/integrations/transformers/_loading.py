@@ -49,6 +49,8 @@ _NAMES = {
     # Not "hints": a transformers model gives none.
     "prefetch": ("router", *(mode for mode in PREFETCH_MODES if mode != "hints")),
 }
+# Device maps that mean: where the slots are.
+_AUTOMATIC = ("auto", "sequential")
 # What torch's products take and keep; some of it is compiled for each number of rows. Measured were
 # 230 MiB after a prompt of 512, and 16 in decoding alone.
 _TORCH_BYTES = 256 * 2**20
@@ -145,7 +147,8 @@ record_trace, warmpin, warmpin_after
         Class whose `from_pretrained` is called; by default the class that the checkpoint's
         config.json names, else `AutoModelForCausalLM`.
     **from_pretrained
-        Passed on, such as `dtype`, `attn_implementation` or `revision`.
+        Passed on, such as `dtype`, `attn_implementation` or `revision`. `device_map` "auto" and
+        "sequential" mean `device`.
 
     Returns
     -------
@@ -164,6 +167,8 @@ record_trace, warmpin, warmpin_after
         If neither this nor `from_pretrained` has an argument.
     """
     _check_arguments(device, from_pretrained)
+    if from_pretrained.get("device_map") in _AUTOMATIC:
+        del from_pretrained["device_map"]
     # Before the trunk is read, which may take minutes.
     check_compute("torch" if compute is None else compute)
     if compute not in (None, "torch") and parse_device(device) is not None:
@@ -286,7 +291,7 @@ def _check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
         if from_pretrained.get(name):
             raise ConfigError(f"{name} cannot be given to load: {reason}")
     placed = from_pretrained.get("device_map")
-    if placed not in (None, "cpu", {"": "cpu"}):
+    if placed not in (None, "cpu", {"": "cpu"}, *_AUTOMATIC):
         raise ConfigError(
             f"device_map {placed!r} is not supported: the trunk goes where the slots are; "
             'give device="cuda"'

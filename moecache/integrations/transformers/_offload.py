@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
-from moecache.integrations.transformers import _llama4
+from moecache.integrations.transformers import _llama4, _longcat
 from moecache.integrations.transformers._binding import Binding, bind
 from moecache.integrations.transformers._experts import (
     ROLES,
@@ -57,6 +57,9 @@ from moecache.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+# Families whose experts have no interface.
+_PATCHED = ((_llama4, _llama4.is_llama4), (_longcat, _longcat.is_longcat))
+
 
 class Offload(NotCopied):
     """The experts of a transformers model, in a bounded number of slots.
@@ -98,11 +101,12 @@ class Offload(NotCopied):
         # What may fail comes first, and an interrupt last: the model is changed as a whole.
         routers = self._routers(model, look_ahead)
         with uninterrupted():
-            # Llama 4's blocks that were patched; raises before anything was changed.
+            # Llama 4's and LongCat's that were patched; raises before anything was changed.
             self._blocks = [
-                _llama4.patch(model, binding.path)
+                family.patch(model, binding.path)
                 for binding in self._bindings
-                if _llama4.is_llama4(binding.module)
+                for family, is_family in _PATCHED
+                if is_family(binding.module)
             ]
             self._layers = self._strip()
             if self._compute != "torch":
@@ -333,6 +337,8 @@ class Offload(NotCopied):
                 is_turned = binding.has_output_rows and _is_transposed(binding.module)
                 is_turned &= values.ndim == 2
                 tensor[expert].copy_(values.t() if is_turned else values)
+        for tensor in weights.values():
+            tensor[store.layout.num_experts :].zero_()  # of LongCat's experts that do nothing
         return {
             name: nn.Parameter(tensor, requires_grad=described(binding.module)[name][2])
             for name, tensor in weights.items()

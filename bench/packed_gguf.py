@@ -2,9 +2,9 @@
 
     python -m bench.packed_gguf DIR --json FILE
 
-DIR, on the disk that is measured, gets a model of random blocks and what is packed of it. Every expert
-is read into slots by direct reads, the three in turns. Shown are milliseconds of wall time and
-of CPU time for an expert.
+DIR, on the disk that is measured, gets a model of random blocks and what is packed of it. Every
+expert is read into slots by direct reads, the three in turns. Shown are milliseconds of wall time
+and of CPU time for an expert.
 """
 
 import argparse

@@ -99,8 +99,9 @@ class _Conversation:
                 kept = len(self._messages)
                 try:
                     self._reply(text)
-                except KeyboardInterrupt:  # before the first token, or after the last
+                except KeyboardInterrupt:
                     del self._messages[kept:]
+                    self._say("stopped; the question is forgotten")
 
     def _read(self) -> str | None:
         """Return a line, or `None` at the end."""

@@ -55,7 +55,7 @@ def attend(
         or dropout
         or num_heads % num_kv_heads
         or (attention_mask is not None and attention_mask.dim() != 4)
-        or any(options.get(name) for name in _OTHERS)
+        or not all(any(options.get(name) is no for no in (None, False)) for name in _OTHERS)
         or torch.compiler.is_compiling()
     ):
         return sdpa_attention_forward(

@@ -126,7 +126,7 @@ def test_an_interrupt_stops_the_reply_and_the_end_of_input_leaves(
         shown = b""
 
         def until(*texts: bytes, interrupt: bool = False) -> None:
-            """Read until one is there. Interrupts between prompt and wait are seen with the next."""
+            """Read until one is there; an interrupt before the wait is seen with the next."""
             nonlocal shown
             for _ in range(120):
                 for text in texts:

@@ -14,7 +14,7 @@ comma := ,
 stamp = $(VENV)/.moecache-$1$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 install = PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --editable
 
-.PHONY: demo build prepare test check docs debug sanitize bench bench-small gpu notebooks clean
+.PHONY: demo build prepare test check dist docs debug sanitize bench bench-small gpu notebooks clean
 
 demo: build ## generate text with the tiny model, a quarter of its experts in memory
 	$(BIN)/moecache demo
@@ -54,6 +54,15 @@ docs: ## the documentation as a site, in build/site
 notebooks: ## execute the notebooks in place; nothing of this machine stays in them
 	$(MAKE) build EXTRAS=study,notebooks
 	$(BIN)/python -m notebooks.execute
+
+# The wheel is built from the source distribution, and runs in an environment with nothing else.
+dist: $(call stamp,dev) ## source distribution and wheel, in dist; the wheel installed and tried
+	rm -rf dist build/installed
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv build/installed
+	PIP_CONSTRAINT=constraints.txt build/installed/bin/pip install --quiet dist/*.whl
+	cd build && installed/bin/moecache demo --max-new-tokens 32 --memory 2MiB
+	cd build && installed/bin/python -c "from moecache.study import example_trace as e; print(e())"
 
 # A copy of the package beside the release build, for the tests of the compiled core.
 # Whole traces, the pre-fault's pure functions and how processes start take minutes there and touch

@@ -152,6 +152,8 @@ def run(task: dict[str, Any], limit: int) -> dict[str, Any]:
         os.close(descriptor)
     with MemoryLimit(limit) as group:
         task = {**task, "join": str(group.join_file)}
+        # As the command `moecache` has it.
+        waiting = {} if task["name"] == LLAMA else {"OMP_WAIT_POLICY": "PASSIVE"}
         program = "import sys, bench.larger_than_memory as b; b.child(sys.argv[1])"
         done = subprocess.run(
             [sys.executable, "-c", program, json.dumps(task)],
@@ -159,6 +161,7 @@ def run(task: dict[str, Any], limit: int) -> dict[str, Any]:
             text=True,
             check=False,
             cwd=ROOT,
+            env=os.environ | waiting,  # noqa: TID251 - passed on
         )
         facts = group.facts()
     if done.returncode:

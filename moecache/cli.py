@@ -1,6 +1,5 @@
 """The command line: `moecache COMMAND`."""
 
-import argparse
 import io
 import logging
 import os
@@ -10,18 +9,22 @@ from collections.abc import Sequence
 from moecache import __version__
 from moecache.commands import (
     bench,
+    chat,
     demo,
     generate,
     inspect,
     pack,
     replay,
+    serve,
     simulate,
     top,
     trace,
     warm,
 )
+from moecache.commands.parser import CommandParser
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.settings import let_idle_threads_sleep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 failure, 2 wrong usage. Errors are one line on standard error.
     """
     arguments = _parser().parse_args(argv)
+    let_idle_threads_sleep()
     logging.basicConfig(
         level=logging.INFO if arguments.verbose else logging.WARNING,
         format="%(levelname)s %(message)s",
@@ -54,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="moecache",
         description="Run mixture-of-experts models larger than your memory.",
         epilog="Sizes are written 4GiB or 512MiB. docs/settings.md lists the MOECACHE_* variables.",
@@ -64,11 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="log what happens")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     bench.add_parser(commands)
+    chat.add_parser(commands)
     demo.add_parser(commands)
     generate.add_parser(commands)
     inspect.add_parser(commands)
     pack.add_parser(commands)
     replay.add_parser(commands)
+    serve.add_parser(commands)
     simulate.add_parser(commands)
     top.add_parser(commands)
     trace.add_parser(commands)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 
 from moecache.errors import ConfigError
 from moecache.kernels import SlotKernel, takes_int8, values_in
@@ -33,7 +34,9 @@ class WaveSource(Protocol):
     def pool(self) -> Any:
         """The slots."""
 
-    def waves(self, layer: int, ids: np.ndarray) -> Generator[ExpertWave, None, None]:
+    def waves(
+        self, layer: int, ids: np.ndarray, *, sequences: npt.ArrayLike | None = None
+    ) -> Generator[ExpertWave, None, None]:
         """Yield the waves of a step."""
 
     def expert(self, slot: int, layer: int) -> dict[str, np.ndarray]:
@@ -137,6 +140,7 @@ def feed_forward(
     activation: Activation = silu,
     *,
     compute: str = "numpy",
+    sequences: npt.ArrayLike | None = None,
 ) -> np.ndarray:
     """Return the output of a layer's routed experts.
 
@@ -159,6 +163,9 @@ def feed_forward(
         compute form (NumPy dequantizes these at every use), a token's result has the same
         bits alone and among others, and `activation` is silu. With "fast-int8", roles of q8_0 and
         q4_0 are multiplied by activations of 8 bits; a layer needs one such role.
+    sequences : array of int, shape [num_tokens], optional
+        Which sequence each token is of, where they are of several; see `ExpertRuntime.waves`.
+        On a GPU say so with `ExpertRuntime.begin_sequence`.
 
     Returns
     -------
@@ -169,6 +176,11 @@ def feed_forward(
     if not isinstance(hidden, np.ndarray):
         if activation is not silu:
             raise ConfigError("on a GPU give the activation's name: runtime.on_device(activation)")
+        if sequences is not None:
+            raise ConfigError(
+                "on a GPU the rows of a batch keep their places: leave out sequences, and say how "
+                "many begin with runtime.begin_sequence(batch=)"
+            )
         return runtime.on_device()(layer, hidden, ids, weights)
     if compute != "numpy":
         if activation is not silu:
@@ -193,7 +205,7 @@ def feed_forward(
         def compute_rows(wave: Any) -> None:
             compute_wave(hidden, wave, weights_in, rows, activation)
 
-    waves = runtime.waves(layer, ids)
+    waves = runtime.waves(layer, ids, sequences=sequences)
     try:
         for wave in waves:
             compute_rows(wave)

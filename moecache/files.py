@@ -7,6 +7,7 @@ same kind or empty; anything else is replaced only with `force`.
 import errno
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,26 @@ from typing import IO, NamedTuple
 from moecache.errors import ConfigError, StoreError
 
 _END_BYTES = 4096
+
+
+def find_examples() -> Path:
+    """Return the directory of the host loop, tiny model and trace: a checkout's, or as installed.
+
+    Raises
+    ------
+    ConfigError
+        If they were not installed.
+    """
+    for root in (
+        Path(__file__).parents[1] / "examples",
+        Path(sys.prefix) / "share" / "moecache",
+    ):
+        if (root / "numpy_loop.py").is_file():
+            return root
+    raise ConfigError(
+        "the example model and its files (examples, or share/moecache) were not installed; run "
+        "this from a checkout"
+    )
 
 
 class Kind(NamedTuple):

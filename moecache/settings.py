@@ -484,3 +484,12 @@ def _warn_unknown(variable: str, known: list[str]) -> None:
     )
     hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
     logger.warning("settings.unknown %s is not a setting; %s", variable, hint)
+
+
+def let_idle_threads_sleep() -> None:
+    """Have torch's threads give up their cores while they wait, unless the user said otherwise.
+
+    By default they look for work for milliseconds: with two threads on two cores that took half of
+    the time from kernels and readers. OpenMP reads it when torch is imported.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

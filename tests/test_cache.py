@@ -244,3 +244,21 @@ def test_every_policy_manages_with_a_single_slot(policy: str) -> None:
 
     assert cache.policy == policy
     assert cache.num_evictions == 3
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_states_say_what_becomes_of_each_expert(scope: str) -> None:
+    """Resident 1, being read 2, leased 4, pinned 8; what is evicted or abandoned is 0."""
+    cache = ExpertCache(2, 4, 6, policy="lru", scope=scope)
+    serve(cache, 0, 0, 1, 2)
+    serve(cache, 0, 3)
+    assert cache.pin(0, 3)
+
+    slots, _ = acquire(cache, 1, [1, 2])
+    cache.publish(int(slots[0]))
+
+    kept = int(scope == "global")
+    assert cache.expert_states().tolist() == [[kept, 1, 1, 9], [0, 5, 6, 0]]
+    cache.abandon(int(slots[1]))
+    cache.release(slots)
+    assert cache.expert_states()[1].tolist() == [0, 1, 0, 0]

@@ -98,8 +98,17 @@ class CacheMachine(RuleBasedStateMachine):
         form=st.sampled_from(FORMS),
         share=st.sampled_from([-1, -1, -1, 0, 1, 2, 5]),
         foreign=st.booleans(),
+        names=st.sampled_from([None, [0, 0], [0, 1], [1, 2]]),
     )
-    def acquire(self, layer: int, indices: list[int], form: str, share: int, foreign: bool) -> None:
+    def acquire(
+        self,
+        layer: int,
+        indices: list[int],
+        form: str,
+        share: int,
+        foreign: bool,
+        names: list[int] | None,
+    ) -> None:
         """Lease a step, or fail alike and change nothing."""
         layer %= self.layers
         ids = [self.experts[i % len(self.experts)] for i in indices]
@@ -108,9 +117,12 @@ class CacheMachine(RuleBasedStateMachine):
         slots = np.full(len(ids) + 1, -7, np.int32)
         misses = np.full(len(ids) + 1, -7, np.int32)
         rows = 2 if np.ndim(as_form(ids, form)) == 2 else 1
+        sequences = None if rows == 1 else names
         before = self.visible()
         try:
-            expected, first = self.oracle.acquire(layer, ids, rows=rows, share=share, drop=foreign)
+            expected, first = self.oracle.acquire(
+                layer, ids, rows=rows, share=share, drop=foreign, sequences=sequences
+            )
         except CapacityError:
             with pytest.raises(CapacityError):
                 self.cache.acquire(
@@ -127,6 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
             misses,
             share=share,
             ignore_out_of_range=foreign,
+            sequences=sequences,
         )
         assert num_misses == len(first)
         assert misses[:num_misses].tolist() == first
@@ -142,7 +155,7 @@ class CacheMachine(RuleBasedStateMachine):
     def serve(self, layer: int, indices: list[int]) -> None:
         """Do a whole step at once, so that not everything is leased."""
         steps = len(self.steps)
-        self.acquire(layer, indices, "int32", 4, foreign=False)
+        self.acquire(layer, indices, "int32", 4, foreign=False, names=None)
         while self.filling:
             self.publish(0)
         if len(self.steps) > steps:

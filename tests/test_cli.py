@@ -192,7 +192,74 @@ def test_help_teaches(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     assert "moecache" in text
-    assert len(arguments) == 1 or "example: moecache" in text
+    assert len(arguments) == 1 or re.search(r"^examples?:\n  moecache ", text, re.MULTILINE)
+
+
+def test_each_example_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """To be copied."""
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    text = capsys.readouterr().out.partition("examples:\n")[2]
+    lines = text.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("  moecache bench ./") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "hint"),
+    [
+        (["generate", "--max-tokans", "3", "m", "p"], "generate", "did you mean --max-tokens?"),
+        (["trace", "info", "--jsn", "x"], "trace info", "did you mean --json?"),
+        (["demo", "--nothing-like-it"], "demo", ""),
+    ],
+)
+def test_a_wrong_flag_shows_the_usage_of_its_command(
+    arguments: list[str], command: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the option that comes closest."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    text = capsys.readouterr().err
+    assert f"usage: moecache {command} [-h]" in text
+    assert f"moecache {command}: error: unrecognized arguments: " in text
+    assert text.rstrip().endswith(hint or "--nothing-like-it")
+
+
+@pytest.mark.parametrize("command", ["bench", "generate", "inspect", "pack", "warm"])
+def test_help_says_that_a_model_may_be_a_gguf(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And that of a split one any part will do."""
+    text = _help(capsys, command)
+    assert ".gguf file (of a split one any part" in text
+
+
+@pytest.mark.parametrize("command", [("simulate",), ("replay",), ("trace", "info")])
+def test_help_says_that_a_trace_is_no_model(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands that take either look alike."""
+    assert "a routing trace of a run, and no model" in _help(capsys, *command)
+
+
+def _help(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path: Path) -> None:
+    """The command has not begun by then; the exit code is that of any interrupt."""
+    (tmp_path / "rich.py").write_text("raise KeyboardInterrupt")
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
+        "runpy.run_module('moecache', run_name='__main__')"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code, "inspect", "x"], capture_output=True, text=True, check=False
+    )
+    assert (child.returncode, child.stderr) == (130, "moecache: interrupted\n")
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -165,7 +165,7 @@ def test_an_interrupt_keeps_the_text_and_closes_the_model(
         ("", "x", ("--record-trace", ""), 2, "--record-trace is empty"),
         ("./missing", "x", (), 1, "there is no such model"),
         ("README.md", "x", (), 1, "there is no such model"),
-        ("docs", "x", (), 1, "has no tokenizer that transformers can read"),
+        ("docs", "x", (), 1, "there is no .safetensors file; is it a checkpoint"),
     ],
 )
 def test_errors_are_one_line_with_the_remedy(

@@ -31,7 +31,8 @@ def test_pack_writes_a_checkpoint_and_says_how_to_use_it(
         "% padding",
         " s (",
         "GiB/s)",
-        f"use it: moecache.open('{tmp_path / 'out'}')",
+        f"use it: moecache generate {tmp_path / 'out'} 'Why",
+        f"or in Python: load('{tmp_path / 'out'}'), moecache.open('{tmp_path / 'out'}')",
     ):
         assert part in text
     with open_store(tmp_path / "out") as store:
@@ -167,7 +168,9 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["pack", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for part in (
-        "[--format FORMAT] [--dry-run | --verify] MODEL OUT moecache pack --verify OUT",
+        "[--format FORMAT | --compute-form] [--dry-run | --verify] MODEL OUT moecache pack",
+        "moecache pack --verify OUT",
+        "moecache pack --compute-form model.gguf ./packed",
         "examples: moecache pack ./Qwen3-30B-A3B",
         "moecache pack --format int4 ./Qwen3-30B-A3B",
         "bf16 dequantizes",

@@ -171,7 +171,7 @@ def test_help_teaches(action: list[str], capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as exit_:
         cli.main(["trace", *action, "--help"])
     assert exit_.value.code == 0
-    assert "example: moecache trace " in capsys.readouterr().out
+    assert "example:\n  moecache trace " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

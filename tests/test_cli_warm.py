@@ -13,6 +13,7 @@ from moecache import cli, prefault
 from moecache.commands.warm import parse_layers
 from moecache.stores import open_store
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.gguf_files import write_gguf
 
 MIB = 2**20
 
@@ -67,6 +68,29 @@ def test_warm_takes_directories_and_counts_no_file_twice(
 
     assert cli.main(["warm", str(tmp_path), str(file)]) == 0
     assert "3.00 MiB" in capsys.readouterr().out
+
+
+def test_warm_takes_all_parts_of_a_gguf_that_one_is_given_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `load` does; a part counts once, however many of them are given."""
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "m.gguf", [("Q8_0",) * 3] * 3, num_parts=3)
+    parts = sorted(tmp_path.iterdir())
+    for part in parts:
+        if prefault.evict(np.memmap(part, mode="r")):
+            pytest.skip("this file system keeps its files in memory")
+    assert cli.main(["warm", str(parts[1])]) == 0
+    assert all(resident_bytes(part) >= part.stat().st_size for part in parts)
+
+    reports = []
+    warm = prefault.warm
+    monkeypatch.setattr(
+        prefault, "warm", lambda *args, **kw: reports.append(warm(*args, **kw)) or reports[-1]
+    )
+    for given in (parts[:1], parts):
+        assert cli.main(["warm", "--experts-only", *map(str, given)]) == 0
+    assert reports[0].num_bytes == reports[1].num_bytes
 
 
 def test_warm_takes_the_experts_of_some_layers_alone(

@@ -185,7 +185,9 @@ def test_a_state_that_cannot_be_is_refused(name: str, value: object) -> None:
 @pytest.mark.parametrize("name", sorted(learned().state()))
 @pytest.mark.parametrize("instead", [None, [0.0], "text"])
 def test_a_part_that_is_missing_or_no_array_is_named(name: str, instead: object) -> None:
-    """Every part is needed."""
+    """Every part is needed, but for the one that states of earlier versions have not."""
+    if (name, instead) == ("before", None):
+        return
     echo = learned()
     state: dict[str, object] = dict(echo.state())
     del state[name]
@@ -194,6 +196,31 @@ def test_a_part_that_is_missing_or_no_array_is_named(name: str, instead: object)
 
     with pytest.raises(ValueError, match=f"{name} must be"):
         echo.restore(state)  # type: ignore[arg-type]
+
+
+def test_a_state_that_knows_of_one_sequence_only_is_taken() -> None:
+    """As earlier versions wrote it: each token follows the one before."""
+    original, restored = learned(), Echo(3, 70)
+    state = original.state()
+    del state["before"]
+
+    restored.restore(state)
+
+    assert same_state(original, restored)
+    for echo in (original, restored):
+        observe(echo, [(layer, [[1, 5, 9]]) for layer in range(3)] * 5)
+    assert same_state(original, restored)
+
+
+@pytest.mark.parametrize(
+    ("slot", "back"), [(0, 255), (200, 200), (3, 2)], ids=["overwritten", "gone", "taken"]
+)
+def test_links_that_no_ring_could_have_are_refused(slot: int, back: int) -> None:
+    """To a token that is not there any more, or that another one follows."""
+    state = learned().state()
+    state["before"][slot] = back
+    with pytest.raises(ValueError, match="before must lead to an earlier token"):
+        Echo(3, 70).restore(state)
 
 
 def test_states_of_other_shapes_are_refused() -> None:
@@ -207,7 +234,7 @@ def test_states_of_other_shapes_are_refused() -> None:
     for state in others:
         with pytest.raises(ValueError, match=r"must be|unknown"):
             Echo(3, 70).restore(state)
-    with pytest.raises(ValueError, match="unknown parts: masks"):
+    with pytest.raises(ValueError, match="unknown parts: before, masks"):
         Echo(3, 70, ring=False).restore(Echo(3, 70).state())
 
 

@@ -105,6 +105,29 @@ def test_the_next_layer_is_predicted_as_well_as_published(name: str) -> None:
     assert abs(repeated / total - PREVIOUS_TOKEN[name]) <= 0.01
 
 
+@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_is_foreseen_better_than_its_last_row(name: str, size: int) -> None:
+    """The union of the next layer, among as many guesses as it has experts."""
+    experts = load(name)
+    num_layers, k = experts.shape[1:]
+    length = len(experts) // size
+    rows = experts[: length * size].reshape(size, length, num_layers, k).swapaxes(0, 1)
+    found = {}
+    for told_apart in (True, False):
+        echo, right, total = Echo(num_layers, NUM_EXPERTS[name]), 0, 0
+        for step, batch in enumerate(rows):
+            for layer in range(num_layers):
+                used = set(batch[:, layer].ravel().tolist())
+                if step > length // 3:
+                    right += len(used.intersection(echo.predict(layer, len(used))[0].tolist()))
+                    total += len(used)
+                ids = np.ascontiguousarray(batch[:, layer])
+                echo.observe(layer, ids, sequences=np.arange(size) if told_apart else None)
+        found[told_apart] = right / total
+    assert found[True] > found[False] + 0.02
+
+
 @pytest.mark.parametrize("policy", TABLE)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replay_is_the_same_alone_and_beside_others(name: str, policy: str) -> None:

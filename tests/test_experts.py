@@ -86,3 +86,10 @@ def test_combine_multiplies_before_it_casts() -> None:
     out = experts.combine(rows, weights)
     assert out.dtype == np.float32
     assert np.allclose(out[:, 0], weights.sum(1) * np.float32(1.0009765625))
+
+
+def test_on_a_gpu_rows_are_named_by_their_places() -> None:
+    """What is not an array of NumPy is on one; the error says how to name them."""
+    ids, hidden = np.zeros((1, 2), int), object()
+    with pytest.raises(moecache.ConfigError, match=r"begin_sequence\(batch=\)"):
+        experts.feed_forward(None, 0, hidden, ids, ids, sequences=[0])  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
 """Roles with a format: in a store, in slots, and computed there."""
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -184,3 +186,44 @@ def test_no_tokens_have_no_output() -> None:
         for compute in ("numpy", "fast"):
             out = experts.feed_forward(runtime, 0, hidden, ids, weights, compute=compute)
             assert out.shape == (0, HIDDEN)
+
+
+def test_slots_that_are_computed_are_filled_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for what is read ahead, and nobody looks; the thread ends with the runtime."""
+    monkeypatch.setattr("moecache.runtime.runtime.usable_cores", lambda: 2)
+    runtime = _runtime({"gate_up": "q4_0", "down": "q8_0"}, 4)
+    names = {thread.name for thread in threading.enumerate()}
+    assert "moecache-filler" in names
+    # It sleeps while nothing is on its way.
+    assert runtime._loader.prefetch(1, 3)
+    deadline = time.monotonic() + 30
+    while runtime.cache.slot_table[1, 3] < 0 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    slot = int(runtime.cache.slot_table[1, 3])
+    expected = runtime.store.view(1, 3)["down"]
+    role = next(one for one in runtime.layout.layers[1] if one.name == "down")
+    found = experts.values_in(runtime.expert(slot, 1)["down"], role)
+    np.testing.assert_array_equal(
+        found, experts.values_in(np.asarray(expected).reshape(-1), role, stored=True)
+    )
+    runtime.close()
+    assert "moecache-filler" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize(("cores", "loader_threads"), [(1, 1), (2, 0)])
+def test_callers_fill_slots_where_no_thread_may(
+    monkeypatch: pytest.MonkeyPatch, cores: int, loader_threads: int
+) -> None:
+    """With one core, or where none was asked for."""
+    monkeypatch.setattr("moecache.runtime.runtime.usable_cores", lambda: cores)
+    store = MemoryStore(
+        _stacks({"gate_up": "q4_0", "down": "q8_0"}),
+        top_k=2,
+        formats={"gate_up": ("q4_0", SHAPES["gate_up"]), "down": ("q8_0", SHAPES["down"])},
+    )
+    cache = moecache.ExpertCache(LAYERS, EXPERTS, 4)
+    with moecache.ExpertRuntime(
+        store, HostSlots(store.layout, 6), cache, loader_threads=loader_threads
+    ) as runtime:
+        assert "moecache-filler" not in {thread.name for thread in threading.enumerate()}
+        assert sum(map(len, runtime.waves(0, np.array([[1, 2]])))) == 2

@@ -28,6 +28,22 @@ def test_a_figure_that_is_missed_is_named() -> None:
     assert "echo, nvmoe-olmoe at 12.5%: 0.5000, not 0.473" in missed
 
 
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([0.5, 0.49, 0.6, -0.1], "0.4900 is below LRU, 0.5000"),
+        ([0.5, 0.51, 0.6, 0.1], "0.10 of the gap, not 0.2"),
+        ([0.5, 0.61, 0.6, 1.1], "0.6100 is above the optimum, 0.6000"),
+    ],
+)
+def test_a_batch_that_falls_short_is_named(found: list[float], message: str) -> None:
+    """Below LRU, of too small a share, or better than can be."""
+    (missed,) = hit_rates.compare_batch(4, "bigmoe-gemma", found)
+
+    assert missed == f"batch of 4, bigmoe-gemma: {message}"
+    assert hit_rates.compare_batch(4, "bigmoe-gemma", [0.5, 0.55, 0.6, 0.5]) == []
+
+
 def test_without_the_traces_it_says_so(
     tmp_path: object, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,11 +13,11 @@ ROOMS = (
     *("formats", "layout", "kernels"),
     *("policies", "cache", "sizing", "prefault", "cuda", "stores", "slots", "experts", "traces"),
     *("reader", "packing", "loading", "profiles", "prefetch", "telemetry", "runtime", "study"),
-    *("integrations", "commands", "cli", "__main__"),
+    *("integrations", "serving", "commands", "cli", "__main__"),
 )
 # Compiled modules that stay where they were published.
 PLACES = {"_slru": "policies", "_prefault": "prefault"}
-HEAVY = {"torch", "transformers", "accelerate", "huggingface_hub", "cupy"}
+HEAVY = {"torch", "transformers", "accelerate", "huggingface_hub", "cupy", "starlette", "uvicorn"}
 
 
 def module_of(path: Path) -> str:
@@ -101,23 +101,26 @@ def test_no_room_has_a_circle() -> None:
 
 
 def test_optional_packages_have_one_importer() -> None:
-    """Integrations import torch and transformers, and `cuda/_cupy.py` imports CuPy."""
+    """Integrations import torch, `serving` the server, and `cuda/_cupy.py` CuPy."""
     for path, found in SOURCES.items():
         heavy = {name.split(".")[0] for name in found} & HEAVY
         if path.relative_to(PACKAGE).parts[:2] == ("integrations", "transformers"):
-            heavy &= {"cupy"}
+            heavy -= {"torch", "transformers", "accelerate", "huggingface_hub"}
+        if path.relative_to(PACKAGE).parts[0] == "serving":
+            heavy -= {"starlette", "uvicorn"}
         if path.relative_to(PACKAGE).parts == ("cuda", "_cupy.py"):
             heavy -= {"cupy"}
         assert not heavy, path
 
 
 def test_commands_import_integrations_in_functions_only() -> None:
-    """`moecache --help` does not wait for torch."""
+    """`moecache --help` does not wait for torch, nor for a server."""
     for path in SOURCES:
         if room_of(module_of(path)) in {"commands", "cli"}:
             body = ast.parse(path.read_text()).body
             named = [str(node.module) for node in body if isinstance(node, ast.ImportFrom)]
-            assert not any(name.startswith("moecache.integrations") for name in named), path
+            slow = ("moecache.integrations", "moecache.serving")
+            assert not any(name.startswith(slow) for name in named), path
 
 
 def test_one_place_reads_the_environment_and_one_prints() -> None:

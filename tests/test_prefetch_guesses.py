@@ -39,6 +39,47 @@ def test_a_predictor_that_returns_nonsense_is_no_harm(scores: list[float]) -> No
         assert prefetcher_of(runtime).num_predictor_errors == 1
 
 
+@pytest.mark.parametrize(
+    ("sequences", "guesses", "scored"),
+    [(list(range(4)), 2 * 2 * 4, True), (None, 2 * 2, False), ([0, 0, 1, 1], 2 * 2, False)],
+    ids=["a token of each", "of one", "two of each"],
+)
+def test_a_token_of_each_sequence_is_foreseen(
+    sequences: list[int] | None, guesses: int, *, scored: bool
+) -> None:
+    """As many guesses as for so many tokens, and what comes is compared with them."""
+
+    class Counting(Oracle):
+        def predict(self, layer: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
+            asked.append(n)
+            return super().predict(layer, n)
+
+    asked: list[int] = []
+    with make_runtime(Counting({0: [1], 1: [4], 2: [5]})) as runtime:
+        for layer in range(2):
+            for _wave in runtime.waves(layer, np.array([[0, 4]] * 4), sequences=sequences):
+                pass
+        assert asked == [guesses] * 2
+        assert (prefetcher_of(runtime).foresight.num_found_k == 1) == scored
+
+
+def test_more_sequences_than_16_are_not_foreseen() -> None:
+    """They use most experts."""
+    asked: list[int] = []
+
+    class Counting(Oracle):
+        def predict(self, layer: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
+            asked.append(n)
+            return super().predict(layer, n)
+
+    with make_runtime(Counting({})) as runtime:
+        for rows in (16, 17):
+            ids = np.array([[0, 4]] * rows)
+            for _wave in runtime.waves(0, ids, sequences=np.arange(rows)):
+                pass
+    assert asked == [2 * 2 * 16]
+
+
 def test_a_predictor_that_fails_at_a_sequence_is_no_harm() -> None:
     """It is counted, and what was foreseen is forgotten all the same."""
 

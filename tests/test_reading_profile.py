@@ -261,3 +261,24 @@ def test_what_is_read_to_measure_the_disk_is_no_request(model: Checkpoint) -> No
         )
         leased(runtime, 1, 1)
         assert 0 < runtime.stats().reading.bytes_read < 2**20
+
+
+def test_the_queue_is_chosen_whose_experts_come_early(
+    model: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one with the highest rate: what is there first is computed while others come."""
+    early, fast = (512 * 2**10, 4), (128 * 2**10, 16)
+
+    def burst(reader: Reader, *_: object) -> tuple[float, float]:
+        queue = reader.piece_bytes, reader.depth
+        return (2e9 if queue == fast else 1e9), (1e-9 if queue == early else 2e-9)
+
+    monkeypatch.setattr(reading, "_burst", burst)
+    with open_store(model.path) as store:
+        pool = HostSlots(store.layout, 24)
+        reader = reading.open_reader(store, direct=True)
+        speed = calibrate(reader, store, pool)
+        reader.close()
+    assert speed is not None
+    assert (speed.piece_bytes, speed.depth) == early
+    assert speed.bytes_per_s == 2e9

@@ -166,6 +166,66 @@ def test_steps_of_several_rows_replay_as_they_were_admitted(
     assert replayed == live
 
 
+@pytest.mark.parametrize(
+    ("way", "policy", "scope"), pairwise(["waves", "lease"], ("lru", "echo", "haz2"), SCOPES)
+)
+def test_batches_replay_to_the_last_hit(
+    small_moe: Path, tmp_path: Path, policy: str, way: str, scope: str
+) -> None:
+    """Sequences join and leave, prompts come in between, and rows without a name as well."""
+    path, rng = tmp_path / "trace.npz", np.random.default_rng(11)
+    # Leases admit everything: 4 rows of 4 in a layer's own 16.
+    runtime = opened(small_moe, path, slots=128, policy=policy, scope=scope)
+    batch = [0, 1, 2]
+    for number in range(60):
+        names: list[int] | None = batch
+        if number % 7 == 6:
+            batch = [*batch[1:], number]  # one leaves, another comes
+            names = [number] * int(rng.integers(1, 4))  # with a prompt of its own
+        elif number % 11 == 10:
+            runtime.begin_sequence()
+            names = None
+        elif number % 13 == 12:
+            names = [batch[1]]
+        for layer in range(8):
+            ids = routed(rng, 1 if names is None else len(names))
+            if way == "lease":
+                runtime.lease(layer, ids, sequences=names).close()
+                continue
+            for _wave in runtime.waves(layer, ids, sequences=names):
+                pass
+
+    live, replayed = live_and_replayed(runtime, path)
+
+    trace = Trace.load(path)
+    assert replayed == live
+    assert len(np.unique(trace.sequence[trace.step == 0])) == 3
+    assert not trace.phase.all()
+
+
+def test_a_batch_that_keeps_its_places_replays_to_the_last_hit(
+    small_moe: Path, tmp_path: Path
+) -> None:
+    """Its prompts are rows of one sequence each, side by side; the next batch is another."""
+    path, rng = tmp_path / "trace.npz", np.random.default_rng(12)
+    runtime = opened(small_moe, path, slots=64, policy="echo")
+    for size in (4, 1, 2):
+        runtime.begin_sequence(batch=size)
+        for rows in (3 * size, *[size] * 20):
+            for layer in range(8):
+                for _wave in runtime.waves(layer, routed(rng, rows)):
+                    pass
+
+    live, replayed = live_and_replayed(runtime, path)
+
+    trace = Trace.load(path)
+    assert replayed == live
+    assert trace.sequence[:12].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert sorted(np.unique(trace.sequence)) == [0, 1, 2, 3, 4, 5, 6]
+    assert trace.phase[:12].tolist() == [0] * 12
+    assert trace.phase[12:16].tolist() == [1] * 4
+
+
 @pytest.mark.parametrize("policy", ["lru", "echo", "haz2", "least-stale", "lrfu"])
 def test_layers_that_a_pass_leaves_out_are_not_visited(
     small_moe: Path, tmp_path: Path, policy: str

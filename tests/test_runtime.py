@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import moecache
+from moecache.runtime.batch import Batch
 from moecache.slots import HostSlots
 from tests.helpers.runtimes import drain, expected, make_runtime
 from tests.helpers.stores import Gate, WrappedStore, numbered_store
@@ -66,6 +67,65 @@ def test_batches_follow_when_the_routing_changes() -> None:
                     drain(runtime, layer, np.array(chosen).reshape(2, 2))
         assert runtime.stats().num_misses == 24
         assert np.flatnonzero(runtime.cache.slot_table[0] >= 0).tolist() == [4, 5, 6, 7]
+
+
+def test_a_batch_that_names_its_rows_waits_for_no_fair_share() -> None:
+    """What is worth more than what would leave comes, however many its layer has already."""
+    ids = np.array([[0, 1], [2, 3], [4, 5]])
+    resident = {}
+    for sequences in (None, [3, 1, 2]):
+        with make_runtime(6, policy="echo") as runtime:
+            for layer in range(3):
+                drain(runtime, layer, np.array([[6, 7]]))
+            for _ in range(20):
+                for _wave in runtime.waves(0, ids, sequences=sequences):
+                    pass
+            runtime.cache.check()
+            resident[sequences is None] = int((runtime.cache.slot_table[0] >= 0).sum())
+    assert resident == {True: 2, False: 4}
+
+
+@pytest.mark.parametrize("way", ["waves", "lease"])
+def test_sequences_that_do_not_fit_hold_nothing(way: str) -> None:
+    """The error says how many there are, and the step may be asked for again."""
+    ids = np.array([[0, 1], [2, 3]])
+    with make_runtime(6) as runtime:
+        with pytest.raises(ValueError, match=r"a number for each of 2 rows, got \[3\]"):
+            list(getattr(runtime, way)(0, ids, sequences=[1, 2, 3]))
+        assert runtime.stats().num_steps == 0
+        assert drain(runtime, 0, ids) == expected(0, ids)
+
+
+def test_a_batch_has_a_sequence_at_least() -> None:
+    """The batch before goes on then."""
+    with make_runtime(6) as runtime:
+        with pytest.raises(moecache.ConfigError, match="at least 1 sequence, got 0"):
+            runtime.begin_sequence(batch=0)
+        assert runtime.stats().num_sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "found"),
+    [
+        (1, 3, None),
+        (3, 3, [0, 1, 2]),
+        (2, 4, [0, 0, 1, 1]),
+        (3, 4, None),
+        (4, 2, None),
+        (65, 65, None),
+    ],
+)
+def test_rows_are_those_of_a_batch_that_keeps_its_places(
+    size: int, rows: int, found: list[int] | None
+) -> None:
+    """Each sequence's rows side by side; other numbers of rows, and more than 64, have no names."""
+    batch = Batch().following(size)
+    numbers = batch.of(np.zeros((rows, 2), int))
+    assert (None if numbers is None else (numbers - numbers[0]).tolist()) == found
+    if numbers is not None:
+        after = batch.following(size).of(np.zeros((rows, 2), int))
+        assert after is not None
+        assert not set(after.tolist()) & set(numbers.tolist())
 
 
 def test_repeated_ids_of_one_token_are_computed_together() -> None:

@@ -91,6 +91,26 @@ def test_left_padded_prompts_of_several_lengths_are_continued_equally(
     assert torch.equal(generated(model, ids, **options), generated(whole, ids, **options))
 
 
+@one_family
+def test_rows_of_a_batch_are_sequences_of_their_own(path: Path, tmp_path: Path) -> None:
+    """From the prompt to the last token; the next batch is another, and replays as it ran."""
+    from moecache.study import Trace
+    from moecache.study.replay import replay
+
+    trace_path = tmp_path / "trace.npz"
+    model = load_in_slots(path, record_trace=trace_path, prefetch="off", warmpin=0)
+    with model.moecache as runtime:
+        for ids in (prompt().reshape(4, 2), prompt()):
+            generated(model, ids, num_tokens=3)
+        live = runtime.stats()
+
+    trace = Trace.load(trace_path)
+    found = replay(trace, "echo", live.capacity)
+    prompts, decoded = [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3] * 2
+    assert trace.sequence.tolist() == prompts + decoded + [4] * 10
+    assert (found.num_hits, found.num_misses) == (live.num_hits, live.num_misses)
+
+
 @pytest.mark.parametrize("slots", [1, 3])
 def test_fewer_slots_than_a_token_has_experts_change_nothing(
     path: Path, whole: Any, slots: int

@@ -1,6 +1,6 @@
 """Models of GGUF files in a bounded number of slots."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,16 +98,38 @@ def test_an_embedding_that_is_the_head_too_is_one_tensor(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
-def test_a_packed_file_is_the_same_model(name: str, tmp_path: Path) -> None:
-    """Its experts lie side by side, each under a name of its own."""
+@pytest.mark.parametrize("compute", ["torch", "fast"])
+def test_a_packed_file_is_the_same_model(name: str, compute: str, tmp_path: Path) -> None:
+    """Its experts lie side by side, each under a name of its own, or in compute form."""
     path = write(tmp_path / "model.gguf", sized(name), MIXED)
     packing.pack(path, tmp_path / "packed")
+    packing.pack(path, tmp_path / "formed", compute_form=True)
     found = []
-    for place in (path, tmp_path / "packed"):
-        model = load(place)
-        with model.moecache:
+    for place in (path, tmp_path / "packed", tmp_path / "formed"):
+        model = load(place, compute=compute)
+        with model.moecache as offload:
             found.append(logits(model))
-    assert all(map(torch.equal, *found))
+            if place.name == "formed":
+                assert all(role.is_tiled for role in offload.runtime.layout.layers[0][:2])
+                offload.detach()
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+    if compute == "torch":
+        assert all(map(torch.equal, logits(model), found[0]))
+
+
+def test_gate_and_up_of_two_types_are_computed_by_torch(tmp_path: Path) -> None:
+    """With the dequantized values, packed or not; kernels are refused by name."""
+    mixed = {"blk.1.ffn_up_exps": "Q8_0", **MIXED}
+    path = write(tmp_path / "model.gguf", sized("qwen3moe"), mixed)
+    wanted = logits(build_from(*read_gguf(path)))
+    packing.pack(path, tmp_path / "packed")
+    for place in (path, tmp_path / "packed"):
+        model = load(place, dtype=torch.float32)
+        with model.moecache:
+            assert all(map(torch.equal, logits(model), wanted))
+    with pytest.raises(ConfigError, match=r'q4_0\+q8_0, which has no compute form; use "torch"'):
+        load(path, compute="fast")
 
 
 @pytest.mark.parametrize("name", ["deepseek2 v3", "dots1", "qwen3moe"])
@@ -141,10 +163,34 @@ def test_weights_that_stay_quantized_cannot_be_replaced(tmp_path: Path) -> None:
     model = load(write(tmp_path / "model.gguf", sized("qwen3moe"), MIXED), compute="fast")
     with model.moecache:
         for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
-            with pytest.raises(MoeCacheError, match="cannot be replaced; load the model with"):
+            with pytest.raises(MoeCacheError, match=r"cannot be replaced: .* load the model with"):
                 embedding.weight = torch.nn.Parameter(torch.zeros(3, 64))
         with pytest.raises(MoeCacheError, match="cannot be resized; load the model with"):
             model.resize_token_embeddings(200)
+
+
+def test_values_of_weights_that_stay_quantized_cannot_be_written_to(tmp_path: Path) -> None:
+    """They are a copy: nothing would be computed with what was written."""
+    writes: list[Callable[[Any], object]] = [
+        lambda weight: weight.data.fill_(0),
+        lambda weight: weight.zero_(),
+        lambda weight: weight[2:].mul_(2),
+        lambda weight: weight.data.__setitem__(0, 1),
+        lambda weight: setattr(weight, "data", torch.zeros(3, 64)),
+        lambda weight: weight.detach().view(-1).copy_(torch.ones(weight.numel())),
+        lambda weight: torch.add(weight.detach(), 1, out=weight),
+        torch.nn.init.normal_,
+    ]
+    model = load(write(tmp_path / "model.gguf", sized("qwen3moe"), MIXED), compute="fast")
+    with model.moecache:
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for change in writes:
+                with pytest.raises(MoeCacheError, match=r"cannot be written to: .* load the model"):
+                    change(layer.weight)
+            layer.weight.requires_grad_(False).requires_grad = False
+            total = layer.weight.float().add_(1).sum()
+            assert type(total) is torch.Tensor
+            assert (layer.weight + 1).sum(dtype=torch.float32).isfinite()
 
 
 def test_ids_beyond_a_quantized_embedding_are_errors_as_torch_has_them(tmp_path: Path) -> None:
@@ -182,6 +228,8 @@ def test_what_cannot_be_given_with_a_file_is_refused_by_name(tmp_path: Path) -> 
     path = write(tmp_path / "model.gguf", MODELS["qwen3moe"], {})
     with pytest.raises(ConfigError, match="revision cannot be given to load with a GGUF file"):
         load(path, revision="main")
+    with pytest.raises(TypeError, match="no argument 'foo', and from_pretrained has none"):
+        load(path, foo=1)
     with pytest.raises(
         ConfigError, match="architecture 'qwen9moe' is not supported; supported are"
     ):

@@ -227,6 +227,32 @@ def test_what_changes_nothing_may_be_said(qwen3_moe: Path, options: dict[str, An
         assert model.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"foo": 1}, "$"),
+        ({"polcy": "lru"}, r"; did you mean policy\?"),
+        ({"atn_implementation": "eager"}, r"; did you mean attn_implementation\?"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_nothing_takes_is_named_before_anything_is_read(
+    qwen3_moe: Path, options: dict[str, Any], remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With those that look like it."""
+    import transformers
+
+    def unread(*_: Any, **__: Any) -> None:
+        pytest.fail("the model is built")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", unread)
+    (name,) = options
+    with pytest.raises(
+        TypeError, match=f"no argument '{name}', and from_pretrained has none{remedy}"
+    ):
+        load_in_slots(qwen3_moe, **options)
+
+
 _PEFT = """
 def inject(model, target_names):  # as peft's BaseTuner._inject_parameters
     for _, module in model.named_modules():

@@ -84,7 +84,8 @@ cdef class ExpertCache:
     ) noexcept
     cdef void lease_misses(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, int num_missing,
-        int admitted, int32_t* out, int32_t* misses,
+        int admitted, const int* worths, int32_t* out, int32_t* misses,
     ) noexcept
+    cdef bint is_worth_it(self, Policy part, int partition, int key) noexcept nogil
     cdef int checked(self, Py_ssize_t layer, Py_ssize_t expert) except -1
     cdef Slot* claimed(self, Py_ssize_t slot, str verb) except NULL

@@ -2,7 +2,7 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
@@ -10,14 +10,17 @@ import numpy as np
 
 from moecache.policies._echo cimport Echo
 from moecache.policies._echo_cache cimport EchoCache
-from moecache.policies._ids cimport as_ids, id_at, int32_data, sort_by_uses
+from moecache.policies._ids cimport as_ids, as_sequences, id_at, int32_data, sort_by_uses
 from moecache.policies._policies cimport make_partitions
-from moecache.policies._policy cimport MAX_KEYS, Policy, hold, unhold
+from moecache.policies._policy cimport MAX_KEYS, PINNED, Policy, hold, unhold
 from moecache.cache._profiler cimport AccessProfiler, count_miss
 
 from moecache.errors import CapacityError, ConfigError
 
 cnp.import_array()
+
+cdef enum:
+    CLAIMED = -0x7FFFFFFF  # no expert, nor one's complement
 
 
 @cython.final
@@ -154,6 +157,7 @@ cdef class ExpertCache:
         *,
         Py_ssize_t share=-1,
         bint ignore_out_of_range=False,
+        sequences=None,
     ) -> int:
         """Lease the resident experts of a step, and claim slots for the others.
 
@@ -180,6 +184,11 @@ cdef class ExpertCache:
             than are available. -1: claim all or raise.
         ignore_out_of_range : bool, default False
             Drop ids outside [0, num_experts) rather than raise.
+        sequences : array of int, shape [rows], optional
+            Which sequence each row is of: a number that it keeps as long as it goes on, from
+            0 to 2**31 - 1, at most 64 different ones. By default all rows are consecutive
+            tokens of one. If they are of several, ECHO decides itself which experts a
+            `share` claims slots for: those worth more than what would leave.
 
         Returns
         -------
@@ -189,9 +198,9 @@ cdef class ExpertCache:
         Raises
         ------
         ValueError
-            If an id is out of range or an output array does not fit.
+            If an id is out of range, or an output array or `sequences` does not fit.
         TypeError
-            If ids are not integers.
+            If ids or sequences are not integers.
         CapacityError
             If all are to be claimed and too few slots are free or can be evicted.
             After any error nothing has changed.
@@ -204,11 +213,19 @@ cdef class ExpertCache:
         cdef Py_ssize_t top_k = cnp.PyArray_DIM(array, dimensions - 1) if dimensions else 1
         cdef Py_ssize_t rows = 1 if n == top_k else n // max(1, top_k)
         cdef int num_missing, admitted = 0
+        cdef cnp.ndarray names_owner = None
+        cdef const int32_t* names = NULL
+        cdef const int* worths
+        cdef Policy part
         cdef int32_t* out = int32_data(slots_out, n, "slots_out", True)
         cdef int32_t* misses = int32_data(
             misses_out, min(n, self.num_experts), "misses_out", True
         )
         self.checked(layer, 0)
+        part = self.part(<int>layer)
+        if sequences is not None and n:
+            names_owner = as_sequences(sequences, rows)
+            names = <const int32_t*>cnp.PyArray_DATA(names_owner)
         with cython.critical_section(self):
             num_missing = self.count_missing(
                 <int>layer, data, wide, n, top_k, ignore_out_of_range
@@ -217,16 +234,20 @@ cdef class ExpertCache:
                 admitted = self.plan_claims(<int>layer, data, wide, n, num_missing, share)
             # A step without a valid id is no step: a replay does not tell the policy of it either.
             if num_missing or self.any_valid(data, wide, n):
-                self.part(<int>layer).begin_step(<int>layer, data, wide, rows, top_k)
+                part.begin_step(<int>layer, data, wide, rows, top_k, names)
             if self.route_log is not None:
                 self.route_log.append(
-                    <int>layer, data, wide, rows, top_k, self.is_bulk(<int>layer, rows, share)
+                    <int>layer, data, wide, rows, top_k, self.is_bulk(<int>layer, rows, share),
+                    names,
                 )
             # The hits first: they must be leased before a victim is chosen.
             self.lease_hits(<int>layer, data, wide, n, out)
             if num_missing:
+                worths = NULL
+                if self.is_bulk(<int>layer, rows, share):
+                    worths = part.worths(<int>layer)
                 self.lease_misses(
-                    <int>layer, data, wide, n, num_missing, admitted, out, misses
+                    <int>layer, data, wide, n, num_missing, admitted, worths, out, misses
                 )
         return num_missing
 
@@ -416,6 +437,29 @@ cdef class ExpertCache:
         return self.part(<int>layer).is_pinned(
             self.local_key(<int>(layer * self.num_experts + expert))
         )
+
+    def expert_states(self) -> np.ndarray:
+        """Return what becomes of each expert at this moment, for those who watch.
+
+        Returns
+        -------
+        ndarray of uint8, shape [num_layers, num_experts]
+            A new array; sums of 1 (resident), 2 (being read), 4 (leased) and 8 (pinned).
+        """
+        cdef int slot, key
+        cdef cnp.ndarray states = np.zeros((self.num_layers, self.num_experts), np.uint8)
+        cdef uint8_t* data = <uint8_t*>cnp.PyArray_DATA(states)
+        with cython.critical_section(self):
+            for slot in range(self.capacity):
+                key = self.slots[slot].key
+                if key < 0:
+                    continue
+                data[key] = 1 if self.slots[slot].state == RESIDENT else 2
+                if self.slots[slot].leases:
+                    data[key] |= 4
+                if self.part(key // self.num_experts).nodes[self.local_key(key)].blocked & PINNED:
+                    data[key] |= 8
+        return states
 
     def begin_sequence(self) -> None:
         """Tell the policy that the next tokens do not continue the last ones.
@@ -688,7 +732,7 @@ cdef class ExpertCache:
 
     cdef void lease_misses(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, int num_missing,
-        int admitted, int32_t* out, int32_t* misses,
+        int admitted, const int* worths, int32_t* out, int32_t* misses,
     ) noexcept:
         cdef Policy part = self.part(layer)
         cdef int partition = 0 if self.is_global else layer
@@ -697,8 +741,13 @@ cdef class ExpertCache:
         cdef int64_t wide_expert
         cdef Py_ssize_t position
         self.heed_reset()
-        sort_by_uses(self.missing, self.uses, self.order, num_missing)
-        written = admitted
+        if worths == NULL:
+            sort_by_uses(self.missing, self.uses, self.order, num_missing)
+        else:
+            sort_by_uses(self.missing, worths, self.order, num_missing)
+            # Free slots are shared fairly; after that it counts what an expert is worth.
+            if self.room_left(part, partition) == 0:
+                admitted = num_missing
         for i in range(num_missing):
             expert = self.missing[i]
             slot = self.in_flight[base + expert]
@@ -709,27 +758,45 @@ cdef class ExpertCache:
                     self.slots[slot].foreseen = False
                     self.num_foreseen_late += 1
                 self.slots[slot].leases += 1
-                misses[written] = ~self.first[expert]
-                written += 1
-                self.missing[i] = -1
+                self.missing[i] = ~expert
         for i in range(num_missing):
             expert = self.missing[i]
             if expert < 0:
                 continue
             # Counted first: the policy reads the count when the key enters.
             count_miss(self.profiler, layer, base + expert)
+            if num_claimed < admitted and worths != NULL:
+                # What comes later is worth less.
+                if not self.is_worth_it(part, partition, base + expert):
+                    admitted = num_claimed
             if num_claimed < admitted:
                 slot = self.take_slot(part, partition, layer, expert, True)
                 self.slots[slot].leases = 1
                 misses[num_claimed] = self.first[expert]
                 num_claimed += 1
-            else:
-                misses[written] = self.first[expert]
+                self.missing[i] = CLAIMED
+        written = num_claimed
+        for i in range(num_missing):
+            if CLAIMED < self.missing[i] < 0:
+                misses[written] = ~self.first[~self.missing[i]]
+                written += 1
+        for i in range(num_missing):
+            if self.missing[i] >= 0:
+                misses[written] = self.first[self.missing[i]]
                 written += 1
         for position in range(n):
             wide_expert = id_at(ids, wide, position)
             if out[position] < 0 and 0 <= wide_expert < self.num_experts:
                 out[position] = self.in_flight[base + wide_expert]
+
+    cdef bint is_worth_it(self, Policy part, int partition, int key) noexcept nogil:
+        # Whether a key is worth more than what would leave for it.
+        cdef int victim
+        if self.room_left(part, partition):
+            return True
+        part.expect(self.local_key(key))
+        victim = part.victim()
+        return victim >= 0 and part.prefers(self.local_key(key), victim)
 
     cdef int checked(self, Py_ssize_t layer, Py_ssize_t expert) except -1:
         if layer < 0 or layer >= self.num_layers:

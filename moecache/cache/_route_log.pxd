@@ -5,7 +5,9 @@ from libc.stdint cimport int32_t, uint32_t
 cdef struct StepHeader:
     int32_t layer  # -1: a sequence begins here
     int32_t rows
-    uint32_t width  # 2 * top_k, and 1 if the step kept to its layer's fair share
+    # 4 * top_k, and 2 if each row's sequence comes after the ids, and 1 if the step kept to its
+    # layer's fair share.
+    uint32_t width
 
 
 # What `trace_parts` finds out, and then writes to.
@@ -20,6 +22,7 @@ cdef struct Passes:
     Py_ssize_t num_left_out
     unsigned char* phase
     int32_t* sequence
+    int32_t* name  # that the row's sequence was given, or -1
     int32_t* step
     unsigned char* bulk
     uint32_t* seen  # per expert, the last row that had it
@@ -43,13 +46,20 @@ cdef class RouteLog:
 
     cdef void append(
         self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t top_k,
-        bint bulk,
+        bint bulk, const int32_t* names,
     ) noexcept nogil
     cdef void mark_sequence(self) noexcept nogil
     cdef Py_ssize_t id_bytes(self, Py_ssize_t n) noexcept nogil
+    cdef const int32_t* names_of(self, const StepHeader* header) noexcept nogil
+    cdef bint named_alike(
+        self, const StepHeader* header, const StepHeader* other
+    ) noexcept nogil
     cdef char* reserve(self, Py_ssize_t nbytes) noexcept nogil
     cdef Py_ssize_t row_bytes(self, const Passes* passes) noexcept nogil
     cdef void scan(self, Passes* passes, char* experts) noexcept nogil
+    cdef void name_rows(
+        self, const int32_t* names, Py_ssize_t rows, int32_t* name, unsigned char* phase
+    ) noexcept nogil
     cdef void copy_step(
         self, const StepHeader* header, char* out, Py_ssize_t stride, Passes* passes
     ) noexcept nogil

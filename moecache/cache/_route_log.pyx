@@ -5,10 +5,11 @@ cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport int16_t, int32_t, int64_t, uint32_t
 from libc.stdlib cimport free, realloc
+from libc.string cimport memcmp, memcpy
 
 import numpy as np
 
-from moecache.policies._ids cimport as_ids, id_at
+from moecache.policies._ids cimport as_ids, as_sequences, id_at
 
 from moecache.errors import ConfigError
 
@@ -23,8 +24,9 @@ cdef class RouteLog:
     """Note the expert ids of every step, cheaply enough to do so while serving.
 
     Append-only. A step costs 12 bytes and 2 bytes per id (4 if there are more than
-    32,767 experts). Nothing is raised while decoding: at `max_bytes`, or when there
-    is no memory, the log is `full`, keeps what it has, and counts what it drops.
+    32,767 experts), and 4 per row whose sequence is named. Nothing is raised while
+    decoding: at `max_bytes`, or when there is no memory, the log is `full`, keeps what it
+    has, and counts what it drops.
 
     All steps count as one stream of tokens: if several threads use a cache at once,
     their steps mix.
@@ -60,7 +62,7 @@ cdef class RouteLog:
     def __dealloc__(self):
         free(self.data)
 
-    def record(self, Py_ssize_t layer, ids, *, bulk=None) -> None:
+    def record(self, Py_ssize_t layer, ids, *, bulk=None, sequences=None) -> None:
         """Note a step, as `ExpertCache.acquire` does where it has a log.
 
         Parameters
@@ -71,13 +73,15 @@ cdef class RouteLog:
         bulk : bool, optional
             Whether the step admitted no more than its layer's fair share. By default
             true if `ids` has several rows.
+        sequences : array of int, shape [rows], optional
+            Which sequence each row is of, see `ExpertCache.acquire`.
 
         Raises
         ------
         ValueError
-            If there is no such layer.
+            If there is no such layer, or `sequences` does not fit.
         TypeError
-            If ids are not integers.
+            If ids or sequences are not integers.
         """
         cdef cnp.ndarray array = as_ids(ids)
         cdef Py_ssize_t n = cnp.PyArray_SIZE(array)
@@ -87,10 +91,14 @@ cdef class RouteLog:
         cdef bint shared = rows > 1 if bulk is None else bulk
         if layer < 0 or layer >= self.num_layers:
             raise ValueError(f"layer {layer} is not in [0, {self.num_layers})")
+        cdef cnp.ndarray names = None
+        if sequences is not None:
+            names = as_sequences(sequences, rows)
         with cython.critical_section(self):
             self.append(
                 <int>layer, cnp.PyArray_DATA(array), cnp.PyArray_ITEMSIZE(array) == 8,
                 rows, top_k, shared,
+                NULL if names is None else <int32_t*>cnp.PyArray_DATA(names),
             )
 
     def begin_sequence(self) -> None:
@@ -117,7 +125,7 @@ cdef class RouteLog:
         """Return the steps as the arrays of a trace.
 
         A pass over the layers begins where the layer's number does not increase,
-        the number of rows or `bulk` changes, or a sequence begins. Each of its rows
+        the number of rows, their sequences or `bulk` change, or a sequence begins. Each of its rows
         is a row of the trace; layers that a pass leaves out are padded with -1, as
         are ids that are out of range or repeated within a row. What other threads
         note meanwhile is not in it.
@@ -132,9 +140,10 @@ cdef class RouteLog:
             int32 if there are more than 32,767 experts. If a row has more ids than
             there are experts, the ids that are kept stand side by side.
         phase : ndarray of uint8, shape [num_tokens]
-            0 for passes of several rows (prefill), 1 for those of one (decode).
+            0 for rows of a sequence that has several beside each other in the pass (prefill),
+            1 for others (decode).
         sequence, step : ndarray of int32, shape [num_tokens]
-            Which sequence a token belongs to, and which pass.
+            Which sequence a token belongs to, in the order in which they began, and which pass.
         bulk : ndarray of uint8, shape [num_tokens]
             1 for passes that admitted no more than each layer's fair share.
         num_left_out : int
@@ -147,7 +156,7 @@ cdef class RouteLog:
         """
         cdef Passes passes
         cdef Py_ssize_t most = max(self.max_bytes, FIRST_BYTES)
-        cdef cnp.ndarray experts, phase, sequence, step, bulk, seen
+        cdef cnp.ndarray experts, phase, sequence, name, step, bulk, seen
         cdef bytes noted
         # Making an array may let another thread run, which appends, clears, or moves the buffer.
         with cython.critical_section(self):
@@ -168,22 +177,26 @@ cdef class RouteLog:
         )
         phase = np.empty(passes.num_rows, np.uint8)
         sequence = np.empty(passes.num_rows, np.int32)
+        name = np.empty(passes.num_rows, np.int32)
         step = np.empty(passes.num_rows, np.int32)
         bulk = np.empty(passes.num_rows, np.uint8)
         seen = np.zeros(self.num_experts, np.uint32)
         passes.phase = <unsigned char*>cnp.PyArray_DATA(phase)
         passes.sequence = <int32_t*>cnp.PyArray_DATA(sequence)
+        passes.name = <int32_t*>cnp.PyArray_DATA(name)
         passes.step = <int32_t*>cnp.PyArray_DATA(step)
         passes.bulk = <unsigned char*>cnp.PyArray_DATA(bulk)
         passes.seen = <uint32_t*>cnp.PyArray_DATA(seen)
         self.scan(&passes, <char*>cnp.PyArray_DATA(experts))
+        if passes.num_rows and name.max() >= 0:
+            sequence = _numbered(sequence, name)
         return experts, phase, sequence, step, bulk, passes.num_left_out
 
     cdef void append(
         self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t top_k,
-        bint bulk,
+        bint bulk, const int32_t* names,
     ) noexcept nogil:
-        cdef Py_ssize_t i, n = rows * top_k
+        cdef Py_ssize_t i, n = rows * top_k, name_bytes = 0 if names == NULL else 4 * rows
         cdef int64_t expert
         cdef StepHeader* header
         cdef int16_t* narrow_out
@@ -191,19 +204,21 @@ cdef class RouteLog:
         if n == 0:
             return
         # A log made for another model must not be written past its layers later.
-        if self.full or n > 0x7FFFFFFF or layer >= self.num_layers:
+        if self.full or n > 0x3FFFFFFF or layer >= self.num_layers:
             self.num_dropped += 1
             return
-        header = <StepHeader*>self.reserve(sizeof(StepHeader) + self.id_bytes(n))
+        header = <StepHeader*>self.reserve(sizeof(StepHeader) + self.id_bytes(n) + name_bytes)
         if header == NULL:
             self.num_dropped += 1
             return
-        if rows == 1 and self.model_top_k and top_k % self.model_top_k == 0:
+        if names != NULL:
+            memcpy(<char*>(header + 1) + self.id_bytes(n), names, name_bytes)
+        elif rows == 1 and self.model_top_k and top_k % self.model_top_k == 0:
             rows = top_k // self.model_top_k
             top_k = self.model_top_k
         header.layer = layer
         header.rows = <int32_t>rows
-        header.width = 2 * <uint32_t>top_k + bulk
+        header.width = 4 * <uint32_t>top_k + 2 * (names != NULL) + bulk
         if self.wide:
             wide_out = <int32_t*>(header + 1)
             for i in range(n):
@@ -220,6 +235,23 @@ cdef class RouteLog:
     cdef Py_ssize_t id_bytes(self, Py_ssize_t n) noexcept nogil:
         # Whole words: the headers stay aligned.
         return n * 4 if self.wide else (n + 1) // 2 * 4
+
+    cdef const int32_t* names_of(self, const StepHeader* header) noexcept nogil:
+        if not header.width & 2:
+            return NULL
+        return <const int32_t*>(
+            <const char*>(header + 1) + self.id_bytes(header.rows * (header.width >> 2))
+        )
+
+    cdef bint named_alike(
+        self, const StepHeader* header, const StepHeader* other
+    ) noexcept nogil:
+        # For steps of as many rows.
+        if (header.width ^ other.width) & 2:
+            return False
+        return not header.width & 2 or memcmp(
+            self.names_of(header), self.names_of(other), header.rows * sizeof(int32_t)
+        ) == 0
 
     cdef char* reserve(self, Py_ssize_t nbytes) noexcept nogil:
         cdef Py_ssize_t capacity
@@ -259,6 +291,8 @@ cdef class RouteLog:
         # Counts rows, the widest step and the usual one; then, with arrays, writes them.
         cdef const char* here = passes.begin
         cdef const StepHeader* header
+        cdef const StepHeader* previous = NULL
+        cdef const int32_t* names
         cdef Py_ssize_t first = 0, rows = 0, row, stride = self.num_layers * passes.top_k
         cdef Py_ssize_t width = sizeof(int32_t) if self.wide else sizeof(int16_t)
         cdef Py_ssize_t top_k, votes = 0
@@ -272,8 +306,10 @@ cdef class RouteLog:
             passes.usual = 0
         while here < passes.end:
             header = <const StepHeader*>here
-            top_k = header.width >> 1
+            top_k = header.width >> 2
             here += sizeof(StepHeader) + self.id_bytes(header.rows * top_k)
+            if header.width & 2:
+                here += header.rows * sizeof(int32_t)
             if header.layer < 0:
                 sequence += 1
                 first += rows
@@ -288,7 +324,10 @@ cdef class RouteLog:
             if top_k > passes.widest or over:
                 passes.num_left_out += 1
                 continue
-            if header.layer <= last or header.rows != rows or (header.width & 1) != bulk:
+            if (
+                header.layer <= last or header.rows != rows or (header.width & 1) != bulk
+                or not self.named_alike(header, previous)
+            ):
                 if first + rows + header.rows > passes.most_rows:
                     over = True
                     passes.num_left_out += 1
@@ -297,12 +336,16 @@ cdef class RouteLog:
                 rows = header.rows
                 bulk = header.width & 1
                 step += 1
+                names = self.names_of(header)
                 if experts != NULL:
                     for row in range(first, first + rows):
                         passes.phase[row] = rows == 1
                         passes.sequence[row] = sequence
+                        passes.name[row] = -1
                         passes.step[row] = step
                         passes.bulk[row] = bulk
+                    if names != NULL:
+                        self.name_rows(names, rows, passes.name + first, passes.phase + first)
             if experts == NULL:
                 passes.top_k = max(passes.top_k, min(top_k, self.num_experts))
             else:
@@ -313,7 +356,19 @@ cdef class RouteLog:
                     passes,
                 )
             last = header.layer
+            previous = header
         passes.num_rows = first + rows
+
+    cdef void name_rows(
+        self, const int32_t* names, Py_ssize_t rows, int32_t* name, unsigned char* phase
+    ) noexcept nogil:
+        # A row that is its sequence's only one of the step was decoded.
+        cdef Py_ssize_t row
+        for row in range(rows):
+            name[row] = names[row]
+            phase[row] = (row == 0 or names[row] != names[row - 1]) and (
+                row == rows - 1 or names[row] != names[row + 1]
+            )
 
     cdef void copy_step(
         self, const StepHeader* header, char* out, Py_ssize_t stride, Passes* passes
@@ -322,7 +377,7 @@ cdef class RouteLog:
         cdef const int32_t* wide = <const int32_t*>(header + 1)
         cdef int16_t* narrow_out = <int16_t*>out
         cdef int32_t* wide_out = <int32_t*>out
-        cdef Py_ssize_t row, place, i = 0, top_k = header.width >> 1
+        cdef Py_ssize_t row, place, i = 0, top_k = header.width >> 2
         cdef bint packed = top_k > passes.top_k
         cdef int32_t expert
         for row in range(header.rows):
@@ -343,3 +398,12 @@ cdef class RouteLog:
                 else:
                     narrow_out[place] = <int16_t>expert
                 place += 1
+
+
+cdef object _numbered(sequence, name):
+    """Return numbers for runs without a name and for names, in the order they came."""
+    pairs = np.stack((np.where(name < 0, sequence, -1), name))
+    _, first, found = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
+    order = np.empty(len(first), np.int32)
+    order[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
+    return order[found.reshape(-1)]

@@ -15,6 +15,8 @@ from moecache.settings import OPTIONS
 from moecache.study.importers import load_any
 from moecache.traces.trace import Trace
 
+# What commands that take traces say of them.
+TRACES_HELP = "a routing trace of a run, and no model: .npz, or what moecache trace convert reads"
 # Modes of prefetch that need neither hints nor routers.
 PLAIN_MODES = {"echo": "what ECHO foresees", "last": "the layer's last experts", "off": "none"}
 

@@ -8,6 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from moecache import prefault
 from moecache.commands.arguments import (
@@ -56,7 +65,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a checkpoint directory, a .gguf file, or a name on the Hugging Face hub",
+        help="a checkpoint directory, a .gguf file (of a split one any part), or a name on the "
+        "Hugging Face hub",
     )
     add_option(parser, "memory", flag="--memories", metavar="LIST", default="25%,50%,100%")
     add_option(parser, "policy", flag="--policies", names=POLICIES)
@@ -167,11 +177,26 @@ def _run_all(
 ) -> None:
     """Run each contestant once, then each once more: a disturbance reaches all of them."""
     files = [Path(file) for file in task["files"]]
-    for repeat in range(repeats):
-        for contestant in contestants:
-            if contestant.over:
-                continue
-            with console.status(f"{contestant.name}, run {repeat + 1} of {repeats}"):
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("runs, elapsed"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    # An estimate needs a few runs, however long each takes.
+    bar = Progress(*columns, console=console, transient=True, speed_estimate_period=3600)
+    with bar:
+        shown = bar.add_task("", total=repeats * len(contestants))
+        for repeat in range(repeats):
+            for contestant in contestants:
+                if contestant.over:
+                    bar.advance(shown)
+                    continue
+                bar.update(shown, description=f"{contestant.name}, run {repeat + 1} of {repeats}")
                 regions = [region for file in files if (region := map_file(file)) is not None]
                 if task["cold"]:
                     prefault.evict(regions)
@@ -182,6 +207,7 @@ def _run_all(
                         console.print(report.message, style="dim")
                 del regions
                 contestant.run(task)
+                bar.advance(shown)
 
 
 def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from moecache.commands.arguments import PLAIN_MODES, add_option
 from moecache.errors import ConfigError
+from moecache.files import find_examples
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Generation:
 
 def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which model runs, and with how many experts in memory."""
-    parser.add_argument("--model", metavar="DIR", help="another OLMoE checkpoint over bytes")
+    parser.add_argument(
+        "--model", metavar="DIR", help="another OLMoE checkpoint over bytes, in safetensors"
+    )
     add_option(parser, "memory", default="25%")
     add_option(parser, "policy")
     add_option(parser, "scope")
@@ -54,6 +57,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
     """Add the options that say how text is drawn."""
     parser.add_argument(
         "--max-new-tokens",
+        "--max-tokens",
         type=int,
         default=max_new_tokens,
         metavar="N",
@@ -80,22 +84,14 @@ def check_sampling(arguments: argparse.Namespace, prompts: Sequence[str]) -> Non
 
 
 def find_example(model: str | None) -> tuple[ModuleType, Path]:
-    """Return the NumPy host loop and the model directory, of the checkout or as installed."""
-    for root in (
-        Path(__file__).parents[2] / "examples",
-        Path(sys.prefix) / "share" / "moecache",
-    ):
-        if (root / "numpy_loop.py").is_file():
-            spec = importlib.util.spec_from_file_location("numpy_loop", root / "numpy_loop.py")
-            if spec is None or spec.loader is None:
-                continue
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module, Path(model) if model else root / "tiny_moe"
-    raise ConfigError(
-        "the demo's files (examples/numpy_loop.py, examples/tiny_moe) were not installed; "
-        "run it from a checkout"
-    )
+    """Return the NumPy host loop and the model directory, by default the example's."""
+    root = find_examples()
+    spec = importlib.util.spec_from_file_location("numpy_loop", root / "numpy_loop.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, Path(model) if model else root / "tiny_moe"
 
 
 def generate(

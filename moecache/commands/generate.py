@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,10 +18,11 @@ from moecache.commands.arguments import (
     explain,
 )
 from moecache.commands.live_line import LiveLine
-from moecache.commands.paths import printable_lines
+from moecache.commands.paths import check_format, printable_lines
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import COMPUTE
 from moecache.stores._paths import check_model
+from moecache.stores._versions import unchanged, versions_at
 from moecache.telemetry import RuntimeStats
 from moecache.traces.trace import TRACE_FILE
 from moecache.units import format_bytes
@@ -43,7 +45,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a checkpoint directory, a .gguf file, or a name on the Hugging Face hub",
+        help="a checkpoint directory, a .gguf file (of a split one any part), or a name on the "
+        "Hugging Face hub",
     )
     parser.add_argument(
         "prompt", metavar="PROMPT", help='the text to continue; "-" reads standard input'
@@ -53,12 +56,25 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="the prompt is a question: put it into the model's chat template",
     )
+    add_sampling_options(parser, max_new_tokens=256)
+    cache = add_expert_options(parser)
+    add_option(cache, "record_trace")
+    parser.add_argument(
+        "--stats", action="store_true", help="show all counters at the end, layer by layer"
+    )
+    add_force(parser)
+    parser.set_defaults(run=run)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Add the options that say how text is drawn; `check_sampling` looks at them."""
     parser.add_argument(
         "--max-new-tokens",
+        "--max-tokens",
         type=int,
-        default=256,
+        default=max_new_tokens,
         metavar="N",
-        help="tokens to generate (default: 256)",
+        help=f"tokens to generate (default: {max_new_tokens})",
     )
     parser.add_argument(
         "--temperature",
@@ -66,6 +82,10 @@ def add_parser(commands: Any) -> None:
         help="0 takes the likeliest token (default: what the model's generation_config.json says)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
+
+
+def add_expert_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options that `loaded` reads; return their group."""
     cache = parser.add_argument_group("experts")
     add_option(cache, "memory", "; the trunk comes on top")
     cache.add_argument(
@@ -85,12 +105,7 @@ def add_parser(commands: Any) -> None:
         "a format)",
     )
     add_option(cache, "profile")
-    add_option(cache, "record_trace")
-    parser.add_argument(
-        "--stats", action="store_true", help="show all counters at the end, layer by layer"
-    )
-    add_force(parser)
-    parser.set_defaults(run=run)
+    return cache
 
 
 def add_model_options(parser: argparse._ActionsContainer) -> None:
@@ -111,11 +126,14 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, generate, show the figures; return the exit code."""
-    _check(arguments)
+    check_sampling(arguments)
+    check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
     # Before torch, whose import takes seconds.
     check_model(arguments.model)
+    check_format(arguments.model)
     from moecache.integrations.transformers import generation
 
+    versions = versions_at(Path(arguments.model))
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     with generation.quiet(verbose=arguments.verbose):
         prompt = _prompt(arguments)
@@ -123,8 +141,13 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer = generation.load_tokenizer(arguments.model)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
-        with _loaded(console, arguments) as model, _recorded(model, arguments):
+        with (
+            unchanged(versions) as check,
+            loaded(console, arguments) as model,
+            _recorded(model, arguments),
+        ):
             runtime = model.moecache.runtime
+            check(runtime.store)
             with LiveLine(console, runtime) as line:
                 stream = generation.TextStream(tokenizer, ids, line.write)
                 line.stamps_s = stream.stamps_s
@@ -147,8 +170,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
-    """Load the model, with a bar on a terminal, and close it at the end."""
+def loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
+    """Load the model as the options say, with a bar on a terminal, and close it at the end."""
     from moecache.integrations.transformers import generation, load
 
     columns = (
@@ -201,8 +224,8 @@ def _recorded(model: Any, arguments: argparse.Namespace) -> Iterator[None]:
         raise StoreError(f"{path}: the trace was not written; is there room?")
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be used, before anything is loaded."""
+def check_sampling(arguments: argparse.Namespace) -> None:
+    """Refuse options of `add_sampling_options` that cannot be used."""
     if arguments.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
     temperature = arguments.temperature
@@ -210,7 +233,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature must be 0 or between 0.01 and 100, got {temperature}")
     if arguments.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {arguments.seed}")
-    check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
 
 
 def _prompt(arguments: argparse.Namespace) -> str:

@@ -30,10 +30,12 @@ def add_parser(commands: Any) -> None:
         "budget holds: what is free, in this machine and in every memory cgroup this process is "
         "in, what the trunk and a KV cache take of it, and how many slots that leaves. Reads "
         "headers only. Exit code 1 if the slots would not fit.",
-        epilog="example: moecache inspect ./Qwen3-30B-A3B --memory 8GiB; on a GPU: moecache "
-        "inspect ./Qwen3-30B-A3B --device cuda",
+        epilog="examples: moecache inspect ./Qwen3-30B-A3B --memory 8GiB | "
+        "moecache inspect ./Qwen3-30B-A3B --device cuda",
     )
-    parser.add_argument("path", help="checkpoint directory, .safetensors or .gguf file")
+    parser.add_argument(
+        "path", help="checkpoint directory, .safetensors or .gguf file (of a split one any part)"
+    )
     add_option(parser, "memory", "; without SIZE, the default counts", nargs="?")
     parser.add_argument(
         "--device",

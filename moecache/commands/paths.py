@@ -10,12 +10,15 @@ from moecache.errors import ConfigError, StoreError
 from moecache.prefault.regions import Region
 from moecache.stores import CheckpointStore, open_store
 from moecache.stores._paths import find_path
+from moecache.stores.gguf._parts import find_parts, is_gguf
 
 logger = logging.getLogger(__name__)
 
 
 def find_files(name: str) -> list[Path]:
     """Return a file itself, or all files below a directory that are not hidden.
+
+    Of a GGUF in parts, one part stands for all, as for `load`.
 
     What cannot be listed is logged as a warning.
 
@@ -24,11 +27,11 @@ def find_files(name: str) -> list[Path]:
     ConfigError
         If no file can have such a name.
     StoreError
-        If there is nothing.
+        If there is nothing; FormatError if a part is missing.
     """
     path = find_path(name)
     if not path.is_dir():
-        return [path]
+        return find_parts(path) if is_gguf(path) else [path]
     files = []
 
     def warn(error: OSError) -> None:
@@ -104,3 +107,12 @@ def printable(text: object) -> str:
 def printable_lines(text: str) -> str:
     """Return lines without what a terminal would obey."""
     return "\n".join(map(printable, text.splitlines()))
+
+
+def check_format(model: str) -> None:
+    """Raise, as `open_store` does, if a model on this machine has experts in no known format.
+
+    Before anything else is looked at: without it, a missing tokenizer would be found first.
+    """
+    if os.path.exists(model):
+        open_store(model).close()

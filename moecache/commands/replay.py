@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from moecache.commands.arguments import (
+    TRACES_HELP,
     add_force,
     add_option,
     check_outputs,
@@ -56,7 +57,7 @@ def add_parser(commands: Any) -> None:
         "moecache replay run.npz --recommend 4GiB | "
         "moecache replay run.npz --plot curves.png",
     )
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="files")
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help=TRACES_HELP)
     defaults = ",".join(_DEFAULT_POLICIES)
     add_option(parser, "policy", names=(*POLICIES, BELADY), instead=defaults)
     add_option(parser, "scope", names=SCOPES)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moecache.commands.arguments import (
+    TRACES_HELP,
     add_force,
     add_option,
     check_outputs,
@@ -57,7 +58,7 @@ def add_parser(commands: Any) -> None:
         "moecache simulate run.npz --expert-bytes 6MB --bandwidth 25GB/s,2.5GB/s | "
         "moecache simulate run.npz --policy lru,echo --capacity 10%,25% --csv times.csv",
     )
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="files")
+    parser.add_argument("traces", nargs="+", metavar="TRACE", help=TRACES_HELP)
     add_option(parser, "prefetch", names=PREFETCH_MODES, instead="all")
     add_option(parser, "policy", names=POLICIES)
     add_option(parser, "scope", default=DEFAULT_SCOPE)

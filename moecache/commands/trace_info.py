@@ -8,6 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from moecache.commands.arguments import TRACES_HELP
 from moecache.commands.paths import printable
 from moecache.study.importers import load_any
 from moecache.study.statistics import SHARES, TraceStatistics, mean, statistics
@@ -30,7 +31,7 @@ def add_parser(actions: Any) -> None:
         "of 16 tokens. Reads every form that convert reads.",
         epilog="example: moecache trace info examples/traces/tiny_moe.npz --json",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE")
+    parser.add_argument("files", nargs="+", metavar="FILE", help=TRACES_HELP)
     parser.add_argument("--json", action="store_true", help="all figures, an object per file")
     parser.set_defaults(run=run)
 

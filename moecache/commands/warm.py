@@ -29,11 +29,15 @@ from moecache.commands.residency import print_status
 from moecache.errors import ConfigError, StoreError
 from moecache.prefault.regions import Region
 from moecache.sizing.host_memory import total_host_bytes
-from moecache.stores._paths import find_path
+from moecache.stores._versions import versions_of
 from moecache.units import format_bytes
 
 # The kernel reads ahead at least this much for one hint, by its own default.
 _HINT_BYTES = 2**17
+_PATHS_HELP = (
+    "a checkpoint directory, a .safetensors or .gguf file (of a split one any part, for all), or "
+    "any other file or directory"
+)
 # From linux/capability.h.
 _CAP_IPC_LOCK = 14
 
@@ -49,7 +53,7 @@ def add_parser(commands: Any) -> None:
         epilog="examples: moecache warm ./Qwen3-30B-A3B --experts-only | "
         "moecache warm model.gguf --status | moecache warm model.gguf --lock",
     )
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="file or directory")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help=_PATHS_HELP)
     parser.add_argument(
         "--experts-only",
         action="store_true",
@@ -123,13 +127,12 @@ def _find_regions(
     seen: set[object] = set()
     for path in paths:
         if by_layer:
-            found = find_path(path).resolve()
-            if found in seen:
-                continue
-            seen.add(found)
             store, chosen = open_experts(path, layers)
             with store:
-                yield from store.regions(chosen)
+                files = tuple(version[1:3] for version in versions_of(store))
+                if files not in seen:
+                    yield from store.regions(chosen)
+                seen.add(files)
             continue
         for file in find_files(path):
             # A checkpoint cache has many names for one file.

@@ -21,6 +21,7 @@ from moecache.formats.scaled import (
     ScaledFormat,
     scaled_name,
 )
+from moecache.formats.stacked import StackedFormat, stacked_name
 
 __all__ = [
     "BF16",
@@ -39,10 +40,12 @@ __all__ = [
     "GlobalFormat",
     "GroupedFormat",
     "ScaledFormat",
+    "StackedFormat",
     "find_format",
     "format_of",
     "grouped_name",
     "quantize",
     "scaled_name",
+    "stacked_name",
     "tiled_rows",
 ]

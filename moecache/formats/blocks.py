@@ -179,11 +179,12 @@ class _Mxfp4(_Made):
     """FP4 times 2^(byte - 127), as "mxfp4", but ordered by halves and without a zero below zero."""
 
     def _values(self, blocks: np.ndarray) -> np.ndarray:
-        # ggml's table of integers has one zero.
-        return POWERS[blocks[..., :1]] * (E2M1 + np.float32(0))[nibbles(blocks[..., 1:])]
+        # As ggml's integers, twice FP4 and with one zero, times half of the power: so 255 is one.
+        halves = np.ldexp(np.float32(1), blocks[..., :1].astype(np.int32) - 128)
+        return halves * (2 * E2M1 + np.float32(0))[nibbles(blocks[..., 1:])]
 
     def check(self, parts: Mapping[str, np.ndarray]) -> None:
-        """Raise FormatError if a scale is 255, which is no number."""
+        """Raise FormatError if a scale is 255: 2^128, of which codes above 1/2 are infinite."""
         check_scales(parts["blocks"][..., 0], self.name)
 
     def _blocks(self, wide: np.ndarray) -> np.ndarray:

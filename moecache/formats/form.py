@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+# Of the order of bytes that forms have; a file that has forms says it.
+FORM_VERSION = 1
 # Rows of a compute form that lie interleaved, so that a vector's lanes are rows.
 TILE_ROWS = 16
 # Columns whose codes lie together.

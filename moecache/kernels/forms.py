@@ -17,6 +17,7 @@ from moecache.formats import (
     GlobalFormat,
     GroupedFormat,
     ScaledFormat,
+    StackedFormat,
     find_format,
 )
 from moecache.formats.form import BLOCK_COLUMNS
@@ -282,6 +283,10 @@ def values_in(
     wanted = np.dtype(np.float32 if dtype is None else dtype)
     shape, known = role.matrix_shape, find_format(role.format)
     pieces = array.reshape(role.matrices, -1)
+    if isinstance(known, StackedFormat):
+        return np.concatenate(
+            [_values(*one, wanted) for raw in pieces for one in known.matrices(raw, *shape)]
+        )
     if known.form is None:
         return np.concatenate(
             [known.dequantize(known.split(raw, *shape), wanted) for raw in pieces]
@@ -293,6 +298,13 @@ def values_in(
             tile(raw, role.format, *shape, form)
         expand(raw if form is None else form, role.format, *shape, values)
     return out.astype(wanted, copy=False)
+
+
+def _values(known: Format, raw: np.ndarray, shape: tuple[int, int], dtype: Any) -> np.ndarray:
+    """Return the values of a matrix as in a file."""
+    if known.form is None:
+        return known.dequantize(known.split(raw, *shape), dtype)
+    return values_in(raw, Role("", shape, format=known.name), stored=True, dtype=dtype)
 
 
 def _known(name: str, rows: int, columns: int) -> tuple[Format, Form]:

@@ -29,6 +29,7 @@ from moecache.interrupts import uninterrupted
 from moecache.loading._guard import Guard
 from moecache.loading.counts import LoadCounts
 from moecache.loading.engine import Engine
+from moecache.loading.filler import Filler
 from moecache.loading.load import Cause, Load, LoadState, ReadCancelledError, interrupted
 from moecache.loading.staging import StagingSlots
 from moecache.loading.step import Step
@@ -98,6 +99,7 @@ class SlotLoader:
         self.counts = LoadCounts(clock)
         self.num_staging = self._staging.num_slots
         self.prefetch_done: Callable[[Load], object] = _ignore
+        self._filler: Filler | None = None
         self._closed = False
 
     @property
@@ -225,8 +227,14 @@ class SlotLoader:
         self.engine.wait(seen)
         self._take_in()
 
+    def start_filler(self) -> None:
+        """Have a thread take in what has arrived; callers that wait take part."""
+        self._filler = Filler(self._fill)
+
     def look(self) -> None:
-        """Take in what has arrived, without waiting."""
+        """Take in what has arrived, without waiting, unless a thread does that."""
+        if self._filler is not None and self._filler.is_alive:
+            return
         if self._loads and os.getpid() == self._process and self.engine.poll():
             self._take_in()
 
@@ -274,6 +282,8 @@ class SlotLoader:
                 return
             self._closed = True
         num_stuck = self.engine.close(CLOSE_TIMEOUT_S)
+        if self._filler is not None:
+            self._filler.close(CLOSE_TIMEOUT_S)
         self._take_in()
         with self._lock:
             left = list(self._loads.values())
@@ -288,6 +298,8 @@ class SlotLoader:
         """End the threads of a runtime that was dropped without `close`."""
         if not self._closed and os.getpid() == self._process:
             self.engine.close(0.5)
+            if self._filler is not None:
+                self._filler.close(0)
 
     # From a step to its loads.
 
@@ -306,6 +318,7 @@ class SlotLoader:
                         step.misses,
                         share=step.share,
                         ignore_out_of_range=step.ignore_out_of_range,
+                        sequences=step.sequences,
                     )
                     self.counts.num_steps += 1
                     if count == 0:
@@ -402,6 +415,8 @@ class SlotLoader:
                 for load in batch:
                     load.parts = self.pool.buffers(load.slot, load.layer)
             self.engine.submit(left, deferred=deferred)
+            if self._filler is not None:
+                self._filler.wake()
         except BaseException as error:
             for load in left:
                 failure = error if isinstance(error, Exception) else interrupted(load)
@@ -413,6 +428,15 @@ class SlotLoader:
             self._cache.profiler.record_miss_stall(self.clock() - started)
 
     # From the engine to the steps that wait, without the lock.
+
+    def _fill(self) -> bool:
+        """Wait for a moment, and take in what has arrived; False if nothing is on its way."""
+        seen = self.engine.epoch
+        self._take_in()
+        if self._closed or not self._loads or os.getpid() != self._process:
+            return False
+        self.engine.wait(seen)
+        return True
 
     def _take_in(self) -> None:
         """Bring in every load that was read, and give the engine what waits for buffers."""

@@ -3,6 +3,7 @@
 from queue import SimpleQueue
 
 import numpy as np
+import numpy.typing as npt
 
 from moecache.loading.load import Cause, Load
 
@@ -23,6 +24,8 @@ class Step:
         Most experts of the step with a slot in the cache, see `ExpertCache.acquire`;
         -1: all of them, or none is acquired.
     ignore_out_of_range : bool, default False
+    sequences : array of int, shape [rows], optional
+        Which sequence each row is of.
 
     Attributes
     ----------
@@ -51,6 +54,7 @@ class Step:
         "leased",
         "loads",
         "misses",
+        "sequences",
         "share",
         "slots",
         "staged",
@@ -64,9 +68,11 @@ class Step:
         *,
         share: int = -1,
         ignore_out_of_range: bool = False,
+        sequences: npt.ArrayLike | None = None,
     ) -> None:
         self.layer = layer
         self.ids = ids
+        self.sequences = sequences
         self.share = share
         self.ignore_out_of_range = ignore_out_of_range
         one_token = ids.ndim == 0 or ids.size == ids.shape[-1]

@@ -1,21 +1,25 @@
 """GGUF files to be packed: each expert's matrices side by side, in types and names of GGUF.
 
 Two parts of a split file: what the file says of itself and the trunk, and the experts, with the
-names that files had before experts were stacked ("blk.3.ffn_gate.7.weight").
+names that files had before experts were stacked ("blk.3.ffn_gate.7.weight"). In compute form, these
+are tensors of bytes, and the metadata say of what.
 """
 
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moecache.errors import ConfigError
+from moecache.layout import ExpertLayout
 from moecache.packing._plan import ALIGNMENT, ZEROS, Extent, FilePlan, Unit
+from moecache.packing._recipe import Tile
 from moecache.packing._source import Origin
 from moecache.stores.gguf import GgufStore
-from moecache.stores.gguf._experts import is_expert, single_name
-from moecache.stores.gguf._header import DEFAULT_ALIGNMENT, GgufEntry, Metadata
+from moecache.stores.gguf._experts import is_expert, single_name, stack_name
+from moecache.stores.gguf._form import BYTES_TYPE, PREFIX, FormOf, encode_forms
+from moecache.stores.gguf._header import DEFAULT_ALIGNMENT, GgufEntry
 from moecache.stores.gguf._parts import part_name
 
 _VERSION = 3
@@ -58,52 +62,79 @@ class GgufSource(Origin, GgufStore):
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of a packed file: its name, shape and type, where its bytes are, where they go.
+    """A tensor of a packed file: its name, shape and type, where its bytes are from.
 
-    `boundary` divides its place in the file; `unit`, if it is not "", begins with it.
+    `boundary` divides its place in the file; `unit`, if it is not "", begins with it; `form` says
+    of what it is the compute form.
     """
 
     name: str
     shape: tuple[int, ...]
-    entry: GgufEntry
-    file: int
-    offset: int
-    nbytes: int
+    type: int
+    extent: Extent
     boundary: int
     unit: str = ""
+    form: FormOf | None = None
 
 
-def plan_gguf(source: GgufSource) -> tuple[FilePlan, FilePlan]:
+def plan_gguf(source: GgufSource, *, compute_form: bool = False) -> tuple[FilePlan, FilePlan]:
     """Return the files of experts, each at a 4 KiB boundary, layer by layer, and of the trunk."""
     alignment = source.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    experts, trunk = list(_experts(source, alignment)), list(_trunk(source, alignment))
+    experts = list(_experts(source, alignment, compute_form=compute_form))
+    trunk = list(_trunk(source, alignment))
     stem = part_name(source.files[0].path)
-    said = [(key, source.metadata) for key in source.metadata if not key.startswith("split.")]
-    aligned = [(key, metadata) for key, metadata in said if key == "general.alignment"]
+    said = [
+        (key, source.metadata.encoded(key))
+        for key in source.metadata
+        if not key.startswith(("split.", PREFIX))
+    ]
+    aligned = [(key, value) for key, value in said if key == "general.alignment"]
+    said += encode_forms({stack_name(t.name): t.form for t in experts if t.form})
     total = len(experts) + len(trunk)
     first = _file(f"{stem}-00001-of-00002.gguf", 0, total, said, trunk, alignment)
     second = _file(f"{stem}-00002-of-00002.gguf", 1, total, aligned, experts, alignment)
     return second, first
 
 
-def _experts(source: GgufSource, alignment: int) -> Iterator[_Tensor]:
+def tiled(layout: ExpertLayout) -> ExpertLayout:
+    """Return a layout whose matrices are in compute form, as far as their formats have one."""
+    layers = [
+        [replace(role, is_tiled=role.form_bytes > 0) for role in roles] for roles in layout.layers
+    ]
+    return replace(layout, layers=layers)
+
+
+def _experts(source: GgufSource, alignment: int, *, compute_form: bool) -> Iterator[_Tensor]:
     layout = source.layout
     for layer, layer_name in enumerate(layout.layer_names):
+        roles = {role.name: role for role in layout.layers[layer]}
         for expert in range(layout.num_experts):
             for number, piece in enumerate(source.pieces(layer)):
                 name = piece.sources[0 if piece.stacked else expert]
                 entry = source.tensors[name][1]
                 # A stack is of matrices, or of vectors.
                 shape = entry.shape[1:] if len(entry.shape) > len(piece.shape) else entry.shape
+                place = int(piece.files[expert]), int(piece.offsets[expert])
+                role, kind = roles[piece.role], entry.type.number
+                extent, form = Extent(0, piece.nbytes, *place), None
+                if role.is_tiled or (compute_form and role.form_bytes):
+                    kind, form = BYTES_TYPE, FormOf(entry.type, *role.matrix_shape)
+                    if not role.is_tiled:
+                        places = ((*place, piece.nbytes),)
+                        what = f"{name} [{expert}]" if piece.stacked else name
+                        recipe = Tile(what, places, role.format, *role.matrix_shape)
+                        extent = Extent(0, recipe.nbytes, ZEROS, 0, recipe)
+                    shape = (extent.nbytes,)
+                # A role that is read straight into its slot begins a block, as it does there.
+                is_aligned = piece.start == 0 if form else number == 0
                 yield _Tensor(
                     single_name(name, expert),
                     shape,
-                    entry,
-                    int(piece.files[expert]),
-                    int(piece.offsets[expert]),
-                    piece.nbytes,
-                    alignment if number else max(ALIGNMENT, alignment),
+                    kind,
+                    extent,
+                    max(ALIGNMENT, alignment) if is_aligned else alignment,
                     "" if expert or number else f"layer {layer} ({layer_name})",
+                    form,
                 )
 
 
@@ -118,20 +149,21 @@ def _trunk(source: GgufSource, alignment: int) -> Iterator[_Tensor]:
         if done >= _TRUNK_UNIT_BYTES:
             unit, done, number = f"part {number}", 0, number + 1
         done += entry.nbytes
-        yield _Tensor(name, entry.shape, entry, file, entry.offset, entry.nbytes, alignment, unit)
+        extent = Extent(0, entry.nbytes, file, entry.offset)
+        yield _Tensor(name, entry.shape, entry.type.number, extent, alignment, unit)
 
 
 def _file(
     name: str,
     number: int,
     total: int,
-    metadata: Iterable[tuple[str, Metadata]],
+    metadata: Iterable[tuple[str, bytes]],
     tensors: Sequence[_Tensor],
     alignment: int,
 ) -> FilePlan:
     """Return a part of a split file; offsets of tensors count from the end of its header."""
-    said = [(key, metadata.encoded(key)) for key, metadata in metadata]
-    said += [
+    said = [
+        *metadata,
         ("split.no", struct.pack("<IH", _UINT16, number)),
         ("split.count", struct.pack("<IH", _UINT16, 2)),
         ("split.tensors.count", struct.pack("<Ii", _INT32, total)),
@@ -151,13 +183,11 @@ def _file(
         if gap:
             extents.append(Extent(end, gap, ZEROS, 0))
         end, padding = end + gap, padding + gap
-        extents.append(Extent(end, tensor.nbytes, tensor.file, tensor.offset))
+        extents.append(tensor.extent._replace(offset=end))
         reverse = tuple(reversed(tensor.shape))
         sizes = struct.pack(f"<I{len(reverse)}Q", len(reverse), *reverse)
-        table.append(
-            _string(tensor.name) + sizes + struct.pack("<IQ", tensor.entry.type.number, end - start)
-        )
-        end += tensor.nbytes
+        table.append(_string(tensor.name) + sizes + struct.pack("<IQ", tensor.type, end - start))
+        end += tensor.extent.nbytes
     # A direct read of the last tensor needs whole blocks, too.
     gap = -end % ALIGNMENT
     if gap and units:
@@ -168,7 +198,7 @@ def _file(
     return FilePlan(
         name,
         nbytes=end,
-        tensor_bytes=sum(tensor.nbytes for tensor in tensors),
+        tensor_bytes=sum(tensor.extent.nbytes for tensor in tensors),
         padding_bytes=padding,
         units=[
             Unit(name, "header", 0, start, header=header),
@@ -190,5 +220,6 @@ def check_target(target: str) -> None:
     """Raise ConfigError if a GGUF should be packed in a format: it keeps its types."""
     if target:
         raise ConfigError(
-            f"a GGUF keeps its types, so that it cannot be packed in {target}; leave --format out"
+            f"a GGUF keeps its types, so that it cannot be packed in {target}; leave --format out, "
+            "or give --compute-form for the same values in the order that kernels read"
         )

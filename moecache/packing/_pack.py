@@ -8,9 +8,10 @@ import shutil
 import time
 from functools import cached_property
 
-from moecache.errors import FormatError, StoreError
+from moecache.errors import ConfigError, FormatError, StoreError
+from moecache.formats.form import FORM_VERSION
 from moecache.packing._copy import Copied, PackedFile, copy_file, hash_range, write_file
-from moecache.packing._gguf import GgufSource, check_target, plan_gguf
+from moecache.packing._gguf import GgufSource, check_target, plan_gguf, tiled
 from moecache.packing._journal import Finished, Journal, sync_directory
 from moecache.packing._manifest import Progress, describe
 from moecache.packing._place import Place, locked
@@ -35,6 +36,7 @@ def plan(
     out: str | os.PathLike[str],
     *,
     format: str | None = None,  # noqa: A002 - what it is
+    compute_form: bool = False,
 ) -> PackPlan:
     """Return what `pack` would write. Reads headers only and writes nothing.
 
@@ -45,7 +47,7 @@ def plan(
     """
     with _open(model) as source:
         place = Place.find(source.path, out)
-        return _Work(source, find_target(format)).plan(place)
+        return _Work(source, find_target(format), compute_form=compute_form).plan(place)
 
 
 def pack(
@@ -53,6 +55,7 @@ def pack(
     out: str | os.PathLike[str],
     *,
     format: str | None = None,  # noqa: A002 - what it is
+    compute_form: bool = False,
     progress: Progress | None = None,
 ) -> PackReport:
     """Write a checkpoint anew so that each expert is one aligned, contiguous read.
@@ -75,6 +78,9 @@ def pack(
         a compute form are taken, too. "bf16": dequantize what a publisher quantized, trunk and
         experts, under the names that the model's own tensors have; stacks of experts stay stacks.
         By default no bit of any tensor changes.
+    compute_form : bool, default False
+        Write the experts of a GGUF in their compute form, with the same values: a direct read then
+        lands in its slot ready to be computed. A type without one stays as it is. Others see bytes.
     progress : callable (done_bytes, total_bytes), optional
         Called after every few MiB. If it raises, the call ends as if interrupted.
 
@@ -85,8 +91,8 @@ def pack(
     Raises
     ------
     ConfigError
-        If `model` has no experts, `out` cannot be used, or the experts cannot be quantized to
-        `format`.
+        If `model` has no experts, `out` cannot be used, the experts cannot be quantized to
+        `format`, or `compute_form` is asked for what is no GGUF.
     StoreError
         If there is not enough room on the disk, if something cannot be read or
         written (a file system whose files may not be so large says so here), if
@@ -95,7 +101,7 @@ def pack(
     begun = time.perf_counter()
     with _open(model) as source:
         place = Place.find(source.path, out)
-        work = _Work(source, find_target(format))
+        work = _Work(source, find_target(format), compute_form=compute_form)
         with locked(place):
             planned = work.plan(place)
             if planned.disk_bytes > planned.free_bytes:
@@ -121,13 +127,21 @@ def pack(
 class _Work:
     """All that is to be written for a source, and the writing of it."""
 
-    def __init__(self, source: Source | GgufSource, target: str) -> None:
+    def __init__(
+        self, source: Source | GgufSource, target: str, *, compute_form: bool = False
+    ) -> None:
         self._source = source
         self._target = target
         if isinstance(source, GgufSource):
             check_target(target)
-            self._layout, self._files = source.layout, plan_gguf(source)
+            self._layout = tiled(source.layout) if compute_form else source.layout
+            self._files = plan_gguf(source, compute_form=compute_form)
             self._beside = source.others()
+        elif compute_form:
+            raise ConfigError(
+                f"{source.path}: the compute form is for a GGUF; of a checkpoint in safetensors "
+                "--format quantizes experts, and writes them so"
+            )
         else:
             self._layout = packed_layout(source, target)
             self._files = (plan_experts(source, target), plan_trunk(source, target))
@@ -175,7 +189,8 @@ class _Work:
 
         # What config.json says of the source decides what is made of it.
         formats = {e.recipe.format for unit in self._units for e in unit.extents if e.recipe}
-        identity = " ".join([self._source.identity(), self._target, *sorted(formats)]).rstrip()
+        made = [self._target, *sorted(formats), *([f"form {FORM_VERSION}"] if formats else [])]
+        identity = " ".join([self._source.identity(), *made]).rstrip()
         journal = Journal(place.journal, identity)
         finished = self._resume(place, journal)
         try:

@@ -104,6 +104,30 @@ class Quantize(Recipe):
 
 
 @dataclass(frozen=True, slots=True)
+class Tile(Recipe):
+    """The compute form, with the same values."""
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Shape of the form: its bytes."""
+        return (self.nbytes,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the form."""
+        form = find_format(self.format).form
+        assert form is not None
+        return form.nbytes(self.rows, self.columns)
+
+    def make(self, raw: np.ndarray) -> tuple[np.ndarray, None]:
+        """Return the form; see `Recipe.make`."""
+        known, form = find_format(self.format), np.empty(self.nbytes, np.uint8)
+        known.check(known.split(raw, self.rows, self.columns))
+        tile(raw, self.format, self.rows, self.columns, form)
+        return form, None
+
+
+@dataclass(frozen=True, slots=True)
 class Dequantize(Recipe):
     """The values of a matrix as bfloat16.
 

@@ -49,11 +49,12 @@ ECHO_ALWAYS_INLINE void echo_match_body(
 }
 
 /* Moving averages of a layer's experts, their last use, and their cells: popularity by age, both
- * in half-octaves. */
+ * in half-octaves. An age is in tokens of one sequence: `per_row` is 1 over the step's rows if
+ * these are of several. */
 ECHO_ALWAYS_INLINE void echo_average_body(
     int n, const float *restrict wanted, float fast_rate, float slow_rate, float scale,
-    int32_t token, int32_t *restrict last, float *restrict fast, float *restrict slow,
-    uint8_t *restrict cells)
+    int32_t token, float per_row, int32_t *restrict last, float *restrict fast,
+    float *restrict slow, uint8_t *restrict cells)
 {
     for (int e = 0; e < n; e++) {
         slow[e] += slow_rate * (wanted[e] - slow[e]);
@@ -62,7 +63,7 @@ ECHO_ALWAYS_INLINE void echo_average_body(
         int32_t used = wanted[e] != 0.0f ? token : last[e];
         /* Where a layer is visited twice, an older row comes after a newer one. */
         int32_t ago = token > used ? token - used : 0;
-        int32_t age = echo_half_octave((float)(ago + 1));
+        int32_t age = echo_half_octave((float)ago * per_row + 1.0f);
         last[e] = used;
         popularity = popularity < 0 ? 0 : popularity;
         popularity = popularity > 11 ? 11 : popularity;
@@ -71,11 +72,9 @@ ECHO_ALWAYS_INLINE void echo_average_body(
     }
 }
 
-/* Probabilities of use at the next opportunity, and the discounted next use. */
-ECHO_ALWAYS_INLINE void echo_value_body(
-    int n, const float *restrict history, const float *restrict fast, const float *restrict votes,
-    float total, float prior, float discount, float *restrict own, float *restrict next,
-    float *restrict values)
+/* Probabilities of use by the experts' own history. */
+ECHO_ALWAYS_INLINE void echo_own_body(
+    int n, const float *restrict history, const float *restrict fast, float *restrict own)
 {
     for (int e = 0; e < n; e++) {
         /* Clamped: an expert used at every token would give 0 / 0. */
@@ -85,9 +84,47 @@ ECHO_ALWAYS_INLINE void echo_value_body(
         m = m > 0.999f ? 0.999f : m;
         float yes = sqrtf(m * h);
         float no = sqrtf((1.0f - m) * (1.0f - h));
-        float p = yes / (yes + no);
+        own[e] = yes / (yes + no);
+    }
+}
+
+/* Probabilities of use at the next opportunity, and the discounted next use. */
+ECHO_ALWAYS_INLINE void echo_value_body(
+    int n, const float *restrict own, const float *restrict votes, float total, float prior,
+    float discount, float *restrict next, float *restrict values)
+{
+    for (int e = 0; e < n; e++) {
+        float p = own[e];
         float q = (votes[e] + prior * p) / (total + prior);
-        own[e] = p;
+        next[e] = q;
+        values[e] = q + (1.0f - q) * (discount * p / (1.0f - discount + discount * p));
+    }
+}
+
+/* Multiply `unused` by one sequence's probabilities of not using each expert. */
+ECHO_ALWAYS_INLINE void echo_spare_body(
+    int n, const float *restrict own, const float *restrict votes, float total, float prior,
+    float *restrict unused)
+{
+    for (int e = 0; e < n; e++) {
+        float spared = 1.0f - (votes[e] + prior * own[e]) / (total + prior);
+        unused[e] *= spared > 0.0f ? spared : 0.0f;
+    }
+}
+
+/* `echo_value` for what any of several sequences uses. */
+ECHO_ALWAYS_INLINE void echo_union_body(
+    int n, const float *restrict own, const float *restrict unused, int sequences,
+    float discount, float *restrict next, float *restrict values)
+{
+    for (int e = 0; e < n; e++) {
+        float spared = 1.0f, power = 1.0f - own[e];
+        for (int bits = sequences; bits; bits >>= 1) {
+            spared *= bits & 1 ? power : 1.0f;
+            power *= power;
+        }
+        float p = 1.0f - spared;
+        float q = 1.0f - unused[e];
         next[e] = q;
         values[e] = q + (1.0f - q) * (discount * p / (1.0f - discount + discount * p));
     }
@@ -102,29 +139,47 @@ ECHO_ALWAYS_INLINE void echo_value_body(
     }                                                                                         \
     attribute static inline void echo_average##suffix(                                        \
         int n, const float *restrict wanted, float fast_rate, float slow_rate, float scale,   \
-        int32_t token, int32_t *restrict last, float *restrict fast,                          \
+        int32_t token, float per_row, int32_t *restrict last, float *restrict fast,           \
         float *restrict slow, uint8_t *restrict cells)                                        \
     {                                                                                         \
-        echo_average_body(                                                                    \
-            n, wanted, fast_rate, slow_rate, scale, token, last, fast, slow, cells);          \
+        echo_average_body(n, wanted, fast_rate, slow_rate, scale, token, per_row, last, fast, \
+            slow, cells);                                                                     \
+    }                                                                                         \
+    attribute static inline void echo_own##suffix(                                            \
+        int n, const float *restrict history, const float *restrict fast,                     \
+        float *restrict own)                                                                  \
+    {                                                                                         \
+        echo_own_body(n, history, fast, own);                                                 \
     }                                                                                         \
     attribute static inline void echo_value##suffix(                                          \
-        int n, const float *restrict history, const float *restrict fast,                     \
-        const float *restrict votes, float total, float prior, float discount,                \
-        float *restrict own, float *restrict next, float *restrict values)                    \
+        int n, const float *restrict own, const float *restrict votes, float total,           \
+        float prior, float discount, float *restrict next, float *restrict values)            \
     {                                                                                         \
-        echo_value_body(                                                                      \
-            n, history, fast, votes, total, prior, discount, own, next, values);              \
+        echo_value_body(n, own, votes, total, prior, discount, next, values);                 \
+    }                                                                                         \
+    attribute static inline void echo_spare##suffix(                                          \
+        int n, const float *restrict own, const float *restrict votes, float total,           \
+        float prior, float *restrict unused)                                                  \
+    {                                                                                         \
+        echo_spare_body(n, own, votes, total, prior, unused);                                 \
+    }                                                                                         \
+    attribute static inline void echo_union##suffix(                                          \
+        int n, const float *restrict own, const float *restrict unused, int sequences,        \
+        float discount, float *restrict next, float *restrict values)                         \
+    {                                                                                         \
+        echo_union_body(n, own, unused, sequences, discount, next, values);                   \
     }
 
 typedef struct {
     void (*match)(const uint64_t *, const uint64_t *, int, float, float, float *);
     void (*average)(
-        int, const float *, float, float, float, int32_t, int32_t *, float *, float *,
+        int, const float *, float, float, float, int32_t, float, int32_t *, float *, float *,
         uint8_t *);
+    void (*own)(int, const float *, const float *, float *);
     void (*value)(
-        int, const float *, const float *, const float *, float, float, float, float *, float *,
-        float *);
+        int, const float *, const float *, float, float, float, float *, float *);
+    void (*spare)(int, const float *, const float *, float, float, float *);
+    void (*unite)(int, const float *, const float *, int, float, float *, float *);
 } EchoLoops;
 
 ECHO_DEFINE(, )
@@ -135,12 +190,13 @@ ECHO_DEFINE(_avx2, __attribute__((target("avx2,popcnt"))))
 /* The fastest loops for this processor. */
 static inline EchoLoops echo_loops(void)
 {
-    EchoLoops loops = {echo_match, echo_average, echo_value};
+    EchoLoops loops = {
+        echo_match, echo_average, echo_own, echo_value, echo_spare, echo_union};
 #if defined(__x86_64__) && defined(__GNUC__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt")) {
-        loops.match = echo_match_avx2;
-        loops.average = echo_average_avx2;
-        loops.value = echo_value_avx2;
+        EchoLoops fast = {echo_match_avx2, echo_average_avx2, echo_own_avx2, echo_value_avx2,
+            echo_spare_avx2, echo_union_avx2};
+        loops = fast;
     }
 #endif
     return loops;

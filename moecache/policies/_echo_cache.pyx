@@ -2,7 +2,7 @@
 
 cimport cython
 from libc.math cimport INFINITY, powf
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
@@ -82,9 +82,17 @@ cdef class EchoCache(Policy):
         free(self.present)
 
     cdef void begin_step(
-        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k,
+        const int32_t* sequences,
     ) noexcept nogil:
-        self.echo.observe_rows(layer, ids, wide, rows, k)
+        self.echo.observe_rows(layer, ids, wide, rows, k, sequences)
+
+    cdef const int* worths(self, int layer) noexcept nogil:
+        # Not for the rows of one sequence: a prompt's use says little of what it decodes. Floats
+        # from 0 to 1 are in the order of their bits.
+        if self.echo.num_current < 2:
+            return NULL
+        return <const int*>(self.echo.values + <Py_ssize_t>layer * self.num_experts)
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
         settle(self, key, RESIDENT)
@@ -140,7 +148,7 @@ cdef class EchoCache(Policy):
     cdef void begin_sequence(self) noexcept nogil:
         # One of the caches that share it is enough.
         if self.first_layer == 0:
-            self.echo.blend()
+            self.echo.between = True
 
     cdef void reset(self) noexcept nogil:
         cdef int layer

@@ -4,6 +4,7 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint64_t
 
 cdef cnp.ndarray as_ids(ids)
+cdef cnp.ndarray as_sequences(sequences, Py_ssize_t rows)
 cdef int32_t* int32_data(
     cnp.ndarray array, Py_ssize_t size, str name, bint written
 ) except? NULL

@@ -6,6 +6,8 @@ from libc.stdlib cimport qsort
 
 import numpy as np
 
+from moecache.policies._policy cimport MAX_SEQUENCES
+
 cnp.import_array()
 
 
@@ -28,6 +30,42 @@ cdef cnp.ndarray as_ids(ids):
         # Out of range stays out of range: it must not wrap to an expert's id.
         converted = np.minimum(converted, np.uint64(2**63 - 1))
     return converted.astype(np.int64)
+
+
+cdef cnp.ndarray as_sequences(sequences, Py_ssize_t rows):
+    """Return a number for each row, int32, of at most 64 sequences."""
+    cdef cnp.ndarray array
+    cdef const int32_t* data
+    cdef int32_t low = 0
+    cdef Py_ssize_t row
+    if cnp.PyArray_Check(sequences):
+        array = <cnp.ndarray>sequences
+        if (
+            cnp.PyArray_TYPE(array) == cnp.NPY_INT32 and cnp.PyArray_ISCARRAY_RO(array)
+            and cnp.PyArray_NDIM(array) == 1 and cnp.PyArray_SIZE(array) == rows
+            and rows <= MAX_SEQUENCES
+        ):
+            data = <const int32_t*>cnp.PyArray_DATA(array)
+            for row in range(rows):
+                low = min(low, data[row])
+            if low == 0:
+                return array
+    numbers = np.asarray(sequences)
+    if numbers.dtype.kind not in "iu" and numbers.size:
+        raise TypeError(f"sequences must be integers, got {numbers.dtype}")
+    if numbers.shape != (rows,):
+        raise ValueError(
+            f"sequences must have a number for each of {rows} rows, got {list(numbers.shape)}"
+        )
+    if rows and (numbers.min() < 0 or numbers.max() > 0x7FFFFFFF):
+        wrong = numbers.min() if numbers.min() < 0 else numbers.max()
+        raise ValueError(f"sequence {wrong} is not in [0, {0x7FFFFFFF}]")
+    if rows > MAX_SEQUENCES and len(set(numbers.tolist())) > MAX_SEQUENCES:
+        raise ValueError(
+            f"a step has rows of {len(set(numbers.tolist()))} sequences, but {MAX_SEQUENCES} at "
+            "most are told apart; split the step, or leave out sequences"
+        )
+    return np.ascontiguousarray(numbers, np.int32)
 
 
 cdef int32_t* int32_data(

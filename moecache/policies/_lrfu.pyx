@@ -2,7 +2,7 @@
 
 cimport cython
 from libc.math cimport exp2, log2
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
@@ -65,7 +65,8 @@ cdef class LrfuCache(Policy):
         free(self.values)
 
     cdef void begin_step(
-        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k,
+        const int32_t* sequences,
     ) noexcept nogil:
         if self.lowest_layer < 0 or layer <= self.lowest_layer:
             self.lowest_layer = layer

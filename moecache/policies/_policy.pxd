@@ -1,11 +1,12 @@
 # What a cache asks of an eviction policy, and the lists that policies share.
 
 cimport cython
-from libc.stdint cimport uint8_t, uint64_t
+from libc.stdint cimport int32_t, uint8_t, uint64_t
 
 cdef enum:
     # Lists, their sentinels and LFU's buckets are numbered by int.
     MAX_KEYS = 1073741820
+    MAX_SEQUENCES = 64  # that are told apart
 
 cdef enum:
     HELD = 1    # leased or being filled: not a victim until released
@@ -31,14 +32,19 @@ cdef class Policy:
     cdef uint64_t clock
 
     # What a policy implements. `begin_step` comes before a step's accesses: `rows` tokens of one
-    # layer, with `k` ids each (int64 if `wide`), of which some may be out of range. `insert` is
+    # layer, with `k` ids each (int64 if `wide`), of which some may be out of range; `sequences`
+    # has a number for each row, or is NULL: of one sequence all. After it `worths` says whether
+    # the policy decides itself what a bulk step admits: a number for each of the layer's experts,
+    # the more the better, or NULL. `insert` is
     # called when there is room. `victim` returns -1 if every key is blocked; its answer need not
     # be removed, and two calls in a row give the same one. `expect` comes before it and names the
     # key that is to be inserted; nothing may change but what the next `victim` says, as the
     # insertion may not follow.
     cdef void begin_step(
-        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k,
+        const int32_t* sequences,
     ) noexcept nogil
+    cdef const int* worths(self, int layer) noexcept nogil
     cdef void access(self, int key) noexcept nogil
     cdef void insert(self, int key, bint accessed) noexcept nogil
     cdef void remove(self, int key) noexcept nogil

@@ -127,9 +127,13 @@ cdef class Policy:
         return self.nodes[key].stamp
 
     cdef void begin_step(
-        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k,
+        const int32_t* sequences,
     ) noexcept nogil:
         pass
+
+    cdef const int* worths(self, int layer) noexcept nogil:
+        return NULL
 
     cdef void access(self, int key) noexcept nogil:
         pass

@@ -69,7 +69,8 @@ cdef class PythonPolicy(Policy):
             self.error = error
 
     cdef void begin_step(
-        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k,
+        const int32_t* sequences,
     ) noexcept nogil:
         cdef Py_ssize_t i
         cdef int32_t[::1] view

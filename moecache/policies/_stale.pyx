@@ -1,7 +1,7 @@
 """Least-Stale: first those that the forward pass under way has left behind."""
 
 cimport cython
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 
 from moecache.policies._policy cimport Policy, empty_list, link, settle, unlink
@@ -71,7 +71,8 @@ cdef class LeastStaleCache(Policy):
         free(self.used_in)
 
     cdef void begin_step(
-        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k
+        self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k,
+        const int32_t* sequences,
     ) noexcept nogil:
         if self.lowest_layer < 0 or layer <= self.lowest_layer:
             self.lowest_layer = layer

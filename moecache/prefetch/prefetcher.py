@@ -12,6 +12,7 @@ import numpy.typing as npt
 from moecache.cache._cache import ExpertCache
 from moecache.loading.load import Cause, Load
 from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
+from moecache.policies._echo import Echo
 from moecache.prefetch._foresight import Foresight
 from moecache.prefetch.break_even import BreakEven
 from moecache.prefetch.predict import Predictor
@@ -120,7 +121,7 @@ class Prefetcher:
         """Experts whose read ahead was begun."""
         return self.counts.num_prefetches
 
-    def step(self, layer: int, ids: np.ndarray) -> None:
+    def step(self, layer: int, ids: np.ndarray, sequences: npt.ArrayLike | None = None) -> None:
         """Learn from a step, and ask for what the next layer will use; never waits.
 
         Parameters
@@ -128,11 +129,15 @@ class Prefetcher:
         layer : int
         ids : ndarray of int32 or int64, shape [..., top_k]
             What was just looked up.
+        sequences : array of int, shape [rows], optional
+            Which sequence each row is of. A token of each of up to 16 is foreseen as one token is.
         """
         if self.cache.num_resident == self._total:
             # All experts are resident, and none leaves any more.
             return
-        one_token = ids.ndim == 0 or ids.size == ids.shape[-1]
+        top_k = ids.shape[-1] if ids.ndim else 1
+        rows = ids.size // max(1, top_k)
+        one_each = rows == 1 or (rows <= MAX_ROWS and _differ(sequences))
         self.queue.visit(layer)
         if layer <= self._last_layer and self._counting.acquire(blocking=False):
             # One of several threads is enough: their tokens are mixed all the same.
@@ -142,7 +147,7 @@ class Prefetcher:
                 self._counting.release()
         self._last_layer = layer
         self._hinted.discard(layer)
-        if one_token:
+        if one_each:
             self.foresight.score(layer, ids)
         else:
             self.foresight.drop(layer)
@@ -156,16 +161,16 @@ class Prefetcher:
         seen.flags.writeable = False
         following = layer + 1 if layer + 1 < self._num_layers else 0
         try:
-            predictor.observe(layer, seen)
-            if following in self._hinted or ids.size == 0:
-                return
-            rows = 1 if one_token else ids.size // ids.shape[-1]
-            if rows > MAX_ROWS:
+            if sequences is not None and isinstance(predictor, Echo):
+                predictor.observe(layer, seen, sequences=sequences)
+            else:
+                predictor.observe(layer, seen)
+            if following in self._hinted or ids.size == 0 or rows > MAX_ROWS:
                 return
             if self.switch is not None and self.switch.settled_off:
                 return
-            top_k = ids.shape[-1] if ids.ndim else 1
-            guess, scores = predictor.predict(following, 2 * top_k)
+            guesses = 2 * top_k * (rows if one_each else 1)
+            guess, scores = predictor.predict(following, guesses)
             self._expect(following, guess, scores)
         except Exception as error:  # noqa: BLE001 - a user's own predictor may fail
             self._note_failure(error)
@@ -324,6 +329,11 @@ class Prefetcher:
     def __del__(self) -> None:
         """End the thread of a runtime that was dropped without `close`."""
         self._wake.put(None)
+
+
+def _differ(sequences: npt.ArrayLike | None) -> bool:
+    numbers = [] if sequences is None else np.asarray(sequences).tolist()
+    return len(set(numbers)) == len(numbers) > 0
 
 
 def _as_scores(scores: npt.ArrayLike) -> np.ndarray:

@@ -35,7 +35,7 @@ _NAME = b"moecache-profile "
 _FIRST_LINE = b"%s%d " % (_NAME, VERSION)
 _DTYPES = ("<u8", "<i8", "<i4", "<f4", "|u1")
 # What `Echo.state` has besides floats.
-_ECHO_DTYPES = {"clock": "i8", "last": "i4", "cells": "u1", "masks": "u8"}
+_ECHO_DTYPES = {"clock": "i8", "last": "i4", "cells": "u1", "masks": "u8", "before": "u1"}
 # Two runtimes of one process that close at once would lose what the other found out.
 _writing = threading.Lock()
 

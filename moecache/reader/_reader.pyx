@@ -571,6 +571,8 @@ cdef class Reader:
             pthread_cond_broadcast(&self._work)
         # What the kernel does not take now is handed over by a thread that waits.
         self._hand_over()
+        # One that waits for something to come goes to the kernel.
+        pthread_cond_broadcast(&self._done)
 
     cdef bint _needs_help(self) noexcept nogil:
         """Whether a thread that serves has something to do."""

@@ -17,6 +17,7 @@ from moecache.cache.warmpin import WarmPin
 from moecache.cuda import CudaExperts
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.files import Kind, write_whole
+from moecache.kernels.startup import usable_cores
 from moecache.layout import ExpertLayout
 from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
 from moecache.loading.reader_engine import ReaderEngine
@@ -30,6 +31,7 @@ from moecache.profiles.warm_start import WarmStart
 from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed, disk_of
 from moecache.runtime import steps
+from moecache.runtime.batch import Batch
 from moecache.runtime.steps import Lease, Wave, reading
 from moecache.settings import DEFAULT_LOADER_THREADS, DEFAULT_WARMPIN_AFTER
 from moecache.slots import SlotPool
@@ -141,6 +143,7 @@ class ExpertRuntime:
         self._warm_pin = pin if pin.n else None
         self._reader = reader
         self._num_sequences = 0
+        self._batch = Batch()
         self._opened_ns = time.monotonic_ns()
         self._all_resident = False
         self._on_device: dict[str, CudaExperts] = {}
@@ -152,6 +155,8 @@ class ExpertRuntime:
             if reader is None
             else ReaderEngine(reader, store, loader_threads),
         )
+        if pool.converts and loader_threads and usable_cores() > 1:
+            self._loader.start_filler()
         if prefault is not None:
             prefault.yield_to(reading(self._loader))
         # What is read around the page cache is not to be brought into it.
@@ -198,7 +203,12 @@ class ExpertRuntime:
         return self._closed
 
     def waves(
-        self, layer: int, ids: npt.ArrayLike, *, ignore_out_of_range: bool = False
+        self,
+        layer: int,
+        ids: npt.ArrayLike,
+        *,
+        ignore_out_of_range: bool = False,
+        sequences: npt.ArrayLike | None = None,
     ) -> Generator[Wave, None, None]:
         """Yield the experts of a step in parts, what is resident first.
 
@@ -216,30 +226,44 @@ class ExpertRuntime:
             step: it admits no more experts than the layer's fair share.
         ignore_out_of_range : bool, default False
             Drop ids outside [0, num_experts): pairs of experts elsewhere.
+        sequences : array of int, shape [num_tokens], optional
+            Which sequence each token is of, where they are of several: a number that it keeps
+            as long as it goes on, from 0 to 2**31 - 1, at most 64 different ones in a step.
+            By default as `begin_sequence` said.
 
         Raises
         ------
         ValueError
-            If the layer or an id is out of range. Raised by the first `next`.
+            If the layer or an id is out of range, or `sequences` does not fit. Raised by the
+            first `next`.
         StoreError
             If an expert cannot be read. All leases are ended; call again.
         """
         self._check_usable()
+        chosen = self._pool.to_host(ids)
         try:
             yield from steps.waves(
                 self._loader,
                 self._cache,
                 layer,
-                self._pool.to_host(ids),
+                chosen,
                 observe=self._observe,
                 ignore_out_of_range=ignore_out_of_range,
+                sequences=self._batch.of(chosen) if sequences is None else sequences,
             )
         finally:
             # After a step that is closed at its last wave, too.
             if not self._closed:
                 self._look_at_pins()
 
-    def lease(self, layer: int, ids: npt.ArrayLike, *, ignore_out_of_range: bool = False) -> Lease:
+    def lease(
+        self,
+        layer: int,
+        ids: npt.ArrayLike,
+        *,
+        ignore_out_of_range: bool = False,
+        sequences: npt.ArrayLike | None = None,
+    ) -> Lease:
         """Return all experts of a step at once, when the last one has arrived.
 
         Parameters
@@ -247,6 +271,8 @@ class ExpertRuntime:
         layer : int
         ids : ndarray of int32 or int64, any shape
         ignore_out_of_range : bool, default False
+        sequences : array of int, shape [rows], optional
+            As for `waves`.
 
         Returns
         -------
@@ -264,13 +290,15 @@ class ExpertRuntime:
         """
         self._check_usable()
         self._look_at_pins()
+        chosen = self._pool.to_host(ids)
         return steps.lease(
             self._loader,
             self._cache,
             layer,
-            self._pool.to_host(ids),
+            chosen,
             observe=self._observe,
             ignore_out_of_range=ignore_out_of_range,
+            sequences=self._batch.of(chosen) if sequences is None else sequences,
         )
 
     def slab(self, role: str) -> Any:
@@ -335,9 +363,24 @@ class ExpertRuntime:
         self.warm_start = WarmStart(self._loader, self._cache, missing.tolist())
         return self.warm_start
 
-    def begin_sequence(self) -> None:
-        """Say that the next tokens do not continue the last ones."""
-        self._num_sequences += 1
+    def begin_sequence(self, batch: int = 1) -> None:
+        """Say that the next tokens do not continue the last ones.
+
+        Parameters
+        ----------
+        batch : int, default 1
+            How many sequences begin side by side. Steps are then taken for a batch where they
+            have as many rows, or that many times more: the rows of each sequence are next to
+            each other, and a sequence keeps its place. Batches of more than 64 are not told
+            apart.
+
+        Raises
+        ------
+        ConfigError
+            If `batch` is below 1.
+        """
+        self._batch = self._batch.following(batch)
+        self._num_sequences += batch
         self._cache.begin_sequence()
         if self._prefetcher is not None:
             self._prefetcher.begin_sequence()

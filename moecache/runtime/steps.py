@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from moecache.cache._cache import ExpertCache
 from moecache.interrupts import uninterrupted
@@ -100,8 +101,9 @@ class Lease:
         self.close()
 
 
-# Called with a step's layer and ids when its experts are acquired, and before it waits for them.
-Observe = Callable[[int, np.ndarray], object]
+# Called with a step's layer, ids and sequences when its experts are acquired, and before it waits
+# for them.
+Observe = Callable[[int, np.ndarray, npt.ArrayLike | None], object]
 
 
 def lease(
@@ -112,14 +114,21 @@ def lease(
     *,
     observe: Observe | None = None,
     ignore_out_of_range: bool = False,
+    sequences: npt.ArrayLike | None = None,
 ) -> Lease:
     """Return a lease on all experts of a step, once every one is there."""
-    step = Step(layer, ids, cache.num_experts, ignore_out_of_range=ignore_out_of_range)
+    step = Step(
+        layer,
+        ids,
+        cache.num_experts,
+        ignore_out_of_range=ignore_out_of_range,
+        sequences=sequences,
+    )
     guard = loader.guard(step)
     try:
         loader.acquire(step)
         if observe is not None:
-            observe(layer, ids)
+            observe(layer, ids, sequences)
         while step.loads:
             _wait(loader, cache, step)
         loader.pool.before_compute(step.slots)
@@ -139,24 +148,32 @@ def waves(
     observe: Observe | None = None,
     bulk: bool | None = None,
     ignore_out_of_range: bool = False,
+    sequences: npt.ArrayLike | None = None,
 ) -> Generator[Wave, None, None]:
     """Yield the waves of a step: what is there first, then what arrives.
 
     A bulk step, by default one of many tokens, admits no more experts to the cache than
-    its layer's fair share; the others pass through staging slots, as does what finds no
-    slot to claim.
+    its layer's fair share, or, of several sequences, what the policy finds worth it; the
+    others pass through staging slots, as does what finds no slot to claim.
     """
     top_k = ids.shape[-1] if ids.ndim else 1
     one_token = ids.size == top_k
     if bulk is None:
         bulk = not one_token
     share = cache.fair_share(layer) if bulk else cache.num_experts
-    step = Step(layer, ids, cache.num_experts, share=share, ignore_out_of_range=ignore_out_of_range)
+    step = Step(
+        layer,
+        ids,
+        cache.num_experts,
+        share=share,
+        ignore_out_of_range=ignore_out_of_range,
+        sequences=sequences,
+    )
     guard = loader.guard(step)
     try:
         loader.acquire(step)
         if observe is not None:
-            observe(layer, ids)
+            observe(layer, ids, sequences)
         if step.loads or step.bypassed:
             yield from _Parts(loader, cache, step, top_k).waves()
         elif ids.size:

@@ -44,6 +44,11 @@ class Held:
         """Return a slot's bytes as the role's array."""
         return raw[: self.nbytes].view(self.dtype).reshape(self.shape)
 
+    def stored_view(self, raw: np.ndarray) -> np.ndarray:
+        """Return a buffer's bytes as the role's array in the file."""
+        role = self.role
+        return raw[: role.nbytes].view(role.dtype).reshape(role.array_shape)
+
     def fill(self, target: np.ndarray, part: np.ndarray) -> None:
         """Write what was read; what was read in place stays.
 

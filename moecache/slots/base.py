@@ -54,6 +54,10 @@ class SlotPool(Protocol):
         """Bytes allocated."""
 
     @property
+    def converts(self) -> bool:
+        """Whether `upload` computes what slots have from what was read."""
+
+    @property
     def max_buffers(self) -> int | None:
         """Most experts in buffers at once, of those that a step waits for.
 

@@ -141,6 +141,11 @@ class CudaSlots:
         return self._memory.nbytes
 
     @property
+    def converts(self) -> bool:
+        """False: the device has the bytes of the file."""
+        return False
+
+    @property
     def max_buffers(self) -> int:
         """Most experts in buffers at once, of those that a step waits for."""
         return self._buffers.max_buffers - self.max_buffers_ahead

@@ -65,6 +65,8 @@ class HostSlots:
         # Buffers that reads go to before they are converted: in use, by slot, and free.
         self._lent: dict[int, dict[str, np.ndarray]] = {}
         self._bounces: list[dict[str, np.ndarray]] = []
+        self._converts = _converts(self._held)
+        self._num_buffers = _num_buffers(layout) if self._converts else 0
         for name, stride in _strides(self._held).items():
             try:
                 self._slabs[name] = aligned_rows(num_slots, stride)
@@ -77,7 +79,8 @@ class HostSlots:
         alike = len(set(layout.layers)) == 1
         if alike:
             self._rows = {name: self.slab(name) for name in self._held[0]}
-        self._converts = _converts(self._held)
+        if self._converts:
+            self._add_buffers(self._num_buffers)
 
     @staticmethod
     def bytes_per_slot(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> int:
@@ -154,17 +157,19 @@ class HostSlots:
         return {name: held.view(slabs[name][slot]) for name, held in self._held[layer].items()}
 
     @property
+    def converts(self) -> bool:
+        """Whether slots have other bytes than the file."""
+        return self._converts
+
+    @property
     def max_buffers(self) -> int | None:
-        """Experts that may be converted at once: as many as 32 MiB hold, two at least."""
-        if not self._converts:
-            return None
-        widest = max(1, *map(self._layout.expert_bytes, range(self._layout.num_layers)))
-        return max(2, MAX_CONVERTED_BYTES // widest)
+        """Experts that may be converted at once: two thirds of those that 32 MiB hold."""
+        return self._num_buffers - self._num_buffers // 3 if self._converts else None
 
     @property
     def max_buffers_ahead(self) -> int | None:
-        """One if experts are converted, else None: any number."""
-        return 1 if self._converts else None
+        """The other third; None if none is converted."""
+        return self._num_buffers // 3 if self._converts else None
 
     @property
     def reads_views(self) -> bool:
@@ -178,22 +183,23 @@ class HostSlots:
 
     def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
         """Return the slot's own arrays; for roles that are converted, a buffer's until `upload`."""
-        target = self.expert(slot, layer)
         if not self._converts:
-            return target
+            return self.expert(slot, layer)
         bounce = self._lent.get(slot)
         if bounce is None:
             try:
                 bounce = self._bounces.pop()
             except IndexError:
-                strides = _strides(hold_all(self._layout), stored=True)
-                bounce = {name: aligned_rows(1, stride)[0] for name, stride in strides.items()}
+                self._add_buffers(1)
+                bounce = self._bounces.pop()
             self._lent[slot] = bounce
-        for name, held in self._held[layer].items():
-            if held.is_converted:
-                raw = bounce[name][: held.role.nbytes]
-                target[name] = raw.view(held.role.dtype).reshape(held.role.array_shape)
-        return target
+        slabs, _ = self._open()
+        return {
+            name: held.stored_view(bounce[name])
+            if held.is_converted
+            else held.view(slabs[name][slot])
+            for name, held in self._held[layer].items()
+        }
 
     def reclaim(self, slot: int) -> None:
         """Keep the slot's buffer for another one; without conversion there is none."""
@@ -253,6 +259,12 @@ class HostSlots:
         """Close the pool."""
         self.close()
 
+    def _add_buffers(self, number: int) -> None:
+        """Make buffers; together they lie in huge pages, which direct reads are faster into."""
+        strides = _strides(hold_all(self._layout), stored=True)
+        rows = {name: aligned_rows(number, stride) for name, stride in strides.items()}
+        self._bounces += [{name: row[i] for name, row in rows.items()} for i in range(number)]
+
     def _open(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Return slabs and rows: another thread may close the pool while they are used."""
         slabs, rows = self._slabs, self._rows
@@ -283,6 +295,11 @@ def _float_dtype(dtype: npt.DTypeLike | None) -> np.dtype | None:
     if "float" not in converted.name or converted.subdtype is not None or converted.itemsize > 8:
         raise ConfigError(f"slots can be converted to a floating-point type, not to {converted}")
     return converted
+
+
+def _num_buffers(layout: ExpertLayout) -> int:
+    widest = max(1, *map(layout.expert_bytes, range(layout.num_layers)))
+    return max(3, MAX_CONVERTED_BYTES // widest)
 
 
 def _strides(layers: Sequence[Mapping[str, Held]], *, stored: bool = False) -> dict[str, int]:

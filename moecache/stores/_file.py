@@ -5,11 +5,26 @@ import logging
 import os
 import stat
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from moecache.errors import StoreError
 
 logger = logging.getLogger(__name__)
+
+
+class Version(NamedTuple):
+    """What tells a file from the one that another time has at its path."""
+
+    path: str
+    device: int
+    inode: int
+    nbytes: int
+    modified_ns: int
+
+
+def version_of(path: str | Path, status: os.stat_result) -> Version:
+    """Return the version of a file, given what the system says of it."""
+    return Version(*(str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 class ReadOnlyFile:
@@ -18,13 +33,18 @@ class ReadOnlyFile:
     A read in another thread keeps it open through the store's `close`: the
     number of a closed descriptor could by then be another file's.
 
+    Attributes
+    ----------
+    version : Version
+        Of the file when it was opened.
+
     Raises
     ------
     StoreError
         If the path cannot be opened or is no regular file.
     """
 
-    __slots__ = ("_modified_ns", "descriptor", "path")
+    __slots__ = ("_modified_ns", "descriptor", "path", "version")
 
     def __init__(self, path: Path) -> None:
         self.descriptor = -1
@@ -39,6 +59,7 @@ class ReadOnlyFile:
         if not stat.S_ISREG(status.st_mode):
             raise StoreError(f"{path}: is not a regular file")
         self._modified_ns = status.st_mtime_ns
+        self.version = version_of(path, status)
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moecache.errors import ConfigError, FormatError
+from moecache.formats import format_of, stacked_name
 from moecache.layout import ExpertLayout, Role
 from moecache.stores._header import MAX_LAYERS, TensorEntry, shown
 from moecache.stores._matrices import Matrix, Stored, UnsupportedQuantizationError
@@ -351,12 +352,13 @@ def _add_matrices(
 ) -> None:
     """Append a role whose matrices, by their places, are in a format; each with all its parts."""
     matrices = {group.matrix for group in found.values()}
-    matrix = next(iter(found.values())).matrix
-    if len(matrices) > 1 or matrix is None:
-        shapes = {
-            group.shape if group.matrix is None else (group.matrix.rows, group.matrix.columns)
-            for group in found.values()
-        }
+    matrix = next(one for one in matrices if one is not None)
+    shapes = {
+        group.shape if group.matrix is None else (group.matrix.rows, group.matrix.columns)
+        for group in found.values()
+    }
+    mixed = _stacked_name(found) if len(matrices) > 1 == len(shapes) else ""
+    if len(matrices) > 1 and not mixed:
         # Of one shape, the checkpoint may be sound.
         kind = UnsupportedQuantizationError if len(shapes) == 1 else FormatError
         raise kind(
@@ -373,12 +375,14 @@ def _add_matrices(
         )
     name = "up" if role == "gate_up" and list(found) == [1] else role
     shape = matrix.rows * len(found), matrix.columns
-    roles.append(Role(name, shape, format=matrix.format.name, matrices=len(found)))
-    wanted = matrix.format.parts(matrix.rows, matrix.columns)
+    known, number = matrix.format, 1 if mixed else len(found)
+    tiled = matrix.is_tiled
+    roles.append(Role(name, shape, format=mixed or known.name, is_tiled=tiled, matrices=number))
+    wanted = [""] if mixed else known.parts(matrix.rows, matrix.columns)
     start = 0
     for place, codes in found.items():
         piece = name if len(found) == 1 else _PIECE_NAMES[role, place]
-        for part, group in zip(wanted, codes.parts, strict=True):
+        for part, group in zip(wanted, codes.parts or [codes], strict=True):
             nbytes = Role("", group.shape, group.dtype).nbytes
             files, offsets, sources = _places(group, num_experts, nbytes)
             is_codes = group is codes
@@ -390,6 +394,21 @@ def _add_matrices(
                 )
             )
             start += nbytes
+
+
+def _stacked_name(found: Mapping[int, _Found]) -> str:
+    """Return the format of matrices in formats of their own; "" if there is none."""
+    if any(group.matrix and group.matrix.is_tiled for group in found.values()):
+        return ""
+    try:
+        return stacked_name(
+            [
+                format_of(group.dtype) if group.matrix is None else group.matrix.format
+                for group in found.values()
+            ]
+        )
+    except ConfigError:
+        return ""
 
 
 def _places(

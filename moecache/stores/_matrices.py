@@ -41,12 +41,16 @@ class Stored:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix in a format: its shape, and the suffix of the tensor that has each part."""
+    """A matrix in a format: its shape, and the suffix of the tensor that has each part.
+
+    `is_tiled` says that there is one part, the format's compute form.
+    """
 
     format: Format
     rows: int
     columns: int
     suffixes: tuple[str, ...]
+    is_tiled: bool = False
 
     def weight_name(self, codes: str) -> str:
         """Return the name that the weight has where it is not quantized."""

@@ -1,5 +1,6 @@
 """CheckpointStore: experts straight from a checkpoint's files, whatever form these have."""
 
+import errno
 import itertools
 import logging
 import mmap
@@ -172,12 +173,13 @@ class CheckpointStore(ABC):
         self._check_open()
         runs = self.runs(layer, expert)
         target = destination_bytes(self._layout, layer, out)
+        what = f"expert {expert} of layer {layer}"
         if self._mapped:
-            self._copy_mapped(runs, target)
+            self._copy_mapped(runs, target, what)
             return
         for file, offset, spans in runs:
             buffers = [target[role][start:stop].data for role, start, stop in spans]
-            self._file(file).read(offset, buffers, f"expert {expert} of layer {layer}")
+            self._file(file).read(offset, buffers, what)
 
     def runs(self, layer: int, expert: int) -> tuple[Run, ...]:
         """Return where an expert's bytes lie: (file number, offset, ((role, start, stop), ...))."""
@@ -287,13 +289,19 @@ class CheckpointStore(ABC):
         """Close the store."""
         self.close()
 
-    def _copy_mapped(self, runs: tuple[Run, ...], target: Parts) -> None:
+    def _copy_mapped(self, runs: tuple[Run, ...], target: Parts, what: str) -> None:
         for file, offset, spans in runs:
             mapped = np.frombuffer(self._map(file), np.uint8)
+            handle = self._file(file)
+            nbytes = sum(stop - start for _, start, stop in spans)
+            # A page beyond the end of the file would kill the process.
+            if offset + nbytes > handle.nbytes:
+                raise handle.failure(errno.ENODATA, offset, what, nbytes)
             for role, start, stop in spans:
                 # NumPy copies without the GIL.
                 target[role][start:stop] = mapped[offset : offset + stop - start]
                 offset += stop - start
+            handle.check_unchanged()
 
     def _plan_runs(self, layer: int, expert: int) -> tuple[Run, ...]:
         extents = sorted(

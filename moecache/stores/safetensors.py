@@ -43,7 +43,7 @@ class SafetensorsStore(CheckpointStore):
         Experts per token. By default from config.json; 0 if it does not say.
     mapped : bool, default False
         Copy from the mapped files in `read_into`, instead of reading: the kernel
-        pages experts in and out, and a file that is cut short kills the process.
+        pages experts in and out, and a file that is cut short during a copy kills the process.
     layers : collection of str, optional
         Names of the layers to serve, as in `layout.layer_names`; by default all. A
         checkpoint may have more than a model runs, such as for multi-token prediction.

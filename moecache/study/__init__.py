@@ -7,7 +7,12 @@ is used.
 from moecache.study import plots
 from moecache.study.advice import Recommendation, recommend
 from moecache.study.curves import MissRatioCurve, miss_ratio_curve
-from moecache.study.importers import from_routed_experts, from_router_logits, load_any
+from moecache.study.importers import (
+    example_trace,
+    from_routed_experts,
+    from_router_logits,
+    load_any,
+)
 from moecache.study.prediction import Recall, recall
 from moecache.study.replay import Replay, replay
 from moecache.study.statistics import TraceStatistics, coactivation, statistics
@@ -27,6 +32,7 @@ __all__ = [
     "TraceStatistics",
     "coactivation",
     "concatenate",
+    "example_trace",
     "from_log",
     "from_routed_experts",
     "from_router_logits",

@@ -41,6 +41,7 @@ class BytelessSlots:
     """A `SlotPool` without memory."""
 
     nbytes = 0
+    converts = False
     max_buffers = None
     max_buffers_ahead = None
     reads_views = False

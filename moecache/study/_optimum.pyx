@@ -3,7 +3,7 @@
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free, malloc, qsort
 from libc.string cimport memset
 
 from moecache.policies._policy cimport MAX_KEYS
@@ -13,6 +13,7 @@ import numpy as np
 cdef enum:
     MAX_LEVELS = 8
     SIGNALS_EVERY = 4096  # steps between two looks at Ctrl-C
+    CHOOSING = 2
 
 
 cdef extern from *:
@@ -37,8 +38,8 @@ cdef class Accesses:
         Step s is the rows from steps[s] to steps[s + 1].
     num_experts : int
     bulk : uint8 [num_steps], optional
-        1 where a step admits no more than its layer's fair share. By default the steps
-        of several rows.
+        1 where a step admits no more than its layer's fair share, 2 where it admits what is
+        used before what would leave. By default 1 for the steps of several rows.
 
     Raises
     ------
@@ -54,7 +55,7 @@ cdef class Accesses:
     cdef int32_t* keys        # [size] layer * num_experts + expert
     cdef int32_t* uses        # [size] rows of the step that ask for it
     cdef Py_ssize_t* bounds   # [num_steps * num_layers + 1] of each visit
-    cdef unsigned char* bulk  # [num_steps] whether a step keeps to its layer's fair share
+    cdef unsigned char* bulk  # [num_steps] 1: a step keeps to its layer's fair share; or CHOOSING
 
     def __cinit__(
         self, const int32_t[:, :, ::1] experts not None, const int64_t[::1] steps not None,
@@ -101,7 +102,7 @@ cdef class Accesses:
                 if bulk is None:
                     self.bulk[step] = steps[step + 1] - steps[step] > 1
                 else:
-                    self.bulk[step] = bulk[step] != 0
+                    self.bulk[step] = bulk[step]
                 for layer in range(self.num_layers):
                     for row in range(steps[step], steps[step + 1]):
                         for i in range(k):
@@ -142,8 +143,9 @@ cdef class Accesses:
         """Evict whatever is used again the latest (Belady, IBM Systems Journal 5(2), 1966).
 
         Every miss of a step is admitted, as by any policy; a bulk step admits its layer's
-        fair share, the experts that are used again the soonest. A step's own
-        experts are never victims. Blocks, without the GIL.
+        fair share, the experts that are used again the soonest, or, where it chooses, those
+        that are used before what would leave. A step's own experts are never victims.
+        Blocks, without the GIL.
 
         Parameters
         ----------
@@ -283,7 +285,7 @@ cdef class Timeline:
     cdef int64_t* due            # [num_keys] of a resident key; -1 of others
     cdef uint64_t* levels[MAX_LEVELS]
     cdef int num_levels
-    cdef int64_t* admitted       # [num_experts] for sorting what a step of many may admit
+    cdef int64_t* admitted       # [2 * num_experts] for sorting what a step of many may admit
 
     def __cinit__(self, Accesses trace not None):
         cdef Py_ssize_t num_keys = <Py_ssize_t>trace.num_layers * trace.num_experts
@@ -291,7 +293,7 @@ cdef class Timeline:
         cdef int key
         self.next_use = <int64_t*>malloc(max(1, trace.size) * sizeof(int64_t))
         self.due = <int64_t*>malloc(max(1, num_keys) * sizeof(int64_t))
-        self.admitted = <int64_t*>malloc(trace.num_experts * sizeof(int64_t))
+        self.admitted = <int64_t*>malloc(2 * trace.num_experts * sizeof(int64_t))
         failed = self.next_use == NULL or self.due == NULL or self.admitted == NULL
         while True:
             words = (words + 63) // 64
@@ -371,11 +373,13 @@ cdef class Timeline:
                 hits_out[step, layer] = hits
                 misses_out[step, layer] = missing
                 allowed = capacity - hits
-                if trace.bulk[step]:
+                if trace.bulk[step] == 1:
                     allowed = min(allowed, share - hits)
                 allowed = max(0, min(allowed, missing))
                 limit = -1
-                if allowed == missing:
+                if trace.bulk[step] == CHOOSING:
+                    limit = self.worth_it(missing, capacity - size)
+                elif allowed == missing:
                     limit = trace.size + <int64_t>trace.num_layers * trace.num_experts
                 elif allowed:
                     limit = _smallest(self.admitted, missing, allowed)
@@ -399,10 +403,37 @@ cdef class Timeline:
             size -= 1
         return 0
 
+    cdef int64_t worth_it(self, int missing, int room) noexcept nogil:
+        # The last moment of those missing for which there is room, or a key that is used later.
+        # The keys that leave are put back: they go when the others come.
+        cdef int64_t* left = self.admitted + missing
+        cdef int64_t limit = -1
+        cdef int i, num_left = 0
+        qsort(self.admitted, missing, sizeof(int64_t), _compare)
+        for i in range(missing):
+            if i >= room:
+                if self.levels[self.num_levels - 1][0] == 0:
+                    break
+                if self.latest() < self.admitted[i]:
+                    break
+                left[num_left] = self.latest()
+                self.clear(left[num_left])
+                num_left += 1
+            limit = self.admitted[i]
+        for i in range(num_left):
+            self.set(left[i])
+        return limit
+
     cdef void drop_latest(self, Accesses trace) noexcept nogil:
         cdef int64_t moment = self.latest()
         self.clear(moment)
         self.due[trace.keys[moment] if moment < trace.size else moment - trace.size] = -1
+
+
+cdef int _compare(const void* a, const void* b) noexcept nogil:
+    cdef int64_t x = (<const int64_t*>a)[0]
+    cdef int64_t y = (<const int64_t*>b)[0]
+    return (x > y) - (x < y)
 
 
 cdef int64_t _smallest(int64_t* values, int n, int count) noexcept nogil:

@@ -5,7 +5,8 @@ from libc.stdint cimport int32_t, uint64_t
 # Policies as pointers: without the GIL no reference can be taken, and the list holds them.
 ctypedef void (*BeginPart)(void*) noexcept nogil
 ctypedef void (*RunPart)(
-    void*, void*, int, const int32_t*, Py_ssize_t, int, bint, bint, int32_t*, int32_t*
+    void*, void*, int, const int32_t*, const int32_t*, Py_ssize_t, int, bint, bint, int32_t*,
+    int32_t*
 ) noexcept nogil
 
 
@@ -30,6 +31,6 @@ cdef class Visit:
     cdef void copy_row(self, Py_ssize_t row, const int32_t* ids, int k) noexcept nogil
     cdef void begin_sequence(self) noexcept nogil
     cdef void run(
-        self, int layer, const int32_t* ids, Py_ssize_t rows, int k, bint bulk, bint is_global,
-        int32_t* hits_out, int32_t* misses_out,
+        self, int layer, const int32_t* ids, const int32_t* names, Py_ssize_t rows, int k,
+        bint bulk, bint is_global, int32_t* hits_out, int32_t* misses_out,
     ) noexcept nogil

@@ -17,6 +17,7 @@ def replay_policy(
     scope: str,
     hits_out: npt.NDArray[np.int32],
     misses_out: npt.NDArray[np.int32],
+    sequences: npt.NDArray[np.int32] | None = None,
 ) -> None: ...
 
 @final

@@ -9,7 +9,7 @@ import numpy as np
 
 from moecache.policies._ids cimport sort_by_uses
 from moecache.policies._policies cimport make_partitions
-from moecache.policies._policy cimport MAX_KEYS, Policy, hold, unhold
+from moecache.policies._policy cimport MAX_KEYS, MAX_SEQUENCES, Policy, hold, unhold
 from moecache.policies._python_policy cimport PythonPolicy
 
 cdef enum:
@@ -27,6 +27,7 @@ def replay_policy(
     str scope,
     int32_t[:, ::1] hits_out not None,
     int32_t[:, ::1] misses_out not None,
+    const int32_t[::1] sequences=None,
 ) -> None:
     """Replay a trace and count hits and misses of each step and layer.
 
@@ -44,13 +45,17 @@ def replay_policy(
     begins : uint8 [num_steps]
         1 where a sequence begins that does not continue the last one.
     bulk : uint8 [num_steps]
-        1 where a step admits no more than its layer's fair share.
+        1 where a step admits no more than its layer's fair share, or what the policy finds
+        worth it.
     num_experts, capacity : int
     policy : str, or list of Policy
         A name, or one policy for all layers, or one for each.
     scope : {"global", "layer"}
     hits_out, misses_out : int32 [num_steps, num_layers]
         Receive distinct experts, an expert that several rows ask for once.
+    sequences : int32 [num_tokens], optional
+        Which sequence each row is of. The rows of a step that has more than 64, and all rows
+        by default, are consecutive tokens of one.
 
     Raises
     ------
@@ -66,7 +71,9 @@ def replay_policy(
     cdef Py_ssize_t widest = 0
     cdef uint64_t visits = 0
     cdef bint is_global = scope == "global"
+    cdef bint named = sequences is not None
     cdef const int32_t* ids
+    cdef const int32_t* names
     cdef PythonPolicy scripted = None
     if num_steps < 0 or begins.shape[0] != num_steps or bulk.shape[0] != num_steps:
         raise ValueError(
@@ -79,6 +86,8 @@ def replay_policy(
         raise ValueError(f"the results must be [{num_steps}, {num_layers}]")
     if num_layers * <int64_t>num_experts > MAX_KEYS:
         raise ValueError(f"{num_layers} layers of {num_experts} experts are more than {MAX_KEYS}")
+    if sequences is not None and sequences.shape[0] != experts.shape[0]:
+        raise ValueError(f"{experts.shape[0]} rows, {sequences.shape[0]} of sequences")
     _check_ids(experts, num_experts)
     for step in range(num_steps):
         if not 0 <= steps[step] <= steps[step + 1] <= experts.shape[0]:
@@ -101,6 +110,9 @@ def replay_policy(
             begin = steps[step]
             if begins[step]:
                 visit.begin_sequence()
+            names = NULL
+            if named and steps[step + 1] > begin:
+                names = _told_apart(&sequences[begin], steps[step + 1] - begin)
             for layer in range(num_layers):
                 ids = &experts[begin, layer, 0]
                 if steps[step + 1] - begin != 1:
@@ -109,7 +121,7 @@ def replay_policy(
                         visit.copy_row(row, &experts[begin + row, layer, 0], k)
                     ids = visit.rows
                 visit.run(
-                    layer, ids, steps[step + 1] - begin, k, bulk[step], is_global,
+                    layer, ids, names, steps[step + 1] - begin, k, bulk[step], is_global,
                     &hits_out[step, layer], &misses_out[step, layer],
                 )
                 visits += 1
@@ -118,6 +130,25 @@ def replay_policy(
                         PyErr_CheckSignals()
                         if scripted is not None:
                             PythonPolicy.reraise(partitions)
+
+
+cdef const int32_t* _told_apart(const int32_t* sequences, Py_ssize_t rows) noexcept nogil:
+    # NULL if there are too many.
+    cdef int32_t[MAX_SEQUENCES] found
+    cdef Py_ssize_t row
+    cdef int i, count = 0
+    for row in range(rows):
+        if row and sequences[row] == sequences[row - 1]:
+            continue
+        for i in range(count):
+            if found[i] == sequences[row]:
+                break
+        else:
+            if count == MAX_SEQUENCES:
+                return NULL
+            found[count] = sequences[row]
+            count += 1
+    return sequences
 
 
 cdef void _check_ids(const int32_t[:, :, ::1] experts, int num_experts) except *:
@@ -188,11 +219,11 @@ cdef class Visit:
                 self.begin_part(self.policies[layer])
 
     cdef void run(
-        self, int layer, const int32_t* ids, Py_ssize_t rows, int k, bint bulk, bint is_global,
-        int32_t* hits_out, int32_t* misses_out,
+        self, int layer, const int32_t* ids, const int32_t* names, Py_ssize_t rows, int k,
+        bint bulk, bint is_global, int32_t* hits_out, int32_t* misses_out,
     ) noexcept nogil:
         self.run_part(
-            self.policies[layer], <void*>self, layer, ids, rows, k, bulk, is_global,
+            self.policies[layer], <void*>self, layer, ids, names, rows, k, bulk, is_global,
             hits_out, misses_out,
         )
 
@@ -202,14 +233,19 @@ cdef void _begin_part(Policy part) noexcept nogil:
 
 
 cdef void _run_part(
-    Policy part, Visit visit, int layer, const int32_t* ids, Py_ssize_t rows, int k, bint bulk,
-    bint is_global, int32_t* hits_out, int32_t* misses_out,
+    Policy part, Visit visit, int layer, const int32_t* ids, const int32_t* names,
+    Py_ssize_t rows, int k, bint bulk, bint is_global, int32_t* hits_out, int32_t* misses_out,
 ) noexcept nogil:
     cdef int base = layer * visit.num_experts if is_global else 0
     cdef uint64_t* counts = &visit.counts[layer, 0]
-    cdef int i, expert, num_hits = 0, num_missing = 0, admitted, share
+    cdef const int* worths
+    cdef int i, expert, victim, num_hits = 0, num_missing = 0, admitted, share
     cdef bint repeated = False
     cdef Py_ssize_t position
+    # As the cache has it, which is told a share alone: one that is no limit counts by the rows.
+    share = max(1, part.capacity // visit.num_layers) if is_global else part.capacity
+    if share >= visit.num_experts:
+        bulk = rows > 1
     visit.call += 1
     for position in range(rows * k):
         expert = ids[position]
@@ -231,17 +267,20 @@ cdef void _run_part(
     misses_out[0] = num_missing
     if num_hits + num_missing == 0:
         return
-    part.begin_step(layer, ids, False, rows, k)
+    part.begin_step(layer, ids, False, rows, k, names)
     for i in range(num_hits):
         counts[visit.hits[i]] += 1
         part.access(base + visit.hits[i])
     if num_missing == 0:
         return
     share = visit.num_experts
-    if bulk:
+    worths = part.worths(layer) if bulk else NULL
+    if bulk and (worths == NULL or part.size < part.capacity):
         share = max(1, part.capacity // visit.num_layers) if is_global else part.capacity
     admitted = min(num_missing, max(0, min(share, part.capacity) - num_hits))
-    if repeated:
+    if worths != NULL:
+        sort_by_uses(visit.missing, worths, visit.order, num_missing)
+    elif repeated:
         sort_by_uses(visit.missing, visit.uses, visit.order, num_missing)
     for i in range(num_hits):
         hold(part, base + visit.hits[i])
@@ -252,7 +291,12 @@ cdef void _run_part(
         if i < admitted:
             if part.size == part.capacity:
                 part.expect(base + expert)
-                part.remove(part.victim())
+                victim = part.victim()
+                if worths != NULL and not part.prefers(base + expert, victim):
+                    # The others are worth less.
+                    admitted = i
+                    continue
+                part.remove(victim)
             part.insert(base + expert, True)
             hold(part, base + expert)
     for i in range(num_hits):

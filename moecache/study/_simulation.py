@@ -13,7 +13,7 @@ from moecache.runtime.steps import Wave, waves
 from moecache.study._byteless import BytelessSlots, BytelessStore
 from moecache.study.clock import VirtualClock
 from moecache.study.device import SimulatedDevice, TakingIn
-from moecache.study.replay import sequence_begins, step_bounds
+from moecache.study.replay import row_sequences, sequence_begins, step_bounds
 from moecache.traces.trace import Trace
 
 
@@ -68,6 +68,7 @@ class SimulatedHost:
         begins = sequence_begins(trace, bounds).tolist()
         bulk = trace.bulk[bounds[:-1]].tolist()
         experts = np.ascontiguousarray(trace.experts, np.int32)
+        told_apart = (trace.sequence != trace.sequence[:1]).any()
         num_chosen = np.count_nonzero(experts >= 0, axis=2)
         for step, (start, stop) in enumerate(pairwise(bounds.tolist())):
             if begins[step]:
@@ -82,11 +83,21 @@ class SimulatedHost:
                     # A row of one token, as a host that decodes has it.
                     ids = experts[start, layer] if rows == 1 else experts[start:stop, layer]
                     time_ns = rows * expert_ns
-                    self._compute_experts(layer, ids, num_pairs, time_ns, bulk=bool(bulk[step]))
+                    sequences = row_sequences(trace, start, stop) if told_apart else None
+                    self._compute_experts(
+                        layer, ids, num_pairs, time_ns, bulk=bool(bulk[step]), sequences=sequences
+                    )
             yield step + 1
 
     def _compute_experts(
-        self, layer: int, ids: np.ndarray, num_pairs: int, time_ns: int, *, bulk: bool
+        self,
+        layer: int,
+        ids: np.ndarray,
+        num_pairs: int,
+        time_ns: int,
+        *,
+        bulk: bool,
+        sequences: np.ndarray | None,
     ) -> None:
         clock = self.clock
         done = spent_ns = 0
@@ -100,6 +111,7 @@ class SimulatedHost:
             # What the trace admitted, which need not go by the number of rows.
             bulk=bulk,
             ignore_out_of_range=True,
+            sequences=sequences,
         )
         for wave in parts:
             if clock.now_ns > asked_ns:

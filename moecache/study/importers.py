@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moecache.errors import ConfigError, FormatError, StoreError
+from moecache.files import find_examples
 from moecache.study._lines import (
     Progress,
     load_llama_topk,
@@ -33,6 +34,7 @@ from moecache.traces.trace import DECODE, PREFILL, Trace
 __all__ = [
     "FORMATS",
     "detect_format",
+    "example_trace",
     "from_routed_experts",
     "from_router_logits",
     "load_any",
@@ -44,6 +46,17 @@ __all__ = [
 ]
 
 _HEAD_BYTES = 4096
+
+
+def example_trace() -> Trace:
+    """Return the routing of the tiny model that comes with moecache: 568 tokens, 8 layers x 32.
+
+    Raises
+    ------
+    ConfigError
+        If the package was installed without its examples.
+    """
+    return load_any(find_examples() / "traces" / "tiny_moe.npz")
 
 
 def load_npz(

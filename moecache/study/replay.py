@@ -26,6 +26,8 @@ from moecache.units import parse_bytes
 
 PHASES = {"prefill": PREFILL, "decode": DECODE}
 MIXED = 2
+# What ECHO tells apart, and what the optimum does where a batch admits what is worth it.
+MAX_SEQUENCES, CHOOSING = 64, 2
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -184,8 +186,9 @@ def replay(
     """Put a trace through a cache and count what is found.
 
     Decides as `ExpertCache` does, miss for miss: rows of one `step` come together,
-    and a step that is `bulk` admits no more than its layer's fair share. Every
-    cache starts empty, and nothing is prefetched. Blocks; other threads run
+    and a step that is `bulk` admits no more than its layer's fair share; if its rows are
+    of several sequences, ECHO and the optimum admit what is worth more than what
+    would leave. Every cache starts empty, and nothing is prefetched. Blocks; other threads run
     meanwhile, unless the policy is written in Python.
 
     Parameters
@@ -227,11 +230,23 @@ def replay(
         chosen = make_partitions(policy, trace, slots, scope)
     started = time.perf_counter()
     if chosen == BELADY:
-        Accesses(experts, bounds, trace.num_experts, bulk).belady(slots, scope, hits, misses)
+        chosen_from = np.where(of_several(trace, bounds) & (bulk == 1), CHOOSING, bulk)
+        accesses = Accesses(experts, bounds, trace.num_experts, chosen_from.astype(np.uint8))
+        accesses.belady(slots, scope, hits, misses)
     else:
         begins = sequence_begins(trace, bounds)
         replay_policy(
-            experts, bounds, begins, bulk, trace.num_experts, slots, chosen, scope, hits, misses
+            experts,
+            bounds,
+            begins,
+            bulk,
+            trace.num_experts,
+            slots,
+            chosen,
+            scope,
+            hits,
+            misses,
+            trace.sequence,
         )
     seconds = time.perf_counter() - started
     phase = step_phases(trace, bounds)
@@ -248,6 +263,21 @@ def step_bounds(trace: Trace) -> np.ndarray:
         return np.zeros(1, np.int64)
     changes = np.flatnonzero(np.diff(trace.step)) + 1
     return np.concatenate(([0], changes, [trace.num_tokens])).astype(np.int64)
+
+
+def row_sequences(trace: Trace, start: int, stop: int) -> np.ndarray | None:
+    """Return which sequence each row of a step is of, or `None` for more than are told apart."""
+    found: np.ndarray = trace.sequence[start:stop]
+    return found if len(set(found.tolist())) <= MAX_SEQUENCES else None
+
+
+def of_several(trace: Trace, bounds: np.ndarray) -> np.ndarray:
+    """Return whether each step has rows of several sequences that are told apart: bool."""
+    several = np.zeros(len(bounds) - 1, bool)
+    for step in np.flatnonzero(np.diff(bounds) > 1).tolist():
+        found = row_sequences(trace, bounds[step], bounds[step + 1])
+        several[step] = found is not None and (found != found[0]).any()
+    return several
 
 
 def step_phases(trace: Trace, bounds: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ class RuntimeCounters:
     num_steps, num_resident_steps : int
         Layers of forward calls that asked for experts; those that found all of them.
     num_sequences : int
-        Calls of `begin_sequence`.
+        Sequences that `begin_sequence` began.
     num_hits, num_misses : int
         Distinct experts per step that were, or were not, there.
     hits_by_layer, misses_by_layer : tuple of int

@@ -49,6 +49,16 @@ def exp(x: np.float32) -> np.float32:
     return F(math.exp(x))
 
 
+class OracleSequence:
+    """How much the remembered tokens resemble a sequence's current one."""
+
+    def __init__(self, seen: int) -> None:
+        self.scores = np.full(RING, NOBODY)
+        self.token = 0  # its last one
+        self.seen = seen  # no later token has a score
+        self.used = 0
+
+
 class OracleEcho:
     """The predictor: what was seen, and the value of every expert; HAZ2 without the ring."""
 
@@ -65,32 +75,105 @@ class OracleEcho:
         self.p, self.q, self.reuse = np.zeros(shape, F), np.zeros(shape, F), np.zeros(shape, F)
         self.table = np.zeros(POPULARITIES * AGES, F)
         self.counts = np.zeros(POPULARITIES * AGES, int)
-        self.scores = np.full(RING, NOBODY)
         self.used = np.zeros((num_layers, RING, num_experts), bool)
+        # The token of the same sequence before, and after, each token of the ring.
+        self.previous: dict[int, int] = {}
+        self.following: dict[int, int] = {}
+        self.sequences: dict[Any, OracleSequence] = {}
+        self.current: list[OracleSequence] = []
+        self.num_steps = 0
+        self.num_unnamed = 0
+        self.between = True
 
-    def observe(self, layer: int, rows: npt.ArrayLike) -> None:
-        """See what consecutive tokens use at a layer, and value its experts anew."""
+    def observe(
+        self, layer: int, rows: npt.ArrayLike, *, sequences: npt.ArrayLike | None = None
+    ) -> None:
+        """See what consecutive tokens, or those of several sequences, use at a layer."""
         requests = [self.used_by(row) for row in np.atleast_2d(np.asarray(rows, np.int64))]
+        if not requests or not np.size(rows):
+            return
+        names = None if sequences is None else np.asarray(sequences).tolist()
+        owners = self.follow(names, len(requests))
+        self.lowest = min(self.lowest, layer)
+        num_rows = len(requests)
         if self.k == 0:
             # Nothing is known of a model before its first expert.
             requests = list(itertools.dropwhile(lambda used: not used.any(), requests))
-        self.lowest = min(self.lowest, layer) if np.size(rows) else self.lowest
-        if not requests or not np.size(rows):
+            owners = owners[num_rows - len(requests) :]
+        if not requests:
             return
         if self.k == 0:
             self.start(int(requests[0].sum()))
-        for age, used in zip(reversed(range(len(requests))), requests, strict=True):
+        several = len(self.current) > 1
+        latest: dict[int, int] = {}
+        for age, used, owner in zip(reversed(range(len(requests))), requests, owners, strict=True):
             # Any of a step's tokens begins at its lowest layer; at the others they are there.
             if layer == self.lowest:
-                self.begin_token()
+                self.begin_token(owner)
             token = self.t if layer == self.lowest else max(1, self.t - age)
-            if layer == self.lowest or age == 0:
-                self.score(layer, used)
+            if layer == self.lowest or (age == 0 and not several):
+                self.score(owner, layer, used)
             self.used[layer, token % RING] = used
-            self.learn(layer, token, used)
-            self.average(layer, token, used)
+            latest[id(owner)] = token
+            if not several:
+                self.learn(layer, token, used.astype(F))
+                self.average(layer, token, used.astype(F))
+        if several:
+            self.at_once(layer, owners, latest, requests, num_rows)
         self.layer = layer
         self.value(layer)
+
+    def follow(self, names: list[int] | None, rows: int) -> list[OracleSequence]:
+        """Return the sequence of each row; the 65th takes the place of the oldest."""
+        before = self.current
+        self.num_steps += 1
+        if names is None:
+            self.num_unnamed += self.between
+            self.between = False
+            keys: list[Any] = [("unnamed", self.num_unnamed)] * rows
+        else:
+            keys = list(names)
+        is_new = keys[0] not in self.sequences
+        for key in keys:
+            if key in self.sequences:
+                self.sequences[key].used = self.num_steps
+        for key in keys:
+            if key not in self.sequences:
+                if len(self.sequences) == 64:
+                    del self.sequences[
+                        min(self.sequences, key=lambda known: self.sequences[known].used)
+                    ]
+                self.sequences[key] = OracleSequence(self.t)
+                self.sequences[key].used = self.num_steps
+        owners = [self.sequences[key] for key in keys]
+        self.current = list(dict.fromkeys(owners))
+        if is_new and len(before) == len(self.current) == 1:
+            # One after another: the new one is taken to look like the last one.
+            self.current[0].scores = before[0].scores.copy()
+            self.current[0].token, self.current[0].seen = before[0].token, before[0].seen
+            self.em[:] = self.es
+        return owners
+
+    def at_once(
+        self,
+        layer: int,
+        owners: list[OracleSequence],
+        latest: dict[int, int],
+        requests: list[npt.NDArray[np.bool_]],
+        rows: int,
+    ) -> None:
+        """Learn the mean of rows of several sequences, and score the last one of each."""
+        share = np.sum(requests, axis=0).astype(F) / F(rows)
+        self.learn(layer, max(1, self.t), share, rows)
+        self.average(layer, max(1, self.t), share, rows)
+        for sequence in self.current:
+            if layer != self.lowest:
+                self.score(sequence, layer, self.used[layer, latest.get(id(sequence), 0) % RING])
+                continue
+            for age, owner in zip(reversed(range(len(owners))), owners, strict=True):
+                # What follows tokens that are under way at the same time is not known.
+                if owner is not sequence and age < RING:
+                    sequence.scores[(self.t - age) % RING] = NOBODY
 
     def used_by(self, row: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return which experts a row names."""
@@ -107,58 +190,78 @@ class OracleEcho:
             power = F(2.0 ** ((cell // AGES - 6) / 1.5))
             self.table[cell] = min(F(0.9), share * power)
 
-    def begin_token(self) -> None:
+    def begin_token(self, sequence: OracleSequence) -> None:
         """Let every remembered token inherit half of its predecessor's score."""
         self.t += 1
-        highest = self.scores.max()
+        highest = sequence.scores.max()
         inherited = np.full(RING, NOBODY)
         for token in range(max(1, self.t - RING + 1), self.t):
-            before = self.scores[(token - 1) % RING]
             inherited[token % RING] = LOWEST
-            if before > NOBODY:
-                inherited[token % RING] = max(LOWEST, CARRY * (before - highest))
-        self.scores = inherited
+            previous = self.previous.get(token, -1)
+            if self.t - RING <= previous <= sequence.seen:
+                before = sequence.scores[previous % RING]
+                if before > NOBODY:
+                    inherited[token % RING] = max(LOWEST, CARRY * (before - highest))
+        sequence.scores = inherited
+        self.unlink(self.t - RING)
+        if sequence.token and self.t - sequence.token < RING:
+            self.unlink(sequence.token)
+            self.previous[self.t] = sequence.token
+            self.following[sequence.token] = self.t
+        sequence.token = sequence.seen = self.t
 
-    def score(self, layer: int, used: npt.NDArray[np.bool_]) -> None:
+    def unlink(self, token: int) -> None:
+        """Forget what followed a token."""
+        if token in self.following:
+            del self.previous[self.following.pop(token)]
+
+    def score(self, sequence: OracleSequence, layer: int, used: npt.NDArray[np.bool_]) -> None:
         """Score the remembered tokens by what they share with this request."""
         shared = (self.used[layer] & used).sum(axis=1).astype(F)
-        self.scores = SCORE_DECAY * self.scores + MATCH * shared
+        sequence.scores = SCORE_DECAY * sequence.scores + MATCH * shared
 
-    def learn(self, layer: int, token: int, used: npt.NDArray[np.bool_]) -> None:
+    def learn(self, layer: int, token: int, used: Floats, rows: int = 1) -> None:
         """Count a quarter of the experts in their old cells of the table."""
-        for expert in range(token % 4, self.num_experts, 4):
+        for expert in range(token // rows % 4, self.num_experts, 4):
             cell = self.cell[layer, expert]
             rate = max(RATE_TABLE, ONE / (F(self.counts[cell]) + F(1.5)))
-            self.table[cell] += rate * (F(used[expert]) - self.table[cell])
+            self.table[cell] += rate * (used[expert] - self.table[cell])
             self.counts[cell] += 1
 
-    def average(self, layer: int, token: int, used: npt.NDArray[np.bool_]) -> None:
+    def average(self, layer: int, token: int, used: Floats, rows: int = 1) -> None:
         """Move the averages of all experts of a layer, and find their cells."""
-        self.last[layer, used] = token
-        first = ONE / F(token + 5)
+        self.last[layer, used > 0] = token
+        first = min(ONE, F(rows) / F(token + 5))
         for mean, rate in (self.es, RATE_SLOW), (self.em, RATE_MID):
-            mean[layer] += max(rate, first) * (used.astype(F) - mean[layer])
+            # As many rows of the same use, one after the other.
+            total = rate
+            for _ in range(rows - 1):
+                total += rate * (ONE - total)
+            mean[layer] += max(total, first) * (used - mean[layer])
         popularity = half_octaves(self.es[layer] * (F(self.num_experts) / F(self.k))) + 7
         # An older row may come after a newer one, where a layer is visited twice.
-        age = half_octaves(np.maximum(token - self.last[layer] + 1, 1).astype(F))
+        ago = np.maximum(token - self.last[layer], 0).astype(F)
+        age = half_octaves(ago * (ONE / F(rows)) + ONE)
         self.cell[layer] = popularity.clip(0, POPULARITIES - 1) * AGES + age.clip(max=AGES - 1)
 
-    def nearest(self, n: int) -> list[int]:
+    def nearest(self, sequence: OracleSequence, n: int) -> list[int]:
         """Return the slots of the highest scores, of equal ones the lower first."""
-        order = np.argsort(-self.scores, kind="stable")[:n].tolist()
-        return [slot for slot in order if self.scores[slot] > NOBODY]
+        order = np.argsort(-sequence.scores, kind="stable")[:n].tolist()
+        return [slot for slot in order if sequence.scores[slot] > NOBODY]
 
-    def votes(self, layer: int) -> tuple[Floats, np.float32]:
+    def votes(self, sequence: OracleSequence, layer: int) -> tuple[Floats, np.float32]:
         """Return what followed the nearest tokens at this layer, and the sum of the weights."""
         votes, total = np.zeros(self.num_experts, F), F(0)
-        slots = self.nearest(NEIGHBOURS) if self.ring else []
+        slots = self.nearest(sequence, NEIGHBOURS) if self.ring else []
         for slot in slots:
-            weight = exp(TEMPERATURE * (self.scores[slot] - self.scores[slots[0]]))
+            weight = exp(TEMPERATURE * (sequence.scores[slot] - sequence.scores[slots[0]]))
             total += weight
-            age = (self.t - slot) % RING
-            for j in range(1, min(SUCCESSORS, age) + 1):
-                used = self.used[layer, (slot + j) % RING]
-                votes[used] += weight * F(SUCCESSOR_DISCOUNT ** (j - 1))
+            token: int | None = self.t - (self.t - slot) % RING
+            for j in range(SUCCESSORS):
+                token = self.following.get(token)  # type: ignore[arg-type]
+                if token is None:
+                    break
+                votes[self.used[layer, token % RING]] += weight * F(SUCCESSOR_DISCOUNT**j)
         return votes / F(1 + SUCCESSOR_DISCOUNT + SUCCESSOR_DISCOUNT**2), total
 
     def value(self, layer: int) -> None:
@@ -167,10 +270,23 @@ class OracleEcho:
         mean = np.minimum(self.em[layer] + F(5e-4), F(0.999))
         use = np.sqrt(mean * hazard)
         p = use / (use + np.sqrt((ONE - mean) * (ONE - hazard)))
-        votes, total = self.votes(layer)
-        q = (votes + PRIOR * p) / (total + PRIOR) if self.ring else p
+        uses = []
+        for sequence in self.current:
+            votes, total = self.votes(sequence, layer)
+            uses.append((votes + PRIOR * p) / (total + PRIOR) if self.ring else p)
+        q, again = self.any_of(uses), self.any_of([p] * len(uses))
         self.p[layer], self.q[layer] = p, q
-        self.reuse[layer] = q + (ONE - q) * (GAMMA * p) / (ONE - GAMMA + GAMMA * p)
+        self.reuse[layer] = q + (ONE - q) * (GAMMA * again) / (ONE - GAMMA + GAMMA * again)
+
+    @staticmethod
+    def any_of(uses: list[Floats]) -> Floats:
+        """Return how likely any of several sequences uses each expert."""
+        if len(uses) == 1:
+            return uses[0]
+        spared = np.ones_like(uses[0])
+        for use in uses:
+            spared *= np.maximum(ONE - use, 0)
+        return ONE - spared
 
     def chances(self, layer: int) -> Floats:
         """Return how likely each expert of a layer is used next.
@@ -179,17 +295,20 @@ class OracleEcho:
         """
         if not self.ring or layer <= self.layer:
             return self.q[layer]
-        votes, total = np.zeros(self.num_experts, F), F(0)
-        slots = self.nearest(NEIGHBOURS_AHEAD)
-        for slot in slots:
-            weight = exp(self.scores[slot] - self.scores[slots[0]])
-            total += weight
-            votes[self.used[layer, slot]] += weight
-        return (votes + PRIOR_AHEAD * self.p[layer]) / (total + PRIOR_AHEAD)
+        uses = []
+        for sequence in self.current:
+            votes, total = np.zeros(self.num_experts, F), F(0)
+            slots = self.nearest(sequence, NEIGHBOURS_AHEAD)
+            for slot in slots:
+                weight = exp(sequence.scores[slot] - sequence.scores[slots[0]])
+                total += weight
+                votes[self.used[layer, slot]] += weight
+            uses.append((votes + PRIOR_AHEAD * self.p[layer]) / (total + PRIOR_AHEAD))
+        return self.any_of(uses)
 
     def begin_sequence(self) -> None:
-        """Forget the mid-term averages."""
-        self.em[:] = self.es
+        """Let the next rows without a name be a sequence of their own."""
+        self.between = True
 
 
 class EchoValues:
@@ -200,9 +319,11 @@ class EchoValues:
         self.layer = 0
         self.started = False
 
-    def observe(self, layer: int, rows: npt.ArrayLike) -> None:
+    def observe(
+        self, layer: int, rows: npt.ArrayLike, sequences: npt.ArrayLike | None = None
+    ) -> None:
         """Let a request be seen; the waits are counted from its layer."""
-        self.echo.observe(layer, rows)
+        self.echo.observe(layer, rows, sequences=sequences)
         ids = np.asarray(rows)
         self.started |= bool(((ids >= 0) & (ids < self.echo.num_experts)).any())
         if self.started and ids.size:

@@ -73,6 +73,7 @@ class OracleCache:
         rows: int = 1,
         share: int = -1,
         drop: bool = False,
+        sequences: Sequence[int] | None = None,
     ) -> tuple[list[OracleSlot | None], list[int]]:
         """Return the stay of each id, and what misses_out is to hold."""
         bad = [e for e in ids if not 0 <= e < self.num_experts]
@@ -95,8 +96,21 @@ class OracleCache:
         left = max(0, share - len(hits) - len(joined))
         admitted = len(wanted) if share < 0 else min(len(wanted), left, room)
 
-        if uses:
+        if uses and self.values is None:
             part.begin_step(layer, np.reshape(ids, (rows, -1)))
+        if uses and self.values is not None:
+            self.values.observe(layer, np.reshape(ids, (rows, -1)), sequences)
+        most = max(self.num_experts - 1, self.fair_share(layer) if rows > 1 else 0)
+        chooses = self.values is not None and len(set(sequences or ())) > 1 and 0 <= share <= most
+        if chooses:
+            # It is worth, rather than how many rows ask for it; beyond free slots that alone.
+            reuse = self.values.echo.reuse[layer]
+            came = [e for e in uses if e in missing]
+            missing = sorted(came, key=lambda e: -float(reuse[e]))
+            joined = [e for e in missing if e in joined]
+            wanted = [e for e in missing if e not in joined]
+            if self._room_left(layer) == 0:
+                admitted = len(wanted)
         for expert in hits + joined:
             self._count(layer, expert, hit=expert in hits)
             part.access(self._local(layer, expert))
@@ -108,6 +122,10 @@ class OracleCache:
             slot.leases += 1
         for expert in wanted:
             self._count(layer, expert, hit=False)
+            if expert in wanted[:admitted] and chooses and self._room_left(layer) == 0:
+                victim = part.victim()
+                if victim < 0 or not part.prefers(self._local(layer, expert), victim):
+                    admitted = wanted.index(expert)
             if expert in wanted[:admitted]:
                 self._take(layer, expert, accessed=True).leases = 1
         first = [ids.index(e) for e in wanted[:admitted]]

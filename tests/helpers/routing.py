@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moecache.cache._cache import ExpertCache
 from moecache.study import Trace
-from moecache.study.replay import sequence_begins, step_bounds
+from moecache.study.replay import row_sequences, sequence_begins, step_bounds
 
 
 @st.composite
@@ -83,7 +83,13 @@ def through_the_cache(
             missing = np.empty(min(ids.size, trace.num_experts), np.int32)
             share = cache.fair_share(layer) if bulk[number] else trace.num_experts
             num_missing = cache.acquire(
-                layer, ids, slots, missing, share=share, ignore_out_of_range=True
+                layer,
+                ids,
+                slots,
+                missing,
+                share=share,
+                ignore_out_of_range=True,
+                sequences=row_sequences(trace, int(bounds[number]), int(bounds[number + 1])),
             )
             for index in missing[:num_missing]:
                 if slots[index] >= 0:

@@ -11,9 +11,11 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 from transformers.integrations import moe
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moecache import kernels
 from moecache.errors import ConfigError
+from moecache.integrations.transformers._attention import INTERFACE
 from moecache.integrations.transformers._experts import become, become_again
 from moecache.integrations.transformers._operators import operator
 from moecache.kernels import SlotKernel, takes_int8
@@ -192,22 +194,20 @@ def _product(
     return _linear(input, weight, bias)
 
 
-def _fast_router(router: type[nn.Module]) -> type[nn.Module]:
-    """Return what is mixed into a class of routers: its forward, with another `F.linear`.
+def _with(cls: type[nn.Module], **replaced: object) -> type[nn.Module]:
+    """Return what is mixed into a class of modules: its forward, with other globals.
 
     Routers have a parameter of their own and no linear layer that could be replaced; torch takes
-    0.2 ms for one row of 1024 by 128, a tenth of a token.
+    0.2 ms for one row of 1024 by 128, a tenth of a token. Attention finds its function by a name.
     """
-    forward: Any = router.forward
-    # A module with that function in torch's place, for good: torch.compile looks names up in
-    # modules. It has what the router's own module has now.
-    name = f"{forward.__globals__['__name__']} of {router.__name__} {id(router):x}, with kernels"
+    forward: Any = cls.forward
+    # A module with these in the place of others, for good: torch.compile looks names up in
+    # modules. It has what the class's own module has now.
+    name = f"{forward.__globals__['__name__']} of {cls.__name__} {id(cls):x}, with kernels"
     module = sys.modules.setdefault(name, ModuleType(name))
-    shown = ModuleType("torch.nn.functional, with kernels")
-    shown.__dict__.update({**functional.__dict__, "linear": _product})
-    module.__dict__.update({**forward.__globals__, "__name__": name, "F": shown})
-    if router in _routers:
-        return _routers[router]
+    module.__dict__.update({**forward.__globals__, "__name__": name, **replaced})
+    if cls in _quickened:
+        return _quickened[cls]
     quick = FunctionType(
         forward.__code__,
         module.__dict__,
@@ -216,22 +216,34 @@ def _fast_router(router: type[nn.Module]) -> type[nn.Module]:
         forward.__closure__,
     )
     quick.__kwdefaults__ = forward.__kwdefaults__
-    _routers[router] = type("FastRouter", (nn.Module,), {"forward": quick})
-    return _routers[router]
+    _quickened[cls] = type(f"Fast{cls.__name__}", (nn.Module,), {"forward": quick})
+    return _quickened[cls]
 
 
-# Class of a router -> what is mixed into it.
-_routers: dict[type[nn.Module], type[nn.Module]] = {}
+# Class of a router or of attention -> what is mixed into it.
+_quickened: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _finds(module: nn.Module, name: str, value: object) -> bool:
+    """Return whether a module's forward looks up a global that has this value."""
+    forward = type(module).forward
+    return (
+        isinstance(forward, FunctionType)
+        and forward.__globals__.get(name) is value
+        and name in forward.__code__.co_names
+    )
 
 
 def _calls_linear(module: nn.Module) -> bool:
     """Return whether a module's forward multiplies by `F.linear`."""
-    forward = type(module).forward
-    return (
-        isinstance(forward, FunctionType)
-        and forward.__globals__.get("F") is functional
-        and {"F", "linear"} <= {*forward.__code__.co_names}
-    )
+    return _finds(module, "F", functional) and "linear" in type(module).forward.__code__.co_names
+
+
+def _torch_functions() -> ModuleType:
+    """Return torch.nn.functional with another `linear`."""
+    shown = ModuleType("torch.nn.functional, with kernels")
+    shown.__dict__.update({**functional.__dict__, "linear": _product})
+    return shown
 
 
 def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -314,19 +326,27 @@ def _operator(
 
 
 def quicken(model: nn.Module, routers: Iterable[nn.Module | None]) -> list[nn.Module]:
-    """Have the kernels compute a model's plain linear layers and its routers; return these."""
-    found: list[nn.Module] = [m for m in model.modules() if type(m) is nn.Linear]
+    """Have the kernels compute a model's plain linear layers and its routers; return these.
+
+    Attention of single tokens gets another shape, see `_attention`.
+    """
+    modules = list(model.modules())
+    found: list[nn.Module] = [m for m in modules if type(m) is nn.Linear]
     for linear in found:
         become(linear, FastLinear)
+    for attention in modules:
+        if _finds(attention, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS):
+            become(attention, _with(type(attention), ALL_ATTENTION_FUNCTIONS=INTERFACE))
+            found.append(attention)
     for router in routers:
         if router is not None and _calls_linear(router):
-            become(router, _fast_router(type(router)))
+            become(router, _with(type(router), F=_torch_functions()))
             found.append(router)
     return found
 
 
 def slow_down(modules: list[nn.Module]) -> None:
-    """Give linear layers and routers their own products back."""
+    """Give modules their own products back."""
     for module in modules:
         become_again(module)
 

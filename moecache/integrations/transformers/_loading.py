@@ -1,6 +1,8 @@
 """`load`: a model without its experts, which are read into slots as they are needed."""
 
 import copy
+import difflib
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from moecache.stores import GgufStore, is_gguf, open_store
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
 from moecache.stores._quantized import Quantization
+from moecache.stores._versions import unchanged, versions_of
 
 # Arguments that `from_pretrained` takes, but not together with experts in slots.
 _REFUSED = {
@@ -51,6 +54,21 @@ _AUTOMATIC = ("auto", "sequential")
 # What torch's products take and keep; some of it is compiled for each number of rows. Measured were
 # 230 MiB after a prompt of 512, and 16 in decoding alone.
 _TORCH_BYTES = 256 * 2**20
+# What `from_pretrained` takes beside the arguments that it names.
+_TAKEN = {
+    *(
+        "adapter_kwargs",
+        "adapter_name",
+        "allow_all_kernels",
+        "attn_implementation",
+        "code_revision",
+    ),
+    *("device_map", "device_mesh", "dtype", "from_flax", "from_tf", "generation_config"),
+    *("kernel_config", "key_mapping", "low_cpu_mem_usage", "max_memory", "mirror"),
+    *("offload_buffers", "offload_folder", "offload_state_dict", "proxies", "resume_download"),
+    *("subfolder", "torch_dtype", "tp_size", "tqdm_class", "trust_remote_code", "use_kernels"),
+    *("use_auth_token", "variant", *_REFUSED),
+}
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
@@ -144,7 +162,9 @@ record_trace, warmpin, warmpin_after
     CapacityError
         If the memory does not hold an expert.
     StoreError
-        If the checkpoint cannot be read.
+        If the checkpoint cannot be read, or changes meanwhile.
+    TypeError
+        If neither this nor `from_pretrained` has an argument.
     """
     _check_arguments(device, from_pretrained)
     if from_pretrained.get("device_map") in _AUTOMATIC:
@@ -165,32 +185,34 @@ record_trace, warmpin, warmpin_after
         model = _make_of_gguf(*given, trunk, compute)
     else:
         model = _make(*given, trunk or "bf16")
-    directory, layers, dtype, usual = model.__dict__.pop("_moecache_source")
+    directory, versions, layers, dtype, usual = model.__dict__.pop("_moecache_source")
     compute = compute or usual
-    runtime = open(
-        directory,
-        memory,
-        device,
-        slots=slots,
-        policy=policy,
-        scope=scope,
-        dtype=dtype if on_host else None,
-        read=read,
-        reserve=reserve,
-        lock=lock,
-        profile=profile,
-        loader_threads=loader_threads,
-        # The predictor that the look-ahead replaces; it still guesses for the first layer.
-        prefetch="echo" if prefetch == "router" else prefetch,
-        prefault=prefault,
-        progress=progress,
-        record_trace=record_trace,
-        warmpin=warmpin,
-        warmpin_after=warmpin_after,
-        layers=layers,
-        host_bytes=_host_bytes(model, compute) if on_host else None,
-    )
+    with unchanged(versions) as check:
+        runtime = open(
+            directory,
+            memory,
+            device,
+            slots=slots,
+            policy=policy,
+            scope=scope,
+            dtype=dtype if on_host else None,
+            read=read,
+            reserve=reserve,
+            lock=lock,
+            profile=profile,
+            loader_threads=loader_threads,
+            # The predictor that the look-ahead replaces; it still guesses for the first layer.
+            prefetch="echo" if prefetch == "router" else prefetch,
+            prefault=prefault,
+            progress=progress,
+            record_trace=record_trace,
+            warmpin=warmpin,
+            warmpin_after=warmpin_after,
+            layers=layers,
+            host_bytes=_host_bytes(model, compute) if on_host else None,
+        )
     try:
+        check(runtime.store)
         # After the slots, whose plan leaves room for it.
         model = model.to(device_of(runtime))
         Offload(
@@ -216,6 +238,7 @@ def _make(
     """Return the model of a checkpoint's directory without its experts."""
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     config = find_config(path, hub, from_pretrained)
+    _check_keywords(model_class or find_model_class(config), config, from_pretrained)
     if _quantized_parts(config):
         _check_host(path, on_host)
         from_pretrained = _without_quantization(path, config, from_pretrained)
@@ -238,14 +261,15 @@ def _make_of_gguf(
     for name in ("config", *_HUB):
         if from_pretrained.get(name) is not None:
             raise ConfigError(f"{name} cannot be given to load with a GGUF file, which has it all")
+    _check_keywords(model_class, None, from_pretrained)
     with open_store(path) as store:
         if store.quantization:
             _check_host(path, on_host)
         assert isinstance(store, GgufStore)
-        config = find_model_config(store)
+        config, versions = find_model_config(store), versions_of(store)
         if trunk is None and (compute or kernels.default_compute(store.layout)) != "torch":
             trunk = "native"
-    kept = MoeCacheConfig(trunk or "bf16", str(path))
+    kept = MoeCacheConfig(trunk or "bf16", str(path), versions)
     # transformers has nothing to read.
     given = {**from_pretrained, "config": config, "state_dict": {}, "quantization_config": kept}
     return (model_class or find_model_class(config)).from_pretrained(None, **given)
@@ -272,6 +296,21 @@ def _check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
             f"device_map {placed!r} is not supported: the trunk goes where the slots are; "
             'give device="cuda"'
         )
+
+
+def _check_keywords(model_class: Any, config: Any, from_pretrained: dict[str, Any]) -> None:
+    """Raise TypeError for an argument that nothing takes, before anything large is read."""
+    if model_class is not None and not model_class.__module__.startswith("transformers."):
+        return  # it may take anything
+    calls = [load, transformers.PreTrainedModel.from_pretrained, model_class or object]
+    known = _TAKEN.union(*(inspect.signature(call).parameters for call in calls))
+    for name in from_pretrained:
+        if name not in known and name[0] != "_" and not hasattr(config, name):
+            near = difflib.get_close_matches(name, known - _REFUSED.keys(), 3)
+            raise TypeError(
+                f"load() has no argument {name!r}, and from_pretrained has none"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
+            )
 
 
 def _check_names(**given: Any) -> None:

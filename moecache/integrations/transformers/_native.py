@@ -1,5 +1,6 @@
 """`trunk="native"`: layers whose weights stay quantized, computed by the kernels."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,69 @@ FORM = "_moecache_form"
 _KIND = "_moecache_kind"
 
 
+class NativeValues(torch.Tensor):
+    """Values of a weight that stays quantized: what is written to them would change no layer."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Refuse to be written to, also by way of views; what is computed of it is torch's own."""
+        # The functions of nn.init name all of their arguments.
+        given: Any = next(iter((*args, *(kwargs or {}).values())), None)
+        name = func.__name__
+        in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+        is_written = in_place or name in _WRITING or func == _SET_DATA
+        target = (kwargs or {}).get("out", given if is_written else None)
+        if isinstance(target, cls):
+            raise _refusal("written to")
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        is_view = isinstance(out, torch.Tensor) and isinstance(given, cls)
+        if is_view and out.data_ptr() and _memory_of(out) == _memory_of(given):
+            return out.as_subclass(cls)
+        return out
+
+
+# Python's own names of what writes in place, and what has such a name and writes nothing.
+_WRITING = {
+    *("__setitem__", "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__"),
+    *("__imod__", "__imul__", "__ior__", "__ipow__", "__irshift__", "__isub__", "__ixor__"),
+    "__itruediv__",
+}
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+_HARMLESS = {"requires_grad_", "share_memory_"}
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
+
+
+def _refusal(what: str) -> MoeCacheError:
+    return MoeCacheError(
+        f"a weight that stays quantized cannot be {what}: nothing would be computed with it; load "
+        'the model with trunk="bf16", or get all weights back with model.moecache.detach()'
+    )
+
+
 class NativeLayer(nn.Module):
     """A layer whose weight stays in a format."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The values, computed anew each time; they refuse to be written to."""
+        values = self.values()
+        # Graphs are of torch's own tensors.
+        return values if torch.compiler.is_compiling() else values.as_subclass(NativeValues)
+
+    def values(self) -> torch.Tensor:
+        """Return the values of the weight."""
+        raise NotImplementedError
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Have values in the dtype that the model is given."""
@@ -36,20 +98,15 @@ class NativeLayer(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuse another weight: nothing would be computed with it."""
         if name == "weight":
-            raise MoeCacheError(
-                f"the weight of a {type(self).__name__} stays quantized, and cannot be replaced; "
-                'load the model with trunk="bf16", or get all weights back with '
-                "model.moecache.detach()"
-            )
+            raise _refusal("replaced")
         super().register_parameter(name, param)
 
 
 class NativeLinear(NativeLayer):
     """A linear layer that has its weight in the compute form of a format."""
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The values, computed anew each time."""
+    def values(self) -> torch.Tensor:
+        """Return the values of the weight."""
         name, rows, columns, dtype = self.__dict__[_KIND]
         out: torch.Tensor = torch.ops.moecache.format_values(
             getattr(self, FORM), name, rows, columns, dtype
@@ -61,19 +118,19 @@ class NativeLinear(NativeLayer):
         layer: Any = self
         name, rows, columns, dtype = self.__dict__[_KIND]
         if not _is_for_kernels(input, layer.bias, dtype):
-            return functional.linear(input, self.weight, layer.bias)
-        out: torch.Tensor = torch.ops.moecache.format_linear(
-            input, getattr(self, FORM), name, rows, columns, layer.bias
-        )
+            return functional.linear(input, self.values(), layer.bias)
+        given = input, getattr(self, FORM), name, rows, columns, layer.bias
+        if not torch.compiler.is_compiling():
+            return _operator(*given)
+        out: torch.Tensor = torch.ops.moecache.format_linear(*given)
         return out
 
 
 class NativeEmbedding(NativeLayer):
     """An embedding that has its rows as in the file: the values of those that are asked for."""
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The values, computed anew each time."""
+    def values(self) -> torch.Tensor:
+        """Return the values of the weight."""
         layer: Any = self
         return self.forward(torch.arange(layer.num_embeddings))
 
@@ -128,7 +185,7 @@ def keep(
 def thaw(model: nn.Module) -> None:
     """Give layers that stayed quantized their weights as torch's own."""
     for module in [m for m in model.modules() if isinstance(m, NativeLayer)]:
-        values: Any = module.weight
+        values = module.values()
         become_again(module)
         del module.__dict__[_KIND]
         delattr(module, FORM)

@@ -25,6 +25,8 @@ from moecache.integrations.transformers._trunk import (
 )
 from moecache.kernels import default_compute
 from moecache.stores import CheckpointStore, GgufStore, open_store
+from moecache.stores._file import Version
+from moecache.stores._versions import unchanged, versions_of
 
 # Whatever an expert's tensor may be called, its scales included.
 _EXPERT_TENSORS = (
@@ -40,11 +42,15 @@ class MoeCacheConfig(QuantizationConfigMixin):
     Give the model that it loads to `attach`; `load` does both.
     """
 
-    def __init__(self, trunk: str = "bf16", gguf: str = "", **_: Any) -> None:
+    def __init__(
+        self, trunk: str = "bf16", gguf: str = "", versions: Sequence[Version] = (), **_: Any
+    ) -> None:
         self.quant_method: Any = IMPLEMENTATION
         self.trunk = trunk
         # The file that has all weights, if it is of that kind.
         self.gguf = gguf
+        # As it was when its configuration was read.
+        self.versions = versions
 
 
 @register_quantizer(IMPLEMENTATION)
@@ -59,7 +65,12 @@ class TrunkQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
         check_family(model)
-        with open_store(self.quantization_config.gguf or _store_path(checkpoint_files)) as store:
+        known = self.quantization_config
+        with (
+            unchanged(known.versions) as check,
+            open_store(known.gguf or _store_path(checkpoint_files)) as store,
+        ):
+            check(store)
             if not isinstance(store, GgufStore):
                 _check_files(store, checkpoint_files or [])
             bindings = bind(model, store)
@@ -69,6 +80,7 @@ class TrunkQuantizer(HfQuantizer):
                 self._trunk = strip_quantized(model, store)
             model.__dict__["_moecache_source"] = (
                 store.path,
+                versions_of(store),
                 [binding.name for binding in bindings],
                 _slot_dtype(store, bindings),
                 _usual_compute(store, bindings),
@@ -89,7 +101,9 @@ class TrunkQuantizer(HfQuantizer):
         forget_empty(model)
         if self._trunk:
             is_native = self.quantization_config.trunk == "native"
-            with open_store(model.__dict__["_moecache_source"][0]) as store:
+            path, versions, *_ = model.__dict__["_moecache_source"]
+            with unchanged(versions) as check, open_store(path) as store:
+                check(store)
                 for weight in logging.tqdm(self._trunk, desc="Reading the trunk"):
                     weight.read(store, is_native=is_native)
             if self.quantization_config.gguf:

@@ -27,19 +27,19 @@ class SequenceHook(NotCopied):
         past = named.get("past_key_values")
         length = getattr(past, "get_seq_length", None)
         held: Any = past is not None if length is None else length()
+        name = next((name for name in _TOKENS if named.get(name) is not None), None)
+        tokens: Any = named[name] if name is not None else given[0] if given else None
         if not torch.compiler.is_compiling():
-            self.follow(held)
+            self.follow(held, tokens)
             return None
         # Static caches have their length in a tensor, whose value no graph knows.
         in_tensor = isinstance(held, torch.Tensor)
         if not in_tensor and held:
             return None
-        name = next((name for name in _TOKENS if named.get(name) is not None), None)
-        tokens: Any = named[name] if name is not None else given[0] if given else None
         if not isinstance(tokens, torch.Tensor):
             return None
         if torch.is_grad_enabled() and tokens.requires_grad:
-            _outside(self, held)
+            _outside(self, held, tokens)
             return None
         # What the model takes is what the operator returns: it is called before all else.
         tokens = torch.ops.moecache.begin_sequence(
@@ -47,10 +47,11 @@ class SequenceHook(NotCopied):
         )
         return ((tokens, *given[1:]), named) if name is None else (given, {**named, name: tokens})
 
-    def follow(self, held: Any) -> None:
-        """Begin a sequence if no token of it is held."""
+    def follow(self, held: Any, tokens: Any) -> None:
+        """Begin a sequence for each row of the batch if no token of them is held."""
         if not held and not self._runtime.closed:
-            self._runtime.begin_sequence()
+            batched = isinstance(tokens, torch.Tensor) and tokens.ndim > 1
+            self._runtime.begin_sequence(max(1, len(tokens)) if batched else 1)
 
 
 _outside = torch.compiler.disable(SequenceHook.follow)
@@ -63,5 +64,5 @@ _outside = torch.compiler.disable(SequenceHook.follow)
 def _begin_sequence(tokens: torch.Tensor, held: torch.Tensor | None, hook: int) -> torch.Tensor:
     found: SequenceHook | None = numbered(hook)
     if found is not None:
-        found.follow(held)
+        found.follow(held, tokens)
     return tokens.clone()

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ _CONTEXT_TOKENS = 5
 _REPLACEMENT = "\ufffd"
 
 
+class Stopped(Exception):  # noqa: N818 - no error: what was asked for
+    """Ends a generation that nobody wants to go on; raised and caught here."""
+
+
 class TokenTimes(BaseStreamer):
     """Notes when each token came; a streamer of `generate`.
 
@@ -35,11 +39,14 @@ class TokenTimes(BaseStreamer):
     stamps_s : list of float
         By `time.perf_counter`, one per token.
     tokens : list of int
+    stopped : bool
+        Set it, in any thread, and no further token comes.
     """
 
     def __init__(self, on_first: Callable[[], object] | None = None) -> None:
         self.stamps_s: list[float] = []
         self.tokens: list[int] = []
+        self.stopped = False
         self._on_first = on_first
         self._begun_s: float | None = None
         self._started_s = time.perf_counter()
@@ -66,11 +73,22 @@ class TokenTimes(BaseStreamer):
         now = time.perf_counter()
         if self._begun_s is None:
             self._begun_s = now
-            return
-        self.stamps_s.append(now)
-        self.tokens += value.reshape(-1).tolist()
-        if len(self.stamps_s) == 1 and self._on_first is not None:
-            self._on_first()
+        else:
+            self.stamps_s.append(now)
+            if len(self.stamps_s) == 1 and self._on_first is not None:
+                self._on_first()
+            tokens = value.reshape(-1).tolist()
+            self.tokens += tokens
+            self.take(tokens)
+        self.check()
+
+    def take(self, tokens: list[int]) -> None:
+        """Do nothing with new tokens."""
+
+    def check(self) -> None:
+        """Raise `Stopped` if no further token is wanted."""
+        if self.stopped:
+            raise Stopped
 
     def end(self) -> None:
         """Do nothing."""
@@ -87,23 +105,28 @@ class TextStream(TokenTimes):
     tokenizer : PreTrainedTokenizerBase
     prompt : Tensor, int64 [1, tokens]
     write : callable (str)
+    on_first : callable (), optional
+        As that of `TokenTimes`.
     """
 
-    def __init__(self, tokenizer: Any, prompt: torch.Tensor, write: Callable[[str], None]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: torch.Tensor,
+        write: Callable[[str], None],
+        on_first: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__(on_first)
         self._tokenizer = tokenizer
         self._write = write
         self._ids = prompt[0, -_CONTEXT_TOKENS:].tolist()
         # Tokens before `_shown` are written; those from `_start` on are decoded with what follows.
         self._start, self._shown = 0, len(self._ids)
 
-    def put(self, value: Any) -> None:
-        """Take a token and write what it makes certain."""
-        prompt = self._begun_s is None
-        super().put(value)
-        if not prompt:
-            self._ids += value.reshape(-1).tolist()
-            self._advance(last=False)
+    def take(self, tokens: list[int]) -> None:
+        """Write what new tokens make certain."""
+        self._ids += tokens
+        self._advance(last=False)
 
     def end(self) -> None:
         """Write what is left: for a broken character, its replacement."""
@@ -217,33 +240,87 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool = False) -> torch.Tensor:
         If the tokenizer has no chat template, or it fails, or the prompt is no token.
     """
     if chat:
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError(
-                "the model's tokenizer has no chat template: it is no chat model, or its "
-                "chat_template.jinja is missing; leave out --chat to continue the text as it is"
-            )
-        try:
-            ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-            )["input_ids"]
-        except (
-            Exception
-        ) as error:  # a template is a program of the model's, and raises what it likes
-            raise ConfigError(
-                f"the model's chat template failed: {' '.join(str(error).split())}; leave out "
-                "--chat to continue the text as it is"
-            ) from error
-    else:
-        ids = tokenizer(prompt)["input_ids"]
-        # Tokenizers of encoders close the text, which is to go on here.
-        if ids and ids[-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]
+        return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+    ids = tokenizer(prompt)["input_ids"]
+    # Tokenizers of encoders close the text, which is to go on here.
+    if ids and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    return _prompt_of(ids)
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> torch.Tensor:
+    """Return a conversation's tokens with the beginning of an answer, int64 [1, tokens].
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+    messages : sequence of mapping
+        Each with a "role" and its "content".
+
+    Raises
+    ------
+    ConfigError
+        If the tokenizer has no chat template, or the template refuses these messages.
+    """
+    check_chat(tokenizer)
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+    except Exception as error:  # a template is a program of the model's, and raises what it likes
+        raise ConfigError(
+            f"the model's chat template failed: {' '.join(str(error).split())}; continue the "
+            "text as it is, without a chat"
+        ) from error
+    return _prompt_of(ids)
+
+
+def check_chat(tokenizer: Any) -> None:
+    """Raise a ConfigError if a tokenizer has no chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(
+            "the model's tokenizer has no chat template: it is no chat model, or its "
+            "chat_template.jinja is missing; continue the text as it is, without a chat"
+        )
+
+
+def _prompt_of(ids: list[int]) -> torch.Tensor:
     if not ids:
         raise ConfigError("the prompt is empty; the model needs at least one token to start from")
     return torch.tensor([ids], dtype=torch.int64)
+
+
+def find_room(model: Any, prompt_tokens: int) -> int | None:
+    """Return how many tokens fit into the context after a prompt; `None` if it has no end.
+
+    Raises
+    ------
+    ConfigError
+        If there is no room for one.
+    """
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return None
+    if context <= prompt_tokens:
+        raise ConfigError(
+            f"the prompt of {prompt_tokens} tokens leaves no room for new ones; the model takes "
+            f"{context}"
+        )
+    return int(context - prompt_tokens)
+
+
+def check_between_layers(model: Any, streamer: TokenTimes) -> contextlib.ExitStack:
+    """Have a forward end before its next layer of experts once the streamer is stopped.
+
+    A prompt of a model larger than memory takes long, and `put` is called at its end. Closing the
+    stack takes the checks away.
+    """
+    stack = contextlib.ExitStack()
+    for path in model.moecache.paths:
+        experts = model.get_submodule(path)
+        hook = experts.register_forward_pre_hook(lambda *_: streamer.check())
+        stack.callback(hook.remove)
+    return stack
 
 
 def continue_tokens(
@@ -253,11 +330,13 @@ def continue_tokens(
     *,
     max_new_tokens: int,
     temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
     seed: int = 0,
 ) -> int:
     """Generate tokens, and return how many at most: fewer if the context is full.
 
-    Blocks. The tokens go to the streamer.
+    Blocks. The tokens go to the streamer, which may stop it.
 
     Parameters
     ----------
@@ -267,6 +346,9 @@ def continue_tokens(
     max_new_tokens : int
     temperature : float, optional
         0 takes the likeliest token; by default what generation_config.json says.
+    top_p, top_k : float and int, optional
+        Draw among the likeliest tokens that together have this probability, or so many of them;
+        by default what generation_config.json says.
     seed : int
 
     Raises
@@ -274,29 +356,37 @@ def continue_tokens(
     ConfigError
         If the prompt leaves no room for a token.
     """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None:
-        room = context - prompt.shape[1]
-        if room < 1:
-            raise ConfigError(
-                f"the prompt of {prompt.shape[1]} tokens leaves no room for new ones; the model "
-                f"takes {context}"
-            )
+    room = find_room(model, prompt.shape[1])
+    if room is not None:
         max_new_tokens = min(max_new_tokens, room)
     sampling: dict[str, Any] = {}
+    if top_p is not None:
+        sampling["top_p"] = top_p
+    if top_k is not None:
+        sampling["top_k"] = top_k
     if temperature is not None:
-        sampling = {"do_sample": temperature > 0, "temperature": temperature or None}
+        sampling |= {"do_sample": temperature > 0, "temperature": temperature or None}
         if not temperature:
             sampling.update(top_p=None, top_k=None)
     torch.manual_seed(seed)
     # "meta": weights are elsewhere, and brought when they are used; the prompt stays as it is.
     if model.device.type != "meta":
         prompt = prompt.to(model.device)
-    model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=max_new_tokens,
-        streamer=streamer,
-        **sampling,
-    )
+    try:
+        model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            **sampling,
+        )
+    except Stopped:
+        streamer.end()
     return max_new_tokens
+
+
+def has_ended(model: Any, tokens: Sequence[int]) -> bool:
+    """Return whether the last token is one with which the model ends its texts."""
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return bool(tokens) and tokens[-1] in ends

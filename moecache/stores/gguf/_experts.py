@@ -99,13 +99,16 @@ def matrix_of(name: str, entry: GgufEntry) -> Matrix | None:
     except ConfigError as error:
         raise UnsupportedQuantizationError(f"tensor {shown(name)}: {error}") from error
     rows = entry.shape[-2] if len(entry.shape) > 1 else 1
-    return Matrix(known, rows, entry.shape[-1], ("",))
+    return Matrix(known, rows, entry.shape[-1], ("",), entry.is_tiled)
 
 
 def _in_bytes(name: str, entry: GgufEntry, kind: str, *, is_stack: bool) -> TensorEntry:
     """Return a tensor of experts with rows of bytes, if it is quantized, instead of values."""
     rank = 2 if kind == "weight" else 1
     known, shape, dtype = entry.type, entry.shape, entry.dtype
+    if entry.is_tiled:
+        shape = (entry.nbytes,)
+        return TensorEntry(known.name, np.dtype(np.uint8), shape, entry.offset, entry.nbytes)
     if rank == 1 and known.is_quantized:
         raise FormatError(f"tensor {shown(name)}, {known.name} {list(shape)}, has no meaning here")
     # ggml leaves out sizes of 1 at the end of its own order.

@@ -42,9 +42,13 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufEntry(TensorEntry):
-    """A tensor; its shape is that of the values, with rows before columns, as NumPy has it."""
+    """A tensor; its shape is that of the values, with rows before columns, as NumPy has it.
+
+    `is_tiled` says that its bytes are the compute form of its matrix.
+    """
 
     type: GgmlType
+    is_tiled: bool = False
 
 
 @dataclass(frozen=True)

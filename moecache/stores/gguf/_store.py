@@ -15,6 +15,7 @@ from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
 from moecache.stores._paths import find_path
 from moecache.stores._tensors import CheckpointStore
 from moecache.stores.gguf._experts import find_experts, is_expert, matrix_of, stack_name
+from moecache.stores.gguf._form import with_forms
 from moecache.stores.gguf._header import GgufEntry, Metadata, read_header
 from moecache.stores.gguf._parts import find_parts, merge_parts
 from moecache.stores.gguf._types import FILE_TYPES, GUESSED
@@ -45,7 +46,7 @@ class GgufStore(CheckpointStore):
         Experts per token. By default from the metadata; 0 if these do not say.
     mapped : bool, default False
         Copy from the mapped files in `read_into`, instead of reading: the kernel
-        pages experts in and out, and a file that is cut short kills the process.
+        pages experts in and out, and a file that is cut short during a copy kills the process.
     layers : collection of str, optional
         Names of the layers to serve, such as "blk.3"; by default all.
 
@@ -85,8 +86,13 @@ class GgufStore(CheckpointStore):
         found = find_path(path)
         files = [ReadOnlyFile(file) for file in find_parts(found)]
         headers = [read_header(file) for file in files]
-        super().__init__(found, files, merge_parts(files, headers), mapped=mapped)
         self.metadata: Metadata = headers[0].metadata
+        tensors = merge_parts(files, headers)
+        try:
+            tensors = with_forms(self.metadata, tensors)
+        except FormatError as error:
+            raise FormatError(f"{found}: {error}") from error
+        super().__init__(found, files, tensors, mapped=mapped)
         self.architecture = self.metadata.text("general.architecture")
         number = self.metadata.get("general.file_type")
         self.file_type = FILE_TYPES.get(number % GUESSED, "") if type(number) is int else ""
@@ -155,6 +161,7 @@ class GgufStore(CheckpointStore):
         role = Role(
             *(name, (rows, matrix.columns)),
             format=matrix.format.name,
+            is_tiled=matrix.is_tiled,
             matrices=rows // matrix.rows,
         )
         return values_in(self._read_bytes(name), role, stored=True).reshape(entry.shape)

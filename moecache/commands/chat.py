@@ -1,0 +1,185 @@
+"""`moecache chat`: a conversation with a model on the terminal."""
+
+import argparse
+import contextlib
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from moecache.commands.arguments import check_outputs
+from moecache.commands.example import write_text
+from moecache.commands.generate import (
+    add_expert_options,
+    add_sampling_options,
+    check_sampling,
+    loaded,
+)
+from moecache.commands.live_line import LiveLine
+from moecache.commands.paths import check_format, printable, printable_lines
+from moecache.errors import ConfigError, MoeCacheError
+from moecache.stores._paths import check_model
+from moecache.telemetry import RuntimeStats
+from moecache.units import format_bytes
+
+_HELP = """\
+/reset   forget the conversation
+/stats   show all counters, layer by layer
+/help    show this
+Ctrl-C   stop the reply; what was said of it stays in the conversation
+Ctrl-D   leave"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "chat",
+        help="talk with a mixture-of-experts model larger than your memory",
+        description="Talk with a mixture-of-experts model on the terminal, with its experts in as "
+        "much memory as --memory says. Each reply is that of `moecache generate` with the same "
+        "seed after the same conversation. In the conversation, /reset forgets it, /stats shows "
+        "counters, /help the rest; Ctrl-C stops a reply, Ctrl-D leaves. Needs "
+        "pip install 'moecache[transformers]'.",
+        epilog="examples: moecache chat ./Qwen3-30B-A3B --memory 16GiB | "
+        "moecache chat ./OLMoE-1B-7B --system 'Answer in one sentence.' --temperature 0",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a checkpoint directory, a .gguf file, or a name on the Hugging Face hub",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    add_sampling_options(parser, max_new_tokens=1024)
+    add_expert_options(parser)
+    parser.set_defaults(run=run, force=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load, talk until the input ends; return the exit code."""
+    check_sampling(arguments)
+    check_outputs(arguments, {}, profile=None)
+    if sys.stdin is None:
+        raise ConfigError("there is no standard input to talk with")
+    check_model(arguments.model)
+    check_format(arguments.model)
+    from moecache.integrations.transformers import generation
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    with generation.quiet(verbose=arguments.verbose):
+        with generation.reading(arguments.model):
+            tokenizer = generation.load_tokenizer(arguments.model)
+        # Before the model, which takes minutes.
+        generation.check_chat(tokenizer)
+        with loaded(console, arguments) as model:
+            console.print("/help shows what else can be typed; Ctrl-D leaves", style="dim")
+            _Conversation(console, model, tokenizer, arguments).run()
+    return 0
+
+
+class _Conversation:
+    """What was said so far, and how it goes on."""
+
+    def __init__(
+        self, console: Console, model: Any, tokenizer: Any, arguments: argparse.Namespace
+    ) -> None:
+        self._console = console
+        self._model = model
+        self._tokenizer = tokenizer
+        self._arguments = arguments
+        self._messages: list[dict[str, str]] = []
+        self._reset()
+
+    def run(self) -> None:
+        """Read lines and reply until the input ends."""
+        while (line := self._read()) is not None:
+            text = line.strip()
+            if text.startswith("/"):
+                self._obey(text)
+            elif text:
+                kept = len(self._messages)
+                try:
+                    self._reply(text)
+                except KeyboardInterrupt:
+                    del self._messages[kept:]
+                    self._say("stopped; the question is forgotten")
+
+    def _read(self) -> str | None:
+        """Return a line, or `None` at the end."""
+        if not (sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()):
+            return sys.stdin.readline() or None
+        with contextlib.suppress(ImportError):
+            # Lines that can be edited, and earlier ones; `input` uses it once it is there.
+            import readline  # noqa: F401
+        while True:
+            try:
+                return input("> ")
+            except EOFError:
+                write_text("\n")
+                return None
+            except KeyboardInterrupt:
+                write_text("\n")
+                self._say("Ctrl-D leaves")
+
+    def _obey(self, text: str) -> None:
+        if text == "/reset":
+            self._reset()
+            self._say("the conversation begins anew")
+        elif text == "/stats":
+            self._say(printable_lines(self._model.moecache.report()))
+        elif text == "/help":
+            self._say(_HELP)
+        else:
+            self._say(f"{printable(text.split(maxsplit=1)[0])} is none of /reset, /stats, /help")
+
+    def _reply(self, text: str) -> None:
+        """Generate what follows; a reply that was stopped is one, a failed one never was."""
+        from moecache.integrations.transformers import generation
+
+        arguments, runtime = self._arguments, self._model.moecache.runtime
+        parts: list[str] = []
+        self._messages.append({"role": "user", "content": text})
+        before: RuntimeStats = runtime.stats()
+        try:
+            ids = generation.encode_chat(self._tokenizer, self._messages)
+            with LiveLine(self._console, runtime) as line:
+
+                def write(part: str) -> None:
+                    parts.append(part)
+                    line.write(part)
+
+                stream = generation.TextStream(self._tokenizer, ids, write)
+                line.stamps_s = stream.stamps_s
+                try:
+                    generation.continue_tokens(
+                        self._model,
+                        ids,
+                        stream,
+                        max_new_tokens=arguments.max_new_tokens,
+                        temperature=arguments.temperature,
+                        seed=arguments.seed,
+                    )
+                except KeyboardInterrupt:
+                    stream.end()
+        except MoeCacheError as error:
+            self._messages.pop()
+            remedy = "; /reset begins anew" if "leaves no room" in str(error) else ""
+            self._say(f"moecache: {printable(' '.join(str(error).split()))}{remedy}", "red")
+            return
+        self._messages.append({"role": "assistant", "content": "".join(parts)})
+        self._say(_figures(stream, runtime.stats() - before))
+
+    def _reset(self) -> None:
+        system = self._arguments.system
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def _say(self, text: str, style: str = "dim") -> None:
+        self._console.print(text, style=style)
+
+
+def _figures(stream: Any, stats: RuntimeStats) -> str:
+    tokens = len(stream.stamps_s)
+    rate = f", {stream.tokens_per_s:.1f}/s" if tokens > 1 else ""
+    return (
+        f"{tokens} tokens{rate}; prompt {stream.prefill_s:.2f} s; hit rate {stats.hit_rate:.1%}; "
+        f"{format_bytes(stats.bytes_read)} read, {stats.stall_ns / 1e9:.2f} s waited for"
+    )

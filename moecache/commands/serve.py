@@ -1,0 +1,158 @@
+"""`moecache serve`: a model behind OpenAI's protocol, with a page that shows its experts."""
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moecache.commands.arguments import check_outputs
+from moecache.commands.generate import add_expert_options, loaded
+from moecache.commands.paths import check_format, printable
+from moecache.errors import ConfigError
+from moecache.stores._paths import check_model
+
+DEFAULT_PORT = 8000
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "serve",
+        help="serve a model to chat clients, and show its experts on a page",
+        description="Serve a mixture-of-experts model by OpenAI's protocol (/v1/chat/completions, "
+        "/v1/completions, /v1/models) to any client of it, with metrics at /metrics and a page at "
+        "/ that shows what becomes of each expert. One request is answered at a time, others "
+        "wait. Answers are those of `moecache generate` with the same seed. SIGTERM and Ctrl-C "
+        "finish the running answer first. Needs pip install 'moecache[serve]'.",
+        epilog="examples: moecache serve ./Qwen3-30B-A3B --memory 16GiB | "
+        "moecache serve ./OLMoE-1B-7B --port 9000 --host 0.0.0.0 --api-key SECRET",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a checkpoint directory, a .gguf file, or a name on the Hugging Face hub",
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to serve; any but this machine's own (127.0.0.1, the default) lets others in",
+    )
+    server.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        metavar="N",
+        help=f"0: any that is free (default: {DEFAULT_PORT})",
+    )
+    server.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must send; @FILE reads it from a file (default: nothing)",
+    )
+    server.add_argument(
+        "--queue",
+        type=int,
+        default=16,
+        metavar="N",
+        help="requests that may wait; more get status 503 (default: 16)",
+    )
+    server.add_argument(
+        "--max-new-tokens",
+        "--max-tokens",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="tokens of a reply to a chat that says no number (default: 4096)",
+    )
+    add_expert_options(parser)
+    parser.set_defaults(run=run, force=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load, serve until a signal comes; return the exit code."""
+    key = _check(arguments)
+    from moecache.serving import check_serving
+
+    check_serving()
+    check_model(arguments.model)
+    check_format(arguments.model)
+    from moecache.serving.guard import is_loopback
+    from moecache.serving.server import bind
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    with contextlib.closing(bind(arguments.host, arguments.port)) as bound:
+        # Imports torch, which takes seconds.
+        from moecache.integrations.transformers import generation
+        from moecache.serving.app import build_app
+        from moecache.serving.engine import Engine
+        from moecache.serving.server import Server
+
+        with generation.quiet(verbose=arguments.verbose):
+            with generation.reading(arguments.model):
+                tokenizer = generation.load_tokenizer(arguments.model)
+            with loaded(console, arguments) as model:
+                engine = Engine(
+                    model,
+                    tokenizer,
+                    _names(arguments.model),
+                    most_waiting=arguments.queue,
+                    most_tokens=arguments.max_new_tokens,
+                )
+                with contextlib.closing(engine):
+                    if not is_loopback(arguments.host):
+                        console.print(_warning(arguments.host, key))
+                    host = arguments.host if ":" not in arguments.host else f"[{arguments.host}]"
+                    url = f"http://{host}:{bound.getsockname()[1]}"
+                    text = f"{printable(engine.names[0])} at {url}/v1, page at {url}"
+                    Server(
+                        build_app(engine, key=key, host=arguments.host),
+                        engine,
+                        on_ready=lambda: console.print(text),
+                        verbose=arguments.verbose,
+                    ).run([bound])
+                console.print(_summary(engine))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> str | None:
+    """Refuse what cannot be used, before anything is loaded; return the key."""
+    if arguments.queue < 0:
+        raise ConfigError(f"--queue must not be negative, got {arguments.queue}")
+    if arguments.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
+    check_outputs(arguments, {}, profile=None)
+    key: str | None = arguments.api_key
+    if key is not None and key.startswith("@"):
+        key = Path(key[1:]).read_text(encoding="utf-8").strip()
+    if key is None:
+        return None
+    if not key:
+        raise ConfigError("--api-key is empty; is a shell variable unset?")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("--api-key must be of ASCII letters, digits and signs, without spaces")
+    return key
+
+
+def _names(model: str) -> tuple[str, ...]:
+    """Return what a client may call the model: a path's last part, or the whole name."""
+    last = Path(model).resolve().name if Path(model).exists() else model
+    return (last, model) if last != model else (last,)
+
+
+def _warning(host: str, key: str | None) -> str:
+    who = f"moecache: {host} is no address of this machine alone: whoever reaches it "
+    if key is None:
+        return who + "can use the model, as there is no --api-key"
+    return who + "needs the key, which http sends as it is; put https before it"
+
+
+def _summary(engine: Any) -> str:
+    totals = engine.totals
+    return (
+        f"{totals.answered} answers of {totals.completion_tokens} tokens; {totals.refused} "
+        f"requests refused, {totals.left} left by their clients, {totals.failed} failed"
+    )

@@ -1,0 +1,100 @@
+"""Matrices that are stacked, each in a format of its own."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moecache.errors import ConfigError
+from moecache.formats.base import FORMATS, PARSERS, Format, Parts
+
+_BETWEEN = "+"
+
+
+@dataclass(frozen=True)
+class StackedFormat(Format):
+    """Matrices of as many rows above each other, such as gate and up, in several formats.
+
+    Parameters
+    ----------
+    formats : tuple of Format
+        From the top on; each has one part.
+    """
+
+    formats: tuple[Format, ...]
+
+    def parts(self, rows: int, columns: int) -> Parts:
+        """Return the part of each matrix, by its number."""
+        if rows % len(self.formats):
+            raise ConfigError(f"{rows} rows are not {len(self.formats)} times as many: {self.name}")
+        found = {}
+        for number, known in enumerate(self.formats):
+            (found[str(number)],) = known.parts(rows // len(self.formats), columns).values()
+        return found
+
+    def matrices(
+        self, raw: np.ndarray, rows: int, columns: int
+    ) -> Iterator[tuple[Format, np.ndarray, tuple[int, int]]]:
+        """Return format, bytes and shape of each matrix."""
+        shape, start = (rows // len(self.formats), columns), 0
+        for known in self.formats:
+            stop = start + known.nbytes(*shape)
+            yield known, raw[start:stop], shape
+            start = stop
+
+    def dequantize(
+        self, parts: Mapping[str, np.ndarray], dtype: npt.DTypeLike = np.float32
+    ) -> np.ndarray:
+        """Return the values of all, one matrix above the other."""
+        return np.concatenate(
+            [
+                known.dequantize(_alone(known, part), dtype)
+                for known, part in zip(self.formats, parts.values(), strict=True)
+            ]
+        )
+
+    def quantize(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the parts that are nearest to some values."""
+        if len(values) % len(self.formats):
+            raise ConfigError(f"{len(values)} rows cannot be split for {self.name}")
+        pieces = np.split(values, len(self.formats))
+        return {
+            str(number): next(iter(known.quantize(piece).values()))
+            for number, (known, piece) in enumerate(zip(self.formats, pieces, strict=True))
+        }
+
+    def check(self, parts: Mapping[str, np.ndarray]) -> None:
+        """Raise FormatError if scales of one are no numbers."""
+        for known, part in zip(self.formats, parts.values(), strict=True):
+            known.check(_alone(known, part))
+
+
+def stacked_name(formats: Sequence[Format]) -> str:
+    """Return the name of matrices above each other; "" if one has several parts.
+
+    Examples
+    --------
+    >>> stacked_name([FORMATS["q4_0"], FORMATS["f16"]])
+    'q4_0+f16'
+    """
+    is_plain = all(len(known.parts(0, 0)) == 1 for known in formats)
+    return _BETWEEN.join(known.name for known in formats) if is_plain else ""
+
+
+@functools.cache
+def parse(name: str) -> StackedFormat | None:
+    """Return the format that has such a name."""
+    formats = tuple(FORMATS[one] for one in name.split(_BETWEEN) if one in FORMATS)
+    if len(formats) < 2 or stacked_name(formats) != name:
+        return None
+    columns = max(known.block[1] for known in formats)  # powers of two
+    return StackedFormat(name, (len(formats), columns), formats)
+
+
+def _alone(known: Format, part: np.ndarray) -> dict[str, np.ndarray]:
+    return dict.fromkeys(known.parts(0, 0), part)
+
+
+PARSERS.append(parse)

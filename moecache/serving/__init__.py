@@ -1,0 +1,19 @@
+"""A model behind HTTP, with OpenAI's protocol, metrics, and a page that shows the experts.
+
+`moecache serve` is made of these parts: `requests` reads what a client asks for, `engine` answers
+one request at a time, `answers` writes it down, `app` has the routes, and `server` the sockets.
+"""
+
+import importlib.util
+
+from moecache.errors import MissingDependencyError
+
+
+def check_serving() -> None:
+    """Raise a MissingDependencyError unless all that serving needs is installed."""
+    needed = ("starlette", "uvicorn", "prometheus_client", "torch", "transformers")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"serving needs {', '.join(missing)}; install it with: pip install 'moecache[serve]'"
+        )

@@ -1,0 +1,195 @@
+"""Answer: a text as a thread generates it, and what it took."""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from moecache.integrations.transformers import generation
+from moecache.serving.requests import Asked
+from moecache.serving.stops import StopText
+from moecache.telemetry import RuntimeStats
+
+logger = logging.getLogger(__name__)
+
+# Parts come at least so often, empty ones if need be: who waits for a prompt sees that it goes on.
+_SIGN_OF_LIFE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an answer took.
+
+    Attributes
+    ----------
+    prompt_tokens, completion_tokens : int
+    finish : {"stop", "length"}
+        Whether the text came to its end, or as many tokens as were asked for.
+    seed : int
+    queued_s, prefill_s, decode_s : float
+        For other requests, for the prompt and the first token, and for the others.
+    tokens_per_s : float
+        Of the tokens after the first.
+    waited_s : float
+        Of prefill and decode: until experts had been read. The rest was computed.
+    bytes_read : int
+        Into slots.
+    num_hits, num_misses : int
+        Distinct experts per step that were in memory, or were not.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    finish: str
+    seed: int
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+    waited_s: float
+    bytes_read: int
+    num_hits: int
+    num_misses: int
+
+
+class Answer:
+    """An answer as it is generated.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    tokenizer : PreTrainedTokenizerBase
+        Used by the thread that generates.
+    asked : Asked
+    prompt : Tensor, int64 [1, tokens]
+    most_tokens : int
+        Tokens to generate if the request says no number.
+    queued_s : float
+        How long the request has waited.
+
+    Attributes
+    ----------
+    cost : Cost or None
+        Once it has ended well.
+    left : bool
+        Whether it was stopped, as nobody wants it any more.
+    stream : TextStream
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        asked: Asked,
+        prompt: Any,
+        *,
+        most_tokens: int,
+        queued_s: float = 0.0,
+    ) -> None:
+        self.asked = asked
+        self.prompt_tokens: int = prompt.shape[1]
+        self.cost: Cost | None = None
+        self.left = False
+        self.started_s = time.perf_counter()
+        self.stream = generation.TextStream(tokenizer, prompt, self._write, self._end_prefill)
+        self._model = model
+        self._prompt = prompt
+        self._most_tokens = asked.max_tokens or most_tokens
+        self._queued_s = queued_s
+        self._parts: asyncio.Queue[str | None] = asyncio.Queue()
+        self._text = StopText(asked.stop, self._hand_over)
+        self._checks: Any = None
+
+    def start(self, executor: ThreadPoolExecutor, on_end: Callable[["Answer"], object]) -> None:
+        """Begin to generate in a thread; `on_end` is called in the event loop afterwards."""
+        self._loop = asyncio.get_running_loop()
+        self._on_end = on_end
+        self._job = self._loop.run_in_executor(executor, self._generate)
+        self._job.add_done_callback(self._end)
+
+    def stop(self) -> None:
+        """Have the generation end: nobody wants the rest."""
+        if not self._job.done():
+            self.left = self.stream.stopped = True
+
+    async def ended(self) -> None:
+        """Return once nothing is generated any more, however it ended."""
+        await asyncio.wait((self._job,))
+
+    async def parts(self) -> AsyncIterator[str]:
+        """Yield the text as it comes, and now and then an empty string.
+
+        Raises
+        ------
+        Exception
+            Whatever the model raised.
+        """
+        while True:
+            try:
+                part = await asyncio.wait_for(self._parts.get(), _SIGN_OF_LIFE_S)
+            except TimeoutError:
+                yield ""
+                continue
+            if part is None:
+                break
+            yield part
+        await self._job
+
+    # In the event loop.
+    def _end(self, job: "asyncio.Future[None]") -> None:
+        self._parts.put_nowait(None)
+        error = None if job.cancelled() else job.exception()
+        if error is not None:
+            logger.warning("answer.failed %s: %s", type(error).__name__, error)
+        self._on_end(self)
+
+    # In the thread that generates, from here on.
+    def _generate(self) -> None:
+        asked, model = self.asked, self._model
+        before: RuntimeStats = model.moecache.stats()
+        with generation.check_between_layers(model, self.stream) as self._checks:
+            most = generation.continue_tokens(
+                model,
+                self._prompt,
+                self.stream,
+                max_new_tokens=self._most_tokens,
+                temperature=asked.temperature,
+                top_p=asked.top_p,
+                top_k=asked.top_k,
+                seed=asked.seed,
+            )
+        self._text.end()
+        if self.left:
+            return
+        stats = model.moecache.stats() - before
+        tokens = self.stream.tokens
+        ended = self._text.found or generation.has_ended(model, tokens)
+        self.cost = Cost(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=len(tokens),
+            finish="stop" if ended or len(tokens) < most else "length",
+            seed=asked.seed,
+            queued_s=self._queued_s,
+            prefill_s=self.stream.prefill_s,
+            decode_s=self.stream.decode_s,
+            tokens_per_s=self.stream.tokens_per_s,
+            waited_s=stats.stall_ns / 1e9,
+            bytes_read=stats.bytes_read,
+            num_hits=stats.num_hits,
+            num_misses=stats.num_misses,
+        )
+
+    def _end_prefill(self) -> None:
+        self._checks.close()
+
+    def _write(self, text: str) -> None:
+        self._text.feed(text)
+        if self._text.found:
+            self.stream.stopped = True
+
+    def _hand_over(self, text: str) -> None:
+        self._loop.call_soon_threadsafe(functools.partial(self._parts.put_nowait, text))

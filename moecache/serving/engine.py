@@ -1,0 +1,240 @@
+"""Engine: one model that answers one request after another, in a thread of its own."""
+
+import asyncio
+import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from moecache.errors import ConfigError
+from moecache.integrations.transformers import generation
+from moecache.serving.answer import Answer
+from moecache.serving.errors import RequestError
+from moecache.serving.requests import Asked
+
+# Of Retry-After, whatever the queue.
+_MOST_RETRY_S = 120
+
+
+@dataclass
+class Totals:
+    """What an engine did since it was made.
+
+    Attributes
+    ----------
+    answered, refused, left, failed : int
+        Requests that were answered, refused for want of room, whose client left, that failed.
+    prompt_tokens, completion_tokens : int
+    """
+
+    answered: int = 0
+    refused: int = 0
+    left: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Engine:
+    """Answers requests with one model, one at a time; others wait in a queue with an end.
+
+    All methods are called in the event loop. The model computes in a thread of its own.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        As `load` returns it. The caller closes it, after `close`.
+    tokenizer : PreTrainedTokenizerBase
+    names : tuple of str
+        What clients may call the model; the first is its own.
+    most_waiting : int, default 16
+        Requests that may wait; more are refused.
+    most_tokens : int, default 4096
+        Tokens of an answer whose request says no number.
+
+    Attributes
+    ----------
+    totals : Totals
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        names: tuple[str, ...],
+        *,
+        most_waiting: int = 16,
+        most_tokens: int = 4096,
+    ) -> None:
+        self.model = model
+        self.names = names
+        self.most_waiting = most_waiting
+        self.most_tokens = most_tokens
+        self.totals = Totals()
+        self._tokenizer = tokenizer
+        # A tokenizer works for one thread at a time: prompts are read while another one decodes.
+        self._reader = copy.deepcopy(tokenizer)
+        self._encoding = ThreadPoolExecutor(1, "moecache-encode")
+        self._generating = ThreadPoolExecutor(1, "moecache-generate")
+        self._answer: Answer | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+        self._reserved = False
+        self._last_s = 1.0
+        self.draining = False
+
+    @property
+    def runtime(self) -> Any:
+        """The model's runtime."""
+        return self.model.moecache.runtime
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def answer(self) -> Answer | None:
+        """The answer that is being generated."""
+        return self._answer
+
+    async def encode(self, asked: Asked) -> Any:
+        """Return the tokens of what was asked, int64 [1, tokens].
+
+        Raises
+        ------
+        RequestError
+            If the model takes no such prompt.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._encoding, self._encode, asked)
+        except ConfigError as error:
+            field_ = "messages" if asked.is_chat else "prompt"
+            code = "context_length_exceeded" if "no room" in str(error) else None
+            raise RequestError(400, str(error), param=field_, code=code) from error
+
+    def _encode(self, asked: Asked) -> Any:
+        if asked.messages is not None:
+            prompt = generation.encode_chat(self._reader, asked.messages)
+        else:
+            prompt = generation.encode(self._reader, asked.prompt or "")
+        generation.find_room(self.model, prompt.shape[1])
+        return prompt
+
+    async def begin(self, asked: Asked, prompt: Any, gone: "asyncio.Future[Any]") -> Answer | None:
+        """Wait for the request's turn and begin to generate; `None` if the client left before.
+
+        Parameters
+        ----------
+        asked : Asked
+        prompt : Tensor, int64 [1, tokens]
+        gone : Future
+            Done once the client has left, which also ends the generation.
+
+        Raises
+        ------
+        RequestError
+            If too many wait, or the server is about to end.
+        """
+        begun_s = time.perf_counter()
+        if not await self._turn(gone):
+            self.totals.left += 1
+            return None
+        answer = Answer(
+            self.model,
+            self._tokenizer,
+            asked,
+            prompt,
+            most_tokens=self.most_tokens,
+            queued_s=time.perf_counter() - begun_s,
+        )
+        self._answer = answer
+        gone.add_done_callback(lambda _: answer.stop())
+        answer.start(self._generating, self._finish)
+        return answer
+
+    async def _turn(self, gone: "asyncio.Future[Any]") -> bool:
+        """Return once no other request is answered, false if the client has left."""
+        self._check_room()
+        if gone.done():
+            return False
+        if not self._reserved:
+            self._reserved = True
+            return True
+        mine = asyncio.get_running_loop().create_future()
+        self._waiting.append(mine)
+        try:
+            await asyncio.wait((mine, gone), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._give_up(mine)
+            raise
+        if gone.done():
+            self._give_up(mine)
+            return False
+        mine.result()
+        return True
+
+    def _give_up(self, mine: "asyncio.Future[None]") -> None:
+        """Leave the queue, or pass the turn on that has come meanwhile."""
+        if mine in self._waiting:
+            self._waiting.remove(mine)
+        elif mine.exception() is None:
+            self._pass_on()
+
+    def _check_room(self) -> None:
+        if self.draining:
+            raise _ending()
+        if self._reserved and len(self._waiting) >= self.most_waiting:
+            self.totals.refused += 1
+            retry_s = min(_MOST_RETRY_S, max(1, round(self._last_s * (1 + len(self._waiting)))))
+            raise RequestError(
+                503,
+                f"{len(self._waiting)} requests wait already; ask again in {retry_s} s",
+                code="queue_full",
+                headers={"Retry-After": str(retry_s)},
+            )
+
+    def _pass_on(self) -> None:
+        """Give the turn to the request that has waited longest."""
+        self._answer = None
+        if self._waiting:
+            self._waiting.pop(0).set_result(None)
+        else:
+            self._reserved = False
+
+    def _finish(self, answer: Answer) -> None:
+        """Note an answer that has ended; the next one begins."""
+        self._last_s = time.perf_counter() - answer.started_s
+        totals = self.totals
+        totals.prompt_tokens += answer.prompt_tokens
+        totals.completion_tokens += len(answer.stream.tokens)
+        if answer.left:
+            totals.left += 1
+        elif answer.cost is None:
+            totals.failed += 1
+        else:
+            totals.answered += 1
+        self._pass_on()
+
+    def drain(self) -> None:
+        """Refuse what waits and what comes; the answer that is being generated goes on."""
+        self.draining = True
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.set_exception(_ending())
+
+    async def stop(self) -> None:
+        """End the answer that is being generated."""
+        if self._answer is not None:
+            self._answer.stop()
+            await self._answer.ended()
+
+    def close(self) -> None:
+        """End the threads; waits for them."""
+        self._generating.shutdown()
+        self._encoding.shutdown()
+
+
+def _ending() -> RequestError:
+    return RequestError(503, "the server ends; ask another one", headers={"Retry-After": "30"})

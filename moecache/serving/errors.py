@@ -1,0 +1,44 @@
+"""RequestError: why a request is not answered, as its client is told."""
+
+from typing import Any
+
+
+class RequestError(Exception):
+    """A request that is refused; nothing was generated for it.
+
+    Parameters
+    ----------
+    status : int
+        Of HTTP.
+    message : str
+        What was asked, what was found, and the remedy.
+    param : str, optional
+        The field of the request that it is about.
+    code : str, optional
+        OpenAI's word for the kind of error, where there is one.
+    headers : dict of str to str, optional
+        More headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return an error in the shape that clients of OpenAI know."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

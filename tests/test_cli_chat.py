@@ -1,0 +1,154 @@
+"""`moecache chat`: a conversation, its commands, and interrupts that end no more than a reply."""
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecache import cli
+from tests.helpers.serving import write_chat_model
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+Captured = pytest.CaptureFixture[str]
+OPTIONS = ("--memory", "25%", "--temperature", "0.8", "--seed", "3", "--max-new-tokens", "16")
+
+
+@pytest.fixture(name="model", scope="module")
+def _model(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tiny_moe, tmp_path_factory.mktemp("chat") / "tiny")
+
+
+@pytest.fixture(name="asked")
+def _asked(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str]]]:
+    """Return the conversations that the model is asked to go on with, each with who said what."""
+    from moecache.integrations.transformers import generation
+
+    conversations: list[list[tuple[str, str]]] = []
+    encode = generation.encode_chat
+
+    def note(tokenizer: Any, messages: Any) -> Any:
+        conversations.append([(each["role"], each["content"]) for each in messages])
+        return encode(tokenizer, messages)
+
+    monkeypatch.setattr(generation, "encode_chat", note)
+    return conversations
+
+
+def talk(model: Path, monkeypatch: pytest.MonkeyPatch, text: str, *options: str) -> int:
+    """Run the command with lines from a pipe."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return cli.main(["chat", str(model), *OPTIONS, *options])
+
+
+def test_a_reply_is_that_of_generate_and_the_next_question_comes_after_it(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    asked: list[list[tuple[str, str]]],
+) -> None:
+    """Until /reset; the system's message stays. Only replies are on standard output."""
+    assert cli.main(["generate", str(model), "why", "--chat", *OPTIONS]) == 0
+    generated = capsys.readouterr().out
+    asked.clear()
+
+    assert talk(model, monkeypatch, "why\n\nand now?\n") == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith(generated)
+    reply = generated.removesuffix("\n")
+    assert [each[0] for each in asked] == [("user", "why")] * 2
+    assert asked[1][0] == ("user", "why")
+    assert asked[1][1][0] == "assistant"
+    assert asked[1][1][1].removesuffix("\n") == reply.removesuffix("\n")
+    assert asked[1][2] == ("user", "and now?")
+    assert shown.err.count("16 tokens") == 2
+
+    assert talk(model, monkeypatch, "one\n/reset\ntwo\n", "--system", "Be brief.") == 0
+    assert asked[-1] == [("system", "Be brief."), ("user", "two")]
+
+
+def test_commands_are_obeyed_and_no_part_of_the_conversation(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    asked: list[list[tuple[str, str]]],
+) -> None:
+    """/stats has a line for each layer; a wrong one names the right ones."""
+    assert talk(model, monkeypatch, "/stats\n/help\n/frobnicate\n") == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    for part in ("layer 7:", "Ctrl-C", "/frobnicate is none of /reset, /stats, /help"):
+        assert part in shown.err
+    assert asked == []
+
+
+def test_a_conversation_that_is_too_long_is_told_and_goes_on(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """The question that has no room is forgotten."""
+    assert talk(model, monkeypatch, f"{'x' * 2000}\nwhy\n") == 0
+    shown = capsys.readouterr()
+    assert "leaves no room" in shown.err
+    assert "/reset begins anew" in shown.err
+    assert shown.err.count("16 tokens") == 1
+
+
+def test_a_model_without_a_template_is_refused_before_it_is_loaded(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """It is no chat model."""
+    assert talk(tiny_moe, monkeypatch, "why\n") == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_an_interrupt_stops_the_reply_and_the_end_of_input_leaves(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal; an interrupt at the prompt says how to leave."""
+    monkeypatch.setenv("TERM", "dumb")
+    terminal, other = pty.openpty()
+    command = [sys.executable, "-m", "moecache", "chat", str(model), *OPTIONS[:-1], "1000"]
+    with subprocess.Popen(
+        command, stdin=other, stdout=other, stderr=other, start_new_session=True
+    ) as process:
+        os.close(other)
+        shown = b""
+
+        def until(*texts: bytes, interrupt: bool = False) -> None:
+            """Read until one is there; an interrupt before the wait is seen with the next."""
+            nonlocal shown
+            for _ in range(120):
+                for text in texts:
+                    if text in shown:
+                        shown = shown.partition(text)[2]
+                        return
+                if interrupt:
+                    process.send_signal(signal.SIGINT)
+                if select.select([terminal], [], [], 1)[0]:
+                    shown += os.read(terminal, 4096)
+            process.kill()
+            pytest.fail(f"there is none of {texts} in {shown!r}")
+
+        until(b"> ")
+        os.write(terminal, b"why\n")
+        until(b"why\r\n")
+        shown += os.read(terminal, 4096)  # the reply has begun
+        process.send_signal(signal.SIGINT)
+        until(b" tokens", b"is forgotten")
+        until(b"> ")
+        until(b"Ctrl-D leaves", interrupt=True)
+        until(b"> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(60) == 0
+    os.close(terminal)

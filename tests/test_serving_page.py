@@ -1,0 +1,101 @@
+"""The page at `/`, in a real browser: what it shows is what the runtime says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.browser import CHROMIUM, Tab, opened
+from tests.helpers.serving import Served, serving, until, write_chat_model
+
+for package in ("torch", "transformers", "starlette", "uvicorn", "websockets"):
+    pytest.importorskip(package)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
+]
+# Colours of the cells in the middle, as [layer][expert][red, green, blue].
+_CELLS = """(() => {
+  const { width, height } = $("map"), side = map.pitch / 2;
+  const all = $("map").getContext("2d").getImageData(0, 0, width, height).data;
+  const colour = (layer, expert) => {
+    const [x, y] = corner(layer, expert).map((place) => Math.floor(place + side - 1));
+    return [...all.slice(4 * (y * width + x), 4 * (y * width + x) + 3)];
+  };
+  const numbers = (count) => [...Array(count).keys()];
+  return numbers(map.layers).map((layer) => numbers(map.experts).map((e) => colour(layer, e)));
+})()"""
+
+
+@pytest.fixture(name="served", scope="module")
+def _served(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = write_chat_model(tiny_moe, tmp_path_factory.mktemp("served") / "tiny")
+    with serving(directory, most_tokens=40) as served:
+        yield served
+
+
+@pytest.fixture(name="tab")
+def _tab(served: Served, tmp_path: Path) -> Iterator[Tab]:
+    with opened(tmp_path, served.url) as tab:
+        yield tab
+
+
+def ask(tab: Tab, text: str) -> None:
+    """Type a message and send it."""
+    tab.run(f"$('text').value = {text!r}; $('form').requestSubmit()")
+
+
+def test_a_chat_is_answered_and_the_cells_are_the_runtimes(served: Served, tab: Tab) -> None:
+    """Its cost is shown; experts in memory, pinned ones and all others differ in colour."""
+    tab.show(1280, 800)
+    tab.until("map.layers > 0")
+    ask(tab, "def main(argv=None):")
+    tab.until("document.querySelectorAll('.cost').length === 1")
+    assert tab.run("document.querySelector('.reply p').textContent.length") > 20
+    cost = tab.run("document.querySelector('.cost').innerText").replace("\xa0", " ")
+    for part in ("read ", " MiB", "waited ", "computed ", "hit rate ", "40 tokens, "):
+        assert part in cost
+
+    until(lambda: served.engine.answer is None)
+    cache = served.engine.runtime.cache
+    pinned = tuple(np.argwhere(cache.slot_table >= 0)[0].tolist())
+    assert cache.pin(*pinned)
+    tab.run("poll()")
+    stats = served.engine.runtime.stats()
+    tab.until(f"$('map').dataset.pinned === '{stats.num_pinned}'")
+    tab.until("drawn === 0")  # nothing fades any more
+    assert tab.run("Number($('map').dataset.resident)") == stats.num_resident
+    assert f"{stats.num_resident} of 256 experts in memory" in tab.run("$('room').textContent")
+    cells = np.array(tab.run(_CELLS), int)
+    resident = cache.slot_table >= 0
+    absent = cells[~resident]
+    assert len(np.unique(absent, axis=0)) == 1
+    assert (cells[resident] != absent[0]).any(axis=1).all()
+    assert len(np.unique(cells[resident], axis=0)) > 10  # brighter the more they are used
+    assert (cells == cells[pinned]).all(axis=2).sum() == 1
+    assert tab.complaints == []
+    assert {url.split("/")[2] for url in tab.requested if "://" in url} == {
+        f"127.0.0.1:{served.port}"
+    }
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_fits_a_telephone_and_stops_a_reply(served: Served, tab: Tab, dark: bool) -> None:
+    """Nothing is cut off at the right; what was said before the stop stays."""
+    tab.show(400, 840, dark=dark, scale=2)
+    tab.until("map.layers > 0")
+    served.engine.most_tokens = 900
+    ask(tab, "class Parser:")
+    tab.until("document.querySelector('.reply p')?.textContent.length > 3")
+    assert tab.run("$('send').textContent") == "Stop"
+    left = served.engine.totals.left
+    tab.run("$('form').requestSubmit()")
+    until(lambda: served.engine.totals.left == left + 1)
+    tab.until("$('send').textContent === 'Send'")
+    assert tab.run("document.querySelector('.reply p').textContent.length") > 3
+    assert tab.run("document.documentElement.scrollWidth") == 400
+    assert tab.run("$('map').getBoundingClientRect().right") < 400
+    light = tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(250, 249, 247)"
+    assert light is not dark

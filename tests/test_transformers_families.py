@@ -1,11 +1,13 @@
 """Every family's output with experts in slots equals that of the model in memory, bit for bit."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moecache.errors import ConfigError, MoeCacheError
+from tests.helpers import family_settings
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.more_families import MORE_FAMILIES
 from tests.helpers.offloading import load_whole, realigned
@@ -22,6 +24,7 @@ DOCS = Path(__file__).parents[1] / "docs" / "transformers.md"
 UNSUPPORTED = {"qwen3_vl_moe_hub"}
 SUPPORTED = [name for name in FAMILIES if name not in UNSUPPORTED]
 NUM_TOKENS = 8
+ERNIE_VL = "ernie4_5_vl_moe"
 SIZES = ("a quarter", "one layer")
 
 
@@ -88,6 +91,46 @@ def test_rows_that_alternate_in_the_checkpoint_alone_are_put_in_order(tmp_path: 
     assert torch.equal(_outputs(realigned(model))[0], logits)
 
 
+def test_experts_for_text_and_for_images_are_of_two_widths(tmp_path: Path) -> None:
+    """ERNIE's: numbered as one layer's in the checkpoint; a prompt may have tokens of both."""
+    from moecache.integrations.transformers import load
+
+    path = tmp_path / ERNIE_VL
+    if not hasattr(transformers, "Ernie4_5_VLMoeConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no {ERNIE_VL}")
+    model_class = transformers.Ernie4_5_VLMoeForConditionalGeneration
+    torch.manual_seed(0)
+    config = transformers.Ernie4_5_VLMoeConfig(
+        text_config=copy.deepcopy(dict(family_settings.ERNIE4_5_VL_MOE)),
+        vision_config={**family_settings.VISION, "hidden_size": 32},
+        **{f"{name}_token_id": 110 + place for place, name in enumerate(("image", "video"))},
+    )
+    made = model_class(config)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    made.save_pretrained(path)
+
+    whole, layout = realigned(model_class.from_pretrained(path)), _layout(path)
+    assert layout.layer_names[2:] == tuple(f"{name} group 1" for name in layout.layer_names[:2])
+    ids = torch.arange(18).reshape(2, 9) * 7 % 100
+    for is_fast in (False, True):
+        model = load(path, slots=9, compute="fast" if is_fast else "torch")
+        for num_image in (0, 1, 3, 9):
+            kinds = torch.zeros_like(ids, dtype=torch.int32)
+            kinds[:, :num_image] = 1
+            given = {"input_ids": ids, "mm_token_type_ids": kinds, "moe_mm_token_type_ids": kinds}
+            with torch.no_grad():
+                found, wanted = model(**given).logits, whole(**given).logits
+            close = torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+            assert close if is_fast else torch.equal(found, wanted)
+        for found, wanted in zip(_outputs(model), _outputs(whole), strict=True):
+            assert is_fast or torch.equal(found, wanted)
+        assert model.moecache.stats().num_evictions > 0
+        model.moecache.detach()
+        for found, wanted in zip(_outputs(realigned(model)), _outputs(whole), strict=True):
+            assert torch.equal(found, wanted)
+
+
 def test_experts_that_do_nothing_are_never_read(tmp_path: Path) -> None:
     """LongCat's: the store has none, and a model that gets its experts back is as it was."""
     from moecache.integrations.transformers import load
@@ -117,7 +160,7 @@ def test_the_documentation_names_the_families_that_are_tested() -> None:
     """Its table has a row for each, and none for another."""
     rows = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
     named = [row.split("`")[1] for row in rows]
-    tested = [*SUPPORTED, *MORE_FAMILIES]
+    tested = [*SUPPORTED, *MORE_FAMILIES, ERNIE_VL]
     assert sorted(named) == sorted(name for name in tested if not name.endswith("_hub"))
 
 

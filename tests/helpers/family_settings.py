@@ -161,6 +161,25 @@ ERNIE4_5_MOE: Mapping[str, Any] = {
     "moe_layer_start_index": 1,
     "tie_word_embeddings": False,
 }
+ERNIE4_5_VL_MOE: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "moe_intermediate_size": [24, 12],
+    "moe_num_experts": 8,
+    "moe_k": 3,
+    "moe_num_shared_experts": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [1, 1, 2],
+    },
+}
 GRANITEMOE: Mapping[str, Any] = {
     **_EXPERTS_ONLY,
     "num_local_experts": 8,

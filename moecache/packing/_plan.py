@@ -17,7 +17,8 @@ from moecache.packing._recipe import Dequantize, Quantize, Recipe
 from moecache.packing._source import PADDING_PREFIX, Source
 from moecache.packing._target import MATRICES, PLAIN
 from moecache.stores._header import FORMAT_KEY, MAX_HEADER_BYTES
-from moecache.stores._index import TensorPart, split_name
+from moecache.stores._index import split_name
+from moecache.stores._parts import TensorPart
 
 EXPERTS_NAME = "experts.safetensors"
 TRUNK_NAME = "trunk.safetensors"

@@ -16,7 +16,8 @@ from typing import NoReturn
 from moecache.errors import ConfigError, FormatError, StoreError
 from moecache.stores import CheckpointStore, SafetensorsStore
 from moecache.stores._header import TensorEntry
-from moecache.stores._index import TensorPart, is_expert
+from moecache.stores._index import is_expert
+from moecache.stores._parts import TensorPart
 from moecache.stores._paths import find_path
 from moecache.stores._quantized import BESIDE
 

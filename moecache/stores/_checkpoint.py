@@ -134,7 +134,9 @@ def find_num_zero(config: dict[str, Any]) -> int:
 def find_group_size(config: dict[str, Any]) -> int:
     """Return the experts of a group where they are of two widths, as ERNIE's; 0 if not so."""
     for level in (config, config.get("text_config")):
-        widths = level.get("moe_intermediate_size") if isinstance(level, dict) else None
+        if not isinstance(level, dict):
+            continue
+        widths = level.get("moe_intermediate_size")
         if "vision_config" in config and isinstance(widths, list) and len(widths) == 2:
             said = level.get("moe_num_experts")
             said = said[0] if isinstance(said, list) and said else said

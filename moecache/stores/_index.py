@@ -9,15 +9,12 @@ put in (`...experts.7.gate_up_proj_bias`).
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from moecache.errors import ConfigError, FormatError
-from moecache.formats import format_of, stacked_name
-from moecache.layout import ExpertLayout, Role
+from moecache.layout import ExpertLayout
 from moecache.stores._header import MAX_LAYERS, TensorEntry, shown
-from moecache.stores._matrices import Matrix, Stored, UnsupportedQuantizationError
+from moecache.stores._matrices import Matrix, Stored
+from moecache.stores._parts import PIECE_NAMES, Found, TensorPart, assemble
 
 # Models have less than 100,000. A file with holes may claim any number, and each takes memory.
 MAX_EXPERTS = 2**20
@@ -36,8 +33,6 @@ _PIECES = {
     "input_linear": ("gate_up", 0),
     "output_linear": ("down", 0),
 }
-_ROLES = ("gate_up", "down")
-_PIECE_NAMES = {("gate_up", 0): "gate", ("gate_up", 1): "up", ("down", 0): "down"}
 _PER_EXPERT = re.compile(
     r"(?P<layer>.+)\.experts\.(?P<expert>\d{1,7})"
     r"\.(?P<piece>gate_up_proj|gate_proj|up_proj|down_proj|w[123]|w13|fc[12]|input_linear"
@@ -61,41 +56,6 @@ _GRANITE = re.compile(
 MatchName = Callable[[str], tuple[str, str, str | None, str] | None]
 # Returns the matrix that tensors are, by the suffixes of their names; None if not quantized.
 FindMatrix = Callable[[Mapping[str, Stored]], Matrix | None]
-
-
-@dataclass(frozen=True)
-class TensorPart:
-    """A part of a role that lies in one tensor: where it is for every expert.
-
-    `files` int32 [num_experts] and `offsets` int64 [num_experts] say where,
-    `start` is its first byte within the role. `sources` names the tensor of
-    each expert, or the one tensor that all are stacked in. `weight` is the name that
-    expert 0's matrix has where it is not quantized; "" for a matrix's second and further parts.
-    """
-
-    name: str
-    role: str
-    start: int
-    nbytes: int
-    shape: tuple[int, ...]
-    files: np.ndarray
-    offsets: np.ndarray
-    sources: tuple[str, ...]
-    stacked: bool
-    weight: str = ""
-
-
-@dataclass
-class _Found:
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    # expert -> (file, offset, name), or the one entry -1 for a stack
-    places: dict[int, tuple[int, int, str]] = field(default_factory=dict)
-    num_stacked: int = 0
-    example: str = ""
-    # Of codes: what matrix they are, and all its parts, themselves first.
-    matrix: Matrix | None = None
-    parts: list["_Found"] = field(default_factory=list)
 
 
 def index_experts(
@@ -136,7 +96,7 @@ def index_experts(
     ConfigError
         If a chosen layer is not there.
     """
-    layers: dict[str, dict[tuple[str, int, str], _Found]] = {}
+    layers: dict[str, dict[tuple[str, int, str], Found]] = {}
     later: dict[str, int] = {}
     for name, (file, entry) in tensors.items():
         match = (match_name or _match_name)(name)
@@ -169,7 +129,7 @@ def index_experts(
         raise FormatError(f"there are {total} experts, over {MAX_EXPERTS}; no model has so many")
     roles, pieces = [], []
     for name in names:
-        layer_roles, layer_pieces = _assemble(name, layers[name], num_experts)
+        layer_roles, layer_pieces = assemble(name, layers[name], num_experts)
         roles.append(layer_roles)
         pieces.append(layer_pieces)
     if top_k > num_experts > 0:
@@ -208,7 +168,7 @@ def _match_name(name: str) -> tuple[str, str, str | None, str] | None:
 
 def _add(
     name: str,
-    found: dict[tuple[str, int, str], _Found],
+    found: dict[tuple[str, int, str], Found],
     key: tuple[str, int, str],
     expert: str | None,
     file: int,
@@ -226,7 +186,7 @@ def _add(
         shape = shape[1:]
     # A scalar per expert (a scale) becomes one element.
     shape = shape or (1,)
-    group = found.setdefault(key, _Found(entry.dtype, shape, example=name))
+    group = found.setdefault(key, Found(entry.dtype, shape, example=name))
     if (group.dtype, group.shape) != (entry.dtype, shape):
         raise FormatError(
             f"tensor {shown(name)} is {entry.dtype} {list(shape)}, but {shown(group.example)} is "
@@ -240,10 +200,10 @@ def _add(
 
 
 def _matched(
-    found: dict[tuple[str, int, str], _Found], find_matrix: FindMatrix
-) -> dict[tuple[str, int, str], _Found]:
+    found: dict[tuple[str, int, str], Found], find_matrix: FindMatrix
+) -> dict[tuple[str, int, str], Found]:
     """Return a layer's tensors with those that are one matrix in a format put together."""
-    of_matrix: dict[tuple[str, int], dict[str, _Found]] = {}
+    of_matrix: dict[tuple[str, int], dict[str, Found]] = {}
     for (role, place, suffix), group in found.items():
         of_matrix.setdefault((role, place), {})[suffix] = group
     together = {}
@@ -261,18 +221,18 @@ def _matched(
     return together
 
 
-def _all_parts(found: dict[tuple[str, int, str], _Found]) -> list[_Found]:
+def _all_parts(found: dict[tuple[str, int, str], Found]) -> list[Found]:
     return [part for group in found.values() for part in group.parts or [group]]
 
 
 def _check_projections(
-    names: list[str], layers: dict[str, dict[tuple[str, int, str], _Found]]
+    names: list[str], layers: dict[str, dict[tuple[str, int, str], Found]]
 ) -> None:
     """Raise FormatError unless every layer has the weights that the others have."""
     projections = {name: {key for key in layers[name] if not key[2]} for name in names}
     complete = max(projections.values(), key=len, default=set())
     for name, present in projections.items():
-        lacking = [_PIECE_NAMES[role, place] for role, place, _ in sorted(complete - present)]
+        lacking = [PIECE_NAMES[role, place] for role, place, _ in sorted(complete - present)]
         if lacking:
             raise FormatError(
                 f"layer {shown(name)} has no {' and no '.join(lacking)} projection, but other "
@@ -281,7 +241,7 @@ def _check_projections(
 
 
 def _count_experts(
-    names: list[str], layers: dict[str, dict[tuple[str, int, str], _Found]], num_zero: int
+    names: list[str], layers: dict[str, dict[tuple[str, int, str], Found]], num_zero: int
 ) -> int:
     counts: dict[int, str] = {}
     for name in names:
@@ -302,128 +262,6 @@ def _count_experts(
             "all layers must have the same number"
         )
     return min(counts, default=0)
-
-
-def _assemble(
-    layer: str, found: dict[tuple[str, int, str], _Found], num_experts: int
-) -> tuple[list[Role], list[TensorPart]]:
-    roles: list[Role] = []
-    pieces: list[TensorPart] = []
-    keys = sorted(found, key=lambda key: (key[2], _ROLES.index(key[0]), key[1]))
-    for role, suffix in dict.fromkeys((role, suffix) for role, _, suffix in keys):
-        places = [place for place in (0, 1) if (role, place, suffix) in found]
-        # An up projection without a gate is a role of its own.
-        name = ("up" if role == "gate_up" and places == [1] else role) + suffix
-        groups = [found[role, place, suffix] for place in places]
-        if any(group.matrix for group in groups):
-            matrices = {place: found[role, place, suffix] for place in places}
-            _add_matrices(layer, role, matrices, num_experts, roles, pieces)
-            continue
-        if len({(group.dtype, group.shape[1:]) for group in groups}) > 1:
-            raise FormatError(
-                f"gate and up of layer {shown(layer)} do not fit together: "
-                + ", ".join(f"{shown(g.example)} is {g.dtype} {list(g.shape)}" for g in groups)
-            )
-        rows = sum(group.shape[0] for group in groups)
-        roles.append(Role(name, (rows, *groups[0].shape[1:]), groups[0].dtype))
-        start = 0
-        for place, group in zip(places, groups, strict=True):
-            nbytes = Role("", group.shape, group.dtype).nbytes
-            files, offsets, sources = _places(group, num_experts, nbytes)
-            piece = name if len(groups) == 1 else _PIECE_NAMES[role, place] + suffix
-            stacked = group.num_stacked > 0
-            pieces.append(
-                TensorPart(
-                    *(piece, name, start, nbytes, group.shape, files, offsets, sources, stacked),
-                    weight=sources[0],
-                )
-            )
-            start += nbytes
-    return roles, pieces
-
-
-def _add_matrices(
-    layer: str,
-    role: str,
-    found: Mapping[int, _Found],
-    num_experts: int,
-    roles: list[Role],
-    pieces: list[TensorPart],
-) -> None:
-    """Append a role whose matrices, by their places, are in a format; each with all its parts."""
-    matrices = {group.matrix for group in found.values()}
-    matrix = next(one for one in matrices if one is not None)
-    shapes = {
-        group.shape if group.matrix is None else (group.matrix.rows, group.matrix.columns)
-        for group in found.values()
-    }
-    mixed = _stacked_name(found) if len(matrices) > 1 == len(shapes) else ""
-    if len(matrices) > 1 and not mixed:
-        # Of one shape, the checkpoint may be sound.
-        kind = UnsupportedQuantizationError if len(shapes) == 1 else FormatError
-        raise kind(
-            f"gate and up of layer {shown(layer)} are not quantized alike, which is not supported: "
-            + ", ".join(
-                f"{shown(group.example)} is "
-                + (
-                    f"{group.dtype} {list(group.shape)}"
-                    if group.matrix is None
-                    else f"{group.matrix.format.name} [{group.matrix.rows}, {group.matrix.columns}]"
-                )
-                for group in found.values()
-            )
-        )
-    name = "up" if role == "gate_up" and list(found) == [1] else role
-    shape = matrix.rows * len(found), matrix.columns
-    known, number = matrix.format, 1 if mixed else len(found)
-    tiled = matrix.is_tiled
-    roles.append(Role(name, shape, format=mixed or known.name, is_tiled=tiled, matrices=number))
-    wanted = [""] if mixed else known.parts(matrix.rows, matrix.columns)
-    start = 0
-    for place, codes in found.items():
-        piece = name if len(found) == 1 else _PIECE_NAMES[role, place]
-        for part, group in zip(wanted, codes.parts or [codes], strict=True):
-            nbytes = Role("", group.shape, group.dtype).nbytes
-            files, offsets, sources = _places(group, num_experts, nbytes)
-            is_codes = group is codes
-            pieces.append(
-                TensorPart(
-                    *(piece if is_codes else f"{piece}_{part}", name, start, nbytes, group.shape),
-                    *(files, offsets, sources, group.num_stacked > 0),
-                    weight=matrix.weight_name(sources[0]) if is_codes else "",
-                )
-            )
-            start += nbytes
-
-
-def _stacked_name(found: Mapping[int, _Found]) -> str:
-    """Return the format of matrices in formats of their own; "" if there is none."""
-    if any(group.matrix and group.matrix.is_tiled for group in found.values()):
-        return ""
-    try:
-        return stacked_name(
-            [
-                format_of(group.dtype) if group.matrix is None else group.matrix.format
-                for group in found.values()
-            ]
-        )
-    except ConfigError:
-        return ""
-
-
-def _places(
-    group: _Found, num_experts: int, nbytes: int
-) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    if group.num_stacked:
-        file, offset, name = group.places[-1]
-        offsets = offset + np.arange(num_experts, dtype=np.int64) * nbytes
-        return np.full(num_experts, file, np.int32), offsets, (name,)
-    places = [group.places[expert] for expert in range(num_experts)]
-    return (
-        np.array([file for file, _, _ in places], np.int32),
-        np.array([offset for _, offset, _ in places], np.int64),
-        tuple(name for _, _, name in places),
-    )
 
 
 def _suffix(kind: str) -> str:

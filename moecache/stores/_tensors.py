@@ -22,8 +22,8 @@ from moecache.layout import ExpertLayout, Role
 from moecache.prefault.regions import Region
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import TensorEntry
-from moecache.stores._index import TensorPart
 from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
+from moecache.stores._parts import TensorPart
 from moecache.stores.base import Parts, Run, destination_bytes
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ from moecache.errors import ConfigError, FormatError
 from moecache.formats import find_format
 from moecache.layout import ExpertLayout
 from moecache.stores._header import TensorEntry, shown
-from moecache.stores._index import TensorPart, index_experts
+from moecache.stores._index import index_experts
 from moecache.stores._matrices import Matrix, Stored, UnsupportedQuantizationError
+from moecache.stores._parts import TensorPart
 from moecache.stores.gguf._header import GgufEntry
 
 # Stacks of all experts; before these, files had each expert's tensors ("blk.0.ffn_up.7.weight").

@@ -231,7 +231,7 @@ def test_what_changes_nothing_may_be_said(qwen3_moe: Path, options: dict[str, An
     ("options", "remedy"),
     [
         ({"foo": 1}, "$"),
-        ({"polcy": "lru"}, r"; did you mean policy\?"),
+        ({"plicy": "lru"}, r"; did you mean policy\?"),
         ({"atn_implementation": "eager"}, r"; did you mean attn_implementation\?"),
     ],
     ids=str,

@@ -90,18 +90,24 @@ class _Conversation:
         self._reset()
 
     def run(self) -> None:
-        """Read lines and reply until the input ends."""
-        while (line := self._read()) is not None:
-            text = line.strip()
-            if text.startswith("/"):
-                self._obey(text)
-            elif text:
-                kept = len(self._messages)
-                try:
+        """Read lines and reply until the input ends; an interrupt ends what is under way."""
+        told = ""
+        while True:
+            kept, is_asked, note, told = len(self._messages), False, told, ""
+            try:
+                if note:
+                    self._say(note)
+                line = self._read()
+                if line is None:
+                    return
+                is_asked, text = True, line.strip()
+                if text.startswith("/"):
+                    self._obey(text)
+                elif text:
                     self._reply(text)
-                except KeyboardInterrupt:
-                    del self._messages[kept:]
-                    self._say("stopped; the question is forgotten")
+            except KeyboardInterrupt:
+                del self._messages[kept:]
+                told = "stopped; the question is forgotten" if is_asked else "\nCtrl-D leaves"
 
     def _read(self) -> str | None:
         """Return a line, or `None` at the end."""
@@ -110,15 +116,11 @@ class _Conversation:
         with contextlib.suppress(ImportError):
             # Lines that can be edited, and earlier ones; `input` uses it once it is there.
             import readline  # noqa: F401
-        while True:
-            try:
-                return input("> ")
-            except EOFError:
-                write_text("\n")
-                return None
-            except KeyboardInterrupt:
-                write_text("\n")
-                self._say("Ctrl-D leaves")
+        try:
+            return input("> ")
+        except EOFError:
+            write_text("\n")
+            return None
 
     def _obey(self, text: str) -> None:
         if text == "/reset":

@@ -98,7 +98,7 @@ def test_a_conversation_that_is_too_long_is_told_and_goes_on(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     """The question that has no room is forgotten."""
-    assert talk(model, monkeypatch, f"{'x' * 2000}\nwhy\n") == 0
+    assert talk(model, monkeypatch, f"{'x' * 2000}\nwhy\udcff\n") == 0
     shown = capsys.readouterr()
     assert "leaves no room" in shown.err
     assert "/reset begins anew" in shown.err

@@ -159,6 +159,7 @@ def test_connections_beyond_the_bound_are_refused(
         ({"Host": "localhost", "Origin": "http://localhost"}, 200),
         ({"Host": "localhost", "Origin": "http://somewhere.example"}, 403),
         ({"Host": "localhost", "Origin": "null"}, 403),
+        ({"Host": "localhost", "Origin": "http://["}, 403),
     ],
 )
 def test_pages_of_other_sites_are_refused(

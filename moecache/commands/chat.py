@@ -100,7 +100,9 @@ class _Conversation:
                 line = self._read()
                 if line is None:
                     return
-                is_asked, text = True, line.strip()
+                # Bytes that are no text come as half characters, which no tokenizer takes.
+                text = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace").strip()
+                is_asked = True
                 if text.startswith("/"):
                     self._obey(text)
                 elif text:

@@ -62,7 +62,7 @@ class Guard:
                 f"the host {host!r} is not this machine; ask 127.0.0.1, or serve with --host",
             )
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             return 403, f"pages of {origin!r} may not ask; have their server do it"
         if self._key is not None and path not in _OPEN_PATHS:
             kind, _, given = headers.get("authorization", "").partition(" ")

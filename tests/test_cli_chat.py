@@ -113,6 +113,18 @@ def test_a_model_without_a_template_is_refused_before_it_is_loaded(
     assert "has no chat template" in capsys.readouterr().err
 
 
+def test_bytes_that_are_no_text_are_refused_or_replaced(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Before anything is loaded where the command line has them; in a line they end nothing."""
+    assert talk(model, monkeypatch, "why\n", "--system", "\udcff") == 2
+    assert "--system is no UTF-8 text" in capsys.readouterr().err
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert cli.main(["chat", str(model), *OPTIONS]) == 0
+    assert "16 tokens" in capsys.readouterr().err
+
+
 def test_an_interrupt_stops_the_reply_and_the_end_of_input_leaves(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

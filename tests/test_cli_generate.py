@@ -155,7 +155,8 @@ def test_an_interrupt_keeps_the_text_and_closes_the_model(
     [
         ("", "x", ("--max-new-tokens", "0"), 2, "--max-new-tokens must be at least 1, got 0"),
         ("", "x", ("--temperature", "-1"), 2, "must be 0 or between 0.01 and 100"),
-        ("", "x", ("--seed", "-1"), 2, "--seed must not be negative"),
+        ("", "x", ("--seed", "-1"), 2, "--seed must be from 0 to"),
+        ("", "x", ("--seed", str(2**63)), 2, "--seed must be from 0 to"),
         ("", "", (), 2, "the prompt is empty"),
         ("", "x\udcff", (), 2, "no UTF-8"),
         ("", "x" * 1024, (), 2, "leaves no room for new ones; the model takes 1024"),

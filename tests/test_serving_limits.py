@@ -73,6 +73,8 @@ def test_errors_have_the_shape_that_clients_know(served: Served) -> None:
         assert answer["error"]["message"]
         assert answer["error"]["type"] == "invalid_request_error"
         assert answer["error"].keys() == {"message", "type", "param", "code"}
+    status, answer = ask(served, HELLO, headers={"Content-Encoding": "gzip"})
+    assert (status, "'gzip'; send it as it is" in answer["error"]["message"]) == (415, True)
     too_long = {**HELLO, "messages": [{"role": "user", "content": "x" * 2000}]}
     status, answer = ask(served, too_long)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
@@ -222,6 +224,7 @@ def test_a_second_signal_ends_the_running_answer(directory: Path, stream: bool) 
         served.server.should_exit = served.server.force_exit = True
         client.join()
     assert b"the server ended before the answer did" in texts[0]
+    assert (served.engine.totals.failed, served.engine.totals.left) == (1, 0)
     assert not any(thread.is_alive() for thread in served.engine._generating._threads)
 
 

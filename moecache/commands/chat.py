@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from moecache.commands.generate import (
     add_expert_options,
     add_sampling_options,
     check_sampling,
+    check_text,
     loaded,
 )
 from moecache.commands.live_line import LiveLine
@@ -58,8 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Load, talk until the input ends; return the exit code."""
     check_sampling(arguments)
     check_outputs(arguments, {}, profile=None)
+    check_text("--system", arguments.system or "")
     if sys.stdin is None:
         raise ConfigError("there is no standard input to talk with")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     check_model(arguments.model)
     check_format(arguments.model)
     from moecache.integrations.transformers import generation

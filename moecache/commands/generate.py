@@ -231,8 +231,8 @@ def check_sampling(arguments: argparse.Namespace) -> None:
     temperature = arguments.temperature
     if temperature not in (None, 0) and not 0.01 <= temperature <= 100:
         raise ConfigError(f"--temperature must be 0 or between 0.01 and 100, got {temperature}")
-    if arguments.seed < 0:
-        raise ConfigError(f"--seed must not be negative, got {arguments.seed}")
+    if not 0 <= arguments.seed < 2**63:
+        raise ConfigError(f"--seed must be from 0 to 2**63 - 1, got {arguments.seed}")
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -246,11 +246,16 @@ def _prompt(arguments: argparse.Namespace) -> str:
             raise ConfigError(f"standard input is no text: {error}") from error
     if not prompt:
         raise ConfigError("the prompt is empty; the model needs something to start from")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError("the prompt is no UTF-8 text; convert it with iconv") from error
+    check_text("the prompt", prompt)
     return prompt
+
+
+def check_text(what: str, text: str) -> None:
+    """Refuse bytes that are no text, which Python has as half characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what} is no UTF-8 text; convert it with iconv") from error
 
 
 def _summary(prompt_tokens: int, times: Any, stats: RuntimeStats) -> str:

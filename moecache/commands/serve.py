@@ -127,7 +127,7 @@ def _check(arguments: argparse.Namespace) -> str | None:
     check_outputs(arguments, {}, profile=None)
     key: str | None = arguments.api_key
     if key is not None and key.startswith("@"):
-        key = Path(key[1:]).read_text(encoding="utf-8").strip()
+        key = Path(key[1:]).read_text(encoding="utf-8", errors="surrogateescape").strip()
     if key is None:
         return None
     if not key:

@@ -93,7 +93,7 @@ class Answer:
         self.asked = asked
         self.prompt_tokens: int = prompt.shape[1]
         self.cost: Cost | None = None
-        self.left = False
+        self.left = self._cut = False
         self.started_s = time.perf_counter()
         self.stream = generation.TextStream(tokenizer, prompt, self._write, self._end_prefill)
         self._model = model
@@ -111,10 +111,10 @@ class Answer:
         self._job = self._loop.run_in_executor(executor, self._generate)
         self._job.add_done_callback(self._end)
 
-    def stop(self) -> None:
-        """Have the generation end: nobody wants the rest."""
-        if not self._job.done():
-            self.left = self.stream.stopped = True
+    def stop(self, *, cut: bool = False) -> None:
+        """Have the generation end: nobody wants the rest, or the server ends before (`cut`)."""
+        if not self._job.done() and not self._cut:
+            self._cut, self.left, self.stream.stopped = cut, not cut, True
 
     async def ended(self) -> None:
         """Return once nothing is generated any more, however it ended."""
@@ -163,7 +163,7 @@ class Answer:
                 seed=asked.seed,
             )
         self._text.end()
-        if self.left:
+        if self.left or self._cut:
             return
         stats = model.moecache.stats() - before
         tokens = self.stream.tokens

@@ -37,7 +37,7 @@ class Bodies:
         Raises
         ------
         RequestError
-            If it is too long, takes too long, or others take all the room.
+            If it is too long, takes too long, is compressed, or others take all the room.
         ClientDisconnect
             If the client leaves.
         """
@@ -55,8 +55,12 @@ class Bodies:
             self.held_bytes -= len(body)
 
     async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> None:
+        headers = dict(scope["headers"])
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if encoding.strip().lower() != "identity":
+            raise _refusal(415, f"the request is encoded as {encoding!r}; send it as it is")
         # h11 lets only digits pass.
-        length = int(dict(scope["headers"]).get(b"content-length", b"0"))
+        length = int(headers.get(b"content-length", b"0"))
         if length <= MOST_BYTES:
             async for part in _parts(receive):
                 body += part

@@ -24,7 +24,8 @@ class Totals:
     Attributes
     ----------
     answered, refused, left, failed : int
-        Requests that were answered, refused for want of room, whose client left, that failed.
+        Requests that were answered, that were refused for want of room or as the server ends, whose
+        client left, that failed or were cut off.
     prompt_tokens, completion_tokens : int
     """
 
@@ -184,6 +185,7 @@ class Engine:
 
     def _check_room(self) -> None:
         if self.draining:
+            self.totals.refused += 1
             raise _ending()
         if self._reserved and len(self._waiting) >= self.most_waiting:
             self.totals.refused += 1
@@ -221,13 +223,14 @@ class Engine:
         """Refuse what waits and what comes; the answer that is being generated goes on."""
         self.draining = True
         waiting, self._waiting = self._waiting, []
+        self.totals.refused += len(waiting)
         for each in waiting:
             each.set_exception(_ending())
 
     async def stop(self) -> None:
         """End the answer that is being generated."""
         if self._answer is not None:
-            self._answer.stop()
+            self._answer.stop(cut=True)
             await self._answer.ended()
 
     def close(self) -> None:

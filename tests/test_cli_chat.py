@@ -119,7 +119,7 @@ def test_bytes_that_are_no_text_are_refused_or_replaced(
     """Before anything is loaded where the command line has them; in a line they end nothing."""
     assert talk(model, monkeypatch, "why\n", "--system", "\udcff") == 2
     assert "--system is no UTF-8 text" in capsys.readouterr().err
-    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8")
+    stdin = io.TextIOWrapper(io.BytesIO(b"\xe9t\xe9\n"), "utf-8")
     monkeypatch.setattr(sys, "stdin", stdin)
     assert cli.main(["chat", str(model), *OPTIONS]) == 0
     assert "16 tokens" in capsys.readouterr().err

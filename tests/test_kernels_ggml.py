@@ -63,6 +63,7 @@ def tiled(raw: np.ndarray, name: str, rows: int, columns: int) -> np.ndarray:
     seed=st.integers(0, 2**32 - 1),
 )
 @example(name="q6_k", rows=17, blocks=2, is_sane=False, seed=0)
+@example(name="mxfp4_gguf", rows=18, blocks=2, is_sane=False, seed=0)
 @example(name="q5_1", rows=33, blocks=1, is_sane=False, seed=0)
 def test_any_blocks_are_tiled_and_expanded_without_losing_a_bit(
     name: str, rows: int, blocks: int, is_sane: bool, seed: int
@@ -73,6 +74,8 @@ def test_any_blocks_are_tiled_and_expanded_without_losing_a_bit(
     if not is_sane:
         rng = np.random.default_rng(seed)
         parts["blocks"][...] = rng.integers(0, 256, parts["blocks"].shape)
+    if name == "mxfp4_gguf":  # A scale of 255 is more than bfloat16 has: no number, and refused.
+        np.minimum(parts["blocks"][..., 0], 254, out=parts["blocks"][..., 0])
     form = tiled(joined(parts), name, rows, columns)
 
     assert form.tobytes() == form_of_blocks(parts, name).tobytes()

@@ -65,6 +65,12 @@ def num_cached(path: Path) -> int:
         return resident_pages(*address_of(mapping))
 
 
+def came_in(path: Path, nbytes: int) -> bool:
+    """Return whether a file is in the page cache, but for the little that a busy kernel dropped."""
+    pages = -(-nbytes // PAGE)
+    return 0.9 * pages <= num_cached(path) <= pages
+
+
 @contextlib.contextmanager
 def mapped(path: Path) -> Iterator[mmap.mmap]:
     """Map a file to be read."""

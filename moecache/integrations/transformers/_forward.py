@@ -10,8 +10,10 @@ import torch.utils.dlpack
 from torch import nn
 
 from moecache.errors import MoeCacheError
+from moecache.integrations.transformers._exchange import Exchange
 from moecache.integrations.transformers._fast import fast_experts
 from moecache.integrations.transformers._operators import number_of, numbered, operator
+from moecache.integrations.transformers._ranks import Ranks
 from moecache.kernels import SlotKernel, values_in
 from moecache.layout import Role
 from moecache.runtime.runtime import ExpertRuntime
@@ -42,6 +44,10 @@ class SlotWeights(NamedTuple):
     down_bias: torch.Tensor | None
 
 
+# Computes a wave: its experts' weights, and the number of pairs of each.
+Compute = Callable[[Wave, list[SlotWeights], list[int]], torch.Tensor]
+
+
 class SlotLayer:
     """An experts module's weights, wherever they are now.
 
@@ -63,6 +69,8 @@ class SlotLayer:
         What the values of weights in a format become for torch.
     kernel : SlotKernel, optional
         What computes them; by default torch does.
+    ranks : Ranks, optional
+        The processes that experts are spread over, if they are.
     """
 
     def __init__(
@@ -76,8 +84,10 @@ class SlotLayer:
         regroup: Regroup | None = None,
         dtype: torch.dtype,
         kernel: SlotKernel | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.kernel = kernel
+        self.ranks = ranks
         self._dtype = dtype
         # Values that were copied are those of the expert in the slot, not of the slot.
         self._is_copied = is_copied
@@ -92,7 +102,8 @@ class SlotLayer:
     def rows(
         self,
         ids: torch.Tensor,
-        compute: Callable[[Wave, list[SlotWeights], list[int]], torch.Tensor],
+        compute: Compute,
+        width: int,
     ) -> torch.Tensor | None:
         """Return what `compute` returns for each (token, choice) pair, wave by wave.
 
@@ -101,12 +112,16 @@ class SlotLayer:
         ids : Tensor of int, shape [num_tokens, top_k]
         compute : callable
             Called with a wave, its experts' weights and the number of pairs of each.
+        width : int
+            Numbers in a row.
 
         Returns
         -------
         Tensor, shape [num_tokens * top_k, hidden_size]
             None if there is no pair.
         """
+        if self.ranks is not None:
+            return self._gathered(self.ranks, ids, compute, width)
         rows: torch.Tensor | None = None
         num_pairs = ids.numel()
         waves = self.runtime.waves(self.layer, ids.cpu().numpy())
@@ -125,6 +140,33 @@ class SlotLayer:
             # A traceback that the caller keeps would keep the leases as well.
             waves.close()
         return rows
+
+    def _gathered(
+        self,
+        ranks: Ranks,
+        ids: torch.Tensor,
+        compute: Compute,
+        width: int,
+    ) -> torch.Tensor | None:
+        """Return the rows of all ranks, of which this one computes those of its experts."""
+        if not ids.numel():
+            return None
+        chosen = ids.cpu().numpy()
+        exchange = Exchange(ranks, self.layer, chosen, width, self._dtype, self.device)
+        with exchange:
+            waves = self.runtime.waves(self.layer, chosen)
+            try:
+                for wave in waves:
+                    slots = wave.slots.tolist()
+                    if not slots:
+                        continue
+                    weights = [self._views.get(slot) or self._view(slot) for slot in slots]
+                    self.num_products += len(slots)
+                    part = compute(wave, weights, np.diff(wave.offsets).tolist())
+                    exchange.add(wave.pairs, part)
+            finally:
+                waves.close()
+        return exchange.rows
 
     def clear(self) -> None:
         """Let go of the slots' memory."""
@@ -277,11 +319,16 @@ def _routed_experts(
 ) -> torch.Tensor:
     layer = layer_of(module, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
+        if layer.ranks is not None:
+            raise MoeCacheError(
+                "experts that are spread over ranks cannot be trained through: use "
+                "torch.no_grad(), or load the model without expert_parallel"
+            )
         out: torch.Tensor = _Differentiable.apply(hidden, weights, ids, module, layer)
         return out
     if layer.kernel is not None and ids.numel():
         out, num_experts = fast_experts(
-            module, layer.runtime, layer.layer, layer.kernel, hidden, ids, weights
+            module, layer.runtime, layer.layer, layer.kernel, hidden, ids, weights, layer.ranks
         )
         layer.num_products += num_experts
         return out
@@ -329,7 +376,7 @@ def _forward(
             down = module.post_expert_norm(down)
         return down
 
-    rows = layer.rows(ids, compute)
+    rows = layer.rows(ids, compute, hidden.shape[-1])
     if rows is None:
         return hidden.new_zeros(hidden.shape)
     weighted = rows * weights.reshape(-1, 1)
@@ -426,7 +473,7 @@ class _Differentiable(torch.autograd.Function):
             grad_weights[pairs] = of_weights
             return of_inputs
 
-        layer.rows(ids, compute)
+        layer.rows(ids, compute, hidden.shape[-1])
         return grad_hidden, grad_weights.reshape(weights.shape), None, None, None
 
 

@@ -14,8 +14,11 @@ class TensorDevice(FakeDevice):
     description = "cpu (fake)"
 
 
-def opened(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let `load` and `open` find a device, "fake" or a real one; return torch's name of it."""
+def opened(name: str, monkeypatch: pytest.MonkeyPatch, per_expert: bool = True) -> str:
+    """Let `load` and `open` find a device, "fake" or a real one; return torch's name of it.
+
+    `per_expert`: on a real one, "grouped_mm" of whole models is a product for each expert.
+    """
     if name == "fake":
         for place in ("moecache.runtime.plan", "moecache.integrations.transformers._loading"):
             monkeypatch.setattr(f"{place}.open_device", lambda _: TensorDevice())
@@ -24,4 +27,8 @@ def opened(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
         open_device(name)
     except MoeCacheError as error:
         pytest.skip(str(error))
+    if per_expert:
+        monkeypatch.setattr(
+            "transformers.integrations.moe._can_use_grouped_mm", lambda *_, **__: False
+        )
     return name

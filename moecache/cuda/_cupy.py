@@ -10,7 +10,15 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moecache.cuda._sources import OPTIONS, source_of
-from moecache.cuda.device import DeviceArray, Graph, Memory, Product, Stream, dtype_of
+from moecache.cuda.device import (
+    DeviceArray,
+    Graph,
+    Memory,
+    Product,
+    Stream,
+    dtype_of,
+    is_in_host_memory,
+)
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 
 try:
@@ -214,9 +222,16 @@ class CupyDevice:
     def is_done(self, event: int) -> bool:
         """Return whether all that an event stands for is done."""
         status = runtime.eventQuery(event)
-        if status and status not in _NOT_DONE:
-            self._fail(runtime.CUDARuntimeError(status))
-        return not status
+        if not status:
+            return True
+        try:
+            # It also clears the runtime's last error, which the next one who asks for it (torch
+            # does, after each launch) would take for an error of its own.
+            runtime.check_status(status)
+        except runtime.CUDARuntimeError as error:
+            if status not in _NOT_DONE:
+                self._fail(error)
+        return False
 
     def wait_for(self, event: int) -> None:
         """Wait until all that an event stands for is done."""
@@ -302,19 +317,17 @@ class CupyDevice:
         return DeviceArray(address, tuple(array.shape), dtype, array)
 
     def to_device(self, array: np.ndarray, stream: Stream) -> Any:
-        """Return a copy on the device; the host's array may change at once."""
-        # The call returns once the driver has taken the bytes of pageable memory, as this is.
-        array = np.array(array, order="C")
+        """Return a copy on the device, once it is there."""
+        array = np.ascontiguousarray(array)
         made = self.empty(array.shape, array.dtype, stream)
-        with self._guarded():
-            runtime.memcpyAsync(
-                made.data.ptr, array.ctypes.data, array.nbytes, _TO_DEVICE, stream.pointer
-            )
+        self.copy_in(made.data.ptr, array.ctypes.data, array.nbytes, stream)
+        # The copy may read pageable memory, as this is, after the call.
+        self.synchronize(stream)
         return made
 
     def is_on_host(self, array: Any) -> bool:
-        """Return whether an array is NumPy's."""
-        return isinstance(array, np.ndarray)
+        """Return whether an array's values are in host memory: NumPy's, or a tensor of torch's."""
+        return is_in_host_memory(array)
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return a copy in host memory, once all work of the current stream is done."""

@@ -7,7 +7,6 @@ wrong sooner or later, in a way that a test sees.
 """
 
 import ctypes
-import functools
 import random
 import threading
 from collections import deque
@@ -373,9 +372,13 @@ class FakeDevice:
         assert kernel in self.prepared, f"{kernel} would be compiled now"
         self.num_launches[kernel] = self.num_launches.get(kernel, 0) + 1
         values = list(arguments)
+        check = self._alive([int(value) for value in values if value.dtype == np.uint64])
         self._enqueue(
             stream,
-            lambda: EMULATED.launch(kernel, num_blocks, 256, values, cooperative=cooperative),
+            lambda: (
+                check()
+                or EMULATED.launch(kernel, num_blocks, 256, values, cooperative=cooperative)
+            ),
         )
 
     def prepare(self, kernels: Sequence[str]) -> None:
@@ -393,7 +396,10 @@ class FakeDevice:
             _at(out, (n, m), dtype)[...] = (left @ right.T).astype(dtype)
 
         for product in products:
-            self._enqueue(stream, functools.partial(multiply, *product))
+            check = self._alive([product.rows, product.matrix, product.out])
+            self._enqueue(
+                stream, lambda check=check, product=product: check() or multiply(*product)
+            )
 
     def _new_stream(self) -> Stream:
         with self._lock:
@@ -410,6 +416,21 @@ class FakeDevice:
                 self.fail_at = -1
                 raise MemoryError(f"{self.description} is out of memory, the test says")
             self.fail_at -= self.fail_at > 0
+
+    def _alive(self, addresses: Sequence[int]) -> Callable[[], None]:
+        """Return a check that memory in which addresses lie now was not given back since."""
+        with self._lock:
+            held = [
+                (start, raw)
+                for start, raw in self._live.items()
+                if any(start <= address < start + raw.nbytes for address in addresses)
+            ]
+
+        def check() -> None:
+            for start, raw in held:
+                assert self._live.get(start) is raw, "work uses memory that was given back"
+
+        return check
 
     def _no_capture(self, what: str) -> None:
         assert self._capture is None, f"cannot {what} in a graph"

@@ -1,8 +1,6 @@
 """The CUDA kernels, their very source run on the CPU, against NumPy."""
 
-import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -144,7 +142,9 @@ def test_experts_that_are_not_there_make_their_tokens_nan(
 
 
 @pytest.mark.parametrize("slot", [-1, -(2**31), 1, 2**31 - 1])
-def test_slots_that_are_not_there_make_their_tokens_nan(kernels: EmulatedKernels, slot: int) -> None:
+def test_slots_that_are_not_there_make_their_tokens_nan(
+    kernels: EmulatedKernels, slot: int
+) -> None:
     """A table may name a slot outside the pool: nothing is read there."""
     layer = Layer("bf16", (2, 2, 4, 64, 48), place=ends_at_guard)
     layer.ids[...] = [[0, 1], [2, 3]]

@@ -4,7 +4,6 @@ import functools
 from importlib import resources
 from typing import NamedTuple
 
-
 # Where each kernel is defined; and what its source needs before it.
 _FILES = {
     **dict.fromkeys(("decode", "gate_up", "down"), ("plain.cuh", "decode.cu")),

@@ -66,7 +66,8 @@ template <class D> using Row = const typename D::Bits*;
 constexpr int CHUNK_BYTES = 16;
 template <class D> constexpr unsigned PER_CHUNK = CHUNK_BYTES / sizeof(typename D::Bits);
 
-template <class D, class... Pointers> __device__ inline bool is_chunked(unsigned n, Pointers... rows)
+template <class D, class... Pointers>
+__device__ inline bool is_chunked(unsigned n, Pointers... rows)
 {
     return n % PER_CHUNK<D> == 0 && (... && ((u64)rows % CHUNK_BYTES == 0));
 }
@@ -96,7 +97,8 @@ template <class D, unsigned N> __device__ inline void load(Row<D> row, float* va
 }
 
 // N elements, one or one chunk.
-template <class D, unsigned N> __device__ inline void store(typename D::Bits* row, const float* values)
+template <class D, unsigned N>
+__device__ inline void store(typename D::Bits* row, const float* values)
 {
     unsigned words[4] = {0, 0, 0, 0};
     for (unsigned i = 0; i < N; i++)
@@ -131,7 +133,7 @@ __device__ inline float activated(float x, int activation)
     }
 }
 
-// act(gate) * up. gpt-oss's SWIGLU limits both, gate from above alone; a NaN passes the comparisons.
+// act(gate) * up. gpt-oss's SWIGLU limits both, gate from above alone; a NaN passes.
 __device__ inline float gated(float gate, float up, int activation, float alpha, float limit)
 {
     if (activation != SWIGLU) return __fmul_rn(activated(gate, activation), up);

@@ -154,7 +154,8 @@ __device__ inline void reduce_experts(
     const unsigned groups_of_token = (hidden + DOWN_ROWS - 1) / DOWN_ROWS;
     const unsigned all_groups = num_tokens * groups_of_token;
     unsigned turn = 0;
-    for (unsigned start = blockIdx.x * num_groups; start < all_groups; start += gridDim.x * num_groups) {
+    for (unsigned start = blockIdx.x * num_groups; start < all_groups;
+         start += gridDim.x * num_groups) {
         float sum = 0.0f; // of the row that one of the first threads ends
         for (int first = 0; first < top_k; first += per_group, turn ^= 1) {
             const unsigned warp = threadIdx.x / 32, group = start + warp / per_group;
@@ -169,7 +170,8 @@ __device__ inline void reduce_experts(
                 } else {
                     const u8* bias = slots.at(slot, bias_offset);
                     float sums[DOWN_ROWS];
-                    down_rows(slots.at(slot, down_offset), h + pair * width, row, hidden, width, sums);
+                    const u8* matrix = slots.at(slot, down_offset);
+                    down_rows(matrix, h + pair * width, row, hidden, width, sums);
 #pragma unroll
                     for (int r = 0; r < (int)DOWN_ROWS; r++)
                         if (threadIdx.x % 32 == 0 && row + r < hidden)
@@ -178,7 +180,8 @@ __device__ inline void reduce_experts(
             }
             __syncthreads();
             const Ending ending(start, num_groups, groups_of_token);
-            for (int k = 0; ending.is_one(all_groups, hidden) && k < (int)per_group && first + k < top_k; k++) {
+            const bool is_ending = ending.is_one(all_groups, hidden);
+            for (int k = 0; is_ending && k < (int)per_group && first + k < top_k; k++) {
                 const float weight = weight_of<Hidden>(
                     weights, weights_kind, (long long)ending.token * top_k + first + k);
                 const float* values = shared.values[turn][threadIdx.x / DOWN_ROWS * per_group + k];
@@ -207,15 +210,16 @@ extern "C" __global__ void __launch_bounds__(256, 3) decode(
     for (Task task(width); task.item < num_pairs; task.advance(width)) {
         const int slot = routing.slot_of(task.item);
         if (slot < 0) continue;
-        const float value = gate.value(x + (long long)(task.item / top_k) * hidden, slot, task.part);
+        const Row<Hidden> row = x + (long long)(task.item / top_k) * hidden;
+        const float value = gate.value(row, slot, task.part);
         if (threadIdx.x % 32 == 0) h[(long long)task.item * width + task.part] = value;
     }
 
     grid_barrier(barrier);
 
     reduce_experts(
-        routing, weights, weights_kind, slots, down_offset, down_bias_offset, bias_kind, (Row<F32>)h,
-        num_tokens, top_k, hidden, width, out);
+        routing, weights, weights_kind, slots, down_offset, down_bias_offset, bias_kind,
+        (Row<F32>)h, num_tokens, top_k, hidden, width, out);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 3) gate_up(

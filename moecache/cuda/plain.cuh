@@ -27,7 +27,8 @@ template <class D> struct Plain {
 
     // The dot products of some rows with x, by one warp; every lane has them.
     template <class X, unsigned ROWS>
-    static __device__ inline void dots(const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
+    static __device__ inline void dots(
+        const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
     {
         constexpr unsigned per_chunk = PER_CHUNK<D>, ahead = IN_FLIGHT / ROWS;
         constexpr unsigned at_once = per_chunk < PER_CHUNK<X> ? per_chunk : PER_CHUNK<X>;

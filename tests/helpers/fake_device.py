@@ -376,8 +376,7 @@ class FakeDevice:
         self._enqueue(
             stream,
             lambda: (
-                check()
-                or EMULATED.launch(kernel, num_blocks, 256, values, cooperative=cooperative)
+                check() or EMULATED.launch(kernel, num_blocks, 256, values, cooperative=cooperative)
             ),
         )
 

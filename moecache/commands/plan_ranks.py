@@ -51,10 +51,14 @@ def add_parser(commands: Any) -> None:
     used = parser.add_mutually_exclusive_group()
     used.add_argument("--trace", metavar="FILE", help=TRACES_HELP)
     used.add_argument(
-        "--profile", metavar="FILE", help="what earlier runs of the model noted (needs MODEL)"
+        "--profile",
+        dest="usage",
+        metavar="FILE",
+        help="what earlier runs of the model noted (needs MODEL)",
     )
     parser.add_argument(
         "--memory",
+        dest="memories",
         metavar="LIST",
         help="of each rank, 8GiB,16GiB: shares go by it (default: all the same)",
     )
@@ -86,7 +90,7 @@ class _Model:
 def run(arguments: argparse.Namespace) -> int:
     """Make a placement, show and write it; return the exit code."""
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    inputs = {arguments.trace: "the trace", arguments.profile: "the profile"}
+    inputs = {arguments.trace: "the trace", arguments.usage: "the profile"}
     inputs.pop(None, None)
     check_outputs(arguments, inputs, output=PLACEMENT_FILE)
     memory = _memory(arguments)
@@ -109,17 +113,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _memory(arguments: argparse.Namespace) -> list[int] | None:
-    if arguments.memory is None:
+    if arguments.memories is None:
         return None
     with naming("--memory"):
-        sizes = [parse_bytes(part.strip()) for part in arguments.memory.split(",")]
+        sizes = [parse_bytes(part.strip()) for part in arguments.memories.split(",")]
         if len(sizes) != arguments.ranks:
             raise ConfigError(
-                f"{arguments.memory!r} has {len(sizes)} sizes, for {arguments.ranks} ranks; give "
+                f"{arguments.memories!r} has {len(sizes)} sizes, for {arguments.ranks} ranks; give "
                 "one for each"
             )
         if min(sizes) < 1:
-            raise ConfigError(f"{arguments.memory!r} has a rank without memory")
+            raise ConfigError(f"{arguments.memories!r} has a rank without memory")
     return sizes
 
 
@@ -145,8 +149,8 @@ def _model(arguments: argparse.Namespace) -> _Model:
                 "of this model"
             )
         return _Model(expert_counts(trace), sizes, trace, "the trace")
-    if arguments.profile is not None:
-        return _Model(_profile_counts(arguments.profile, layout), sizes, None, "the profile")
+    if arguments.usage is not None:
+        return _Model(_profile_counts(arguments.usage, layout), sizes, None, "the profile")
     return _Model(np.ones(shape, np.int64), sizes, None, "")
 
 

@@ -102,3 +102,11 @@ def follow_streams(runtime: ExpertRuntime) -> None:
     device = torch.device(runtime.pool.device.name)
     if device.type == "cuda":
         runtime.pool.device.stream_source = lambda: torch.cuda.current_stream(device).cuda_stream
+
+
+def is_captured(runtime: ExpertRuntime) -> bool:
+    """Return whether a CUDA graph captures what the calling thread issues."""
+    if runtime.closed or not isinstance(runtime.pool, CudaSlots):
+        return False
+    device = runtime.pool.device
+    return device.is_capturing(device.current_stream())

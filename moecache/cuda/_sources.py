@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 # Where each kernel is defined; and what its source needs before it.
 _FILES = {
-    **dict.fromkeys(("decode", "gate_up", "down"), ("plain.cuh", "decode.cu")),
+    **dict.fromkeys(("decode", "gate_up", "down"), ("plain.cuh", "steps.cuh", "decode.cu")),
     **dict.fromkeys(("gather", "activate", "combine", "combine_rows"), ("rows.cu",)),
 }
 # -fmad=false: two kernels that give the same bits must not be contracted differently.

@@ -273,6 +273,7 @@ class CudaExperts:
             np.uint64(h),
             np.uint64(step.out.address),
             np.uint64(barrier),
+            np.uint64(0),  # no gate
             cooperative=True,
         )
 

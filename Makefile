@@ -44,7 +44,7 @@ bench-small: $(call stamp,test) ## run each benchmark once, small
 	$(BIN)/python -m pytest bench --bench-size=small -q
 
 # Nothing is installed: where there is a GPU, there may be no network.
-gpu: ## build, tests, benchmarks and sanitizer on a GPU; ARGS=--quick in less than 8 minutes
+gpu: ## build, tests, benchmarks and sanitizer on a GPU; ARGS=--quick in about 10 minutes
 	bench/gpu.sh --python $(PYTHON) $(ARGS)
 
 docs: ## the documentation as a site, in build/site

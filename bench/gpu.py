@@ -11,11 +11,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from rich.console import Console
 
 from bench.machine import describe_machine
 from moecache import ExpertCache, ExpertRuntime
-from moecache.cuda import Device, open_device
+from moecache.cuda import Device, Stream, open_device
 from moecache.errors import MoeCacheError
 from moecache.reader.disk import open_reader
 from moecache.sizing import num_staging_slots
@@ -52,23 +53,20 @@ class PinnedCopy:
             undo.callback(device.free, self._target)
             self._stream = device.create_stream()
             undo.callback(device.destroy_stream, self._stream)
-            self._events = []
-            for _ in range(2):
-                self._events.append(device.create_event(timing=True))
-                undo.callback(device.destroy_event, self._events[-1])
+            self._timer = Timer(device)
+            undo.callback(self._timer.close)
             self._undo = undo.pop_all()
         self.bytes_per_s()
 
     def bytes_per_s(self) -> float:
         """Copy once and return the rate by the device's own clock."""
-        device, (start, end) = self._device, self._events
-        device.record(start, self._stream)
-        device.copy_in(
-            self._target.address, self._source.ctypes.data, self._num_bytes, self._stream
-        )
-        device.record(end, self._stream)
-        device.wait_for(end)
-        return self._num_bytes / (device.elapsed_ns(start, end) / 1e9)
+
+        def copy() -> None:
+            self._device.copy_in(
+                self._target.address, self._source.ctypes.data, self._num_bytes, self._stream
+            )
+
+        return self._num_bytes / (self._timer.time_ns(copy, self._stream) / 1e9)
 
     def __enter__(self) -> Self:
         """Return the copy."""
@@ -76,6 +74,80 @@ class PinnedCopy:
 
     def __exit__(self, *_: object) -> None:
         """Give everything back."""
+        self._undo.close()
+
+
+class DeviceCopy:
+    """One large copy inside the device: what its memory can do. A context manager.
+
+    Parameters
+    ----------
+    device : Device
+    stream : Stream
+        The calling thread's current one whenever this is used.
+    num_bytes : int
+    """
+
+    def __init__(self, device: Device, stream: Stream, num_bytes: int = COPY_BYTES) -> None:
+        self._device = device
+        self._stream = stream
+        self._timer = Timer(device)
+        words = num_bytes // 16
+        self._num_bytes = 16 * words
+        with ExitStack() as undo:
+            undo.callback(self._timer.close)
+            memories = [device.allocate(self._num_bytes) for _ in range(2)]
+            for memory in memories:
+                undo.callback(device.free, memory)
+            kind = np.dtype(np.complex128)  # the widest word that a thread can copy
+            self._arrays = [device.array(memory, 0, (words,), kind) for memory in memories]
+            undo.callback(self._arrays.clear)
+            undo.callback(device.synchronize, stream)
+            self._undo = undo.pop_all()
+        self.bytes_per_s()
+
+    def bytes_per_s(self) -> float:
+        """Copy once; return the bytes read and written per second, by the device's own clock."""
+        source, target = self._arrays
+
+        def copy() -> None:
+            target[...] = source
+
+        return 2 * self._num_bytes / (self._timer.time_ns(copy, self._stream) / 1e9)
+
+    def __enter__(self) -> Self:
+        """Return the copy."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give everything back."""
+        self._undo.close()
+
+
+class Timer:
+    """Times work in a stream by the device's own clock; `close` gives its events back."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            self._events = []
+            for _ in range(2):
+                self._events.append(device.create_event(timing=True))
+                undo.callback(device.destroy_event, self._events[-1])
+            self._undo = undo.pop_all()
+
+    def time_ns(self, work: Callable[[], None], stream: Stream) -> int:
+        """Issue work in a stream, wait for it, and return what it took there."""
+        device, (start, end) = self._device, self._events
+        device.record(start, stream)
+        work()
+        device.record(end, stream)
+        device.wait_for(end)
+        return device.elapsed_ns(start, end)
+
+    def close(self) -> None:
+        """Give the events back."""
         self._undo.close()
 
 

@@ -3,23 +3,34 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-ALL_STAGES=(build tests upload decode memory memcheck racecheck)
+SANITIZERS=(memcheck initcheck synccheck racecheck)
+ALL_STAGES=(build tests upload decode resident memory "${SANITIZERS[@]}")
 
 usage() {
     cat <<'END'
-usage: bench/gpu.sh [--quick] [--only STAGE,...] [--python PYTHON] [OUT.json]
+usage: bench/gpu.sh [--quick] [--only STAGE,...] [--python PYTHON] [--traces DIR] [--prebuilt]
+                    [--limit SECONDS] [OUT.json]
 
-Builds in place, runs `pytest -m gpu`, bench/gpu_upload.py, bench/gpu_decode.py and
-bench/gpu_memory.py, then compute-sanitizer's memcheck and racecheck over a short selection of the
-tests. Writes one JSON, by default bench/results/gpu-MACHINE-DATE.json, and logs beside it in
-build/gpu. A stage that fails or takes too long does not stop those after it.
+Builds in place, runs `pytest -m gpu`, bench/gpu_upload.py, bench/gpu_decode.py,
+bench/gpu_resident.py and bench/gpu_memory.py, then compute-sanitizer's memcheck, initcheck,
+synccheck and racecheck over a short selection of the tests. Writes one JSON, by default
+gpu-MACHINE-DATE.json in $OUT if that is set, else in bench/results; logs go to $OUT/logs or
+build/gpu. A stage that fails or takes too long does not stop those after it: it is interrupted
+(SIGINT), so that what it has done so far is written, and 20 seconds later it is killed.
 
-  --quick           in less than 8 minutes: fewer runs, fewer layers, less to copy
-  --only STAGE,...  of: build tests upload decode memory memcheck racecheck
+  --quick           in about 10 minutes, and a build: fewer runs, fewer layers, less to copy, and
+                    of the sanitizers memcheck alone
+  --only STAGE,...  of: build tests upload decode resident memory memcheck initcheck synccheck
+                    racecheck
   --python PYTHON   by default python3
+  --traces DIR      where recorded routing is (bigmoe-qwen.npz); without it, where the benchmarks
+                    look, or drawn
+  --prebuilt        do not build: take the extension modules that are there, whatever their age.
+                    Without it they are built where one lacks or is older than a source
+  --limit SECONDS   the longest that any stage may take
 
-Needs a GPU, CUDA's driver, and of Python: Cython, setuptools, NumPy, CuPy, ml_dtypes, psutil,
-rich, pytest; torch, transformers and hypothesis for the tests that use them.
+Needs a GPU, CUDA's driver, and of Python: NumPy, CuPy, ml_dtypes, psutil, rich, pytest; Cython and
+setuptools to build; torch, transformers and hypothesis for the tests that use them.
 
 exit code: 0 all is well, 1 a stage failed or a bound does not hold, 2 nothing could be run
 END
@@ -29,16 +40,25 @@ quick=0
 only=""
 python=python3
 out=""
+traces=""
+prebuilt=0
+longest=""
 while (($#)); do
     case "$1" in
         -h | --help) usage; exit 0 ;;
         --quick) quick=1 ;;
-        --only | --python)
+        --prebuilt) prebuilt=1 ;;
+        --only | --python | --traces | --limit)
             if (($# < 2)); then
                 echo "gpu.sh: $1 needs a value" >&2
                 exit 2
             fi
-            if [[ $1 == --only ]]; then only=$2; else python=$2; fi
+            case "$1" in
+                --only) only=$2 ;;
+                --python) python=$2 ;;
+                --traces) traces=$2 ;;
+                --limit) longest=$2 ;;
+            esac
             shift
             ;;
         -*) echo "gpu.sh: unknown option $1; see --help" >&2; exit 2 ;;
@@ -52,7 +72,16 @@ while (($#)); do
     esac
     shift
 done
+if [[ -n $longest && ! $longest =~ ^[1-9][0-9]*$ ]]; then
+    echo "gpu.sh: --limit $longest is no number of seconds" >&2
+    exit 2
+fi
+if [[ -n $traces && ! -f $traces/bigmoe-qwen.npz ]]; then
+    echo "gpu.sh: $traces has no bigmoe-qwen.npz; leave --traces out to use drawn routing" >&2
+    exit 2
+fi
 stages=("${ALL_STAGES[@]}")
+if ((quick)); then stages=(build tests upload decode resident memory memcheck); fi
 if [[ -n $only ]]; then
     IFS=, read -r -a stages <<<"$only"
     for stage in "${stages[@]}"; do
@@ -65,8 +94,33 @@ fi
 
 has() { "$python" -c "import sys, importlib.util as u; sys.exit(u.find_spec('$1') is None)"; }
 
+# Whether each Cython source has a module for this Python that is newer than all sources.
+is_built() {
+    local suffix newest source module
+    suffix=$("$python" -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
+    newest=$(find moecache -name '*.pyx' -o -name '*.pxd' -o -name '*.h' | xargs ls -t | head -n 1)
+    while IFS= read -r source; do
+        module=${source%.pyx}$suffix
+        [[ -f $module ]] || return 1
+        if ((!prebuilt)) && [[ $newest -nt $module ]]; then return 1; fi
+    done < <(find moecache -name '*.pyx')
+}
+
+builds=0
+if [[ " ${stages[*]} " == *" build "* ]] && ! is_built; then
+    builds=1
+    if ((prebuilt)); then
+        echo "gpu.sh: --prebuilt, but an extension module lacks: leave it out to build" >&2
+        exit 2
+    fi
+fi
 missing=()
-for package in Cython setuptools numpy cupy ml_dtypes psutil rich pytest; do
+if ((builds)); then
+    for package in Cython setuptools; do
+        has "$package" || missing+=("$package")
+    done
+fi
+for package in numpy cupy ml_dtypes psutil rich pytest; do
     has "$package" || missing+=("$package")
 done
 if ((${#missing[@]})); then
@@ -114,10 +168,11 @@ if [[ -z $out ]]; then
     name=$(tr '[:upper:] ' '[:lower:]-' <<<"$gpu" | tr -cd '[:alnum:]-')
     suffix=""
     if ((quick)); then suffix=-quick; fi
-    out=bench/results/gpu-$name-${started%%T*}$suffix.json
+    out=${OUT:-bench/results}/gpu-$name-${started%%T*}$suffix.json
 fi
 
 work=build/gpu
+if [[ -n ${OUT-} ]]; then work=$OUT/logs; fi
 mkdir -p "$work"
 export PYTHONPATH=$PWD
 export PYTHONDONTWRITEBYTECODE=1
@@ -136,7 +191,8 @@ run() {
     rm -f "$work/$name".{status,json,xml}
     echo "== $name: $*"
     start=$(date +%s.%N)
-    timeout --kill-after=20 "$limit" "$@" >"$work/$name.log" 2>&1 || code=$?
+    if [[ -n $longest ]] && ((longest < limit)); then limit=$longest; fi
+    timeout --signal=INT --kill-after=20 "$limit" "$@" >"$work/$name.log" 2>&1 || code=$?
     end=$(date +%s.%N)
     tail -n 40 "$work/$name.log"
     echo "$code $(awk -v a="$start" -v b="$end" 'BEGIN { print b - a }') $limit" \
@@ -174,26 +230,37 @@ facts+=("tests_left_out=${left_out[*]-}")
 
 declare -A limit options
 if ((quick)); then
-    limits=(150 90 70 90 30 25 20)
+    limits=(300 150 70 70 70 30 180 180 180 180)
     options[upload]="--runs 5 --bytes 256MiB --copy-bytes 512MiB --look-ups 2000"
     options[decode]="--runs 5 --tokens 8 --layers 8 --copy-bytes 512MiB"
+    options[resident]="--runs 10 --layers 8 --copy-bytes 512MiB"
     options[memory]="--evictions 20000 --rounds 10"
-    checked="weights_may_have or row_nan"
 else
-    limits=(900 1200 1200 2400 1200 1800 1800)
-    checked="what_the_host_does or few_tokens or row_nan"
+    # Sanitizers make a kernel up to a hundred times slower, and take a minute to begin.
+    limits=(1200 1800 1200 2400 1200 1200 3600 3600 3600 3600)
 fi
+# One launch, waves, cuBLAS, and ids that are wrong.
+checked="weights_may_have or row_nan or wrong_id_on_the_host"
 for i in "${!ALL_STAGES[@]}"; do
     limit[${ALL_STAGES[i]}]=${limits[i]}
 done
+if [[ -n $traces ]]; then
+    for name in decode resident; do
+        options[$name]+=" --trace $traces/bigmoe-qwen.npz"
+    done
+fi
 
 if wanted build; then
-    run build "${limit[build]}" "$python" setup.py -q build_ext --inplace -j "$(nproc)"
+    if ((builds)); then
+        run build "${limit[build]}" "$python" setup.py -q build_ext --inplace -j "$(nproc)"
+    else
+        leave_out build "the extension modules are there"
+    fi
 fi
 if wanted tests; then
     run tests "${limit[tests]}" "${pytest[@]}" --junitxml="$work/tests.xml" "${test_files[@]}"
 fi
-for name in upload decode memory; do
+for name in upload decode resident memory; do
     if wanted "$name"; then
         read -r -a chosen <<<"${options[$name]-}"
         run "$name" "${limit[$name]}" "$python" -m "bench.gpu_$name" \
@@ -204,7 +271,7 @@ sanitizer=$(command -v compute-sanitizer || true)
 if [[ -z $sanitizer && -x /usr/local/cuda/bin/compute-sanitizer ]]; then
     sanitizer=/usr/local/cuda/bin/compute-sanitizer
 fi
-for tool in memcheck racecheck; do
+for tool in "${SANITIZERS[@]}"; do
     wanted "$tool" || continue
     if [[ -z $sanitizer ]]; then
         leave_out "$tool" "compute-sanitizer was not found"

@@ -236,21 +236,30 @@ class Decoder:
 
 
 class GraphDecoder(Decoder):
-    """A decoder with every expert resident, whose layers are one graph; see `Decoder`."""
+    """A decoder whose layers are one graph; see `Decoder`.
+
+    Raises
+    ------
+    MoeCacheError
+        If a graph cannot hold the layers, as not every expert is resident.
+    """
 
     def __init__(
         self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
     ) -> None:
         super().__init__(name, device, inputs, stream, runtime)
-        # A step before the capture makes whatever has to be made.
-        self.bring_in(0)
-        super().compute()
-        self.finish()
-        device.begin_capture(stream)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._undo.close)
+            # A step before the capture makes whatever has to be made.
+            self.bring_in(0)
             super().compute()
-        finally:
-            self._graph = device.end_capture(stream)
+            self.finish()
+            device.begin_capture(stream)
+            try:
+                super().compute()
+            finally:
+                self._graph = device.end_capture(stream)
+            undo.pop_all()
 
     def compute(self) -> None:
         """Replay the graph."""

@@ -184,6 +184,33 @@ def test_a_graph_of_a_resident_step_can_be_replayed() -> None:
             assert error < 1e-2 * np.linalg.norm(wanted)
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_graph_keeps_its_memory_when_later_steps_need_more(eager: bool) -> None:
+    """What it writes intermediate results to is its own until `close`."""
+    device, dtype = FakeDevice(eager=eager), TYPES["float32"]
+    with make_runtime(device, dtype) as runtime:
+        runtime.fill_slots().wait()
+        device.run()
+        experts = runtime.on_device()
+        hidden, ids, weights = make_step(dtype, 1)
+        x, w, chosen = on(device, hidden, weights, ids)
+        out = device.empty(x.shape, dtype, device.current_stream())
+        experts(0, x, chosen, w, out=out)
+        with device.capturing() as graph:
+            experts(0, x, chosen, w, out=out)
+        used = device.used_bytes
+        for turn in range(3):
+            larger = on(device, *(make_step(dtype, 4, turn)[place] for place in (0, 1, 2)))
+            experts(1, *larger)
+            device.run()
+            out[...] = 0
+            for work in graph:
+                work()
+            assert np.allclose(out, expected(dtype, 0, hidden, ids, weights), atol=1e-4)
+        assert device.used_bytes <= used + 2 * device.allocation_bytes
+    assert device.used_bytes == 0
+
+
 def test_a_graph_needs_everything_resident_and_a_step_before() -> None:
     """Each with what to do about it."""
     device = FakeDevice()

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import gpu_decode, gpu_memory, gpu_report, gpu_upload
-from bench.gpu import PinnedCopy, bound, turns
+from bench import gpu_decode, gpu_memory, gpu_report, gpu_resident, gpu_upload
+from bench.gpu import DeviceCopy, PinnedCopy, Timer, bound, turns
 from bench.gpu_stack import (
     Decoder,
     GraphDecoder,
@@ -68,6 +68,24 @@ def check_figures(path: Path) -> dict[str, Any]:
     return found
 
 
+def test_one_large_copy_inside_the_device_counts_both_ways() -> None:
+    """What is read and what is written; the work takes its time in the stream that is given."""
+    device = FakeDevice(eager=False)
+    with DeviceCopy(device, device.current_stream(), 2**20) as copy:
+        source, target = copy._arrays
+        source[:] = 3
+        assert copy.bytes_per_s() > 0
+        assert (target == 3).all()
+    timer = Timer(device)
+
+    def work() -> None:
+        device.work(lambda: setattr(device, "clock_ns", device.clock_ns + 1000))
+
+    assert 1000 <= timer.time_ns(work, device.current_stream()) < 1010
+    timer.close()
+    assert (device.used_bytes, device.num_events) == (0, 0)
+
+
 def test_one_large_copy_has_the_rate_of_the_device() -> None:
     """A byte takes a nanosecond there; nothing is left behind."""
     device = FakeDevice()
@@ -85,18 +103,19 @@ def test_uploads_and_look_ups_are_measured(
     options = ["--runs", "2", "--bytes", "100KB", "--copy-bytes", "64KiB", "--look-ups", "20"]
     options += ["--directory", str(tmp_path), "--json", str(tmp_path / "figures")]
 
-    gpu_upload.main(options, device, sizes=(("tiny", 16, 8), ("small", 32, 16)))
+    gpu_upload.main(options, device, sizes=(("1.5 MB", 16, 8), ("13 MB", 32, 16)))
 
     found = check_figures(tmp_path / "figures")
     rows = {(row["size"], row["way"]): row for row in found["uploads"]}
-    assert rows.keys() == {(size, way) for size in ("tiny", "small") for way in gpu_upload.WAYS}
+    assert rows.keys() == {(size, way) for size in ("1.5 MB", "13 MB") for way in gpu_upload.WAYS}
     for row in rows.values():
         assert len(row["shares"]) == len(row["bytes_per_s"]) == 2
         assert row["share"] > 0
         assert row["refused"] is None
     assert found["look_ups"]["storm_bytes"] > 0
     assert len(found["look_ups"]["storm_p99_ns"]) == 2
-    assert len(found["bounds"]) == 9
+    # Of 13 MB nothing is demanded.
+    assert [one["limit"] for one in found["bounds"]] == [0.5] * 4 + [3.0]
     assert "look-up p99: quiet" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["figures"]
     assert (device.used_bytes, device.pinned_bytes) == (0, 0)
@@ -180,8 +199,7 @@ def test_what_was_scaled_down_is_said(decoded: dict[str, Any]) -> None:
     assert decoded["stack"]["bytes"] == SIZE.total_bytes
     assert decoded["ways"]["25%, echo, prefetch auto"]["stalls_of_off"] > 0
     names = [one["name"] for one in decoded["bounds"]]
-    assert names[0] == "decode, all resident, graph, of all resident"
-    assert len(names) == 4
+    assert names == ["stalls, 25%, echo, prefetch auto, of off's"]
 
 
 def test_a_way_with_other_bits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +233,64 @@ def test_outputs_that_say_nothing_are_refused(outputs: np.ndarray) -> None:
     """Zeros and NaNs are equal to each other, whatever computed them."""
     with pytest.raises(ValueError, match="zero or not finite"):
         digest(outputs)
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the figures of a small stack with slots for all, nine in ten and half."""
+    directory = tmp_path_factory.mktemp("resident")
+    options = ["--runs", "2", "--tokens", "2", "--copy-bytes", "64KiB"]
+    options += ["--trace", str(directory / "none"), "--json", str(directory / "figures")]
+    device = FakeDevice()
+    gpu_resident.main(options, device, size=SIZE)
+    assert (device.used_bytes, device.pinned_bytes, device.num_streams) == (0, 0, 0)
+    assert device.num_events == 0
+    return check_figures(directory / "figures")
+
+
+def test_shares_of_the_slots_are_compared_with_all(resident: dict[str, Any]) -> None:
+    """By calls and, where it can be captured, as a graph; what is refused says why."""
+    ways = resident["ways"]
+    names = [f"{share}{kind}" for share in ("100%", "90%", "50%") for kind in ("", ", graph")]
+    assert [name for name in names if name in ways or name in resident["refused"]] == names
+    assert {"100%", "100%, graph", "90%", "50%"} <= ways.keys()
+    assert ways["100%"]["hit_rate"] == ways["100%"]["of_resident"] == 1.0
+    assert ways["50%"]["hit_rate"] < 1
+    assert all(len(way["runs"]) == 2 for way in ways.values())
+
+
+def test_what_the_kernel_reads_is_compared_with_a_copy(resident: dict[str, Any]) -> None:
+    """By the device's time of a layer, whose weights are the experts of one token."""
+    way = resident["ways"]["100%, graph"]
+    read = SIZE.top_k * SIZE.expert_bytes / (way["device_us_per_layer"] / 1e6)
+    assert way["weight_bytes_per_s"] == pytest.approx(read)
+    assert way["of_copy"] == pytest.approx(read / resident["copy_bytes_per_s"])
+    assert [one["found"] for one in resident["bounds"]] == [
+        way["of_copy"],
+        resident["ways"]["100%"]["host_us_per_layer"],
+        way["host_us_per_layer"],
+    ]
+
+
+def test_a_graph_that_is_refused_gives_its_memory_back() -> None:
+    """And the next step is computed."""
+    device = FakeDevice()
+    stream = device.create_stream()
+    with (
+        Inputs(device, SIZE, make_trace()) as inputs,
+        device.using(stream),
+        open_stack(device, SIZE, 8) as runtime,
+        Decoder("calls", device, inputs, stream, runtime) as decoder,
+    ):
+        decoder.step(0)
+        before = device.used_bytes
+        with pytest.raises(MoeCacheError, match="graph"):
+            GraphDecoder("graph", device, inputs, stream, runtime)
+        assert device.used_bytes == before
+        decoder.step(1)
+        decoder.finish()
+        digest(decoder.outputs())
+    device.destroy_stream(stream)
 
 
 def test_a_graph_leaves_the_bits_of_single_steps(gpu: Any) -> None:
@@ -308,24 +384,6 @@ def test_without_a_gpu_a_benchmark_says_so(capsys: pytest.CaptureFixture[str]) -
     """And does not fail as if a bound were missed."""
     assert gpu_memory.main(["--device", "cuda:99"]) == 2
     assert "skipped: " in capsys.readouterr().out
-
-
-def test_the_script_says_what_it_does() -> None:
-    """Also without a GPU; what it does not know it refuses."""
-    script = ROOT / "bench" / "gpu.sh"
-    done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: bench/gpu.sh [--quick]")
-    for wrong, problem in (
-        (["--only", "tests,nonsense"], "unknown stage nonsense"),
-        (["--fast"], "unknown option --fast"),
-        (["--python"], "needs a value"),
-        (["a.json", "b.json"], "more than one output"),
-    ):
-        failed = subprocess.run(
-            [script, *wrong], capture_output=True, text=True, check=False, cwd="/"
-        )
-        assert failed.returncode == 2
-        assert problem in failed.stderr
 
 
 def write_stage(work: Path, name: str, code: int, **files: str) -> None:

@@ -10,9 +10,9 @@ PACKAGE = Path(moecache.__file__).parent
 # Lowest first. A room is a file or a folder of `moecache/`.
 ROOMS = (
     *("errors", "units", "settings", "interrupts", "files"),
-    *("formats", "layout", "ranks", "kernels"),
+    *("formats", "layout", "kernels"),
     *("policies", "cache", "sizing", "prefault", "cuda", "stores", "slots", "experts", "traces"),
-    *("reader", "packing", "loading", "profiles", "prefetch", "telemetry", "runtime"),
+    *("ranks", "reader", "packing", "loading", "profiles", "prefetch", "telemetry", "runtime"),
     *("study", "integrations", "serving", "commands", "cli", "__main__"),
 )
 # Compiled modules that stay where they were published.

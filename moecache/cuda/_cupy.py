@@ -5,12 +5,20 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from importlib import resources
 from typing import Any, NoReturn
 
 import numpy as np
 
-from moecache.cuda.device import DeviceArray, Graph, Memory, Product, Stream, dtype_of
+from moecache.cuda._sources import OPTIONS, source_of
+from moecache.cuda.device import (
+    DeviceArray,
+    Graph,
+    Memory,
+    Product,
+    Stream,
+    dtype_of,
+    is_in_host_memory,
+)
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 
 try:
@@ -23,8 +31,8 @@ except ImportError as _error:
     ) from _error
 
 _BLOCK = 256
-# experts.cu is built so that this many blocks of 256 threads fit on each multiprocessor.
-_BLOCKS_PER_MULTIPROCESSOR = 4
+# Kernels are built so that this many blocks of 256 threads fit on each multiprocessor.
+_BLOCKS_PER_MULTIPROCESSOR = 3
 
 _NON_BLOCKING_STREAM = 1
 _EVENT_DISABLE_TIMING = 2
@@ -214,9 +222,16 @@ class CupyDevice:
     def is_done(self, event: int) -> bool:
         """Return whether all that an event stands for is done."""
         status = runtime.eventQuery(event)
-        if status and status not in _NOT_DONE:
-            self._fail(runtime.CUDARuntimeError(status))
-        return not status
+        if not status:
+            return True
+        try:
+            # It also clears the runtime's last error, which the next one who asks for it (torch
+            # does, after each launch) would take for an error of its own.
+            runtime.check_status(status)
+        except runtime.CUDARuntimeError as error:
+            if status not in _NOT_DONE:
+                self._fail(error)
+        return False
 
     def wait_for(self, event: int) -> None:
         """Wait until all that an event stands for is done."""
@@ -302,19 +317,17 @@ class CupyDevice:
         return DeviceArray(address, tuple(array.shape), dtype, array)
 
     def to_device(self, array: np.ndarray, stream: Stream) -> Any:
-        """Return a copy on the device; the host's array may change at once."""
-        # The call returns once the driver has taken the bytes of pageable memory, as this is.
-        array = np.array(array, order="C")
+        """Return a copy on the device, once it is there."""
+        array = np.ascontiguousarray(array)
         made = self.empty(array.shape, array.dtype, stream)
-        with self._guarded():
-            runtime.memcpyAsync(
-                made.data.ptr, array.ctypes.data, array.nbytes, _TO_DEVICE, stream.pointer
-            )
+        self.copy_in(made.data.ptr, array.ctypes.data, array.nbytes, stream)
+        # The copy may read pageable memory, as this is, after the call.
+        self.synchronize(stream)
         return made
 
     def is_on_host(self, array: Any) -> bool:
-        """Return whether an array is NumPy's."""
-        return isinstance(array, np.ndarray)
+        """Return whether an array's values are in host memory: NumPy's, or a tensor of torch's."""
+        return is_in_host_memory(array)
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return a copy in host memory, once all work of the current stream is done."""
@@ -364,7 +377,7 @@ class CupyDevice:
         *,
         cooperative: bool = False,
     ) -> None:
-        """Start a kernel of experts.cu with 256 threads a block."""
+        """Start a kernel, by its name, with 256 threads a block."""
         with self._guarded(), self._in(stream):
             _kernel(kernel, self._number, cooperative)((num_blocks,), (_BLOCK,), tuple(arguments))
 
@@ -435,12 +448,10 @@ class _Foreign:
 @functools.lru_cache(maxsize=256)
 def _kernel(name: str, number: int, cooperative: bool) -> Any:
     del number  # modules are a device's own
-    return _module(cooperative).get_function(name)
+    entry, text = source_of(name)
+    return _module(text, cooperative).get_function(entry)
 
 
-@functools.lru_cache(maxsize=2)
-def _module(cooperative: bool) -> Any:
-    source = resources.files("moecache.cuda").joinpath("experts.cu").read_text()
-    return cupy.RawModule(
-        code=source, options=("-std=c++17",), enable_cooperative_groups=cooperative
-    )
+@functools.lru_cache(maxsize=64)
+def _module(text: str, cooperative: bool) -> Any:
+    return cupy.RawModule(code=text, options=OPTIONS, enable_cooperative_groups=cooperative)

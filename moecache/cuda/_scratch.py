@@ -8,13 +8,18 @@ from moecache.interrupts import uninterrupted
 
 
 class Scratch:
-    """Memory for the intermediate results of one call at a time, in one stream; it is reused."""
+    """Memory for the intermediate results of one call at a time, in one stream; it is reused.
+
+    What a graph captured is its own: it is neither freed nor moved before `close`.
+    """
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self.stream = stream
         self.grows = True
         self._device = device
         self._memory: dict[str, Memory] = {}
+        self._captured: set[str] = set()
+        self._kept: list[Memory] = []  # replaced by larger ones, but graphs write into them
 
     def room(self, name: str, num_bytes: int) -> int:
         """Return a scratch address of at least `num_bytes`, zeros when they are new."""
@@ -26,8 +31,13 @@ class Scratch:
             wanted = num_bytes if memory is None else num_bytes * 5 // 4
             with uninterrupted():
                 self._memory[name] = self._device.allocate(wanted)
-                if memory is not None:
+                if name in self._captured:
+                    self._captured.discard(name)
+                    self._kept.append(memory)  # type: ignore[arg-type]
+                elif memory is not None:
                     self._free(memory)
+        if not self.grows:
+            self._captured.add(name)
         return self._memory[name].address
 
     def close(self) -> None:
@@ -35,6 +45,8 @@ class Scratch:
         with contextlib.ExitStack() as stack:
             while self._memory:
                 stack.callback(self._free, self._memory.popitem()[1])
+            while self._kept:
+                stack.callback(self._free, self._kept.pop())
 
     def _free(self, memory: Memory) -> None:
         try:

@@ -11,6 +11,8 @@ import numpy as np
 
 from moecache.errors import ConfigError
 
+_DLPACK_CPU = 1
+
 
 @dataclass
 class Memory:
@@ -198,10 +200,10 @@ class Device(Protocol):
         """
 
     def to_device(self, array: np.ndarray, stream: Stream) -> Any:
-        """Return a copy on the device; the host's array may change at once."""
+        """Return a copy on the device; the host's array may change at once. May wait."""
 
     def is_on_host(self, array: Any) -> bool:
-        """Return whether an array is NumPy's, whose values the host can read at once."""
+        """Return whether an array's values are in host memory, where NumPy can read them."""
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return a copy in host memory, once all work of the current stream is done."""
@@ -227,10 +229,10 @@ class Device(Protocol):
         *,
         cooperative: bool = False,
     ) -> None:
-        """Start a kernel of experts.cu with 256 threads a block."""
+        """Start a kernel, by its name, with 256 threads a block."""
 
     def prepare(self, kernels: Sequence[str]) -> None:
-        """Compile kernels of experts.cu before they are needed."""
+        """Compile kernels before they are needed."""
 
     def products(self, products: Sequence[Product], dtype: np.dtype, stream: Stream) -> None:
         """Compute out[n, m] = rows[n, k] @ matrix[m, k].T, one after the other, sums in float32."""
@@ -244,13 +246,25 @@ def dtype_of(array: Any) -> np.dtype:
     ConfigError
         If NumPy has no dtype of that name.
     """
-    return _dtype(str(array.dtype).removeprefix("torch."))
+    dtype = array.dtype
+    return dtype if isinstance(dtype, np.dtype) else _dtype(dtype)
+
+
+def is_in_host_memory(array: Any) -> bool:
+    """Return whether an array of any library lies where NumPy can read it."""
+    if isinstance(array, np.ndarray):
+        return True
+    if hasattr(array, "data_ptr"):
+        return bool(array.device.type == "cpu")
+    return hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] == _DLPACK_CPU
 
 
 @functools.cache
-def _dtype(name: str) -> np.dtype:
+def _dtype(dtype: Any) -> np.dtype:
+    # Cached by the dtype itself: to write one as text takes longer than all else of a look-up.
     import ml_dtypes  # noqa: F401 - with it NumPy knows bfloat16 by name
 
+    name = str(dtype).removeprefix("torch.")
     try:
         return np.dtype(name)
     except TypeError as error:

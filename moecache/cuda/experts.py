@@ -18,6 +18,7 @@ from moecache.cuda._arguments import (
     same_type,
     shape_of,
 )
+from moecache.cuda._ring import CopyRing
 from moecache.cuda._scratch import Scratch
 from moecache.cuda.device import Device, DeviceArray, Product, Stream
 from moecache.errors import ConfigError, MoeCacheError
@@ -101,6 +102,7 @@ class CudaExperts:
         suffixes = {SUFFIXES[dtype.name] for _, _, dtype in self._shapes}
         # Here rather than in the first token: compiling takes seconds, the first time on a machine.
         self._device.prepare([f"{name}_{suffix}" for name in _KERNELS for suffix in suffixes])
+        self._ring = CopyRing(self._device)
 
     def __call__(self, layer: int, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Any:
         """Return the output of a layer's routed experts.
@@ -187,6 +189,7 @@ class CudaExperts:
             self._left.wait_for(lambda: not self._inside, _CLOSE_TIMEOUT_S)
             free, self._free = self._free, {}
         with contextlib.ExitStack() as stack:
+            stack.callback(self._ring.close)
             for scratch in itertools.chain.from_iterable(free.values()):
                 stack.callback(scratch.close)
         self._table = self._slot_numbers = None
@@ -224,7 +227,7 @@ class CudaExperts:
             check_ids(ids, num_experts)
             if capturing:
                 raise ConfigError("in a graph the ids must be on the device")
-            ids = device.locate(device.to_device(ids, step.stream))
+            ids = device.locate(self._ring.to_device(ids, step.stream))
         if self._table is None:
             if capturing:
                 raise MoeCacheError("compute one step before capturing a graph")
@@ -240,7 +243,7 @@ class CudaExperts:
             self._slot_numbers = self._copied(numbers, step.stream)
         slots = np.empty(step.num_tokens * step.top_k, np.int32)
         slots[wave.pairs] = np.repeat(wave.slots, np.diff(wave.offsets))
-        ids = device.to_device(slots, step.stream)
+        ids = self._ring.to_device(slots, step.stream)
         self._decode(step, device.locate(ids), self._slot_numbers.address, self._pool.num_slots)
 
     def _decode(self, step: "_Step", ids: DeviceArray, table: int, num_ids: int) -> None:
@@ -258,6 +261,7 @@ class CudaExperts:
             np.uint64(table),
             *step.weights,
             *self._slots("gate_up", "down"),
+            *(np.int64(0), np.int64(0), np.int32(0), np.int32(0)),  # biases, rows in turns
             np.int32(step.num_tokens),
             np.int32(step.top_k),
             np.int32(num_ids),
@@ -265,15 +269,17 @@ class CudaExperts:
             np.int32(step.size),
             np.int32(step.width),
             self._activation,
+            *(np.float32(0), np.float32(0)),  # alpha and limit
             np.uint64(h),
             np.uint64(step.out.address),
             np.uint64(barrier),
+            np.uint64(0),  # no gate
             cooperative=True,
         )
 
     def _copied(self, array: np.ndarray, stream: Stream) -> DeviceArray:
         """Return a copy on the device that any stream may use."""
-        copy = self._device.to_device(np.ascontiguousarray(array, np.int32), stream)
+        copy = self._ring.to_device(np.ascontiguousarray(array, np.int32), stream)
         self._device.synchronize(stream)
         return self._device.locate(copy)
 
@@ -292,7 +298,7 @@ class CudaExperts:
                     return
                 slots = np.repeat(wave.slots, np.diff(wave.offsets))
                 both = np.stack([slots, wave.pairs]).astype(np.int32)
-                lists = self._device.to_device(both, step.stream)
+                lists = self._ring.to_device(both, step.stream)
                 at = self._device.locate(lists).address
                 pair_slots, pairs = np.uint64(at), np.uint64(at + 4 * count)
                 self._launch(
@@ -301,8 +307,9 @@ class CudaExperts:
                     self._blocks(count * step.width),
                     *(np.uint64(step.x.address), pair_slots, pairs, np.int32(count)),
                     *self._slots("gate_up"),
+                    *(np.int64(0), np.int32(0), np.int32(0)),
                     *(np.int32(step.top_k), np.int32(step.size), np.int32(step.width)),
-                    *(self._activation, np.uint64(h)),
+                    *(self._activation, np.float32(0), np.float32(0), np.uint64(h)),
                 )
                 self._launch(
                     "down",
@@ -310,6 +317,7 @@ class CudaExperts:
                     self._blocks(count * step.size),
                     *(pair_slots, pairs, np.int32(count)),
                     *self._slots("down"),
+                    *(np.int64(0), np.int32(0)),
                     *(np.int32(step.size), np.int32(step.width), np.uint64(h), np.uint64(rows)),
                 )
         finally:
@@ -338,7 +346,7 @@ class CudaExperts:
         try:
             for wave in waves:
                 count = len(wave.pairs)
-                lists = device.to_device(wave.pairs.astype(np.int32), step.stream)
+                lists = self._ring.to_device(wave.pairs.astype(np.int32), step.stream)
                 self._launch(
                     "gather",
                     step,
@@ -380,7 +388,7 @@ class CudaExperts:
                 done += count
         finally:
             waves.close()
-        where = device.to_device(place, step.stream)
+        where = self._ring.to_device(place, step.stream)
         self._launch(
             "combine",
             step,

@@ -119,6 +119,8 @@ def _make_pool(
             logger.warning("cuda.not_registered %s", plan.reasons["read"])
         elif not register_experts(on_gpu, store):
             way = "buffered"
+    if not on_gpu.reads_views:
+        on_gpu.pin_ahead()
     return on_gpu, capacity, way
 
 

@@ -259,6 +259,11 @@ class CudaSlots:
         self._registered.sort()
         return sum(num_bytes for _, num_bytes in pinned)
 
+    def pin_ahead(self) -> None:
+        """Pin the buffers in the background, rather than each when it is first needed."""
+        self._check_open()
+        self._buffers.pin_ahead()
+
     @property
     def reads_views(self) -> bool:
         """Whether experts are uploaded from the mapped file itself."""

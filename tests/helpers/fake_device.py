@@ -1,20 +1,17 @@
 """A GPU for tests: streams and events that go on when they are told to, and memory that runs out.
 
-Its memory is the host's, its kernels are those of experts.cu, run by the emulator. Work is begun
+Its memory is the host's, its kernels are those of the package, run by the emulator. Work is begun
 in the order of its stream, but streams overtake each other as chance has it; a copy takes two
 moves, and what it copies to is rubbish in between. So whatever is not ordered by an event goes
 wrong sooner or later, in a way that a test sees.
 """
 
 import ctypes
-import functools
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from importlib import resources
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by name
@@ -23,8 +20,10 @@ import numpy as np
 from moecache.cuda import DeviceArray, Graph, Memory, Product, Stream
 from moecache.cuda.device import dtype_of
 from moecache.errors import ConfigError, MoeCacheError
+from tests.helpers.cuda_emulator import EmulatedKernels
 
 RUBBISH = 0xA5
+EMULATED = EmulatedKernels()
 
 
 class FakeArray(np.ndarray):
@@ -367,16 +366,18 @@ class FakeDevice:
         *,
         cooperative: bool = False,
     ) -> None:
-        """Queue a kernel of experts.cu, to be emulated."""
+        """Queue a kernel, to be emulated."""
         self._call()
         assert not cooperative or num_blocks <= self.max_resident_blocks
         assert kernel in self.prepared, f"{kernel} would be compiled now"
         self.num_launches[kernel] = self.num_launches.get(kernel, 0) + 1
         values = list(arguments)
-        module = _emulated()
+        check = self._alive([int(value) for value in values if value.dtype == np.uint64])
         self._enqueue(
             stream,
-            lambda: module.launch(kernel, num_blocks, 256, values, cooperative=cooperative),
+            lambda: (
+                check() or EMULATED.launch(kernel, num_blocks, 256, values, cooperative=cooperative)
+            ),
         )
 
     def prepare(self, kernels: Sequence[str]) -> None:
@@ -394,7 +395,10 @@ class FakeDevice:
             _at(out, (n, m), dtype)[...] = (left @ right.T).astype(dtype)
 
         for product in products:
-            self._enqueue(stream, functools.partial(multiply, *product))
+            check = self._alive([product.rows, product.matrix, product.out])
+            self._enqueue(
+                stream, lambda check=check, product=product: check() or multiply(*product)
+            )
 
     def _new_stream(self) -> Stream:
         with self._lock:
@@ -411,6 +415,21 @@ class FakeDevice:
                 self.fail_at = -1
                 raise MemoryError(f"{self.description} is out of memory, the test says")
             self.fail_at -= self.fail_at > 0
+
+    def _alive(self, addresses: Sequence[int]) -> Callable[[], None]:
+        """Return a check that memory in which addresses lie now was not given back since."""
+        with self._lock:
+            held = [
+                (start, raw)
+                for start, raw in self._live.items()
+                if any(start <= address < start + raw.nbytes for address in addresses)
+            ]
+
+        def check() -> None:
+            for start, raw in held:
+                assert self._live.get(start) is raw, "work uses memory that was given back"
+
+        return check
 
     def _no_capture(self, what: str) -> None:
         assert self._capture is None, f"cannot {what} in a graph"
@@ -441,13 +460,6 @@ class FakeDevice:
             while not done():
                 if not self._move():
                     raise DeadlockError("nothing can go on")
-
-
-@lru_cache(maxsize=1)
-def _emulated() -> Any:
-    from tests.helpers.cuda_emulator import EmulatedModule
-
-    return EmulatedModule(resources.files("moecache.cuda").joinpath("experts.cu").read_text())
 
 
 def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -1,0 +1,156 @@
+"""CupyDevice over a CUDA runtime that does nothing: what it asks for, and what it leaves behind."""
+
+import importlib
+import sys
+import types
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from moecache.cuda.device import dtype_of, is_in_host_memory
+from moecache.errors import MoeCacheError
+from tests.helpers.fake_device import FakeArray, FakeDevice
+from tests.test_cuda_experts import EXPERTS, LAYERS, TOP_K, TYPES, make_runtime, make_step, on
+
+NOT_READY, CAPTURED, ILLEGAL_ADDRESS = 600, 900, 700
+
+
+class CudaRuntimeError(RuntimeError):
+    """What CuPy raises for a status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+class NoOpRuntime(types.ModuleType):
+    """The part of cupy.cuda.runtime that is used here, with CUDA's last error."""
+
+    CUDARuntimeError = CudaRuntimeError
+
+    def __init__(self) -> None:
+        super().__init__("cupy.cuda.runtime")
+        self.status = self.last_error = 0
+
+    def getDeviceCount(self) -> int:  # noqa: N802 - CuPy's name
+        """Return one."""
+        return 1
+
+    def getDeviceProperties(self, number: int) -> dict[str, Any]:  # noqa: N802 - CuPy's name
+        """Return what is asked for."""
+        return {"name": b"nothing", "multiProcessorCount": 1}
+
+    def eventQuery(self, event: int) -> int:  # noqa: N802 - CuPy's name
+        """Return the status, which becomes the last error."""
+        self.last_error = self.status or self.last_error
+        return self.status
+
+    def check_status(self, status: int) -> None:
+        """Raise, and clear the last error."""
+        if status:
+            self.last_error = 0
+            raise CudaRuntimeError(status)
+
+
+@pytest.fixture(name="runtime")
+def _runtime(monkeypatch: pytest.MonkeyPatch) -> NoOpRuntime:
+    runtime = NoOpRuntime()
+    cuda: Any = types.ModuleType("cupy.cuda")
+    cuda.runtime = runtime
+    cuda.compiler = types.SimpleNamespace(
+        CompileException=type("CompileException", (Exception,), {})
+    )
+    cuda.driver = types.SimpleNamespace(CUDADriverError=type("CUDADriverError", (Exception,), {}))
+    cupy: Any = types.ModuleType("cupy")
+    cupy.cuda = cuda
+    for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.runtime", runtime)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "moecache.cuda._cupy", raising=False)
+    return runtime
+
+
+def make_device() -> Any:
+    """Return a device over the runtime that does nothing."""
+    try:
+        return importlib.import_module("moecache.cuda._cupy").CupyDevice(0)
+    finally:
+        sys.modules.pop("moecache.cuda._cupy", None)
+
+
+@pytest.mark.parametrize("status", [NOT_READY, CAPTURED])
+def test_an_event_that_is_not_done_leaves_no_error_behind(
+    runtime: NoOpRuntime, status: int
+) -> None:
+    """Who asks for the last error next, as torch does after a launch, finds none."""
+    device = make_device()
+    runtime.status = status
+    assert not device.is_done(1)
+    assert runtime.last_error == 0
+    runtime.status = 0
+    assert device.is_done(1)
+
+
+def test_other_states_of_an_event_are_errors(runtime: NoOpRuntime) -> None:
+    """With the remedy."""
+    device = make_device()
+    runtime.status = ILLEGAL_ADDRESS
+    with pytest.raises(MoeCacheError, match="start it again"):
+        device.is_done(1)
+
+
+def test_host_memory_is_numpys_and_torchs(runtime: NoOpRuntime) -> None:
+    """Not only ndarrays: a router on the CPU gives tensors."""
+    torch = pytest.importorskip("torch")
+    device = make_device()
+    assert device.is_on_host(np.zeros(3))
+    assert device.is_on_host(torch.zeros(3))
+    assert not device.is_on_host(torch.zeros(3, device="meta"))
+
+
+@pytest.mark.parametrize("capacity", [5, LAYERS * EXPERTS])
+def test_ids_may_be_a_tensor_in_host_memory(capacity: int) -> None:
+    """Whatever is resident, and a wrong id is an error."""
+    torch = pytest.importorskip("torch")
+
+    class Device(FakeDevice):
+        def is_on_host(self, array: Any) -> bool:
+            return is_in_host_memory(array) and not isinstance(array, FakeArray)
+
+    device = Device()
+    hidden, ids, weights = make_step(TYPES["float32"], 1)
+    with make_runtime(device, TYPES["float32"], capacity) as runtime:
+        runtime.fill_slots().wait()
+        x, w = on(device, hidden, weights)
+        compute = runtime.on_device()
+        wanted = compute(0, x, ids, w)
+        for kind in (torch.int32, torch.int64):
+            assert np.array_equal(compute(0, x, torch.tensor(ids, dtype=kind), w), wanted)
+        with pytest.raises(ValueError, match=f"expert {EXPERTS} is not in"):
+            compute(0, x, torch.full((1, TOP_K), EXPERTS), w)
+
+
+def test_host_memory_of_other_libraries_is_found_by_dlpack() -> None:
+    """By where they say that they are."""
+
+    class Array:
+        def __init__(self, kind: int) -> None:
+            self._kind = kind
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self._kind, 0
+
+    assert is_in_host_memory(Array(1))
+    assert not is_in_host_memory(Array(2))
+    assert not is_in_host_memory(object())
+
+
+def test_dtypes_are_found_by_themselves() -> None:
+    """The same object at every call: no text is made of it."""
+    torch = pytest.importorskip("torch")
+    assert dtype_of(torch.zeros(1, dtype=torch.bfloat16)) == np.dtype(ml_dtypes.bfloat16)
+    one = torch.zeros(1)
+    assert dtype_of(one) is dtype_of(one)
+    array = np.zeros(1, np.float16)
+    assert dtype_of(array) is array.dtype

@@ -1,0 +1,217 @@
+"""bench/gpu.sh with stand-ins for python and for the sanitizer: which stages run, and how."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "bench" / "gpu.sh"
+# Says that every package is there and that there is a GPU, notes what it is asked to run, and
+# leaves what the real thing would. The report is made by Python itself.
+PYTHON = f"""#!{sys.executable}
+import json, os, runpy, sys, time
+arguments = sys.argv[1:]
+if arguments[0] == "-c":
+    code = arguments[1]
+    if "find_spec" in code:
+        sys.exit(any(repr(name) in code for name in os.environ.get("LACKS", "").split()))
+    if "getDeviceProperties" in code:
+        print("NVIDIA Stand-In 1")
+    elif "EXT_SUFFIX" in code:
+        print(os.environ.get("SUFFIX", ".none"))
+    else:
+        print("3.11 13000 13000 14.0 2.0 none none")
+    sys.exit()
+if arguments[0].endswith("gpu_report.py"):
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+with open(os.environ["NOTES"], "a") as notes:
+    notes.write(json.dumps(arguments) + "\\n")
+name = arguments[1].rpartition("_")[2] if arguments[0] == "-m" else "build"
+try:
+    if name in os.environ.get("SLOW", "").split():
+        print("slow", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted, written")
+    sys.exit(2)
+for argument in arguments:
+    key, _, path = argument.partition("=")
+    if key == "--junitxml":
+        with open(path, "w") as xml:
+            xml.write('<testsuite tests="3" failures="0" errors="0" skipped="0"/>')
+if "--json" in arguments:
+    with open(arguments[arguments.index("--json") + 1], "w") as figures:
+        json.dump({{"bounds": []}}, figures)
+"""
+SANITIZER = f"""#!{sys.executable}
+import os, sys
+with open(os.environ["NOTES"], "a") as notes:
+    notes.write('["sanitizer", "' + sys.argv[2] + '"]\\n')
+os.execv(sys.argv[5], sys.argv[5:])
+"""
+
+
+class Stand:
+    """The script beside its stand-ins, and what it leaves."""
+
+    def __init__(self, directory: Path) -> None:
+        self.out = directory / "out"
+        self.out.mkdir()
+        self.python = directory / "python"
+        sanitizer = directory / "compute-sanitizer"
+        for path, text in ((self.python, PYTHON), (sanitizer, SANITIZER)):
+            path.write_text(text)
+            path.chmod(0o755)
+        self._directory = directory
+        self._notes = directory / "notes"
+
+    def run(self, *options: str, out: Path | None = None, **variables: str) -> Any:
+        """Run the script; return what it printed, and its exit code."""
+        path = f"{self._directory}:{os.defpath}"
+        environment = {"PATH": path, "NOTES": str(self._notes), **variables}
+        environment["OUT"] = str(out or self.out)
+        return subprocess.run(
+            [SCRIPT, "--python", str(self.python), *options],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+            timeout=60,
+        )
+
+    def notes(self) -> list[list[str]]:
+        """Return what was asked of python and of the sanitizer, in order."""
+        return [json.loads(line) for line in self._notes.read_text().splitlines()]
+
+    def report(self) -> dict[str, Any]:
+        """Return the JSON."""
+        (path,) = self.out.glob("*.json")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Stand:
+    """Return the script beside its stand-ins."""
+    return Stand(tmp_path)
+
+
+def test_the_script_says_what_it_does() -> None:
+    """Also without a GPU; what it does not know it refuses."""
+    script = ROOT / "bench" / "gpu.sh"
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: bench/gpu.sh [--quick]")
+    for wrong, problem in (
+        (["--only", "tests,nonsense"], "unknown stage nonsense"),
+        (["--fast"], "unknown option --fast"),
+        (["--python"], "needs a value"),
+        (["a.json", "b.json"], "more than one output"),
+    ):
+        failed = subprocess.run(
+            [script, *wrong], capture_output=True, text=True, check=False, cwd="/"
+        )
+        assert failed.returncode == 2
+        assert problem in failed.stderr
+
+
+def test_everything_is_written_below_out(stand: Stand) -> None:
+    """The report, and the log of every stage beside it; nothing in the checkout."""
+    before = sorted((ROOT / "bench" / "results").iterdir())
+    done = stand.run(SUFFIX=".none")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = stand.report()
+    names = ["build", "tests", "upload", "decode", "resident", "memory"]
+    names += ["memcheck", "initcheck", "synccheck", "racecheck"]
+    assert list(report["stages"]) == names
+    assert report["ok"]
+    assert {stage["status"] for stage in report["stages"].values()} == {"ok"}
+    assert report["gpu"] == "NVIDIA Stand-In 1"
+    logs = {path.name for path in (stand.out / "logs").iterdir()}
+    assert {f"{name}.log" for name in names} <= logs
+    assert sorted((ROOT / "bench" / "results").iterdir()) == before
+
+
+def test_a_sanitizer_runs_each_of_its_tools(stand: Stand) -> None:
+    """Over the tests of the kernels, each with a result of its own."""
+    stand.run("--only", "memcheck,initcheck,synccheck,racecheck")
+    notes = stand.notes()
+    tools = [note[1] for note in notes if note[0] == "sanitizer"]
+    assert tools == ["memcheck", "initcheck", "synccheck", "racecheck"]
+    tests = [note for note in notes if note[0] == "-m"]
+    assert len(tests) == 4
+    assert all(note[-1] == "tests/test_cuda_experts.py" for note in tests)
+
+
+def test_what_the_sanitizers_check_is_there() -> None:
+    """A selection of no test would be a failure on the day that a GPU is there."""
+    (line,) = (one for one in SCRIPT.read_text().splitlines() if one.startswith("checked="))
+    source = (ROOT / "tests" / "test_cuda_experts.py").read_text()
+    parts = line.partition("=")[2].strip('"').split(" or ")
+    assert len(parts) == 3
+    names = [one for one in source.splitlines() if one.startswith("def test_")]
+    for part in parts:
+        assert any(part in name for name in names), part
+
+
+def test_quick_leaves_sanitizers_but_one_out(stand: Stand) -> None:
+    """And takes fewer runs."""
+    stand.run("--quick", SUFFIX=".none")
+    report = stand.report()
+    assert list(report["stages"])[-1] == "memcheck"
+    assert "--runs" in next(note for note in stand.notes() if "bench.gpu_resident" in note)
+    assert report["quick"] == "1"
+
+
+def test_a_slow_stage_is_interrupted_and_the_next_runs(stand: Stand) -> None:
+    """By SIGINT: what it has so far is written."""
+    done = stand.run("--only", "upload,memory", "--limit", "1", SLOW="upload")
+    report = stand.report()
+    assert done.returncode == 1
+    assert [stage["status"] for stage in report["stages"].values()] == ["timed out", "ok"]
+    assert report["stages"]["upload"]["limit_s"] == 1
+    assert "interrupted, written" in (stand.out / "logs" / "upload.log").read_text()
+
+
+def test_modules_that_are_there_are_not_built(stand: Stand) -> None:
+    """With `--prebuilt` whatever their age; where one lacks it is an error, or they are built."""
+    suffix = next(ROOT.glob("moecache/_slru.*.so")).name.removeprefix("_slru")
+    done = stand.run("--only", "build", "--prebuilt", SUFFIX=suffix, LACKS="Cython setuptools")
+    assert done.returncode == 0, done.stderr
+    stage = stand.report()["stages"]["build"]
+    assert (stage["status"], stage["note"]) == ("left out", "the extension modules are there")
+
+    done = stand.run("--only", "build", "--prebuilt")
+    assert done.returncode == 2
+    assert "an extension module lacks" in done.stderr
+    done = stand.run("--only", "build", LACKS="Cython")
+    assert done.returncode == 2
+    assert "lacks: Cython" in done.stderr
+    stand.run("--only", "build")
+    assert stand.notes()[-1][:2] == ["setup.py", "-q"]
+
+
+def test_traces_that_are_given_are_used(stand: Stand, tmp_path: Path) -> None:
+    """By the benchmarks that replay routing; a folder without any is an error."""
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    done = stand.run("--traces", str(traces))
+    assert done.returncode == 2
+    assert "has no bigmoe-qwen.npz" in done.stderr
+    (traces / "bigmoe-qwen.npz").touch()
+    stand.run("--only", "decode,resident,upload", "--traces", str(traces))
+    given = [note[1] for note in stand.notes() if str(traces / "bigmoe-qwen.npz") in note]
+    assert given == ["bench.gpu_decode", "bench.gpu_resident"]
+
+
+def test_a_package_or_a_gpu_that_lacks_is_said(stand: Stand) -> None:
+    """Before anything runs; exit code 2."""
+    done = stand.run("--only", "upload", LACKS="cupy psutil")
+    assert done.returncode == 2
+    assert "lacks: cupy psutil" in done.stderr
+    assert not list(stand.out.iterdir())

@@ -8,7 +8,7 @@ import pytest
 
 from moecache import cli
 from moecache.study import load_any, simulate_time
-from moecache.study.timing import PREFETCH_MODES
+from moecache.study._machine import PREFETCH_MODES
 from tests.helpers.routing import random_trace
 
 ROOT = Path(__file__).parents[1]
@@ -55,8 +55,10 @@ def test_the_table_has_the_speed_and_what_it_waited_for(
     assert shown.err == ""
 
 
-def test_what_the_cpu_computes_is_shown(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_cpu_computes_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a share of the misses, and in the figures; a rate that is none is named."""
+    trace = str(tmp_path / "long.npz")
+    random_trace(shape=(120, 4, 3)).save(trace)
     options = ["--expert-bytes", "6MB", "--prefetch", "off", "--cpu-misses"]
     assert cli.main(["simulate", trace, *options, "20GB/s"]) == 0
     timing = simulate_time(load_any(trace), expert_bytes="6MB", cpu_misses="20GB/s")
@@ -71,6 +73,8 @@ def test_what_the_cpu_computes_is_shown(trace: str, capsys: pytest.CaptureFixtur
     assert figures["cpu_bandwidth"] == 20e9
     assert cli.main(["simulate", trace, *options, "fast"]) == 2
     assert "--cpu-misses" in capsys.readouterr().err
+    assert cli.main(["simulate", trace, *options, "20GB/s", "--ranks", "2"]) == 2
+    assert "is of one machine" in capsys.readouterr().err
 
 
 def test_every_mode_is_shown_by_default(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import moecache
 from moecache.runtime import opening
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
 from tests.helpers.leaks import nothing_left
+from tests.helpers.pairs import pairwise
 from tests.helpers.readings import (
     all_experts,
     force_engine,
@@ -138,9 +139,10 @@ def test_a_file_replaced_while_decoding_is_not_looked_at(
     assert_all_right(runtime, model)
 
 
-@pytest.mark.parametrize("read", ["direct", "buffered"])
-@pytest.mark.parametrize("loader_threads", [0, 2])
-@pytest.mark.parametrize("dtype", [None, np.float32])
+@pytest.mark.parametrize(
+    ("read", "loader_threads", "dtype"),
+    pairwise(["direct", "buffered"], [0, 2], [None, np.float32]),
+)
 def test_a_runtime_closed_while_others_step_ends_their_steps_with_an_error(
     model: Checkpoint, read: str, loader_threads: int, dtype: type | None
 ) -> None:

@@ -5,7 +5,6 @@ its arrays; the same tests run on a GPU where there is one. There the whole mode
 "grouped_mm" as a product per expert: torch's own kernel adds up in another order.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import pytest
 
 import moecache
 from moecache import cli
-from moecache.cuda import open_device
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.slots import CudaSlots
-from tests.helpers.fake_device import FakeDevice
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.offloading import generated, load_whole, prompt
+from tests.helpers.tensor_device import opened
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -31,33 +29,10 @@ pytestmark = [
 ]
 
 
-class TensorDevice(FakeDevice):
-    """A device whose arrays are torch's on the CPU."""
-
-    name = "cpu"
-    description = "cpu (fake)"
-
-
 @pytest.fixture(params=["fake", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the name of a device as torch knows it; "cuda" opens slots there."""
-    if request.param == "fake":
-        for place in ("moecache.runtime.plan", "moecache.integrations.transformers._loading"):
-            monkeypatch.setattr(f"{place}.open_device", lambda name: TensorDevice())
-        yield "cpu"
-        return
-    try:
-        open_device("cuda:0")
-    except MoeCacheError as error:
-        pytest.skip(str(error))
-    if "native grouped_mm" not in request.node.name:
-        per_expert(monkeypatch)
-    yield "cuda:0"
-
-
-def per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let "grouped_mm" of the whole model be a product for each expert."""
-    monkeypatch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_, **__: False)
+    return opened(request.param, monkeypatch, "native grouped_mm" not in request.node.name)
 
 
 def added_otherwise(rows: Any, matrices: Any, *, offs: Any) -> Any:

@@ -1,5 +1,6 @@
 """The GPU: what the package asks of one, how CuPy does it, and the kernels."""
 
+from moecache.cuda._arguments import check_experts
 from moecache.cuda.device import (
     Device,
     DeviceArray,
@@ -20,6 +21,7 @@ __all__ = [
     "Memory",
     "Product",
     "Stream",
+    "check_experts",
     "open_device",
     "parse_device",
 ]

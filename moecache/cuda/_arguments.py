@@ -33,6 +33,12 @@ def shape_of(layout: ExpertLayout, layer: int) -> tuple[int, int, np.dtype]:
     return down.shape[0], down.shape[1], down.dtype
 
 
+def check_experts(layout: ExpertLayout) -> None:
+    """Raise the reason as a ConfigError if a GPU has no kernels for a layer's experts."""
+    for layer in range(layout.num_layers):
+        shape_of(layout, layer)
+
+
 def check(
     x: DeviceArray,
     weights: DeviceArray,

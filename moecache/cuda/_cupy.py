@@ -5,11 +5,11 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from importlib import resources
 from typing import Any, NoReturn
 
 import numpy as np
 
+from moecache.cuda._sources import OPTIONS, source_of
 from moecache.cuda.device import (
     DeviceArray,
     Graph,
@@ -31,8 +31,8 @@ except ImportError as _error:
     ) from _error
 
 _BLOCK = 256
-# experts.cu is built so that this many blocks of 256 threads fit on each multiprocessor.
-_BLOCKS_PER_MULTIPROCESSOR = 4
+# Kernels are built so that this many blocks of 256 threads fit on each multiprocessor.
+_BLOCKS_PER_MULTIPROCESSOR = 3
 
 _NON_BLOCKING_STREAM = 1
 _EVENT_DISABLE_TIMING = 2
@@ -377,7 +377,7 @@ class CupyDevice:
         *,
         cooperative: bool = False,
     ) -> None:
-        """Start a kernel of experts.cu with 256 threads a block."""
+        """Start a kernel, by its name, with 256 threads a block."""
         with self._guarded(), self._in(stream):
             _kernel(kernel, self._number, cooperative)((num_blocks,), (_BLOCK,), tuple(arguments))
 
@@ -448,12 +448,10 @@ class _Foreign:
 @functools.lru_cache(maxsize=256)
 def _kernel(name: str, number: int, cooperative: bool) -> Any:
     del number  # modules are a device's own
-    return _module(cooperative).get_function(name)
+    entry, text = source_of(name)
+    return _module(text, cooperative).get_function(entry)
 
 
-@functools.lru_cache(maxsize=2)
-def _module(cooperative: bool) -> Any:
-    source = resources.files("moecache.cuda").joinpath("experts.cu").read_text()
-    return cupy.RawModule(
-        code=source, options=("-std=c++17",), enable_cooperative_groups=cooperative
-    )
+@functools.lru_cache(maxsize=64)
+def _module(text: str, cooperative: bool) -> Any:
+    return cupy.RawModule(code=text, options=OPTIONS, enable_cooperative_groups=cooperative)

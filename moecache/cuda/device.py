@@ -229,10 +229,10 @@ class Device(Protocol):
         *,
         cooperative: bool = False,
     ) -> None:
-        """Start a kernel of experts.cu with 256 threads a block."""
+        """Start a kernel, by its name, with 256 threads a block."""
 
     def prepare(self, kernels: Sequence[str]) -> None:
-        """Compile kernels of experts.cu before they are needed."""
+        """Compile kernels before they are needed."""
 
     def products(self, products: Sequence[Product], dtype: np.dtype, stream: Stream) -> None:
         """Compute out[n, m] = rows[n, k] @ matrix[m, k].T, one after the other, sums in float32."""

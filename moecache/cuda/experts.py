@@ -261,6 +261,7 @@ class CudaExperts:
             np.uint64(table),
             *step.weights,
             *self._slots("gate_up", "down"),
+            *(np.int64(0), np.int64(0), np.int32(0), np.int32(0)),  # biases, rows in turns
             np.int32(step.num_tokens),
             np.int32(step.top_k),
             np.int32(num_ids),
@@ -268,9 +269,11 @@ class CudaExperts:
             np.int32(step.size),
             np.int32(step.width),
             self._activation,
+            *(np.float32(0), np.float32(0)),  # alpha and limit
             np.uint64(h),
             np.uint64(step.out.address),
             np.uint64(barrier),
+            np.uint64(0),  # no gate
             cooperative=True,
         )
 
@@ -304,8 +307,9 @@ class CudaExperts:
                     self._blocks(count * step.width),
                     *(np.uint64(step.x.address), pair_slots, pairs, np.int32(count)),
                     *self._slots("gate_up"),
+                    *(np.int64(0), np.int32(0), np.int32(0)),
                     *(np.int32(step.top_k), np.int32(step.size), np.int32(step.width)),
-                    *(self._activation, np.uint64(h)),
+                    *(self._activation, np.float32(0), np.float32(0), np.uint64(h)),
                 )
                 self._launch(
                     "down",
@@ -313,6 +317,7 @@ class CudaExperts:
                     self._blocks(count * step.size),
                     *(pair_slots, pairs, np.int32(count)),
                     *self._slots("down"),
+                    *(np.int64(0), np.int32(0)),
                     *(np.int32(step.size), np.int32(step.width), np.uint64(h), np.uint64(rows)),
                 )
         finally:

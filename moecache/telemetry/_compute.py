@@ -13,8 +13,9 @@ class ComputeStats:
     ----------
     compute : {"torch", "fast", "fast-int8"}
     level : str
-        Instructions of the kernels; empty with "torch".
+        Instructions of the kernels, "cuda" for those of a GPU; empty with "torch".
     num_threads : int
+        0 on a GPU.
     formats : tuple of str
         Of the experts' matrices in their slots.
     expert_bytes, trunk_bytes : int
@@ -25,6 +26,8 @@ class ComputeStats:
         took. Prompts, which use a weight for many tokens, do not count.
     bytes_per_s : float or None
         What this machine reads from memory; `None` if nobody has measured it.
+    left_to_torch : str
+        How many layers torch computes although kernels were asked for, and why.
     """
 
     compute: str
@@ -36,6 +39,7 @@ class ComputeStats:
     bytes_computed: int = 0
     busy_ns: int = 0
     bytes_per_s: float | None = None
+    left_to_torch: str = ""
 
     @property
     def bytes_per_token(self) -> int:
@@ -57,9 +61,12 @@ class ComputeStats:
     def describe(self) -> str:
         """Return it as one line."""
         who = "torch" if self.compute == "torch" else f"kernels: {self.level}"
-        threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
+        threads = f", {self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
         small = ", activations of 8 bits" if self.compute == "fast-int8" else ""
-        parts = [f"computed by {who}, {threads}{small}", " and ".join(self.formats)]
+        threads = threads if self.num_threads else ""
+        parts = [f"computed by {who}{threads}{small}", " and ".join(self.formats)]
+        if self.left_to_torch:
+            parts.insert(1, self.left_to_torch)
         weights = f"{format_bytes(self.bytes_per_token)} of weights per token"
         if self.trunk_bytes:
             weights += (

@@ -77,6 +77,7 @@ inline jmp_buf scheduler;
 inline sigjmp_buf stopped;
 inline unsigned current;
 inline volatile uintptr_t fault_address;
+inline uint64_t num_launches;
 
 }
 
@@ -251,10 +252,27 @@ extern const std::map<std::string, Kernel> kernels;
 
 }
 
+// A block's own memory; rubbish, of which a float is no number, at the beginning of each launch.
+template <class T> inline T& block_memory()
+{
+    struct Memory {
+        uint64_t launch = 0;
+        T memory;
+    };
+    static std::map<unsigned, Memory> memories;
+    Memory& found = memories[blockIdx.x];
+    if (found.launch != emulator::num_launches) {
+        found.launch = emulator::num_launches;
+        memset((void*)&found.memory, 0xff, sizeof(T));
+    }
+    return found.memory;
+}
+
 inline void __syncthreads() { emulator::wait_for_block(); }
 inline void __syncwarp(unsigned = 0xffffffffu) { emulator::wait_for_warp(); }
 inline void __nanosleep(unsigned) { emulator::leave(emulator::ASLEEP); }
 inline void __threadfence() {}
+inline void __threadfence_system() {}
 
 template <class T> T __shfl_sync(unsigned, T value, int lane)
 {
@@ -281,6 +299,20 @@ template <class T> T atomicAdd(T* address, T value)
 
 template <class T> T __ldg(const T* address) { return *address; }
 template <class T> T __ldcs(const T* address) { return *address; }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector)
+{
+    const uint64_t bytes = (uint64_t)y << 32 | x;
+    unsigned result = 0;
+    for (unsigned i = 0; i < 4; i++)
+        result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
+
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift)
+{
+    return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
+}
+
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -351,6 +383,7 @@ int launch_kernel(
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     for (int i = 0; i < 4; i++) sigaction(signals[i], &action, &before[i]);
 
+    num_launches++;
     launch.kernel = &kernels.at(name);
     launch.args = args;
     launch.block_size = block;

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from moecache.cuda._sources import source_of
+
 HEADER = Path(__file__).with_suffix(".h")
 COMPILER = "g++"
 FLAGS = [
@@ -108,6 +110,40 @@ class EmulatedModule:
             raise RuntimeError(f"{name}: threads wait for others that never arrive")
         if result > 0:
             raise RuntimeError(f"{name}: {signal.strsignal(result)} at {address.value:#x}")
+
+
+class EmulatedKernels:
+    """The package's kernels by their names, each source compiled when it is first needed.
+
+    Parameters
+    ----------
+    sanitize : bool, default False
+        See `EmulatedModule`.
+    """
+
+    def __init__(self, *, sanitize: bool = False) -> None:
+        self._sanitize = sanitize
+        self._modules: dict[str, EmulatedModule] = {}
+        self._lock = threading.Lock()
+
+    def launch(
+        self,
+        name: str,
+        grid: int,
+        block: int,
+        args: Sequence[np.generic],
+        *,
+        cooperative: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """Run a kernel to its end; see `EmulatedModule.launch`."""
+        entry, text = source_of(name)
+        with self._lock:
+            module = self._modules.get(text)
+            if module is None:
+                module = EmulatedModule(text, sanitize=self._sanitize)
+                self._modules[text] = module
+        module.launch(entry, grid, block, args, cooperative=cooperative, seed=seed)
 
 
 def address_of(array: np.ndarray) -> np.uint64:

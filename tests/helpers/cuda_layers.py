@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from tests.helpers.cuda_emulator import EmulatedModule, address_of
+from tests.helpers.cuda_emulator import EmulatedKernels, address_of
 
 DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
@@ -163,30 +163,35 @@ class Layer:
 
     def decode(
         self,
-        module: EmulatedModule,
+        module: EmulatedKernels,
         grid: int = 2,
         seed: int = 0,
         barrier: np.ndarray | None = None,
+        gate: int = 0,
+        out: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return what the single launch gives."""
         h = self.place(np.full((self.ids.size, self.width), np.nan, np.float32))
-        out = self.place(np.zeros_like(self.x))
+        out = self.place(np.zeros_like(self.x)) if out is None else out
         barrier = self.place(np.zeros(1, np.uint64)) if barrier is None else barrier
         args: Arguments = [
             *(address_of(self.x), address_of(self.ids), np.int32(self.ids.itemsize == 8)),
             *(address_of(self.slot_table), address_of(self.weights), np.int32(self.own_weights)),
             *(address_of(self.slots), np.int64(self.slot_stride)),
             *(np.int64(self.gate_up_offset), np.int64(self.down_offset)),
+            *(np.int64(0), np.int64(0), np.int32(0), np.int32(0)),
             *(np.int32(self.num_tokens), np.int32(self.top_k), np.int32(self.num_experts)),
             *(np.int32(len(self.slots)), np.int32(self.hidden), np.int32(self.width)),
-            *(np.int32(self.activation), address_of(h), address_of(out), address_of(barrier)),
+            *(np.int32(self.activation), np.float32(0), np.float32(0)),
+            *(address_of(h), address_of(out), address_of(barrier)),
+            np.uint64(gate),
         ]
         module.launch(f"decode_{self.suffix}", grid, BLOCK, args, cooperative=True, seed=seed)
         return out
 
     def by_parts(
         self,
-        module: EmulatedModule,
+        module: EmulatedKernels,
         lists: Sequence[Sequence[int]],
         grid: int = 2,
         seed: int = 0,
@@ -202,8 +207,10 @@ class Layer:
             listed: Arguments = [address_of(slots), address_of(pairs), np.int32(pairs.size)]
             where: Arguments = [address_of(self.slots), np.int64(self.slot_stride)]
             first: Arguments = [address_of(self.x), *listed, *where, np.int64(self.gate_up_offset)]
-            first += [np.int32(self.top_k), *sizes, np.int32(self.activation), address_of(h)]
-            second: Arguments = [*listed, *where, np.int64(self.down_offset), *sizes]
+            first += [np.int64(0), np.int32(0), np.int32(0), np.int32(self.top_k), *sizes]
+            first += [np.int32(self.activation), np.float32(0), np.float32(0), address_of(h)]
+            second: Arguments = [*listed, *where, np.int64(self.down_offset)]
+            second += [np.int64(0), np.int32(0), *sizes]
             second += [address_of(h), address_of(rows)]
             module.launch(f"gate_up_{self.suffix}", grid, BLOCK, first, seed=seed)
             module.launch(f"down_{self.suffix}", grid, BLOCK, second, seed=seed)

@@ -1,6 +1,6 @@
 """A GPU for tests: streams and events that go on when they are told to, and memory that runs out.
 
-Its memory is the host's, its kernels are those of experts.cu, run by the emulator. Work is begun
+Its memory is the host's, its kernels are those of the package, run by the emulator. Work is begun
 in the order of its stream, but streams overtake each other as chance has it; a copy takes two
 moves, and what it copies to is rubbish in between. So whatever is not ordered by an event goes
 wrong sooner or later, in a way that a test sees.
@@ -12,8 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from importlib import resources
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by name
@@ -22,8 +20,10 @@ import numpy as np
 from moecache.cuda import DeviceArray, Graph, Memory, Product, Stream
 from moecache.cuda.device import dtype_of
 from moecache.errors import ConfigError, MoeCacheError
+from tests.helpers.cuda_emulator import EmulatedKernels
 
 RUBBISH = 0xA5
+EMULATED = EmulatedKernels()
 
 
 class FakeArray(np.ndarray):
@@ -366,18 +366,17 @@ class FakeDevice:
         *,
         cooperative: bool = False,
     ) -> None:
-        """Queue a kernel of experts.cu, to be emulated."""
+        """Queue a kernel, to be emulated."""
         self._call()
         assert not cooperative or num_blocks <= self.max_resident_blocks
         assert kernel in self.prepared, f"{kernel} would be compiled now"
         self.num_launches[kernel] = self.num_launches.get(kernel, 0) + 1
         values = list(arguments)
-        module = _emulated()
         check = self._alive([int(value) for value in values if value.dtype == np.uint64])
         self._enqueue(
             stream,
             lambda: (
-                check() or module.launch(kernel, num_blocks, 256, values, cooperative=cooperative)
+                check() or EMULATED.launch(kernel, num_blocks, 256, values, cooperative=cooperative)
             ),
         )
 
@@ -461,13 +460,6 @@ class FakeDevice:
             while not done():
                 if not self._move():
                     raise DeadlockError("nothing can go on")
-
-
-@lru_cache(maxsize=1)
-def _emulated() -> Any:
-    from tests.helpers.cuda_emulator import EmulatedModule
-
-    return EmulatedModule(resources.files("moecache.cuda").joinpath("experts.cu").read_text())
 
 
 def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -12,9 +12,9 @@ from torch import nn
 from moecache.errors import ConfigError, FormatError
 from moecache.integrations.transformers import gguf
 from moecache.integrations.transformers._experts import ROLES, described, find_experts
-from moecache.integrations.transformers._forward import Regroup, interleaved, separated
 from moecache.integrations.transformers._llama4 import is_llama4
 from moecache.integrations.transformers._longcat import is_longcat
+from moecache.integrations.transformers._slots import Regroup, interleaved, separated
 from moecache.stores import CheckpointStore, GgufStore
 
 # What leaves experts as stores serve them: one after another, gate above up.

@@ -1,4 +1,4 @@
-"""`compute="fast"`: experts, and the trunk's products of a few rows, by moecache's own kernels."""
+"""`compute="fast"` in RAM: kernels of moecache's own for experts and the trunk's few rows."""
 
 import sys
 import time
@@ -10,34 +10,21 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
-from transformers.integrations import moe
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._attention import INTERFACE
 from moecache.integrations.transformers._experts import become, become_again
+from moecache.integrations.transformers._gates import gate_of
 from moecache.integrations.transformers._operators import operator
 from moecache.kernels import SlotKernel, takes_int8
 from moecache.kernels._kernels import Matrix
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import COMPUTE
-from moecache.slots import HostSlots
 
 # With more rows torch's products are as fast, and what they cost is not the reading of weights.
 MAX_ROWS = 8
-# Class of an activation module -> its kernel.
-_ACTIVATIONS = {
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "silu": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-    "ReLU": "relu",
-    "ReLUSquaredActivation": "relu2",
-}
 TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -67,41 +54,31 @@ def kernel_of(
         If there is no kernel for them, or none in any layer that "fast-int8" would change.
     """
     pool, family = runtime.pool, type(module).__name__
-    problem, remedy = None, "torch"
-    given = getattr(module, "act_fn", None)
-    # A function, such as torch's silu, has a name of its own.
-    named = str(getattr(given, "__name__", type(given).__name__))
-    gate: dict[str, Any] = {"activation": _ACTIVATIONS.get(named, "")}
-    gate["is_interleaved"] = is_interleaved
-    own = getattr(type(module), "_apply_gate", None)
-    if getattr(own, "__qualname__", "") == "GptOssExperts._apply_gate":
-        gate |= {"activation": "swiglu", "alpha": module.alpha, "limit": module.limit}
-    if not isinstance(pool, HostSlots):
-        problem = "kernels compute in RAM, and the slots are on a GPU"
-    elif is_transposed:
-        problem = "their weights are stored transposed, [in, out]"
-    elif (
-        "limit" not in gate and getattr(module, "has_gate", True) and not _has_default_gate(module)
-    ):
-        problem = "their gate is one of their own"
-    elif not gate["activation"]:
-        problem = f"there is no kernel for {named}"
-    elif compute == "fast-int8" and not any(
-        takes_int8(role.format) for roles in runtime.layout.layers for role in roles
-    ):
-        problem, remedy = "activations of 8 bits are for experts of q8_0 and q4_0", "fast"
-    else:
-        try:
-            return SlotKernel(
-                lambda slot: runtime.expert(slot, layer),
-                pool.num_slots,
-                roles=runtime.layout.layers[layer],
-                **gate,
-                activations="int8" if compute == "fast-int8" else "float",
-            )
-        except ConfigError as error:
-            problem = str(error)
-    raise ConfigError(
+    remedy = "torch"
+    try:
+        if is_transposed:
+            raise ConfigError("their weights are stored transposed, [in, out]")
+        gate = gate_of(module)
+        if compute == "fast-int8" and not any(
+            takes_int8(role.format) for roles in runtime.layout.layers for role in roles
+        ):
+            remedy = "fast"
+            raise ConfigError("activations of 8 bits are for experts of q8_0 and q4_0")
+        return SlotKernel(
+            lambda slot: runtime.expert(slot, layer),
+            pool.num_slots,
+            roles=runtime.layout.layers[layer],
+            **gate,
+            is_interleaved=is_interleaved,
+            activations="int8" if compute == "fast-int8" else "float",
+        )
+    except ConfigError as error:
+        raise no_kernel(family, compute, str(error), remedy) from error
+
+
+def no_kernel(family: str, compute: str, problem: str, remedy: str = "torch") -> ConfigError:
+    """Return the error that says why experts have no kernel, and what to ask for instead."""
+    return ConfigError(
         f'{family} cannot be computed with compute="{compute}": {problem}; use "{remedy}"'
     )
 
@@ -349,8 +326,3 @@ def slow_down(modules: list[nn.Module]) -> None:
     """Give modules their own products back."""
     for module in modules:
         become_again(module)
-
-
-def _has_default_gate(module: nn.Module) -> bool:
-    default = getattr(moe, "_default_apply_gate", None)
-    return default is not None and getattr(type(module), "_apply_gate", None) is default

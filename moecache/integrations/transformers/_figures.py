@@ -8,6 +8,7 @@ from torch import nn
 
 from moecache import kernels
 from moecache.integrations.transformers._native import FORM
+from moecache.integrations.transformers._on_device import DeviceKernel
 from moecache.kernels import SlotKernel
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.runtime import ExpertRuntime
@@ -20,7 +21,8 @@ def compute_stats(
     runtime: ExpertRuntime,
     layers: Sequence[int],
     compute: str,
-    computed: Mapping[int, SlotKernel],
+    computed: Mapping[int, SlotKernel | DeviceKernel],
+    left: Mapping[int, str],
 ) -> ComputeStats:
     """Return what multiplies, and what it has reached.
 
@@ -33,8 +35,10 @@ def compute_stats(
     layers : sequence of int
         Layers of the runtime that the model runs.
     compute : str
-    computed : mapping of int to SlotKernel
+    computed : mapping of int to SlotKernel or DeviceKernel
         The kernel of each of these layers, if kernels compute them.
+    left : mapping of int to str
+        Why torch computes the others, if kernels were asked for.
     """
     layout = runtime.layout
     sizes, formats = {}, set()
@@ -45,23 +49,35 @@ def compute_stats(
         roles = [(role, held.get(role.name)) for role in layout.layers[layer]]
         sizes[layer] = sum(role.nbytes if a is None else a.nbytes for role, a in roles)
         formats |= {r.format or str(r.dtype if a is None else a.dtype) for r, a in roles}
-    is_fast = compute != "torch"
-    busy_ns = sum(kernel.busy_ns for kernel in computed.values())
-    bytes_computed = sum(sizes[layer] * kernel.num_computed for layer, kernel in computed.items())
+    is_fast, on_host = compute != "torch", isinstance(runtime.pool, HostSlots)
+    # What a GPU does at a time is not known to the host, which waits for none of it.
+    timed = {n: kernel for n, kernel in computed.items() if isinstance(kernel, SlotKernel)}
+    busy_ns = sum(kernel.busy_ns for kernel in timed.values())
+    bytes_computed = sum(sizes[layer] * kernel.num_computed for layer, kernel in timed.items())
     bytes_per_s = None
     if busy_ns:
         bytes_per_s = bandwidth(runtime.profile_path, at_least=bytes_computed / (busy_ns / 1e9))
     return ComputeStats(
         compute=compute,
-        level=kernels.level() if is_fast else "",
-        num_threads=kernels.num_threads() if is_fast else torch.get_num_threads(),
+        level=("" if not is_fast else kernels.level() if on_host else "cuda"),
+        num_threads=(
+            0 if not on_host else kernels.num_threads() if is_fast else torch.get_num_threads()
+        ),
         formats=tuple(sorted(formats)),
         expert_bytes=layout.top_k * sum(sizes.values()),
         trunk_bytes=sum(map(_weight_bytes, _linears(model))),
         bytes_computed=bytes_computed,
         busy_ns=busy_ns,
         bytes_per_s=bytes_per_s,
+        left_to_torch=_told(left, len(layers)),
     )
+
+
+def _told(left: Mapping[int, str], num_layers: int) -> str:
+    if not left:
+        return ""
+    reasons = ", ".join(dict.fromkeys(left.values()))
+    return f"{len(left)} of {num_layers} layers by torch: {reasons}"
 
 
 def _weight_bytes(linear: nn.Linear) -> int:

@@ -9,7 +9,7 @@ from torch import nn
 
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.integrations.transformers._experts import become
-from moecache.integrations.transformers._forward import SlotWeights, layer_of, pairs_of
+from moecache.integrations.transformers._slots import SlotWeights, layer_of, pairs_of
 from moecache.runtime.steps import Wave
 
 

@@ -14,12 +14,12 @@ from moecache import kernels
 from moecache.cuda import open_device, parse_device
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._fast import check_compute
-from moecache.integrations.transformers._forward import device_of
 from moecache.integrations.transformers._gguf import (
     find_model_config,
 )
 from moecache.integrations.transformers._offload import Offload
 from moecache.integrations.transformers._quantizer import MoeCacheConfig
+from moecache.integrations.transformers._slots import device_of
 from moecache.prefault.mappings import read_mappings, split
 from moecache.prefault.sweep import Progress
 from moecache.prefetch.predict import Predictor
@@ -134,7 +134,7 @@ record_trace, warmpin, warmpin_after
         the output is that of the same model at any number of slots and threads, bit for bit,
         but not transformers'. "fast-int8": the same with activations of 8 bits for experts of
         q8_0 and q4_0, for processors without products of bfloat16; refused if none has these
-        formats.
+        formats. On a GPU "fast" is for the experts alone, see docs/cuda.md.
     num_threads : int, optional
         Threads of the kernels, of all models of the process. By default MOECACHE_THREADS, else
         the cores that the process may use.
@@ -171,8 +171,8 @@ record_trace, warmpin, warmpin_after
         del from_pretrained["device_map"]
     # Before the trunk is read, which may take minutes.
     check_compute("torch" if compute is None else compute)
-    if compute not in (None, "torch") and parse_device(device) is not None:
-        raise ConfigError(f'compute="{compute}" multiplies in RAM, not on {device}; use "torch"')
+    if compute == "fast-int8" and parse_device(device) is not None:
+        raise ConfigError(f'compute="fast-int8" multiplies in RAM, not on {device}; use "fast"')
     if trunk == "native" and parse_device(device) is not None:
         raise ConfigError(f'trunk="native" is computed in RAM, not on {device}; use "bf16"')
     _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch, trunk=trunk)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from moecache.integrations.transformers._experts import become
-from moecache.integrations.transformers._forward import SlotLayer, SlotWeights, layer_of
 from moecache.integrations.transformers._llama4 import without_gradients
+from moecache.integrations.transformers._slots import SlotLayer, SlotWeights, layer_of
 from moecache.runtime.steps import Wave
 
 

@@ -12,8 +12,8 @@ from moecache.errors import MoeCacheError
 from moecache.formats import Format
 from moecache.integrations.transformers._experts import become, become_again
 from moecache.integrations.transformers._fast import TYPES, is_transformed
-from moecache.integrations.transformers._forward import values_of
 from moecache.integrations.transformers._operators import operator
+from moecache.integrations.transformers._slots import values_of
 from moecache.kernels import tile
 from moecache.kernels._kernels import Matrix
 from moecache.layout import Role

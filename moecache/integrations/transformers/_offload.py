@@ -27,12 +27,17 @@ from moecache.integrations.transformers._experts import (
 )
 from moecache.integrations.transformers._fast import (
     check_compute,
-    kernel_of,
     quicken,
     slow_down,
 )
 from moecache.integrations.transformers._figures import compute_stats
-from moecache.integrations.transformers._forward import (
+from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
+from moecache.integrations.transformers._kernels import is_copied, is_transposed, make_kernels
+from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
+from moecache.integrations.transformers._native import thaw
+from moecache.integrations.transformers._on_device import follow_streams
+from moecache.integrations.transformers._sequences import SequenceHook
+from moecache.integrations.transformers._slots import (
     GATE_UP,
     LAYER,
     SlotLayer,
@@ -42,12 +47,8 @@ from moecache.integrations.transformers._forward import (
     values_of,
     weights_in,
 )
-from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
-from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
-from moecache.integrations.transformers._native import thaw
-from moecache.integrations.transformers._sequences import SequenceHook
 from moecache.interrupts import uninterrupted
-from moecache.kernels import SlotKernel, default_compute
+from moecache.kernels import default_compute
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots
@@ -88,7 +89,7 @@ class Offload(NotCopied):
         self.runtime = runtime
         self._bindings = _bind(model, runtime)
         self._compute = check_compute(compute or default_compute(runtime.layout))
-        self._kernels = self._make_kernels() if self._compute != "torch" else {}
+        self._kernels, self._left = make_kernels(self._bindings, runtime, self._compute)
         self._linears: list[nn.Module] = []
         self._owned = owned
         self._released: bool = False
@@ -109,9 +110,9 @@ class Offload(NotCopied):
                 if is_family(binding.module)
             ]
             self._layers = self._strip()
-            if self._compute != "torch":
+            if self._compute != "torch" and not isinstance(runtime.pool, CudaSlots):
                 self._linears = quicken(model, find_routers(model, self.paths))
-            _follow_streams(runtime)
+            follow_streams(runtime)
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
             self._hook = model.register_forward_pre_hook(SequenceHook(runtime), with_kwargs=True)
             guard(model, getattr(runtime.store, "path", Path()))
@@ -139,7 +140,11 @@ class Offload(NotCopied):
 
     @property
     def num_products(self) -> int:
-        """Expert feed-forwards computed: one for each distinct expert of a step."""
+        """Expert feed-forwards computed: one for each distinct expert of a step.
+
+        Kernels on a GPU count one for each token and each of its choices, which the host does not
+        see.
+        """
         return sum(layer.num_products for layer in self._layers)
 
     def stats(self) -> RuntimeStats:
@@ -153,7 +158,9 @@ class Offload(NotCopied):
         machine's memory is read, which takes a quarter of a second; a profile keeps it.
         """
         layers = [binding.layer for binding in self._bindings]
-        return compute_stats(self.model, self.runtime, layers, self._compute, self._kernels)
+        return compute_stats(
+            self.model, self.runtime, layers, self._compute, self._kernels, self._left
+        )
 
     def report(self) -> str:
         """Return the counters as text, with a line per layer; see also `compute_stats`."""
@@ -252,20 +259,6 @@ class Offload(NotCopied):
         if self._owned:
             self.runtime.close()
 
-    def _make_kernels(self) -> dict[int, SlotKernel]:
-        """Return what computes each layer."""
-        return {
-            binding.layer: kernel_of(
-                binding.module,
-                self.runtime,
-                binding.layer,
-                self._compute,
-                is_transposed=_is_transposed(binding.module) and not binding.has_output_rows,
-                is_interleaved=_is_interleaved(binding),
-            )
-            for binding in self._bindings
-        }
-
     def _strip(self) -> list[SlotLayer]:
         views: dict[Any, dict[int, SlotWeights]] = {}
         layers = []
@@ -275,8 +268,8 @@ class Offload(NotCopied):
                 self.runtime,
                 binding.layer,
                 views.setdefault(self.runtime.layout.layers[binding.layer], {}),
-                is_transposed=_is_transposed(binding.module),
-                is_copied=_is_copied(binding, self.runtime),
+                is_transposed=is_transposed(binding.module),
+                is_copied=is_copied(binding, self.runtime),
                 regroup=binding.regroup,
                 dtype=binding.dtype,
                 kernel=self._kernels.get(binding.layer),
@@ -334,7 +327,7 @@ class Offload(NotCopied):
                     values = as_tensor(parts[role.name])
                 if binding.regroup is not None and role.name in GATE_UP:
                     values = binding.regroup(values)
-                is_turned = binding.has_output_rows and _is_transposed(binding.module)
+                is_turned = binding.has_output_rows and is_transposed(binding.module)
                 is_turned &= values.ndim == 2
                 tensor[expert].copy_(values.t() if is_turned else values)
         for tensor in weights.values():
@@ -407,28 +400,3 @@ def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[B
                 remedy = f"load the model with dtype={names!r}, as slots on a GPU hold the file's"
             raise ConfigError(f"the slots hold {names}, the model computes in {wanted}; {remedy}")
     return bindings
-
-
-def _is_copied(binding: Binding, runtime: ExpertRuntime) -> bool:
-    """Return whether slots have no weights as a module has them: in a format, or in its order."""
-    is_turned = binding.has_output_rows and _is_transposed(binding.module)
-    is_coded = any(role.format for role in runtime.layout.layers[binding.layer])
-    return is_coded or is_turned or binding.regroup is not None
-
-
-def _is_interleaved(binding: Binding) -> bool:
-    """Return whether rows of gate and up alternate in the slots."""
-    is_interleaved = not getattr(binding.module, "is_concatenated", True)
-    return is_interleaved != (binding.regroup is not None)
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    """Return whether a module's weights are stored [in, out]; Llama 4's are, without a flag."""
-    return bool(getattr(module, "is_transposed", _llama4.is_llama4(module)))
-
-
-def _follow_streams(runtime: ExpertRuntime) -> None:
-    """Have slots on a GPU wait for torch's streams, and torch's streams for them."""
-    device = device_of(runtime)
-    if device.type == "cuda" and isinstance(runtime.pool, CudaSlots):
-        runtime.pool.device.stream_source = lambda: torch.cuda.current_stream(device).cuda_stream

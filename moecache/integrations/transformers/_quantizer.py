@@ -14,10 +14,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Binding, bind, check_family
 from moecache.integrations.transformers._experts import dispatch, forget_empty, strip
-from moecache.integrations.transformers._forward import NUMPY_TYPES
 from moecache.integrations.transformers._gguf import share_embedding, strip_gguf
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, guard_embeddings
 from moecache.integrations.transformers._native import NativeEmbedding
+from moecache.integrations.transformers._slots import NUMPY_TYPES
 from moecache.integrations.transformers._trunk import (
     OTHER_TENSORS,
     TrunkWeight,

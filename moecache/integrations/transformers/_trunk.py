@@ -10,8 +10,8 @@ from torch import nn
 
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Targets, kept_dtype
-from moecache.integrations.transformers._forward import NUMPY_TYPES, as_tensor
 from moecache.integrations.transformers._native import can_keep, keep
+from moecache.integrations.transformers._slots import NUMPY_TYPES, as_tensor
 from moecache.integrations.transformers.gguf import Source
 from moecache.kernels import values_in
 from moecache.layout import Role

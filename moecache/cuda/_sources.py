@@ -1,0 +1,80 @@
+"""Kernel sources: which files, and which types, a kernel's name stands for."""
+
+import functools
+from importlib import resources
+from typing import NamedTuple
+
+# Where each kernel is defined; and what its source needs before it.
+_FILES = {
+    **dict.fromkeys(("decode", "gate_up", "down"), ("plain.cuh", "steps.cuh", "decode.cu")),
+    **dict.fromkeys(("gather", "activate", "combine", "combine_rows"), ("rows.cu",)),
+}
+# -fmad=false: two kernels that give the same bits must not be contracted differently.
+OPTIONS = ("-std=c++17", "-fmad=false")
+_HIDDEN = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+
+
+class Source(NamedTuple):
+    """What to compile.
+
+    Parameters
+    ----------
+    entry : str
+        The kernel's name in it.
+    text : str
+        CUDA C, which includes nothing.
+    """
+
+    entry: str
+    text: str
+
+
+def kernel_name(entry: str, hidden: str, gate_up: str = "", down: str = "", halves: int = 1) -> str:
+    """Return the name under which a device launches a kernel.
+
+    Parameters
+    ----------
+    entry : str
+        Such as "decode".
+    hidden : {"f32", "f16", "bf16"}
+        Type of inputs and results.
+    gate_up, down : str, optional
+        Formats of the matrices; of plain experts they are in the type of `hidden`.
+    halves : int, default 1
+        2 where gate and up are a matrix each.
+    """
+    plain = gate_up in ("", hidden) and down in ("", hidden) and halves == 1
+    if plain or "plain.cuh" not in _FILES[entry]:
+        return f"{entry}_{hidden}"
+    return "|".join((f"{entry}_{hidden}", gate_up, down, str(halves)))
+
+
+@functools.cache
+def source_of(kernel: str) -> Source:
+    """Return the source of a kernel by its name; kernels of a source have the same text.
+
+    Raises
+    ------
+    LookupError
+        If there is no such kernel.
+    """
+    name, *formats = kernel.split("|")
+    entry, _, hidden = name.rpartition("_")
+    if entry not in _FILES or hidden not in _HIDDEN:
+        raise LookupError(f"there is no kernel {kernel!r}")
+    gate_up, down, halves = formats or (hidden, hidden, "1")
+    *before, last = ("common.cuh", *_FILES[entry])
+    chosen = [f"using Hidden = {_HIDDEN[hidden]};"]
+    if before[1:]:
+        chosen += [f"using GateUp = {_cuda_type(gate_up)};", f"using Down = {_cuda_type(down)};"]
+        chosen.append(f"constexpr int NUM_GATE_UPS = {halves};")
+    return Source(entry, "\n".join([*map(_read, before), *chosen, _read(last)]))
+
+
+def _read(name: str) -> str:
+    text = resources.files("moecache.cuda").joinpath(name).read_text()
+    return f'#line 1 "{name}"\n{text}'
+
+
+def _cuda_type(name: str) -> str:
+    return f"Plain<{_HIDDEN[name]}>"

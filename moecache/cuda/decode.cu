@@ -1,0 +1,269 @@
+// The routed experts of few tokens: the whole computation in one launch, `decode`, and its parts as
+// kernels of their own, `gate_up` and `down`, which `combine_rows` ends.
+//
+// Before this come `Hidden`, the type of x and of the result; `GateUp` and `Down`, the formats of
+// the matrices; and `NUM_GATE_UPS`: 2 where gate [width, hidden] and up are matrices of their own,
+// one behind the other, 1 where they are one [2 * width, hidden], gate's rows above up's or, if
+// interleaved, in turns with them. A slot holds gate_up, down [hidden, width] and biases, each at
+// its offset.
+//
+// All ways take the same dot products, of one row each, and add them in the order of a token's
+// choices: `decode` equals its parts bit for bit.
+
+// What one slot of a pool has where.
+struct Slots {
+    const u8* first;
+    long long stride;
+
+    __device__ const u8* at(int slot, long long offset) const
+    {
+        return first + slot * stride + offset;
+    }
+};
+
+__device__ inline float with_bias(float sum, const u8* bias, int kind, int index)
+{
+    if (kind == NO_BIAS) return sum;
+    float value;
+    if (kind == BIAS_F32)
+        value = ((const float*)bias)[index];
+    else if (kind == BIAS_F16)
+        value = F16::widen(((Row<F16>)bias)[index]);
+    else
+        value = BF16::widen(((Row<BF16>)bias)[index]);
+    return __fadd_rn(sum, value);
+}
+
+// How an expert's first half is computed.
+struct Gate {
+    Slots slots;
+    long long offset, bias_offset;
+    int bias_kind, is_interleaved, hidden, width, activation;
+    float alpha, limit;
+
+    // One element of h, by one warp.
+    __device__ float value(Row<Hidden> x, int slot, unsigned part) const
+    {
+        const u8* matrix = slots.at(slot, offset);
+        const int gate = is_interleaved ? 2 * part : part;
+        const int up = is_interleaved ? gate + 1 : width + part;
+        GateUp::At rows[2];
+        if (NUM_GATE_UPS == 2) {
+            rows[0] = GateUp::row(matrix, part, width, hidden);
+            matrix += GateUp::matrix_bytes(width, hidden);
+            rows[1] = GateUp::row(matrix, part, width, hidden);
+        } else {
+            rows[0] = GateUp::row(matrix, gate, 2 * width, hidden);
+            rows[1] = GateUp::row(matrix, up, 2 * width, hidden);
+        }
+        float sums[2];
+        GateUp::dots<Hidden>(rows, x, hidden, sums);
+        const u8* bias = slots.at(slot, bias_offset);
+        return gated(
+            with_bias(sums[0], bias, bias_kind, gate), with_bias(sums[1], bias, bias_kind, up),
+            activation, alpha, limit);
+    }
+};
+
+constexpr unsigned DOWN_ROWS = 4; // that a warp takes of an expert's down
+
+// The elements of an expert's output from row `first` on, by one warp; beyond the last, it again.
+__device__ inline void down_rows(
+    const u8* matrix, Row<F32> h, int first, int hidden, int width, float (&sums)[DOWN_ROWS])
+{
+    Down::At rows[DOWN_ROWS];
+#pragma unroll
+    for (int r = 0; r < (int)DOWN_ROWS; r++)
+        rows[r] = Down::row(matrix, first + r < hidden ? first + r : hidden - 1, hidden, width);
+    Down::dots<F32>(rows, h, width, sums);
+}
+
+// One warp's task: one of the `parts` of an item. Neighbours go to different multiprocessors, so
+// that a few tasks occupy the whole device.
+struct Task {
+    unsigned item, part;
+
+    __device__ explicit Task(unsigned parts)
+    {
+        const unsigned warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+        item = warp / parts;
+        part = warp % parts;
+    }
+
+    __device__ void advance(unsigned parts)
+    {
+        const unsigned num_warps = blockDim.x / 32 * gridDim.x;
+        item += num_warps / parts;
+        part += num_warps % parts;
+        if (part < parts) return;
+        part -= parts;
+        item++;
+    }
+};
+
+struct Routing {
+    const void* ids;
+    int ids_kind;
+    const int* slot_table;
+    int num_experts, num_slots;
+
+    // The pair's expert, or -1 where there is none of that number.
+    __device__ long long id_of(long long pair) const
+    {
+        const long long id =
+            ids_kind == IDS_INT32 ? ((const int*)ids)[pair] : ((const long long*)ids)[pair];
+        return id >= 0 && id < num_experts ? id : -1;
+    }
+
+    // The pair's slot, or -1 where there is none to read.
+    __device__ int slot_of(long long pair) const
+    {
+        const long long id = id_of(pair);
+        if (id < 0) return -1;
+        const int slot = slot_table[id];
+        return slot < num_slots ? slot : -1;
+    }
+};
+
+// A block takes groups of DOWN_ROWS rows of the output, all experts of a token at once: a warp one
+// expert. With few choices there are several groups, with more than eight several rounds.
+struct Reduction {
+    // Twice: a round's values are read while those of the next are written.
+    float values[2][NUM_WARPS][DOWN_ROWS];
+};
+
+// The row that a thread ends; if it does: the first ones do.
+struct Ending {
+    unsigned group, token, row;
+
+    __device__ Ending(unsigned start, unsigned num_groups, unsigned groups_of_token)
+    {
+        const unsigned place = threadIdx.x / DOWN_ROWS;
+        group = place < num_groups ? start + place : ~0u;
+        token = group / groups_of_token;
+        row = group % groups_of_token * DOWN_ROWS + threadIdx.x % DOWN_ROWS;
+    }
+
+    __device__ bool is_one(unsigned all_groups, int hidden) const
+    {
+        return group < all_groups && row < (unsigned)hidden;
+    }
+};
+
+__device__ inline void reduce_experts(
+    const Routing& routing, const void* weights, int weights_kind, const Slots& slots,
+    long long down_offset, long long bias_offset, int bias_kind, Row<F32> h, int num_tokens,
+    int top_k, int hidden, int width, Hidden::Bits* out)
+{
+    auto& shared = block_memory<Reduction>();
+    const unsigned per_group = top_k < (int)NUM_WARPS ? top_k : NUM_WARPS;
+    const unsigned num_groups = NUM_WARPS / per_group;
+    const unsigned groups_of_token = (hidden + DOWN_ROWS - 1) / DOWN_ROWS;
+    const unsigned all_groups = num_tokens * groups_of_token;
+    unsigned turn = 0;
+    for (unsigned start = blockIdx.x * num_groups; start < all_groups;
+         start += gridDim.x * num_groups) {
+        float sum = 0.0f; // of the row that one of the first threads ends
+        for (int first = 0; first < top_k; first += per_group, turn ^= 1) {
+            const unsigned warp = threadIdx.x / 32, group = start + warp / per_group;
+            const int choice = first + warp % per_group;
+            if (warp < num_groups * per_group && group < all_groups && choice < top_k) {
+                const long long pair = (long long)(group / groups_of_token) * top_k + choice;
+                const int row = group % groups_of_token * DOWN_ROWS, slot = routing.slot_of(pair);
+                float* values = shared.values[turn][warp];
+                if (slot < 0) {
+                    if (threadIdx.x % 32 < DOWN_ROWS)
+                        values[threadIdx.x % 32] = __uint_as_float(NOT_A_NUMBER);
+                } else {
+                    const u8* bias = slots.at(slot, bias_offset);
+                    float sums[DOWN_ROWS];
+                    const u8* matrix = slots.at(slot, down_offset);
+                    down_rows(matrix, h + pair * width, row, hidden, width, sums);
+#pragma unroll
+                    for (int r = 0; r < (int)DOWN_ROWS; r++)
+                        if (threadIdx.x % 32 == 0 && row + r < hidden)
+                            values[r] = with_bias(sums[r], bias, bias_kind, row + r);
+                }
+            }
+            __syncthreads();
+            const Ending ending(start, num_groups, groups_of_token);
+            const bool is_ending = ending.is_one(all_groups, hidden);
+            for (int k = 0; is_ending && k < (int)per_group && first + k < top_k; k++) {
+                const float weight = weight_of<Hidden>(
+                    weights, weights_kind, (long long)ending.token * top_k + first + k);
+                const float* values = shared.values[turn][threadIdx.x / DOWN_ROWS * per_group + k];
+                sum = add_weighted(sum, weight, values[threadIdx.x % DOWN_ROWS]);
+            }
+        }
+        const Ending ending(start, num_groups, groups_of_token);
+        if (ending.is_one(all_groups, hidden))
+            out[(long long)ending.token * hidden + ending.row] = Hidden::narrow(sum);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) decode(
+    const Hidden::Bits* x, const void* ids, int ids_kind, const int* slot_table,
+    const void* weights, int weights_kind, const u8* first_slot, long long slot_stride,
+    long long gate_up_offset, long long down_offset, long long gate_up_bias_offset,
+    long long down_bias_offset, int bias_kind, int is_interleaved, int num_tokens, int top_k,
+    int num_experts, int num_slots, int hidden, int width, int activation, float alpha,
+    float limit, float* h, Hidden::Bits* out, u64* barrier, const StepGate* step_gate)
+{
+    const Routing routing = {ids, ids_kind, slot_table, num_experts, num_slots};
+    if (!enter_step(step_gate, routing, num_tokens, top_k)) return;
+    const Slots slots = {first_slot, slot_stride};
+    const Gate gate = {slots,  gate_up_offset, gate_up_bias_offset, bias_kind, is_interleaved,
+                       hidden, width,          activation,          alpha,     limit};
+    const unsigned num_pairs = num_tokens * top_k;
+    for (Task task(width); task.item < num_pairs; task.advance(width)) {
+        const int slot = routing.slot_of(task.item);
+        if (slot < 0) continue;
+        const Row<Hidden> row = x + (long long)(task.item / top_k) * hidden;
+        const float value = gate.value(row, slot, task.part);
+        if (threadIdx.x % 32 == 0) h[(long long)task.item * width + task.part] = value;
+    }
+
+    grid_barrier(barrier);
+
+    reduce_experts(
+        routing, weights, weights_kind, slots, down_offset, down_bias_offset, bias_kind,
+        (Row<F32>)h, num_tokens, top_k, hidden, width, out);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) gate_up(
+    const Hidden::Bits* x, const int* pair_slots, const int* pairs, int num_pairs,
+    const u8* first_slot, long long slot_stride, long long offset, long long bias_offset,
+    int bias_kind, int is_interleaved, int top_k, int hidden, int width, int activation,
+    float alpha, float limit, float* h)
+{
+    const Gate gate = {{first_slot, slot_stride}, offset, bias_offset, bias_kind, is_interleaved,
+                       hidden, width, activation, alpha, limit};
+    for (Task task(width); task.item < (unsigned)num_pairs; task.advance(width)) {
+        const int pair = pairs[task.item];
+        const float value =
+            gate.value(x + (long long)(pair / top_k) * hidden, pair_slots[task.item], task.part);
+        if (threadIdx.x % 32 == 0) h[(long long)pair * width + task.part] = value;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) down(
+    const int* pair_slots, const int* pairs, int num_pairs, const u8* first_slot,
+    long long slot_stride, long long offset, long long bias_offset, int bias_kind, int hidden,
+    int width, const float* h, float* rows)
+{
+    const Slots slots = {first_slot, slot_stride};
+    const int num_groups = (hidden + DOWN_ROWS - 1) / DOWN_ROWS;
+    for (Task task(num_groups); task.item < (unsigned)num_pairs; task.advance(num_groups)) {
+        const long long pair = pairs[task.item];
+        const int slot = pair_slots[task.item], first = task.part * DOWN_ROWS;
+        float sums[DOWN_ROWS];
+        down_rows(
+            slots.at(slot, offset), (Row<F32>)h + pair * width, first, hidden, width, sums);
+        if (threadIdx.x % 32 != 0) continue;
+        const u8* bias = slots.at(slot, bias_offset);
+#pragma unroll
+        for (int r = 0; r < (int)DOWN_ROWS; r++)
+            if (first + r < hidden)
+                rows[pair * hidden + first + r] = with_bias(sums[r], bias, bias_kind, first + r);
+    }
+}

@@ -1,0 +1,87 @@
+// Matrices of plain numbers, and dot products with rows of them.
+
+// The sum over a warp's lanes, in one order; every lane has it.
+__device__ inline float sum_lanes(float sum)
+{
+    for (int distance = 16; distance > 0; distance /= 2)
+        sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, distance));
+    return sum;
+}
+
+// Chunks of weights that a lane has under way at once, of all its rows together: enough to hide the
+// latency of memory, and all that fits into 80 registers: three blocks to a multiprocessor.
+constexpr unsigned IN_FLIGHT = 8;
+
+template <class D> struct Plain {
+    using At = Row<D>; // where a row is
+
+    static __device__ long long matrix_bytes(int rows, int columns)
+    {
+        return (long long)rows * columns * sizeof(typename D::Bits);
+    }
+
+    static __device__ At row(const u8* matrix, long long index, int rows, int columns)
+    {
+        return (At)matrix + index * columns;
+    }
+
+    // The dot products of some rows with x, by one warp; every lane has them.
+    template <class X, unsigned ROWS>
+    static __device__ inline void dots(
+        const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
+    {
+        constexpr unsigned per_chunk = PER_CHUNK<D>, ahead = IN_FLIGHT / ROWS;
+        constexpr unsigned at_once = per_chunk < PER_CHUNK<X> ? per_chunk : PER_CHUNK<X>;
+        bool is_aligned = is_chunked<D>(n, x);
+        for (unsigned r = 0; r < ROWS; r++) {
+            sums[r] = 0.0f;
+            is_aligned = is_aligned && is_chunked<D>(n, rows[r]);
+        }
+        const unsigned lane = threadIdx.x % 32, num_chunks = is_aligned ? n / per_chunk : 0;
+        for (unsigned start = lane; start < num_chunks; start += 32 * ahead) {
+            uint4 chunks[ahead][ROWS];
+#pragma unroll
+            for (unsigned k = 0; k < ahead; k++)
+                if (const unsigned chunk = start + 32 * k; chunk < num_chunks)
+#pragma unroll
+                    for (unsigned r = 0; r < ROWS; r++)
+                        // Weights are used once per step: the cache is for x and h.
+                        chunks[k][r] = __ldcs((const uint4*)rows[r] + chunk);
+#pragma unroll
+            for (unsigned k = 0; k < ahead; k++)
+                if (const unsigned chunk = start + 32 * k; chunk < num_chunks) {
+                    const Row<X> inputs = x + chunk * per_chunk;
+#pragma unroll
+                    for (unsigned part = 0; part < per_chunk; part += at_once) {
+                        float values[at_once];
+                        load<X, at_once>(inputs + part, values);
+#pragma unroll
+                        for (unsigned r = 0; r < ROWS; r++)
+#pragma unroll
+                            for (unsigned i = 0; i < at_once; i++)
+                                sums[r] = __fmaf_rn(
+                                    element<D>(chunks[k][r], part + i), values[i], sums[r]);
+                    }
+                }
+        }
+        if (!is_aligned) add_elements<X, ROWS>(rows, x, n, sums);
+        for (unsigned r = 0; r < ROWS; r++) sums[r] = sum_lanes(sums[r]);
+    }
+
+    // What a lane adds where rows are not aligned to chunks: the same elements in the same order.
+    template <class X, unsigned ROWS>
+    static __device__ inline void add_elements(
+        const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
+    {
+        constexpr unsigned per_chunk = PER_CHUNK<D>;
+#pragma unroll 1
+        for (unsigned start = threadIdx.x % 32 * per_chunk; start < n; start += 32 * per_chunk)
+#pragma unroll 1
+            for (unsigned i = start; i < n && i < start + per_chunk; i++) {
+                const float value = X::widen(x[i]);
+#pragma unroll
+                for (unsigned r = 0; r < ROWS; r++)
+                    sums[r] = __fmaf_rn(D::widen(rows[r][i]), value, sums[r]);
+            }
+    }
+};

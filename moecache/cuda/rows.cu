@@ -1,0 +1,89 @@
+// The work around the products of many tokens: their rows gathered, activated, combined.
+
+// N elements at a time of a token's rows, weighted and summed. Without `place`, row p is pair p's;
+// a pair whose place is negative was dropped.
+template <class D, class X, unsigned N>
+__device__ inline void combine_tokens(
+    Row<X> rows, const int* place, const void* weights, int weights_kind, int num_tokens,
+    int top_k, int hidden, typename D::Bits* out)
+{
+    for (long long token = blockIdx.x; token < num_tokens; token += gridDim.x)
+        for (unsigned k = threadIdx.x * N; k < (unsigned)hidden; k += blockDim.x * N) {
+            float sums[N] = {};
+            for (long long pair = token * top_k; pair < (token + 1) * top_k; pair++) {
+                const long long row = place ? place[pair] : pair;
+                if (row < 0) continue;
+                const float weight = weight_of<D>(weights, weights_kind, pair);
+                float values[N];
+                load<X, N>(rows + row * hidden + k, values);
+                for (unsigned i = 0; i < N; i++) sums[i] = add_weighted(sums[i], weight, values[i]);
+            }
+            store<D, N>(out + token * hidden + k, sums);
+        }
+}
+
+template <class D, unsigned N>
+__device__ inline void activate_rows(
+    Row<D> both, long long num_rows, int width, int activation, typename D::Bits* out)
+{
+    for (long long row = blockIdx.x; row < num_rows; row += gridDim.x)
+        for (unsigned k = threadIdx.x * N; k < (unsigned)width; k += blockDim.x * N) {
+            float gate[N], up[N];
+            load<D, N>(both + row * 2 * width + k, gate);
+            load<D, N>(both + row * 2 * width + width + k, up);
+            for (unsigned i = 0; i < N; i++)
+                gate[i] = __fmul_rn(activated(gate[i], activation), up[i]);
+            store<D, N>(out + row * width + k, gate);
+        }
+}
+
+template <class T>
+__device__ inline void gather_rows(
+    const T* x, const int* pairs, int num_pairs, int top_k, int row_length, T* out)
+{
+    for (long long i = blockIdx.x; i < num_pairs; i += gridDim.x) {
+        const T* from = x + (long long)(pairs[i] / top_k) * row_length;
+        for (int k = threadIdx.x; k < row_length; k += blockDim.x)
+            out[i * row_length + k] = from[k];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) combine_rows(
+    const float* rows, const void* weights, int weights_kind, int num_tokens, int top_k,
+    int hidden, Hidden::Bits* out)
+{
+    combine_tokens<Hidden, F32, 1>(
+        (Row<F32>)rows, nullptr, weights, weights_kind, num_tokens, top_k, hidden, out);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) combine(
+    const Hidden::Bits* rows, const int* place, const void* weights, int weights_kind,
+    int num_tokens, int top_k, int hidden, Hidden::Bits* out)
+{
+    if (is_chunked<Hidden>(hidden, rows, out))
+        combine_tokens<Hidden, Hidden, PER_CHUNK<Hidden>>(
+            rows, place, weights, weights_kind, num_tokens, top_k, hidden, out);
+    else
+        combine_tokens<Hidden, Hidden, 1>(
+            rows, place, weights, weights_kind, num_tokens, top_k, hidden, out);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) gather(
+    const Hidden::Bits* x, const int* pairs, int num_pairs, int top_k, int hidden,
+    Hidden::Bits* out)
+{
+    constexpr unsigned per_chunk = PER_CHUNK<Hidden>;
+    if (is_chunked<Hidden>(hidden, x, out))
+        gather_rows((const uint4*)x, pairs, num_pairs, top_k, hidden / per_chunk, (uint4*)out);
+    else
+        gather_rows(x, pairs, num_pairs, top_k, hidden, out);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 3) activate(
+    const Hidden::Bits* both, long long num_rows, int width, int activation, Hidden::Bits* out)
+{
+    if (is_chunked<Hidden>(width, both, out))
+        activate_rows<Hidden, PER_CHUNK<Hidden>>(both, num_rows, width, activation, out);
+    else
+        activate_rows<Hidden, 1>(both, num_rows, width, activation, out);
+}

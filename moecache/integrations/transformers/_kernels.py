@@ -1,0 +1,78 @@
+"""Which kernel computes which layer, and what the slots have that the modules have otherwise."""
+
+import logging
+from collections.abc import Sequence
+
+from torch import nn
+
+from moecache.errors import ConfigError
+from moecache.integrations.transformers import _llama4
+from moecache.integrations.transformers._binding import Binding
+from moecache.integrations.transformers._fast import kernel_of, no_kernel
+from moecache.integrations.transformers._on_device import DeviceKernel, device_kernel_of
+from moecache.kernels import SlotKernel
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.slots import CudaSlots
+
+logger = logging.getLogger(__name__)
+
+
+def make_kernels(
+    bindings: Sequence[Binding], runtime: ExpertRuntime, compute: str
+) -> tuple[dict[int, SlotKernel | DeviceKernel], dict[int, str]]:
+    """Return what computes each layer, none for "torch", and why torch computes the others.
+
+    On a GPU torch may be left with some layers, with a warning; in RAM with none.
+
+    Raises
+    ------
+    ConfigError
+        If there is no kernel for a layer in RAM, or on a GPU for any of them.
+    """
+    made: dict[int, SlotKernel | DeviceKernel] = {}
+    left: dict[int, str] = {}
+    if compute == "torch":
+        return made, left
+    for binding in bindings:
+        module, layer = binding.module, binding.layer
+        turned = is_transposed(module) and not binding.has_output_rows
+        alternate = _is_interleaved(binding)
+        if not isinstance(runtime.pool, CudaSlots):
+            made[layer] = kernel_of(
+                *(module, runtime, layer, compute), is_transposed=turned, is_interleaved=alternate
+            )
+            continue
+        try:
+            made[layer] = device_kernel_of(
+                *(module, runtime, layer, binding.dtype, compute),
+                is_transposed=turned,
+                is_interleaved=alternate,
+            )
+        except ConfigError as error:
+            left[layer] = str(error)
+    if left:
+        reason = next(iter(left.values()))
+        if not made:
+            raise no_kernel(type(bindings[0].module).__name__, compute, reason)
+        logger.warning(
+            "transformers.left_to_torch layers=%d of=%d: %s", len(left), len(bindings), reason
+        )
+    return made, left
+
+
+def is_copied(binding: Binding, runtime: ExpertRuntime) -> bool:
+    """Return whether slots have no weights as a module has them: in a format, or in its order."""
+    is_turned = binding.has_output_rows and is_transposed(binding.module)
+    is_coded = any(role.format for role in runtime.layout.layers[binding.layer])
+    return is_coded or is_turned or binding.regroup is not None
+
+
+def _is_interleaved(binding: Binding) -> bool:
+    """Return whether rows of gate and up alternate in the slots."""
+    is_interleaved = not getattr(binding.module, "is_concatenated", True)
+    return is_interleaved != (binding.regroup is not None)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a module's weights are stored [in, out]; Llama 4's are, without a flag."""
+    return bool(getattr(module, "is_transposed", _llama4.is_llama4(module)))

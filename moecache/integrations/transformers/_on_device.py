@@ -1,0 +1,112 @@
+"""DeviceKernel: `compute="fast"` where slots are on a GPU, by `moecache.cuda.CudaExperts`.
+
+The hidden states, ids and weights stay on the device. Where every expert is resident the host sees
+none of them, so that `torch.cuda.graph` can hold a step.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from moecache.cuda import CudaExperts
+from moecache.cuda.experts import ACTIVATIONS
+from moecache.errors import ConfigError
+from moecache.integrations.transformers._gates import gate_of
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.slots import CudaSlots
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class DeviceKernel:
+    """Computes the experts of one layer on the GPU that has their slots.
+
+    Parameters
+    ----------
+    experts : CudaExperts
+    layer : int
+        Of the runtime.
+    dtype : torch.dtype
+        Of the weights in the slots.
+    """
+
+    def __init__(self, experts: CudaExperts, layer: int, dtype: torch.dtype) -> None:
+        self._experts = experts
+        self._layer = layer
+        self._dtype = dtype
+
+    def __call__(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the output of the routed experts, of hidden's dtype.
+
+        Parameters
+        ----------
+        hidden : Tensor, shape [num_tokens, hidden_size]
+        ids : Tensor of int, shape [num_tokens, top_k]
+        weights : Tensor, shape [num_tokens, top_k]
+
+        Raises
+        ------
+        ConfigError
+            If shapes do not fit.
+        MoeCacheError
+            If the runtime is closed, or a graph is captured that would depend on what happens to
+            be resident.
+        """
+        given = hidden.to(self._dtype).contiguous()
+        chosen = ids if ids.dtype in _INTEGERS else ids.long()
+        shares = weights if weights.dtype in (torch.float32, self._dtype) else weights.float()
+        # torch's own memory: in a graph it is the graph's.
+        out = torch.empty_like(given)
+        self._experts(self._layer, given, chosen.contiguous(), shares.contiguous(), out=out)
+        return out.to(hidden.dtype)
+
+
+def device_kernel_of(
+    module: nn.Module,
+    runtime: ExpertRuntime,
+    layer: int,
+    dtype: torch.dtype,
+    compute: str,
+    *,
+    is_transposed: bool,
+    is_interleaved: bool,
+) -> DeviceKernel:
+    """Return what computes the experts of a module in the slots of a GPU.
+
+    Raises
+    ------
+    ConfigError
+        With the reason, if the GPU's kernels do not compute them.
+    """
+    if compute == "fast-int8":
+        raise ConfigError("activations of 8 bits are for processors, not for a GPU")
+    if is_transposed:
+        raise ConfigError("their weights are stored transposed, [in, out]")
+    gate: dict[str, Any] = gate_of(module)
+    if is_interleaved:
+        raise ConfigError("rows of gate and up alternate")
+    if getattr(module, "has_post_expert_norm", False):
+        raise ConfigError("each expert has a norm of its own")
+    if gate["activation"] not in ACTIVATIONS:
+        raise ConfigError(f"there is no kernel for {gate['activation']} on a GPU")
+    return DeviceKernel(runtime.on_device(gate["activation"]), layer, dtype)
+
+
+def follow_streams(runtime: ExpertRuntime) -> None:
+    """Have slots on a GPU wait for torch's streams, and torch's streams for them."""
+    if not isinstance(runtime.pool, CudaSlots):
+        return
+    device = torch.device(runtime.pool.device.name)
+    if device.type == "cuda":
+        runtime.pool.device.stream_source = lambda: torch.cuda.current_stream(device).cuda_stream
+
+
+def is_captured(runtime: ExpertRuntime) -> bool:
+    """Return whether a CUDA graph captures what the calling thread issues."""
+    if runtime.closed or not isinstance(runtime.pool, CudaSlots):
+        return False
+    device = runtime.pool.device
+    return device.is_capturing(device.current_stream())

@@ -1,0 +1,86 @@
+"""What compilers make of CUDA kernels: registers, spills, and the instructions of each."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from moecache.cuda._sources import OPTIONS, source_of
+
+
+def _tool(name: str) -> str | None:
+    """Return a program of the PATH, or of NVIDIA's wheels."""
+    found = shutil.which(name)
+    if found is None:
+        for folder in map(Path, sys.path):
+            found = next((str(one) for one in folder.glob(f"nvidia/cu*/bin/{name}")), found)
+    return found
+
+
+NVCC = _tool("nvcc")
+_FOUND = re.compile(
+    r"Compiling entry function '(\w+)' for.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers",
+    re.DOTALL,
+)
+_INSTRUCTION = re.compile(
+    r"^\s*(?:/\*[0-9a-f]+\*/\s+)?(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)"
+)
+
+
+class MachineCode(NamedTuple):
+    """A kernel for one kind of GPU.
+
+    Parameters
+    ----------
+    registers : int
+        Of a thread.
+    spilled_bytes : int
+        Of a thread, that found no register.
+    """
+
+    registers: int
+    spilled_bytes: int
+
+
+def disassembler() -> str | None:
+    """Return NVIDIA's disassembler, if it is here."""
+    return _tool("nvdisasm")
+
+
+@functools.cache
+def compiled(kernel: str, arch: int) -> tuple[dict[str, MachineCode], bytes]:
+    """Return what ptxas says of every kernel of a source, by name, and the file that it makes."""
+    assert NVCC is not None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "kernels.cu").write_text(source_of(kernel).text)
+        command = [NVCC, *OPTIONS, "-cubin", "-Xptxas", "-v", f"-arch=sm_{arch}"]
+        command += ["-o", os.fspath(folder / "out"), os.fspath(folder / "kernels.cu")]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        found = {
+            match[1]: MachineCode(int(match[4]), int(match[2]) + int(match[3]))
+            for match in _FOUND.finditer(run.stderr)
+        }
+        return found, (folder / "out").read_bytes()
+
+
+def instructions(kernel: str, arch: int) -> list[str]:
+    """Return the instructions of a kernel in their order, such as "LDG.E.EF.128"; no operands."""
+    tool = disassembler()
+    assert tool is not None
+    entry = source_of(kernel).entry
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled(kernel, arch)[1])
+        file.flush()
+        command = [tool, "-c", "-ndf", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, _, code = text.partition(f".text.{entry}:")
+    lines = code.split(".section", 1)[0].splitlines()
+    return [match[1] for line in lines if (match := _INSTRUCTION.match(line))]

@@ -1,0 +1,45 @@
+"""What NVIDIA's compilers make of the kernels, where they are installed; no GPU is needed."""
+
+import pytest
+
+from tests.helpers.machine_code import NVCC, compiled, disassembler, instructions
+
+# Three blocks of 256 threads share the 65,536 registers of a multiprocessor.
+MOST_REGISTERS = 80
+IN_FLIGHT = 8
+
+pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not here; the extra cuda-test has it")
+disassembled = pytest.mark.skipif(
+    disassembler() is None, reason="nvdisasm is not here; the extra cuda-test has it"
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch"),
+    [
+        *(("decode_bf16", arch) for arch in (80, 90, 100)),
+        *((f"decode_{hidden}", 90) for hidden in ("f32", "f16")),
+        ("gather_bf16", 90),
+    ],
+)
+def test_registers_suffice(kernel: str, arch: int) -> None:
+    """No kernel spills, and three blocks fit on a multiprocessor."""
+    found, _ = compiled(kernel, arch)
+    assert len(found) >= 3
+    assert {name: one.spilled_bytes for name, one in found.items()} == dict.fromkeys(found, 0)
+    assert max(one.registers for one in found.values()) <= MOST_REGISTERS
+
+
+@disassembled
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_loads_are_of_128_bits_and_eight_are_under_way(arch: int) -> None:
+    """In both halves of the launch; x and h come in words of 128 bits, too."""
+    code = instructions("decode_bf16", arch)
+    weights = [at for at, name in enumerate(code) if name.endswith("EF.128")]
+    assert len(weights) == 2 * IN_FLIGHT
+    for half in (weights[:IN_FLIGHT], weights[IN_FLIGHT:]):
+        assert not any(name.startswith("FFMA") for name in code[half[0] : half[-1]])
+    # x: a load for each chunk of weights of a row. h is twice as wide.
+    others = [name for name in code if name.startswith("LDG") and name.endswith("128")]
+    assert len(others) - len(weights) == IN_FLIGHT // 2 + 2 * IN_FLIGHT // 4
+    assert not any(name.startswith(("LDL", "STL")) for name in code)

@@ -8,9 +8,9 @@ from tests.helpers.machine_code import NVCC, compiled, disassembler, instruction
 MOST_REGISTERS = 80
 IN_FLIGHT = 8
 
-pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc compiles the kernels and is not here")
+pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not here; the extra cuda-test has it")
 disassembled = pytest.mark.skipif(
-    disassembler() is None, reason="nvdisasm (the wheel nvidia-cuda-nvdisasm) is not here"
+    disassembler() is None, reason="nvdisasm is not here; the extra cuda-test has it"
 )
 
 

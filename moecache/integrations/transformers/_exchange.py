@@ -1,5 +1,6 @@
 """Exchange: the rows of one step, each computed by one rank, brought to all."""
 
+import time
 import zlib
 from types import TracebackType
 from typing import Any, Self
@@ -113,6 +114,13 @@ class Exchange:
             pass  # the first error is the one that counts
 
     def _finish(self, status: int) -> None:
+        began = time.perf_counter_ns()
+        try:
+            self._bring(status)
+        finally:
+            self._ranks.waited_ns += time.perf_counter_ns() - began
+
+    def _bring(self, status: int) -> None:
         mine = self._pairs[self._ranks.rank]
         try:
             if not self.is_early:
@@ -135,7 +143,7 @@ class Exchange:
             # MoeCacheError is no RuntimeError.
             raise self._ranks.lost(f"at layer {self._layer}", error) from error
         if failed and status == _OK:
-            raise self._ranks.failed(failed, self._layer)
+            raise self._ranks.failed(sorted(set(failed)), self._layer)
 
     def _say_which(self) -> None:
         """Begin to tell everybody which rows are computed by now."""

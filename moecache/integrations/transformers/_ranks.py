@@ -247,14 +247,20 @@ class Ranks(NotCopied):
         self._closed = True
         self._heartbeat.end(reason)
         self._broken = self._broken or "this rank's model is closed"
-        # Connections end with it, so that whoever waits for this rank is told at once.
+        self._disconnect()
+        if reason and self.rank == 0:
+            # The store may be in this process: the others ask there what became of it.
+            self._heartbeat.wait_for_others(SILENT_S)
+
+    def _disconnect(self) -> None:
+        """End all connections, so that whoever waits for this rank is told at once.
+
+        They end with the last reference to the groups: no frame may have one.
+        """
         for group in {self.group, self._control}:
             with contextlib.suppress(ValueError, RuntimeError):
                 dist.destroy_process_group(group)
         del self.group, self._control
-        if reason and self.rank == 0:
-            # The store may be in this process: the others ask there what became of it.
-            self._heartbeat.wait_for_others(SILENT_S)
 
     def __enter__(self) -> Self:
         """Return this."""

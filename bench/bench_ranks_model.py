@@ -16,7 +16,7 @@ def test_simulated_ranks_miss_and_send_what_ranks_do(tmp_path: Path) -> None:
 
     figures = tmp_path / "figures.json"
     sizes = ["--layers", "2", "--experts", "24", "--hidden", "64", "--width", "64"]
-    given = ["--ranks", "1", "2", "--tokens", "12", "--share", "0.5", "--json", str(figures)]
+    given = ["--ranks", "2", "--tokens", "12", "--share", "0.5", "--json", str(figures)]
     ranks_model.main([*sizes, *given, "--directory", str(tmp_path)])
     for row in json.loads(figures.read_text())["rows"]:
         assert row["measured_misses"] == row["simulated_misses"] > 0

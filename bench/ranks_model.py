@@ -79,35 +79,29 @@ def _compare(
 ) -> dict[str, Any]:
     """Return what so many ranks took, and what was simulated."""
     slots = int(arguments.share * arguments.layers * arguments.experts)
-    given = {"model": model, "tokens": arguments.tokens}
-    alone = _run("resident", num_ranks, spread=False, trace=trace_path, **given)
-    reads = _run("reads", num_ranks, spread=False, model=model, slots=slots)
-    exchange = (
-        _run("exchange", num_ranks, model=model, slots=slots)
-        if num_ranks > 1
-        else [{"few_s": 0.0, "many_s": 0.0, "many_bytes": 1, "row_bytes": 1}]
-    )
-    measured = _run("decode", num_ranks, slots=slots, spread=num_ranks > 1, **given)
+    given = {"model": model, "slots": slots, "tokens": arguments.tokens}
+    alone = _run("alone", num_ranks, spread=False, trace=trace_path, **given)
+    measured = _run("ranks", num_ranks, spread=num_ranks > 1, **given)
     trace = Trace.load(trace_path)
-    one_s = statistics.mean(one["one_s"] for one in reads)
-    many_s = statistics.mean(one["many_s"] for one in reads)
-    nbytes = reads[0]["expert_bytes"]
+    one_s = statistics.mean(one["one_s"] for one in alone)
+    many_s = statistics.mean(one["many_s"] for one in alone)
+    nbytes = alone[0]["expert_bytes"]
     rate = (MANY - 1) * nbytes / max(many_s - one_s, 1e-9)
     layer_s = statistics.mean(one["token_s"] for one in alone) / arguments.layers
-    few_s = max(one["few_s"] for one in exchange)
-    dt_s = max(max(one["many_s"] for one in exchange) - few_s, 1e-9)
+    few_s = max(one["few_s"] for one in measured)
+    dt_s = max(max(one["exchanged_s"] for one in measured) - few_s, 1e-9)
     machine = {
         "bandwidth": rate,
         "latency_ns": max(0, round((one_s - nbytes / rate) * 1e9)),
         "compute_ns": round(layer_s * 1e9),
         "expert_share": statistics.mean(one["expert_share"] for one in alone),
     }
-    network = Network("measured", exchange[0]["many_bytes"] / dt_s, round(few_s * 1e9), 0)
+    network = Network("measured", measured[0]["exchanged_bytes"] / dt_s, round(few_s * 1e9), 0)
     simulated = simulate_ranks(
         trace,
         num_ranks,
         network=network,
-        row_bytes=exchange[0]["row_bytes"],
+        row_bytes=measured[0]["row_bytes"],
         capacity=slots,
         expert_bytes=nbytes,
         **machine,
@@ -212,8 +206,10 @@ def _decode(model: Any, tokens: int) -> float:
     return time.perf_counter() - begin
 
 
-def _resident(model: str, tokens: int, trace: str, rank: int, *, spread: bool) -> dict[str, Any]:
-    """Measure a token where all is resident, and how much of it is the experts'."""
+def _alone(
+    model: str, tokens: int, slots: int, trace: str, rank: int, *, spread: bool
+) -> dict[str, Any]:
+    """Measure a token where all is resident, how much of it is the experts', and reads."""
     loaded = _load(model, spread=spread, memory="100%")
     with loaded.moecache as offload:
         # Only what one of them chose: all choose alike.
@@ -221,13 +217,14 @@ def _resident(model: str, tokens: int, trace: str, rank: int, *, spread: bool) -
         with offload.runtime.record_trace(path):
             _decode(loaded, tokens)
         token_s = _decode(loaded, tokens) / tokens
-        spent, hooks = [0.0], []
+        spent = [0.0]
         for name, module in loaded.named_modules():
             if name.endswith(".experts"):
-                hooks.append(module.register_forward_pre_hook(_clock(spent, -1.0)))
-                hooks.append(module.register_forward_hook(_clock(spent, 1.0)))
+                module.register_forward_pre_hook(_clock(spent, -1.0))
+                module.register_forward_hook(_clock(spent, 1.0))
         total_s = _decode(loaded, tokens)
-    return {"token_s": token_s, "expert_share": min(1.0, spent[0] / total_s)}
+    expert_share = min(1.0, spent[0] / total_s)
+    return {"token_s": token_s, "expert_share": expert_share, **_reads(model, slots, rank)}
 
 
 def _clock(spent: list[float], sign: float) -> Callable[..., None]:
@@ -237,7 +234,7 @@ def _clock(spent: list[float], sign: float) -> Callable[..., None]:
     return note
 
 
-def _reads(model: str, slots: int, rank: int, **_: Any) -> dict[str, Any]:
+def _reads(model: str, slots: int, rank: int) -> dict[str, Any]:
     """Measure one miss, and several at once, as a step waits for them."""
     import moecache
 
@@ -261,53 +258,46 @@ def _reads(model: str, slots: int, rank: int, **_: Any) -> dict[str, Any]:
         return {"one_s": one_s, "many_s": many_s, "expert_bytes": layout.expert_bytes(0)}
 
 
-def _exchange(model: str, slots: int, *, spread: bool, **_: Any) -> dict[str, Any]:
-    """Measure exchanges of few rows and of many, all of the engine's work on them included."""
+def _ranks(model: str, tokens: int, slots: int, *, spread: bool, **_: Any) -> dict[str, Any]:
+    """Decode from cold; then measure exchanges of few rows and of many."""
+    loaded = _load(model, spread=spread, slots=slots)
+    with loaded.moecache as offload:
+        found = {"total_s": _decode(loaded, tokens), "num_misses": offload.stats().num_misses}
+        if not spread:
+            none = {"few_s": 0.0, "exchanged_s": 0.0, "exchanged_bytes": 1, "row_bytes": 1}
+            return {**found, "sent_bytes": 0, **none}
+        found["sent_bytes"] = offload.ranks.sent_bytes
+        return {**found, **_exchange(offload.ranks, loaded.config)}
+
+
+def _exchange(ranks: Any, config: Any) -> dict[str, Any]:
+    """Measure exchanges, all of the engine's work on them included."""
     import torch
 
     from moecache.integrations.transformers._exchange import Exchange
 
-    loaded = _load(model, spread=spread, slots=slots)
-    with loaded.moecache as offload:
-        ranks, width = offload.ranks, loaded.config.hidden_size
-        experts = loaded.config.num_experts
-        spans = []
-        # One row of each rank, and eight: below what is sent early.
-        for each in (1, 8):
-            ids = (np.arange(each * ranks.num_ranks) % experts).reshape(1, -1)
-            found = []
-            for _ in range(200):
-                begin = time.perf_counter()
-                with Exchange(ranks, 0, ids, width, torch.bfloat16, torch.device("cpu")):
-                    pass
-                found.append(time.perf_counter() - begin)
-            spans.append(statistics.median(found))
+    width, spans = config.hidden_size, []
+    # One row of each rank, and eight: below what is sent early.
+    for each in (1, 8):
+        ids = (np.arange(each * ranks.num_ranks) % config.num_experts).reshape(1, -1)
+        found = []
+        for _ in range(100):
+            begin = time.perf_counter()
+            with Exchange(ranks, 0, ids, width, torch.bfloat16, torch.device("cpu")):
+                pass
+            found.append(time.perf_counter() - begin)
+        spans.append(statistics.median(found))
     return {
         "few_s": spans[0],
-        "many_s": spans[1],
-        "many_bytes": 7 * 2 * width * (ranks.num_ranks - 1),
+        "exchanged_s": spans[1],
+        "exchanged_bytes": 7 * 2 * width * (ranks.num_ranks - 1),
         "row_bytes": 2 * width,
     }
 
 
-def _timed_decode(model: str, tokens: int, slots: int, *, spread: bool, **_: Any) -> Any:
-    """Decode from cold; return the seconds."""
-    loaded = _load(model, spread=spread, slots=slots)
-    with loaded.moecache as offload:
-        total_s = _decode(loaded, tokens)
-        ranks = offload.ranks if spread else None
-        return {
-            "total_s": total_s,
-            "num_misses": offload.stats().num_misses,
-            "sent_bytes": 0 if ranks is None else ranks.sent_bytes,
-        }
-
-
 CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {
-    "resident": _resident,
-    "reads": _reads,
-    "exchange": _exchange,
-    "decode": _timed_decode,
+    "alone": _alone,
+    "ranks": _ranks,
 }
 
 

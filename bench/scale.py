@@ -161,7 +161,7 @@ def plot(results: dict[str, Any], path: str) -> None:
         base = [low + height for low, height in zip(base, heights, strict=True)]
     last.set_title(f"{MODELS[list(scales)[-1]].title}, 10GbE: where the time goes", fontsize=10)
     last.set(xlabel="machines", ylabel="share of the time", ylim=(0, 1))
-    last.legend(frameon=False, fontsize=9, loc="lower right")
+    last.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
     for name in NETWORKS:
         cells = results["batches"][name]
         axes[1, 1].plot(

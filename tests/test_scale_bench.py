@@ -61,19 +61,18 @@ def test_what_is_apart_by_a_fifth_is_a_failure(
         **machine,
     )
     measured = {
-        "resident": {"token_s": 3 * 400e-6, "expert_share": 0.25},
-        "reads": {
+        "alone": {
+            "token_s": 3 * 400e-6,
+            "expert_share": 0.25,
             "one_s": 50e-6 + nbytes / rate,
             "many_s": 50e-6 + ranks_model.MANY * nbytes / rate,
             "expert_bytes": nbytes,
         },
-        "exchange": {
+        "ranks": {
             "few_s": few_s,
-            "many_s": few_s + 1e-3,
-            "many_bytes": 10**6,
+            "exchanged_s": few_s + 1e-3,
+            "exchanged_bytes": 10**6,
             "row_bytes": 256,
-        },
-        "decode": {
             "total_s": expected.total_ns / 1e9 * factor,
             "num_misses": 5,
             "sent_bytes": (expected.network_bytes - 20 * 2 * AGREE_BYTES) // 2,
@@ -81,7 +80,7 @@ def test_what_is_apart_by_a_fifth_is_a_failure(
     }
 
     def run(role: str, num_ranks: int, **given: Any) -> list[dict[str, Any]]:
-        if role == "resident":
+        if role == "alone":
             trace.save(given["trace"])
         return [measured[role]] * num_ranks
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from bench.hit_rates import NAMES, TRACES, load
 from bench.machine import describe_machine
 from moecache.study import Timing, Trace, simulate_time
-from moecache.study.timing import PREFETCH_MODES
+from moecache.study._machine import PREFETCH_MODES
 from moecache.units import format_bytes_per_s, format_ns
 
 EXPERT_BYTES = "6MB"

@@ -8,7 +8,7 @@ import pytest
 
 from moecache import cli
 from moecache.study import load_any, simulate_time
-from moecache.study.timing import PREFETCH_MODES
+from moecache.study._machine import PREFETCH_MODES
 from tests.helpers.routing import random_trace
 
 ROOT = Path(__file__).parents[1]

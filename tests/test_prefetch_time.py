@@ -7,7 +7,7 @@ import pytest
 
 from bench import prefetch_time
 from bench.hit_rates import NAMES
-from moecache.study.timing import PREFETCH_MODES
+from moecache.study._machine import PREFETCH_MODES
 from tests.helpers.routing import random_trace
 
 

@@ -22,20 +22,21 @@ from moecache.commands.arguments import (
     split,
 )
 from moecache.commands.paths import printable
+from moecache.commands.simulate_ranks import add_options, cells, check_options, print_table
 from moecache.errors import ConfigError
 from moecache.files import Kind, write_whole
 from moecache.settings import DEFAULT_POLICY, DEFAULT_SCOPE, POLICIES
 from moecache.study._arguments import clip_capacity
-from moecache.study.advice import expert_size
-from moecache.study.device import DEFAULT_LATENCY_NS
-from moecache.study.timing import (
+from moecache.study._machine import (
     DEFAULT_BANDWIDTH,
     DEFAULT_COMPUTE_NS,
     DEFAULT_EXPERT_SHARE,
     PREFETCH_MODES,
-    Timing,
-    simulate_time,
 )
+from moecache.study.advice import expert_size
+from moecache.study.device import DEFAULT_LATENCY_NS
+from moecache.study.ranks import RanksTiming
+from moecache.study.timing import Timing, simulate_time
 from moecache.traces.trace import Trace
 from moecache.units import format_bytes, format_bytes_per_s, format_ns, parse_bytes_per_s, parse_ns
 
@@ -53,10 +54,12 @@ def add_parser(commands: Any) -> None:
         help="estimate tokens per second on recorded routing",
         description="Put routing traces through the cache and the loader with reads that take a "
         "set time, and show tokens per second and what was waited for. Nothing is read and nothing "
-        "waits: the clock is simulated. docs/study.md says what the model leaves out.",
+        "waits: the clock is simulated. With --ranks, on several machines and the network between "
+        "them. docs/study.md and docs/scale.md say what the model leaves out.",
         epilog="examples: moecache simulate examples/traces/tiny_moe.npz --compute 5us | "
         "moecache simulate run.npz --expert-bytes 6MB --bandwidth 25GB/s,2.5GB/s | "
-        "moecache simulate run.npz --policy lru,echo --capacity 10%,25% --csv times.csv",
+        "moecache simulate run.npz --policy lru,echo --capacity 10%,25% --csv times.csv | "
+        "moecache simulate run.npz --ranks 1,2,4 --network 1GbE,10GbE --prefetch off",
     )
     parser.add_argument("traces", nargs="+", metavar="TRACE", help=TRACES_HELP)
     add_option(parser, "prefetch", names=PREFETCH_MODES, instead="all")
@@ -99,6 +102,7 @@ def add_parser(commands: Any) -> None:
         default=DEFAULT_EXPERT_SHARE,
         help="how much of that is the routed experts' (default: %(default)s)",
     )
+    add_options(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="all figures, instead of the table")
     shown.add_argument("--csv", metavar="FILE", help="write all figures there, too")
@@ -110,6 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate, show, write; return the exit code."""
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     check_outputs(arguments, dict.fromkeys(arguments.traces, "the trace"), csv=_CSV_FILE)
+    check_options(arguments)
     todo = list(_cells(arguments))
     progress = Console(stderr=True).is_terminal
     found = [(name, simulate(progress)) for name, simulate in todo]
@@ -117,14 +122,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.print(json.dumps(rows, indent=1, allow_nan=False))
     else:
-        for (name, *_), cells in groupby(found, key=_place):
-            _print_table(console, name, [timing for _, timing in cells])
+        for (name, *_), group in groupby(found, key=_place):
+            timings = [timing for _, timing in group]
+            alone = [timing for timing in timings if isinstance(timing, Timing)]
+            several = [timing for timing in timings if isinstance(timing, RanksTiming)]
+            if alone:
+                _print_table(console, name, alone)
+            if several:
+                print_table(console, name, several)
     if arguments.csv:
+        # A line has no room for what each rank did.
+        lists = {key for key, value in rows[0].items() if isinstance(value, list)}
+        rows = [{key: row[key] for key in row if key not in lists} for row in rows]
         _write_csv(arguments.csv, rows, force=arguments.force)
     return 0
 
 
-def _cells(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[bool], Timing]]]:
+def _cells(
+    arguments: argparse.Namespace,
+) -> Iterator[tuple[str, Callable[[bool], Timing | RanksTiming]]]:
     """Yield a trace's name and the function that simulates it, once all options are checked."""
     policies = choose("policy", arguments.policy, POLICIES, (DEFAULT_POLICY,))
     modes = choose("prefetch", arguments.prefetch, PREFETCH_MODES, PREFETCH_MODES)
@@ -161,13 +177,27 @@ def _cells(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[bool]
             nbytes = expert_size(trace, arguments.expert_bytes)
         with naming("--capacity"):
             slots = [clip_capacity(text, trace, arguments.scope) for text in capacities]
+        if arguments.ranks is not None:
+            for one in cells(
+                *(arguments, trace, rates, policies, modes),
+                latency_ns=latency_ns,
+                compute_ns=compute_ns,
+                expert_share=arguments.expert_share,
+                expert_bytes=nbytes,
+                scope=arguments.scope,
+            ):
+                yield name, one
+            continue
         for capacity, rate, policy, mode in product(slots, rates, policies, modes):
             yield name, simulation(trace, capacity, rate, policy, mode, nbytes)
 
 
-def _place(cell: tuple[str, Timing]) -> tuple[str, int, float]:
+def _place(cell: tuple[str, Timing | RanksTiming]) -> tuple[str, int, float]:
     """Return what the rows of a table have in common."""
     name, timing = cell
+    if isinstance(timing, RanksTiming):
+        # Ranks with less than they have room for differ in slots: those are in the rows.
+        return name, 0, timing.ranks[0].bandwidth
     return name, timing.capacity, timing.bandwidth
 
 

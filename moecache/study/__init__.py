@@ -13,7 +13,9 @@ from moecache.study.importers import (
     from_router_logits,
     load_any,
 )
+from moecache.study.network import Network
 from moecache.study.prediction import Recall, recall
+from moecache.study.ranks import RanksTiming, simulate_ranks
 from moecache.study.replay import Replay, replay
 from moecache.study.statistics import TraceStatistics, coactivation, statistics
 from moecache.study.sweeps import sweep
@@ -23,6 +25,8 @@ from moecache.traces.trace import Trace, concatenate, from_log, interleave
 
 __all__ = [
     "MissRatioCurve",
+    "Network",
+    "RanksTiming",
     "Recall",
     "Recommendation",
     "Replay",
@@ -43,6 +47,7 @@ __all__ = [
     "recall",
     "recommend",
     "replay",
+    "simulate_ranks",
     "simulate_time",
     "statistics",
     "sweep",

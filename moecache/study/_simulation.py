@@ -63,6 +63,29 @@ class SimulatedHost:
 
     def run(self, trace: Trace, compute_ns: int, expert_share: float) -> Generator[int, None, None]:
         """Compute a trace's steps one after the other; yield how many are done."""
+        for step, layer in self.layers(trace, compute_ns, expert_share):
+            if layer == trace.num_layers - 1:
+                yield step + 1
+
+    def layers(
+        self,
+        trace: Trace,
+        compute_ns: int,
+        expert_share: float,
+        mine: np.ndarray | None = None,
+    ) -> Generator[tuple[int, int], None, None]:
+        """Compute a trace layer by layer; yield the step and the layer that are done.
+
+        Parameters
+        ----------
+        trace : Trace
+        compute_ns : int
+            What one row computes in one layer.
+        expert_share : float
+            How much of that is the routed experts' work.
+        mine : array of bool, shape [num_tokens, num_layers, top_k], optional
+            The pairs that this host computes; the others take it no time. By default all.
+        """
         expert_ns = round(compute_ns * expert_share)
         bounds = step_bounds(trace)
         begins = sequence_begins(trace, bounds).tolist()
@@ -70,6 +93,10 @@ class SimulatedHost:
         experts = np.ascontiguousarray(trace.experts, np.int32)
         told_apart = (trace.sequence != trace.sequence[:1]).any()
         num_chosen = np.count_nonzero(experts >= 0, axis=2)
+        num_mine = num_chosen
+        if mine is not None:
+            experts = np.where(mine, experts, -1)
+            num_mine = np.count_nonzero(experts >= 0, axis=2)
         for step, (start, stop) in enumerate(pairwise(bounds.tolist())):
             if begins[step]:
                 self.cache.begin_sequence()
@@ -77,17 +104,18 @@ class SimulatedHost:
                     self.prefetcher.begin_sequence()
             rows = stop - start
             rest_ns = rows * (compute_ns - expert_ns)
-            for layer, num_pairs in enumerate(num_chosen[start:stop].sum(0).tolist()):
+            of_all = num_chosen[start:stop].sum(0).tolist()
+            for layer, num_pairs in enumerate(num_mine[start:stop].sum(0).tolist()):
                 self.clock.advance(rest_ns)
                 if num_pairs:
                     # A row of one token, as a host that decodes has it.
                     ids = experts[start, layer] if rows == 1 else experts[start:stop, layer]
-                    time_ns = rows * expert_ns
+                    time_ns = rows * expert_ns * num_pairs // of_all[layer]
                     sequences = row_sequences(trace, start, stop) if told_apart else None
                     self._compute_experts(
                         layer, ids, num_pairs, time_ns, bulk=bool(bulk[step]), sequences=sequences
                     )
-            yield step + 1
+                yield step, layer
 
     def _compute_experts(
         self,

@@ -2,40 +2,28 @@
 
 import html
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from moecache.errors import ConfigError
-from moecache.layout import ExpertLayout
-from moecache.settings import POLICIES
-from moecache.sizing.planning import num_staging_slots
-from moecache.study._arguments import clip_capacity, total_experts
+from moecache.study._arguments import total_experts
+from moecache.study._machine import (
+    DEFAULT_BANDWIDTH,
+    DEFAULT_COMPUTE_NS,
+    DEFAULT_EXPERT_SHARE,
+    Machine,
+)
 from moecache.study._progress import Progress, Reporter
 from moecache.study._simulation import SimulatedHost
-from moecache.study.advice import expert_size
 from moecache.study.device import DEFAULT_LATENCY_NS
 from moecache.telemetry import PrefetchStats
 from moecache.traces.trace import Trace
-from moecache.units import format_bytes, format_bytes_per_s, format_ns, parse_bytes_per_s, parse_ns
+from moecache.units import format_bytes, format_bytes_per_s, format_ns
 
-PREFETCH_MODES = ("off", "echo", "last", "auto")
-DEFAULT_BANDWIDTH = "25GB/s"
-DEFAULT_COMPUTE_NS = 150_000
-DEFAULT_EXPERT_SHARE = 0.5
-# A hundred thousand seconds: what is summed of them is counted in 64 bits.
-MAX_NS = 10**14
-MAX_EXPERT_BYTES = 2**50
-MAX_STAGING_SLOTS = 65_536
 _AHEAD = ("num_issued", "num_useful", "num_late", "num_wrong", "num_cancelled")
-
-
-_Given = TypeVar("_Given")
-_Parsed = TypeVar("_Parsed")
 
 
 @dataclass(frozen=True, repr=False)
@@ -229,52 +217,43 @@ def simulate_time(
     ConfigError
         If an argument cannot be used, or an expert's size is not known.
     """
-    if policy not in POLICIES:
-        raise ConfigError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
-    if prefetch not in PREFETCH_MODES:
-        raise ConfigError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH_MODES)}")
-    if not isinstance(expert_share, Real) or not 0 <= expert_share <= 1:
-        raise ConfigError(f"expert_share must be in [0, 1], got {_shown(expert_share)}")
-    if staging_slots is not None and not (
-        isinstance(staging_slots, Integral) and 1 <= staging_slots <= MAX_STAGING_SLOTS
-    ):
-        raise ConfigError(
-            f"staging_slots must be an int from 1 to {MAX_STAGING_SLOTS:,}, "
-            f"got {_shown(staging_slots)}"
-        )
-    slots = clip_capacity(capacity, trace, scope)
-    nbytes = _parse("expert_bytes", lambda given: expert_size(trace, given), expert_bytes)
-    rate = _parse("bandwidth", parse_bytes_per_s, bandwidth)
-    latency_ns = _parse("latency_ns", parse_ns, latency_ns)
-    compute_ns = _parse("compute_ns", parse_ns, compute_ns)
-    _check_times(nbytes, rate, latency_ns=latency_ns, compute_ns=compute_ns)
-    layout = ExpertLayout.uniform(
-        num_layers=trace.num_layers,
-        num_experts=trace.num_experts,
-        top_k=trace.top_k,
-        expert_bytes=nbytes,
+    machine = Machine.parse(
+        trace,
+        policy,
+        prefetch,
+        capacity=capacity,
+        bandwidth=bandwidth,
+        latency_ns=latency_ns,
+        compute_ns=compute_ns,
+        expert_share=expert_share,
+        expert_bytes=expert_bytes,
+        scope=scope,
+        staging_slots=staging_slots,
     )
-    if staging_slots is None:
-        staging_slots = num_staging_slots(trace.top_k, slots)
-    host = SimulatedHost(layout, slots, staging_slots, policy, scope, rate, latency_ns, prefetch)
+    host = machine.host(trace)
     with Reporter(progress, trace.num_steps, "simulating") as report:
-        for done in host.run(trace, compute_ns, expert_share):
+        for done in host.run(trace, machine.compute_ns, machine.expert_share):
             report(done)
+    return timing_of(host, machine, trace)
+
+
+def timing_of(host: SimulatedHost, machine: Machine, trace: Trace, *, other_ns: int = 0) -> Timing:
+    """Return what a host took for a trace, of which `other_ns` it neither computed nor read."""
     stalls = host.stalls_ns
     profiler = host.cache.profiler
     return Timing(
-        policy=policy,
-        scope=scope,
-        prefetch=prefetch,
-        capacity=slots,
+        policy=machine.policy,
+        scope=machine.scope,
+        prefetch=machine.prefetch,
+        capacity=machine.capacity,
         total_experts=total_experts(trace),
-        expert_bytes=nbytes,
-        bandwidth=rate,
-        latency_ns=latency_ns,
+        expert_bytes=machine.expert_bytes,
+        bandwidth=machine.bandwidth,
+        latency_ns=machine.latency_ns,
         num_tokens=trace.num_tokens,
         num_steps=trace.num_steps,
         total_ns=host.clock.now_ns,
-        compute_ns=host.clock.now_ns - sum(stalls),
+        compute_ns=host.clock.now_ns - sum(stalls) - other_ns,
         stall_ns=sum(stalls),
         num_stalls=len(stalls),
         stall_p50_ns=float(np.percentile(stalls, 50)) if stalls else 0.0,
@@ -287,38 +266,3 @@ def simulate_time(
         link_busy_ns=host.device.busy_ns,
         prefetch_stats=None if host.prefetcher is None else PrefetchStats.of(host.prefetcher),
     )
-
-
-def _parse(name: str, parse: Callable[[_Given], _Parsed], given: _Given) -> _Parsed:
-    try:
-        return parse(given)
-    except ConfigError as error:
-        text = str(error)
-        raise ConfigError(text if name in text else f"{name}: {text}") from error
-
-
-def _check_times(nbytes: int, rate: float, **times_ns: int) -> None:
-    """Refuse what would take so long that the clock's figures overflow."""
-    for name, ns in times_ns.items():
-        if ns > MAX_NS:
-            raise ConfigError(
-                f"{name} must be from 0 to 10**14 ({format_ns(MAX_NS)}), got {_shown(ns)}"
-            )
-    if nbytes > MAX_EXPERT_BYTES:
-        raise ConfigError(
-            f"expert_bytes must be from 1 to 2**50 ({format_bytes(MAX_EXPERT_BYTES)}), "
-            f"got {_shown(nbytes)}"
-        )
-    if nbytes * 10**9 > MAX_NS * rate:
-        raise ConfigError(
-            f"bandwidth must be at least {format_bytes_per_s(nbytes * 1e9 / MAX_NS)} for experts "
-            f"of {format_bytes(nbytes)}, got {format_bytes_per_s(rate)}: one would take more than "
-            f"{format_ns(MAX_NS)}"
-        )
-
-
-def _shown(value: object) -> str:
-    try:
-        return f"{value!r:.80}"
-    except ValueError:  # an int of more digits than Python writes
-        return "an endless number"

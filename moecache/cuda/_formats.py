@@ -1,5 +1,7 @@
 """Formats that the kernels read, and what they are called in CUDA C."""
 
+import math
+
 from moecache.errors import ConfigError
 from moecache.formats import GlobalFormat, ScaledFormat, find_format
 
@@ -60,7 +62,4 @@ def check_matrix(role: str, name: str, rows: int, columns: int) -> None:
                 f"{role} [{rows}, {columns}] in {name} has scales at byte {start}, which a GPU "
                 f'cannot load; open it with device="cpu"'
             )
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        start += size
+        start += dtype.itemsize * math.prod(shape)

@@ -14,6 +14,7 @@ from moecache.commands import (
     generate,
     inspect,
     pack,
+    plan_ranks,
     replay,
     serve,
     simulate,
@@ -73,6 +74,7 @@ def _parser() -> CommandParser:
     generate.add_parser(commands)
     inspect.add_parser(commands)
     pack.add_parser(commands)
+    plan_ranks.add_parser(commands)
     replay.add_parser(commands)
     serve.add_parser(commands)
     simulate.add_parser(commands)

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import moecache
 from moecache import cli
@@ -287,11 +288,30 @@ def test_inspect_plans_for_a_gpu(
     assert "800.0 MiB" in shown
     assert "staging buffers" not in shown
     assert "256 of 256 experts, 12.0 MiB" in shown
+    assert 'with compute="fast": computed by kernels: cuda; bfloat16; ' in shown
+    assert "this machine reads" not in shown
     device.allocate(795 * 2**20)
     assert cli.main([*command, "--memory", "10MiB"]) == 0
     assert "for want of memory on cuda:0" in capsys.readouterr().out
     assert cli.main([*command[:-1], "gpu"]) != 0
     assert 'neither "cpu" nor "cuda"' in capsys.readouterr().err
+
+
+def test_inspect_says_why_a_gpu_has_no_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of experts without a gate, say."""
+    shapes = {"up": (8, 4), "down": (4, 8)}
+    tensors = {
+        f"backbone.layers.0.mixer.experts.{expert}.{name}_proj.weight": np.zeros(shape, np.float32)
+        for expert in range(4)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: FakeDevice())
+    assert cli.main(["inspect", str(tmp_path), "--device", "cuda"]) == 0
+    shown = capsys.readouterr().out
+    assert "no kernels on a GPU, so that torch multiplies: an expert of down, up" in shown
 
 
 def test_uploads_are_told(fake_cuda: FakeDevice, tiny_moe: Path) -> None:

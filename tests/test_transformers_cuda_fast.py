@@ -6,6 +6,7 @@ its arrays; the same tests run on a GPU where there is one.
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from tests.helpers.offloading import generated, load_whole
 from tests.helpers.tensor_device import opened
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 from moecache.integrations.transformers import attach, load  # noqa: E402
+from tests.helpers import torch_graph  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -189,6 +191,66 @@ def test_a_graph_holds_a_step(gpu: str, checkpoint: Callable[[str], Path]) -> No
                 place.copy_(value)
             replay()
             assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_a_graph_holds_a_token(
+    gpu: str, checkpoint: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the whole model, with a static cache: each replay is a token with the logits of eager."""
+    model = fast(checkpoint(name), "100%", prefetch="router")
+    model.set_attn_implementation("eager")
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    with model.moecache as offload, torch.no_grad():
+        offload.runtime.fill_slots().wait()
+        side = None if gpu == "cpu" else torch.cuda.Stream()
+        with nullcontext() if side is None else torch.cuda.stream(side):
+            found = []
+            for captures in (False, True):
+                cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+                model(PROMPTS[3][:1].to(gpu), past_key_values=cache)
+                model(token, past_key_values=cache)
+                replay: Any = None
+                if captures:
+                    replay, logits_of = captured(model, cache, token, side, monkeypatch)
+                parts = []
+                for number in (5, 17, 99):
+                    token.fill_(number)
+                    if replay is None:
+                        parts.append(model(token, past_key_values=cache).logits.clone())
+                    else:
+                        replay()
+                        parts.append(logits_of.clone())
+                token.zero_()
+                found.append(parts)
+    assert len(found[0]) == 3
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not torch.equal(*found[0][:2])
+
+
+def captured(
+    model: Any, cache: Any, token: Any, side: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, Any]:
+    """Return what computes a token again, and where its logits are then."""
+    if side is None:
+        before = [[t.clone() for t in tensors(layer)] for layer in cache.layers]
+        device = model.moecache.runtime.pool.device
+        with torch_graph.capturing(device, monkeypatch) as replay:
+            out = model(token, past_key_values=cache).logits
+        # What is captured is not computed.
+        for layer, kept in zip(cache.layers, before, strict=True):
+            for place, value in zip(tensors(layer), kept, strict=True):
+                place.copy_(value)
+        return replay, out
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        out = model(token, past_key_values=cache).logits
+    return graph.replay, out
+
+
+def tensors(layer: Any) -> list[Any]:
+    """Return the tensors of a cache's layer."""
+    return [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
 
 
 def test_a_graph_of_what_is_not_resident_is_refused(

@@ -59,6 +59,8 @@ cdef class ExpertCache:
     cdef object mask_view
 
     cdef bint is_global
+    cdef public bint evicts
+    cdef readonly uint64_t num_changes  # of the slot table
 
     cdef int share_of(self, int layer) noexcept
     cdef Policy part(self, int layer)
@@ -81,6 +83,9 @@ cdef class ExpertCache:
     ) except -1
     cdef void lease_hits(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, int32_t* out
+    ) noexcept
+    cdef void use_hits(
+        self, int layer, const void* ids, bint wide, Py_ssize_t n, bint leased
     ) noexcept
     cdef void lease_misses(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, int num_missing,

@@ -59,6 +59,11 @@ cdef class ExpertCache:
     ----------
     route_log : RouteLog or None
         Where `acquire` notes the ids of every step. None at first: nothing is noted.
+    evicts : bool
+        Whether slots may be taken from resident experts; True at first. While it is False only free
+        slots are claimed: what `slot_table` says stays so.
+    num_changes : int
+        How often `slot_table` changed.
 
     Raises
     ------
@@ -102,6 +107,7 @@ cdef class ExpertCache:
         self.policy = policy
         self.scope = scope
         self.is_global = scope == "global"
+        self.evicts = True
         self.profiler = profiler
         self.generation = profiler.generation
         self.num_words = (num_experts + 63) // 64
@@ -329,7 +335,7 @@ cdef class ExpertCache:
             partition = 0 if self.is_global else <int>layer
             local = self.local_key(<int>key)
             if self.room_left(part, partition) == 0:
-                if not evict:
+                if not (evict and self.evicts):
                     return -1
                 part.expect(local)
                 victim = part.victim()
@@ -352,6 +358,7 @@ cdef class ExpertCache:
             self.table[filled.key] = <int32_t>slot
             self.mask[layer * self.num_words + expert // 64] |= <uint64_t>1 << (expert % 64)
             self.resident_count += 1
+            self.num_changes += 1
             if filled.leases == 0:
                 unhold(<Policy>self.partitions[filled.partition], self.local_key(filled.key))
 
@@ -368,6 +375,93 @@ cdef class ExpertCache:
                 self.abandoned[failed.partition] += 1
             else:
                 self.free_slot(<int>slot)
+
+    def reserve(self, Py_ssize_t count) -> int:
+        """Evict, in advance, until so many slots are free; the policy chooses whom.
+
+        Then that many misses can be claimed while `evicts` is False.
+
+        Parameters
+        ----------
+        count : int
+            Free slots wanted; of each layer's share, where every layer has one.
+
+        Returns
+        -------
+        int
+            Experts evicted; less than wanted where the others are pinned or in use.
+        """
+        cdef Policy part
+        cdef int partition, victim, num_evicted = 0
+        with cython.critical_section(self):
+            if not self.evicts:
+                return 0
+            self.heed_reset()
+            for partition in range(len(self.partitions)):
+                part = <Policy>self.partitions[partition]
+                while self.room_left(part, partition) < count:
+                    victim = part.victim()
+                    if victim < 0:
+                        break
+                    self.evict(part, victim, partition)
+                    num_evicted += 1
+        return num_evicted
+
+    def count_hits(self, Py_ssize_t first, ids, *, sequences=None) -> None:
+        """Count steps that found their experts in their slots, and tell the policy of them.
+
+        For a host that learns what was chosen only afterwards: does what `acquire` and `release`
+        do for such a step, in the order of the layers. Ids that are out of range or not resident
+        are no accesses.
+
+        Parameters
+        ----------
+        first : int
+            Layer of the first step.
+        ids : ndarray of int32 or int64, shape [num_steps, rows, top_k]
+            What the router chose, for layer after layer.
+        sequences : array of int, shape [rows], optional
+            See `acquire`.
+
+        Raises
+        ------
+        ValueError
+            If there are no such layers, or `ids` or `sequences` has another shape.
+        TypeError
+            If ids or sequences are not integers.
+        """
+        cdef cnp.ndarray array = as_ids(ids)
+        cdef bint wide = cnp.PyArray_ITEMSIZE(array) == 8
+        cdef const char* data = <const char*>cnp.PyArray_DATA(array)
+        cdef cnp.ndarray names_owner = None
+        cdef const int32_t* names = NULL
+        cdef Py_ssize_t rows, top_k, n, step, num_steps
+        cdef int layer
+        cdef Policy part
+        if cnp.PyArray_NDIM(array) != 3:
+            raise ValueError(
+                f"ids have {cnp.PyArray_NDIM(array)} axes; give [num_steps, rows, top_k]"
+            )
+        num_steps = cnp.PyArray_DIM(array, 0)
+        rows, top_k = cnp.PyArray_DIM(array, 1), cnp.PyArray_DIM(array, 2)
+        n = rows * top_k
+        if n == 0 or num_steps == 0:
+            return
+        self.checked(first, 0)
+        self.checked(first + num_steps - 1, 0)
+        if sequences is not None:
+            names_owner = as_sequences(sequences, rows)
+            names = <const int32_t*>cnp.PyArray_DATA(names_owner)
+        with cython.critical_section(self):
+            for step in range(num_steps):
+                layer = <int>(first + step)
+                part = self.part(layer)
+                if self.any_valid(data, wide, n):
+                    part.begin_step(layer, data, wide, rows, top_k, names)
+                if self.route_log is not None:
+                    self.route_log.append(layer, data, wide, rows, top_k, rows > 1, names)
+                self.use_hits(layer, data, wide, n, False)
+                data += n * (8 if wide else 4)
 
     @property
     def slot_table(self) -> np.ndarray:
@@ -603,6 +697,7 @@ cdef class ExpertCache:
         self.mask[layer * self.num_words + expert // 64] &= ~(<uint64_t>1 << (expert % 64))
         self.resident_count -= 1
         self.num_evictions += 1
+        self.num_changes += 1
         self.free_slot(slot)
 
     cdef void free_slot(self, int slot) noexcept nogil:
@@ -680,7 +775,8 @@ cdef class ExpertCache:
                 hits += 1
                 evictable_hits += part.nodes[local_base + expert].blocked == 0
         room = self.room_left(part, 0 if self.is_global else layer)
-        room += part.num_evictable - evictable_hits
+        if self.evicts:
+            room += part.num_evictable - evictable_hits
         if share >= 0:
             # Joined experts have a slot too.
             limit = <int>max(0, share - hits - (num_missing - wanted))
@@ -697,6 +793,17 @@ cdef class ExpertCache:
     cdef void lease_hits(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, int32_t* out,
     ) noexcept:
+        cdef int32_t* table = self.table + layer * self.num_experts
+        cdef Py_ssize_t i
+        cdef int64_t expert
+        for i in range(n):
+            expert = id_at(ids, wide, i)
+            out[i] = table[expert] if 0 <= expert < self.num_experts else -1
+        self.use_hits(layer, ids, wide, n, True)
+
+    cdef void use_hits(
+        self, int layer, const void* ids, bint wide, Py_ssize_t n, bint leased,
+    ) noexcept:
         cdef Policy part = self.part(layer)
         cdef int base = layer * self.num_experts
         cdef int local_base = base if self.is_global else 0
@@ -709,10 +816,8 @@ cdef class ExpertCache:
         self.call += 1
         for i in range(n):
             expert = id_at(ids, wide, i)
-            out[i] = -1
             if expert < 0 or expert >= self.num_experts or table[expert] < 0:
                 continue
-            out[i] = table[expert]
             slot = &self.slots[table[expert]]
             if slot.seen == self.call:
                 continue
@@ -724,9 +829,10 @@ cdef class ExpertCache:
             if slot.foreseen:
                 slot.foreseen = False
                 self.num_foreseen_hits += 1
-            slot.leases += 1
-            if slot.leases == 1:
-                hold(part, local_base + <int>expert)
+            if leased:
+                slot.leases += 1
+                if slot.leases == 1:
+                    hold(part, local_base + <int>expert)
         self.profiler.layer_hits[layer] += hits
         self.profiler.hit_count += hits
 
@@ -794,6 +900,8 @@ cdef class ExpertCache:
         cdef int victim
         if self.room_left(part, partition):
             return True
+        if not self.evicts:
+            return False
         part.expect(self.local_key(key))
         victim = part.victim()
         return victim >= 0 and part.prefers(self.local_key(key), victim)

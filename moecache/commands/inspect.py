@@ -12,6 +12,8 @@ from rich.table import Table
 from moecache import kernels
 from moecache.commands.arguments import add_option
 from moecache.commands.paths import printable
+from moecache.cuda import check_experts
+from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout, Role
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
@@ -89,8 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(_memory_table(planned))
     console.print(_plan_table(planned))
     gpu = planned.gpu
-    if gpu is None:
-        console.print(printable(_compute(planned, measures=arguments.bandwidth)))
+    console.print(printable(_compute(planned, measures=arguments.bandwidth)))
     left = (free_host_bytes() if gpu is None else gpu.free_bytes()) - planned.slots_bytes
     room = planned.headroom
     needed = room.nbytes - room.spare_bytes
@@ -136,17 +137,23 @@ def _compute(planned: Plan, *, measures: bool) -> str:
     """Return what kernels would compute with, and how much weight a token's experts have."""
     layout = planned.layout
     formats = {_format_of(role) for roles in layout.layers for role in roles}
+    if planned.gpu is not None:
+        try:
+            check_experts(layout)
+        except ConfigError as error:
+            return f"no kernels on a GPU, so that torch multiplies: {error}"
     named = {role.format for roles in layout.layers for role in roles} - {""}
     formless = sorted(name for name in named if not kernels.has_form(name))
-    if formless:
+    if formless and planned.gpu is None:
         return f"{', '.join(formless)}: no compute form, so that torch multiplies the values"
     stats = ComputeStats(
         compute="fast",
-        level=kernels.level(),
-        num_threads=kernels.num_threads(),
+        level=kernels.level() if planned.gpu is None else "cuda",
+        num_threads=kernels.num_threads() if planned.gpu is None else 0,
         formats=tuple(sorted(formats)),
         expert_bytes=layout.top_k * sum(map(layout.expert_bytes, range(layout.num_layers))),
-        bytes_per_s=bandwidth(planned.profile, measures=measures),
+        # The host's memory is none of a GPU's business.
+        bytes_per_s=(None if planned.gpu else bandwidth(planned.profile, measures=measures)),
     )
     return f'with compute="fast": {stats.describe()}'
 

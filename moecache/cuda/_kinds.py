@@ -107,6 +107,12 @@ def kind_of(layout: ExpertLayout, layer: int, dtype: np.dtype | None) -> ExpertK
     )
 
 
+def check_experts(layout: ExpertLayout) -> None:
+    """Raise the reason as a ConfigError if a GPU has no kernels for a layer's experts."""
+    for layer in range(layout.num_layers):
+        kind_of(layout, layer, None)
+
+
 def named(dtype: str) -> np.dtype:
     """Return a dtype by its name, bfloat16 too."""
     import ml_dtypes  # noqa: F401 - with it NumPy knows bfloat16 by name

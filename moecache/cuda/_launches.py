@@ -133,6 +133,7 @@ class Launches:
             np.uint64(h),
             np.uint64(step.out.address),
             np.uint64(barrier),
+            np.uint64(0),  # no gate
             cooperative=True,
         )
 

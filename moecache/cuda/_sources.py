@@ -9,7 +9,8 @@ from moecache.cuda._formats import cuda_type
 # Where each kernel is defined; and what its source needs before it.
 _FILES = {
     **dict.fromkeys(
-        ("decode", "gate_up", "down"), ("plain.cuh", "formats.cuh", "ggml.cuh", "decode.cu")
+        ("decode", "gate_up", "down"),
+        ("plain.cuh", "formats.cuh", "ggml.cuh", "steps.cuh", "decode.cu"),
     ),
     **dict.fromkeys(("gather", "activate", "combine", "combine_rows"), ("rows.cu",)),
 }

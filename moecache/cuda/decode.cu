@@ -107,12 +107,19 @@ struct Routing {
     const int* slot_table;
     int num_experts, num_slots;
 
-    // The pair's slot, or -1 where there is none to read.
-    __device__ int slot_of(long long pair) const
+    // The pair's expert, or -1 where there is none of that number.
+    __device__ long long id_of(long long pair) const
     {
         const long long id =
             ids_kind == IDS_INT32 ? ((const int*)ids)[pair] : ((const long long*)ids)[pair];
-        if (id < 0 || id >= num_experts) return -1;
+        return id >= 0 && id < num_experts ? id : -1;
+    }
+
+    // The pair's slot, or -1 where there is none to read.
+    __device__ int slot_of(long long pair) const
+    {
+        const long long id = id_of(pair);
+        if (id < 0) return -1;
         const int slot = slot_table[id];
         return slot < num_slots ? slot : -1;
     }
@@ -200,9 +207,10 @@ extern "C" __global__ void __launch_bounds__(256, 3) decode(
     long long gate_up_offset, long long down_offset, long long gate_up_bias_offset,
     long long down_bias_offset, int bias_kind, int is_interleaved, int num_tokens, int top_k,
     int num_experts, int num_slots, int hidden, int width, int activation, float alpha,
-    float limit, float* h, Hidden::Bits* out, u64* barrier)
+    float limit, float* h, Hidden::Bits* out, u64* barrier, const StepGate* step_gate)
 {
     const Routing routing = {ids, ids_kind, slot_table, num_experts, num_slots};
+    if (!enter_step(step_gate, routing, num_tokens, top_k)) return;
     const Slots slots = {first_slot, slot_stride};
     const Gate gate = {slots,  gate_up_offset, gate_up_bias_offset, bias_kind, is_interleaved,
                        hidden, width,          activation,          alpha,     limit};

@@ -179,12 +179,12 @@ class SlotLoader:
         self.look()
         return True
 
-    def count_resident_step(self) -> None:
-        """Count a step that found everything there, and leased nothing."""
+    def count_resident_steps(self, num: int = 1) -> None:
+        """Count steps that found everything there, and leased nothing."""
         with self._lock:
             self._check_open()
-            self.counts.num_steps += 1
-            self.counts.num_resident_steps += 1
+            self.counts.num_steps += num
+            self.counts.num_resident_steps += num
 
     def stage(self, step: Step) -> bool:
         """Start to load bypassed experts into free staging slots; return whether any was free."""

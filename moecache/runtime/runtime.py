@@ -354,7 +354,7 @@ class ExpertRuntime:
             if self._pool.uploads.in_flight_bytes:
                 return False
             self._all_resident = True
-        self._loader.count_resident_step()
+        self._loader.count_resident_steps()
         return True
 
     def fill_slots(self) -> WarmStart:

@@ -272,6 +272,7 @@ inline void __syncthreads() { emulator::wait_for_block(); }
 inline void __syncwarp(unsigned = 0xffffffffu) { emulator::wait_for_warp(); }
 inline void __nanosleep(unsigned) { emulator::leave(emulator::ASLEEP); }
 inline void __threadfence() {}
+inline void __threadfence_system() {}
 
 template <class T> T __shfl_sync(unsigned, T value, int lane)
 {

@@ -167,10 +167,12 @@ class Layer:
         grid: int = 2,
         seed: int = 0,
         barrier: np.ndarray | None = None,
+        gate: int = 0,
+        out: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return what the single launch gives."""
         h = self.place(np.full((self.ids.size, self.width), np.nan, np.float32))
-        out = self.place(np.zeros_like(self.x))
+        out = self.place(np.zeros_like(self.x)) if out is None else out
         barrier = self.place(np.zeros(1, np.uint64)) if barrier is None else barrier
         args: Arguments = [
             *(address_of(self.x), address_of(self.ids), np.int32(self.ids.itemsize == 8)),
@@ -182,6 +184,7 @@ class Layer:
             *(np.int32(len(self.slots)), np.int32(self.hidden), np.int32(self.width)),
             *(np.int32(self.activation), np.float32(0), np.float32(0)),
             *(address_of(h), address_of(out), address_of(barrier)),
+            np.uint64(gate),
         ]
         module.launch(f"decode_{self.suffix}", grid, BLOCK, args, cooperative=True, seed=seed)
         return out

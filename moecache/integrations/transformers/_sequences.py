@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from moecache.integrations.transformers._experts import NotCopied
+from moecache.integrations.transformers._on_device import is_captured
 from moecache.integrations.transformers._operators import number, numbered, operator
 from moecache.runtime.runtime import ExpertRuntime
 
@@ -49,6 +50,8 @@ class SequenceHook(NotCopied):
 
     def follow(self, held: Any, tokens: Any) -> None:
         """Begin a sequence for each row of the batch if no token of them is held."""
+        if isinstance(held, torch.Tensor) and is_captured(self._runtime):
+            return  # Its value would be waited for; graphs are of tokens that others precede.
         if not held and not self._runtime.closed:
             batched = isinstance(tokens, torch.Tensor) and tokens.ndim > 1
             self._runtime.begin_sequence(max(1, len(tokens)) if batched else 1)

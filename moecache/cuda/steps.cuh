@@ -1,0 +1,66 @@
+// A token's steps without the host: what lets a step run, and tells the host of it.
+//
+// The host opens the gate when a token begins, by a copy in the stream that computes, and closes it
+// behind the token. A step that finds an expert missing closes it too, so that all later steps
+// return at once; the host brings the expert in and opens the gate again, for that layer and those
+// behind it. Everything that a step reads was written by work before it in its stream.
+
+enum Closed { OPEN, STALLED, OUTSIDE };
+
+struct Control {
+    int closed;
+    int first_layer; // results of layers before it are there already
+    unsigned token;
+};
+
+// In the host's memory: it looks at it while the device works.
+struct Notice {
+    unsigned stalled_token; // written last
+    int stalled_layer;
+    int outside; // whether a step came when no token was open
+};
+
+// Of one layer. `record`, in the host's memory too: token, number of tokens, top_k, and the ids.
+struct StepGate {
+    Control* control;
+    Notice* notice;
+    int* record;
+    int layer, num_ids; // ids that a record has room for
+};
+
+// Whether a step is to be computed; the same for all of its threads. Without a gate it always is.
+template <class R>
+__device__ inline bool enter_step(const StepGate* gate, const R& routing, int num_tokens, int top_k)
+{
+    if (!gate) return true;
+    // Volatile: block 0 may close the gate before others have looked. They find what it found.
+    volatile Control* control = gate->control;
+    volatile Notice* notice = gate->notice;
+    const int closed = control->closed;
+    const unsigned token = control->token;
+    const bool tells = blockIdx.x == 0 && threadIdx.x == 0;
+    if (closed != OPEN) {
+        if (tells && closed == OUTSIDE) notice->outside = 1;
+        return false;
+    }
+    if (gate->layer < control->first_layer) return false;
+    const int num_pairs = num_tokens * top_k;
+    bool is_missing = false;
+    for (int pair = 0; pair < num_pairs; pair++)
+        is_missing |= routing.id_of(pair) >= 0 && routing.slot_of(pair) < 0;
+    if (!tells) return !is_missing;
+    volatile int* record = gate->record;
+    for (int pair = 0; pair < num_pairs && pair < gate->num_ids; pair++)
+        record[3 + pair] = (int)routing.id_of(pair);
+    record[1] = num_tokens;
+    record[2] = top_k;
+    record[0] = (int)token;
+    if (is_missing) {
+        notice->stalled_layer = gate->layer;
+        // The host may look at any time: what it is told of comes first.
+        __threadfence_system();
+        notice->stalled_token = token;
+        control->closed = STALLED;
+    }
+    return !is_missing;
+}

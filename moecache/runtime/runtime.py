@@ -28,6 +28,7 @@ from moecache.prefetch.predict import Predictor
 from moecache.profiles.file import Profile
 from moecache.profiles.usage import KeptUsage
 from moecache.profiles.warm_start import WarmStart
+from moecache.ranks import Share
 from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed, disk_of
 from moecache.runtime import steps
@@ -81,6 +82,9 @@ class ExpertRuntime:
     prefault : BackgroundSweep, optional
         What backs the slots and brings the file into the page cache; cancelled on
         `close`.
+    share : Share, optional
+        The experts that come from here; a step's other ids are dropped, as they are computed
+        elsewhere. By default all do.
 
     Attributes
     ----------
@@ -102,6 +106,7 @@ class ExpertRuntime:
         warmpin_after: int = DEFAULT_WARMPIN_AFTER,
         disk: DiskSpeed | None = None,
         prefault: BackgroundSweep | None = None,
+        share: Share | None = None,
     ) -> None:
         layout = store.layout
         if (cache.num_layers, cache.num_experts) != (layout.num_layers, layout.num_experts):
@@ -109,11 +114,14 @@ class ExpertRuntime:
                 f"the cache is for {cache.num_layers} x {cache.num_experts} experts, "
                 f"the store has {layout.num_layers} x {layout.num_experts}"
             )
+        if share is not None:
+            share.check(layout)
+        total = layout.total_experts if share is None else share.num_experts
         if pool.num_slots < cache.capacity:
             raise ConfigError(
                 f"the pool has {pool.num_slots} slots, the cache needs {cache.capacity}"
             )
-        if pool.num_slots == cache.capacity < layout.total_experts:
+        if pool.num_slots == cache.capacity < total:
             raise ConfigError(
                 f"the pool needs at least {cache.capacity + 1} slots: one for staging, "
                 "as not all experts fit"
@@ -125,6 +133,8 @@ class ExpertRuntime:
                 f"loader_threads must be at most {MAX_LOADER_THREADS}, got {loader_threads}"
             )
         check_prefetch(prefetch)
+        self._share = share
+        self._num_experts = total
         self._store = store
         self._pool = pool
         self._cache = cache
@@ -138,7 +148,8 @@ class ExpertRuntime:
         # Reads so far were not for requests.
         self._reading_before = None if reader is None else ReadingStats.of(reader, None)
         self.warm_start: WarmStart | None = None
-        self._usage = KeptUsage(layout, cache)
+        held = None if share is None else share.held
+        self._usage = KeptUsage(layout, cache, held)
         pin = WarmPin(cache, layout.top_k, warmpin, warmpin_after)
         self._warm_pin = pin if pin.n else None
         self._reader = reader
@@ -161,7 +172,9 @@ class ExpertRuntime:
             prefault.yield_to(reading(self._loader))
         # What is read around the page cache is not to be brought into it.
         cached = isinstance(store, FileStore) and (reader is None or not reader.direct)
-        self._prefetcher = make_prefetcher(self._loader, store, cache, prefetch, reads_ahead=cached)
+        self._prefetcher = make_prefetcher(
+            *(self._loader, store, cache, prefetch), reads_ahead=cached, held=held
+        )
         self._observe = None if self._prefetcher is None else self._prefetcher.step
         logger.info(
             "runtime.opened experts=%d slots=%d slot_bytes=%d policy=%s scope=%s",
@@ -191,6 +204,11 @@ class ExpertRuntime:
     def pool(self) -> SlotPool:
         """Where the slots are."""
         return self._pool
+
+    @property
+    def share(self) -> Share | None:
+        """The experts that come from here, if not all do."""
+        return self._share
 
     @property
     def profiler(self) -> AccessProfiler:
@@ -240,7 +258,9 @@ class ExpertRuntime:
             If an expert cannot be read. All leases are ended; call again.
         """
         self._check_usable()
-        chosen = self._pool.to_host(ids)
+        chosen = self._chosen(layer, ids, ignore_out_of_range)
+        # A share may have more experts of a layer than the fair part of a cache that holds all.
+        is_whole = self._share is not None and self._cache.capacity >= self._num_experts
         try:
             yield from steps.waves(
                 self._loader,
@@ -248,7 +268,8 @@ class ExpertRuntime:
                 layer,
                 chosen,
                 observe=self._observe,
-                ignore_out_of_range=ignore_out_of_range,
+                bulk=False if is_whole and self._cache.scope == "global" else None,
+                ignore_out_of_range=ignore_out_of_range or self._share is not None,
                 sequences=self._batch.of(chosen) if sequences is None else sequences,
             )
         finally:
@@ -290,14 +311,14 @@ class ExpertRuntime:
         """
         self._check_usable()
         self._look_at_pins()
-        chosen = self._pool.to_host(ids)
+        chosen = self._chosen(layer, ids, ignore_out_of_range)
         return steps.lease(
             self._loader,
             self._cache,
             layer,
             chosen,
             observe=self._observe,
-            ignore_out_of_range=ignore_out_of_range,
+            ignore_out_of_range=ignore_out_of_range or self._share is not None,
             sequences=self._batch.of(chosen) if sequences is None else sequences,
         )
 
@@ -348,7 +369,7 @@ class ExpertRuntime:
             self._check_usable()
             if not look:
                 return False
-            total = self.layout.total_experts
+            total = self._num_experts
             if self._cache.capacity < total or self._cache.num_resident < total:
                 return False
             if self._pool.uploads.in_flight_bytes:
@@ -366,7 +387,10 @@ class ExpertRuntime:
         self._check_usable()
         if self.warm_start is not None:
             self.warm_start.cancel()
-        missing = np.flatnonzero(self._cache.slot_table.reshape(-1) < 0)
+        is_missing = self._cache.slot_table < 0
+        if self._share is not None:
+            is_missing &= self._share.held
+        missing = np.flatnonzero(is_missing.reshape(-1))
         self.warm_start = WarmStart(self._loader, self._cache, missing.tolist())
         return self.warm_start
 
@@ -606,6 +630,13 @@ class ExpertRuntime:
         if self.disk is None or not isinstance(self._store, FileStore):
             return {}
         return {disk_of(self._store): asdict(self.disk)}
+
+    def _chosen(self, layer: int, ids: npt.ArrayLike, ignore_out_of_range: bool) -> np.ndarray:
+        """Return ids on the host, -1 in the place of those that come from elsewhere."""
+        chosen = self._pool.to_host(ids)
+        if self._share is None:
+            return chosen
+        return self._share.of(layer, chosen, ignore_out_of_range=ignore_out_of_range)
 
     def _look_at_pins(self) -> None:
         pin = self._warm_pin  # another thread may be done with it

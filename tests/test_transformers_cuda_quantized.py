@@ -5,6 +5,7 @@ its arrays; the same tests run on a GPU where there is one.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.slots import CudaSlots
 from tests.helpers import quantized
+from tests.helpers.gguf_members import MODELS
+from tests.helpers.gguf_models import build_from, read_gguf, write_gguf
 from tests.helpers.offloading import generated, load_whole
 from tests.helpers.tensor_device import opened
 
@@ -83,6 +86,28 @@ def test_experts_stay_as_they_are_published(gpu: str, checkpoint: Checkpoint, na
     exact = logits(load_whole(family, plain, "float32"))
     rounded = logits(load_whole(family, plain, "bfloat16"))
     assert (found["25%"] - exact).abs().mean() < 1.5 * (rounded - exact).abs().mean() + 1e-4
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3moe", "Q8_0"), ("gpt-oss", "Q4_0")])
+def test_a_gguf_file_stays_as_it_is(gpu: str, name: str, kind: str, tmp_path: Path) -> None:
+    """Its experts, that is: nearly what torch makes of their values, alike in any slots."""
+    pytest.importorskip("gguf")
+    widths = [key for key in MODELS[name].settings if key.endswith("intermediate_size")]
+    sizes = {"hidden_size": 64, **dict.fromkeys(widths, 32)}
+    tiny = replace(MODELS[name], settings={**MODELS[name].settings, **sizes})
+    original, path = tiny.build(), tmp_path / "model.gguf"
+    types = {"exps.weight": kind, "attn_q.": "Q8_0"}
+    write_gguf(path, tiny.metadata(original.config), tiny.tensors(original), types)
+    found = []
+    for memory in ("25%", "100%"):
+        model = load(path, memory, "cuda", dtype=torch.float32)
+        with model.moecache as offload:
+            found.append(logits(model))
+            assert "computed by kernels: cuda; " in offload.report()
+            assert kind.lower() in offload.compute_stats().formats
+    assert torch.equal(*found)
+    wanted = logits(build_from(*read_gguf(path)))
+    torch.testing.assert_close(found[0], wanted, rtol=0, atol=1e-4)
 
 
 def test_what_torch_cannot_do_is_refused(gpu: str, checkpoint: Checkpoint) -> None:

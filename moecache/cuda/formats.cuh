@@ -155,13 +155,12 @@ struct E4M3Scale {
 template <bool IS_ALIGNED, class X>
 __device__ inline void load_inputs(Row<X> x, unsigned column, unsigned n, float* inputs)
 {
-    if (IS_ALIGNED) {
+    if constexpr (IS_ALIGNED)
         load<X, RUN>(x + column, inputs);
-        return;
-    }
+    else
 #pragma unroll
-    for (unsigned i = 0; i < RUN; i++)
-        inputs[i] = column + i < n ? X::widen(x[column + i]) : 0.0f;
+        for (unsigned i = 0; i < RUN; i++)
+            inputs[i] = column + i < n ? X::widen(x[column + i]) : 0.0f;
 }
 
 // Dot products, by what a format F says of its units: fetch, column, codes, add.

@@ -20,7 +20,7 @@ COMPILER = "g++"
 FLAGS = [
     *("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
     *("-fPIC", "-shared", "-DMOECACHE_EMULATED", "-Wno-unknown-pragmas"),
-    # Each source has its own fibers and its own memory of blocks, whose types bear the same names.
+    # Else all libraries of a process have the shared memory of the first, of whatever size.
     "-fno-gnu-unique",
 ]
 # An instruction that stops the kernel: no run-time library to be loaded before Python.

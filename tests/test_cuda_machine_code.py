@@ -20,6 +20,9 @@ disassembled = pytest.mark.skipif(
         *(("decode_bf16", arch) for arch in (80, 90, 100)),
         *((f"decode_{hidden}", 90) for hidden in ("f32", "f16")),
         ("gather_bf16", 90),
+        ("decode_bf16|mxfp4|mxfp4|1", 90),
+        ("decode_bf16|fp8[128x128,f32]|fp8[128x128,f32]|2", 100),
+        ("decode_bf16|q8_0|q6_k|2", 80),
     ],
 )
 def test_registers_suffice(kernel: str, arch: int) -> None:

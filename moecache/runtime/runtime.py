@@ -157,7 +157,7 @@ class ExpertRuntime:
         self._batch = Batch()
         self._opened_ns = time.monotonic_ns()
         self._all_resident = False
-        self._on_device: dict[str, CudaExperts] = {}
+        self._on_device: dict[tuple[Any, ...], CudaExperts] = {}
         self._loader = SlotLoader(
             store,
             pool,
@@ -330,8 +330,14 @@ class ExpertRuntime:
         """Return the weights in a leased slot, per role, in the shapes of `layer`."""
         return self._pool.expert(slot, layer)
 
-    def on_device(self, activation: str = "silu") -> CudaExperts:
+    def on_device(self, activation: str = "silu", **options: Any) -> CudaExperts:
         """Return what computes routed experts on the GPU that has the slots.
+
+        Parameters
+        ----------
+        activation : str, default "silu"
+        **options
+            Others of `CudaExperts`: is_interleaved, alpha, limit, dtype.
 
         Raises
         ------
@@ -341,9 +347,10 @@ class ExpertRuntime:
         self._check_usable()
         if not isinstance(activation, str):
             raise ConfigError(f"activation must be a name, got {activation!r}")
-        made = self._on_device.get(activation)
+        known = (activation, *sorted(options.items()))
+        made = self._on_device.get(known)
         if made is None:
-            made = self._on_device[activation] = CudaExperts(self, activation)
+            made = self._on_device[known] = CudaExperts(self, activation, **options)
         return made
 
     def begin_resident_step(self, *, look: bool = True) -> bool:

@@ -20,8 +20,10 @@ from moecache.cuda._arguments import (
 )
 from moecache.cuda._ring import CopyRing
 from moecache.cuda._scratch import Scratch
+from moecache.cuda._steps import TokenSteps
+from moecache.cuda._token_memory import TokenMemory
 from moecache.cuda.device import Device, DeviceArray, Product, Stream
-from moecache.errors import ConfigError, MoeCacheError
+from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -31,6 +33,8 @@ MAX_STREAMED_TOKENS = 4
 _KERNELS = ("decode", "gate_up", "down", "combine_rows", "gather", "activate", "combine")
 _WARPS = 256 // 32
 _CLOSE_TIMEOUT_S = 2.0
+# Of the slots, one in this many at most is kept free for a token's misses.
+_RESERVED_SHARE = 8
 
 
 class _Pool(Protocol):
@@ -53,6 +57,10 @@ class _Runtime(Protocol):
     def cache(self) -> Any: ...
     def waves(self, layer: int, ids: np.ndarray) -> Generator[Any, None, None]: ...
     def begin_resident_step(self, *, look: bool = True) -> bool: ...
+    def freeze(self, num_free: int = 0) -> None: ...
+    def thaw(self) -> None: ...
+    def count_hits(self, first: int, ids: np.ndarray) -> None: ...
+    def lease(self, layer: int, ids: np.ndarray, *, ignore_out_of_range: bool = False) -> Any: ...
 
 
 class CudaExperts:
@@ -103,6 +111,7 @@ class CudaExperts:
         # Here rather than in the first token: compiling takes seconds, the first time on a machine.
         self._device.prepare([f"{name}_{suffix}" for name in _KERNELS for suffix in suffixes])
         self._ring = CopyRing(self._device)
+        self._tokens: TokenSteps | None = None
 
     def __call__(self, layer: int, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Any:
         """Return the output of a layer's routed experts.
@@ -135,10 +144,7 @@ class CudaExperts:
             If a graph is being captured, but not every expert is resident, or nothing was computed
             in this stream before.
         """
-        runtime = self._runtime()
-        if runtime is None:
-            raise MoeCacheError("the runtime is gone; keep a reference to it")
-        device = self._device
+        runtime, device = self._alive(), self._device
         self._layout.check(layer)
         size, width, dtype = self._shapes[layer]
         x, w = device.locate(hidden), device.locate(weights)
@@ -162,6 +168,9 @@ class CudaExperts:
         scratch = self._enter(stream, capturing=capturing)
         try:
             step = _Step(layer, x, w, target, num_tokens, top_k, size, width, dtype, scratch)
+            if self._tokens is not None and self._tokens.is_open():
+                self._take_step(runtime, self._tokens, step, ids, chosen)
+                return out
             streamed = num_tokens <= MAX_STREAMED_TOKENS
             if streamed and runtime.begin_resident_step(look=not capturing):
                 self._launch_resident(runtime, step, chosen)
@@ -179,6 +188,74 @@ class CudaExperts:
             self._leave(scratch)
         return out
 
+    def begin_token(self) -> int:
+        """Let the device take the steps that follow by itself, until `end_token`; return 0.
+
+        For a loop that goes through the layers for up to 4 tokens at a time: a step whose experts
+        are in their slots costs the host a launch, or nothing in a CUDA graph, and no step waits
+        for the host. Nothing is evicted before `end_token`. One token of one thread at a time, in
+        the thread's current stream. A token that is open is given up.
+
+        Raises
+        ------
+        MoeCacheError
+            If another thread's token is open, a graph of steps ran outside of a token, or a graph
+            is being captured.
+        MemoryError
+            If the device has no memory for it.
+        """
+        runtime = self._alive()
+        with self._left:
+            self._check_open()
+            self._inside += 1
+        try:
+            if self._tokens is None:
+                self._tokens = self._make_tokens()
+            capacity, total = runtime.cache.capacity, self._layout.total_experts
+            few = min(self._layout.top_k, capacity // _RESERVED_SHARE)
+            self._tokens.begin(runtime, 0 if capacity >= total else few)
+        finally:
+            self._leave()
+        return 0
+
+    def end_token(self) -> int | None:
+        """Wait for the steps since `begin_token`, and tell the policy of them.
+
+        Returns
+        -------
+        int or None
+            `None` if all are done. Else the layer of the first step that missed an expert; those
+            behind it did nothing. Its experts are in their slots now: call the steps from that
+            layer on again, with the same hidden states, and then this.
+
+        Raises
+        ------
+        StoreError
+            If an expert cannot be read. The token is over then, as after any error.
+        CapacityError
+            If a graph asks for more experts at once than the cache has slots for.
+        MoeCacheError
+            If no token of this thread is open, or the device fails.
+        """
+        runtime = self._alive()
+        with self._left:
+            self._check_open()
+            self._inside += 1
+        try:
+            if self._tokens is None:
+                raise MoeCacheError("no token is open: call begin_token first")
+            return self._tokens.end(runtime)
+        finally:
+            self._leave()
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether a step of the open token is known to have missed an expert; never waits.
+
+        A loop that issues much between two steps may look, and go to `end_token` at once.
+        """
+        return self._tokens is not None and self._tokens.is_open() and self._tokens.has_stalled()
+
     def close(self) -> None:
         """Free the memory of intermediate results; a second call does nothing.
 
@@ -192,28 +269,83 @@ class CudaExperts:
             stack.callback(self._ring.close)
             for scratch in itertools.chain.from_iterable(free.values()):
                 stack.callback(scratch.close)
+            if self._tokens is not None:
+                stack.callback(self._tokens.close, self._runtime())
         self._table = self._slot_numbers = None
+
+    def _alive(self) -> _Runtime:
+        runtime = self._runtime()
+        if runtime is None:
+            raise MoeCacheError("the runtime is gone; keep a reference to it")
+        return runtime
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MoeCacheError("the runtime is closed")
+
+    def _make_tokens(self) -> TokenSteps:
+        max_pairs = MAX_STREAMED_TOKENS * self._layout.top_k
+        h_bytes = 4 * max_pairs * max(width for _, width, _ in self._shapes)
+        return TokenSteps(self._device, self._layout, max_pairs, h_bytes)
+
+    def _take_step(
+        self,
+        runtime: _Runtime,
+        tokens: TokenSteps,
+        step: "_Step",
+        ids: Any,
+        chosen: "np.ndarray | DeviceArray",
+    ) -> None:
+        """Issue a step of the open token."""
+        if step.num_tokens > MAX_STREAMED_TOKENS or step.num_tokens * step.top_k > tokens.max_pairs:
+            raise ConfigError(
+                f"a step of {step.num_tokens} x {step.top_k} ids is too large for a token: up to "
+                f"{MAX_STREAMED_TOKENS} x {self._layout.top_k}; compute prompts before begin_token"
+            )
+        capturing = not step.scratch.grows
+        if not capturing and tokens.stream != step.stream:
+            raise ConfigError("a token's steps belong in the stream in which it began")
+        if step.top_k > runtime.cache.capacity or tokens.goes_through_waves(step.layer):
+            if capturing:
+                raise CapacityError(
+                    f"a graph needs slots for all experts of a step: {step.top_k}, and the cache "
+                    f"has {runtime.cache.capacity}; raise the memory"
+                )
+            if tokens.wait_before_waves(runtime, step.layer):
+                self._stream_waves(runtime, step, self._on_host(ids, chosen))
+            return
+        if isinstance(chosen, np.ndarray):
+            check_ids(chosen, self._layout.num_experts)
+            if capturing:
+                raise ConfigError("in a graph the ids must be on the device")
+            chosen = self._device.locate(self._ring.to_device(chosen, step.stream))
+        self._decode(
+            step,
+            chosen,
+            tokens.memory.row(step.layer),
+            self._layout.num_experts,
+            memory=tokens.memory,
+        )
 
     def _on_host(self, ids: Any, chosen: "np.ndarray | DeviceArray") -> np.ndarray:
         return chosen if isinstance(chosen, np.ndarray) else self._pool.to_host(ids)
 
     def _enter(self, stream: Stream, *, capturing: bool) -> "Scratch":
         with self._left:
-            if self._closed:
-                raise MoeCacheError("the runtime is closed")
+            self._check_open()
             self._inside += 1
             free = self._free.get(stream.pointer)
             scratch = free.pop() if free else Scratch(self._device, stream)
         scratch.grows = not capturing
         return scratch
 
-    def _leave(self, scratch: "Scratch") -> None:
+    def _leave(self, scratch: "Scratch | None" = None) -> None:
         with self._left:
             self._inside -= 1
-            if not self._closed:
+            if scratch is not None and not self._closed:
                 self._free.setdefault(scratch.stream.pointer, []).append(scratch)
             self._left.notify_all()
-        if self._closed:
+        if self._closed and scratch is not None:
             scratch.close()
 
     def _launch_resident(
@@ -246,10 +378,19 @@ class CudaExperts:
         ids = self._ring.to_device(slots, step.stream)
         self._decode(step, device.locate(ids), self._slot_numbers.address, self._pool.num_slots)
 
-    def _decode(self, step: "_Step", ids: DeviceArray, table: int, num_ids: int) -> None:
+    def _decode(
+        self,
+        step: "_Step",
+        ids: DeviceArray,
+        table: int,
+        num_ids: int,
+        *,
+        memory: TokenMemory | None = None,
+    ) -> None:
         device, num_pairs = self._device, step.num_tokens * step.top_k
-        h = step.scratch.room("h", num_pairs * step.width * 4)
-        barrier = step.scratch.room("barrier", 8)
+        scratch = step.scratch if memory is None else memory
+        h = scratch.room("h", num_pairs * step.width * 4)
+        barrier = scratch.room("barrier", 8)
         work = max(num_pairs * step.width, step.num_tokens * step.size)
         self._launch(
             "decode",
@@ -273,7 +414,7 @@ class CudaExperts:
             np.uint64(h),
             np.uint64(step.out.address),
             np.uint64(barrier),
-            np.uint64(0),  # no gate
+            np.uint64(0 if memory is None else memory.gate(step.layer)),
             cooperative=True,
         )
 

@@ -365,6 +365,21 @@ OPTIONS = {
 }
 
 
+class Launched(NamedTuple):
+    """What torchrun, or whoever started several processes, told this one; `None`: nothing."""
+
+    rank: int | None
+    num_ranks: int | None
+    local_rank: int | None
+
+
+def launched_ranks(environ: Mapping[str, str] | None = None) -> Launched:
+    """Return which of how many processes this is, by RANK, WORLD_SIZE and LOCAL_RANK."""
+    given = os.environ if environ is None else environ
+    found = [given.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    return Launched(*(int(text) if text.isascii() and text.isdigit() else None for text in found))
+
+
 class Choice(NamedTuple):
     """The value that counts, and its origin: "argument", a variable's name, or "default"."""
 

@@ -321,3 +321,48 @@ def test_the_views_are_live_and_read_only() -> None:
     for view in (table, mask):
         with pytest.raises(ValueError, match="read-only"):
             view[:] = 0
+
+
+def test_what_is_computed_elsewhere_gets_no_slot() -> None:
+    """It counts as a miss, and comes last; hits and joined experts are leased all the same."""
+    cache = ExpertCache(1, 8, 4)
+    serve(cache, 0, 1)
+    joined, _ = acquire(cache, 0, [2])
+
+    slots, misses = acquire(cache, 0, [4, 3, 2, 1, 5], elsewhere=np.array([3, 2, 1, 7, -1, 9]))
+
+    assert misses == [0, 4, ~2, 1]
+    assert [slot >= 0 for slot in slots.tolist()] == [True, False, True, True, True]
+    assert slots[2] == joined[0]
+    assert cache.profiler.num_misses == 6
+    assert cache.profiler.counts[0].tolist() == [0, 2, 2, 1, 1, 1, 0, 0]
+    for position in (0, 4):
+        cache.publish(int(slots[position]))
+    cache.publish(int(joined[0]))
+    cache.release(slots)
+    cache.release(joined)
+    assert resident(cache) == [1, 2, 4, 5]
+    # Of the next step nothing is elsewhere.
+    _, misses = acquire(cache, 0, [3])
+    assert misses == [0]
+
+
+def test_a_step_that_is_computed_elsewhere_needs_no_room() -> None:
+    """Where all slots are in use, it is the rest of its experts that must fit."""
+    cache = ExpertCache(1, 8, 2)
+    leased, _ = acquire(cache, 0, [0])
+    with pytest.raises(CapacityError):
+        acquire(cache, 0, [1, 2, 3], elsewhere=[3])
+    slots, misses = acquire(cache, 0, [1, 2, 3], elsewhere=[3, 2])
+    assert misses == [0, 1, 2]
+    assert slots[1] == slots[2] == -1
+    assert leased[0] != slots[0]
+
+
+def test_a_share_counts_what_has_a_slot_alone() -> None:
+    """Experts elsewhere are none of it."""
+    cache = ExpertCache(1, 8, 8)
+    serve(cache, 0, 1)
+    slots, misses = acquire(cache, 0, [[1, 2], [3, 4]], share=2, elsewhere=[2])
+    assert [slot >= 0 for slot in slots.tolist()] == [True, False, True, False]
+    assert misses == [2, 1, 3]

@@ -346,7 +346,7 @@ def test_experts_without_kernels_are_refused() -> None:
     ):
         runtime.on_device()
     for name, array, problem in (
-        ("down_bias", np.zeros((1, 2, 3), np.float32), "without biases"),
+        ("down_bias", np.zeros((1, 2, 3), np.float32), "both biases or none"),
         ("down", np.zeros((1, 2, 3, 2), np.float64), "have no kernels"),
         ("down", np.zeros((1, 2, 3, 5), np.float32), "do not fit each other"),
     ):

@@ -8,9 +8,9 @@ from tests.helpers.machine_code import NVCC, compiled, disassembler, instruction
 MOST_REGISTERS = 80
 IN_FLIGHT = 8
 
-pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc compiles the kernels and is not here")
+pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not here; the extra cuda-test has it")
 disassembled = pytest.mark.skipif(
-    disassembler() is None, reason="nvdisasm (the wheel nvidia-cuda-nvdisasm) is not here"
+    disassembler() is None, reason="nvdisasm is not here; the extra cuda-test has it"
 )
 
 
@@ -20,6 +20,9 @@ disassembled = pytest.mark.skipif(
         *(("decode_bf16", arch) for arch in (80, 90, 100)),
         *((f"decode_{hidden}", 90) for hidden in ("f32", "f16")),
         ("gather_bf16", 90),
+        ("decode_bf16|mxfp4|mxfp4|1", 90),
+        ("decode_bf16|fp8[128x128,f32]|fp8[128x128,f32]|2", 100),
+        ("decode_bf16|q8_0|q6_k|2", 80),
     ],
 )
 def test_registers_suffice(kernel: str, arch: int) -> None:

@@ -12,7 +12,7 @@ ROOMS = (
     *("errors", "units", "settings", "interrupts", "files"),
     *("formats", "layout", "kernels"),
     *("policies", "cache", "sizing", "prefault", "cuda", "stores", "slots", "experts", "traces"),
-    *("reader", "packing", "loading", "profiles", "prefetch", "telemetry", "runtime", "ranks"),
+    *("ranks", "reader", "packing", "loading", "profiles", "prefetch", "telemetry", "runtime"),
     *("study", "integrations", "serving", "commands", "cli", "__main__"),
 )
 # Compiled modules that stay where they were published.

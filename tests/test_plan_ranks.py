@@ -85,6 +85,17 @@ def test_a_copy_goes_where_two_busy_experts_meet() -> None:
     assert step_work(copied, Trace(np.full((1, 1, 1), -1), num_experts=4)) == (0.0, 0.0)
 
 
+def test_ranks_without_room_get_no_copies() -> None:
+    """And no layer takes the room of a later one."""
+    trace = random_trace(shape=(80, 4, 6), n=24)
+    copied = add_copies(Placement.even(4, 24, 3), trace, 6, room=[4, -1, 1])
+    assert set(np.unique(copied.copies[:, 2])) <= {0, 2}
+    for rank, room in ((0, 4), (2, 1)):
+        layers = copied.copies[copied.copies[:, 2] == rank, 0]
+        assert all((layers <= layer).sum() <= room * (layer + 1) // 4 for layer in range(4))
+    assert len(copied.copies) > 2
+
+
 def test_copies_are_of_the_same_model() -> None:
     """A trace of other experts is refused, and a negative number."""
     with pytest.raises(ConfigError, match="use one of the same model"):
@@ -120,14 +131,22 @@ def test_a_trace_alone_is_enough(place: Path, capsys: pytest.CaptureFixture[str]
 def test_copies_are_chosen_by_steps(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No more than were asked for in each layer, and shown by rank."""
     options = ["--trace", TINY, "--ranks", "4", "--copies", "2", "--output", "four.json"]
+    options += ["--memory", "4MiB,4MiB,4MiB,4MiB"]
     assert cli.main(["plan-ranks", *options]) == 0
     rows = cells_of(capsys.readouterr().out)
     placement = Placement.load(place / "four.json")
     assert 0 < len(placement.copies) <= 16
-    assert sum(int(row[2]) for row in rows) == len(placement.copies)
+    assert sum(int(row[3]) for row in rows) == len(placement.copies)
     trace = load_any(TINY)
     without = placement.with_copies([])
     assert step_work(placement, trace)[0] < step_work(without, trace)[0]
+    assert placement.num_held().sum(1).max() <= 2**22 // 49152
+
+    # Its own 64 experts take 3 MiB of each rank.
+    options[-1] = "3MiB,3MiB,3MiB,3MiB"
+    assert cli.main(["plan-ranks", *options]) == 0
+    assert "no copies: no rank's memory holds more than the experts" in capsys.readouterr().out
+    assert len(Placement.load(place / "four.json").copies) == 0
 
 
 def test_a_model_and_what_a_profile_noted_of_it(
@@ -168,6 +187,7 @@ def test_a_model_and_what_a_profile_noted_of_it(
         (["--ranks=2", f"--trace={TINY}", "--memory=1P,1"], 2, "--ranks: rank 1 of 2 owns no"),
         (["--ranks=2", f"--trace={TINY}", "--copies=-1"], 2, "--copies must not be negative"),
         (["--ranks=2", "--copies=1"], 2, "--copies needs --trace"),
+        (["--ranks=2", f"--trace={TINY}", "--copies=1"], 2, "--copies needs --memory"),
         (["--ranks=2", f"--trace={TINY}", "--output=no/x"], 2, "--output: there is no directory"),
         (["--ranks=2", "--trace=none.npz"], 1, "none.npz: "),
         (["none", "--ranks=2"], 1, "none: "),

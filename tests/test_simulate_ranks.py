@@ -22,7 +22,7 @@ from tests.helpers.routing import random_trace, traces
 
 LATENCY_NS, COMPUTE_NS = 100, 1000
 NBYTES = 300  # a byte takes a nanosecond
-SLOW = Network("slow", 1e9, 700)
+SLOW = Network("slow", 1e9, 500, 200)
 MACHINE: dict[str, object] = {
     "bandwidth": 10**9,
     "latency_ns": LATENCY_NS,
@@ -85,18 +85,19 @@ def test_two_ranks_take_half_of_the_experts_time_and_send_their_rows() -> None:
     """All is resident after the first token: then only compute and network are left.
 
     Four experts of each layer are used, two of each rank. A later layer takes 500 ns of the
-    rest, 250 ns of experts (half of 500), and 700 + 2 x 50 ns to send two rows.
+    rest, 250 ns of experts (half of 500), and 700 + 16 + 2 x 50 ns to send two rows. Before each
+    token 724 ns pass until the ranks agree.
     """
     trace = Trace(np.tile(np.arange(4), (5, 3, 1)), num_experts=4)
 
     found = simulate(trace, 2, capacity="100%")
 
-    first = 500 + 250 + LATENCY_NS + 2 * NBYTES - 125 + 800
+    first = 500 + 250 + LATENCY_NS + 2 * NBYTES - 125 + 816
     # Of the first token's experts one is computed while the other one is read.
     first += max(0, 125 - NBYTES)
-    assert found.network_ns == 15 * 800
-    assert found.network_bytes == 15 * 100
-    assert found.total_ns == 12 * (500 + 250 + 800) + 3 * first
+    assert found.network_ns == 15 * 816 + 5 * 724
+    assert found.network_bytes == 2 * (15 * 116 + 5 * 24)
+    assert found.total_ns == 12 * (500 + 250 + 816) + 3 * first + 5 * 724
     assert found.waited_ns == (0, 0)
     assert found.ranks[0].num_misses == found.ranks[1].num_misses == 6
 
@@ -113,8 +114,9 @@ def test_all_wait_for_the_slowest_rank() -> None:
     found = simulate(trace, 2, capacity="100%", placement=lopsided)
     assert found.ranks[1].num_misses == 1
     assert found.waited_ns[1] > found.waited_ns[0] == 0
-    # Four rows in two of three layers, three in the last: padded to the largest part.
-    assert found.network_bytes == 5 * (200 + 200 + 150)
+    # Four rows in two of three layers, three and one in the last; headers; what is compared.
+    assert found.network_bytes == 5 * (3 * (200 + 2 * 16) + 2 * 24)
+    assert found.network_ns == 5 * (2 * (700 + 216) + (700 + 166) + 724)
 
 
 def test_a_layer_without_experts_sends_nothing() -> None:
@@ -122,7 +124,7 @@ def test_a_layer_without_experts_sends_nothing() -> None:
     experts = np.full((4, 2, 1), -1)
     experts[:, 1] = 0
     found = simulate(Trace(experts, num_experts=2), 2, capacity="100%")
-    assert found.network_ns == 4 * 750
+    assert found.network_ns == 4 * (700 + 66 + 724)
 
 
 def test_two_machines_hold_twice_as_much() -> None:
@@ -177,17 +179,32 @@ def test_a_network_has_a_name_or_figures() -> None:
     ten = Network.parse("10gbe")
     assert (ten.name, ten.latency_ns) == ("10GbE", 30_000)
     assert math.isclose(ten.bandwidth, 1.25e9 * 1448 / 1538)
-    assert Network.parse(" 40Gbit/s:5us") == Network("40Gbit/s:5us", 5e9, 5000)
-    assert Network.parse("0.5") == Network("0.5", 62.5e6, 60_000)
+    assert Network.parse(" 40Gbit/s:5us") == Network("40Gbit/s:5us", 5e9, 5000, 10_000)
+    assert Network.parse("40G:5us:1us") == Network("40G:5us:1us", 5e9, 5000, 1000)
+    assert Network.parse("0.5") == Network("0.5", 62.5e6, 60_000, 10_000)
     assert Network.parse("12Gbps").latency_ns == 30_000
     assert Network.parse(ten) is ten
     latencies = [Network.parse(name).latency_ns for name in NETWORKS]
     assert latencies == sorted(latencies, reverse=True)
-    assert ten.describe() == "10GbE: 1.18 GB/s, 30 us"
+    assert ten.describe() == "10GbE: 1.18 GB/s, 30 us, 10 us a message"
 
 
 @pytest.mark.parametrize(
-    "given", ["", "GbE", "-1", "0", "1e3", "10:", "10:soon", "10:10000s", "9999999", None, 10]
+    "given",
+    [
+        "",
+        "GbE",
+        "-1",
+        "0",
+        "1e3",
+        "10:",
+        "10:soon",
+        "10:10000s",
+        "1:1us:1us:1us",
+        "9999999",
+        None,
+        10,
+    ],
 )
 def test_what_is_no_network_is_refused(given: object) -> None:
     """A rate, then a time."""
@@ -195,11 +212,12 @@ def test_what_is_no_network_is_refused(given: object) -> None:
         Network.parse(given)  # type: ignore[arg-type]
 
 
-def test_a_ring_passes_the_largest_part_to_all() -> None:
-    """R - 1 times; nothing where there is one."""
-    assert SLOW.gather_ns([30, 10, 20]) == 2 * (700 + 30)
-    assert SLOW.gather_bytes([30, 10, 20]) == 60
-    assert (SLOW.gather_ns([30]), SLOW.gather_bytes([30]), SLOW.gather_bytes([])) == (0, 0, 0)
+def test_a_link_sends_to_all_others_and_receives_from_them() -> None:
+    """What takes longer counts; nothing where there is one."""
+    assert SLOW.gather_ns([30, 10, 20]) == 500 + 2 * 200 + 2 * 30
+    assert SLOW.gather_ns([30, 30, 2]) == 500 + 2 * 200 + 60
+    assert SLOW.gather_ns([20, 50, 50, 50]) == 500 + 3 * 200 + 150
+    assert (SLOW.gather_ns([30]), SLOW.gather_ns([])) == (0, 0)
 
 
 @pytest.fixture
@@ -230,7 +248,7 @@ def test_the_command_compares_numbers_of_machines(
     lines = [line for line in shown.splitlines() if line.startswith("│")]
     assert [line.split()[1] for line in lines] == ["1", "2", "4", "2", "4"]
     assert "policy echo\nahead off\n" in shown
-    assert "10GbE: 1.18 GB/s, 30 us\n" in shown
+    assert "10GbE: 1.18 GB/s, 30 us, 10 us a message\n" in shown
     assert max(map(len, lines)) <= 80
 
 

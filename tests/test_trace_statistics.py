@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 from collections import Counter
 from itertools import pairwise
 
@@ -194,3 +195,17 @@ def test_no_tokens_and_one_expert_are_no_errors() -> None:
     assert single.relative_entropy.tolist() == [1.0]
     assert json.loads(single.to_json())["zipf_exponent"] == [None]
     assert json.loads(single.to_json())["layers"] == [0]
+
+
+def test_experts_that_are_never_used_take_little_memory() -> None:
+    """Beside the counts there is a layer at a time, however many layers and experts."""
+    rng = np.random.default_rng(0)
+    trace = Trace(rng.integers(0, 2**17, (50, 16, 1)).astype(np.int32), num_experts=2**17)
+    tracemalloc.start()
+    try:
+        found = statistics(trace)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.counts.nbytes == 2**24
+    assert peak < 1.5 * 2**24

@@ -193,6 +193,17 @@ def test_a_graph_holds_a_step(gpu: str, checkpoint: Callable[[str], Path]) -> No
             assert torch.equal(out, expected)
 
 
+def test_a_compiled_step_is_that_of_eager(gpu: str, checkpoint: Callable[[str], Path]) -> None:
+    """The experts are an operator there."""
+    model = fast(checkpoint("qwen3_moe"))
+    with model.moecache, torch.no_grad():
+        experts, parts = model.model.layers[1].mlp.experts, step(model, 3)
+        torch.compiler.reset()
+        call = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        assert torch.equal(call(*parts), experts(*parts))
+        torch.compiler.reset()
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_a_graph_holds_a_token(
     gpu: str, checkpoint: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,5 @@
 cimport cython
+cimport numpy as cnp
 from libc.stdint cimport int32_t, uint64_t
 
 from moecache.policies._policy cimport Policy
@@ -46,6 +47,8 @@ cdef class ExpertCache:
     cdef int* first             # [num_experts] index of its first occurrence in the ids
     cdef int* missing           # [num_experts] distinct experts that are not resident
     cdef uint64_t* order        # [num_experts] for sorting
+    cdef uint64_t* elsewhere    # [num_experts] the last step that wanted no slot for this expert
+    cdef uint64_t step          # number of calls of `acquire`
     cdef uint64_t call
     cdef uint64_t generation
     cdef int resident_count
@@ -75,6 +78,7 @@ cdef class ExpertCache:
     cdef int count_missing(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, Py_ssize_t top_k, bint drop
     ) except -1
+    cdef void mark_elsewhere(self, cnp.ndarray experts) noexcept
     cdef bint is_bulk(self, int layer, Py_ssize_t rows, Py_ssize_t share) noexcept
     cdef bint any_valid(self, const void* ids, bint wide, Py_ssize_t n) noexcept
     cdef int plan_claims(

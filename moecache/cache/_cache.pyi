@@ -67,6 +67,7 @@ class ExpertCache:
         share: int = -1,
         ignore_out_of_range: bool = False,
         sequences: npt.ArrayLike | None = None,
+        elsewhere: npt.ArrayLike | None = None,
     ) -> int: ...
     def release(self, slots: npt.NDArray[np.int32]) -> None: ...
     def claim(

@@ -131,11 +131,12 @@ cdef class ExpertCache:
         self.first = <int*>calloc(num_experts, sizeof(int))
         self.missing = <int*>calloc(num_experts, sizeof(int))
         self.order = <uint64_t*>calloc(num_experts, sizeof(uint64_t))
+        self.elsewhere = <uint64_t*>calloc(num_experts, sizeof(uint64_t))
         if (
             self.abandoned == NULL or self.slots == NULL
             or self.free_slots == NULL or self.in_flight == NULL or self.seen == NULL
             or self.uses == NULL or self.first == NULL or self.missing == NULL
-            or self.order == NULL or self.last_row == NULL
+            or self.order == NULL or self.last_row == NULL or self.elsewhere == NULL
         ):
             raise MemoryError(f"no memory for the tables of {capacity} slots")
         memset(self.in_flight, 0xFF, num_layers * num_experts * sizeof(int32_t))
@@ -153,6 +154,7 @@ cdef class ExpertCache:
         free(self.first)
         free(self.missing)
         free(self.order)
+        free(self.elsewhere)
 
     def acquire(
         self,
@@ -164,6 +166,7 @@ cdef class ExpertCache:
         Py_ssize_t share=-1,
         bint ignore_out_of_range=False,
         sequences=None,
+        elsewhere=None,
     ) -> int:
         """Lease the resident experts of a step, and claim slots for the others.
 
@@ -183,7 +186,7 @@ cdef class ExpertCache:
             Receives, for each distinct expert that is not resident, the flat index
             of its first occurrence in `ids`: first the experts whose slots the
             caller must fill; then, as ~index, the joined ones; then those that
-            `share` left without a slot (slots_out -1).
+            `share` or `elsewhere` left without a slot (slots_out -1).
         share : int, default -1
             Claim slots only until this many of the step's experts have one (resident
             experts count), for the experts that the most rows ask for, and no more
@@ -195,6 +198,9 @@ cdef class ExpertCache:
             0 to 2**31 - 1, at most 64 different ones. By default all rows are consecutive
             tokens of one. If they are of several, ECHO decides itself which experts a
             `share` claims slots for: those worth more than what would leave.
+        elsewhere : ndarray of int32 or int64, any shape, optional
+            Experts that need no slot: where they are missing, and no other caller fills them,
+            none is claimed. They count as misses all the same.
 
         Returns
         -------
@@ -206,7 +212,7 @@ cdef class ExpertCache:
         ValueError
             If an id is out of range, or an output array or `sequences` does not fit.
         TypeError
-            If ids or sequences are not integers.
+            If ids, sequences or elsewhere are not integers.
         CapacityError
             If all are to be claimed and too few slots are free or can be evicted.
             After any error nothing has changed.
@@ -232,7 +238,12 @@ cdef class ExpertCache:
         if sequences is not None and n:
             names_owner = as_sequences(sequences, rows)
             names = <const int32_t*>cnp.PyArray_DATA(names_owner)
+        if elsewhere is not None:
+            elsewhere = as_ids(elsewhere)
         with cython.critical_section(self):
+            self.step += 1
+            if elsewhere is not None:
+                self.mark_elsewhere(<cnp.ndarray>elsewhere)
             num_missing = self.count_missing(
                 <int>layer, data, wide, n, top_k, ignore_out_of_range
             )
@@ -737,6 +748,16 @@ cdef class ExpertCache:
                 self.uses[expert] += 1
         return count
 
+    cdef void mark_elsewhere(self, cnp.ndarray experts) noexcept:
+        cdef bint wide = cnp.PyArray_ITEMSIZE(experts) == 8
+        cdef const void* data = cnp.PyArray_DATA(experts)
+        cdef int64_t expert
+        cdef Py_ssize_t i
+        for i in range(cnp.PyArray_SIZE(experts)):
+            expert = id_at(data, wide, i)
+            if 0 <= expert < self.num_experts:
+                self.elsewhere[expert] = self.step
+
     cdef bint is_bulk(self, int layer, Py_ssize_t rows, Py_ssize_t share) noexcept:
         # With a slot for every expert the fair share is no limit, but the step is the same.
         cdef Py_ssize_t limit = self.num_experts - 1
@@ -759,11 +780,15 @@ cdef class ExpertCache:
         cdef Policy part = self.part(layer)
         cdef int32_t* table = self.table + layer * self.num_experts
         cdef int local_base = layer * self.num_experts if self.is_global else 0
-        cdef int i, slot, wanted = 0, hits = 0, evictable_hits = 0, room, limit
+        cdef int i, slot, wanted = 0, joined = 0, hits = 0, evictable_hits = 0, room, limit
         cdef int64_t expert
         cdef Py_ssize_t position
         for i in range(num_missing):
-            wanted += self.in_flight[layer * self.num_experts + self.missing[i]] < 0
+            joined += self.in_flight[layer * self.num_experts + self.missing[i]] >= 0
+            wanted += (
+                self.in_flight[layer * self.num_experts + self.missing[i]] < 0
+                and self.elsewhere[self.missing[i]] != self.step
+            )
         # Hits of this step will be leased: their slots cannot be evicted.
         for position in range(n):
             expert = id_at(ids, wide, position)
@@ -779,7 +804,7 @@ cdef class ExpertCache:
             room += part.num_evictable - evictable_hits
         if share >= 0:
             # Joined experts have a slot too.
-            limit = <int>max(0, share - hits - (num_missing - wanted))
+            limit = <int>max(0, share - hits - joined)
             return min(wanted, min(limit, room))
         if wanted > room:
             raise CapacityError(
@@ -871,6 +896,8 @@ cdef class ExpertCache:
                 continue
             # Counted first: the policy reads the count when the key enters.
             count_miss(self.profiler, layer, base + expert)
+            if self.elsewhere[expert] == self.step:
+                continue
             if num_claimed < admitted and worths != NULL:
                 # What comes later is worth less.
                 if not self.is_worth_it(part, partition, base + expert):

@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
         "expect. docs/scale.md.",
         epilog="examples: moecache plan-ranks ./Qwen3-30B-A3B --ranks 4 | "
         "moecache plan-ranks ./Qwen3-30B-A3B --ranks 2 --trace run.npz --memory 8GiB,16GiB | "
-        "moecache plan-ranks --trace run.npz --ranks 4 --copies 4 --output four.json",
+        "moecache plan-ranks --trace run.npz --ranks 2 --memory 12G,12G --copies 4",
     )
     parser.add_argument(
         "path",
@@ -60,15 +60,16 @@ def add_parser(commands: Any) -> None:
         "--memory",
         dest="memories",
         metavar="LIST",
-        help="of each rank, 8GiB,16GiB: shares go by it (default: all the same)",
+        help="of each rank for experts, 8GiB,16GiB: shares go by it (default: all the same)",
     )
     parser.add_argument(
         "--copies",
         type=int,
         metavar="N",
         default=0,
-        help="in each layer, up to N copies of busy experts on further ranks, where the trace's "
-        "steps would have waited less for the slowest (needs --trace; default: %(default)s)",
+        help="in each layer, up to N copies of busy experts on further ranks whose memory holds "
+        "them beside their own, where the trace's steps would have waited less for the slowest "
+        "(needs --trace and --memory; default: %(default)s)",
     )
     parser.add_argument(
         "--output", metavar="FILE", default=DEFAULT_OUTPUT, help="default: %(default)s"
@@ -98,11 +99,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--copies must not be negative, got {arguments.copies}")
     if arguments.copies and arguments.trace is None:
         raise ConfigError("--copies needs --trace: only steps tell which experts are used together")
+    if arguments.copies and memory is None:
+        raise ConfigError("--copies needs --memory: a copy helps only where everything fits")
     model = _model(arguments)
     with naming("--ranks"):
         placement = Placement.balanced(model.counts, arguments.ranks, memory)
     if model.trace is not None and arguments.copies:
-        placement = add_copies(placement, model.trace, arguments.copies)
+        room = _room(placement, model, memory)
+        if max(room) <= 0:
+            console.print("no copies: no rank's memory holds more than the experts that it owns")
+        placement = add_copies(placement, model.trace, arguments.copies, room)
     placement.save(arguments.output, force=arguments.force)
     _show(console, placement, model, memory)
     console.print(
@@ -125,6 +131,15 @@ def _memory(arguments: argparse.Namespace) -> list[int] | None:
         if min(sizes) < 1:
             raise ConfigError(f"{arguments.memories!r} has a rank without memory")
     return sizes
+
+
+def _room(placement: Placement, model: _Model, memory: Sequence[int] | None) -> list[int]:
+    """Return how many experts each rank has room for beside its own."""
+    if model.expert_bytes is None:
+        raise ConfigError("--copies needs the size of an expert, which the trace lacks; give MODEL")
+    size = int(model.expert_bytes.max())
+    owned = (placement.num_held() @ model.expert_bytes).tolist()
+    return [(have - own) // size for have, own in zip(memory or (), owned, strict=True)]
 
 
 def _model(arguments: argparse.Namespace) -> _Model:

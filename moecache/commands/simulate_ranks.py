@@ -164,7 +164,7 @@ def print_table(console: Console, name: str, timings: Sequence[RanksTiming]) -> 
     console.print(shown)
     console.print(
         "reads, slower ranks, send: shares of the time that a rank waits for its own reads, for "
-        "others, for rows on the network; KiB sent: by each rank, per token"
+        "others, for rows on the network; KiB sent: by a rank, per token"
     )
 
 

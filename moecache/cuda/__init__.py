@@ -1,6 +1,7 @@
 """The GPU: what the package asks of one, how CuPy does it, and the kernels."""
 
-from moecache.cuda._arguments import check_experts
+from moecache.cuda._kinds import check_experts
+from moecache.cuda._launches import ACTIVATIONS
 from moecache.cuda.device import (
     Device,
     DeviceArray,
@@ -14,6 +15,7 @@ from moecache.cuda.experts import CudaExperts
 from moecache.errors import ConfigError
 
 __all__ = [
+    "ACTIVATIONS",
     "CudaExperts",
     "Device",
     "DeviceArray",

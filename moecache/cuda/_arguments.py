@@ -6,37 +6,6 @@ import numpy as np
 
 from moecache.cuda.device import DeviceArray
 from moecache.errors import ConfigError
-from moecache.layout import ExpertLayout
-
-# Suffixes of the kernels' names, by the type of the weights.
-SUFFIXES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-
-
-def shape_of(layout: ExpertLayout, layer: int) -> tuple[int, int, np.dtype]:
-    """Return hidden size, width and dtype of a layer's experts."""
-    roles = {role.name: role for role in layout.layers[layer]}
-    if roles.keys() != {"gate_up", "down"}:
-        raise ConfigError(
-            f"an expert of {', '.join(sorted(roles))} is not gated feed-forward alone "
-            '("gate_up" and "down", without biases or scales); compute it from runtime.waves'
-        )
-    gate_up, down = roles["gate_up"], roles["down"]
-    if gate_up.dtype != down.dtype or gate_up.dtype.name not in SUFFIXES:
-        raise ConfigError(
-            f"experts of {gate_up.dtype} and {down.dtype} have no kernels; kernels exist for "
-            f"{', '.join(SUFFIXES)}"
-        )
-    if gate_up.shape != (2 * down.shape[1], down.shape[0]):
-        raise ConfigError(
-            f"gate_up {list(gate_up.shape)} and down {list(down.shape)} do not fit each other"
-        )
-    return down.shape[0], down.shape[1], down.dtype
-
-
-def check_experts(layout: ExpertLayout) -> None:
-    """Raise the reason as a ConfigError if a GPU has no kernels for a layer's experts."""
-    for layer in range(layout.num_layers):
-        shape_of(layout, layer)
 
 
 def check(

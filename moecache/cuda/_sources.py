@@ -4,9 +4,14 @@ import functools
 from importlib import resources
 from typing import NamedTuple
 
+from moecache.cuda._formats import cuda_type
+
 # Where each kernel is defined; and what its source needs before it.
 _FILES = {
-    **dict.fromkeys(("decode", "gate_up", "down"), ("plain.cuh", "steps.cuh", "decode.cu")),
+    **dict.fromkeys(
+        ("decode", "gate_up", "down"),
+        ("plain.cuh", "formats.cuh", "ggml.cuh", "steps.cuh", "decode.cu"),
+    ),
     **dict.fromkeys(("gather", "activate", "combine", "combine_rows"), ("rows.cu",)),
 }
 # -fmad=false: two kernels that give the same bits must not be contracted differently.
@@ -66,7 +71,7 @@ def source_of(kernel: str) -> Source:
     *before, last = ("common.cuh", *_FILES[entry])
     chosen = [f"using Hidden = {_HIDDEN[hidden]};"]
     if before[1:]:
-        chosen += [f"using GateUp = {_cuda_type(gate_up)};", f"using Down = {_cuda_type(down)};"]
+        chosen += [f"using GateUp = {cuda_type(gate_up)};", f"using Down = {cuda_type(down)};"]
         chosen.append(f"constexpr int NUM_GATE_UPS = {halves};")
     return Source(entry, "\n".join([*map(_read, before), *chosen, _read(last)]))
 
@@ -74,7 +79,3 @@ def source_of(kernel: str) -> Source:
 def _read(name: str) -> str:
     text = resources.files("moecache.cuda").joinpath(name).read_text()
     return f'#line 1 "{name}"\n{text}'
-
-
-def _cuda_type(name: str) -> str:
-    return f"Plain<{_HIDDEN[name]}>"

@@ -7,10 +7,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from moecache.cuda._launches import Step
 from moecache.cuda._token_memory import HEAD, UNKNOWN, TokenMemory
 from moecache.cuda.device import Device, Stream
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
+
+# Of the slots, one in this many at most is kept free for a token's misses.
+_RESERVED_SHARE = 8
 
 
 class _Runtime(Protocol):
@@ -50,7 +54,8 @@ class TokenSteps:
     """
 
     def __init__(self, device: Device, layout: ExpertLayout, max_pairs: int, h_bytes: int) -> None:
-        self.max_pairs = max_pairs
+        self._max_pairs = max_pairs
+        self._top_k, self._total_experts = layout.top_k, layout.total_experts
         self._device = device
         self._num_layers = layout.num_layers
         self._memory = memory = TokenMemory(device, layout, max_pairs, h_bytes)
@@ -71,6 +76,7 @@ class TokenSteps:
             self.close()
             raise
 
+    @property
     def is_open(self) -> bool:
         """Return whether the calling thread has begun a token."""
         return self._owner == threading.get_ident()
@@ -80,24 +86,35 @@ class TokenSteps:
         """Where things are, on the device."""
         return self._memory
 
-    @property
-    def stream(self) -> Stream | None:
-        """The stream of the open token."""
-        return self._stream
+    def takes(self, runtime: _Runtime, step: Step, *, capturing: bool) -> bool:
+        """Return whether the device takes a step; else it goes through waves.
 
-    def goes_through_waves(self, layer: int) -> bool:
-        """Return whether the cache had no slots for all experts of a layer's step in this token."""
-        return layer in self._through_waves
-
-    def begin(self, runtime: _Runtime, num_free: int) -> None:
-        """Freeze the cache, bring the device's table up to date and open the gate.
-
-        Parameters
-        ----------
-        runtime : ExpertRuntime
-        num_free : int
-            Slots to keep free for experts that are missed.
+        Raises
+        ------
+        ConfigError
+            If it is too large, or in another stream.
+        CapacityError
+            If it is captured, and there are too few slots.
         """
+        if step.num_pairs > self._max_pairs:
+            raise ConfigError(
+                f"a step of {step.num_tokens} x {step.top_k} ids is too large for a token, whose "
+                f"steps have up to {self._max_pairs}; compute prompts before begin_token"
+            )
+        if not capturing and step.stream != self._stream:
+            raise ConfigError("a token's steps belong in the stream in which it began")
+        capacity = runtime.cache.capacity
+        if step.top_k <= capacity and step.layer not in self._through_waves:
+            return True
+        if capturing:
+            raise CapacityError(
+                f"a graph needs slots for all experts of a step: {step.top_k}, and the cache has "
+                f"{capacity}; raise the memory"
+            )
+        return False
+
+    def begin(self, runtime: _Runtime) -> None:
+        """Freeze the cache, bring the device's table up to date and open the gate."""
         device, stream = self._device, self._device.current_stream()
         if device.is_capturing(stream):
             raise MoeCacheError("begin a token before its steps are captured, not in the graph")
@@ -117,7 +134,10 @@ class TokenSteps:
                     "computed nothing, and what it left is of no use; begin again"
                 )
             self._owner, self._stream = threading.get_ident(), stream
-        runtime.freeze(num_free)
+        capacity, total = runtime.cache.capacity, self._total_experts
+        few = min(self._top_k, capacity // _RESERVED_SHARE)
+        # Victims are chosen in advance: a miss need not wait for the steps behind it.
+        runtime.freeze(few if capacity < total else 0)
         try:
             self._token = self._token % (2**31 - 1) + 1
             self._counted = 0
@@ -144,6 +164,7 @@ class TokenSteps:
             raise
         return layer
 
+    @property
     def has_stalled(self) -> bool:
         """Return whether a step of the open token is known to miss experts; never waits."""
         return bool(self._notice[0] == self._token)
@@ -172,7 +193,7 @@ class TokenSteps:
         """Wait for the steps before a layer that is computed by waves; False if one stalled."""
         stream = self._checked_stream()
         self._device.synchronize(stream)
-        if self.has_stalled():
+        if self.has_stalled:
             return False
         self.count(runtime, layer, served=True)
         return True
@@ -207,11 +228,11 @@ class TokenSteps:
         """Wait until the device is done, or has stalled; return the layer in which it has."""
         device = self._device
         device.record(self._event, stream)
-        while not device.is_done(self._event) and not self.has_stalled():
+        while not device.is_done(self._event) and not self.has_stalled:
             time.sleep(0)
         # The lock is a barrier: what is read behind it was written before the notice.
         with self._lock:
-            return int(self._notice[1]) if self.has_stalled() else None
+            return int(self._notice[1]) if self.has_stalled else None
 
     def _serve(self, runtime: _Runtime, layer: int, stream: Stream) -> None:
         """Bring the experts of a layer's step in and open the gate for it."""

@@ -84,16 +84,15 @@ template <class D> __device__ inline float element(const uint4& chunk, unsigned 
 // N elements, one or whole chunks, as floats.
 template <class D, unsigned N> __device__ inline void load(Row<D> row, float* values)
 {
-    if (N == 1) {
+    if constexpr (N == 1)
         values[0] = D::widen(*row);
-        return;
-    }
+    else
 #pragma unroll
-    for (unsigned first = 0; first < N; first += PER_CHUNK<D>) {
-        // A copy: of a reference to memory the compiler loads the words one by one.
-        const uint4 chunk = *(const uint4*)(row + first);
-        for (unsigned i = 0; i < PER_CHUNK<D>; i++) values[first + i] = element<D>(chunk, i);
-    }
+        for (unsigned first = 0; first < N; first += PER_CHUNK<D>) {
+            // A copy: of a reference to memory the compiler loads the words one by one.
+            const uint4 chunk = *(const uint4*)(row + first);
+            for (unsigned i = 0; i < PER_CHUNK<D>; i++) values[first + i] = element<D>(chunk, i);
+        }
 }
 
 // N elements, one or one chunk.

@@ -65,7 +65,7 @@ struct Gate {
     }
 };
 
-constexpr unsigned DOWN_ROWS = 4; // that a warp takes of an expert's down
+constexpr unsigned DOWN_ROWS = Down::ROWS; // that a warp takes of an expert's down
 
 // The elements of an expert's output from row `first` on, by one warp; beyond the last, it again.
 __device__ inline void down_rows(

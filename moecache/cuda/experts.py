@@ -4,48 +4,30 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 
 from moecache.cuda._arguments import (
-    SUFFIXES,
     check,
     check_ids,
     host_ids,
-    ids_kind,
     same_type,
-    shape_of,
 )
+from moecache.cuda._kinds import kind_of, named
+from moecache.cuda._launches import Launches, Pool, Step
 from moecache.cuda._ring import CopyRing
 from moecache.cuda._scratch import Scratch
 from moecache.cuda._steps import TokenSteps
-from moecache.cuda._token_memory import TokenMemory
-from moecache.cuda.device import Device, DeviceArray, Product, Stream
-from moecache.errors import CapacityError, ConfigError, MoeCacheError
+from moecache.cuda.device import Device, DeviceArray, Stream
+from moecache.errors import ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 # A step of this many tokens or fewer reads weights for about one row each: kernels that stream
 # the weights are enough. With more tokens, cuBLAS multiplies several rows at once.
 MAX_STREAMED_TOKENS = 4
-_KERNELS = ("decode", "gate_up", "down", "combine_rows", "gather", "activate", "combine")
-_WARPS = 256 // 32
 _CLOSE_TIMEOUT_S = 2.0
-# Of the slots, one in this many at most is kept free for a token's misses.
-_RESERVED_SHARE = 8
-
-
-class _Pool(Protocol):
-    device: Device
-    slot_stride: int
-    num_slots: int
-
-    @property
-    def address(self) -> int: ...
-    def offset(self, role: str) -> int: ...
-    def to_host(self, array: Any) -> np.ndarray: ...
 
 
 class _Runtime(Protocol):
@@ -66,11 +48,13 @@ class _Runtime(Protocol):
 class CudaExperts:
     """Computes down(activation(gate(x)) * up(x)) of each token's experts, and their weighted sum.
 
+    Experts may have biases, and be quantised: weights are dequantised in registers.
     Sums are in float32. The result depends on the number of tokens, and on nothing else: not on
     what was in the cache, nor on the order in which experts arrived. Up to 4 tokens are computed
     by kernels that stream the weights: in one launch where every expert of the model is resident,
     with nothing that the host waits for, so that a CUDA graph can hold it; else by the same
-    arithmetic, wave by wave. More tokens are grouped by expert and multiplied by cuBLAS.
+    arithmetic, wave by wave. More tokens are grouped by expert and multiplied by cuBLAS, where the
+    experts are plain numbers without biases; else they are computed as few are.
 
     Work is issued in the current stream of the calling thread; any number of threads may call.
     A captured graph uses this object's memory for intermediate results: run one at a time, and none
@@ -80,26 +64,48 @@ class CudaExperts:
     ----------
     runtime : ExpertRuntime
         Its slots are on a GPU.
-    activation : {"silu", "gelu", "gelu_tanh", "relu"}, default "silu"
+    activation : {"silu", "gelu", "gelu_tanh", "relu", "swiglu"}, default "silu"
+        "swiglu" is gpt-oss's: both limited, gate * sigmoid(alpha * gate) * (up + 1).
+    is_interleaved : bool, default False
+        Whether rows of gate and up alternate; else gate's are above up's.
+    alpha, limit : float
+        Of "swiglu".
+    dtype : {"bfloat16", "float16", "float32"}, optional
+        Of hidden states and results, where the experts are quantised: "bfloat16" by default.
+        Others take their own.
 
     Raises
     ------
     ConfigError
-        If the slots are in RAM, or the experts are not gated feed-forward alone, or their type is
-        not float32, float16 or bfloat16.
+        If the slots are in RAM, or the experts are not gated feed-forward alone, or no kernel
+        reads their type or format.
     """
 
-    def __init__(self, runtime: _Runtime, activation: str = "silu") -> None:
-        if activation not in ACTIVATIONS:
-            raise ConfigError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    def __init__(
+        self,
+        runtime: _Runtime,
+        activation: str = "silu",
+        *,
+        is_interleaved: bool = False,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        dtype: str | None = None,
+    ) -> None:
         if getattr(runtime.pool, "device", None) is None:
             raise ConfigError('the slots are in RAM; open with device="cuda"')
         self._runtime = weakref.ref(runtime)
-        self._pool: _Pool = runtime.pool
+        self._pool: Pool = runtime.pool
         self._device: Device = runtime.pool.device
         self._layout = runtime.layout
-        self._activation = np.int32(ACTIVATIONS.index(activation))
-        self._shapes = [shape_of(self._layout, layer) for layer in range(self._layout.num_layers)]
+        self._launches = Launches(
+            self._pool, activation, is_interleaved=is_interleaved, alpha=alpha, limit=limit
+        )
+        wanted = None if dtype is None else named(dtype)
+        self._kinds = [
+            kind_of(self._layout, layer, wanted) for layer in range(self._layout.num_layers)
+        ]
+        if is_interleaved and any(kind.halves == 2 for kind in self._kinds):
+            raise ConfigError("rows of gate and up alternate in one matrix, and these are two")
         # Scratch that no call uses now, by stream; each call that is under way has one of its own.
         self._free: dict[int, list[Scratch]] = {}
         self._inside = 0  # calls
@@ -107,9 +113,9 @@ class CudaExperts:
         self._closed = False
         self._table: DeviceArray | None = None  # the slot of each expert of the model
         self._slot_numbers: DeviceArray | None = None  # 0, 1, 2, ...
-        suffixes = {SUFFIXES[dtype.name] for _, _, dtype in self._shapes}
         # Here rather than in the first token: compiling takes seconds, the first time on a machine.
-        self._device.prepare([f"{name}_{suffix}" for name in _KERNELS for suffix in suffixes])
+        names = [name for kind in self._kinds for name in self._launches.kernels(kind)]
+        self._device.prepare(list(dict.fromkeys(names)))
         self._ring = CopyRing(self._device)
         self._tokens: TokenSteps | None = None
 
@@ -146,7 +152,8 @@ class CudaExperts:
         """
         runtime, device = self._alive(), self._device
         self._layout.check(layer)
-        size, width, dtype = self._shapes[layer]
+        kind = self._kinds[layer]
+        size, dtype = kind.size, kind.dtype
         x, w = device.locate(hidden), device.locate(weights)
         on_host = isinstance(ids, (list, tuple)) or device.is_on_host(ids)
         chosen = host_ids(ids) if on_host else device.locate(ids)
@@ -167,12 +174,12 @@ class CudaExperts:
             return out
         scratch = self._enter(stream, capturing=capturing)
         try:
-            step = _Step(layer, x, w, target, num_tokens, top_k, size, width, dtype, scratch)
-            if self._tokens is not None and self._tokens.is_open():
+            step = Step(layer, x, w, target, num_tokens, top_k, kind, scratch)
+            if self._tokens is not None and self._tokens.is_open:
                 self._take_step(runtime, self._tokens, step, ids, chosen)
                 return out
-            streamed = num_tokens <= MAX_STREAMED_TOKENS
-            if streamed and runtime.begin_resident_step(look=not capturing):
+            is_small = num_tokens <= MAX_STREAMED_TOKENS
+            if is_small and runtime.begin_resident_step(look=not capturing):
                 self._launch_resident(runtime, step, chosen)
             elif capturing:
                 raise MoeCacheError(
@@ -180,7 +187,7 @@ class CudaExperts:
                     f"of up to {MAX_STREAMED_TOKENS} tokens, once every expert is in its slot and "
                     "one was computed outside"
                 )
-            elif streamed:
+            elif is_small or not self._launches.is_multiplied(kind):
                 self._stream_waves(runtime, step, self._on_host(ids, chosen))
             else:
                 self._multiply_waves(runtime, step, self._on_host(ids, chosen))
@@ -192,9 +199,9 @@ class CudaExperts:
         """Let the device take the steps that follow by itself, until `end_token`; return 0.
 
         For a loop that goes through the layers for up to 4 tokens at a time: a step whose experts
-        are in their slots costs the host a launch, or nothing in a CUDA graph, and no step waits
-        for the host. Nothing is evicted before `end_token`. One token of one thread at a time, in
-        the thread's current stream. A token that is open is given up.
+        are in their slots costs the host a launch, or nothing in a CUDA graph, and none waits for
+        the host. Nothing is evicted before `end_token`. One token of one thread at a time, in the
+        thread's current stream. A token of this thread that is open is given up.
 
         Raises
         ------
@@ -204,18 +211,12 @@ class CudaExperts:
         MemoryError
             If the device has no memory for it.
         """
-        runtime = self._alive()
-        with self._left:
-            self._check_open()
-            self._inside += 1
-        try:
+        with self._calling() as runtime:
             if self._tokens is None:
-                self._tokens = self._make_tokens()
-            capacity, total = runtime.cache.capacity, self._layout.total_experts
-            few = min(self._layout.top_k, capacity // _RESERVED_SHARE)
-            self._tokens.begin(runtime, 0 if capacity >= total else few)
-        finally:
-            self._leave()
+                max_pairs = MAX_STREAMED_TOKENS * self._layout.top_k
+                h_bytes = 4 * max_pairs * max(kind.width for kind in self._kinds)
+                self._tokens = TokenSteps(self._device, self._layout, max_pairs, h_bytes)
+            self._tokens.begin(runtime)
         return 0
 
     def end_token(self) -> int | None:
@@ -237,16 +238,10 @@ class CudaExperts:
         MoeCacheError
             If no token of this thread is open, or the device fails.
         """
-        runtime = self._alive()
-        with self._left:
-            self._check_open()
-            self._inside += 1
-        try:
+        with self._calling() as runtime:
             if self._tokens is None:
                 raise MoeCacheError("no token is open: call begin_token first")
             return self._tokens.end(runtime)
-        finally:
-            self._leave()
 
     @property
     def has_stalled(self) -> bool:
@@ -254,7 +249,7 @@ class CudaExperts:
 
         A loop that issues much between two steps may look, and go to `end_token` at once.
         """
-        return self._tokens is not None and self._tokens.is_open() and self._tokens.has_stalled()
+        return self._tokens is not None and self._tokens.is_open and self._tokens.has_stalled
 
     def close(self) -> None:
         """Free the memory of intermediate results; a second call does nothing.
@@ -279,95 +274,90 @@ class CudaExperts:
             raise MoeCacheError("the runtime is gone; keep a reference to it")
         return runtime
 
-    def _check_open(self) -> None:
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[_Runtime]:
+        """Return a context that `close` waits for."""
+        runtime = self._alive()
+        with self._left:
+            self._begin_call()
+        try:
+            yield runtime
+        finally:
+            with self._left:
+                self._inside -= 1
+                self._left.notify_all()
+
+    def _begin_call(self) -> None:
         if self._closed:
             raise MoeCacheError("the runtime is closed")
-
-    def _make_tokens(self) -> TokenSteps:
-        max_pairs = MAX_STREAMED_TOKENS * self._layout.top_k
-        h_bytes = 4 * max_pairs * max(width for _, width, _ in self._shapes)
-        return TokenSteps(self._device, self._layout, max_pairs, h_bytes)
+        self._inside += 1
 
     def _take_step(
         self,
         runtime: _Runtime,
         tokens: TokenSteps,
-        step: "_Step",
+        step: Step,
         ids: Any,
         chosen: "np.ndarray | DeviceArray",
     ) -> None:
         """Issue a step of the open token."""
-        if step.num_tokens > MAX_STREAMED_TOKENS or step.num_tokens * step.top_k > tokens.max_pairs:
-            raise ConfigError(
-                f"a step of {step.num_tokens} x {step.top_k} ids is too large for a token: up to "
-                f"{MAX_STREAMED_TOKENS} x {self._layout.top_k}; compute prompts before begin_token"
-            )
         capturing = not step.scratch.grows
-        if not capturing and tokens.stream != step.stream:
-            raise ConfigError("a token's steps belong in the stream in which it began")
-        if step.top_k > runtime.cache.capacity or tokens.goes_through_waves(step.layer):
-            if capturing:
-                raise CapacityError(
-                    f"a graph needs slots for all experts of a step: {step.top_k}, and the cache "
-                    f"has {runtime.cache.capacity}; raise the memory"
-                )
+        if not tokens.takes(runtime, step, capturing=capturing):
             if tokens.wait_before_waves(runtime, step.layer):
                 self._stream_waves(runtime, step, self._on_host(ids, chosen))
             return
-        if isinstance(chosen, np.ndarray):
-            check_ids(chosen, self._layout.num_experts)
-            if capturing:
-                raise ConfigError("in a graph the ids must be on the device")
-            chosen = self._device.locate(self._ring.to_device(chosen, step.stream))
-        self._decode(
-            step,
-            chosen,
-            tokens.memory.row(step.layer),
-            self._layout.num_experts,
-            memory=tokens.memory,
+        found = self._on_device(chosen, step, capturing=capturing)
+        memory = tokens.memory
+        self._launches.decode(
+            step, found, memory.row(step.layer), self._layout.num_experts, memory=memory
         )
+
+    def _on_device(
+        self, ids: "np.ndarray | DeviceArray", step: Step, *, capturing: bool
+    ) -> DeviceArray:
+        if not isinstance(ids, np.ndarray):
+            return ids
+        # Ids on the host can be checked: a wrong one is an error.
+        check_ids(ids, self._layout.num_experts)
+        if capturing:
+            raise ConfigError("in a graph the ids must be on the device")
+        return self._device.locate(self._ring.to_device(ids, step.stream))
 
     def _on_host(self, ids: Any, chosen: "np.ndarray | DeviceArray") -> np.ndarray:
         return chosen if isinstance(chosen, np.ndarray) else self._pool.to_host(ids)
 
     def _enter(self, stream: Stream, *, capturing: bool) -> "Scratch":
         with self._left:
-            self._check_open()
-            self._inside += 1
+            self._begin_call()
             free = self._free.get(stream.pointer)
             scratch = free.pop() if free else Scratch(self._device, stream)
         scratch.grows = not capturing
         return scratch
 
-    def _leave(self, scratch: "Scratch | None" = None) -> None:
+    def _leave(self, scratch: "Scratch") -> None:
         with self._left:
             self._inside -= 1
-            if scratch is not None and not self._closed:
+            if not self._closed:
                 self._free.setdefault(scratch.stream.pointer, []).append(scratch)
             self._left.notify_all()
-        if self._closed and scratch is not None:
+        if self._closed:
             scratch.close()
 
     def _launch_resident(
-        self, runtime: _Runtime, step: "_Step", ids: "np.ndarray | DeviceArray"
+        self, runtime: _Runtime, step: Step, ids: "np.ndarray | DeviceArray"
     ) -> None:
         """Compute a step in one launch; ids are resolved on the device."""
-        device, num_experts = self._device, self._layout.num_experts
+        num_experts = self._layout.num_experts
         capturing = not step.scratch.grows
-        if isinstance(ids, np.ndarray):
-            # Ids on the host can be checked: a wrong one is an error.
-            check_ids(ids, num_experts)
-            if capturing:
-                raise ConfigError("in a graph the ids must be on the device")
-            ids = device.locate(self._ring.to_device(ids, step.stream))
+        found = self._on_device(ids, step, capturing=capturing)
         if self._table is None:
             if capturing:
                 raise MoeCacheError("compute one step before capturing a graph")
             self._table = self._copied(runtime.cache.slot_table, step.stream)
         row = self._table.address + 4 * step.layer * num_experts
-        self._decode(step, ids, row, num_experts)
+        self._launches.decode(step, found, row, num_experts)
 
-    def _launch_wave(self, step: "_Step", wave: Any) -> None:
+    def _launch_wave(self, step: Step, wave: Any) -> None:
         """Compute a step whose experts are all leased, in one launch."""
         device = self._device
         if self._slot_numbers is None:
@@ -376,46 +366,8 @@ class CudaExperts:
         slots = np.empty(step.num_tokens * step.top_k, np.int32)
         slots[wave.pairs] = np.repeat(wave.slots, np.diff(wave.offsets))
         ids = self._ring.to_device(slots, step.stream)
-        self._decode(step, device.locate(ids), self._slot_numbers.address, self._pool.num_slots)
-
-    def _decode(
-        self,
-        step: "_Step",
-        ids: DeviceArray,
-        table: int,
-        num_ids: int,
-        *,
-        memory: TokenMemory | None = None,
-    ) -> None:
-        device, num_pairs = self._device, step.num_tokens * step.top_k
-        scratch = step.scratch if memory is None else memory
-        h = scratch.room("h", num_pairs * step.width * 4)
-        barrier = scratch.room("barrier", 8)
-        work = max(num_pairs * step.width, step.num_tokens * step.size)
-        self._launch(
-            "decode",
-            step,
-            min(device.max_resident_blocks, -(-work // _WARPS)),
-            np.uint64(step.x.address),
-            np.uint64(ids.address),
-            np.int32(ids_kind(ids.dtype)),
-            np.uint64(table),
-            *step.weights,
-            *self._slots("gate_up", "down"),
-            *(np.int64(0), np.int64(0), np.int32(0), np.int32(0)),  # biases, rows in turns
-            np.int32(step.num_tokens),
-            np.int32(step.top_k),
-            np.int32(num_ids),
-            np.int32(self._pool.num_slots),
-            np.int32(step.size),
-            np.int32(step.width),
-            self._activation,
-            *(np.float32(0), np.float32(0)),  # alpha and limit
-            np.uint64(h),
-            np.uint64(step.out.address),
-            np.uint64(barrier),
-            np.uint64(0 if memory is None else memory.gate(step.layer)),
-            cooperative=True,
+        self._launches.decode(
+            step, device.locate(ids), self._slot_numbers.address, self._pool.num_slots
         )
 
     def _copied(self, array: np.ndarray, stream: Stream) -> DeviceArray:
@@ -424,9 +376,9 @@ class CudaExperts:
         self._device.synchronize(stream)
         return self._device.locate(copy)
 
-    def _stream_waves(self, runtime: _Runtime, step: "_Step", ids: np.ndarray) -> None:
+    def _stream_waves(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
         """Compute a step of few tokens wave by wave, equal to one launch bit for bit."""
-        num_pairs = step.num_tokens * step.top_k
+        num_pairs = step.num_pairs
         h = step.scratch.room("h", num_pairs * step.width * 4)
         rows = step.scratch.room("rows", num_pairs * step.size * 4)
         step.scratch.room("barrier", 8)  # all of it at once: later steps take no more memory
@@ -434,49 +386,23 @@ class CudaExperts:
         try:
             for wave in waves:
                 count = len(wave.pairs)
-                if count == num_pairs:
+                if count == num_pairs and step.num_tokens <= MAX_STREAMED_TOKENS:
                     self._launch_wave(step, wave)
                     return
                 slots = np.repeat(wave.slots, np.diff(wave.offsets))
                 both = np.stack([slots, wave.pairs]).astype(np.int32)
                 lists = self._ring.to_device(both, step.stream)
                 at = self._device.locate(lists).address
-                pair_slots, pairs = np.uint64(at), np.uint64(at + 4 * count)
-                self._launch(
-                    "gate_up",
-                    step,
-                    self._blocks(count * step.width),
-                    *(np.uint64(step.x.address), pair_slots, pairs, np.int32(count)),
-                    *self._slots("gate_up"),
-                    *(np.int64(0), np.int32(0), np.int32(0)),
-                    *(np.int32(step.top_k), np.int32(step.size), np.int32(step.width)),
-                    *(self._activation, np.float32(0), np.float32(0), np.uint64(h)),
-                )
-                self._launch(
-                    "down",
-                    step,
-                    self._blocks(count * step.size),
-                    *(pair_slots, pairs, np.int32(count)),
-                    *self._slots("down"),
-                    *(np.int64(0), np.int32(0)),
-                    *(np.int32(step.size), np.int32(step.width), np.uint64(h), np.uint64(rows)),
-                )
+                self._launches.gate_up(step, at, at + 4 * count, count, h)
+                self._launches.down(step, at, at + 4 * count, count, h, rows)
         finally:
             waves.close()
-        self._launch(
-            "combine_rows",
-            step,
-            self._blocks(step.num_tokens, 1),
-            np.uint64(rows),
-            *step.weights,
-            *(np.int32(step.num_tokens), np.int32(step.top_k), np.int32(step.size)),
-            np.uint64(step.out.address),
-        )
+        self._launches.combine_rows(step, rows)
 
-    def _multiply_waves(self, runtime: _Runtime, step: "_Step", ids: np.ndarray) -> None:
+    def _multiply_waves(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
         """Compute a step of many tokens wave by wave: the products of one expert after another."""
-        device, item = self._device, step.dtype.itemsize
-        num_pairs = step.num_tokens * step.top_k
+        device, launches, item = self._device, self._launches, step.dtype.itemsize
+        num_pairs = step.num_pairs
         rows = step.scratch.room("rows", num_pairs * step.size * item)
         gathered = step.scratch.room("gathered", num_pairs * step.size * item)
         both = step.scratch.room("both", num_pairs * 2 * step.width * item)
@@ -488,106 +414,13 @@ class CudaExperts:
             for wave in waves:
                 count = len(wave.pairs)
                 lists = self._ring.to_device(wave.pairs.astype(np.int32), step.stream)
-                self._launch(
-                    "gather",
-                    step,
-                    self._blocks(count, 1),
-                    *(np.uint64(step.x.address), np.uint64(device.locate(lists).address)),
-                    *(np.int32(count), np.int32(step.top_k), np.int32(step.size)),
-                    np.uint64(gathered),
-                )
-                bounds = wave.offsets.tolist()
-                parts = list(zip(wave.slots.tolist(), bounds, bounds[1:], strict=False))
-                ups = [
-                    Product(
-                        gathered + start * step.size * item,
-                        self._address(slot, "gate_up"),
-                        both + start * 2 * step.width * item,
-                        *(stop - start, 2 * step.width, step.size),
-                    )
-                    for slot, start, stop in parts
-                ]
-                device.products(ups, step.dtype, step.stream)
-                self._launch(
-                    "activate",
-                    step,
-                    self._blocks(count, 1),
-                    *(np.uint64(both), np.int64(count), np.int32(step.width)),
-                    *(self._activation, np.uint64(h)),
-                )
-                downs = [
-                    Product(
-                        h + start * step.width * item,
-                        self._address(slot, "down"),
-                        rows + (done + start) * step.size * item,
-                        *(stop - start, step.size, step.width),
-                    )
-                    for slot, start, stop in parts
-                ]
-                device.products(downs, step.dtype, step.stream)
+                launches.gather(step, device.locate(lists).address, count, gathered)
+                launches.multiply(step, "gate_up", wave, gathered, both)
+                launches.activate(step, both, count, h)
+                launches.multiply(step, "down", wave, h, rows + done * step.size * item)
                 place[wave.pairs] = np.arange(done, done + count, dtype=np.int32)
                 done += count
         finally:
             waves.close()
         where = self._ring.to_device(place, step.stream)
-        self._launch(
-            "combine",
-            step,
-            self._blocks(step.num_tokens, 1),
-            *(np.uint64(rows), np.uint64(device.locate(where).address), *step.weights),
-            *(np.int32(step.num_tokens), np.int32(step.top_k), np.int32(step.size)),
-            np.uint64(step.out.address),
-        )
-
-    def _launch(
-        self,
-        name: str,
-        step: "_Step",
-        num_blocks: int,
-        *arguments: np.generic,
-        cooperative: bool = False,
-    ) -> None:
-        kernel = f"{name}_{SUFFIXES[step.dtype.name]}"
-        self._device.launch(kernel, num_blocks, arguments, step.stream, cooperative=cooperative)
-
-    def _slots(self, *roles: str) -> tuple[np.generic, ...]:
-        pool = self._pool
-        offsets = (np.int64(pool.offset(role)) for role in roles)
-        return (np.uint64(pool.address), np.int64(pool.slot_stride), *offsets)
-
-    def _address(self, slot: int, role: str) -> int:
-        return self._pool.address + slot * self._pool.slot_stride + self._pool.offset(role)
-
-    def _blocks(self, work: int, per_block: int = _WARPS) -> int:
-        """Return how many blocks to start; the kernels take any number."""
-        return min(-(-work // per_block), 4 * self._device.max_resident_blocks)
-
-
-class _Step:
-    """What the parts of one call need to know."""
-
-    def __init__(
-        self,
-        layer: int,
-        x: DeviceArray,
-        weights: DeviceArray,
-        out: DeviceArray,
-        num_tokens: int,
-        top_k: int,
-        size: int,
-        width: int,
-        dtype: np.dtype,
-        scratch: Scratch,
-    ) -> None:
-        self.layer = layer
-        self.x = x
-        self.out = out
-        self.num_tokens = num_tokens
-        self.top_k = top_k
-        self.size = size
-        self.width = width
-        self.dtype = dtype
-        self.scratch = scratch
-        self.stream = scratch.stream
-        kind = 0 if weights.dtype == np.float32 else 1
-        self.weights = (np.uint64(weights.address), np.int32(kind))
+        launches.combine(step, rows, device.locate(where).address)

@@ -14,6 +14,7 @@ constexpr unsigned IN_FLIGHT = 8;
 
 template <class D> struct Plain {
     using At = Row<D>; // where a row is
+    static constexpr unsigned ROWS = 4; // that a warp takes at once of down
 
     static __device__ long long matrix_bytes(int rows, int columns)
     {

@@ -319,6 +319,7 @@ class SlotLoader:
                         share=step.share,
                         ignore_out_of_range=step.ignore_out_of_range,
                         sequences=step.sequences,
+                        elsewhere=step.elsewhere,
                     )
                     self.counts.num_steps += 1
                     if count == 0:
@@ -352,7 +353,9 @@ class SlotLoader:
                     )
                 self._hasten(load)
             elif slots[position] < 0:
-                step.bypassed.append(int(flat[position]))
+                expert = int(flat[position])
+                is_elsewhere = step.elsewhere is not None and expert in step.elsewhere
+                (step.left_out if is_elsewhere else step.bypassed).append(expert)
                 continue
             else:
                 load = Load(step.layer, int(flat[position]), int(slots[position]), step.cause)
@@ -377,6 +380,7 @@ class SlotLoader:
         step.slots.fill(-1)
         step.loads.clear()
         step.bypassed.clear()
+        step.left_out.clear()
 
     def _enqueue(self, load: Load) -> None:
         self._loads[load.slot] = load

@@ -26,6 +26,8 @@ class Step:
     ignore_out_of_range : bool, default False
     sequences : array of int, shape [rows], optional
         Which sequence each row is of.
+    elsewhere : array of int, optional
+        Experts that are not to be loaded if they are missing: they are computed elsewhere.
 
     Attributes
     ----------
@@ -38,6 +40,8 @@ class Step:
         Loads that it waits for, or has not looked at.
     bypassed : list of int
         Experts that `share` left without a slot: to be staged.
+    left_out : list of int
+        Those of `elsewhere` that are missing, and that no other step is loading.
     leased : ndarray of int32, or set of int
     staged : set of int
         Slots to give back, of the cache and beside it.
@@ -48,10 +52,12 @@ class Step:
         "arrived",
         "bypassed",
         "cause",
+        "elsewhere",
         "ids",
         "ignore_out_of_range",
         "layer",
         "leased",
+        "left_out",
         "loads",
         "misses",
         "sequences",
@@ -69,10 +75,12 @@ class Step:
         share: int = -1,
         ignore_out_of_range: bool = False,
         sequences: npt.ArrayLike | None = None,
+        elsewhere: npt.ArrayLike | None = None,
     ) -> None:
         self.layer = layer
         self.ids = ids
         self.sequences = sequences
+        self.elsewhere = None if elsewhere is None else np.asarray(elsewhere, np.int32)
         self.share = share
         self.ignore_out_of_range = ignore_out_of_range
         one_token = ids.ndim == 0 or ids.size == ids.shape[-1]
@@ -82,5 +90,6 @@ class Step:
         self.arrived: SimpleQueue[Load] = SimpleQueue()
         self.loads: set[Load] = set()
         self.bypassed: list[int] = []
+        self.left_out: list[int] = []
         self.leased: np.ndarray | set[int] = self.slots
         self.staged: set[int] = set()

@@ -345,6 +345,16 @@ cdef class Echo:
             view[i] = self.values[i]
         return flat.reshape(self.num_layers, self.num_experts)
 
+    def reuse_of(self, Py_ssize_t layer) -> np.ndarray:
+        """Return a layer's row of `reuse`."""
+        cdef Py_ssize_t i
+        self.checked(layer)
+        row = np.empty(self.num_experts, np.float32)
+        cdef float[::1] view = row
+        for i in range(self.num_experts):
+            view[i] = self.values[layer * self.num_experts + i]
+        return row
+
     cdef list parts(self):
         # Name, dtype and shape of each array of `state`.
         experts = (self.num_layers, self.num_experts)

@@ -1,5 +1,7 @@
 """What each mode of prefetching is made of."""
 
+import numpy as np
+
 from moecache.cache._cache import ExpertCache
 from moecache.errors import ConfigError
 from moecache.loading.loader import SlotLoader
@@ -37,6 +39,7 @@ def make_prefetcher(
     *,
     threaded: bool = True,
     reads_ahead: bool = False,
+    held: np.ndarray | None = None,
 ) -> Prefetcher | None:
     """Return a prefetcher for what `prefetch` says, or `None` for "off".
 
@@ -77,4 +80,5 @@ def make_prefetcher(
         switch=switch,
         threaded=threaded,
         reads_ahead=reads_ahead,
+        held=held,
     )

@@ -56,6 +56,8 @@ class Prefetcher:
         Work in a thread of its own. Otherwise the caller calls `run_one`.
     reads_ahead : bool, default False
         Advise the system to read experts that get no slot into the page cache.
+    held : ndarray of bool, shape [num_layers, num_experts], optional
+        Experts that may be read; by default all.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Prefetcher:
         switch: Switch | None = None,
         threaded: bool = True,
         reads_ahead: bool = False,
+        held: np.ndarray | None = None,
     ) -> None:
         self._wake: SimpleQueue[None] = SimpleQueue()
         layout = store.layout
@@ -84,7 +87,8 @@ class Prefetcher:
         self.counts = loader.counts
         self.predictor = predictor
         self._num_layers = layout.num_layers
-        self._total = layout.total_experts
+        self._held = held
+        self._total = layout.total_experts if held is None else int(held.sum())
         widths = [layout.expert_bytes(layer) for layer in range(layout.num_layers)]
         # What is converted, or copied to a GPU, takes memory beside its slot.
         widest, most = max(widths), loader.pool.max_buffers_ahead
@@ -259,6 +263,9 @@ class Prefetcher:
         return reading + self._loader.pool.uploads.in_flight_bytes
 
     def _expect(self, layer: int, ids: np.ndarray, scores: npt.ArrayLike | None) -> None:
+        if self._held is not None and len(ids):
+            mine = self._held[layer][ids]
+            ids, scores = ids[mine], None if scores is None else np.asarray(scores)[mine]
         wanted = self.foresight.expect(
             layer, ids, scores, min_likelihood=self._break_even.likelihood
         )

@@ -81,6 +81,11 @@ class Switch:
         """Whether it is off, and not about to be tried."""
         return not self.on and self._left > 1
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether it is finding out, and not staying with what it found."""
+        return not self._left
+
     def begin_token(self) -> None:
         """Say that a token begins, and thereby that the last one is over."""
         now = tuple(counter() for counter in self._counters)

@@ -31,9 +31,14 @@ class KeptUsage:
     ----------
     layout : ExpertLayout
     cache : ExpertCache
+    held : ndarray of bool, shape [num_layers, num_experts], optional
+        Experts that may be brought in; by default all.
     """
 
-    def __init__(self, layout: ExpertLayout, cache: ExpertCache) -> None:
+    def __init__(
+        self, layout: ExpertLayout, cache: ExpertCache, held: np.ndarray | None = None
+    ) -> None:
+        self._held = held
         self._model = identity(layout)
         self._cache = cache
         self._earlier: ModelUsage | None = None
@@ -76,7 +81,7 @@ class KeptUsage:
             return None
         cache, echo = self._cache, self._cache.echo
         try:
-            keys = valuable_keys(usage, cache)
+            keys = valuable_keys(usage, cache, self._held)
             # A state without a ring does not suit one with a ring; what this run has learned stays.
             if (
                 usage.echo
@@ -124,11 +129,13 @@ class KeptUsage:
             logger.warning("profile.not_written %s", error)
 
 
-def valuable_keys(usage: ModelUsage, cache: ExpertCache) -> list[int]:
+def valuable_keys(
+    usage: ModelUsage, cache: ExpertCache, held: np.ndarray | None = None
+) -> list[int]:
     """Return which experts to bring in, the most valuable first, no more than there is room for.
 
     Experts that were resident at the end come first, in the order of ECHO's values, or of how
-    often they were used; then what else was used.
+    often they were used; then what else was used. With `held`, only of these experts.
 
     Raises
     ------
@@ -149,7 +156,10 @@ def valuable_keys(usage: ModelUsage, cache: ExpertCache) -> list[int]:
     was_there = np.zeros(num_keys, bool)
     was_there[residents] = True
     order = np.lexsort((-values.reshape(-1).astype(np.float64), ~was_there))
-    keys = order[was_there[order] | (usage.counts.reshape(-1)[order] > 0)].tolist()
+    wanted = was_there[order] | (usage.counts.reshape(-1)[order] > 0)
+    if held is not None:
+        wanted &= held.reshape(-1)[order]
+    keys = order[wanted].tolist()
     if cache.scope == "global":
         return keys[: cache.num_free]
     room = [cache.fair_share(layer) for layer in range(cache.num_layers)]

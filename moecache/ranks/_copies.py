@@ -1,6 +1,6 @@
 """Copies of busy experts: what a step's slowest rank has to do, and which copies lower that."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -35,7 +35,9 @@ def step_work(placement: Placement, trace: Trace) -> tuple[float, float]:
     return (slowest / count, total / count) if count else (0.0, 0.0)
 
 
-def add_copies(placement: Placement, trace: Trace, num_copies: int) -> Placement:
+def add_copies(
+    placement: Placement, trace: Trace, num_copies: int, room: Sequence[int] | None = None
+) -> Placement:
     """Return the placement with copies that lower what a step's slowest rank has to do.
 
     One after the other, in each layer: of the busiest experts, the copy with which the trace's
@@ -49,6 +51,10 @@ def add_copies(placement: Placement, trace: Trace, num_copies: int) -> Placement
         What steps use together. The last 2,048 steps count.
     num_copies : int
         At most so many in each layer.
+    room : sequence of int, optional
+        Experts that each rank has room for beside its own, in all layers together. A copy that
+        takes another expert's slot costs more than it gains (docs/decisions/0034). By default
+        there is room for all.
 
     Raises
     ------
@@ -64,11 +70,21 @@ def add_copies(placement: Placement, trace: Trace, num_copies: int) -> Placement
             f"{list(placement.owners.shape)}; use one of the same model"
         )
     rows: list[tuple[int, int, int]] = []
+    left = np.full(placement.num_ranks, trace.num_layers * num_copies)
+    if room is not None:
+        left = np.minimum(left, np.maximum(room, 0))
+    taken = np.zeros(placement.num_ranks, np.int64)
     for layer, used in _layers(trace):
         others: dict[int, list[int]] = {}
+        # Of every rank's room as much as is due by this layer.
+        allowed = left * (layer + 1) // trace.num_layers
         before = _slowest(used, placement, layer, others)
         for _ in range(num_copies):
-            trials = list(_trials(used, placement, layer, others))
+            trials = [
+                (expert, rank)
+                for expert, rank in _trials(used, placement, layer, others)
+                if taken[rank] < allowed[rank]
+            ]
             if not trials:
                 break
             gained = [
@@ -78,6 +94,7 @@ def add_copies(placement: Placement, trace: Trace, num_copies: int) -> Placement
             if after > before * (1 - MIN_GAIN):
                 break
             before, others = after, _with(others, *best)
+            taken[best[1]] += 1
         rows += [(layer, expert, rank) for expert, ranks in others.items() for rank in ranks]
     return placement.with_copies(rows)
 

@@ -73,10 +73,16 @@ class Decisions:
     warmpin_after: int
     loader_threads: int | None
     profile: str | os.PathLike[str] | None
-    expert_stats: str | None
+    expert_stats: str | os.PathLike[str] | None
     record_trace: Choice
     reasons: Mapping[str, str]
     gpu: Device | None = field(repr=False, compare=False)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts that may be asked for: all, or those of a share."""
+        share = self.options.share
+        return self.layout.total_experts if share is None else share.num_experts
 
     @property
     def slots_bytes(self) -> int:

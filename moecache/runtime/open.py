@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from moecache.prefault.sweep import Progress
 from moecache.prefetch.predict import Predictor
+from moecache.ranks import Share
 from moecache.runtime.options import Options
 from moecache.runtime.plan import plan
 from moecache.runtime.runtime import ExpertRuntime
@@ -37,6 +38,7 @@ def open(  # noqa: A001 - called as moecache.open
     layers: Collection[str] | None = None,
     context_tokens: int | None = None,
     host_bytes: int | None = None,
+    share: Share | None = None,
 ) -> ExpertRuntime:
     """Open a checkpoint's experts for use in a bounded amount of memory.
 

@@ -87,6 +87,7 @@ def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
             warmpin_after=plan.warmpin_after,
             disk=disk,
             prefault=sweep,
+            share=plan.options.share,
         )
         undo.pop_all()
     try:
@@ -162,10 +163,12 @@ def _start_prefault(
     if mode == "off":
         return None
     sweep = None
+    share = plan.options.share
+    held = None if share is None else share.held
     try:
         regions = [
             Region(*pair, getattr(pair, "owner", None))
-            for pair in (store.regions() if file else ())
+            for pair in (store.regions(held=held) if file else ())
         ]
         # Nothing is in the slots yet: the memory that they will take still counts as free.
         room = free_host_bytes() * 4 // 5
@@ -176,7 +179,7 @@ def _start_prefault(
         if not slots and not chosen:
             return None
         logger.info("prefault.chosen regions=%d of=%d mode=%s", len(chosen), len(regions), mode)
-        all_in_slots = plan.capacity == plan.layout.total_experts
+        all_in_slots = plan.capacity == plan.num_experts
         waits = mode == "force" or (mode == "auto" and all_in_slots and chosen == regions)
         sweep = warm(
             chosen + slots,

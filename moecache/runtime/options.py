@@ -13,6 +13,7 @@ from moecache.prefault.sweep import Progress
 from moecache.prefetch.modes import check_prefetch
 from moecache.prefetch.predict import Predictor
 from moecache.profiles.file import check_path
+from moecache.ranks import Share
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,11 @@ class Options:
         and `reserve` leaves free; by default the trunk's bytes, as stored. Give 0 if the
         trunk is in memory already.
 
+    share : Share, optional
+        The experts that this process has, if others have the rest: slots, reads, pre-fault and
+        what is kept in a profile are of these alone, and a step's other ids are dropped. Shares of
+        memory are of these experts' bytes.
+
     Raises
     ------
     ConfigError
@@ -135,6 +141,7 @@ class Options:
     layers: Collection[str] | None = None
     context_tokens: int | None = None
     host_bytes: int | None = None
+    share: Share | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used, before anything is opened."""
@@ -149,6 +156,8 @@ class Options:
             value: Any = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise ConfigError(f"{name} must be a whole number, got {value!r}")
+        if self.share is not None and not isinstance(self.share, Share):
+            raise ConfigError(f"share must be a moecache.ranks.Share, got {self.share!r}")
         if self.slots is not None and self.slots < 1:
             raise ConfigError(f"slots must be at least 1, got {self.slots}")
         for name in ("context_tokens", "host_bytes"):

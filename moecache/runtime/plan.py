@@ -14,7 +14,7 @@ from moecache.runtime.decisions import Decisions, buffer_bytes
 from moecache.runtime.opening import open_store_of, open_with
 from moecache.runtime.options import Options
 from moecache.runtime.runtime import ExpertRuntime
-from moecache.settings import Settings
+from moecache.settings import Choice, Settings
 from moecache.sizing.headroom import check_fits, headroom
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.sizing.planning import RESERVE_BYTES, SizingPlan, num_staging_slots
@@ -40,7 +40,7 @@ class Plan(Decisions):
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield (what, value, reason) of all that a reader wants to know."""
         why = self.reasons
-        slots = f"{self.capacity} of {self.layout.total_experts} experts"
+        slots = f"{self.capacity} of {self.num_experts} experts"
         if self.staging_slots:
             slots += f" and {self.staging_slots} for staging"
         yield "slots", f"{slots}, {format_bytes(self.slots_bytes)}", why["capacity"]
@@ -105,6 +105,9 @@ def _plan(store: CheckpointStore, options: Options, settings: Settings) -> Plan:
     layout = store.layout
     if layout.total_experts == 0:
         raise ConfigError(f"{store.path}: there are no experts; is it a mixture-of-experts model?")
+    if options.share is not None:
+        options.share.check(layout)
+    total = layout.total_experts if options.share is None else options.share.num_experts
     reasons: dict[str, str] = {}
 
     def choose(name: str) -> Any:
@@ -136,16 +139,20 @@ def _plan(store: CheckpointStore, options: Options, settings: Settings) -> Plan:
     sizing = None
     if options.slots is None:
         memory = choose("memory")
-        sizing, staging = _budgeted(layout, memory, slot_bytes, reserve_bytes, gpu)
+        sizing, staging = _budgeted(layout, total, memory, slot_bytes, reserve_bytes, gpu)
         capacity = sizing.slots
         budget = "what is free, less what is kept free" if memory is None else f"memory {memory}"
         advice = f"; {sizing.advice}" if sizing.advice else ""
         reasons["capacity"] = f"{budget} ({reasons['memory']}){advice}"
     else:
-        capacity = min(options.slots, layout.total_experts)
+        capacity = min(options.slots, total)
         staging = num_staging_slots(layout.top_k, capacity)
-        staging = staging if capacity < layout.total_experts else 0
+        staging = staging if capacity < total else 0
         reasons["capacity"] = f"slots={options.slots} (argument)"
+    scope = choose("scope")
+    if options.share is not None and scope == "layer" and staging == 0:
+        # Layers have as many slots each, but not as many experts of the share.
+        staging = num_staging_slots(layout.top_k, capacity)
     if gpu is not None:
         fewer, staging = most_on_gpu(gpu, layout, capacity, staging)
         if fewer < capacity:
@@ -158,6 +165,9 @@ def _plan(store: CheckpointStore, options: Options, settings: Settings) -> Plan:
     # A request's reads are no larger than the slots they go to.
     staging_bytes = STAGING_BYTES if gpu is not None else min(STAGING_BYTES, slots_bytes)
     staging_bytes = 0 if read == "mmap" else staging_bytes
+    record_trace = settings.choose("record_trace", options.record_trace)
+    # Ranks on one machine do not write the same file.
+    own = _as_given if options.share is None else options.share.own_path
     check_fits(slots_bytes, staging_bytes + min(buffers, layout.total_bytes))
     return Plan(
         path=os.fspath(store.path),
@@ -173,16 +183,16 @@ def _plan(store: CheckpointStore, options: Options, settings: Settings) -> Plan:
         read=read,
         staging_bytes=staging_bytes,
         policy=choose("policy"),
-        scope=choose("scope"),
+        scope=scope,
         prefetch=choose("prefetch"),
         prefault=choose("prefault"),
         lock=choose("lock"),
         warmpin=choose("warmpin"),
         warmpin_after=choose("warmpin_after"),
         loader_threads=choose("loader_threads"),
-        profile=choose("profile"),
-        expert_stats=settings.expert_stats,
-        record_trace=settings.choose("record_trace", options.record_trace),
+        profile=own(choose("profile")),
+        expert_stats=own(settings.expert_stats),
+        record_trace=Choice(own(record_trace.value), record_trace.origin),
         reasons=reasons,
         gpu=gpu,
     )
@@ -190,6 +200,7 @@ def _plan(store: CheckpointStore, options: Options, settings: Settings) -> Plan:
 
 def _budgeted(
     layout: ExpertLayout,
+    total: int,
     memory: int | str | None,
     slot_bytes: int,
     reserve_bytes: int,
@@ -200,12 +211,16 @@ def _budgeted(
         free = free_host_bytes() if gpu is None else gpu.free_bytes()
         reserve = reserve_bytes
     else:
-        free, reserve = parse_budget(memory, layout.total_experts * slot_bytes), 0
+        free, reserve = parse_budget(memory, total * slot_bytes), 0
     if gpu is not None:
         free = usable_bytes(gpu, free - reserve) + reserve
     staging = num_staging_slots(layout.top_k, max(0, free - reserve) // slot_bytes)
     found = plan_slots(
-        layout, free, reserve_bytes=reserve, staging_slots=staging, slot_bytes=slot_bytes
+        *(layout, free),
+        reserve_bytes=reserve,
+        staging_slots=staging,
+        slot_bytes=slot_bytes,
+        total_slots=total,
     )
     if found.budget_slots == 0:
         if memory is None:
@@ -220,7 +235,7 @@ def _budgeted(
             f"a budget of {format_bytes(free)} does not hold one expert of "
             f"{format_bytes(slot_bytes)} and {staging} for staging; raise memory to at least {need}"
         )
-    return found, 0 if found.slots == layout.total_experts else staging
+    return found, 0 if found.slots == total else staging
 
 
 def _way_of_reading(
@@ -233,10 +248,12 @@ def _way_of_reading(
     gpu: Device | None,
 ) -> tuple[str, str]:
     """Return how experts are read, and why."""
-    experts = format_bytes(layout.total_bytes)
+    share = options.share
+    total_bytes = layout.total_bytes if share is None else share.num_bytes(layout)
+    experts = format_bytes(total_bytes)
     if options.register == "host":
         free = free_host_bytes()
-        if layout.total_bytes <= free * 4 // 5:
+        if total_bytes <= free * 4 // 5:
             return "mmap", 'register="host" (argument)'
         origin = f"the file of {experts} is too large to be pinned; {origin}"
     if asked != "auto":
@@ -246,7 +263,11 @@ def _way_of_reading(
         slots_bytes = buffer_bytes(layout, options, on_gpu=True)
         reserve_bytes = RESERVE_BYTES
     left = max(0, free_host_bytes() - slots_bytes - reserve_bytes)
-    if left >= layout.total_bytes:
+    if left >= total_bytes:
         return "buffered", f"the page cache has room for all experts, {experts} ({origin})"
     why = f"the page cache would have {format_bytes(left)} for experts of {experts}"
     return "direct", f"{why} ({origin})"
+
+
+def _as_given(path: Any) -> Any:
+    return path

@@ -29,6 +29,7 @@ from moecache.prefetch.predict import Predictor
 from moecache.profiles.file import Profile
 from moecache.profiles.usage import KeptUsage
 from moecache.profiles.warm_start import WarmStart
+from moecache.ranks import Share
 from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed, disk_of
 from moecache.runtime import steps
@@ -82,6 +83,9 @@ class ExpertRuntime:
     prefault : BackgroundSweep, optional
         What backs the slots and brings the file into the page cache; cancelled on
         `close`.
+    share : Share, optional
+        The experts that come from here; a step's other ids are dropped, as they are computed
+        elsewhere. By default all do.
 
     Attributes
     ----------
@@ -103,6 +107,7 @@ class ExpertRuntime:
         warmpin_after: int = DEFAULT_WARMPIN_AFTER,
         disk: DiskSpeed | None = None,
         prefault: BackgroundSweep | None = None,
+        share: Share | None = None,
     ) -> None:
         layout = store.layout
         if (cache.num_layers, cache.num_experts) != (layout.num_layers, layout.num_experts):
@@ -110,11 +115,14 @@ class ExpertRuntime:
                 f"the cache is for {cache.num_layers} x {cache.num_experts} experts, "
                 f"the store has {layout.num_layers} x {layout.num_experts}"
             )
+        if share is not None:
+            share.check(layout)
+        total = layout.total_experts if share is None else share.num_experts
         if pool.num_slots < cache.capacity:
             raise ConfigError(
                 f"the pool has {pool.num_slots} slots, the cache needs {cache.capacity}"
             )
-        if pool.num_slots == cache.capacity < layout.total_experts:
+        if pool.num_slots == cache.capacity < total:
             raise ConfigError(
                 f"the pool needs at least {cache.capacity + 1} slots: one for staging, "
                 "as not all experts fit"
@@ -126,6 +134,8 @@ class ExpertRuntime:
                 f"loader_threads must be at most {MAX_LOADER_THREADS}, got {loader_threads}"
             )
         check_prefetch(prefetch)
+        self._share = share
+        self._num_experts = total
         self._store = store
         self._pool = pool
         self._cache = cache
@@ -139,7 +149,8 @@ class ExpertRuntime:
         # Reads so far were not for requests.
         self._reading_before = None if reader is None else ReadingStats.of(reader, None)
         self.warm_start: WarmStart | None = None
-        self._usage = KeptUsage(layout, cache)
+        held = None if share is None else share.held
+        self._usage = KeptUsage(layout, cache, held)
         pin = WarmPin(cache, layout.top_k, warmpin, warmpin_after)
         self._warm_pin = pin if pin.n else None
         self._reader = reader
@@ -147,7 +158,7 @@ class ExpertRuntime:
         self._batch = Batch()
         self._opened_ns = time.monotonic_ns()
         self._all_resident = False
-        self._on_device: dict[str, CudaExperts] = {}
+        self._on_device: dict[tuple[Any, ...], CudaExperts] = {}
         self._freezing = threading.Lock()
         self._num_frozen = 0
         self._loader = SlotLoader(
@@ -164,7 +175,9 @@ class ExpertRuntime:
             prefault.yield_to(reading(self._loader))
         # What is read around the page cache is not to be brought into it.
         cached = isinstance(store, FileStore) and (reader is None or not reader.direct)
-        self._prefetcher = make_prefetcher(self._loader, store, cache, prefetch, reads_ahead=cached)
+        self._prefetcher = make_prefetcher(
+            *(self._loader, store, cache, prefetch), reads_ahead=cached, held=held
+        )
         self._observe = None if self._prefetcher is None else self._prefetcher.step
         logger.info(
             "runtime.opened experts=%d slots=%d slot_bytes=%d policy=%s scope=%s",
@@ -194,6 +207,11 @@ class ExpertRuntime:
     def pool(self) -> SlotPool:
         """Where the slots are."""
         return self._pool
+
+    @property
+    def share(self) -> Share | None:
+        """The experts that come from here, if not all do."""
+        return self._share
 
     @property
     def profiler(self) -> AccessProfiler:
@@ -243,7 +261,9 @@ class ExpertRuntime:
             If an expert cannot be read. All leases are ended; call again.
         """
         self._check_usable()
-        chosen = self._pool.to_host(ids)
+        chosen = self._chosen(layer, ids, ignore_out_of_range)
+        # A share may have more experts of a layer than the fair part of a cache that holds all.
+        is_whole = self._share is not None and self._cache.capacity >= self._num_experts
         try:
             yield from steps.waves(
                 self._loader,
@@ -251,7 +271,8 @@ class ExpertRuntime:
                 layer,
                 chosen,
                 observe=self._observe,
-                ignore_out_of_range=ignore_out_of_range,
+                bulk=False if is_whole and self._cache.scope == "global" else None,
+                ignore_out_of_range=ignore_out_of_range or self._share is not None,
                 sequences=self._batch.of(chosen) if sequences is None else sequences,
             )
         finally:
@@ -293,14 +314,14 @@ class ExpertRuntime:
         """
         self._check_usable()
         self._look_at_pins()
-        chosen = self._pool.to_host(ids)
+        chosen = self._chosen(layer, ids, ignore_out_of_range)
         return steps.lease(
             self._loader,
             self._cache,
             layer,
             chosen,
             observe=self._observe,
-            ignore_out_of_range=ignore_out_of_range,
+            ignore_out_of_range=ignore_out_of_range or self._share is not None,
             sequences=self._batch.of(chosen) if sequences is None else sequences,
         )
 
@@ -312,8 +333,14 @@ class ExpertRuntime:
         """Return the weights in a leased slot, per role, in the shapes of `layer`."""
         return self._pool.expert(slot, layer)
 
-    def on_device(self, activation: str = "silu") -> CudaExperts:
+    def on_device(self, activation: str = "silu", **options: Any) -> CudaExperts:
         """Return what computes routed experts on the GPU that has the slots.
+
+        Parameters
+        ----------
+        activation : str, default "silu"
+        **options
+            Others of `CudaExperts`: is_interleaved, alpha, limit, dtype.
 
         Raises
         ------
@@ -323,9 +350,10 @@ class ExpertRuntime:
         self._check_usable()
         if not isinstance(activation, str):
             raise ConfigError(f"activation must be a name, got {activation!r}")
-        made = self._on_device.get(activation)
+        known = (activation, *sorted(options.items()))
+        made = self._on_device.get(known)
         if made is None:
-            made = self._on_device[activation] = CudaExperts(self, activation)
+            made = self._on_device[known] = CudaExperts(self, activation, **options)
         return made
 
     def begin_resident_step(self, *, look: bool = True) -> bool:
@@ -344,7 +372,7 @@ class ExpertRuntime:
             self._check_usable()
             if not look:
                 return False
-            total = self.layout.total_experts
+            total = self._num_experts
             if self._cache.capacity < total or self._cache.num_resident < total:
                 return False
             if self._pool.uploads.in_flight_bytes:
@@ -402,7 +430,10 @@ class ExpertRuntime:
         self._check_usable()
         if self.warm_start is not None:
             self.warm_start.cancel()
-        missing = np.flatnonzero(self._cache.slot_table.reshape(-1) < 0)
+        is_missing = self._cache.slot_table < 0
+        if self._share is not None:
+            is_missing &= self._share.held
+        missing = np.flatnonzero(is_missing.reshape(-1))
         self.warm_start = WarmStart(self._loader, self._cache, missing.tolist())
         return self.warm_start
 
@@ -642,6 +673,13 @@ class ExpertRuntime:
         if self.disk is None or not isinstance(self._store, FileStore):
             return {}
         return {disk_of(self._store): asdict(self.disk)}
+
+    def _chosen(self, layer: int, ids: npt.ArrayLike, ignore_out_of_range: bool) -> np.ndarray:
+        """Return ids on the host, -1 in the place of those that come from elsewhere."""
+        chosen = self._pool.to_host(ids)
+        if self._share is None:
+            return chosen
+        return self._share.of(layer, chosen, ignore_out_of_range=ignore_out_of_range)
 
     def _look_at_pins(self) -> None:
         pin = self._warm_pin  # another thread may be done with it

@@ -104,6 +104,8 @@ class Lease:
 # Called with a step's layer, ids and sequences when its experts are acquired, and before it waits
 # for them.
 Observe = Callable[[int, np.ndarray, npt.ArrayLike | None], object]
+# Called with the experts that are missing, and that the caller computes elsewhere.
+Take = Callable[[list[int]], object]
 
 
 def lease(
@@ -149,12 +151,15 @@ def waves(
     bulk: bool | None = None,
     ignore_out_of_range: bool = False,
     sequences: npt.ArrayLike | None = None,
+    elsewhere: npt.ArrayLike | None = None,
+    take: Take | None = None,
 ) -> Generator[Wave, None, None]:
     """Yield the waves of a step: what is there first, then what arrives.
 
     A bulk step, by default one of many tokens, admits no more experts to the cache than
     its layer's fair share, or, of several sequences, what the policy finds worth it; the
-    others pass through staging slots, as does what finds no slot to claim.
+    others pass through staging slots, as does what finds no slot to claim. Experts of
+    `elsewhere` that are missing are in no wave: `take` is told of them, before the first wave.
     """
     top_k = ids.shape[-1] if ids.ndim else 1
     one_token = ids.size == top_k
@@ -168,10 +173,13 @@ def waves(
         share=share,
         ignore_out_of_range=ignore_out_of_range,
         sequences=sequences,
+        elsewhere=elsewhere,
     )
     guard = loader.guard(step)
     try:
         loader.acquire(step)
+        if take is not None and step.left_out:
+            take(step.left_out)
         if observe is not None:
             observe(layer, ids, sequences)
         if step.loads or step.bypassed:

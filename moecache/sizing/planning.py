@@ -82,6 +82,7 @@ def plan(
     reserve_bytes: int = RESERVE_BYTES,
     staging_slots: int = 0,
     slot_bytes: int | None = None,
+    total_slots: int | None = None,
 ) -> SizingPlan:
     """Return how many slots fit into free memory.
 
@@ -97,9 +98,11 @@ def plan(
         same budget, unless everything fits without them.
     slot_bytes : int, optional
         Bytes of a slot as allocated; the layout's own sum by default.
+    total_slots : int, optional
+        Experts that may be asked for; by default all of the layout.
     """
     slot_bytes = layout.slot_bytes if slot_bytes is None else slot_bytes
-    total = layout.total_experts
+    total = layout.total_experts if total_slots is None else total_slots
     recommended = min(total, layout.num_layers * min(layout.num_experts, 2 * layout.top_k))
     cycle = layout.num_layers * layout.top_k
     if total == 0:

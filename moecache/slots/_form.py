@@ -32,16 +32,16 @@ class SlotForm:
     Raises
     ------
     ConfigError
-        If the experts are quantized.
+        If the experts are in a compute form.
     """
 
     def __init__(self, layout: ExpertLayout) -> None:
-        formats = {role.format for roles in layout.layers for role in roles} - {""}
-        if formats:
+        tiled = {role.format for roles in layout.layers for role in roles if role.is_tiled}
+        if tiled:
             raise ConfigError(
-                f"experts in {', '.join(sorted(formats))} are computed on the CPU alone, and slots "
-                'on a GPU hold plain numbers; open it with device="cpu", or a checkpoint in '
-                "bfloat16 (moecache pack --format bf16)"
+                f"experts in the compute form of {', '.join(sorted(tiled))} are for the kernels of "
+                'processors; open it with device="cpu", or on a GPU the checkpoint that it was '
+                "packed from"
             )
         self._layout = layout
         widest = dict.fromkeys(layout.role_names, 0)

@@ -227,11 +227,14 @@ class CheckpointStore(ABC):
                 views[piece_name] = raw
         return views
 
-    def regions(self, layers: Iterable[int] | None = None) -> list[Region]:
+    def regions(
+        self, layers: Iterable[int] | None = None, *, held: np.ndarray | None = None
+    ) -> list[Region]:
         """Return (address, nbytes) of the experts in the mapped files.
 
         By layer, within a layer in file order, adjoining experts as one region.
-        Valid as long as a region is referred to: it keeps its file mapped.
+        Valid as long as a region is referred to: it keeps its file mapped. With `held`, bool
+        [num_layers, num_experts], only of these experts.
         """
         self._check_open()
         regions: list[Region] = []
@@ -240,7 +243,10 @@ class CheckpointStore(ABC):
             extents = sorted(
                 (int(file), int(offset), piece.nbytes)
                 for piece in self._pieces[layer]
-                for file, offset in zip(piece.files, piece.offsets, strict=True)
+                for expert, (file, offset) in enumerate(
+                    zip(piece.files, piece.offsets, strict=True)
+                )
+                if held is None or held[layer, expert]
             )
             merged: list[list[int]] = []
             for file, offset, nbytes in extents:

@@ -1,5 +1,6 @@
 """Machine: the figures of a machine that is simulated, checked."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -42,6 +43,8 @@ class Machine:
     latency_ns, compute_ns : int
     expert_share : float
     expert_bytes : int
+    cpu_bandwidth : float or None
+        Bytes of weights per second that the CPU computes of missing experts.
     """
 
     policy: str
@@ -54,6 +57,7 @@ class Machine:
     compute_ns: int
     expert_share: float
     expert_bytes: int
+    cpu_bandwidth: float | None = None
 
     @classmethod
     def parse(
@@ -71,6 +75,7 @@ class Machine:
         scope: str,
         staging_slots: int | None,
         max_slots: int | None = None,
+        cpu_misses: float | str | None = None,
     ) -> Self:
         """Return a machine from the arguments of `simulate_time`.
 
@@ -107,11 +112,15 @@ class Machine:
         latency_ns = parse("latency_ns", parse_ns, latency_ns)
         compute_ns = parse("compute_ns", parse_ns, compute_ns)
         _check_times(nbytes, rate, latency_ns=latency_ns, compute_ns=compute_ns)
+        cpu_rate = None
+        if cpu_misses is not None:
+            cpu_rate = parse("cpu_misses", parse_bytes_per_s, cpu_misses)
+            _check_times(nbytes, cpu_rate)
         if staging_slots is None:
             staging_slots = num_staging_slots(trace.top_k, slots)
         return cls(
             *(policy, scope, prefetch, slots, staging_slots),
-            *(rate, latency_ns, compute_ns, expert_share, nbytes),
+            *(rate, latency_ns, compute_ns, expert_share, nbytes, cpu_rate),
         )
 
     def host(self, trace: Trace) -> SimulatedHost:
@@ -122,10 +131,13 @@ class Machine:
             top_k=trace.top_k,
             expert_bytes=self.expert_bytes,
         )
+        cpu_ns = None
+        if self.cpu_bandwidth is not None:
+            cpu_ns = math.ceil(self.expert_bytes * 1e9 / self.cpu_bandwidth)
         return SimulatedHost(
             layout,
             *(self.capacity, self.staging_slots, self.policy, self.scope),
-            *(self.bandwidth, self.latency_ns, self.prefetch),
+            *(self.bandwidth, self.latency_ns, self.prefetch, cpu_ns),
         )
 
 

@@ -25,13 +25,15 @@ _KNOWN = {
     "400GbE": (400, 10_000),
 }
 NETWORKS = tuple(_KNOWN)
+# Two calls and a wake-up of the kernel's: of the same order everywhere.
+DEFAULT_MESSAGE_NS = 10_000
 MAX_GBIT_PER_S = 10**6
 MAX_LATENCY_NS = 10**12
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network on which all ranks send at the same time, each to its neighbour.
+    """A network on which every rank sends what it has to every other one, all at the same time.
 
     Attributes
     ----------
@@ -40,19 +42,22 @@ class Network:
         Bytes per second of each rank's link, each way, as a program sees them.
     latency_ns : int
         From one program's send to the other's receive.
+    message_ns : int
+        What a rank's processor takes for each message that it sends, and receives one for.
 
     Notes
     -----
-    A message of n bytes takes latency + n / bandwidth (Hockney 1994, Parallel Computing 20). The
-    all-gather is a ring: of R ranks, each passes on what it got last, R - 1 times, so that it
-    takes (R - 1) (latency + m / bandwidth), where m is the largest part of a rank, to which
-    the others' parts are padded (Thakur, Rabenseifner and Gropp 2005, Int. J. High Performance
-    Computing Applications 19, section 3).
+    A message of n bytes takes latency + n / bandwidth (Hockney 1994, Parallel Computing 20), and
+    a processor's time of its own, which does not pass at the same time for several (the overhead
+    o of LogP: Culler and others 1993, PPoPP). Of R ranks each sends its part to R - 1 others and
+    receives theirs, over one link: latency + (R - 1) message_ns + n / bandwidth, where n is the
+    most that any rank sends or receives.
     """
 
     name: str
     bandwidth: float
     latency_ns: int
+    message_ns: int = DEFAULT_MESSAGE_NS
 
     @classmethod
     def parse(cls, given: "str | Network") -> "Network":
@@ -62,8 +67,9 @@ class Network:
         ----------
         given : str or Network
             A name of `NETWORKS`, such as "10GbE", whose bandwidth is what TCP leaves of it; or
-            "40Gbit/s:5us": what a program gets, and after how long. Without a time, the latency
-            of the slowest name that is as fast.
+            "40Gbit/s:5us:1us": what a program gets, after how long, and what it takes for each
+            message. Without a latency, that of the fastest name that is not faster; without the
+            last, 10 us.
 
         Raises
         ------
@@ -76,20 +82,22 @@ class Network:
         for name, (gbit, latency_ns) in _KNOWN.items():
             if text.lower() == name.lower():
                 return cls(name, gbit * 1e9 / 8 * TCP_SHARE, latency_ns)
-        rate, _, time = text.partition(":")
-        match = re.fullmatch(r"(\d{1,7}(?:\.\d{1,9})?)\s*(?:G|Gb|Gbit)?(?:/s|ps)?", rate.strip())
-        if match is None or not 0 < float(match[1]) <= MAX_GBIT_PER_S or (":" in text and not time):
+        rate, *times = (part.strip() for part in text.split(":"))
+        match = re.fullmatch(r"(\d{1,7}(?:\.\d{1,9})?)\s*(?:G|Gb|Gbit)?(?:/s|ps)?", rate)
+        if match is None or not 0 < float(match[1]) <= MAX_GBIT_PER_S or len(times) > 2:
             raise ConfigError(
                 f"network {given!r:.80} is neither one of {', '.join(NETWORKS)} nor a rate in "
                 "Gbit/s with a latency, such as 40Gbit/s:5us"
             )
         gbit = float(match[1])
-        latency_ns = parse_ns(time.strip()) if time else _latency_of(gbit)
-        if latency_ns > MAX_LATENCY_NS:
-            raise ConfigError(
-                f"network {given!r:.80}: a latency is at most {format_ns(MAX_LATENCY_NS)}"
-            )
-        return cls(text, gbit * 1e9 / 8, latency_ns)
+        found = [parse_ns(time) for time in times]
+        for time_ns in found:
+            if time_ns > MAX_LATENCY_NS:
+                raise ConfigError(
+                    f"network {given!r:.80}: a latency is at most {format_ns(MAX_LATENCY_NS)}"
+                )
+        defaults = (_latency_of(gbit), DEFAULT_MESSAGE_NS)
+        return cls(text, gbit * 1e9 / 8, *found, *defaults[len(found) :])
 
     def gather_ns(self, part_bytes: Sequence[int]) -> int:
         """Return how long it takes until every rank has the parts of all.
@@ -97,20 +105,19 @@ class Network:
         Parameters
         ----------
         part_bytes : sequence of int
-            Bytes of each rank's part.
+            Bytes of each rank's message to each other one.
         """
-        hops = len(part_bytes) - 1
-        if hops < 1:
+        others = len(part_bytes) - 1
+        if others < 1:
             return 0
-        return hops * (self.latency_ns + math.ceil(max(part_bytes) * 1e9 / self.bandwidth))
-
-    def gather_bytes(self, part_bytes: Sequence[int]) -> int:
-        """Return how many bytes each rank sends for that, and receives."""
-        return (len(part_bytes) - 1) * max(part_bytes) if part_bytes else 0
+        most = max(others * max(part_bytes), sum(part_bytes) - min(part_bytes))
+        return self.latency_ns + others * self.message_ns + math.ceil(most * 1e9 / self.bandwidth)
 
     def describe(self) -> str:
-        """Return name, bandwidth and latency as text."""
-        return f"{self.name}: {format_bytes_per_s(self.bandwidth)}, {format_ns(self.latency_ns)}"
+        """Return name, bandwidth and times as text."""
+        rate = format_bytes_per_s(self.bandwidth)
+        each = format_ns(self.message_ns)
+        return f"{self.name}: {rate}, {format_ns(self.latency_ns)}, {each} a message"
 
 
 def _latency_of(gbit: float) -> int:

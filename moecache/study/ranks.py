@@ -27,6 +27,9 @@ from moecache.units import format_bytes, format_ns, parse_bytes
 
 DEFAULT_NETWORK = "10GbE"
 DEFAULT_ROW_BYTES = 4096
+# What a message of rows begins with, and what ranks compare before each step.
+HEADER_BYTES = 16
+AGREE_BYTES = 24
 MAX_ROW_BYTES = 2**30
 
 
@@ -47,7 +50,7 @@ class RanksTiming:
     waited_ns : tuple of int
         How long each rank waited until the slowest was ready to send.
     network_bytes : int
-        Bytes that each rank sent, and received.
+        Bytes that all ranks sent together.
     """
 
     ranks: tuple[Timing, ...]
@@ -101,9 +104,9 @@ class RanksTiming:
 
     @property
     def network_bytes_per_token(self) -> float:
-        """Bytes that each rank sends per token; 0.0 if there are no tokens."""
+        """Bytes that a rank sends per token, on average; 0.0 if there are no tokens."""
         tokens = self.ranks[0].num_tokens
-        return self.network_bytes / tokens if tokens else 0.0
+        return self.network_bytes / self.num_ranks / tokens if tokens else 0.0
 
     def figures(self) -> dict[str, Any]:
         """Return all figures by name, for tables; `ranks` has those of each rank."""
@@ -132,7 +135,7 @@ class RanksTiming:
             ("policy", f"{first.policy}, scope {first.scope}, prefetch {first.prefetch}"),
             ("ranks", f"{self.num_ranks}, on {self.network.describe()}"),
             ("speed", f"{self.tokens_per_s:.4g} tokens/s: {first.num_tokens} in {total}"),
-            ("network", f"{self.network_share:.1%}, each rank sends {sent} per token"),
+            ("network", f"{self.network_share:.1%}, a rank sends {sent} per token"),
             ("hit rate", f"{self.hit_rate:.1%} of all ranks' accesses"),
         ]
         for rank, (one, waited) in enumerate(zip(self.ranks, self.waited_ns, strict=True)):
@@ -174,9 +177,9 @@ def simulate_ranks(
 
     Each rank is a machine as `simulate_time` has it, with a cache, a loader and a clock of its
     own. In a layer each computes what is no expert's work (for all rows, as each rank does), and
-    its own pairs. When the slowest is done, rows go to all by one all-gather (`Network`), and the
-    next layer begins. With one rank nothing is sent, and its timing is that of `simulate_time`.
-    Takes some 0.1 ms per rank, layer and step.
+    its own pairs. When the slowest is done, each sends its rows to all others (`Network`), and
+    the next layer begins. Before each step the ranks compare their tokens. With one rank nothing
+    is sent, and its timing is that of `simulate_time`. Takes some 0.1 ms per rank, layer and step.
 
     Parameters
     ----------
@@ -267,10 +270,15 @@ class _Run:
             host.layers(trace, machine.compute_ns, machine.expert_share, self._ranks == rank)
             for rank, (host, machine) in enumerate(zip(hosts, self._machines, strict=True))
         ]
+        before = -1
         for done in zip(*generators, strict=True):
             step, layer = done[0]
+            if len(hosts) > 1 and step > before:
+                # Ranks compare their tokens once a step; it may as well be at its first layer.
+                self._gather([AGREE_BYTES] * len(hosts))
+                before = step
             if len(hosts) > 1 and sent[step, layer].any():
-                self._gather((sent[step, layer] * self._row_bytes).tolist())
+                self._gather((sent[step, layer] * self._row_bytes + HEADER_BYTES).tolist())
             if layer == trace.num_layers - 1:
                 report(step + 1)
 
@@ -299,7 +307,7 @@ class _Run:
             # Reads under way go on meanwhile.
             host.clock.advance(ready_ns + taken_ns - host.clock.now_ns)
         self._network_ns += taken_ns
-        self._network_bytes += self._network.gather_bytes(parts)
+        self._network_bytes += (len(parts) - 1) * sum(parts)
 
     def _num_sent(self) -> np.ndarray:
         """Return the rows that each rank computes: int64 [steps, layers, ranks]."""

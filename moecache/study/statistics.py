@@ -4,7 +4,7 @@ Every figure is per layer: layers differ more than models do. Padding is left ou
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -129,10 +129,10 @@ def statistics(trace: Trace) -> TraceStatistics:
     """
     cells = _Cells(trace)
     counts = expert_counts(trace)
-    totals = counts.sum(1)
-    frequencies = _ratio(counts, totals[:, None])
-    downwards = -np.sort(-counts, axis=1)
-    entropy = _entropy(frequencies)
+    # Only experts that were used: there may be a million that were not.
+    used = [np.sort(layer[layer > 0])[::-1] for layer in counts]
+    totals = np.array([layer.sum() for layer in used])
+    entropy = np.array([_entropy(layer) for layer in used])
     pairs = [_pair_figures(trace, layer) for layer in range(trace.num_layers - 1)]
     bits = np.log2(trace.num_experts)
     return TraceStatistics(
@@ -142,9 +142,9 @@ def statistics(trace: Trace) -> TraceStatistics:
         top_k=trace.top_k,
         layers=trace.layers,
         counts=counts,
-        top_shares=np.stack([_top_share(downwards, totals, share) for share in SHARES], axis=1),
-        gini=_gini(downwards[:, ::-1], totals),
-        zipf_exponent=_zipf(downwards, totals),
+        top_shares=np.array([_top_shares(layer, trace.num_experts) for layer in used]),
+        gini=np.array([_gini(layer, trace.num_experts) for layer in used]),
+        zipf_exponent=_zipf(used, trace.num_experts),
         entropy_bits=entropy,
         relative_entropy=entropy / bits if bits else np.where(totals > 0, 1.0, np.nan),
         overlap=_overlap(trace),
@@ -197,7 +197,8 @@ def expert_counts(trace: Trace) -> np.ndarray:
     counts = np.zeros((trace.num_layers, trace.num_experts), np.int64)
     for layer in range(trace.num_layers):
         chosen = trace.experts[:, layer]
-        counts[layer] = np.bincount(chosen[chosen >= 0], minlength=trace.num_experts)
+        experts, number = np.unique(chosen[chosen >= 0], return_counts=True)
+        counts[layer, experts] = number
     return counts
 
 
@@ -299,34 +300,48 @@ def _pair_figures(trace: Trace, layer: int) -> tuple[float, float]:
     return float(best.sum() / uses.sum()), max(0.0, information)
 
 
-def _top_share(downwards: np.ndarray, totals: np.ndarray, share: float) -> np.ndarray:
-    number = max(1, int(np.ceil(share * downwards.shape[1] - 1e-9)))
-    return _ratio(downwards[:, :number].sum(1), totals)
+def _top_shares(used: np.ndarray, num_experts: int) -> list[float]:
+    """Return the shares of the busiest experts; `used` has the counts above 0, downwards."""
+    if not len(used):
+        return [np.nan] * len(SHARES)
+    numbers = [max(1, int(np.ceil(share * num_experts - 1e-9))) for share in SHARES]
+    return [used[:number].sum() / used.sum() for number in numbers]
 
 
-def _gini(upwards: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    number = upwards.shape[1]
-    ranks = np.arange(1, number + 1)
-    return _ratio(2 * (upwards * ranks).sum(1), number * totals) - (number + 1) / number
+def _gini(used: np.ndarray, num_experts: int) -> float:
+    if not len(used):
+        return np.nan
+    # Ranks upwards; those never used come first, and count nothing.
+    ranks = num_experts - np.arange(len(used))
+    return 2 * (used * ranks).sum() / (num_experts * used.sum()) - (num_experts + 1) / num_experts
 
 
-def _zipf(downwards: np.ndarray, totals: np.ndarray) -> np.ndarray:
+def _zipf(used: Sequence[np.ndarray], num_experts: int) -> np.ndarray:
     """Return s per layer by bisection: the law's mean of ln(rank) falls with s."""
-    logs = np.log(np.arange(1, downwards.shape[1] + 1))
-    observed = _ratio((downwards * logs).sum(1), totals)
-    low, high = np.zeros(len(totals)), np.full(len(totals), _MAX_EXPONENT)
-    for _ in range(60):
-        middle = (low + high) / 2
-        weights = np.exp(-middle[:, None] * logs)
-        too_low = (weights * logs).sum(1) / weights.sum(1) > observed
-        low, high = np.where(too_low, middle, low), np.where(too_low, high, middle)
-    return np.where((totals > 0) & (len(logs) > 1), (low + high) / 2, np.nan)
+    logs = np.log(np.arange(1, num_experts + 1))
+    found = np.full(len(used), np.nan)
+    for layer, counts in enumerate(used):
+        if not len(counts) or num_experts == 1:
+            continue
+        observed = (counts * logs[: len(counts)]).sum() / counts.sum()
+        low, high = 0.0, _MAX_EXPONENT
+        for _ in range(60):
+            middle = (low + high) / 2
+            weights = np.exp(-middle * logs)
+            if (weights * logs).sum() / weights.sum() > observed:
+                low = middle
+            else:
+                high = middle
+        found[layer] = (low + high) / 2
+    return found
 
 
-def _entropy(frequencies: np.ndarray) -> np.ndarray:
-    safe = np.where(frequencies > 0, frequencies, 1)
-    # NaN where a layer was never used; and no -0.0.
-    return np.abs((frequencies * np.log2(safe)).sum(1))
+def _entropy(used: np.ndarray) -> float:
+    if not len(used):
+        return np.nan
+    frequencies = used / used.sum()
+    # No -0.0.
+    return abs(float((frequencies * np.log2(frequencies)).sum()))
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:

@@ -60,6 +60,12 @@ class Timing:
         While the device transferred.
     prefetch_stats : PrefetchStats or None
         What was read ahead, and came of it; None with prefetch "off".
+    cpu_bandwidth : float or None
+        Bytes of weights per second that the CPU computes of missing experts; None: none.
+    num_cpu_misses : int
+        Misses that it computed.
+    cpu_reason : str
+        Whether that goes on at the end, and what was found.
     """
 
     policy: str
@@ -83,6 +89,9 @@ class Timing:
     bytes_read: Mapping[str, int]
     link_busy_ns: int
     prefetch_stats: PrefetchStats | None = None
+    cpu_bandwidth: float | None = None
+    num_cpu_misses: int = 0
+    cpu_reason: str = ""
 
     @property
     def tokens_per_s(self) -> float:
@@ -106,8 +115,9 @@ class Timing:
         An infinite `bandwidth` is None: JSON has no such number.
         """
         row = {field.name: getattr(self, field.name) for field in fields(self)}
-        if math.isinf(self.bandwidth):
-            row["bandwidth"] = None
+        for name in ("bandwidth", "cpu_bandwidth"):
+            if row[name] is not None and math.isinf(row[name]):
+                row[name] = None
         del row["bytes_read"], row["prefetch_stats"]
         stats = self.prefetch_stats
         read = {f"bytes_{cause}": count for cause, count in self.bytes_read.items()}
@@ -157,6 +167,7 @@ class Timing:
                 if self.prefetch_stats is None
                 else [("ahead", self.prefetch_stats.describe().replace("\n", ";"))]
             ),
+            *([("cpu", self.cpu_reason)] if self.cpu_bandwidth is not None else ()),
         ]
 
 
@@ -173,6 +184,7 @@ def simulate_time(
     expert_bytes: int | str | None = None,
     scope: str = "global",
     staging_slots: int | None = None,
+    cpu_misses: float | str | None = None,
     progress: bool | Progress = False,
 ) -> Timing:
     """Return how long a trace takes on a machine of these figures.
@@ -207,6 +219,10 @@ def simulate_time(
     scope : {"global", "layer"}, default "global"
     staging_slots : int, optional
         Slots beside the cache, at most 65,536; by default as many as `moecache.open` makes.
+    cpu_misses : int, float or str, optional
+        Bytes of weights per second, "20GB/s", at which the CPU computes some of the experts that
+        are missing in steps that decode, while the others come over the link: see
+        `CudaExperts`. By default every missing expert is read.
     progress : bool or callable (done, total), default False
         True shows a bar on standard error; told after each step.
 
@@ -229,6 +245,7 @@ def simulate_time(
         expert_bytes=expert_bytes,
         scope=scope,
         staging_slots=staging_slots,
+        cpu_misses=cpu_misses,
     )
     host = machine.host(trace)
     with Reporter(progress, trace.num_steps, "simulating") as report:
@@ -265,4 +282,7 @@ def timing_of(host: SimulatedHost, machine: Machine, trace: Trace, *, other_ns: 
         ),
         link_busy_ns=host.device.busy_ns,
         prefetch_stats=None if host.prefetcher is None else PrefetchStats.of(host.prefetcher),
+        cpu_bandwidth=machine.cpu_bandwidth,
+        num_cpu_misses=0 if host.split is None else host.split.num_cpu,
+        cpu_reason="" if host.split is None else host.split.describe(),
     )

@@ -20,6 +20,8 @@ COMPILER = "g++"
 FLAGS = [
     *("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
     *("-fPIC", "-shared", "-DMOECACHE_EMULATED", "-Wno-unknown-pragmas"),
+    # Else all libraries of a process have the shared memory of the first, of whatever size.
+    "-fno-gnu-unique",
 ]
 # An instruction that stops the kernel: no run-time library to be loaded before Python.
 SANITIZE = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]

@@ -12,7 +12,17 @@ from typing import NamedTuple
 
 from moecache.cuda._sources import OPTIONS, source_of
 
-NVCC = shutil.which("nvcc")
+
+def _tool(name: str) -> str | None:
+    """Return a program of the PATH, or of NVIDIA's wheels."""
+    found = shutil.which(name)
+    if found is None:
+        for folder in map(Path, sys.path):
+            found = next((str(one) for one in folder.glob(f"nvidia/cu*/bin/{name}")), found)
+    return found
+
+
+NVCC = _tool("nvcc")
 _FOUND = re.compile(
     r"Compiling entry function '(\w+)' for.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
     r".*?Used (\d+) registers",
@@ -39,12 +49,8 @@ class MachineCode(NamedTuple):
 
 
 def disassembler() -> str | None:
-    """Return NVIDIA's disassembler, of the PATH or of the wheel nvidia-cuda-nvdisasm."""
-    found = shutil.which("nvdisasm")
-    if found is None:
-        for folder in map(Path, sys.path):
-            found = next((str(one) for one in folder.glob("nvidia/cu*/bin/nvdisasm")), found)
-    return found
+    """Return NVIDIA's disassembler, if it is here."""
+    return _tool("nvdisasm")
 
 
 @functools.cache

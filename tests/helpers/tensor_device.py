@@ -20,7 +20,7 @@ def opened(name: str, monkeypatch: pytest.MonkeyPatch, per_expert: bool = True) 
     `per_expert`: on a real one, "grouped_mm" of whole models is a product for each expert.
     """
     if name == "fake":
-        for place in ("moecache.runtime.plan", "moecache.integrations.transformers._loading"):
+        for place in ("moecache.runtime.plan", "moecache.integrations.transformers._arguments"):
             monkeypatch.setattr(f"{place}.open_device", lambda _: TensorDevice())
         return "cpu"
     try:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -15,9 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._attention import INTERFACE
+from moecache.integrations.transformers._exchange import Exchange
 from moecache.integrations.transformers._experts import become, become_again
 from moecache.integrations.transformers._gates import gate_of
 from moecache.integrations.transformers._operators import operator
+from moecache.integrations.transformers._ranks import Ranks
 from moecache.kernels import SlotKernel, takes_int8
 from moecache.kernels._kernels import Matrix
 from moecache.runtime.runtime import ExpertRuntime
@@ -89,25 +92,36 @@ def fast_rows(
     kernel: SlotKernel,
     hidden: torch.Tensor,
     ids: torch.Tensor,
+    ranks: Ranks | None = None,
 ) -> tuple[torch.Tensor, int]:
     """Return each (token, choice) pair's row, float32, and how many experts were computed."""
     num_tokens, top_k = ids.shape
-    rows = torch.empty((num_tokens * top_k, hidden.shape[1]), dtype=torch.float32)
-    kind, width = TYPES[hidden.dtype], hidden.shape[1]
+    kind, width, chosen = TYPES[hidden.dtype], hidden.shape[1], ids.cpu().numpy()
+    if ranks is None:
+        exchange = None
+        rows = torch.empty((num_tokens * top_k, width), dtype=torch.float32)
+    else:
+        exchange = Exchange(ranks, layer, chosen, width, torch.float32, hidden.device)
+        rows = exchange.rows
     source = hidden.data_ptr(), kind, num_tokens, width * hidden.element_size()
     target = rows.data_ptr(), "f32", width * 4
     num_experts = 0
-    waves = runtime.waves(layer, ids.cpu().numpy())
-    try:
-        for wave in waves:
-            began = time.perf_counter_ns()
-            kernel.compute_at(wave.slots, wave.offsets, wave.pairs, top_k, *source, *target)
-            if num_tokens == 1:
-                kernel.count(len(wave.slots), time.perf_counter_ns() - began)
-            num_experts += len(wave.slots)
-    finally:
-        # A traceback that the caller keeps would keep the leases as well.
-        waves.close()
+    with nullcontext() if exchange is None else exchange:
+        waves = runtime.waves(layer, chosen)
+        try:
+            for wave in waves:
+                if not len(wave.slots):
+                    continue  # all of it is other ranks'
+                began = time.perf_counter_ns()
+                kernel.compute_at(wave.slots, wave.offsets, wave.pairs, top_k, *source, *target)
+                if num_tokens == 1:
+                    kernel.count(len(wave.slots), time.perf_counter_ns() - began)
+                num_experts += len(wave.slots)
+                if exchange is not None:
+                    exchange.add(wave.pairs)
+        finally:
+            # A traceback that the caller keeps would keep the leases as well.
+            waves.close()
     return rows, num_experts
 
 
@@ -133,6 +147,7 @@ def fast_experts(
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
+    ranks: Ranks | None = None,
 ) -> tuple[torch.Tensor, int]:
     """Return the output of a module's experts, and how many experts were computed."""
     if hidden.shape != (len(ids), kernel.hidden_size) or weights.shape != ids.shape:
@@ -142,7 +157,7 @@ def fast_experts(
             "[num_tokens, top_k]"
         )
     given = hidden.contiguous() if hidden.dtype in TYPES else hidden.float()
-    rows, num_experts = fast_rows(runtime, layer, kernel, given, ids)
+    rows, num_experts = fast_rows(runtime, layer, kernel, given, ids, ranks)
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows.to(hidden.dtype)).float().contiguous()
     return weighted_sum(rows, weights, given).to(hidden.dtype), num_experts

@@ -66,6 +66,11 @@ def _routed_experts(
 ) -> torch.Tensor:
     layer = layer_of(module, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
+        if layer.ranks is not None:
+            raise MoeCacheError(
+                "experts that are spread over ranks cannot be trained through: use "
+                "torch.no_grad(), or load the model without expert_parallel"
+            )
         out: torch.Tensor = _Differentiable.apply(hidden, weights, ids, module, layer)
         return out
     if layer.kernel is not None and ids.numel():
@@ -73,7 +78,7 @@ def _routed_experts(
             layer.num_products += ids.numel()
             return layer.kernel(hidden, ids, weights)
         out, num_experts = fast_experts(
-            module, layer.runtime, layer.layer, layer.kernel, hidden, ids, weights
+            module, layer.runtime, layer.layer, layer.kernel, hidden, ids, weights, layer.ranks
         )
         layer.num_products += num_experts
         return out
@@ -121,7 +126,7 @@ def _forward(
             down = module.post_expert_norm(down)
         return down
 
-    rows = layer.rows(ids, compute)
+    rows = layer.rows(ids, compute, hidden.shape[-1])
     if rows is None:
         return hidden.new_zeros(hidden.shape)
     weighted = rows * weights.reshape(-1, 1)
@@ -218,7 +223,7 @@ class _Differentiable(torch.autograd.Function):
             grad_weights[pairs] = of_weights
             return of_inputs
 
-        layer.rows(ids, compute)
+        layer.rows(ids, compute, hidden.shape[-1])
         return grad_hidden, grad_weights.reshape(weights.shape), None, None, None
 
 

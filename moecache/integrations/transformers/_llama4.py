@@ -100,7 +100,7 @@ def _forward(
                 outputs.append(_expert(block, hidden[tokens] * score[tokens], expert))
         return torch.cat(outputs)
 
-    rows = layer.rows(ids, compute)
+    rows = layer.rows(ids, compute, hidden.shape[-1])
     return hidden.new_empty(hidden.shape) if rows is None else rows
 
 

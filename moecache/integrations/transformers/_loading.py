@@ -1,9 +1,8 @@
 """`load`: a model without its experts, which are read into slots as they are needed."""
 
 import copy
-import difflib
-import inspect
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,64 +10,37 @@ import torch
 import transformers
 
 from moecache import kernels
-from moecache.cuda import open_device, parse_device
+from moecache.cuda import parse_device
 from moecache.errors import ConfigError
+from moecache.integrations.transformers._arguments import (
+    AUTOMATIC,
+    check_arguments,
+    check_keywords,
+    check_names,
+)
 from moecache.integrations.transformers._fast import check_compute
 from moecache.integrations.transformers._gguf import (
     find_model_config,
 )
 from moecache.integrations.transformers._offload import Offload
+from moecache.integrations.transformers._parallel import facts_of
 from moecache.integrations.transformers._quantizer import MoeCacheConfig
+from moecache.integrations.transformers._ranks import Ranks, join, local_device
 from moecache.integrations.transformers._slots import device_of
 from moecache.prefault.mappings import read_mappings, split
 from moecache.prefault.sweep import Progress
 from moecache.prefetch.predict import Predictor
+from moecache.ranks import Placement, Share
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
-from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
 from moecache.stores import GgufStore, is_gguf, open_store
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
 from moecache.stores._quantized import Quantization
 from moecache.stores._versions import unchanged, versions_of
 
-# Arguments that `from_pretrained` takes, but not together with experts in slots.
-_REFUSED = {
-    "quantization_config": "experts cannot be quantized while they are read",
-    "experts_implementation": 'it is "moecache"',
-    "output_loading_info": "a model is returned",
-    "gguf_file": "give the path of the file itself",
-    "state_dict": "the experts are read from the checkpoint's files",
-    "tp_plan": "experts in a cache are not spread over processes",
-    "distributed_config": "experts in a cache are not spread over processes",
-}
-_NAMES = {
-    "policy": POLICIES,
-    "scope": SCOPES,
-    "read": READ_MODES,
-    "trunk": ("bf16", "native"),
-    # Not "hints": a transformers model gives none.
-    "prefetch": ("router", *(mode for mode in PREFETCH_MODES if mode != "hints")),
-}
-# Device maps that mean: where the slots are.
-_AUTOMATIC = ("auto", "sequential")
 # What torch's products take and keep; some of it is compiled for each number of rows. Measured were
 # 230 MiB after a prompt of 512, and 16 in decoding alone.
 _TORCH_BYTES = 256 * 2**20
-# What `from_pretrained` takes beside the arguments that it names.
-_TAKEN = {
-    *(
-        "adapter_kwargs",
-        "adapter_name",
-        "allow_all_kernels",
-        "attn_implementation",
-        "code_revision",
-    ),
-    *("device_map", "device_mesh", "dtype", "from_flax", "from_tf", "generation_config"),
-    *("kernel_config", "key_mapping", "low_cpu_mem_usage", "max_memory", "mirror"),
-    *("offload_buffers", "offload_folder", "offload_state_dict", "proxies", "resume_download"),
-    *("subfolder", "torch_dtype", "tp_size", "tqdm_class", "trust_remote_code", "use_kernels"),
-    *("use_auth_token", "variant", *_REFUSED),
-}
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
@@ -95,6 +67,9 @@ def load(
     num_threads: int | None = None,
     trunk: str | None = None,
     model_class: Any = None,
+    expert_parallel: Any = None,
+    placement: str | os.PathLike[str] | Placement | None = None,
+    rank_timeout_s: float | None = None,
     **from_pretrained: Any,
 ) -> Any:
     """Load a mixture-of-experts model with its experts in a bounded amount of memory.
@@ -146,6 +121,17 @@ record_trace, warmpin, warmpin_after
     model_class : class, optional
         Class whose `from_pretrained` is called; by default the class that the checkpoint's
         config.json names, else `AutoModelForCausalLM`.
+    expert_parallel : bool or DeviceMesh, optional
+        Spread the experts over the processes that torchrun started, or over those of a mesh of one
+        dimension. Every process calls this with the same arguments (`memory` and what concerns
+        files may differ), and then the model with the same tokens; each has the trunk, and its
+        share of every layer's experts. `memory` is this process's. Paths of `profile` and
+        `record_trace` get the rank's number. Output equals that of one process, bit for bit.
+    placement : str, Path or Placement, optional
+        Which rank has which experts, such as a file of `moecache plan-ranks`; by default all have
+        as many.
+    rank_timeout_s : float, default 60
+        Seconds after which a rank that does not answer is an error on all others.
     **from_pretrained
         Passed on, such as `dtype`, `attn_implementation` or `revision`. `device_map` "auto" and
         "sequential" mean `device`.
@@ -166,66 +152,97 @@ record_trace, warmpin, warmpin_after
     TypeError
         If neither this nor `from_pretrained` has an argument.
     """
-    _check_arguments(device, from_pretrained)
-    if from_pretrained.get("device_map") in _AUTOMATIC:
-        del from_pretrained["device_map"]
-    # Before the trunk is read, which may take minutes.
-    check_compute("torch" if compute is None else compute)
-    if compute == "fast-int8" and parse_device(device) is not None:
-        raise ConfigError(f'compute="fast-int8" multiplies in RAM, not on {device}; use "fast"')
-    if trunk == "native" and parse_device(device) is not None:
-        raise ConfigError(f'trunk="native" is computed in RAM, not on {device}; use "bf16"')
-    _check_names(policy=policy, scope=scope, read=read, prefetch=prefetch, trunk=trunk)
-    if num_threads is not None:
-        kernels.use_threads(num_threads)
-    check_model(path)
-    on_host = parse_device(device) is None
-    given = path, on_host, model_class, from_pretrained
-    if is_gguf(Path(path)):
-        model = _make_of_gguf(*given, trunk, compute)
-    else:
-        model = _make(*given, trunk or "bf16")
-    directory, versions, layers, dtype, usual = model.__dict__.pop("_moecache_source")
-    compute = compute or usual
-    with unchanged(versions) as check:
-        runtime = open(
-            directory,
-            memory,
-            device,
-            slots=slots,
-            policy=policy,
-            scope=scope,
-            dtype=dtype if on_host else None,
-            read=read,
-            reserve=reserve,
-            lock=lock,
-            profile=profile,
-            loader_threads=loader_threads,
-            # The predictor that the look-ahead replaces; it still guesses for the first layer.
-            prefetch="echo" if prefetch == "router" else prefetch,
-            prefault=prefault,
-            progress=progress,
-            record_trace=record_trace,
-            warmpin=warmpin,
-            warmpin_after=warmpin_after,
-            layers=layers,
-            host_bytes=_host_bytes(model, compute) if on_host else None,
-        )
-    try:
-        check(runtime.store)
-        # After the slots, whose plan leaves room for it.
-        model = model.to(device_of(runtime))
-        Offload(
-            model,
-            runtime,
-            look_ahead=True if prefetch == "router" else None,
-            compute=compute,
-            owned=True,
-        )
-    except BaseException:
-        runtime.close()
-        raise
-    return model
+    ranks = None
+    if expert_parallel:
+        device = local_device(device)
+        ranks = join(expert_parallel, torch.device(device), rank_timeout_s)
+    elif placement is not None or rank_timeout_s is not None:
+        raise ConfigError("placement and rank_timeout_s are for expert_parallel=True")
+    # What fails on one rank, the others are told.
+    with nullcontext() if ranks is None else ranks:
+        check_arguments(device, from_pretrained)
+        if from_pretrained.get("device_map") in AUTOMATIC:
+            del from_pretrained["device_map"]
+        # Before the trunk is read, which may take minutes.
+        check_compute("torch" if compute is None else compute)
+        if compute == "fast-int8" and parse_device(device) is not None:
+            raise ConfigError(f'compute="fast-int8" multiplies in RAM, not on {device}; use "fast"')
+        if trunk == "native" and parse_device(device) is not None:
+            raise ConfigError(f'trunk="native" is computed in RAM, not on {device}; use "bf16"')
+        check_names(policy=policy, scope=scope, read=read, prefetch=prefetch, trunk=trunk)
+        if num_threads is not None:
+            kernels.use_threads(num_threads)
+        check_model(path)
+        on_host = parse_device(device) is None
+        given = path, on_host, model_class, from_pretrained
+        if is_gguf(Path(path)):
+            model = _make_of_gguf(*given, trunk, compute)
+        else:
+            model = _make(*given, trunk or "bf16")
+        directory, versions, layers, dtype, usual = model.__dict__.pop("_moecache_source")
+        compute = compute or usual
+        if expert_parallel and compute != "torch" and not on_host:
+            raise ConfigError(
+                f'compute="fast" on {device} is for one process; with expert_parallel use "torch"'
+            )
+        with unchanged(versions) as check:
+            share = None if ranks is None else _share_of(ranks, directory, layers, placement)
+            runtime = open(
+                directory,
+                memory,
+                device,
+                slots=slots,
+                policy=policy,
+                scope=scope,
+                dtype=dtype if on_host else None,
+                read=read,
+                reserve=reserve,
+                lock=lock,
+                profile=profile,
+                loader_threads=loader_threads,
+                # The predictor that the look-ahead replaces; it still guesses for the first layer.
+                prefetch="echo" if prefetch == "router" else prefetch,
+                prefault=prefault,
+                progress=progress,
+                record_trace=record_trace,
+                warmpin=warmpin,
+                warmpin_after=warmpin_after,
+                layers=layers,
+                host_bytes=_host_bytes(model, compute) if on_host else None,
+                share=share,
+            )
+        try:
+            check(runtime.store)
+            if ranks is not None:
+                ranks.compare(facts_of(model, runtime, compute=compute, trunk=trunk))
+            # After the slots, whose plan leaves room for it.
+            model = model.to(device_of(runtime))
+            Offload(
+                model,
+                runtime,
+                look_ahead=True if prefetch == "router" else None,
+                compute=compute,
+                owned=True,
+                ranks=ranks,
+            )
+        except BaseException:
+            runtime.close()
+            raise
+        return model
+
+
+def _share_of(
+    ranks: Ranks,
+    directory: Any,
+    layers: Any,
+    placement: str | os.PathLike[str] | Placement | None,
+) -> Share | None:
+    """Return this rank's share of a checkpoint's experts; `None` if it is the only rank."""
+    if isinstance(placement, (str, os.PathLike)):
+        placement = Placement.load(placement)
+    with open_store(directory, mapped=False, layers=layers) as store:
+        ranks.place(store.layout, placement)
+    return ranks.share
 
 
 def _make(
@@ -238,7 +255,7 @@ def _make(
     """Return the model of a checkpoint's directory without its experts."""
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     config = find_config(path, hub, from_pretrained)
-    _check_keywords(model_class or find_model_class(config), config, from_pretrained)
+    check_keywords(load, model_class or find_model_class(config), config, from_pretrained)
     if _quantized_parts(config):
         _check_host(path, on_host)
         from_pretrained = _without_quantization(path, config, from_pretrained)
@@ -261,7 +278,7 @@ def _make_of_gguf(
     for name in ("config", *_HUB):
         if from_pretrained.get(name) is not None:
             raise ConfigError(f"{name} cannot be given to load with a GGUF file, which has it all")
-    _check_keywords(model_class, None, from_pretrained)
+    check_keywords(load, model_class, None, from_pretrained)
     with open_store(path) as store:
         if store.quantization:
             _check_host(path, on_host)
@@ -281,43 +298,6 @@ def _check_host(path: str | os.PathLike[str], on_host: bool) -> None:
             f"{path}: is quantized, and such experts are computed on the CPU alone; use "
             'device="cpu", or a checkpoint in bfloat16 (moecache pack --format bf16)'
         )
-
-
-def _check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
-    if parse_device(device) is not None:
-        # Says what is missing, before the trunk is read.
-        open_device(device)
-    for name, reason in _REFUSED.items():
-        if from_pretrained.get(name):
-            raise ConfigError(f"{name} cannot be given to load: {reason}")
-    placed = from_pretrained.get("device_map")
-    if placed not in (None, "cpu", {"": "cpu"}, *_AUTOMATIC):
-        raise ConfigError(
-            f"device_map {placed!r} is not supported: the trunk goes where the slots are; "
-            'give device="cuda"'
-        )
-
-
-def _check_keywords(model_class: Any, config: Any, from_pretrained: dict[str, Any]) -> None:
-    """Raise TypeError for an argument that nothing takes, before anything large is read."""
-    if model_class is not None and not model_class.__module__.startswith("transformers."):
-        return  # it may take anything
-    calls = [load, transformers.PreTrainedModel.from_pretrained, model_class or object]
-    known = _TAKEN.union(*(inspect.signature(call).parameters for call in calls))
-    for name in from_pretrained:
-        if name not in known and name[0] != "_" and not hasattr(config, name):
-            near = difflib.get_close_matches(name, known - _REFUSED.keys(), 3)
-            raise TypeError(
-                f"load() has no argument {name!r}, and from_pretrained has none"
-                + (f"; did you mean {' or '.join(near)}?" if near else "")
-            )
-
-
-def _check_names(**given: Any) -> None:
-    for name, value in given.items():
-        is_name = isinstance(value, str) or (name == "trunk" and value is not None)
-        if is_name and value not in _NAMES[name]:
-            raise ConfigError(f"{name} {value!r} is not one of {', '.join(_NAMES[name])}")
 
 
 def find_config(

@@ -56,8 +56,6 @@ def _forward(
     ids, order = ids.sort(dim=1)
     weights = weights.gather(1, order)
     is_real = ids < experts.num_routed_experts
-    # An expert that does nothing returns what it is given.
-    rows = hidden[:, None].repeat(1, ids.shape[1], 1)
     tokens = is_real.any(dim=1).nonzero()[:, 0]
     # Where there is none to be computed, another of the token's stands: the first is a real one.
     asked = torch.where(is_real, ids, ids[:, :1])[tokens]
@@ -66,15 +64,22 @@ def _forward(
         pairs = torch.from_numpy(wave.pairs.copy()).to(hidden.device)
         places = tokens[pairs // wave.top_k], pairs % wave.top_k
         wanted = is_real[places]
-        for expert, these, token, place in zip(
-            of_wave, *(part.split(counts) for part in (wanted, *places)), strict=True
+        # Another one's stand-in has no row of its own, and nobody looks at it.
+        part = hidden.new_zeros((len(pairs), hidden.shape[-1]))
+        for expert, these, token, out in zip(
+            of_wave, *(one.split(counts) for one in (wanted, places[0], part)), strict=True
         ):
-            token, place = token[these], place[these]
+            token = token[these]
             gate, up = functional.linear(hidden[token], expert.up.t()).chunk(2, dim=-1)
-            rows[token, place] = functional.linear(experts.act_fn(gate) * up, expert.down.t())
-        return hidden.new_empty((len(pairs), 1))
+            out[these] = functional.linear(experts.act_fn(gate) * up, expert.down.t())
+        return part
 
-    layer.rows(asked, compute)
+    computed = layer.rows(asked, compute, hidden.shape[-1])
+    # An expert that does nothing returns what it is given.
+    rows = hidden[:, None].repeat(1, ids.shape[1], 1)
+    if computed is not None:
+        real = is_real[tokens]
+        rows[tokens] = torch.where(real[..., None], computed.view(*real.shape, -1), rows[tokens])
     out = torch.zeros_like(hidden)
     for row, weight in zip(rows.unbind(1), weights.unbind(1), strict=True):
         out += (row * weight[:, None]).to(hidden.dtype)

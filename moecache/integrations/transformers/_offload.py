@@ -36,6 +36,8 @@ from moecache.integrations.transformers._kernels import is_copied, is_transposed
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
 from moecache.integrations.transformers._native import thaw
 from moecache.integrations.transformers._on_device import follow_streams
+from moecache.integrations.transformers._parallel import agree_before
+from moecache.integrations.transformers._ranks import Ranks
 from moecache.integrations.transformers._sequences import SequenceHook
 from moecache.integrations.transformers._slots import (
     GATE_UP,
@@ -72,6 +74,8 @@ class Offload(NotCopied):
     ----------
     runtime : ExpertRuntime
         Closed with this if `load` opened it.
+    ranks : Ranks or None
+        The processes that the experts are spread over, with `load(expert_parallel=)`.
     """
 
     def __init__(
@@ -82,11 +86,13 @@ class Offload(NotCopied):
         look_ahead: bool | None,
         compute: str | None,
         owned: bool,
+        ranks: Ranks | None = None,
     ) -> None:
         before = getattr(model, "moecache", None)
         if isinstance(before, Offload) and not before.closed:
             raise MoeCacheError("the model's experts are in a cache already; detach() it first")
         self.runtime = runtime
+        self.ranks = ranks
         self._bindings = _bind(model, runtime)
         self._compute = check_compute(compute or default_compute(runtime.layout))
         self._kernels, self._left = make_kernels(self._bindings, runtime, self._compute)
@@ -114,6 +120,7 @@ class Offload(NotCopied):
                 self._linears = quicken(model, find_routers(model, self.paths))
             follow_streams(runtime)
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
+            self._agreement = None if ranks is None else agree_before(model, ranks)
             self._hook = model.register_forward_pre_hook(SequenceHook(runtime), with_kwargs=True)
             guard(model, getattr(runtime.store, "path", Path()))
             model.__dict__.pop("_moecache_source", None)
@@ -244,6 +251,8 @@ class Offload(NotCopied):
     def _release(self) -> None:
         self._released = True
         self._hook.remove()
+        if self._agreement is not None:
+            self._agreement.remove()
         slow_down(self._linears)
         if self._look_ahead is not None:
             self._look_ahead.close()
@@ -256,12 +265,16 @@ class Offload(NotCopied):
             binding.module.__dict__.pop(LAYER, None)
         for layer in self._layers:
             layer.clear()
+        if self.ranks is not None:
+            self.ranks.close()
         if self._owned:
             self.runtime.close()
 
     def _strip(self) -> list[SlotLayer]:
         views: dict[Any, dict[int, SlotWeights]] = {}
         layers = []
+        # A single rank has everything.
+        spread = None if self.ranks is None or self.ranks.share is None else self.ranks
         for binding in self._bindings:
             strip(binding.module)
             layer = SlotLayer(
@@ -273,6 +286,7 @@ class Offload(NotCopied):
                 regroup=binding.regroup,
                 dtype=binding.dtype,
                 kernel=self._kernels.get(binding.layer),
+                ranks=spread,
             )
             binding.module.__dict__[LAYER] = layer
             layers.append(layer)

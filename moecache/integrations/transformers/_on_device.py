@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moecache.cuda import CudaExperts
-from moecache.cuda.experts import ACTIVATIONS
+from moecache.cuda import ACTIVATIONS, CudaExperts
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._gates import gate_of
 from moecache.runtime.runtime import ExpertRuntime
@@ -92,7 +91,7 @@ def device_kernel_of(
         raise ConfigError("each expert has a norm of its own")
     if gate["activation"] not in ACTIVATIONS:
         raise ConfigError(f"there is no kernel for {gate['activation']} on a GPU")
-    return DeviceKernel(runtime.on_device(gate["activation"]), layer, dtype)
+    return DeviceKernel(runtime.on_device(**gate), layer, dtype)
 
 
 def follow_streams(runtime: ExpertRuntime) -> None:

@@ -11,7 +11,7 @@ from moecache.integrations.transformers._operators import number, numbered, oper
 from moecache.runtime.runtime import ExpertRuntime
 
 # What a model is given its tokens as; one of them, or its first argument.
-_TOKENS = ("input_ids", "inputs_embeds")
+TOKENS = ("input_ids", "inputs_embeds")
 
 
 class SequenceHook(NotCopied):
@@ -28,7 +28,7 @@ class SequenceHook(NotCopied):
         past = named.get("past_key_values")
         length = getattr(past, "get_seq_length", None)
         held: Any = past is not None if length is None else length()
-        name = next((name for name in _TOKENS if named.get(name) is not None), None)
+        name = next((name for name in TOKENS if named.get(name) is not None), None)
         tokens: Any = named[name] if name is not None else given[0] if given else None
         if not torch.compiler.is_compiling():
             self.follow(held, tokens)

@@ -10,7 +10,9 @@ import torch.utils.dlpack
 from torch import nn
 
 from moecache.errors import MoeCacheError
+from moecache.integrations.transformers._exchange import Exchange
 from moecache.integrations.transformers._on_device import DeviceKernel
+from moecache.integrations.transformers._ranks import Ranks
 from moecache.kernels import SlotKernel, values_in
 from moecache.layout import Role
 from moecache.runtime.runtime import ExpertRuntime
@@ -39,6 +41,10 @@ class SlotWeights(NamedTuple):
     down_bias: torch.Tensor | None
 
 
+# Computes a wave: its experts' weights, and the number of pairs of each.
+Compute = Callable[[Wave, list[SlotWeights], list[int]], torch.Tensor]
+
+
 class SlotLayer:
     """An experts module's weights, wherever they are now.
 
@@ -60,6 +66,8 @@ class SlotLayer:
         What the values of weights in a format become for torch.
     kernel : SlotKernel or DeviceKernel, optional
         What computes them; by default torch does.
+    ranks : Ranks, optional
+        The processes that experts are spread over, if they are.
     """
 
     def __init__(
@@ -73,8 +81,10 @@ class SlotLayer:
         regroup: Regroup | None = None,
         dtype: torch.dtype,
         kernel: SlotKernel | DeviceKernel | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.kernel = kernel
+        self.ranks = ranks
         self._dtype = dtype
         # Values that were copied are those of the expert in the slot, not of the slot.
         self._is_copied = is_copied
@@ -86,11 +96,7 @@ class SlotLayer:
         self._is_transposed = is_transposed
         self._regroup = regroup
 
-    def rows(
-        self,
-        ids: torch.Tensor,
-        compute: Callable[[Wave, list[SlotWeights], list[int]], torch.Tensor],
-    ) -> torch.Tensor | None:
+    def rows(self, ids: torch.Tensor, compute: Compute, width: int) -> torch.Tensor | None:
         """Return what `compute` returns for each (token, choice) pair, wave by wave.
 
         Parameters
@@ -98,12 +104,16 @@ class SlotLayer:
         ids : Tensor of int, shape [num_tokens, top_k]
         compute : callable
             Called with a wave, its experts' weights and the number of pairs of each.
+        width : int
+            Numbers in a row.
 
         Returns
         -------
         Tensor, shape [num_tokens * top_k, hidden_size]
             None if there is no pair.
         """
+        if self.ranks is not None:
+            return self._gathered(self.ranks, ids, compute, width)
         rows: torch.Tensor | None = None
         num_pairs = ids.numel()
         waves = self.runtime.waves(self.layer, ids.cpu().numpy())
@@ -122,6 +132,29 @@ class SlotLayer:
             # A traceback that the caller keeps would keep the leases as well.
             waves.close()
         return rows
+
+    def _gathered(
+        self, ranks: Ranks, ids: torch.Tensor, compute: Compute, width: int
+    ) -> torch.Tensor | None:
+        """Return the rows of all ranks, of which this one computes those of its experts."""
+        if not ids.numel():
+            return None
+        chosen = ids.cpu().numpy()
+        exchange = Exchange(ranks, self.layer, chosen, width, self._dtype, self.device)
+        with exchange:
+            waves = self.runtime.waves(self.layer, chosen)
+            try:
+                for wave in waves:
+                    slots = wave.slots.tolist()
+                    if not slots:
+                        continue
+                    weights = [self._views.get(slot) or self._view(slot) for slot in slots]
+                    self.num_products += len(slots)
+                    part = compute(wave, weights, np.diff(wave.offsets).tolist())
+                    exchange.add(wave.pairs, part)
+            finally:
+                waves.close()
+        return exchange.rows
 
     def clear(self) -> None:
         """Let go of the slots' memory."""

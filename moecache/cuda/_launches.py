@@ -1,0 +1,262 @@
+"""Launches: the kernels' arguments, and what the parts of a step share."""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from moecache.cuda._arguments import ids_kind
+from moecache.cuda._kinds import ExpertKind
+from moecache.cuda._scratch import Scratch
+from moecache.cuda._token_memory import TokenMemory
+from moecache.cuda.device import Device, DeviceArray, Product
+from moecache.errors import ConfigError
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu")
+_SWIGLU = ACTIVATIONS.index("swiglu")
+_STREAMED = ("decode", "gate_up", "down", "combine_rows")
+_MULTIPLIED = ("gather", "activate", "combine")
+_WARPS = 256 // 32
+
+
+class Pool(Protocol):
+    """What kernels need of slots."""
+
+    device: Device
+    slot_stride: int
+    num_slots: int
+
+    @property
+    def address(self) -> int:
+        """Where the first slot begins."""
+
+    def offset(self, role: str) -> int:
+        """Return where a role begins in a slot."""
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """Return a copy in host memory."""
+
+
+class Step:
+    """What the parts of one call need to know."""
+
+    def __init__(
+        self,
+        layer: int,
+        x: DeviceArray,
+        weights: DeviceArray,
+        out: DeviceArray,
+        num_tokens: int,
+        top_k: int,
+        kind: ExpertKind,
+        scratch: Scratch,
+    ) -> None:
+        self.layer = layer
+        self.x = x
+        self.out = out
+        self.num_tokens = num_tokens
+        self.top_k = top_k
+        self.num_pairs = num_tokens * top_k
+        self.kind = kind
+        self.size = kind.size
+        self.width = kind.width
+        self.dtype = kind.dtype
+        self.scratch = scratch
+        self.stream = scratch.stream
+        of_hidden = weights.dtype != np.float32
+        self.weights = (np.uint64(weights.address), np.int32(of_hidden))
+
+
+class Launches:
+    """Starts kernels over the slots of a pool.
+
+    Parameters
+    ----------
+    pool : Pool
+    activation : str
+        One of `ACTIVATIONS`.
+    is_interleaved : bool
+        Whether rows of gate and up alternate.
+    alpha, limit : float
+        Of "swiglu".
+
+    Raises
+    ------
+    ConfigError
+        If there is no such activation.
+    """
+
+    def __init__(
+        self, pool: Pool, activation: str, *, is_interleaved: bool, alpha: float, limit: float
+    ) -> None:
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        self._pool = pool
+        self._device = pool.device
+        self._activation = np.int32(ACTIVATIONS.index(activation))
+        self._limits = (np.float32(alpha), np.float32(limit))
+        self._is_interleaved = np.int32(is_interleaved)
+
+    def is_multiplied(self, kind: ExpertKind) -> bool:
+        """Return whether cuBLAS can multiply what many tokens need of these experts."""
+        is_usual = not self._is_interleaved and self._activation < _SWIGLU
+        return bool(kind.is_plain and is_usual)
+
+    def kernels(self, kind: ExpertKind) -> list[str]:
+        """Return the names of the kernels that such experts need."""
+        entries = _STREAMED + (_MULTIPLIED if self.is_multiplied(kind) else ())
+        return [kind.kernel(entry) for entry in entries]
+
+    def decode(
+        self,
+        step: Step,
+        ids: DeviceArray,
+        table: int,
+        num_ids: int,
+        *,
+        memory: TokenMemory | None = None,
+    ) -> None:
+        """Compute a step in one launch; `table` has the slot of each id.
+
+        With `memory` it is a token's: it runs if its gate is open.
+        """
+        scratch = step.scratch if memory is None else memory
+        h = scratch.room("h", step.num_pairs * step.width * 4)
+        barrier = scratch.room("barrier", 8)
+        work = max(step.num_pairs * step.width, step.num_tokens * step.size)
+        self._launch(
+            "decode",
+            step,
+            min(self._device.max_resident_blocks, -(-work // _WARPS)),
+            np.uint64(step.x.address),
+            np.uint64(ids.address),
+            np.int32(ids_kind(ids.dtype)),
+            np.uint64(table),
+            *step.weights,
+            *self._slots("gate_up", "down"),
+            *self._biases(step, "gate_up_bias", "down_bias"),
+            self._is_interleaved,
+            np.int32(step.num_tokens),
+            np.int32(step.top_k),
+            np.int32(num_ids),
+            np.int32(self._pool.num_slots),
+            np.int32(step.size),
+            np.int32(step.width),
+            self._activation,
+            *self._limits,
+            np.uint64(h),
+            np.uint64(step.out.address),
+            np.uint64(barrier),
+            np.uint64(0 if memory is None else memory.gate(step.layer)),
+            cooperative=True,
+        )
+
+    def gate_up(self, step: Step, pair_slots: int, pairs: int, count: int, h: int) -> None:
+        """Compute h of some pairs, whose slots are at an address."""
+        self._launch(
+            "gate_up",
+            step,
+            self._blocks(count * step.width),
+            *(np.uint64(step.x.address), np.uint64(pair_slots), np.uint64(pairs), np.int32(count)),
+            *self._slots("gate_up"),
+            *self._biases(step, "gate_up_bias"),
+            *(self._is_interleaved, np.int32(step.top_k)),
+            *(np.int32(step.size), np.int32(step.width)),
+            *(self._activation, *self._limits, np.uint64(h)),
+        )
+
+    def down(self, step: Step, pair_slots: int, pairs: int, count: int, h: int, rows: int) -> None:
+        """Compute the rows of some pairs from their h."""
+        self._launch(
+            "down",
+            step,
+            self._blocks(count * step.size),
+            *(np.uint64(pair_slots), np.uint64(pairs), np.int32(count)),
+            *self._slots("down"),
+            *self._biases(step, "down_bias"),
+            *(np.int32(step.size), np.int32(step.width), np.uint64(h), np.uint64(rows)),
+        )
+
+    def combine_rows(self, step: Step, rows: int) -> None:
+        """Sum the weighted rows of each token; row p is pair p's, in float32."""
+        self._launch(
+            "combine_rows",
+            step,
+            self._blocks(step.num_tokens, 1),
+            *(np.uint64(rows), *step.weights),
+            *(np.int32(step.num_tokens), np.int32(step.top_k), np.int32(step.size)),
+            np.uint64(step.out.address),
+        )
+
+    def gather(self, step: Step, pairs: int, count: int, gathered: int) -> None:
+        """Copy the hidden states of some pairs one behind the other."""
+        self._launch(
+            "gather",
+            step,
+            self._blocks(count, 1),
+            *(np.uint64(step.x.address), np.uint64(pairs), np.int32(count)),
+            *(np.int32(step.top_k), np.int32(step.size), np.uint64(gathered)),
+        )
+
+    def activate(self, step: Step, both: int, count: int, h: int) -> None:
+        """Compute activation(gate) * up of rows."""
+        self._launch(
+            "activate",
+            step,
+            self._blocks(count, 1),
+            *(np.uint64(both), np.int64(count), np.int32(step.width)),
+            *(self._activation, np.uint64(h)),
+        )
+
+    def combine(self, step: Step, rows: int, place: int) -> None:
+        """Sum the weighted rows of each token; `place` has where each pair's is."""
+        self._launch(
+            "combine",
+            step,
+            self._blocks(step.num_tokens, 1),
+            *(np.uint64(rows), np.uint64(place), *step.weights),
+            *(np.int32(step.num_tokens), np.int32(step.top_k), np.int32(step.size)),
+            np.uint64(step.out.address),
+        )
+
+    def multiply(self, step: Step, role: str, wave: Any, rows: int, out: int) -> None:
+        """Compute a product with a role of each of a wave's experts."""
+        n, k = (2 * step.width, step.size) if role == "gate_up" else (step.size, step.width)
+        item, bounds = step.dtype.itemsize, wave.offsets.tolist()
+        products = [
+            Product(
+                rows + start * k * item,
+                self._address(slot, role),
+                out + start * n * item,
+                *(stop - start, n, k),
+            )
+            for slot, start, stop in zip(wave.slots.tolist(), bounds, bounds[1:], strict=False)
+        ]
+        self._device.products(products, step.dtype, step.stream)
+
+    def _launch(
+        self,
+        name: str,
+        step: Step,
+        num_blocks: int,
+        *arguments: np.generic,
+        cooperative: bool = False,
+    ) -> None:
+        kernel = step.kind.kernel(name)
+        self._device.launch(kernel, num_blocks, arguments, step.stream, cooperative=cooperative)
+
+    def _biases(self, step: Step, *roles: str) -> tuple[np.generic, ...]:
+        kind = step.kind.bias_kind
+        offsets = (np.int64(self._pool.offset(role) if kind else 0) for role in roles)
+        return (*offsets, np.int32(kind))
+
+    def _slots(self, *roles: str) -> tuple[np.generic, ...]:
+        pool = self._pool
+        offsets = (np.int64(pool.offset(role)) for role in roles)
+        return (np.uint64(pool.address), np.int64(pool.slot_stride), *offsets)
+
+    def _address(self, slot: int, role: str) -> int:
+        return self._pool.address + slot * self._pool.slot_stride + self._pool.offset(role)
+
+    def _blocks(self, work: int, per_block: int = _WARPS) -> int:
+        """Return how many blocks to start; the kernels take any number."""
+        return min(-(-work // per_block), 4 * self._device.max_resident_blocks)

@@ -1,0 +1,315 @@
+// Quantised matrices as files have them, dequantised in registers; what the bytes mean is said, and
+// checked, by moecache/formats.
+//
+// A lane takes units of 32 columns, in two runs of 16 that have a scale each. Of a run it sums code
+// times x first and multiplies that by the scale once: sum = scale * (code * x + ...) + sum, all of it
+// fused. So of a single column the product is the format's value, rounded as the format says.
+//
+// Reads of 16 bytes from any address are of whole words that contain one of these bytes.
+
+constexpr unsigned UNIT = 32, RUN = 16;
+
+template <bool IS_ALIGNED> __device__ inline uint4 load_bytes(const u8* at)
+{
+    if (IS_ALIGNED) return __ldcs((const uint4*)at);
+    const unsigned shift = (u64)at % 4 * 8;
+    const auto words = (const unsigned*)(at - (u64)at % 4);
+    const unsigned last = shift ? words[4] : 0;
+    const unsigned w0 = words[0], w1 = words[1], w2 = words[2], w3 = words[3];
+    return make_uint4(
+        __funnelshift_r(w0, w1, shift), __funnelshift_r(w1, w2, shift),
+        __funnelshift_r(w2, w3, shift), __funnelshift_r(w3, last, shift));
+}
+
+// The same of `left` bytes that there are, then zeros.
+__device__ inline uint4 load_last_bytes(const u8* at, unsigned left)
+{
+    unsigned words[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (unsigned i = 0; i < 16; i++)
+        if (i < left) words[i / 4] |= (unsigned)at[i] << i % 4 * 8;
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+__device__ inline unsigned short load_half(const u8* at) { return *(const unsigned short*)at; }
+__device__ inline float f16_at(const u8* at) { return half_to_float(load_half(at)); }
+
+// Four bytes as the floats `byte - bias`: below 2^23 a float's low bits are an integer.
+template <unsigned STEP>
+__device__ inline void integers(unsigned bytes, float bias, float* codes)
+{
+#pragma unroll
+    for (unsigned i = 0; i < 4; i++) {
+        const unsigned bits = __byte_perm(bytes, 0x4b000000u, 0x7440u | i);
+        codes[i * STEP] = __fadd_rn(__uint_as_float(bits), -(8388608.0f + bias));
+    }
+}
+
+// Four bytes that are the upper ones of halves.
+template <unsigned STEP> __device__ inline void upper_halves(unsigned bytes, float* codes)
+{
+#pragma unroll
+    for (unsigned i = 0; i < 4; i++)
+        codes[i * STEP] = half_to_float((unsigned short)((bytes >> 8 * i & 0xffu) << 8));
+}
+
+// Four FP4 in the lower halves of bytes, 2^-14 times their value: a half's exponent has a bias of 15,
+// theirs of 1, and both have subnormal numbers.
+template <unsigned STEP> __device__ inline void fp4(unsigned nibbles, float* codes)
+{
+    upper_halves<STEP>((nibbles & 0x08080808u) << 4 | (nibbles & 0x07070707u) << 1, codes);
+}
+
+constexpr unsigned LOW_NIBBLES = 0x0f0f0f0fu;
+constexpr float FP4_FACTOR = 16384.0f;
+
+// 16 codes of the formats of safetensors: FACTOR times `read` is their meaning.
+struct E4M3 {
+    static constexpr unsigned BITS = 8;
+    static constexpr float FACTOR = 256.0f; // a half's exponent has a bias of 15, not 7
+
+    static __device__ void read(const unsigned* words, float* codes)
+    {
+        unsigned all_set = 0;
+#pragma unroll
+        for (unsigned k = 0; k < 4; k++) {
+            const unsigned size = words[k] & 0x7f7f7f7fu;
+            all_set |= size + 0x01010101u;
+#pragma unroll
+            for (unsigned i = 0; i < 4; i++) {
+                const unsigned byte = words[k] >> 8 * i & 0xffu;
+                const unsigned bits = (byte & 0x80u) << 8 | (byte & 0x7fu) << 7;
+                codes[4 * k + i] = half_to_float((unsigned short)bits);
+            }
+        }
+        // One that is no number makes the run's sum none, wherever it is.
+        if (all_set & 0x80808080u) codes[0] = __uint_as_float(NOT_A_NUMBER);
+    }
+};
+
+struct E2M1 {
+    static constexpr unsigned BITS = 4;
+    static constexpr float FACTOR = FP4_FACTOR;
+
+    static __device__ void read(const unsigned* words, float* codes)
+    {
+#pragma unroll
+        for (unsigned k = 0; k < 2; k++) {
+            fp4<2>(words[k] & LOW_NIBBLES, codes + 8 * k);
+            fp4<2>(words[k] >> 4 & LOW_NIBBLES, codes + 8 * k + 1);
+        }
+    }
+};
+
+struct Int4 {
+    static constexpr unsigned BITS = 4;
+    static constexpr float FACTOR = 1.0f;
+
+    static __device__ void read(const unsigned* words, float* codes)
+    {
+#pragma unroll
+        for (unsigned k = 0; k < 2; k++) {
+            integers<2>(words[k] & LOW_NIBBLES, 8.0f, codes + 8 * k);
+            integers<2>(words[k] >> 4 & LOW_NIBBLES, 8.0f, codes + 8 * k + 1);
+        }
+    }
+};
+
+struct Int8 {
+    static constexpr unsigned BITS = 8;
+    static constexpr float FACTOR = 1.0f;
+
+    static __device__ void read(const unsigned* words, float* codes)
+    {
+#pragma unroll
+        for (unsigned k = 0; k < 4; k++) integers<1>(words[k], 128.0f, codes + 4 * k);
+    }
+};
+
+template <class D> struct PlainScale {
+    static constexpr unsigned BYTES = sizeof(typename D::Bits);
+    static __device__ float read(const u8* at) { return D::widen(*(const typename D::Bits*)at); }
+};
+
+// 2^(byte - 127), and no number if it is 255.
+struct PowerScale {
+    static constexpr unsigned BYTES = 1;
+    static __device__ float read(const u8* at)
+    {
+        if (*at == 255) return __uint_as_float(NOT_A_NUMBER);
+        return __uint_as_float(*at ? (unsigned)*at << 23 : 0x00400000u);
+    }
+};
+
+struct E4M3Scale {
+    static constexpr unsigned BYTES = 1;
+    static __device__ float read(const u8* at)
+    {
+        if ((*at & 0x7f) == 0x7f) return __uint_as_float(NOT_A_NUMBER);
+        const unsigned bits = (*at & 0x80u) << 8 | (*at & 0x7fu) << 7;
+        return __fmul_rn(half_to_float((unsigned short)bits), 256.0f);
+    }
+};
+
+// N inputs from `column` on, zeros beyond the row.
+template <bool IS_ALIGNED, class X>
+__device__ inline void load_inputs(Row<X> x, unsigned column, unsigned n, float* inputs)
+{
+    if constexpr (IS_ALIGNED)
+        load<X, RUN>(x + column, inputs);
+    else
+#pragma unroll
+        for (unsigned i = 0; i < RUN; i++)
+            inputs[i] = column + i < n ? X::widen(x[column + i]) : 0.0f;
+}
+
+// Dot products, by what a format F says of its units: fetch, column, codes, add.
+template <class F> struct Quantized {
+    static constexpr unsigned ROWS = 2; // of down: four, with their scales, find no registers
+
+    // The dot products of some rows with x, by one warp; every lane has them.
+    template <class X, unsigned ROWS, class At>
+    static __device__ inline void dots(
+        const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
+    {
+        bool is_aligned = n % UNIT == 0 && (u64)x % CHUNK_BYTES == 0;
+#pragma unroll
+        for (unsigned r = 0; r < ROWS; r++) {
+            sums[r] = 0.0f;
+            is_aligned = is_aligned && F::is_aligned(rows[r]);
+        }
+        if (is_aligned)
+            add_units<true, X>(rows, x, n, sums);
+        else
+            add_units<false, X>(rows, x, n, sums);
+#pragma unroll
+        for (unsigned r = 0; r < ROWS; r++) sums[r] = sum_lanes(sums[r]);
+    }
+
+    template <bool IS_ALIGNED, class X, unsigned ROWS, class At>
+    static __device__ inline void add_units(
+        const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
+    {
+#pragma unroll 1
+        for (unsigned unit = threadIdx.x % 32; unit < (n + UNIT - 1) / UNIT; unit += 32) {
+            typename F::Raw raw[ROWS];
+#pragma unroll
+            for (unsigned r = 0; r < ROWS; r++)
+                raw[r] = F::template fetch<IS_ALIGNED>(rows[r], unit, n);
+#pragma unroll
+            for (unsigned run = 0; run < 2; run++) {
+                const unsigned column = F::column(unit, run);
+                if (column >= n) break;
+                float inputs[RUN], input_sum = 0.0f;
+                load_inputs<IS_ALIGNED, X>(x, column, n, inputs);
+                if constexpr (F::HAS_OFFSETS)
+#pragma unroll
+                    for (unsigned i = 0; i < RUN; i++) input_sum = __fadd_rn(input_sum, inputs[i]);
+#pragma unroll
+                for (unsigned r = 0; r < ROWS; r++) {
+                    float codes[RUN], sum = 0.0f;
+                    F::codes(raw[r], run, codes);
+#pragma unroll
+                    for (unsigned i = 0; i < RUN; i++) sum = __fmaf_rn(codes[i], inputs[i], sum);
+                    sums[r] = F::add(raw[r], run, sum, input_sum, sums[r]);
+                }
+            }
+        }
+    }
+};
+
+enum Global { NONE, DIVIDES, MULTIPLIES };
+
+// Codes row by row; scales of blocks, 0 rows or columns being all; a number of the whole matrix.
+template <class Code, int BLOCK_ROWS, int BLOCK_COLUMNS, class Scale, Global GLOBAL = NONE>
+struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>> {
+    static constexpr unsigned UNIT_BYTES = UNIT * Code::BITS / 8, WORDS = UNIT_BYTES / 4;
+    static constexpr bool HAS_OFFSETS = false;
+
+    struct At {
+        const u8 *codes, *scales;
+        float whole;
+    };
+
+    struct Raw {
+        unsigned words[WORDS];
+        float scales[2];
+    };
+
+    static __device__ long long blocks(int size, int step)
+    {
+        return step ? (size + step - 1) / step : 1;
+    }
+
+    static __device__ long long code_bytes(int rows, int columns)
+    {
+        return (long long)rows * columns / 8 * Code::BITS
+            + (long long)rows * columns % 8 * Code::BITS / 8;
+    }
+
+    static __device__ long long scale_bytes(int rows, int columns)
+    {
+        return blocks(rows, BLOCK_ROWS) * blocks(columns, BLOCK_COLUMNS) * Scale::BYTES;
+    }
+
+    static __device__ long long matrix_bytes(int rows, int columns)
+    {
+        return code_bytes(rows, columns) + scale_bytes(rows, columns) + (GLOBAL ? 4 : 0);
+    }
+
+    static __device__ At row(const u8* matrix, long long index, int rows, int columns)
+    {
+        const u8* scales = matrix + code_bytes(rows, columns);
+        const u8* whole = scales + scale_bytes(rows, columns);
+        const long long block = BLOCK_ROWS ? index / (BLOCK_ROWS ? BLOCK_ROWS : 1) : 0;
+        return {
+            matrix + index * (columns / 8 * Code::BITS + columns % 8 * Code::BITS / 8),
+            scales + block * blocks(columns, BLOCK_COLUMNS) * Scale::BYTES,
+            GLOBAL ? *(const float*)whole : 1.0f};
+    }
+
+    static __device__ bool is_aligned(const At& at) { return (u64)at.codes % 16 == 0; }
+    static __device__ unsigned column(unsigned unit, unsigned run) { return unit * UNIT + run * RUN; }
+
+    template <bool IS_ALIGNED> static __device__ Raw fetch(const At& at, unsigned unit, unsigned n)
+    {
+        Raw raw;
+        const u8* first = at.codes + unit * UNIT_BYTES;
+#pragma unroll
+        for (unsigned k = 0; k < UNIT_BYTES / 16; k++) {
+            const unsigned left = n * Code::BITS / 8 - (unit * UNIT_BYTES + k * 16);
+            // Beyond the row, as an unsigned integer, it is large: nothing is loaded there below.
+            const bool is_whole = IS_ALIGNED || (left >= 16 && left <= n);
+            const uint4 found = is_whole ? load_bytes<IS_ALIGNED>(first + k * 16)
+                                         : load_last_bytes(first + k * 16, left > n ? 0 : left);
+            raw.words[4 * k] = found.x;
+            raw.words[4 * k + 1] = found.y;
+            raw.words[4 * k + 2] = found.z;
+            raw.words[4 * k + 3] = found.w;
+        }
+        raw.scales[0] = scale(at, column(unit, 0));
+        raw.scales[1] = raw.scales[0];
+        if (BLOCK_COLUMNS % UNIT != 0 && column(unit, 1) < n)
+            raw.scales[1] = scale(at, column(unit, 1));
+        return raw;
+    }
+
+    static __device__ float scale(const At& at, unsigned column)
+    {
+        const unsigned block = BLOCK_COLUMNS ? column / (BLOCK_COLUMNS ? BLOCK_COLUMNS : 1) : 0;
+        const float found = Scale::read(at.scales + block * Scale::BYTES);
+        if (GLOBAL == DIVIDES) return __fdiv_rn(found, at.whole);
+        return GLOBAL == MULTIPLIES ? __fmul_rn(found, at.whole) : found;
+    }
+
+    static __device__ void codes(const Raw& raw, unsigned run, float* codes)
+    {
+        Code::read(raw.words + run * WORDS / 2, codes);
+    }
+
+    static __device__ float add(const Raw& raw, unsigned run, float sum, float, float before)
+    {
+        if (Code::FACTOR != 1.0f) sum = __fmul_rn(sum, Code::FACTOR);
+        return __fmaf_rn(raw.scales[run], sum, before);
+    }
+};

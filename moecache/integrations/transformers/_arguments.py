@@ -1,0 +1,86 @@
+"""What `load` may be given, looked at before anything large is read."""
+
+import difflib
+import inspect
+from typing import Any
+
+import transformers
+
+from moecache.cuda import open_device, parse_device
+from moecache.errors import ConfigError
+from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
+
+# Arguments that `from_pretrained` takes, but not together with experts in slots.
+_REFUSED = {
+    "quantization_config": "experts cannot be quantized while they are read",
+    "experts_implementation": 'it is "moecache"',
+    "output_loading_info": "a model is returned",
+    "gguf_file": "give the path of the file itself",
+    "state_dict": "the experts are read from the checkpoint's files",
+    "tp_plan": "experts in a cache are not spread over processes",
+    "distributed_config": "experts in a cache are not spread over processes",
+}
+_NAMES = {
+    "policy": POLICIES,
+    "scope": SCOPES,
+    "read": READ_MODES,
+    "trunk": ("bf16", "native"),
+    # Not "hints": a transformers model gives none.
+    "prefetch": ("router", *(mode for mode in PREFETCH_MODES if mode != "hints")),
+}
+# Device maps that mean: where the slots are.
+AUTOMATIC = ("auto", "sequential")
+# What `from_pretrained` takes beside the arguments that it names.
+_TAKEN = {
+    *(
+        "adapter_kwargs",
+        "adapter_name",
+        "allow_all_kernels",
+        "attn_implementation",
+        "code_revision",
+    ),
+    *("device_map", "device_mesh", "dtype", "from_flax", "from_tf", "generation_config"),
+    *("kernel_config", "key_mapping", "low_cpu_mem_usage", "max_memory", "mirror"),
+    *("offload_buffers", "offload_folder", "offload_state_dict", "proxies", "resume_download"),
+    *("subfolder", "torch_dtype", "tp_size", "tqdm_class", "trust_remote_code", "use_kernels"),
+    *("use_auth_token", "variant", *_REFUSED),
+}
+
+
+def check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
+    if parse_device(device) is not None:
+        # Says what is missing, before the trunk is read.
+        open_device(device)
+    for name, reason in _REFUSED.items():
+        if from_pretrained.get(name):
+            raise ConfigError(f"{name} cannot be given to load: {reason}")
+    placed = from_pretrained.get("device_map")
+    if placed not in (None, "cpu", {"": "cpu"}, *AUTOMATIC):
+        raise ConfigError(
+            f"device_map {placed!r} is not supported: the trunk goes where the slots are; "
+            'give device="cuda"'
+        )
+
+
+def check_keywords(
+    load: Any, model_class: Any, config: Any, from_pretrained: dict[str, Any]
+) -> None:
+    """Raise TypeError for an argument that nothing takes, before anything large is read."""
+    if model_class is not None and not model_class.__module__.startswith("transformers."):
+        return  # it may take anything
+    calls = [load, transformers.PreTrainedModel.from_pretrained, model_class or object]
+    known = _TAKEN.union(*(inspect.signature(call).parameters for call in calls))
+    for name in from_pretrained:
+        if name not in known and name[0] != "_" and not hasattr(config, name):
+            near = difflib.get_close_matches(name, known - _REFUSED.keys(), 3)
+            raise TypeError(
+                f"load() has no argument {name!r}, and from_pretrained has none"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
+            )
+
+
+def check_names(**given: Any) -> None:
+    for name, value in given.items():
+        is_name = isinstance(value, str) or (name == "trunk" and value is not None)
+        if is_name and value not in _NAMES[name]:
+            raise ConfigError(f"{name} {value!r} is not one of {', '.join(_NAMES[name])}")

@@ -1,0 +1,273 @@
+"""Ranks: the processes that a model's experts are spread over, as torch.distributed knows them."""
+
+import atexit
+import itertools
+import threading
+import zlib
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moecache.errors import ConfigError, MoeCacheError
+from moecache.integrations.transformers._experts import NotCopied
+from moecache.integrations.transformers._heartbeat import SILENT_S, Heartbeat
+from moecache.layout import ExpertLayout
+from moecache.ranks import Placement, Share
+from moecache.settings import launched_ranks
+
+DEFAULT_TIMEOUT_S = 60.0
+# The n-th model that is spread is the n-th on every rank.
+_NUMBERS = itertools.count()
+
+
+class Ranks(NotCopied):
+    """One process's part in a model whose experts are spread over several.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        Whose processes take part.
+    timeout_s : float
+        After so many seconds without an answer a rank counts as gone.
+    device : torch.device
+        Where rows are: on the CPU they go by gloo, on a GPU by NCCL.
+
+    Attributes
+    ----------
+    rank, num_ranks : int
+    group : ProcessGroup
+        For the rows.
+    share : Share or None
+        What this rank has, once `place` was called; `None` if it has everything.
+    num_exchanges, sent_bytes : int
+        Steps whose rows went to others, and how much this rank sent.
+    """
+
+    def __init__(self, group: Any, timeout_s: float, device: torch.device) -> None:
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        self.share: Share | None = None
+        self.timeout_s = timeout_s
+        self.num_exchanges = 0
+        self.num_early = 0
+        self.sent_bytes = 0
+        self._broken = ""
+        self._closed = False
+        self._lock = threading.Lock()
+        members = dist.get_process_group_ranks(group)
+        # Groups of our own: no other collective comes between, and time-outs are ours.
+        limit = timedelta(seconds=timeout_s)
+        self._control = dist.new_group(members, timeout=limit, backend="gloo")
+        self.group = self._control
+        if device.type == "cuda" and "nccl" in str(dist.get_backend(group)):
+            self.group = dist.new_group(members, timeout=limit, backend="nccl")
+        self.is_on_host = self.group is self._control
+        name = f"{next(_NUMBERS)}/{members[0]}"
+        store = dist.distributed_c10d._get_default_store()
+        self._heartbeat = Heartbeat(store, name, self.rank, self.num_ranks)
+
+    def place(self, layout: ExpertLayout, placement: Placement | None) -> None:
+        """Find this rank's share of a model: by a placement, or by default an even one."""
+        if placement is None:
+            placement = Placement.even(layout.num_layers, layout.num_experts, self.num_ranks)
+        if placement.num_ranks != self.num_ranks:
+            raise ConfigError(
+                f"the placement is for {placement.num_ranks} ranks, and there are "
+                f"{self.num_ranks}; make one for as many by moecache plan-ranks"
+            )
+        if self.num_ranks > 1:
+            self.share = Share(placement, self.rank)
+            self.share.check(layout)
+
+    def compare(self, facts: Mapping[str, object]) -> None:
+        """Raise ConfigError on every rank if not all have the same facts; waits for all of them.
+
+        Raises
+        ------
+        MoeCacheError
+            If a rank failed before it came here, or does not come.
+        """
+        found: list[Any] = [None] * self.num_ranks
+        try:
+            dist.all_gather_object(found, dict(facts), group=self._control)
+        except RuntimeError as error:
+            raise self.lost("while the ranks were compared", error) from error
+        failed = [
+            f"rank {rank}: {one['failed']}" for rank, one in enumerate(found) if "failed" in one
+        ]
+        if failed:
+            raise MoeCacheError(f"the model was not loaded on all ranks; {'; '.join(failed)}")
+        for name in facts:
+            values = [one.get(name) for one in found]
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise ConfigError(
+                        f"ranks differ in {name}: rank 0 has {values[0]!s:.200}, rank {rank} has "
+                        f"{value!s:.200}; give all of them the same"
+                    )
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank's model was not loaded, and close."""
+        text = _told(error)
+        try:
+            if isinstance(error, Exception) and not self._broken and not self._closed:
+                self.compare({"failed": text})
+        except MoeCacheError:
+            pass  # it is what was told
+        self.close(text)
+
+    def agree(self, tokens: torch.Tensor, num_held: int) -> None:
+        """Raise MoeCacheError on every rank if not all go on with the same tokens."""
+        self.check()
+        digest = zlib.crc32(tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        mine = torch.tensor([digest, tokens.numel(), num_held])
+        found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        try:
+            dist.all_gather(found, mine, group=self._control)
+        except RuntimeError as error:
+            raise self.lost("before a forward", error) from error
+        for rank, theirs in enumerate(found):
+            if not torch.equal(theirs, found[0]):
+                raise MoeCacheError(
+                    f"rank {rank} goes on with other tokens than rank 0 ({int(theirs[1])} after "
+                    f"{int(theirs[2])} and {int(found[0][1])} after {int(found[0][2])}); give "
+                    "every rank the same prompt, and the same seed where tokens are sampled"
+                )
+
+    def check(self) -> None:
+        """Raise MoeCacheError if a rank was lost before."""
+        if self._broken:
+            raise MoeCacheError(f"{self._broken}; start all ranks again")
+
+    def send(self, message: torch.Tensor, rank: int) -> Any:
+        """Begin to send bytes to a rank; return what can be waited for."""
+        return self.group.send([message], rank, 0)
+
+    def receive(self, message: torch.Tensor, rank: int) -> Any:
+        """Begin to receive bytes from a rank; return what can be waited for."""
+        return self.group.recv([message], rank, 0)
+
+    def tell(self, error: Exception) -> None:
+        """Say what failed here, before the others are told that something did."""
+        self._heartbeat.say(_told(error))
+
+    def failed(self, ranks: list[int], layer: int) -> MoeCacheError:
+        """Return the error of a step that failed on other ranks; all can go on after it."""
+        told = "; ".join(f"rank {rank}: {self._heartbeat.said(rank)}" for rank in ranks)
+        return MoeCacheError(f"layer {layer} was not computed on all ranks; {told}")
+
+    def parted(self, rank: int, layer: int) -> MoeCacheError:
+        """Return the error of ranks whose routers chose differently; they cannot go on."""
+        self._broken = (
+            f"rank {rank} chose other experts at layer {layer} than rank {self.rank}: their "
+            "products are rounded differently; give all ranks processors with the same "
+            "instructions, the same torch and the same number of threads"
+        )
+        self.close(self._broken)
+        return MoeCacheError(self._broken)
+
+    def note(self) -> None:
+        """Count an exchange that this rank has come to."""
+        self.num_exchanges += 1
+        self._heartbeat.note(self.num_exchanges)
+
+    def lost(self, when: str, error: BaseException | None = None) -> MoeCacheError:
+        """Return the error of a rank that did not answer; nothing is exchanged from now on."""
+        with self._lock:
+            if not self._broken:
+                who = self._heartbeat.diagnose(SILENT_S)
+                self._broken = f"rank {self.rank} waited in vain {when}: {who}"
+                self._heartbeat.end(f"stopped, as {who}")
+        why = "" if error is None else f" ({str(error).splitlines()[0]:.200})"
+        return MoeCacheError(f"{self._broken}; start all ranks again{why}")
+
+    def close(self, reason: str = "") -> None:
+        """Leave the ranks; a second call does nothing. The others' next exchange fails."""
+        if self._closed:
+            return
+        self._closed = True
+        self._heartbeat.end(reason)
+        self._broken = self._broken or "this rank's model is closed"
+
+    def __enter__(self) -> Self:
+        """Return this."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Tell the others of an error; nothing otherwise."""
+        if error is not None:
+            self.fail(error)
+
+
+def join(chosen: Any, device: torch.device, timeout_s: float | None) -> Ranks:
+    """Return this process's part in the ranks that `expert_parallel` names.
+
+    Parameters
+    ----------
+    chosen : True or DeviceMesh
+        All processes that torchrun started, or those of a mesh of one dimension.
+    device : torch.device
+    timeout_s : float, optional
+
+    Raises
+    ------
+    ConfigError
+        If it is neither, or this process was not started as one of several.
+    """
+    timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise ConfigError(f"rank_timeout_s must be a number of seconds, got {timeout_s!r}")
+    if not dist.is_available():
+        raise ConfigError("this torch was built without torch.distributed; install another")
+    if chosen is True:
+        _begin(device, timeout_s)
+        return Ranks(dist.group.WORLD, timeout_s, device)
+    if not isinstance(chosen, DeviceMesh):
+        raise ConfigError(f"expert_parallel must be True or a DeviceMesh, got {chosen!r:.100}")
+    if chosen.ndim != 1:
+        raise ConfigError(
+            f"expert_parallel takes a mesh of one dimension, got {chosen.ndim}; give mesh[name]"
+        )
+    return Ranks(chosen.get_group(), timeout_s, device)
+
+
+def _begin(device: torch.device, timeout_s: float) -> None:
+    """Initialize torch.distributed, if the host has not."""
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except ValueError as error:
+        raise ConfigError(
+            "expert_parallel=True needs several processes that know of each other: start the "
+            "program with torchrun --nproc-per-node 2 (or set RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT) ({str(error).splitlines()[0]:.200})"
+        ) from error
+    except RuntimeError as error:
+        raise MoeCacheError(
+            f"the ranks did not find each other: {str(error).splitlines()[0]:.300}; check that "
+            "all were started, and reach MASTER_ADDR"
+        ) from error
+    atexit.register(_end)
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    return f"it failed: {type(error).__name__}: {error!s:.500}"
+
+
+def local_device(device: str) -> str:
+    """Return the GPU of this process where each has its own."""
+    rank = launched_ranks().local_rank if device == "cuda" else None
+    return device if rank is None else f"cuda:{rank}"

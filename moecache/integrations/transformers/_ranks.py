@@ -77,7 +77,10 @@ class Ranks(NotCopied):
         if device.type == "cuda" and "nccl" in str(dist.get_backend(group)):
             self.group = dist.new_group(members, timeout=limit, backend="nccl")
         self.is_on_host = self.group is self._control
-        name = f"{next(_NUMBERS)}/{members[0]}"
+        # A store may outlive processes, and have what earlier ones left there.
+        number = torch.randint(2**62, (1,))
+        dist.broadcast(number, group_src=0, group=self._control)
+        name = f"{next(_NUMBERS)}/{int(number)}"
         store = dist.distributed_c10d._get_default_store()
         self._heartbeat = Heartbeat(store, name, self.rank, self.num_ranks)
 
@@ -237,6 +240,9 @@ class Ranks(NotCopied):
                 who = self._heartbeat.diagnose(SILENT_S)
                 self._broken = f"rank {self.rank} waited in vain {when}: {who}"
                 self._heartbeat.end(f"stopped, as {who}")
+                if self.rank == 0:
+                    # As in `close`: the others find out who is gone where this process keeps it.
+                    self._heartbeat.wait_for_others(SILENT_S + 1)
         why = "" if error is None else f" ({str(error).splitlines()[0]:.200})"
         return MoeCacheError(f"{self._broken}; start all ranks again{why}")
 

@@ -177,11 +177,32 @@ class Ranks(NotCopied):
 
     def send(self, message: torch.Tensor, rank: int) -> Any:
         """Begin to send bytes to a rank; return what can be waited for."""
-        return self.group.send([message], rank, 0)
+        try:
+            return self.group.send([message], rank, 0)
+        except RuntimeError as error:
+            # A connection that has ended is an error before anything is waited for.
+            raise self.lost(f"to send rows to rank {rank}", error) from error
 
     def receive(self, message: torch.Tensor, rank: int) -> Any:
         """Begin to receive bytes from a rank; return what can be waited for."""
-        return self.group.recv([message], rank, 0)
+        try:
+            return self.group.recv([message], rank, 0)
+        except RuntimeError as error:
+            raise self.lost(f"for rows of rank {rank}", error) from error
+
+    def begin_gather(self, found: list[torch.Tensor], mine: torch.Tensor) -> Any:
+        """Begin to gather a small tensor of each rank; return what can be waited for."""
+        try:
+            return dist.all_gather(found, mine, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.lost("to say which rows come first", error) from error
+
+    def wait(self, work: Any) -> None:
+        """Wait for what was begun."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.lost("for the other ranks", error) from error
 
     def tell(self, error: Exception) -> None:
         """Say what failed here, before the others are told that something did."""
@@ -300,14 +321,24 @@ def join(chosen: Any, device: torch.device, timeout_s: float | None) -> Ranks:
         raise ConfigError("this torch was built without torch.distributed; install another")
     if chosen is True:
         _begin(device, timeout_s)
-        return Ranks(dist.group.WORLD, timeout_s, device)
+        return _member(dist.group.WORLD, timeout_s, device)
     if not isinstance(chosen, DeviceMesh):
         raise ConfigError(f"expert_parallel must be True or a DeviceMesh, got {chosen!r:.100}")
     if chosen.ndim != 1:
         raise ConfigError(
             f"expert_parallel takes a mesh of one dimension, got {chosen.ndim}; give mesh[name]"
         )
-    return Ranks(chosen.get_group(), timeout_s, device)
+    return _member(chosen.get_group(), timeout_s, device)
+
+
+def _member(group: Any, timeout_s: float, device: torch.device) -> Ranks:
+    try:
+        return Ranks(group, timeout_s, device)
+    except RuntimeError as error:
+        raise MoeCacheError(
+            "a rank went away before all of them had found each other "
+            f"({str(error).splitlines()[0]:.200}); start all ranks again"
+        ) from error
 
 
 def _begin(device: torch.device, timeout_s: float) -> None:

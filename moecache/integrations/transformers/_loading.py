@@ -214,8 +214,6 @@ record_trace, warmpin, warmpin_after
             )
         try:
             check(runtime.store)
-            if ranks is not None:
-                ranks.compare(facts_of(model, runtime, compute=compute, trunk=trunk))
             # After the slots, whose plan leaves room for it.
             model = model.to(device_of(runtime))
             Offload(
@@ -226,6 +224,8 @@ record_trace, warmpin, warmpin_after
                 owned=True,
                 ranks=ranks,
             )
+            if ranks is not None:
+                ranks.compare(facts_of(model, runtime, compute=compute, trunk=trunk))
         except BaseException:
             runtime.close()
             raise

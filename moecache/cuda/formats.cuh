@@ -186,12 +186,35 @@ template <class F> struct Quantized {
         for (unsigned r = 0; r < ROWS; r++) sums[r] = sum_lanes(sums[r]);
     }
 
+    static __device__ unsigned num_units(unsigned n) { return (n + UNIT - 1) / UNIT; }
+
+    // The values of a run, zeros where it is beyond the row.
+    template <bool IS_ALIGNED, class At>
+    static __device__ inline void values(
+        const At& row, unsigned unit, unsigned run, unsigned n, float* found)
+    {
+#pragma unroll
+        for (unsigned i = 0; i < RUN; i++) found[i] = 0.0f;
+        if (F::column(unit, run) >= n) return;
+        const auto raw = F::template fetch<IS_ALIGNED>(row, unit, n);
+        float codes[RUN];
+        // Not raw[run]: a lane's registers have no addresses.
+        if (run == 0)
+            F::codes(raw, 0, codes);
+        else
+            F::codes(raw, 1, codes);
+#pragma unroll
+        for (unsigned i = 0; i < RUN; i++)
+            found[i] = run == 0 ? F::add(raw, 0, codes[i], 1.0f, 0.0f)
+                                : F::add(raw, 1, codes[i], 1.0f, 0.0f);
+    }
+
     template <bool IS_ALIGNED, class X, unsigned ROWS, class At>
     static __device__ inline void add_units(
         const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
     {
 #pragma unroll 1
-        for (unsigned unit = threadIdx.x % 32; unit < (n + UNIT - 1) / UNIT; unit += 32) {
+        for (unsigned unit = threadIdx.x % 32; unit < num_units(n); unit += 32) {
             typename F::Raw raw[ROWS];
 #pragma unroll
             for (unsigned r = 0; r < ROWS; r++)

@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 SANITIZERS=(memcheck initcheck synccheck racecheck)
-ALL_STAGES=(build tests upload decode resident memory "${SANITIZERS[@]}")
+ALL_STAGES=(build tests upload decode resident mxfp4 memory "${SANITIZERS[@]}")
 
 usage() {
     cat <<'END'
@@ -12,16 +12,16 @@ usage: bench/gpu.sh [--quick] [--only STAGE,...] [--python PYTHON] [--traces DIR
                     [--limit SECONDS] [OUT.json]
 
 Builds in place, runs `pytest -m gpu`, bench/gpu_upload.py, bench/gpu_decode.py,
-bench/gpu_resident.py and bench/gpu_memory.py, then compute-sanitizer's memcheck, initcheck,
-synccheck and racecheck over a short selection of the tests. Writes one JSON, by default
+bench/gpu_resident.py, bench/gpu_mxfp4.py and bench/gpu_memory.py, then compute-sanitizer's memcheck,
+initcheck, synccheck and racecheck over a short selection of the tests. Writes one JSON, by default
 gpu-MACHINE-DATE.json in $OUT if that is set, else in bench/results; logs go to $OUT/logs or
 build/gpu. A stage that fails or takes too long does not stop those after it: it is interrupted
 (SIGINT), so that what it has done so far is written, and 20 seconds later it is killed.
 
   --quick           in about 10 minutes, and a build: fewer runs, fewer layers, less to copy, and
                     of the sanitizers memcheck alone
-  --only STAGE,...  of: build tests upload decode resident memory memcheck initcheck synccheck
-                    racecheck
+  --only STAGE,...  of: build tests upload decode resident mxfp4 memory memcheck initcheck
+                    synccheck racecheck
   --python PYTHON   by default python3
   --traces DIR      where recorded routing is (bigmoe-qwen.npz); without it, where the benchmarks
                     look, or drawn
@@ -81,7 +81,7 @@ if [[ -n $traces && ! -f $traces/bigmoe-qwen.npz ]]; then
     exit 2
 fi
 stages=("${ALL_STAGES[@]}")
-if ((quick)); then stages=(build tests upload decode resident memory memcheck); fi
+if ((quick)); then stages=(build tests upload decode resident mxfp4 memory memcheck); fi
 if [[ -n $only ]]; then
     IFS=, read -r -a stages <<<"$only"
     for stage in "${stages[@]}"; do
@@ -230,14 +230,15 @@ facts+=("tests_left_out=${left_out[*]-}")
 
 declare -A limit options
 if ((quick)); then
-    limits=(300 150 70 70 70 30 180 180 180 180)
+    limits=(300 150 70 70 70 70 30 180 180 180 180)
     options[upload]="--runs 5 --bytes 256MiB --copy-bytes 512MiB --look-ups 2000"
     options[decode]="--runs 5 --tokens 8 --layers 8 --copy-bytes 512MiB"
     options[resident]="--runs 10 --layers 8 --copy-bytes 512MiB"
+    options[mxfp4]="--runs 10 --layers 8 --copy-bytes 512MiB"
     options[memory]="--evictions 20000 --rounds 10"
 else
     # Sanitizers make a kernel up to a hundred times slower, and take a minute to begin.
-    limits=(1200 1800 1200 2400 1200 1200 3600 3600 3600 3600)
+    limits=(1200 1800 1200 2400 1200 1200 1200 3600 3600 3600 3600)
 fi
 # One launch, waves, cuBLAS, and ids that are wrong.
 checked="weights_may_have or row_nan or wrong_id_on_the_host"
@@ -260,7 +261,7 @@ fi
 if wanted tests; then
     run tests "${limit[tests]}" "${pytest[@]}" --junitxml="$work/tests.xml" "${test_files[@]}"
 fi
-for name in upload decode resident memory; do
+for name in upload decode resident mxfp4 memory; do
     if wanted "$name"; then
         read -r -a chosen <<<"${options[$name]-}"
         run "$name" "${limit[$name]}" "$python" -m "bench.gpu_$name" \

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from bench.gpu import open_runtime
 from moecache import ExpertRuntime
 from moecache.cuda import Device, DeviceArray, Memory, Stream
+from moecache.formats import find_format
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
 from moecache.slots._memory import aligned_rows
@@ -28,29 +29,50 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class StackSize:
-    """What the stack looks like; experts are in bfloat16."""
+    """What the stack looks like.
+
+    Experts are in "bf16"; or in "mxfp4", with biases and the gate of gpt-oss, whose rows of gate
+    and up are in turns.
+    """
 
     num_layers: int = 48
     num_experts: int = 128
     top_k: int = 8
     hidden: int = 2048
     width: int = 768
+    format: str = "bf16"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of an expert's matrices."""
+        return {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert."""
-        return 6 * self.hidden * self.width
+        if self.format == "bf16":
+            return 6 * self.hidden * self.width
+        known = find_format(self.format)
+        biases = 2 * sum(rows for rows, _ in self.shapes.values())
+        return biases + sum(known.nbytes(*shape) for shape in self.shapes.values())
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all experts."""
         return self.num_layers * self.num_experts * self.expert_bytes
 
+    @property
+    def gate(self) -> dict[str, Any]:
+        """What `ExpertRuntime.on_device` takes."""
+        if self.format == "bf16":
+            return {}
+        return {"activation": "swiglu", "is_interleaved": True, "alpha": 1.702, "limit": 7.0}
+
     def describe(self) -> str:
         """Return it as text."""
         return (
             f"{self.num_layers} layers x {self.num_experts} experts, top-{self.top_k}, "
-            f"hidden {self.hidden}, width {self.width}, bf16"
+            f"hidden {self.hidden}, width {self.width}, {self.format}"
         )
 
 
@@ -67,13 +89,19 @@ class SharedStore(MemoryStore):
     """
 
     def __init__(self, size: StackSize, seed: int = 0) -> None:
-        shapes = {"gate_up": (2 * size.width, size.hidden), "down": (size.hidden, size.width)}
         rng = np.random.default_rng(seed)
-        arrays = {
-            name: random_weights(rng, (1, size.num_experts, *shape))
-            for name, shape in shapes.items()
-        }
-        super().__init__(arrays, top_k=size.top_k)
+        stack, formats = (1, size.num_experts), None
+        if size.format == "bf16":
+            arrays = {
+                name: random_weights(rng, (*stack, *shape)) for name, shape in size.shapes.items()
+            }
+        else:
+            formats = {name: (size.format, shape) for name, shape in size.shapes.items()}
+            arrays = {}
+            for name, shape in size.shapes.items():
+                arrays[name] = random_mxfp4(rng, size.num_experts, *shape)
+                arrays[f"{name}_bias"] = random_weights(rng, (*stack, shape[0]))
+        super().__init__(arrays, top_k=size.top_k, formats=formats)
         (roles,) = self._layout.layers
         self._layout = ExpertLayout(size.num_experts, size.top_k, [roles] * size.num_layers)
 
@@ -102,6 +130,20 @@ def random_weights(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarr
     bits &= 0x807F
     bits |= exponent << 7
     return bits.view(BFLOAT16).reshape(shape)
+
+
+def random_mxfp4(rng: np.random.Generator, num_experts: int, rows: int, columns: int) -> np.ndarray:
+    """Return MXFP4 matrices [1, num_experts, bytes] as `random_weights` does: one scale for all."""
+    num_bytes = find_format("mxfp4").nbytes(rows, columns)
+    weights = aligned_rows(1, num_experts * num_bytes)[0].reshape(1, num_experts, num_bytes)
+    # The values of random codes are 2.9 in the root of the mean square.
+    scale = 127 - round(np.log2(2.9 * columns**0.5))
+    codes = rows * columns // 2
+    weights[..., :codes] = np.frombuffer(rng.bytes(num_experts * codes), np.uint8).reshape(
+        1, num_experts, codes
+    )
+    weights[..., codes:] = scale
+    return weights
 
 
 class Inputs:
@@ -212,7 +254,7 @@ class Decoder:
 
     def compute(self) -> None:
         """Compute all layers of the token whose inputs are on the device."""
-        experts = self.runtime.on_device()
+        experts = self.runtime.on_device(**self._inputs.size.gate)
         for layer, (ids, weights, out) in enumerate(self._layers):
             experts(layer, self._hidden, ids, weights, out=out)
 

@@ -18,6 +18,7 @@ from moecache.cuda import open_device, parse_device
 from moecache.errors import CapacityError, ConfigError, MissingDependencyError, MoeCacheError
 from moecache.slots import CudaSlots
 from moecache.telemetry import UploadStats
+from tests.helpers import quantized
 from tests.helpers.fake_device import FakeDevice
 from tests.test_exactness import assert_same, generate
 
@@ -312,6 +313,20 @@ def test_inspect_says_why_a_gpu_has_no_kernels(
     assert cli.main(["inspect", str(tmp_path), "--device", "cuda"]) == 0
     shown = capsys.readouterr().out
     assert "no kernels on a GPU, so that torch multiplies: an expert of down, up" in shown
+
+
+def test_inspect_says_which_format_a_gpu_does_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what to do; nothing else would multiply it there."""
+    pytest.importorskip("transformers")
+    scheme = quantized.grouped("gptq", is_ordered=True)
+    path, _ = quantized.write_quantized(quantized.QWEN2_MOE, scheme, tmp_path)
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: FakeDevice())
+    assert cli.main(["inspect", str(path), "--device", "cuda"]) == 0
+    shown = capsys.readouterr().out
+    assert "no kernels on a GPU: experts in " in shown
+    assert 'device="cpu"' in shown
 
 
 def test_uploads_are_told(fake_cuda: FakeDevice, tiny_moe: Path) -> None:

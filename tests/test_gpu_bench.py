@@ -5,13 +5,14 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench import gpu_decode, gpu_memory, gpu_report, gpu_resident, gpu_upload
+from bench import gpu_decode, gpu_memory, gpu_mxfp4, gpu_report, gpu_resident, gpu_upload
 from bench.gpu import DeviceCopy, PinnedCopy, Timer, bound, turns
 from bench.gpu_stack import (
     Decoder,
@@ -257,6 +258,24 @@ def test_shares_of_the_slots_are_compared_with_all(resident: dict[str, Any]) -> 
     assert ways["100%"]["hit_rate"] == ways["100%"]["of_resident"] == 1.0
     assert ways["50%"]["hit_rate"] < 1
     assert all(len(way["runs"]) == 2 for way in ways.values())
+
+
+def test_the_same_is_measured_of_mxfp4(tmp_path: Path) -> None:
+    """With gpt-oss's biases and gate: slots and graphs leave the bits, fewer bytes are read."""
+    size = replace(SIZE, hidden=64, width=32, format="mxfp4")
+    assert size.expert_bytes == (64 * 64 + 64 * 32) * 17 // 32 + 2 * (64 + 64)
+    options = ["--runs", "2", "--tokens", "2", "--copy-bytes", "64KiB"]
+    options += ["--trace", str(tmp_path / "none"), "--json", str(tmp_path / "figures")]
+    device = FakeDevice()
+    gpu_resident.main(options, device, size=size)
+    assert (device.used_bytes, device.pinned_bytes, device.num_events) == (0, 0, 0)
+    found = check_figures(tmp_path / "figures")
+    assert {"100%", "100%, graph", "50%"} <= found["ways"].keys()
+    assert found["stack"]["format"] == "mxfp4"
+    assert {one["name"].partition(",")[0] for one in found["bounds"]} == {"host us per layer"}
+    assert any("mxfp4" in kernel for kernel in device.num_launches)
+    shapes = gpu_mxfp4.GPT_OSS_20B
+    assert shapes.expert_bytes == 3 * 2880 * 2880 * 17 // 32 + 2 * 3 * 2880
 
 
 def test_what_the_kernel_reads_is_compared_with_a_copy(resident: dict[str, Any]) -> None:

@@ -174,6 +174,13 @@ def test_a_model_and_what_a_profile_noted_of_it(
     assert placement == Placement.balanced(counts, 2)
     assert placement.owners[0, 0] != placement.owners[0, 5]
 
+    other = ModelUsage("echo", np.roll(counts, 2, axis=1), np.zeros(0, np.int32), {})
+    update_profile(place / "usage1", models={name: other})
+    both = ["--profile", "usage", "--profile", "usage1"]
+    assert cli.main(["plan-ranks", str(model), "--ranks", "2", *both]) == 0
+    placement = Placement.load(place / "placement.json")
+    assert placement == Placement.balanced(counts + other.counts, 2)
+
 
 @pytest.mark.parametrize(
     ("options", "code", "message"),

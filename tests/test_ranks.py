@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import moecache
 from moecache.errors import ConfigError
 from moecache.ranks import Placement, Share
+from moecache.stores import open_store
 from tests.helpers.checkpoints import NUM_EXPERTS, NUM_LAYERS, write_checkpoint
 
 
@@ -132,10 +133,20 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
         whole(path, expected, ("torch", "fast"))
     finally:
         torch.set_num_threads(threads)
+    # One rank has two thirds of the experts, and copies of some of the other's.
+    placed = tmp_path / "placement.json"
+    with open_store(path) as store:
+        layout = store.layout
+    counts = np.arange(layout.total_experts).reshape(layout.num_layers, -1)
+    placement = Placement.balanced(counts, 2, [2, 1])
+    placement.with_copies(
+        (layer, int(placement.experts(1, layer)[-1]), 0) for layer in range(layout.num_layers)
+    ).save(placed)
     ways = {
         "all": {"memory": "100%"},
         "a quarter": {"memory": "25%", "prefetch": "router"},
         "a quarter, fast": {"memory": "25%", "compute": "fast"},
+        "a quarter, placed": {"memory": "25%", "placement": str(placed)},
     }
     found = ranks.call(
         "tests.helpers.ranks_at_work:compared",

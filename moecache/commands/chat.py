@@ -19,6 +19,7 @@ from moecache.commands.generate import (
 )
 from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import check_format, printable, printable_lines
+from moecache.commands.ranks import num_ranks
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
@@ -63,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_text("--system", arguments.system or "")
     if sys.stdin is None:
         raise ConfigError("there is no standard input to talk with")
+    if num_ranks() > 1:
+        raise ConfigError("chat is for one process; with several use moecache serve and a client")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     check_model(arguments.model)

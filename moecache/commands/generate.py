@@ -19,6 +19,14 @@ from moecache.commands.arguments import (
 )
 from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import check_format, printable_lines
+from moecache.commands.ranks import (
+    add_rank_options,
+    follow,
+    num_ranks,
+    rank,
+    rank_options,
+    rank_table,
+)
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import COMPUTE
 from moecache.stores._paths import check_model
@@ -37,7 +45,8 @@ def add_parser(commands: Any) -> None:
         "with its experts in as much memory as --memory says. The text comes on standard output "
         "as it is generated, figures on standard error. It is the same text, token by token, as "
         "that of the model completely in memory, unless --compute asks for kernels, which round "
-        "otherwise. Needs pip install 'moecache[transformers]'.",
+        "otherwise. Under torchrun (torchrun --nproc-per-node 2 -m moecache generate ...) the "
+        "experts are spread over its processes. Needs pip install 'moecache[transformers]'.",
         epilog="examples: moecache generate ./Qwen3-30B-A3B 'Why is the sky blue?' --chat "
         "--memory 16GiB | moecache generate ./OLMoE-1B-7B 'def main():' --temperature 0 | "
         "moecache generate ./Mixtral-8x7B --chat - < question.txt > answer.txt",
@@ -105,6 +114,7 @@ def add_expert_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
         "a format)",
     )
     add_option(cache, "profile")
+    add_rank_options(cache)
     return cache
 
 
@@ -131,7 +141,9 @@ def run(arguments: argparse.Namespace) -> int:
     # Before torch, whose import takes seconds.
     check_model(arguments.model)
     check_format(arguments.model)
-    from moecache.integrations.transformers import generation
+    if rank() > 0:
+        return follow(arguments, loaded)
+    from moecache.integrations.transformers import _following, generation
 
     versions = versions_at(Path(arguments.model))
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -144,6 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
         with (
             unchanged(versions) as check,
             loaded(console, arguments) as model,
+            _following.leading(model),
             _recorded(model, arguments),
         ):
             runtime = model.moecache.runtime
@@ -164,6 +177,8 @@ def run(arguments: argparse.Namespace) -> int:
                     stream.end()
                     raise
             console.print(_summary(ids.shape[1], stream, runtime.stats()), style="dim")
+            if num_ranks() > 1:
+                console.print(rank_table(_following.gathered_figures(model)), style="dim")
             if arguments.stats:
                 console.print(printable_lines(model.moecache.report()))
     return 0
@@ -194,6 +209,7 @@ def loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
             )
 
         options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
+        options |= rank_options(arguments)
         model = load(
             arguments.model,
             arguments.memory,

@@ -137,12 +137,12 @@ def _compute(planned: Plan, *, measures: bool) -> str:
     """Return what kernels would compute with, and how much weight a token's experts have."""
     layout = planned.layout
     formats = {_format_of(role) for roles in layout.layers for role in roles}
+    named = {role.format for roles in layout.layers for role in roles} - {""}
     if planned.gpu is not None:
         try:
             check_experts(layout)
         except ConfigError as error:
-            return f"no kernels on a GPU, so that torch multiplies: {error}"
-    named = {role.format for roles in layout.layers for role in roles} - {""}
+            return f"no kernels on a GPU{'' if named else ', so that torch multiplies'}: {error}"
     formless = sorted(name for name in named if not kernels.has_form(name))
     if formless and planned.gpu is None:
         return f"{', '.join(formless)}: no compute form, so that torch multiplies the values"

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -21,7 +21,9 @@ _PART_BYTES = 64 * 1024
 
 
 @contextlib.contextmanager
-def served(runtime: ExpertRuntime, port: int) -> Iterator[str]:
+def served(
+    runtime: ExpertRuntime, port: int, labels: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """Serve a runtime's metrics on this machine alone; give the URL.
 
     Parameters
@@ -29,6 +31,8 @@ def served(runtime: ExpertRuntime, port: int) -> Iterator[str]:
     runtime : ExpertRuntime
     port : int
         0 for any that is free.
+    labels : mapping of str to str, optional
+        As for `PrometheusCollector`.
 
     Raises
     ------
@@ -39,7 +43,7 @@ def served(runtime: ExpertRuntime, port: int) -> Iterator[str]:
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"a port is a number from 0 to 65535, got {port}")
-    collector = PrometheusCollector(runtime, per_layer=True)
+    collector = PrometheusCollector(runtime, per_layer=True, labels=labels)
     from prometheus_client import CollectorRegistry
 
     from moecache.commands.metrics_server import MetricsServer

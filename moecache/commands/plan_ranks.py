@@ -53,8 +53,9 @@ def add_parser(commands: Any) -> None:
     used.add_argument(
         "--profile",
         dest="usage",
+        action="append",
         metavar="FILE",
-        help="what earlier runs of the model noted (needs MODEL)",
+        help="what earlier runs of the model noted (needs MODEL); once for each rank's file",
     )
     parser.add_argument(
         "--memory",
@@ -91,8 +92,9 @@ class _Model:
 def run(arguments: argparse.Namespace) -> int:
     """Make a placement, show and write it; return the exit code."""
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    inputs = {arguments.trace: "the trace", arguments.usage: "the profile"}
-    inputs.pop(None, None)
+    inputs = dict.fromkeys(arguments.usage or (), "the profile")
+    if arguments.trace is not None:
+        inputs[arguments.trace] = "the trace"
     check_outputs(arguments, inputs, output=PLACEMENT_FILE)
     memory = _memory(arguments)
     if arguments.copies < 0:
@@ -165,7 +167,8 @@ def _model(arguments: argparse.Namespace) -> _Model:
             )
         return _Model(expert_counts(trace), sizes, trace, "the trace")
     if arguments.usage is not None:
-        return _Model(_profile_counts(arguments.usage, layout), sizes, None, "the profile")
+        counts = sum(_profile_counts(path, layout) for path in arguments.usage)
+        return _Model(np.asarray(counts), sizes, None, "the profile")
     return _Model(np.ones(shape, np.int64), sizes, None, "")
 
 
@@ -178,7 +181,8 @@ def _profile_counts(path: str, layout: ExpertLayout) -> np.ndarray:
             f"--profile {path}: has no usage of this model; run it once with profile={path!r}, or "
             "give a --trace"
         )
-    return usage.counts
+    # As a file may say anything.
+    return np.minimum(usage.counts, np.uint64(2**40)).astype(np.int64)
 
 
 def _show(

@@ -10,6 +10,7 @@ from rich.console import Console
 from moecache.commands.arguments import check_outputs
 from moecache.commands.generate import add_expert_options, loaded
 from moecache.commands.paths import check_format, printable
+from moecache.commands.ranks import follow, num_ranks, rank, rank_table
 from moecache.errors import ConfigError
 from moecache.stores._paths import check_model
 
@@ -25,7 +26,9 @@ def add_parser(commands: Any) -> None:
         "/v1/completions, /v1/models) to any client of it, with metrics at /metrics and a page at "
         "/ that shows what becomes of each expert. One request is answered at a time, others "
         "wait. Answers are those of `moecache generate` with the same seed. SIGTERM and Ctrl-C "
-        "finish the running answer first. Needs pip install 'moecache[serve]'.",
+        "finish the running answer first. Under torchrun the experts are spread over its "
+        "processes: rank 0 serves, and the metrics of rank 1 are at the next port of 127.0.0.1. "
+        "Needs pip install 'moecache[serve]'.",
         epilog="examples: moecache serve ./Qwen3-30B-A3B --memory 16GiB | "
         "moecache serve ./OLMoE-1B-7B --port 9000 --host 0.0.0.0 --api-key SECRET",
     )
@@ -80,13 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
     check_serving()
     check_model(arguments.model)
     check_format(arguments.model)
+    if rank() > 0:
+        return follow(arguments, loaded, arguments.port)
     from moecache.serving.guard import is_loopback
     from moecache.serving.server import bind
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     with contextlib.closing(bind(arguments.host, arguments.port)) as bound:
         # Imports torch, which takes seconds.
-        from moecache.integrations.transformers import generation
+        from moecache.integrations.transformers import _following, generation
         from moecache.serving.app import build_app
         from moecache.serving.engine import Engine
         from moecache.serving.server import Server
@@ -94,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         with generation.quiet(verbose=arguments.verbose):
             with generation.reading(arguments.model):
                 tokenizer = generation.load_tokenizer(arguments.model)
-            with loaded(console, arguments) as model:
+            with loaded(console, arguments) as model, _following.leading(model):
                 engine = Engine(
                     model,
                     tokenizer,
@@ -115,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
                         verbose=arguments.verbose,
                     ).run([bound])
                 console.print(_summary(engine))
+                if num_ranks() > 1:
+                    console.print(rank_table(_following.gathered_figures(model)))
     return 0
 
 

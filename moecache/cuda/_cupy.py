@@ -1,6 +1,7 @@
 """CupyDevice: a GPU through CuPy, in the only module that imports CuPy."""
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import operator
@@ -36,6 +37,7 @@ _BLOCKS_PER_MULTIPROCESSOR = 3
 
 _NON_BLOCKING_STREAM = 1
 _EVENT_DISABLE_TIMING = 2
+_HOST_ALLOC_PORTABLE, _HOST_ALLOC_MAPPED = 1, 2
 _HOST_REGISTER_PORTABLE = 1
 _HOST_REGISTER_READ_ONLY = 8
 _TO_DEVICE, _TO_HOST = 1, 2
@@ -138,6 +140,20 @@ class CupyDevice:
 
     def free(self, memory: Memory) -> None:
         """Give memory back to CuPy; arrays over it keep it until the last is gone."""
+        memory.owner = None
+
+    def allocate_shared(self, num_bytes: int) -> Memory:
+        """Return pinned memory of the host, zeros, that kernels reach at the same address."""
+        with self._guarded():
+            # With unified addressing, which every 64-bit system has, there is one address.
+            address = runtime.hostAlloc(num_bytes, _HOST_ALLOC_PORTABLE | _HOST_ALLOC_MAPPED)
+        ctypes.memset(address, 0, num_bytes)
+        return Memory(address, num_bytes, self)
+
+    def free_shared(self, memory: Memory) -> None:
+        """Give the memory back."""
+        with self._guarded():
+            runtime.freeHost(memory.address)
         memory.owner = None
 
     def trim(self) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from moecache.cuda._arguments import ids_kind
 from moecache.cuda._kinds import ExpertKind
 from moecache.cuda._scratch import Scratch
+from moecache.cuda._token_memory import TokenMemory
 from moecache.cuda.device import Device, DeviceArray, Product
 from moecache.errors import ConfigError
 
@@ -142,10 +143,22 @@ class Launches:
         entries = _STREAMED + (_GROUPED if self.is_grouped(kind) else many)
         return [kind.kernel(entry) for entry in entries]
 
-    def decode(self, step: Step, ids: DeviceArray, table: int, num_ids: int) -> None:
-        """Compute a step in one launch; `table` has the slot of each id."""
-        h = step.scratch.room("h", step.num_pairs * step.width * 4)
-        barrier = step.scratch.room("barrier", 8)
+    def decode(
+        self,
+        step: Step,
+        ids: DeviceArray,
+        table: int,
+        num_ids: int,
+        *,
+        memory: TokenMemory | None = None,
+    ) -> None:
+        """Compute a step in one launch; `table` has the slot of each id.
+
+        With `memory` it is a token's: it runs if its gate is open.
+        """
+        scratch = step.scratch if memory is None else memory
+        h = scratch.room("h", step.num_pairs * step.width * 4)
+        barrier = scratch.room("barrier", 8)
         work = max(step.num_pairs * step.width, step.num_tokens * step.size)
         self._launch(
             "decode",
@@ -170,7 +183,7 @@ class Launches:
             np.uint64(h),
             np.uint64(step.out.address),
             np.uint64(barrier),
-            np.uint64(0),  # no gate
+            np.uint64(0 if memory is None else memory.gate(step.layer)),
             cooperative=True,
         )
 

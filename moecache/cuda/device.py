@@ -130,6 +130,12 @@ class Device(Protocol):
     def free(self, memory: Memory) -> None:
         """Give back memory that nothing uses any more; arrays over it keep it."""
 
+    def allocate_shared(self, num_bytes: int) -> Memory:
+        """Return pinned memory of the host, zeros, that kernels reach at the same address."""
+
+    def free_shared(self, memory: Memory) -> None:
+        """Give back memory of `allocate_shared` that nothing uses any more."""
+
     def trim(self) -> None:
         """Release to others the memory that was given back and is only kept for later."""
 

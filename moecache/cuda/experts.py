@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from moecache.cuda._kinds import kind_of, named
 from moecache.cuda._launches import Launches, Pool, Step, Tiles, tiles_of
 from moecache.cuda._ring import CopyRing
 from moecache.cuda._scratch import Scratch
+from moecache.cuda._steps import TokenSteps
 from moecache.cuda.device import Device, DeviceArray, Stream
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
@@ -38,6 +39,10 @@ class _Runtime(Protocol):
     def cache(self) -> Any: ...
     def waves(self, layer: int, ids: np.ndarray) -> Generator[Any, None, None]: ...
     def begin_resident_step(self, *, look: bool = True) -> bool: ...
+    def freeze(self, num_free: int = 0) -> None: ...
+    def thaw(self) -> None: ...
+    def count_hits(self, first: int, ids: np.ndarray) -> None: ...
+    def lease(self, layer: int, ids: np.ndarray, *, ignore_out_of_range: bool = False) -> Any: ...
 
 
 class CudaExperts:
@@ -112,6 +117,7 @@ class CudaExperts:
         names = [name for kind in self._kinds for name in self._launches.kernels(kind)]
         self._device.prepare(list(dict.fromkeys(names)))
         self._ring = CopyRing(self._device)
+        self._tokens: TokenSteps | None = None
 
     def __call__(self, layer: int, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Any:
         """Return the output of a layer's routed experts.
@@ -144,10 +150,7 @@ class CudaExperts:
             If a graph is being captured, but not every expert is resident, or nothing was computed
             in this stream before.
         """
-        runtime = self._runtime()
-        if runtime is None:
-            raise MoeCacheError("the runtime is gone; keep a reference to it")
-        device = self._device
+        runtime, device = self._alive(), self._device
         self._layout.check(layer)
         kind = self._kinds[layer]
         size, dtype = kind.size, kind.dtype
@@ -172,6 +175,9 @@ class CudaExperts:
         scratch = self._enter(stream, capturing=capturing)
         try:
             step = Step(layer, x, w, target, num_tokens, top_k, kind, scratch)
+            if self._tokens is not None and self._tokens.is_open:
+                self._take_step(runtime, self._tokens, step, ids, chosen)
+                return out
             is_small = num_tokens <= MAX_STREAMED_TOKENS
             if is_small and runtime.begin_resident_step(look=not capturing):
                 self._launch_resident(runtime, step, chosen)
@@ -193,6 +199,62 @@ class CudaExperts:
             self._leave(scratch)
         return out
 
+    def begin_token(self) -> int:
+        """Let the device take the steps that follow by itself, until `end_token`; return 0.
+
+        For a loop that goes through the layers for up to 4 tokens at a time: a step whose experts
+        are in their slots costs the host a launch, or nothing in a CUDA graph, and none waits for
+        the host. Nothing is evicted before `end_token`. One token of one thread at a time, in the
+        thread's current stream. A token of this thread that is open is given up.
+
+        Raises
+        ------
+        MoeCacheError
+            If another thread's token is open, a graph of steps ran outside of a token, or a graph
+            is being captured.
+        MemoryError
+            If the device has no memory for it.
+        """
+        with self._calling() as runtime:
+            if self._tokens is None:
+                max_pairs = MAX_STREAMED_TOKENS * self._layout.top_k
+                h_bytes = 4 * max_pairs * max(kind.width for kind in self._kinds)
+                self._tokens = TokenSteps(self._device, self._layout, max_pairs, h_bytes)
+            self._tokens.begin(runtime)
+        return 0
+
+    def end_token(self) -> int | None:
+        """Wait for the steps since `begin_token`, and tell the policy of them.
+
+        Returns
+        -------
+        int or None
+            `None` if all are done. Else the layer of the first step that missed an expert; those
+            behind it did nothing. Its experts are in their slots now: call the steps from that
+            layer on again, with the same hidden states, and then this.
+
+        Raises
+        ------
+        StoreError
+            If an expert cannot be read. The token is over then, as after any error.
+        CapacityError
+            If a graph asks for more experts at once than the cache has slots for.
+        MoeCacheError
+            If no token of this thread is open, or the device fails.
+        """
+        with self._calling() as runtime:
+            if self._tokens is None:
+                raise MoeCacheError("no token is open: call begin_token first")
+            return self._tokens.end(runtime)
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether a step of the open token is known to have missed an expert; never waits.
+
+        A loop that issues much between two steps may look, and go to `end_token` at once.
+        """
+        return self._tokens is not None and self._tokens.is_open and self._tokens.has_stalled
+
     def close(self) -> None:
         """Free the memory of intermediate results; a second call does nothing.
 
@@ -206,16 +268,71 @@ class CudaExperts:
             stack.callback(self._ring.close)
             for scratch in itertools.chain.from_iterable(free.values()):
                 stack.callback(scratch.close)
+            if self._tokens is not None:
+                stack.callback(self._tokens.close, self._runtime())
         self._table = self._slot_numbers = None
+
+    def _alive(self) -> _Runtime:
+        runtime = self._runtime()
+        if runtime is None:
+            raise MoeCacheError("the runtime is gone; keep a reference to it")
+        return runtime
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[_Runtime]:
+        """Return a context that `close` waits for."""
+        runtime = self._alive()
+        with self._left:
+            self._begin_call()
+        try:
+            yield runtime
+        finally:
+            with self._left:
+                self._inside -= 1
+                self._left.notify_all()
+
+    def _begin_call(self) -> None:
+        if self._closed:
+            raise MoeCacheError("the runtime is closed")
+        self._inside += 1
+
+    def _take_step(
+        self,
+        runtime: _Runtime,
+        tokens: TokenSteps,
+        step: Step,
+        ids: Any,
+        chosen: "np.ndarray | DeviceArray",
+    ) -> None:
+        """Issue a step of the open token."""
+        capturing = not step.scratch.grows
+        if not tokens.takes(runtime, step, capturing=capturing):
+            if tokens.wait_before_waves(runtime, step.layer):
+                self._stream_waves(runtime, step, self._on_host(ids, chosen))
+            return
+        found = self._on_device(chosen, step, capturing=capturing)
+        memory = tokens.memory
+        self._launches.decode(
+            step, found, memory.row(step.layer), self._layout.num_experts, memory=memory
+        )
+
+    def _on_device(
+        self, ids: "np.ndarray | DeviceArray", step: Step, *, capturing: bool
+    ) -> DeviceArray:
+        if not isinstance(ids, np.ndarray):
+            return ids
+        # Ids on the host can be checked: a wrong one is an error.
+        check_ids(ids, self._layout.num_experts)
+        if capturing:
+            raise ConfigError("in a graph the ids must be on the device")
+        return self._device.locate(self._ring.to_device(ids, step.stream))
 
     def _on_host(self, ids: Any, chosen: "np.ndarray | DeviceArray") -> np.ndarray:
         return chosen if isinstance(chosen, np.ndarray) else self._pool.to_host(ids)
 
     def _enter(self, stream: Stream, *, capturing: bool) -> "Scratch":
         with self._left:
-            if self._closed:
-                raise MoeCacheError("the runtime is closed")
-            self._inside += 1
+            self._begin_call()
             free = self._free.get(stream.pointer)
             scratch = free.pop() if free else Scratch(self._device, stream)
         scratch.grows = not capturing
@@ -234,20 +351,15 @@ class CudaExperts:
         self, runtime: _Runtime, step: Step, ids: "np.ndarray | DeviceArray"
     ) -> None:
         """Compute a step in one launch; ids are resolved on the device."""
-        device, num_experts = self._device, self._layout.num_experts
+        num_experts = self._layout.num_experts
         capturing = not step.scratch.grows
-        if isinstance(ids, np.ndarray):
-            # Ids on the host can be checked: a wrong one is an error.
-            check_ids(ids, num_experts)
-            if capturing:
-                raise ConfigError("in a graph the ids must be on the device")
-            ids = device.locate(self._ring.to_device(ids, step.stream))
+        found = self._on_device(ids, step, capturing=capturing)
         if self._table is None:
             if capturing:
                 raise MoeCacheError("compute one step before capturing a graph")
             self._table = self._copied(runtime.cache.slot_table, step.stream)
         row = self._table.address + 4 * step.layer * num_experts
-        self._launches.decode(step, ids, row, num_experts)
+        self._launches.decode(step, found, row, num_experts)
 
     def _launch_wave(self, step: Step, wave: Any) -> None:
         """Compute a step whose experts are all leased, in one launch."""

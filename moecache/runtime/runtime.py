@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Generator
 from dataclasses import asdict
@@ -158,6 +159,8 @@ class ExpertRuntime:
         self._opened_ns = time.monotonic_ns()
         self._all_resident = False
         self._on_device: dict[tuple[Any, ...], CudaExperts] = {}
+        self._freezing = threading.Lock()
+        self._num_frozen = 0
         self._loader = SlotLoader(
             store,
             pool,
@@ -377,6 +380,46 @@ class ExpertRuntime:
             self._all_resident = True
         self._loader.count_resident_steps()
         return True
+
+    def freeze(self, num_free: int = 0) -> None:
+        """Evict nothing until `thaw`: what is in a slot stays there.
+
+        Steps go on meanwhile. Their misses take free slots, and then those for staging; a lease
+        that needs more is a `CapacityError`. Calls nest; each needs a `thaw`.
+
+        Parameters
+        ----------
+        num_free : int, default 0
+            Slots to have free by then: experts are evicted for them in advance.
+        """
+        self._check_usable()
+        with self._freezing:
+            self._cache.reserve(num_free)
+            self._num_frozen += 1
+            self._cache.evicts = False
+
+    def thaw(self) -> None:
+        """Let experts be evicted again."""
+        with self._freezing:
+            if not self._num_frozen:
+                raise MoeCacheError("the cache is not frozen; was it thawed twice?")
+            self._num_frozen -= 1
+            self._cache.evicts = not self._num_frozen
+
+    def count_hits(self, first: int, ids: np.ndarray) -> None:
+        """Count steps that a device took by itself, and tell the policy what was chosen.
+
+        Parameters
+        ----------
+        first : int
+            Layer of the first step.
+        ids : ndarray of int32 or int64, shape [num_steps, num_tokens, top_k]
+            Of steps of layer after layer, all of whose experts were in their slots.
+        """
+        self._loader.count_resident_steps(len(ids))
+        sequences = self._batch.of(ids[0]) if len(ids) else None
+        self._cache.count_hits(first, ids, sequences=sequences)
+        self._look_at_pins()
 
     def fill_slots(self) -> WarmStart:
         """Begin to bring experts into slots that are free, from the first layer on.

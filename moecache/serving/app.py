@@ -59,7 +59,8 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
     """
     bodies, begun = Bodies(), int(time.time())
     registry = CollectorRegistry()
-    registry.register(PrometheusCollector(engine.runtime, per_layer=True))
+    labels = {} if engine.runtime.share is None else {"rank": str(engine.runtime.share.rank)}
+    registry.register(PrometheusCollector(engine.runtime, per_layer=True, labels=labels))
     registry.register(_Collector(engine))
     page = files("moecache.serving").joinpath("page.html").read_text(encoding="utf-8")
     entry = {"object": "model", "created": begun, "owned_by": "moecache"}

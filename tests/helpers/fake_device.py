@@ -85,6 +85,7 @@ class FakeDevice:
         self._completed: dict[int, set[int]] = {}
         self._times: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
+        self._shared: dict[int, np.ndarray] = {}
         # As with CuPy's pool, what is freed is not handed out again before its stream is so far.
         self._kept: list[np.ndarray] = []
         self._capture: list[Callable[[], None]] | None = None
@@ -176,6 +177,22 @@ class FakeDevice:
         self._live.pop(memory.address)[:] = RUBBISH
         memory.owner = None
         self._used_bytes -= -(-memory.nbytes // self.allocation_bytes) * self.allocation_bytes
+
+    def allocate_shared(self, num_bytes: int) -> Memory:
+        """Return memory of the host that counts as pinned."""
+        self._call()
+        self._no_capture("allocate")
+        raw = np.zeros(num_bytes + 256, np.uint8)
+        raw = raw[-raw.ctypes.data % 256 :][:num_bytes]
+        self._pinned[raw.ctypes.data] = num_bytes
+        self._shared[raw.ctypes.data] = raw
+        return Memory(raw.ctypes.data, num_bytes, raw)
+
+    def free_shared(self, memory: Memory) -> None:
+        """Give it back; to use it later is an error of the test's."""
+        del self._pinned[memory.address]
+        self._shared.pop(memory.address)[:] = RUBBISH
+        memory.owner = None
 
     def trim(self) -> None:
         """Do nothing: nothing is kept."""
@@ -421,13 +438,14 @@ class FakeDevice:
         with self._lock:
             held = [
                 (start, raw)
-                for start, raw in self._live.items()
+                for start, raw in [*self._live.items(), *self._shared.items()]
                 if any(start <= address < start + raw.nbytes for address in addresses)
             ]
 
         def check() -> None:
             for start, raw in held:
-                assert self._live.get(start) is raw, "work uses memory that was given back"
+                alive = self._live.get(start) is raw or self._shared.get(start) is raw
+                assert alive, "work uses memory that was given back"
 
         return check
 

@@ -14,7 +14,9 @@ from moecache.integrations.transformers import gguf
 from moecache.integrations.transformers._experts import ROLES, described, find_experts
 from moecache.integrations.transformers._llama4 import is_llama4
 from moecache.integrations.transformers._longcat import is_longcat
-from moecache.integrations.transformers._slots import Regroup, interleaved, separated
+from moecache.integrations.transformers._slots import Regroup, interleaved, separated, weights_in
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.slots import CudaSlots
 from moecache.stores import CheckpointStore, GgufStore
 
 # What leaves experts as stores serve them: one after another, gate above up.
@@ -100,6 +102,36 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
         )
         for path, module in modules.items()
     ]
+
+
+def bind_to(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[Binding]:
+    """Return each experts module of a model with its layer in a runtime; see `bind`.
+
+    Raises
+    ------
+    ConfigError
+        Also if slots do not hold what the model computes in.
+    """
+    store = runtime.store
+    if not isinstance(store, CheckpointStore):
+        raise ConfigError(
+            f"experts of a {type(store).__name__} cannot be matched with a model; open the "
+            "checkpoint with moecache.open"
+        )
+    bindings = bind(model, store)
+    for binding in bindings:
+        if any(role.format for role in store.layout.layers[binding.layer]):
+            continue
+        weights = weights_in(runtime, 0, binding.layer, binding.dtype)
+        held = {weight.dtype for weight in weights.values()}
+        if held != {binding.dtype}:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in held)
+            wanted = str(binding.dtype).removeprefix("torch.")
+            remedy = f"open the runtime with dtype={wanted!r} (of NumPy or ml_dtypes)"
+            if isinstance(runtime.pool, CudaSlots):
+                remedy = f"load the model with dtype={names!r}, as slots on a GPU hold the file's"
+            raise ConfigError(f"the slots hold {names}, the model computes in {wanted}; {remedy}")
+    return bindings
 
 
 def _has_output_rows(store: CheckpointStore, layer: int) -> bool:

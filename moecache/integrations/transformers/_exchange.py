@@ -1,5 +1,7 @@
 """Exchange: the rows of one step, each computed by one rank, brought to all."""
 
+import time
+import traceback
 import zlib
 from types import TracebackType
 from typing import Any, Self
@@ -96,15 +98,14 @@ class Exchange:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        traceback: TracebackType | None,
+        trace: TracebackType | None,
     ) -> None:
         """Bring the rows of all ranks, or tell them of an error."""
         if error is None:
             self._finish(_OK)
             return
         if not isinstance(error, Exception):
-            # An interrupt ends this rank: nobody is waited for, and everybody is told.
-            self._ranks.close("it was interrupted")
+            self._end(error)
             return
         try:
             self._ranks.tell(error)
@@ -113,6 +114,18 @@ class Exchange:
             pass  # the first error is the one that counts
 
     def _finish(self, status: int) -> None:
+        began = time.perf_counter_ns()
+        try:
+            self._bring(status)
+        except Exception:
+            raise
+        except BaseException as error:
+            self._end(error)
+            raise
+        finally:
+            self._ranks.waited_ns += time.perf_counter_ns() - began
+
+    def _bring(self, status: int) -> None:
         mine = self._pairs[self._ranks.rank]
         try:
             if not self.is_early:
@@ -135,7 +148,14 @@ class Exchange:
             # MoeCacheError is no RuntimeError.
             raise self._ranks.lost(f"at layer {self._layer}", error) from error
         if failed and status == _OK:
-            raise self._ranks.failed(failed, self._layer)
+            raise self._ranks.failed(sorted(set(failed)), self._layer)
+
+    def _end(self, error: BaseException) -> None:
+        """End this rank, as it was interrupted: nobody is waited for, and everybody is told."""
+        # Connections stay open for as long as anybody has what waits for them.
+        self._sends, self._awaited, self._gathering = [], [], None
+        traceback.clear_frames(error.__traceback__)
+        self._ranks.close("it was interrupted")
 
     def _say_which(self) -> None:
         """Begin to tell everybody which rows are computed by now."""

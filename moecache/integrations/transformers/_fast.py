@@ -57,7 +57,7 @@ def kernel_of(
         If there is no kernel for them, or none in any layer that "fast-int8" would change.
     """
     pool, family = runtime.pool, type(module).__name__
-    remedy = "torch"
+    remedy = '"torch"'
     try:
         if is_transposed:
             raise ConfigError("their weights are stored transposed, [in, out]")
@@ -65,7 +65,7 @@ def kernel_of(
         if compute == "fast-int8" and not any(
             takes_int8(role.format) for roles in runtime.layout.layers for role in roles
         ):
-            remedy = "fast"
+            remedy = '"fast"'
             raise ConfigError("activations of 8 bits are for experts of q8_0 and q4_0")
         return SlotKernel(
             lambda slot: runtime.expert(slot, layer),
@@ -79,10 +79,10 @@ def kernel_of(
         raise no_kernel(family, compute, str(error), remedy) from error
 
 
-def no_kernel(family: str, compute: str, problem: str, remedy: str = "torch") -> ConfigError:
+def no_kernel(family: str, compute: str, problem: str, remedy: str = '"torch"') -> ConfigError:
     """Return the error that says why experts have no kernel, and what to ask for instead."""
     return ConfigError(
-        f'{family} cannot be computed with compute="{compute}": {problem}; use "{remedy}"'
+        f'{family} cannot be computed with compute="{compute}": {problem}; use {remedy}'
     )
 
 

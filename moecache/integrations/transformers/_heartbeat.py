@@ -34,6 +34,7 @@ class Heartbeat:
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
         self._count = 0
+        self._seen: dict[int, int] = {}
         self._progress = 0
         self._end = threading.Event()
         self._beat("")
@@ -58,6 +59,19 @@ class Heartbeat:
             return "it failed"
         return text.decode(errors="replace")
 
+    def post(self, name: str, text: str) -> None:
+        """Leave a text for all ranks under a name of its own."""
+        with self._lock:
+            self._store.set(name, text)
+
+    def posted(self, name: str) -> str | None:
+        """Return a text that a rank has left, or `None` if it is not there yet."""
+        with self._lock:
+            if not self._store.check([name]):
+                return None
+            text: bytes = self._store.get(name)
+        return text.decode()
+
     def end(self, reason: str) -> None:
         """Send no more beats, and say why; a second call does nothing."""
         if self._end.is_set():
@@ -66,6 +80,21 @@ class Heartbeat:
         # Whoever kept the store may be gone, and with it whom to tell.
         with contextlib.suppress(RuntimeError, OSError):
             self._beat(reason or "it has closed its model")
+
+    def wait_for_others(self, within_s: float) -> None:
+        """Return once every other rank has ended, too, or after so many seconds."""
+        until = time.monotonic() + within_s
+        with contextlib.suppress(RuntimeError, OSError):
+            while time.monotonic() < until:
+                if sum(not why for _, _, why in self._read()) == 0:
+                    return
+                time.sleep(BEAT_S / 10)
+
+    def is_gone(self, rank: int) -> bool:
+        """Return whether a rank has ended, or its beats stopped since the last call."""
+        count, _, why = self._read()[rank]
+        before, self._seen[rank] = self._seen.get(rank), count
+        return bool(why) or count == before
 
     def diagnose(self, within_s: float) -> str:
         """Return a sentence about the ranks that are to blame if others wait in vain.

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from moecache.cuda import check_experts
 from moecache.errors import ConfigError
 from moecache.integrations.transformers import _llama4
 from moecache.integrations.transformers._binding import Binding
 from moecache.integrations.transformers._fast import kernel_of, no_kernel
 from moecache.integrations.transformers._on_device import DeviceKernel, device_kernel_of
 from moecache.kernels import SlotKernel
+from moecache.layout import ExpertLayout
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.slots import CudaSlots
 
@@ -27,11 +29,15 @@ def make_kernels(
     Raises
     ------
     ConfigError
-        If there is no kernel for a layer in RAM, or on a GPU for any of them.
+        If there is no kernel for a layer in RAM, or on a GPU for any of them, or for one that is
+        in a format.
     """
     made: dict[int, SlotKernel | DeviceKernel] = {}
     left: dict[int, str] = {}
+    formats = _formats(runtime.layout)
     if compute == "torch":
+        if isinstance(runtime.pool, CudaSlots):
+            check_on_device(runtime.layout, compute)
         return made, left
     for binding in bindings:
         module, layer = binding.module, binding.layer
@@ -52,12 +58,32 @@ def make_kernels(
             left[layer] = str(error)
     if left:
         reason = next(iter(left.values()))
-        if not made:
-            raise no_kernel(type(bindings[0].module).__name__, compute, reason)
+        if formats or not made:
+            family, remedy = (
+                type(bindings[0].module).__name__,
+                'device="cpu"' if formats else '"torch"',
+            )
+            raise no_kernel(family, compute, reason, remedy)
         logger.warning(
             "transformers.left_to_torch layers=%d of=%d: %s", len(left), len(bindings), reason
         )
     return made, left
+
+
+def check_on_device(layout: ExpertLayout, compute: str | None) -> None:
+    """Raise ConfigError if a GPU cannot compute experts in a format as it is asked to."""
+    formats = _formats(layout)
+    if formats and compute == "torch":
+        raise ConfigError(
+            f"experts in {', '.join(formats)} are computed on a GPU by kernels alone; use "
+            'compute="fast", or device="cpu"'
+        )
+    if formats:
+        check_experts(layout)
+
+
+def _formats(layout: ExpertLayout) -> list[str]:
+    return sorted({role.format for roles in layout.layers for role in roles} - {""})
 
 
 def is_copied(binding: Binding, runtime: ExpertRuntime) -> bool:

@@ -22,6 +22,7 @@ from moecache.integrations.transformers._fast import check_compute
 from moecache.integrations.transformers._gguf import (
     find_model_config,
 )
+from moecache.integrations.transformers._kernels import check_on_device
 from moecache.integrations.transformers._offload import Offload
 from moecache.integrations.transformers._parallel import facts_of
 from moecache.integrations.transformers._quantizer import MoeCacheConfig
@@ -178,7 +179,7 @@ record_trace, warmpin, warmpin_after
         if is_gguf(Path(path)):
             model = _make_of_gguf(*given, trunk, compute)
         else:
-            model = _make(*given, trunk or "bf16")
+            model = _make(*given, trunk or "bf16", compute)
         directory, versions, layers, dtype, usual = model.__dict__.pop("_moecache_source")
         compute = compute or usual
         if expert_parallel and compute != "torch" and not on_host:
@@ -213,8 +214,6 @@ record_trace, warmpin, warmpin_after
             )
         try:
             check(runtime.store)
-            if ranks is not None:
-                ranks.compare(facts_of(model, runtime, compute=compute, trunk=trunk))
             # After the slots, whose plan leaves room for it.
             model = model.to(device_of(runtime))
             Offload(
@@ -225,6 +224,8 @@ record_trace, warmpin, warmpin_after
                 owned=True,
                 ranks=ranks,
             )
+            if ranks is not None:
+                ranks.compare(facts_of(model, runtime, compute=compute, trunk=trunk))
         except BaseException:
             runtime.close()
             raise
@@ -251,13 +252,17 @@ def _make(
     model_class: Any,
     from_pretrained: dict[str, Any],
     trunk: str,
+    compute: str | None,
 ) -> Any:
     """Return the model of a checkpoint's directory without its experts."""
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     config = find_config(path, hub, from_pretrained)
     check_keywords(load, model_class or find_model_class(config), config, from_pretrained)
     if _quantized_parts(config):
-        _check_host(path, on_host)
+        if not on_host and Path(path).is_dir():
+            # Before the trunk is read.
+            with open_store(path) as store:
+                check_on_device(store.layout, compute)
         from_pretrained = _without_quantization(path, config, from_pretrained)
     if model_class is None:
         model_class = find_model_class(config)
@@ -280,24 +285,17 @@ def _make_of_gguf(
             raise ConfigError(f"{name} cannot be given to load with a GGUF file, which has it all")
     check_keywords(load, model_class, None, from_pretrained)
     with open_store(path) as store:
-        if store.quantization:
-            _check_host(path, on_host)
+        if not on_host:
+            check_on_device(store.layout, compute)
         assert isinstance(store, GgufStore)
         config, versions = find_model_config(store), versions_of(store)
-        if trunk is None and (compute or kernels.default_compute(store.layout)) != "torch":
+        compute = compute or kernels.default_compute(store.layout)
+        if on_host and trunk is None and compute != "torch":
             trunk = "native"
     kept = MoeCacheConfig(trunk or "bf16", str(path), versions)
     # transformers has nothing to read.
     given = {**from_pretrained, "config": config, "state_dict": {}, "quantization_config": kept}
     return (model_class or find_model_class(config)).from_pretrained(None, **given)
-
-
-def _check_host(path: str | os.PathLike[str], on_host: bool) -> None:
-    if not on_host:
-        raise ConfigError(
-            f"{path}: is quantized, and such experts are computed on the CPU alone; use "
-            'device="cpu", or a checkpoint in bfloat16 (moecache pack --format bf16)'
-        )
 
 
 def find_config(

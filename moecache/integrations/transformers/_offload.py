@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import nn
 
-from moecache.errors import CapacityError, ConfigError, MoeCacheError
+from moecache.errors import CapacityError, MoeCacheError
 from moecache.integrations.transformers import _llama4, _longcat
-from moecache.integrations.transformers._binding import Binding, bind
+from moecache.integrations.transformers._binding import Binding, bind_to
 from moecache.integrations.transformers._experts import (
     ROLES,
     NotCopied,
@@ -32,7 +32,11 @@ from moecache.integrations.transformers._fast import (
 )
 from moecache.integrations.transformers._figures import compute_stats
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
-from moecache.integrations.transformers._kernels import is_copied, is_transposed, make_kernels
+from moecache.integrations.transformers._kernels import (
+    is_copied,
+    is_transposed,
+    make_kernels,
+)
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
 from moecache.integrations.transformers._native import thaw
 from moecache.integrations.transformers._on_device import follow_streams
@@ -47,14 +51,12 @@ from moecache.integrations.transformers._slots import (
     as_tensor,
     device_of,
     values_of,
-    weights_in,
 )
 from moecache.interrupts import uninterrupted
 from moecache.kernels import default_compute
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots
-from moecache.stores import CheckpointStore
 from moecache.telemetry import ComputeStats, RuntimeStats
 from moecache.units import format_bytes
 
@@ -93,7 +95,7 @@ class Offload(NotCopied):
             raise MoeCacheError("the model's experts are in a cache already; detach() it first")
         self.runtime = runtime
         self.ranks = ranks
-        self._bindings = _bind(model, runtime)
+        self._bindings = bind_to(model, runtime)
         self._compute = check_compute(compute or default_compute(runtime.layout))
         self._kernels, self._left = make_kernels(self._bindings, runtime, self._compute)
         self._linears: list[nn.Module] = []
@@ -391,26 +393,3 @@ def attach(
         If the model has a cache already.
     """
     return Offload(model, runtime, look_ahead=look_ahead, compute=compute, owned=False)
-
-
-def _bind(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list[Binding]:
-    store = runtime.store
-    if not isinstance(store, CheckpointStore):
-        raise ConfigError(
-            f"experts of a {type(store).__name__} cannot be matched with a model; open the "
-            "checkpoint with moecache.open"
-        )
-    bindings = bind(model, store)
-    for binding in bindings:
-        if any(role.format for role in store.layout.layers[binding.layer]):
-            continue
-        weights = weights_in(runtime, 0, binding.layer, binding.dtype)
-        held = {weight.dtype for weight in weights.values()}
-        if held != {binding.dtype}:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in held)
-            wanted = str(binding.dtype).removeprefix("torch.")
-            remedy = f"open the runtime with dtype={wanted!r} (of NumPy or ml_dtypes)"
-            if isinstance(runtime.pool, CudaSlots):
-                remedy = f"load the model with dtype={names!r}, as slots on a GPU hold the file's"
-            raise ConfigError(f"the slots hold {names}, the model computes in {wanted}; {remedy}")
-    return bindings

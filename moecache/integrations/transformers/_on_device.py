@@ -4,8 +4,6 @@ The hidden states, ids and weights stay on the device. Where every expert is res
 none of them, so that `torch.cuda.graph` can hold a step.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -27,7 +25,7 @@ class DeviceKernel:
     layer : int
         Of the runtime.
     dtype : torch.dtype
-        Of the weights in the slots.
+        Of the weights in the slots; of what is multiplied with them, where they are in a format.
     """
 
     def __init__(self, experts: CudaExperts, layer: int, dtype: torch.dtype) -> None:
@@ -84,14 +82,15 @@ def device_kernel_of(
         raise ConfigError("activations of 8 bits are for processors, not for a GPU")
     if is_transposed:
         raise ConfigError("their weights are stored transposed, [in, out]")
-    gate: dict[str, Any] = gate_of(module)
-    if is_interleaved:
-        raise ConfigError("rows of gate and up alternate")
+    gate = gate_of(module)
     if getattr(module, "has_post_expert_norm", False):
         raise ConfigError("each expert has a norm of its own")
-    if gate["activation"] not in ACTIVATIONS:
-        raise ConfigError(f"there is no kernel for {gate['activation']} on a GPU")
-    return DeviceKernel(runtime.on_device(**gate), layer, dtype)
+    activation = gate.pop("activation")
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"there is no kernel for {activation} on a GPU")
+    name = str(dtype).removeprefix("torch.")
+    experts = runtime.on_device(activation, is_interleaved=is_interleaved, dtype=name, **gate)
+    return DeviceKernel(experts, layer, dtype)
 
 
 def follow_streams(runtime: ExpertRuntime) -> None:

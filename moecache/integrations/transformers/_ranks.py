@@ -1,10 +1,12 @@
 """Ranks: the processes that a model's experts are spread over, as torch.distributed knows them."""
 
 import atexit
+import contextlib
 import itertools
 import threading
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Self
 
@@ -22,6 +24,10 @@ from moecache.settings import launched_ranks
 DEFAULT_TIMEOUT_S = 60.0
 # The n-th model that is spread is the n-th on every rank.
 _NUMBERS = itertools.count()
+
+
+class Stopped(Exception):  # noqa: N818 - no error: what was asked for
+    """Ends a generation that nobody wants to go on; raised and caught here."""
 
 
 class Ranks(NotCopied):
@@ -43,8 +49,9 @@ class Ranks(NotCopied):
         For the rows.
     share : Share or None
         What this rank has, once `place` was called; `None` if it has everything.
-    num_exchanges, sent_bytes : int
-        Steps whose rows went to others, and how much this rank sent.
+    num_exchanges, num_early, sent_bytes, waited_ns : int
+        Steps whose rows went to others, how many of them went in two parts, how much this rank
+        sent, and how long it waited for the others' rows at the end of its own.
     """
 
     def __init__(self, group: Any, timeout_s: float, device: torch.device) -> None:
@@ -55,6 +62,10 @@ class Ranks(NotCopied):
         self.num_exchanges = 0
         self.num_early = 0
         self.sent_bytes = 0
+        self.waited_ns = 0
+        # What the leading rank asks before each forward; see `Stopped`.
+        self.stop_wanted: Callable[[], bool] = bool
+        self._compared = False
         self._broken = ""
         self._closed = False
         self._lock = threading.Lock()
@@ -91,11 +102,8 @@ class Ranks(NotCopied):
         MoeCacheError
             If a rank failed before it came here, or does not come.
         """
-        found: list[Any] = [None] * self.num_ranks
-        try:
-            dist.all_gather_object(found, dict(facts), group=self._control)
-        except RuntimeError as error:
-            raise self.lost("while the ranks were compared", error) from error
+        self._compared = True
+        found = self.gather(dict(facts), "while the ranks were compared")
         failed = [
             f"rank {rank}: {one['failed']}" for rank, one in enumerate(found) if "failed" in one
         ]
@@ -110,33 +118,54 @@ class Ranks(NotCopied):
                         f"{value!s:.200}; give all of them the same"
                     )
 
+    def gather(self, value: object, when: str = "for the others' figures") -> list[Any]:
+        """Return what each rank gave, on every rank; waits for all of them."""
+        self.check()
+        found: list[Any] = [None] * self.num_ranks
+        try:
+            dist.all_gather_object(found, value, group=self._control)
+        except RuntimeError as error:
+            raise self.lost(when, error) from error
+        return found
+
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank's model was not loaded, and close."""
         text = _told(error)
         try:
-            if isinstance(error, Exception) and not self._broken and not self._closed:
+            if isinstance(error, Exception) and not self._compared:
                 self.compare({"failed": text})
         except MoeCacheError:
             pass  # it is what was told
         self.close(text)
 
     def agree(self, tokens: torch.Tensor, num_held: int) -> None:
-        """Raise MoeCacheError on every rank if not all go on with the same tokens."""
+        """Raise on every rank if not all go on with the same tokens, or one shall not go on.
+
+        Raises
+        ------
+        MoeCacheError
+            If tokens differ, or a rank does not come.
+        Stopped
+            If `stop_wanted` of rank 0 says so.
+        """
         self.check()
         digest = zlib.crc32(tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        mine = torch.tensor([digest, tokens.numel(), num_held])
+        mine = torch.tensor([digest, tokens.numel(), num_held, int(self.stop_wanted())])
         found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         try:
             dist.all_gather(found, mine, group=self._control)
         except RuntimeError as error:
             raise self.lost("before a forward", error) from error
         for rank, theirs in enumerate(found):
-            if not torch.equal(theirs, found[0]):
+            if not torch.equal(theirs[:3], found[0][:3]):
                 raise MoeCacheError(
                     f"rank {rank} goes on with other tokens than rank 0 ({int(theirs[1])} after "
                     f"{int(theirs[2])} and {int(found[0][1])} after {int(found[0][2])}); give "
                     "every rank the same prompt, and the same seed where tokens are sampled"
                 )
+
+        if found[0][3]:
+            raise Stopped
 
     def check(self) -> None:
         """Raise MoeCacheError if a rank was lost before."""
@@ -170,6 +199,32 @@ class Ranks(NotCopied):
         self.close(self._broken)
         return MoeCacheError(self._broken)
 
+    def post(self, number: int, order: str) -> None:
+        """Tell the other ranks what to do next; see `follow`."""
+        try:
+            self._heartbeat.post(f"order/{number}", order)
+        except (RuntimeError, OSError) as error:
+            raise self.lost("to tell the others what to do", error) from error
+
+    def order(self, number: int) -> str:
+        """Wait for what rank 0 says to do next, for as long as it lives."""
+        began = looked = time.monotonic()
+        while True:
+            self.check()
+            try:
+                found = self._heartbeat.posted(f"order/{number}")
+            except (RuntimeError, OSError) as error:
+                raise self.lost("for what to do next", error) from error
+            now = time.monotonic()
+            if found is not None:
+                return found
+            if now - looked > SILENT_S:
+                looked = now
+                if self._heartbeat.is_gone(0):
+                    raise self.lost("for what to do next")
+            # An order's answer takes longer; one that waits for hours takes little of a core.
+            time.sleep(min(0.05, 0.002 + (now - began) / 20))
+
     def note(self) -> None:
         """Count an exchange that this rank has come to."""
         self.num_exchanges += 1
@@ -192,6 +247,20 @@ class Ranks(NotCopied):
         self._closed = True
         self._heartbeat.end(reason)
         self._broken = self._broken or "this rank's model is closed"
+        self._disconnect()
+        if reason and self.rank == 0:
+            # The store may be in this process: the others ask there what became of it.
+            self._heartbeat.wait_for_others(SILENT_S)
+
+    def _disconnect(self) -> None:
+        """End all connections, so that whoever waits for this rank is told at once.
+
+        They end with the last reference to the groups: no frame may have one.
+        """
+        for group in {self.group, self._control}:
+            with contextlib.suppress(ValueError, RuntimeError):
+                dist.destroy_process_group(group)
+        del self.group, self._control
 
     def __enter__(self) -> Self:
         """Return this."""

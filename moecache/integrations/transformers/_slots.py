@@ -219,6 +219,12 @@ def weights_in(
             name: values_of(array, roles[name], dtype) if roles[name].format else as_tensor(array)
             for name, array in runtime.expert(slot, layer).items()
         }
+    formats = {role.format for role in runtime.layout.layers[layer]} - {""}
+    if formats:
+        raise MoeCacheError(
+            f"experts in {', '.join(sorted(formats))} are computed on a GPU by kernels, through "
+            'which no gradients go: use torch.no_grad(), or load the model with device="cpu"'
+        )
     parts = pool.raw_expert(slot, layer)
     return {
         role.name: torch.utils.dlpack.from_dlpack(parts[role.name]).view(

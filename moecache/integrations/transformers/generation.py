@@ -15,15 +15,15 @@ from transformers.generation.streamers import BaseStreamer
 
 from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.integrations.transformers import gguf
+from moecache.integrations.transformers._following import (
+    announced,
+)
+from moecache.integrations.transformers._ranks import Stopped
 from moecache.stores import is_gguf, open_store
 
 # A prompt's last tokens: the text before a token decides how the token is written.
 _CONTEXT_TOKENS = 5
 _REPLACEMENT = "\ufffd"
-
-
-class Stopped(Exception):  # noqa: N818 - no error: what was asked for
-    """Ends a generation that nobody wants to go on; raised and caught here."""
 
 
 class TokenTimes(BaseStreamer):
@@ -41,12 +41,15 @@ class TokenTimes(BaseStreamer):
     tokens : list of int
     stopped : bool
         Set it, in any thread, and no further token comes.
+    is_spread : bool
+        The model's experts are spread over ranks: all of them stop before the same forward.
     """
 
     def __init__(self, on_first: Callable[[], object] | None = None) -> None:
         self.stamps_s: list[float] = []
         self.tokens: list[int] = []
         self.stopped = False
+        self.is_spread = False
         self._on_first = on_first
         self._begun_s: float | None = None
         self._started_s = time.perf_counter()
@@ -87,7 +90,7 @@ class TokenTimes(BaseStreamer):
 
     def check(self) -> None:
         """Raise `Stopped` if no further token is wanted."""
-        if self.stopped:
+        if self.stopped and not self.is_spread:
             raise Stopped
 
     def end(self) -> None:
@@ -369,6 +372,7 @@ def continue_tokens(
         if not temperature:
             sampling.update(top_p=None, top_k=None)
     torch.manual_seed(seed)
+    announced(model, streamer, prompt, max_new_tokens, sampling, seed)
     # "meta": weights are elsewhere, and brought when they are used; the prompt stays as it is.
     if model.device.type != "meta":
         prompt = prompt.to(model.device)

@@ -1,0 +1,322 @@
+"""TokenSteps: the steps of a token, which a GPU takes without asking the host."""
+
+import contextlib
+import threading
+import time
+from typing import Any, Protocol
+
+import numpy as np
+
+from moecache.cuda._launches import Step
+from moecache.cuda._token_memory import HEAD, UNKNOWN, TokenMemory
+from moecache.cuda.device import Device, Stream
+from moecache.errors import CapacityError, ConfigError, MoeCacheError
+from moecache.layout import ExpertLayout
+
+# Of the slots, one in this many at most is kept free for a token's misses.
+_RESERVED_SHARE = 8
+
+
+class _Runtime(Protocol):
+    @property
+    def cache(self) -> Any: ...
+    @property
+    def pool(self) -> Any: ...
+    def freeze(self, num_free: int = 0) -> None: ...
+    def thaw(self) -> None: ...
+    def count_hits(self, first: int, ids: np.ndarray) -> None: ...
+    def lease(self, layer: int, ids: np.ndarray, *, ignore_out_of_range: bool = False) -> Any: ...
+
+
+class TokenSteps:
+    """What the device needs to take a token's steps itself, and what it tells the host of them.
+
+    The device has a table of slots of its own. Between `begin` and `end` nothing is evicted, so
+    that the table holds; a step looks its experts up there and notes the ids in memory of the
+    host. A step that misses one closes a gate behind which every later step returns at once.
+    `end` sees that, brings the experts in and opens the gate again for the steps from there on.
+
+    One token at a time, of one thread, in one stream.
+
+    Parameters
+    ----------
+    device : Device
+    layout : ExpertLayout
+    max_pairs : int
+        Ids that a step may have.
+    h_bytes : int
+        Intermediate results of a step.
+
+    Raises
+    ------
+    MemoryError
+        If the device, or the host, has too little memory. Nothing is kept then.
+    """
+
+    def __init__(self, device: Device, layout: ExpertLayout, max_pairs: int, h_bytes: int) -> None:
+        self._max_pairs = max_pairs
+        self._top_k, self._total_experts = layout.top_k, layout.total_experts
+        self._device = device
+        self._num_layers = layout.num_layers
+        self._memory = memory = TokenMemory(device, layout, max_pairs, h_bytes)
+        self._notice, self._records, self._table = memory.notice, memory.records, memory.table
+        self._changes = -1  # of the cache's table, as far as the device has it
+        self._token = 0
+        self._counted = 0  # layers of this token that the policy knows of
+        self._through_waves: set[int] = set()
+        self._stream: Stream | None = None
+        self._owner: int | None = None  # the thread whose token is open
+        self._event = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            self._event = device.create_event()
+            memory.fill(device.current_stream())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the calling thread has begun a token."""
+        return self._owner == threading.get_ident()
+
+    @property
+    def memory(self) -> TokenMemory:
+        """Where things are, on the device."""
+        return self._memory
+
+    def takes(self, runtime: _Runtime, step: Step, *, capturing: bool) -> bool:
+        """Return whether the device takes a step; else it goes through waves.
+
+        Raises
+        ------
+        ConfigError
+            If it is too large, or in another stream.
+        CapacityError
+            If it is captured, and there are too few slots.
+        """
+        if step.num_pairs > self._max_pairs:
+            raise ConfigError(
+                f"a step of {step.num_tokens} x {step.top_k} ids is too large for a token, whose "
+                f"steps have up to {self._max_pairs}; compute prompts before begin_token"
+            )
+        if not capturing and step.stream != self._stream:
+            raise ConfigError("a token's steps belong in the stream in which it began")
+        capacity = runtime.cache.capacity
+        if step.top_k <= capacity and step.layer not in self._through_waves:
+            return True
+        if capturing:
+            raise CapacityError(
+                f"a graph needs slots for all experts of a step: {step.top_k}, and the cache has "
+                f"{capacity}; raise the memory"
+            )
+        return False
+
+    def begin(self, runtime: _Runtime) -> None:
+        """Freeze the cache, bring the device's table up to date and open the gate."""
+        device, stream = self._device, self._device.current_stream()
+        if device.is_capturing(stream):
+            raise MoeCacheError("begin a token before its steps are captured, not in the graph")
+        with self._lock:
+            if self._closed:
+                raise MoeCacheError("the runtime is closed")
+            if self._owner not in (None, threading.get_ident()):
+                raise MoeCacheError(
+                    "another thread's token is open; end it first, or give each thread a runtime"
+                )
+            if self._owner is not None:
+                self._drop(runtime)
+            if self._notice[2]:
+                self._notice[2] = 0
+                raise MoeCacheError(
+                    "a graph of a token's steps ran outside of begin_token and end_token: it "
+                    "computed nothing, and what it left is of no use; begin again"
+                )
+            self._owner, self._stream = threading.get_ident(), stream
+        capacity, total = runtime.cache.capacity, self._total_experts
+        few = min(self._top_k, capacity // _RESERVED_SHARE)
+        # Victims are chosen in advance: a miss need not wait for the steps behind it.
+        runtime.freeze(few if capacity < total else 0)
+        try:
+            self._token = self._token % (2**31 - 1) + 1
+            self._counted = 0
+            self._through_waves.clear()
+            self._publish(runtime, stream)
+            self._memory.open_gate(0, self._token, stream)
+        except BaseException:
+            self._drop(runtime)
+            raise
+
+    def end(self, runtime: _Runtime) -> int | None:
+        """Wait for the token; return `None`, or the layer to go on from: see `CudaExperts`."""
+        stream = self._checked_stream()
+        try:
+            layer = self._wait(stream)
+            self.count(runtime, self._num_layers if layer is None else layer)
+            if layer is None:
+                self._memory.close_gate(stream)
+                self._finish(runtime)
+            else:
+                self._serve(runtime, layer, stream)
+        except BaseException:
+            self._drop(runtime)
+            raise
+        return layer
+
+    @property
+    def has_stalled(self) -> bool:
+        """Return whether a step of the open token is known to miss experts; never waits."""
+        return bool(self._notice[0] == self._token)
+
+    def count(self, runtime: _Runtime, until: int, *, served: bool = False) -> None:
+        """Tell the policy of the steps before a layer that are not counted, in their order.
+
+        With `served`, the layer's own step is counted elsewhere.
+        """
+        first, token = self._counted, self._token
+        self._counted = max(first, until + served)
+        records = self._records[first:until]
+        heads = records[:, :HEAD].tolist()
+        start = 0
+        while start < len(heads):
+            stop = start + 1
+            while stop < len(heads) and heads[stop] == heads[start]:
+                stop += 1
+            whose, rows, top_k = heads[start]
+            if whose == token:
+                ids = records[start:stop, HEAD : HEAD + rows * top_k]
+                runtime.count_hits(first + start, ids.reshape(-1, rows, top_k))
+            start = stop
+
+    def wait_before_waves(self, runtime: _Runtime, layer: int) -> bool:
+        """Wait for the steps before a layer that is computed by waves; False if one stalled."""
+        stream = self._checked_stream()
+        self._device.synchronize(stream)
+        if self.has_stalled:
+            return False
+        self.count(runtime, layer, served=True)
+        return True
+
+    def close(self, runtime: _Runtime | None = None) -> None:
+        """End a token that is open and free the memory; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        with contextlib.ExitStack() as stack:
+            # In reverse: an error of the device leaves none of it out.
+            stack.callback(self._memory.free)
+            if self._event:
+                stack.callback(self._device.destroy_event, self._event)
+            if self._owner is not None:
+                stack.callback(self._drop, runtime)
+
+    def _checked_stream(self) -> Stream:
+        if self._owner != threading.get_ident() or self._stream is None:
+            raise MoeCacheError("no token of this thread is open: call begin_token first")
+        if self._closed:
+            raise MoeCacheError("the runtime is closed")
+        stream = self._device.current_stream()
+        if stream.pointer != self._stream.pointer:
+            raise ConfigError("a token ends in the stream in which it began; make that current")
+        if self._device.is_capturing(stream):
+            raise MoeCacheError("end a token after its steps were captured, not in the graph")
+        return self._stream
+
+    def _wait(self, stream: Stream) -> int | None:
+        """Wait until the device is done, or has stalled; return the layer in which it has."""
+        device = self._device
+        device.record(self._event, stream)
+        while not device.is_done(self._event) and not self.has_stalled:
+            time.sleep(0)
+        # The lock is a barrier: what is read behind it was written before the notice.
+        with self._lock:
+            return int(self._notice[1]) if self.has_stalled else None
+
+    def _serve(self, runtime: _Runtime, layer: int, stream: Stream) -> None:
+        """Bring the experts of a layer's step in and open the gate for it."""
+        _, rows, top_k = self._records[layer, :HEAD].tolist()
+        ids = self._records[layer, HEAD : HEAD + rows * top_k].reshape(rows, top_k).copy()
+        lease = self._lease(runtime, layer, ids, stream)
+        try:
+            self._publish(runtime, stream)
+            self._notice[0] = 0
+            self._memory.open_gate(layer, self._token, stream)
+        finally:
+            if lease is not None:
+                lease.close()
+
+    def _lease(self, runtime: _Runtime, layer: int, ids: np.ndarray, stream: Stream) -> Any:
+        """Return a lease on the experts of a step, or `None` if there are not enough slots."""
+        if layer in self._through_waves:
+            # What stalled again is a graph: it asks for slots, not for waves.
+            raise CapacityError(
+                f"layer {layer} asks for {np.unique(ids).size} experts at once, and the cache of "
+                f"{runtime.cache.capacity} slots has no room for them; raise the memory, or call "
+                "the steps again from that layer without a graph"
+            )
+        self._counted = layer + 1
+        try:
+            # Slots that are free take the experts while steps behind the gate are still issued.
+            return runtime.lease(layer, ids, ignore_out_of_range=True)
+        except CapacityError:
+            pass
+        # Others may be overwritten once no step is under way that could read them.
+        self._synchronize(stream)
+        runtime.thaw()
+        try:
+            return runtime.lease(layer, ids, ignore_out_of_range=True)
+        except CapacityError:
+            self._through_waves.add(layer)
+            self._counted = layer
+            return None
+        finally:
+            runtime.freeze()
+
+    def _publish(self, runtime: _Runtime, stream: Stream) -> None:
+        """Copy rows of the cache's table that changed, behind the copies into their slots."""
+        cache = runtime.cache
+        changes = cache.num_changes
+        if changes == self._changes:
+            return
+        rows = np.flatnonzero((cache.slot_table != self._table).any(1))
+        now = cache.slot_table[rows]
+        fresh = now[(now != self._table[rows]) & (now >= 0)]
+        runtime.pool.before_compute(fresh)
+        self._changes = -1
+        for row, slots in zip(rows.tolist(), now, strict=True):
+            self._table[row] = slots
+            try:
+                self._memory.copy_row(row, stream)
+            except BaseException:
+                self._table[row] = UNKNOWN
+                raise
+        self._changes = changes
+
+    def _finish(self, runtime: _Runtime | None) -> None:
+        self._owner = None
+        if runtime is not None:
+            runtime.thaw()
+
+    def _drop(self, runtime: _Runtime | None) -> None:
+        """End a token that does not go on; nothing that was issued for it runs afterwards."""
+        stream = self._stream
+        try:
+            if stream is not None:
+                for _ in range(2):  # memory may be short for a moment
+                    with contextlib.suppress(MoeCacheError, MemoryError):
+                        self._memory.close_gate(stream)
+                        break
+                self._synchronize(stream)
+        finally:
+            self._notice[0] = 0
+            self._finish(runtime)
+
+    def _synchronize(self, stream: Stream) -> None:
+        # A device that is lost does nothing any more.
+        with contextlib.suppress(MoeCacheError):
+            try:
+                self._device.synchronize(stream)
+            except MemoryError:
+                self._device.synchronize(stream)

@@ -1,0 +1,139 @@
+"""Rank 0 talks, the others follow: what a command of several processes is made of."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from moecache.integrations.transformers._ranks import Ranks, Stopped
+
+
+class _Leader:
+    """Counts the orders of rank 0."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._number = 0
+
+    def give(self, **order: Any) -> None:
+        self._ranks.post(self._number, json.dumps(order))
+        self._number += 1
+
+
+def ranks_of(model: Any) -> Ranks | None:
+    """Return the ranks that a model's experts are spread over; `None` if there is one."""
+    ranks: Ranks | None = getattr(getattr(model, "moecache", None), "ranks", None)
+    return ranks if ranks is not None and ranks.num_ranks > 1 else None
+
+
+@contextlib.contextmanager
+def leading(model: Any) -> Iterator[None]:
+    """Have the ranks that `follow` generate what this one does, and end when it is done.
+
+    After an error they end with one, too.
+    """
+    ranks = ranks_of(model)
+    if ranks is None:
+        yield
+        return
+    leader = model.__dict__["_moecache_leader"] = _Leader(ranks)
+    try:
+        yield
+        leader.give(do="end")
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+    finally:
+        del model.__dict__["_moecache_leader"]
+
+
+def follow(model: Any) -> None:
+    """Generate what rank 0 generates, until it says that it is done.
+
+    Raises
+    ------
+    MoeCacheError
+        If rank 0, or another one, is gone.
+    """
+    ranks = ranks_of(model)
+    assert ranks is not None
+    number = 0
+    while True:
+        order = json.loads(ranks.order(number))
+        number += 1
+        if order["do"] == "end":
+            return
+        if order["do"] == "figures":
+            ranks.gather(figures_of(model))
+            continue
+        prompt = torch.tensor([order["prompt"]], dtype=torch.int64)
+        torch.manual_seed(order["seed"])
+        if model.device.type != "meta":
+            prompt = prompt.to(model.device)
+        with contextlib.suppress(Stopped):
+            model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=order["max_new_tokens"],
+                **order["sampling"],
+            )
+
+
+def announced(
+    model: Any,
+    streamer: Any,
+    prompt: torch.Tensor,
+    max_new_tokens: int,
+    sampling: dict[str, Any],
+    seed: int,
+) -> None:
+    """Tell the ranks that follow, if there are any, what this one is about to generate."""
+    ranks = ranks_of(model)
+    if ranks is None:
+        return
+    # One rank that stops by itself would leave the others waiting for it.
+    streamer.is_spread = True
+    ranks.stop_wanted = lambda: streamer.stopped
+    leader = model.__dict__.get("_moecache_leader")
+    if leader is not None:
+        leader.give(
+            do="generate",
+            prompt=prompt[0].tolist(),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+        )
+
+
+def gathered_figures(model: Any) -> list[dict[str, Any]]:
+    """Return the figures of all ranks, by rank; of one process without others, its own.
+
+    On rank 0 of a command; the others `follow`.
+    """
+    ranks = ranks_of(model)
+    if ranks is None:
+        return [figures_of(model)]
+    leader = model.__dict__.get("_moecache_leader")
+    if leader is not None:
+        leader.give(do="figures")
+    return ranks.gather(figures_of(model))
+
+
+def figures_of(model: Any) -> dict[str, Any]:
+    """Return what this rank's runtime and its exchanges counted."""
+    stats, ranks = model.moecache.stats(), model.moecache.ranks
+    share = model.moecache.runtime.share
+    return {
+        "experts": stats.total_experts if share is None else share.num_experts,
+        "capacity": stats.capacity,
+        "pool_bytes": stats.pool_bytes,
+        "num_hits": stats.num_hits,
+        "num_misses": stats.num_misses,
+        "bytes_read": stats.bytes_read,
+        "stall_ns": stats.stall_ns,
+        "exchanges": 0 if ranks is None else ranks.num_exchanges,
+        "sent_bytes": 0 if ranks is None else ranks.sent_bytes,
+        "waited_ns": 0 if ranks is None else ranks.waited_ns,
+    }

@@ -1,0 +1,82 @@
+"""What the processes of tests/test_ranks_faults.py do."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.offloading import load_in_slots, prompt
+
+
+def said(call: Callable[[], object]) -> str:
+    """Return the error that a call raises."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - to be compared by the test
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def trouble(path: Path, other: Path, rank: int) -> dict[str, str]:
+    """Return what ranks say of what can go wrong without one of them ending."""
+    import torch
+
+    def load(where: Path, **options: Any) -> Any:
+        return load_in_slots(where, expert_parallel=True, rank_timeout_s=20, **options)
+
+    is_second = rank == 1
+    found = {
+        "compute": said(lambda: load(path, compute="fast" if is_second else "torch")),
+        "checkpoint": said(lambda: load(other if is_second else path)),
+        "not there": said(lambda: load(path / "none" if is_second else path)),
+    }
+    model = load(path)
+    runtime = model.moecache.runtime
+    with torch.no_grad():
+        before = model(prompt()).logits
+        found["tokens"] = said(lambda: model(prompt() + rank))
+        assert torch.equal(model(prompt()).logits, before)
+
+        waves = runtime.waves
+
+        def failing(layer: int, *given: Any, **options: Any) -> Any:
+            if layer == 1 and is_second:
+                raise OSError("the disk is on fire")
+            return waves(layer, *given, **options)
+
+        runtime.waves = failing
+        found["read"] = said(lambda: model(prompt()))
+        long = torch.arange(300)[None] % 100
+        found["read of many"] = said(lambda: model(long))
+        runtime.waves = waves
+        assert torch.equal(model(prompt()).logits, before)
+    found["training"] = said(lambda: model(prompt()).logits.sum().backward())
+    if is_second:
+        model.moecache.close()
+        found["closed"] = said(lambda: model.generate(prompt(), max_new_tokens=2))
+        time.sleep(4)
+    else:
+        began = time.monotonic()
+        with torch.no_grad():
+            found["closed"] = said(lambda: model(prompt()))
+        found["seconds"] = str(time.monotonic() - began)
+    return found
+
+
+def forever(path: Path, timeout_s: float, ready: Path) -> dict[str, Any]:
+    """Generate until that fails; return how."""
+    import torch
+
+    model = load_in_slots(path, expert_parallel=True, rank_timeout_s=timeout_s)
+    ready.touch()
+    began = last = time.monotonic()
+    with torch.no_grad():
+        while True:
+            try:
+                model(prompt(), use_cache=False)
+            except Exception as error:  # noqa: BLE001 - as above
+                again = said(lambda: model(prompt()))
+                took = time.monotonic() - last
+                return {"error": str(error), "again": again, "seconds": took}
+            last = time.monotonic()
+            assert last - began < 100, "nothing went wrong"

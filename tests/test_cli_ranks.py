@@ -1,0 +1,122 @@
+"""Commands under torchrun: rank 0 talks, the others follow."""
+
+import http.client
+import json
+import signal
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecache import cli
+from moecache.commands.ranks import rank_table
+from moecache.settings import launched_ranks
+from tests.helpers import ranks
+from tests.helpers.serving import write_chat_model
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+PROMPT = "def main(argv=None):\n    "
+FEW = ("--max-new-tokens", "8", "--memory", "25%", "--temperature", "0")
+Captured = pytest.CaptureFixture[str]
+
+
+def test_the_text_is_that_of_one_process(tiny_moe: Path, tmp_path: Path, capsys: Captured) -> None:
+    """Rank 0 writes it, with figures of all ranks and their sum; the other one says nothing."""
+    given = ["generate", str(tiny_moe), PROMPT, *FEW]
+    first, other = ranks.start_command(tmp_path, *given)
+    assert cli.main(given) == 0
+    expected = capsys.readouterr().out
+    assert [first.wait(), other.wait()] == [0, 0], first.err + other.err
+    assert first.out == expected
+    assert (other.out, other.err) == ("", "")
+    table = [line.split() for line in first.err.splitlines()[-4:]]
+    assert [row[0] for row in table] == ["rank", "0", "1", "all"]
+    assert [row[1] for row in table[1:]] == ["128", "128", "256"]
+
+
+def _ask(port: int, tokens: int, *, stream: bool = False) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
+    connection.request(
+        "POST",
+        "/v1/completions",
+        json.dumps({**body, "stream": stream}),
+        {"Content-Type": "application/json"},
+    )
+    return connection.getresponse()
+
+
+def _metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as found:
+        text: str = found.read().decode()
+        return text
+
+
+def test_a_server_answers_with_all_ranks(tiny_moe: Path, tmp_path: Path) -> None:
+    """One answer, one whose client leaves in the middle, one more; metrics of both ranks."""
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    path, port = write_chat_model(tiny_moe, tmp_path / "m"), ranks.free_port()
+    served = ("serve", str(path), "--port", str(port), "--memory", "50%")
+    first, other = ranks.start_command(tmp_path, *served)
+    try:
+        first.wait_for(f":{port}/v1")
+        answer = json.load(_ask(port, 8))
+        left = _ask(port, 4000, stream=True)
+        left.read(100)
+        left.close()
+        assert json.load(_ask(port, 8))["choices"] == answer["choices"]
+        assert answer["usage"]["completion_tokens"] == 8
+        for rank in range(2):
+            assert f'moecache_hits_total{{rank="{rank}"' in _metrics(port + rank)
+        first.signal(signal.SIGINT)
+        assert [first.wait(), other.wait()] == [0, 0], first.err + other.err
+        assert "2 answers" in first.err
+        assert first.err.splitlines()[-1].startswith(" all")
+    finally:
+        first.kill()
+        other.kill()
+
+
+def test_ctrl_c_on_rank_0_ends_all(tiny_moe: Path, tmp_path: Path) -> None:
+    """In the middle of a long text; the other rank says why it ends."""
+    long = ("--max-new-tokens", "100000", "--memory", "25%")
+    first, other = ranks.start_command(tmp_path, "generate", str(tiny_moe), PROMPT, *long)
+    first.wait_for(" ")
+    first.signal(signal.SIGINT)
+    assert [first.wait(60), other.wait(60)] == [130, 1], first.err + other.err
+    assert "rank 0: it was interrupted" in other.err
+
+
+def test_what_is_for_several_processes_is_refused_in_one(
+    tiny_moe: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And chat, whose terminal is one process's, in several."""
+    given = ["generate", str(tiny_moe), PROMPT, *FEW]
+    assert cli.main([*given, "--placement", "a.json"]) == 2
+    assert "--placement is for several processes" in capsys.readouterr().err
+    assert cli.main([*given, "--rank-timeout", "3"]) == 2
+    assert "--rank-timeout is for several processes" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["chat", str(tiny_moe)]) == 2
+    assert "chat is for one process" in capsys.readouterr().err
+
+
+def test_a_process_is_told_which_of_how_many_it_is() -> None:
+    """By torchrun's variables; what is no number says nothing."""
+    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}
+    assert launched_ranks(told) == (1, 2, None)
+    assert launched_ranks({}) == (None, None, None)
+
+
+def test_a_table_has_a_row_per_rank_and_their_sum() -> None:
+    """A rank that was not asked for anything has no hit rate."""
+    names = ("experts", "capacity", "pool_bytes", "num_hits", "num_misses", "bytes_read")
+    one: dict[str, Any] = dict.fromkeys((*names, "stall_ns", "sent_bytes"), 0)
+    table = rank_table([{**one, "num_hits": 3, "num_misses": 1}, one])
+    assert list(table.columns[4].cells) == ["75.0%", "-", "75.0%"]

@@ -1,0 +1,380 @@
+"""Steps of a token that the device takes itself: the same bits, and the host waits for nothing."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moecache.errors import CapacityError, ConfigError, MoeCacheError, StoreError
+from tests.helpers.cuda_tokens import (
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    TOP_K,
+    Model,
+    expected,
+    inputs,
+    make_runtime,
+)
+from tests.helpers.examples import num_examples
+from tests.helpers.fake_device import FakeDevice
+
+ALL = LAYERS * EXPERTS
+TOKENS = inputs(12)
+
+
+@pytest.fixture(scope="module", name="wanted")
+def _wanted() -> list[np.ndarray]:
+    return expected(TOKENS)
+
+
+def assert_same(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    """Assert that every token has the same bits."""
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert np.array_equal(one.view(np.uint32), other.view(np.uint32)), number
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 7, 15, ALL])
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_tokens_steps_have_the_bits_of_resident_ones(
+    wanted: list[np.ndarray], capacity: int, eager: bool
+) -> None:
+    """However many experts are missed, and however late the device is."""
+    device = FakeDevice(eager=eager, seed=capacity)
+    with make_runtime(device, capacity) as runtime:
+        model = Model(runtime)
+        assert_same([model.token(hidden) for hidden in TOKENS], wanted)
+        assert runtime.cache.evicts
+        runtime.cache.check()
+        assert runtime.stats().num_steps == LAYERS * len(TOKENS)
+    assert device.used_bytes == device.pinned_bytes == device.num_events == 0
+
+
+@pytest.mark.parametrize("policy", ["echo", "slru", "lfu"])
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_policies_learn_what_was_chosen(wanted: list[np.ndarray], policy: str, scope: str) -> None:
+    """Every access is counted once, also of tokens that stalled again and again."""
+    counts = []
+    for way in ("plain", "token"):
+        with make_runtime(FakeDevice(), 12, policy=policy, scope=scope) as runtime:
+            model = Model(runtime)
+            assert_same([getattr(model, way)(hidden) for hidden in TOKENS], wanted)
+            counts.append(runtime.profiler.counts.copy())
+    assert np.array_equal(*counts)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 4])
+def test_several_tokens_at_a_time(num_tokens: int) -> None:
+    """Up to four rows; where their experts have no room together, waves take the step."""
+    tokens = inputs(6, num_tokens)
+    wanted = expected(tokens)
+    for capacity in (2, 9, ALL):
+        for eager in (True, False):
+            with make_runtime(FakeDevice(eager=eager, seed=3), capacity) as runtime:
+                model = Model(runtime, num_tokens)
+                assert_same([model.token(hidden) for hidden in tokens], wanted)
+
+
+def test_hits_wait_for_nothing(wanted: list[np.ndarray]) -> None:
+    """A launch per layer, and no look at the host's tables or the ids."""
+    device = FakeDevice(eager=False)
+    with make_runtime(device, ALL - 1) as runtime:
+        model = Model(runtime)
+        model.token(TOKENS[0])
+        device.num_waits = 0
+        device.num_launches.clear()
+        model.begin(TOKENS[0])
+        first = model.compute.begin_token()
+        for layer in range(first, LAYERS):
+            model.layer(layer)
+        assert device.num_waits == 0
+        assert device.num_launches == {"decode_f32": LAYERS}
+        assert not model.compute.has_stalled
+        assert model.compute.end_token() is None
+        assert_same([model.result()], wanted[:1])
+
+
+@pytest.mark.parametrize("capacity", [3, 9, 16, ALL])
+@pytest.mark.parametrize("eager", [True, False])
+def test_one_graph_has_a_whole_token(wanted: list[np.ndarray], capacity: int, eager: bool) -> None:
+    """Issued again where experts were missed; layers before that keep their results."""
+    device = FakeDevice(eager=eager, seed=capacity)
+    with make_runtime(device, capacity) as runtime:
+        model = Model(runtime)
+        model.compute.begin_token()
+        replay = model.capture()
+        assert model.compute.end_token() is None
+        assert_same([model.replayed(hidden, replay) for hidden in TOKENS], wanted)
+        # In between, other steps may evict what they like.
+        assert_same([model.plain(hidden) for hidden in TOKENS[:3]], wanted[:3])
+        assert_same([model.replayed(hidden, replay) for hidden in TOKENS], wanted)
+
+
+def test_graphs_of_single_layers_go_on_from_the_one_that_missed(wanted: list[np.ndarray]) -> None:
+    """Nothing before it is issued again."""
+    with make_runtime(FakeDevice(eager=False, seed=1), 9) as runtime:
+        model = Model(runtime)
+        model.compute.begin_token()
+        graphs = [model.capture(layer, layer + 1) for layer in range(LAYERS)]
+        model.compute.end_token()
+        found, num_stalls = [], 0
+        for hidden in TOKENS:
+            model.begin(hidden)
+            first: int | None = model.compute.begin_token()
+            while first is not None:
+                for replay in graphs[first:]:
+                    replay()
+                first = model.compute.end_token()
+                num_stalls += first is not None
+            found.append(model.result())
+        assert num_stalls > 3
+        assert_same(found, wanted)
+
+
+def test_a_graph_that_runs_outside_of_a_token_is_told() -> None:
+    """It reads no slot; the next token says so, and the one behind it goes on."""
+    device = FakeDevice()
+    with make_runtime(device, 9) as runtime:
+        model = Model(runtime)
+        model.compute.begin_token()
+        replay = model.capture()
+        model.compute.end_token()
+        model.begin(TOKENS[0])
+        for out in model.out:
+            out[...] = 7
+        replay()
+        device.run()
+        assert all((out == 7).all() for out in model.out)
+        with pytest.raises(MoeCacheError, match=r"outside of begin_token"):
+            model.compute.begin_token()
+        assert runtime.cache.evicts
+        assert_same([model.replayed(TOKENS[0], replay)], expected(TOKENS[:1]))
+
+
+def test_a_graph_needs_slots_for_a_steps_experts() -> None:
+    """Said when it is captured, or when it asks for more at once than there are."""
+    with make_runtime(FakeDevice(), 1) as runtime:
+        model = Model(runtime)
+        model.compute.begin_token()
+        with pytest.raises(CapacityError, match="the cache has 1; raise the memory"):
+            model.capture()
+        assert runtime.cache.evicts is False
+        assert model.compute.end_token() is None
+        assert runtime.cache.evicts
+    with make_runtime(FakeDevice(), 2) as runtime:
+        model = Model(runtime, 4)
+        tokens = inputs(1, 4)
+        model.compute.begin_token()
+        replay = model.capture()
+        model.compute.end_token()
+        with pytest.raises(CapacityError, match="without a graph"):
+            model.replayed(tokens[0], replay)
+        assert_same([model.token(tokens[0])], expected(tokens))
+
+
+def test_wrong_ids_make_their_rows_nan(wanted: list[np.ndarray]) -> None:
+    """They are no misses, and no accesses."""
+    device = FakeDevice()
+    with make_runtime(device, 9) as runtime:
+        model = Model(runtime, 2)
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(2, HIDDEN)).astype(np.float32).view(type(model.out[0]))
+        ids = np.array([[0, 1], [EXPERTS, -1]]).view(type(model.out[0]))
+        weights = np.ones((2, TOP_K), np.float32).view(type(model.out[0]))
+        first: int | None = model.compute.begin_token()
+        while first is not None:
+            out = model.compute(0, x, ids, weights)
+            first = model.compute.end_token()
+        assert np.isnan(out[1]).all()
+        assert np.isfinite(out[0]).all()
+        assert runtime.profiler.counts.sum() == 2
+
+
+def test_ids_of_the_host_are_checked() -> None:
+    """A wrong one is an error, and the token goes on."""
+    device = FakeDevice(eager=False)
+    with make_runtime(device, 9) as runtime:
+        model = Model(runtime)
+        model.begin(TOKENS[0])
+        x, weights = model.hidden[0], np.ones((1, TOP_K), np.float32).view(type(model.out[0]))
+        model.compute.begin_token()
+        with pytest.raises(ValueError, match=f"expert {EXPERTS} is not in"):
+            model.compute(0, x, [[0, EXPERTS]], weights)
+        out = model.compute(0, x, [[0, 1]], weights)
+        assert model.compute.end_token() == 0
+        out = model.compute(0, x, [[0, 1]], weights)
+        assert model.compute.end_token() is None
+        assert np.array_equal(out, device.to_host(model.compute(0, x, [[0, 1]], weights)))
+
+
+def test_what_is_no_token_is_refused() -> None:
+    """Each with what to do."""
+    device = FakeDevice()
+    with make_runtime(device, 9) as runtime:
+        model = Model(runtime)
+        compute = model.compute
+        for _ in range(2):
+            with pytest.raises(MoeCacheError, match="call begin_token first"):
+                compute.end_token()
+            assert compute.begin_token() == 0
+            assert compute.end_token() is None
+        compute.begin_token()
+        large = Model(runtime, 5)
+        with pytest.raises(ConfigError, match="compute prompts before"):
+            large.layer(0)
+        with device.using(device.create_stream()):
+            with pytest.raises(ConfigError, match="the stream in which it began"):
+                model.layer(0)
+            with pytest.raises(ConfigError, match="in the stream in which it began"):
+                compute.end_token()
+        with device.capturing():
+            for call in (compute.begin_token, compute.end_token):
+                with pytest.raises(MoeCacheError, match="not in the graph"):
+                    call()
+        assert_same([model.token(TOKENS[0])], expected(TOKENS[:1]))
+        assert runtime.cache.evicts
+
+
+def test_a_token_that_is_not_ended_is_given_up(wanted: list[np.ndarray]) -> None:
+    """By the next one: after an exception of the loop, say."""
+    for eager in (True, False):
+        with make_runtime(FakeDevice(eager=eager), 9) as runtime:
+            model = Model(runtime)
+            for layers in range(LAYERS + 1):
+                model.begin(TOKENS[1])
+                model.compute.begin_token()
+                for layer in range(layers):
+                    model.layer(layer)
+                assert_same([model.token(TOKENS[0])], wanted[:1])
+            assert runtime.cache.evicts
+
+
+def test_one_thread_at_a_time_has_a_token(wanted: list[np.ndarray]) -> None:
+    """The other is told; its steps outside of a token go on, and evict nothing meanwhile."""
+    device = FakeDevice()
+    with make_runtime(device, 9) as runtime:
+        model, other = Model(runtime), Model(runtime)
+        model.token(TOKENS[0])
+        model.begin(TOKENS[1])
+        first = model.compute.begin_token()
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                other.compute.begin_token()
+            except MoeCacheError as error:
+                found.append(str(error))
+            found.append(other.plain(TOKENS[2]))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+        assert "another thread's token is open" in found[0]
+        step: int | None = first
+        while step is not None:
+            for layer in range(step, LAYERS):
+                model.layer(layer)
+            step = model.compute.end_token()
+        assert_same([model.result(), found[1]], wanted[1:3])
+
+
+@pytest.mark.parametrize("seed", range(num_examples(6)))
+def test_other_threads_compute_beside_tokens(wanted: list[np.ndarray], seed: int) -> None:
+    """Steps outside of tokens, in a stream of their own, with few slots."""
+    device = FakeDevice(eager=False, seed=seed)
+    with make_runtime(device, 7, loader_threads=1, prefetch="echo") as runtime:
+        model, other = Model(runtime), Model(runtime)
+        found: list[np.ndarray] = []
+
+        def work() -> None:
+            with device.using(device.create_stream()):
+                found.extend(other.plain(hidden) for hidden in TOKENS[:6])
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        mine = [model.token(hidden) for hidden in TOKENS]
+        thread.join(60)
+        assert_same(mine, wanted)
+        assert_same(found, wanted[:6])
+        assert runtime.cache.evicts
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("layers", [0, 2])
+def test_a_runtime_may_be_closed_in_the_middle_of_a_token(eager: bool, layers: int) -> None:
+    """Nothing runs on, nothing stays, and what comes later is told."""
+    device = FakeDevice(eager=eager)
+    runtime = make_runtime(device, 9)
+    model = Model(runtime)
+    model.token(TOKENS[0])
+    model.compute.begin_token()
+    for layer in range(layers):
+        model.layer(layer)
+    runtime.close()
+    assert device.used_bytes == device.pinned_bytes == device.num_events == 0
+    for call in (model.compute.begin_token, model.compute.end_token):
+        with pytest.raises(MoeCacheError, match="closed"):
+            call()
+
+
+def test_an_expert_that_cannot_be_read_ends_the_token(
+    wanted: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error reaches the caller; the next token is right."""
+    with make_runtime(FakeDevice(eager=False), 9) as runtime:
+        model = Model(runtime)
+        model.token(TOKENS[0])
+
+        def fail(*_: object) -> None:
+            raise StoreError("the disk is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime.store, "read_into", fail)
+            patch.setattr(runtime.store, "view", fail)
+            with pytest.raises(StoreError, match="the disk is gone"):
+                for hidden in TOKENS:
+                    model.token(hidden)
+        assert runtime.cache.evicts
+        assert_same([model.token(hidden) for hidden in TOKENS], wanted)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_any_call_of_the_device_may_fail(wanted: list[np.ndarray], eager: bool) -> None:
+    """The token that it hits fails, the next one is right, and everything is given back."""
+    failed = number = 0
+    while True:
+        device = FakeDevice(eager=eager, seed=number)
+        runtime = make_runtime(device, 7)
+        model = Model(runtime)
+        device.fail_at = number
+        try:
+            for token in range(3):
+                assert_same([model.token(TOKENS[token])], wanted[token : token + 1])
+        except MemoryError:
+            failed += 1
+        hit, device.fail_at = device.fail_at < 0, -1
+        assert_same([model.token(hidden) for hidden in TOKENS[:2]], wanted[:2])
+        assert runtime.cache.evicts
+        runtime.cache.check()
+        runtime.close()
+        assert device.used_bytes == device.pinned_bytes == device.num_events == 0, number
+        if not hit:
+            break
+        number += 1 if number < 40 else 9
+    assert failed > 25
+
+
+def test_a_lost_device_is_an_error_and_thaws(wanted: list[np.ndarray]) -> None:
+    """Nothing hangs."""
+    device = FakeDevice(eager=False)
+    runtime = make_runtime(device, 9)
+    model = Model(runtime)
+    model.token(TOKENS[0])
+    model.compute.begin_token()
+    device.lost = True
+    with pytest.raises(MoeCacheError, match="lost"):
+        model.compute.end_token()
+    assert runtime.cache.evicts
+    with pytest.raises(MoeCacheError, match="lost"):
+        runtime.close()

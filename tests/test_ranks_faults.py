@@ -1,0 +1,115 @@
+"""What goes wrong on one rank is a clear error on all, and none waits for ever."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from moecache.errors import ConfigError
+from tests.helpers import families, ranks
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a small checkpoint."""
+    found = tmp_path_factory.mktemp("models") / "qwen3_moe"
+    families.write_checkpoint(families.FAMILIES["qwen3_moe"], found, "bfloat16")
+    return found
+
+
+def test_ranks_that_differ_or_fail_say_so_on_all(path: Path, tmp_path: Path) -> None:
+    """Arguments, checkpoints, tokens, a load and a step that fail, training, one that closed."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in path.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    weights = load_file(path / "model.safetensors")
+    name = next(name for name in weights if "layernorm" in name)
+    weights[name] = weights[name] + torch.ones_like(weights[name])
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+
+    first, second = ranks.call(
+        "tests.helpers.ranks_in_trouble:trouble",
+        *(2, tmp_path / "run"),
+        path=path,
+        other=other,
+        each=[{"rank": 0}, {"rank": 1}],
+    )
+    for found in (first, second):
+        assert found["compute"].startswith(
+            "ConfigError: ranks differ in compute: rank 0 has torch, rank 1 has fast"
+        )
+        assert "ranks differ in the checkpoint: rank 0 has " in found["checkpoint"]
+        assert found["tokens"].startswith(
+            "MoeCacheError: rank 1 goes on with other tokens than rank 0 (8 after 0 and 8 after 0)"
+        )
+        assert "spread over ranks cannot be trained through" in found["training"]
+    assert second["not there"].startswith("StoreError: ")
+    assert first["not there"].startswith(
+        "MoeCacheError: the model was not loaded on all ranks; rank 1: it failed: StoreError: "
+    )
+    for read in ("read", "read of many"):
+        assert second[read] == "OSError: the disk is on fire"
+        assert first[read] == (
+            "MoeCacheError: layer 1 was not computed on all ranks; rank 1: it failed: OSError: "
+            "the disk is on fire"
+        )
+    assert "rank 1: it has closed its model" in first["closed"]
+    assert float(first["seconds"]) < 10
+    assert "closed" in second["closed"]
+
+
+@pytest.mark.parametrize(
+    ("number", "victim", "num_ranks"),
+    [(signal.SIGKILL, 1, 3), (signal.SIGKILL, 0, 2), (signal.SIGSTOP, 1, 2)],
+    ids=["killed", "killed-with-the-store", "stopped"],
+)
+def test_a_rank_that_is_gone_is_named(
+    path: Path, tmp_path: Path, number: signal.Signals, victim: int, num_ranks: int
+) -> None:
+    """On every other one, within the time-out, and again at the next try."""
+    timeout_s = 6.0
+    found = ranks.start(
+        "tests.helpers.ranks_in_trouble:forever",
+        *(num_ranks, tmp_path / "run"),
+        path=path,
+        timeout_s=timeout_s,
+        each=[{"ready": tmp_path / str(rank)} for rank in range(num_ranks)],
+    )
+    try:
+        until = time.monotonic() + 120
+        while len(list(tmp_path.glob("[0-9]"))) < num_ranks:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.3)
+        found[victim].signal(number)
+        for rank, one in enumerate(found):
+            if rank != victim:
+                assert one.wait(60) == 0, one.err
+                assert f"rank {victim}" in one.result["error"]
+                assert f"rank {victim}" in one.result["again"]
+                # What a store that is gone says comes at once, the rest within two time-outs.
+                assert one.result["seconds"] < 2 * timeout_s + 5
+    finally:
+        for one in found:
+            one.kill()
+
+
+def test_a_process_that_is_no_rank_is_told_how_to_be_one(path: Path) -> None:
+    """Before the trunk is read."""
+    from moecache.integrations.transformers import load
+
+    with pytest.raises(ConfigError, match="start the program with torchrun"):
+        load(path, expert_parallel=True)
+    with pytest.raises(ConfigError, match="placement and rank_timeout_s are for expert_parallel"):
+        load(path, rank_timeout_s=3)
+    with pytest.raises(ConfigError, match="rank_timeout_s must be a number of seconds, got -1"):
+        load(path, expert_parallel=True, rank_timeout_s=-1)

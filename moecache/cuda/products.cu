@@ -181,6 +181,13 @@ __device__ inline void each_result(const Sums& sums, unsigned num_rows, const Re
             }
 }
 
+// A function of its own: inlined for each of a lane's sums it is most of the code.
+__device__ __noinline__ float gated_apart(
+    float gate, float up, int activation, float alpha, float limit)
+{
+    return gated(gate, up, activation, alpha, limit);
+}
+
 // h[i] = activation(gate(x)) * up(x), of the wave's i-th pair.
 extern "C" __global__ void __launch_bounds__(256, 2) multiply_gate_up(
     const Hidden::Bits* x, const int* tiles, int num_tiles, const int* pairs, const u8* first_slot,
@@ -213,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) multiply_gate_up(
             gate = with_bias(gate, bias, bias_kind, gate_row(found, is_interleaved));
             up = with_bias(up, bias, bias_kind, up_row(found, width, is_interleaved));
             h[(long long)(first + i) * width + found] =
-                Hidden::narrow(gated(gate, up, activation, alpha, limit));
+                Hidden::narrow(gated_apart(gate, up, activation, alpha, limit));
         });
     }
 }

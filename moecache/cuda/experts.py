@@ -53,8 +53,8 @@ class CudaExperts:
     what was in the cache, nor on the order in which experts arrived. Up to 4 tokens are computed
     by kernels that stream the weights: in one launch where every expert of the model is resident,
     with nothing that the host waits for, so that a CUDA graph can hold it; else by the same
-    arithmetic, wave by wave. More tokens, in bfloat16 or float16, are two launches of all experts of
-    a wave. In float32 they are grouped by expert and multiplied by cuBLAS, where the experts are
+    arithmetic, wave by wave. More tokens, in bfloat16 or float16, are two launches for all experts
+    of a wave. In float32 they are grouped by expert and multiplied by cuBLAS, where the experts are
     plain numbers without biases; else they are computed as few are.
 
     Work is issued in the current stream of the calling thread; any number of threads may call.

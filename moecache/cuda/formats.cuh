@@ -2,8 +2,8 @@
 // checked, by moecache/formats.
 //
 // A lane takes units of 32 columns, in two runs of 16 that have a scale each. Of a run it sums code
-// times x first and multiplies that by the scale once: sum = scale * (code * x + ...) + sum, all of it
-// fused. So of a single column the product is the format's value, rounded as the format says.
+// times x first and multiplies that by the scale once: sum = scale * (code * x + ...) + sum, all
+// of it fused. So of a single column the product is the format's value, rounded as the format says.
 //
 // Reads of 16 bytes from any address are of whole words that contain one of these bytes.
 
@@ -53,8 +53,8 @@ template <unsigned STEP> __device__ inline void upper_halves(unsigned bytes, flo
         codes[i * STEP] = half_to_float((unsigned short)((bytes >> 8 * i & 0xffu) << 8));
 }
 
-// Four FP4 in the lower halves of bytes, 2^-14 times their value: a half's exponent has a bias of 15,
-// theirs of 1, and both have subnormal numbers.
+// Four FP4 in the lower halves of bytes, 2^-14 times their value: a half's exponent has a bias of
+// 15, theirs of 1, and both have subnormal numbers.
 template <unsigned STEP> __device__ inline void fp4(unsigned nibbles, float* codes)
 {
     upper_halves<STEP>((nibbles & 0x08080808u) << 4 | (nibbles & 0x07070707u) << 1, codes);
@@ -292,7 +292,11 @@ struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>
     }
 
     static __device__ bool is_aligned(const At& at) { return (u64)at.codes % 16 == 0; }
-    static __device__ unsigned column(unsigned unit, unsigned run) { return unit * UNIT + run * RUN; }
+    static __device__ unsigned column(unsigned unit, unsigned run)
+    {
+        return unit * UNIT + run * RUN;
+    }
+
 
     template <bool IS_ALIGNED> static __device__ Raw fetch(const At& at, unsigned unit, unsigned n)
     {

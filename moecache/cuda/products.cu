@@ -27,7 +27,8 @@ __device__ inline unsigned pack(float low, float high)
 
 // 16 weights of a row, in `Hidden`; zeros beyond the row.
 template <class F, bool IS_ALIGNED> struct Run {
-    static __device__ Words8 load(const typename F::At& row, unsigned unit, unsigned run, unsigned n)
+    static __device__ Words8
+    load(const typename F::At& row, unsigned unit, unsigned run, unsigned n)
     {
         float values[RUN];
         F::template values<IS_ALIGNED>(row, unit, run, n, values);
@@ -110,7 +111,8 @@ __device__ inline void multiply_tile(
     auto& shared = block_memory<Tiles>();
     const unsigned thread = threadIdx.x, lane = thread % 32;
     const unsigned num_units = F::num_units(n);
-    const bool is_whole = n % UNIT == 0, has_aligned_weights = is_whole && F::is_aligned(weights_row);
+    const bool is_whole = n % UNIT == 0;
+    const bool has_aligned_weights = is_whole && F::is_aligned(weights_row);
     const bool has_aligned_inputs = is_whole && (u64)inputs_row % CHUNK_BYTES == 0;
     const unsigned run = thread % 2, chunk = thread % 4;
     // Of a warp, rows of inputs and of a set.
@@ -249,8 +251,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) multiply_down(
         each_result(sums, num_rows, [&](int i, int column, float low, float high) {
             Hidden::Bits* out = rows + (long long)pairs[first + i] * hidden;
             const int found = first_row + column, other = found + (int)SET_ROWS;
-            if (found < hidden) out[found] = Hidden::narrow(with_bias(low, bias, bias_kind, found));
-            if (other < hidden) out[other] = Hidden::narrow(with_bias(high, bias, bias_kind, other));
+            low = with_bias(low, bias, bias_kind, found < hidden ? found : 0);
+            high = with_bias(high, bias, bias_kind, other < hidden ? other : 0);
+            if (found < hidden) out[found] = Hidden::narrow(low);
+            if (other < hidden) out[other] = Hidden::narrow(high);
         });
     }
 }

@@ -163,8 +163,7 @@ def _run(role: str, num_ranks: int, *, spread: bool = True, **given: Any) -> lis
         inherited = os.environ  # noqa: TID251 - a child has what this process has
         environment = {**inherited, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
         environment |= {"MASTER_PORT": port, "LOCAL_RANK": str(rank)}
-        if spread:
-            environment |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+        environment |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         text = json.dumps([role, {**given, "spread": spread}])
         command = [sys.executable, "-m", "bench.ranks_model", "--child", text]
         children.append(
@@ -211,6 +210,10 @@ def _alone(
     model: str, tokens: int, slots: int, trace: str, rank: int, *, spread: bool
 ) -> dict[str, Any]:
     """Measure a token where all is resident, how much of it is the experts', and reads."""
+    import torch.distributed as dist
+
+    # Only to begin together: what one measures while the others rest is not what ranks have.
+    dist.init_process_group("gloo")
     loaded = _load(model, spread=spread, memory="100%")
     with loaded.moecache as offload:
         # Only what one of them chose: all choose alike.
@@ -218,15 +221,22 @@ def _alone(
         with offload.runtime.record_trace(path):
             _decode(loaded, tokens)
         # The quickest of several: what else runs on the machine only ever takes time away.
-        token_s = min(_decode(loaded, tokens) for _ in range(ROUNDS)) / tokens
+        rounds = []
+        for _ in range(ROUNDS):
+            dist.barrier()
+            rounds.append(_decode(loaded, tokens))
+        token_s = min(rounds) / tokens
         spent = [0.0]
         for name, module in loaded.named_modules():
             if name.endswith(".experts"):
                 module.register_forward_pre_hook(_clock(spent, -1.0))
                 module.register_forward_hook(_clock(spent, 1.0))
         total_s = _decode(loaded, tokens)
+        dist.barrier()
     expert_share = min(1.0, spent[0] / total_s)
-    return {"token_s": token_s, "expert_share": expert_share, **_reads(model, slots, rank)}
+    found = {"token_s": token_s, "expert_share": expert_share, **_reads(model, slots, rank)}
+    dist.destroy_process_group()
+    return found
 
 
 def _clock(spent: list[float], sign: float) -> Callable[..., None]:

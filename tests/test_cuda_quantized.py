@@ -158,7 +158,7 @@ def test_a_compute_form_is_for_processors() -> None:
         CudaSlots(layout, 2, 0, FakeDevice())
 
 
-@pytest.mark.parametrize("activation", ["silu", "swiglu"])
+@pytest.mark.parametrize("activation", ["silu", "swiglu", "clamped_silu"])
 def test_plain_experts_may_have_biases(activation: str) -> None:
     """In float32, with both kinds of gates, of one token and of nine."""
     rng = np.random.default_rng(0)
@@ -178,6 +178,8 @@ def test_plain_experts_may_have_biases(activation: str) -> None:
         if activation == "swiglu":
             gate, up = np.minimum(gate, 1), np.clip(up, -1, 1)
             h = gate / (1 + np.exp(-2 * gate)) * (up + 1)
+        elif activation == "clamped_silu":
+            h = ACTIVATIONS[0](np.minimum(gate, 1)) * np.clip(up, -1, 1)
         else:
             h = ACTIVATIONS[0](gate) * up
         rows = np.einsum("tkoi,tki->tko", arrays["down"][0, ids], h) + arrays["down_bias"][0, ids]

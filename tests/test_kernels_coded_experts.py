@@ -53,7 +53,7 @@ def size_in(name: str, size: int) -> int:
     names=st.tuples(formats, formats),
     input_dtype=st.sampled_from(DTYPES),
     sizes=st.tuples(st.integers(1, 70), st.integers(1, 70)),
-    activation=st.sampled_from(["silu", "swiglu", "relu"]),
+    activation=st.sampled_from(["silu", "swiglu", "relu", "clamped_silu"]),
     kind=st.sampled_from(["two matrices", "one matrix", "interleaved", "no gate"]),
     bias_dtype=st.sampled_from([None, *DTYPES]),
     num_tokens=st.integers(1, 9),
@@ -73,7 +73,9 @@ def test_experts_of_codes_are_as_good_as_sums_in_float32(
     seed: int,
 ) -> None:
     """Gate and up of every kind, with biases and without; sizes as ragged as formats allow."""
-    kind = "two matrices" if activation == "swiglu" and kind == "no gate" else kind
+    kind = (
+        "two matrices" if activation in ("swiglu", "clamped_silu") and kind == "no gate" else kind
+    )
     hidden_size, width = size_in(names[0], sizes[0]), size_in(names[1], sizes[1])
     if kind == "one matrix":
         width = -(-width // 32) * 32

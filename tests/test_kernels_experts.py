@@ -23,6 +23,8 @@ from tests.helpers.kernels import (
 )
 
 F16 = np.dtype(np.float16)
+# Activations that limit gate and up, and need both.
+LIMITED = ("swiglu", "clamped_silu")
 # Of each level, format and dtype; all of them together are many.
 few = settings(max_examples=max(1, settings().max_examples // 4))
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,11 +94,20 @@ def test_swiglu_limits_gate_and_up() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4 / 4, atol=1e-35)
 
 
+def test_clamped_silu_limits_gate_and_up() -> None:
+    """DeepSeek-V4's: silu(min(gate, limit)) * clip(up, -limit, limit)."""
+    for ups in (-20.0, -3.0, 0.5, 2.5, 30.0):
+        gate = np.minimum(GRID.astype(np.float64), 3)
+        expected = gate / (1 + np.exp(-gate)) * np.clip(ups, -3, 3)
+        found = acted(GRID, "clamped_silu", ups, limit=3.0)
+        np.testing.assert_allclose(found, expected, rtol=1e-4 / 4, atol=1e-35)
+
+
 @pytest.mark.parametrize("activation", kernels.ACTIVATIONS)
 def test_activations_of_infinities_and_nan_are_those_of_their_formulas(activation: str) -> None:
     """-inf * 0 is no number, as in torch; a NaN passes every one; a limit has no infinity."""
     found = acted(np.array([np.inf, -np.inf, np.nan], np.float32), activation, 1.0)
-    above = acted(np.array([7.0], np.float32), activation)[0] if activation == "swiglu" else np.inf
+    above = acted(np.array([7.0], np.float32), activation)[0] if activation in LIMITED else np.inf
     below = 0.0 if activation in ("relu", "relu2") else np.nan
     np.testing.assert_array_equal(found, [above, below, np.nan])
 
@@ -127,7 +138,7 @@ def test_experts_are_as_good_as_sums_in_float32(
     seed: int,
 ) -> None:
     """Gate and up of every form, with biases and without, over any shapes."""
-    form = "stacked" if activation == "swiglu" and form == "no gate" else form
+    form = "stacked" if activation in LIMITED and form == "no gate" else form
     experts = Experts(
         dtype,
         hidden_size,

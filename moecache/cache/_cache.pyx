@@ -387,37 +387,6 @@ cdef class ExpertCache:
             else:
                 self.free_slot(<int>slot)
 
-    def reserve(self, Py_ssize_t count) -> int:
-        """Evict, in advance, until so many slots are free; the policy chooses whom.
-
-        Then that many misses can be claimed while `evicts` is False.
-
-        Parameters
-        ----------
-        count : int
-            Free slots wanted; of each layer's share, where every layer has one.
-
-        Returns
-        -------
-        int
-            Experts evicted; less than wanted where the others are pinned or in use.
-        """
-        cdef Policy part
-        cdef int partition, victim, num_evicted = 0
-        with cython.critical_section(self):
-            if not self.evicts:
-                return 0
-            self.heed_reset()
-            for partition in range(len(self.partitions)):
-                part = <Policy>self.partitions[partition]
-                while self.room_left(part, partition) < count:
-                    victim = part.victim()
-                    if victim < 0:
-                        break
-                    self.evict(part, victim, partition)
-                    num_evicted += 1
-        return num_evicted
-
     def count_hits(self, Py_ssize_t first, ids, *, sequences=None) -> None:
         """Count steps that found their experts in their slots, and tell the policy of them.
 

@@ -11,7 +11,7 @@ from moecache.cuda._token_memory import TokenMemory
 from moecache.cuda.device import Device, DeviceArray, Product
 from moecache.errors import ConfigError
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu", "clamped_silu")
 _SWIGLU = ACTIVATIONS.index("swiglu")
 _STREAMED = ("decode", "gate_up", "down", "combine_rows")
 _MULTIPLIED = ("gather", "activate", "combine")

@@ -13,16 +13,13 @@ from moecache.cuda.device import Device, Stream
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
 
-# Of the slots, one in this many at most is kept free for a token's misses.
-_RESERVED_SHARE = 8
-
 
 class _Runtime(Protocol):
     @property
     def cache(self) -> Any: ...
     @property
     def pool(self) -> Any: ...
-    def freeze(self, num_free: int = 0) -> None: ...
+    def freeze(self) -> None: ...
     def thaw(self) -> None: ...
     def count_hits(self, first: int, ids: np.ndarray) -> None: ...
     def lease(self, layer: int, ids: np.ndarray, *, ignore_out_of_range: bool = False) -> Any: ...
@@ -55,7 +52,6 @@ class TokenSteps:
 
     def __init__(self, device: Device, layout: ExpertLayout, max_pairs: int, h_bytes: int) -> None:
         self._max_pairs = max_pairs
-        self._top_k, self._total_experts = layout.top_k, layout.total_experts
         self._device = device
         self._num_layers = layout.num_layers
         self._memory = memory = TokenMemory(device, layout, max_pairs, h_bytes)
@@ -66,6 +62,7 @@ class TokenSteps:
         self._through_waves: set[int] = set()
         self._stream: Stream | None = None
         self._owner: int | None = None  # the thread whose token is open
+        self._is_frozen = False
         self._event = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -134,11 +131,8 @@ class TokenSteps:
                     "computed nothing, and what it left is of no use; begin again"
                 )
             self._owner, self._stream = threading.get_ident(), stream
-        capacity, total = runtime.cache.capacity, self._total_experts
-        few = min(self._top_k, capacity // _RESERVED_SHARE)
-        # Victims are chosen in advance: a miss need not wait for the steps behind it.
-        runtime.freeze(few if capacity < total else 0)
         try:
+            self._freeze(runtime)
             self._token = self._token % (2**31 - 1) + 1
             self._counted = 0
             self._through_waves.clear()
@@ -238,7 +232,7 @@ class TokenSteps:
         """Bring the experts of a layer's step in and open the gate for it."""
         _, rows, top_k = self._records[layer, :HEAD].tolist()
         ids = self._records[layer, HEAD : HEAD + rows * top_k].reshape(rows, top_k).copy()
-        lease = self._lease(runtime, layer, ids, stream)
+        lease = self._lease(runtime, layer, ids)
         try:
             self._publish(runtime, stream)
             self._notice[0] = 0
@@ -247,7 +241,7 @@ class TokenSteps:
             if lease is not None:
                 lease.close()
 
-    def _lease(self, runtime: _Runtime, layer: int, ids: np.ndarray, stream: Stream) -> Any:
+    def _lease(self, runtime: _Runtime, layer: int, ids: np.ndarray) -> Any:
         """Return a lease on the experts of a step, or `None` if there are not enough slots."""
         if layer in self._through_waves:
             # What stalled again is a graph: it asks for slots, not for waves.
@@ -256,23 +250,17 @@ class TokenSteps:
                 f"{runtime.cache.capacity} slots has no room for them; raise the memory, or call "
                 "the steps again from that layer without a graph"
             )
-        self._counted = layer + 1
+        # No step reads a slot now: those before this one are done, those behind it do nothing.
+        self._thaw(runtime)
         try:
-            # Slots that are free take the experts while steps behind the gate are still issued.
-            return runtime.lease(layer, ids, ignore_out_of_range=True)
-        except CapacityError:
-            pass
-        # Others may be overwritten once no step is under way that could read them.
-        self._synchronize(stream)
-        runtime.thaw()
-        try:
-            return runtime.lease(layer, ids, ignore_out_of_range=True)
+            lease = runtime.lease(layer, ids, ignore_out_of_range=True)
         except CapacityError:
             self._through_waves.add(layer)
-            self._counted = layer
             return None
         finally:
-            runtime.freeze()
+            self._freeze(runtime)
+        self._counted = layer + 1
+        return lease
 
     def _publish(self, runtime: _Runtime, stream: Stream) -> None:
         """Copy rows of the cache's table that changed, behind the copies into their slots."""
@@ -297,6 +285,15 @@ class TokenSteps:
     def _finish(self, runtime: _Runtime | None) -> None:
         self._owner = None
         if runtime is not None:
+            self._thaw(runtime)
+
+    def _freeze(self, runtime: _Runtime) -> None:
+        runtime.freeze()
+        self._is_frozen = True
+
+    def _thaw(self, runtime: _Runtime) -> None:
+        if self._is_frozen:
+            self._is_frozen = False
             runtime.thaw()
 
     def _drop(self, runtime: _Runtime | None) -> None:
@@ -310,7 +307,6 @@ class TokenSteps:
                         break
                 self._synchronize(stream)
         finally:
-            self._notice[0] = 0
             self._finish(runtime)
 
     def _synchronize(self, stream: Stream) -> None:

@@ -26,7 +26,7 @@ __device__ inline unsigned short float_to_half(float x)
 typedef unsigned char u8;
 typedef unsigned long long u64;
 
-enum Activation { SILU, GELU, GELU_TANH, RELU, SWIGLU };
+enum Activation { SILU, GELU, GELU_TANH, RELU, SWIGLU, CLAMPED_SILU };
 enum IdsKind { IDS_INT32, IDS_INT64 };
 enum WeightsKind { WEIGHTS_FLOAT32, WEIGHTS_AS_HIDDEN };
 enum BiasKind { NO_BIAS, BIAS_F32, BIAS_F16, BIAS_BF16 };
@@ -132,12 +132,13 @@ __device__ inline float activated(float x, int activation)
     }
 }
 
-// act(gate) * up. gpt-oss's SWIGLU limits both, gate from above alone; a NaN passes.
+// act(gate) * up. gpt-oss's SWIGLU and CLAMPED_SILU limit both, gate from above alone; a NaN passes.
 __device__ inline float gated(float gate, float up, int activation, float alpha, float limit)
 {
-    if (activation != SWIGLU) return __fmul_rn(activated(gate, activation), up);
+    if (activation < SWIGLU) return __fmul_rn(activated(gate, activation), up);
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;
+    if (activation == CLAMPED_SILU) return __fmul_rn(activated(gate, SILU), up);
     const float share = __fadd_rn(1.0f, expf(__fmul_rn(-alpha, gate)));
     return __fmul_rn(__fdiv_rn(gate, share), __fadd_rn(up, 1.0f));
 }

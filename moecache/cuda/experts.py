@@ -42,7 +42,7 @@ class _Runtime(Protocol):
         self, layer: int, ids: np.ndarray, *, elsewhere: Any = None, take: Any = None
     ) -> Generator[Any, None, None]: ...
     def begin_resident_step(self, *, look: bool = True) -> bool: ...
-    def freeze(self, num_free: int = 0) -> None: ...
+    def freeze(self) -> None: ...
     def thaw(self) -> None: ...
     def count_hits(self, first: int, ids: np.ndarray) -> None: ...
     def lease(self, layer: int, ids: np.ndarray, *, ignore_out_of_range: bool = False) -> Any: ...
@@ -67,12 +67,13 @@ class CudaExperts:
     ----------
     runtime : ExpertRuntime
         Its slots are on a GPU.
-    activation : {"silu", "gelu", "gelu_tanh", "relu", "swiglu"}, default "silu"
-        "swiglu" is gpt-oss's: both limited, gate * sigmoid(alpha * gate) * (up + 1).
+    activation : {"silu", "gelu", "gelu_tanh", "relu", "swiglu", "clamped_silu"}, default "silu"
+        "swiglu" is gpt-oss's: both limited, gate * sigmoid(alpha * gate) * (up + 1);
+        "clamped_silu" is DeepSeek-V4's: both limited, silu(gate) * up.
     is_interleaved : bool, default False
         Whether rows of gate and up alternate; else gate's are above up's.
     alpha, limit : float
-        Of "swiglu".
+        Of "swiglu"; "clamped_silu" has the limit alone.
     dtype : {"bfloat16", "float16", "float32"}, optional
         Of hidden states and results, where the experts are quantised: "bfloat16" by default.
         Others take their own.

@@ -63,7 +63,7 @@ ORDERS = (
 )
 INPUTS = ("f32", "bf16")
 ACTIVATION_TYPES = ("float", "int8")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu", "relu2", "clamped_silu")
 TILE = MC_TILE
 _SCALES = {
     "f32": MC_F32, "f16": MC_F16, "bf16": MC_BF16, "e8m0": MC_E8M0, "f16*i8": MC_IN_STEPS,
@@ -282,7 +282,8 @@ cdef class Experts:
         First row of up; 0 if there is no gate or rows alternate.
     is_gated, is_interleaved : bool
     activation : str
-        One of `ACTIVATIONS`; "swiglu" is gpt-oss's, with `alpha` and `limit`.
+        One of `ACTIVATIONS`; "swiglu" is gpt-oss's, with `alpha` and `limit`; "clamped_silu"
+        limits gate and up alike, and is silu(gate) * up then.
     up_bias, down_bias : (int, int, str), optional
         Address of slot 0's, bytes to the next, type.
     activations : {"float", "int8"}
@@ -318,7 +319,7 @@ cdef class Experts:
             raise ConfigError(
                 f"up begins at row {up_row}; in a compute form that is a multiple of {MC_TILE}"
             )
-        if (is_interleaved or activation == "swiglu") and not is_gated:
+        if (is_interleaved or activation in ("swiglu", "clamped_silu")) and not is_gated:
             raise ConfigError("experts without a gate have one input of the activation alone")
         self.is_int8 = _is_int8(activations)
         memset(&self.experts, 0, sizeof(self.experts))

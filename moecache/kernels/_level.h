@@ -172,14 +172,17 @@ static void LEVEL(activate)(float *gate, const float *up, int64_t num, const mc_
         memcpy(&g, gate + i, sizeof g);
         if (up)
             memcpy(&u, up + i, sizeof u);
-        if (how->kind == MC_SWIGLU) {
+        if (how->kind == MC_SWIGLU || how->kind == MC_CLAMPED_SILU) {
             /* Comparisons that a NaN passes through. */
             vf limit = LEVEL(all)(how->limit);
             vi over = g > limit, up_over = u > limit, up_below = u < -limit;
             g = (vf)((over & (vi)limit) | (~over & (vi)g));
             u = (vf)((up_over & (vi)limit) | (up_below & (vi)-limit)
                      | (~(up_over | up_below) & (vi)u));
-            g = (g / (1.0f + LEVEL(exp)(-(g * how->alpha)))) * (u + 1.0f);
+            if (how->kind == MC_SWIGLU)
+                g = (g / (1.0f + LEVEL(exp)(-(g * how->alpha)))) * (u + 1.0f);
+            else
+                g = LEVEL(act)(g, MC_SILU) * u;
         } else {
             g = LEVEL(act)(g, how->kind);
             if (up)

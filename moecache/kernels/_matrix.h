@@ -85,11 +85,20 @@ typedef struct {
     const uint32_t *zero_points; /* by what is stored: the bits of a number of the scale's type */
 } mc_file;
 
-enum { MC_SILU, MC_GELU, MC_GELU_TANH, MC_SWIGLU, MC_RELU, MC_RELU2, MC_NUM_ACTIVATIONS };
+enum {
+    MC_SILU,
+    MC_GELU,
+    MC_GELU_TANH,
+    MC_SWIGLU,
+    MC_RELU,
+    MC_RELU2,
+    MC_CLAMPED_SILU,
+    MC_NUM_ACTIVATIONS
+};
 
 typedef struct {
     int kind;
-    float alpha, limit; /* of MC_SWIGLU */
+    float alpha, limit; /* of MC_SWIGLU; the limit of MC_CLAMPED_SILU, too */
 } mc_activation;
 
 /* Writes the products of rows [row, row + 16) with `num` inputs: out[i * 16 + r], fp32.

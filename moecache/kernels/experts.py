@@ -31,7 +31,7 @@ class SlotKernel:
     is_interleaved : bool, default False
         Whether rows of gate and up alternate; else gate's are above up's.
     alpha, limit : float
-        Of activation "swiglu".
+        Of activation "swiglu"; "clamped_silu" has the limit alone.
     activations : {"float", "int8"}, default "float"
         How inputs, and what goes down, are multiplied with blocks of integers; see `products`.
 

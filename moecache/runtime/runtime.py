@@ -404,20 +404,14 @@ class ExpertRuntime:
         self._loader.count_resident_steps()
         return True
 
-    def freeze(self, num_free: int = 0) -> None:
+    def freeze(self) -> None:
         """Evict nothing until `thaw`: what is in a slot stays there.
 
         Steps go on meanwhile. Their misses take free slots, and then those for staging; a lease
         that needs more is a `CapacityError`. Calls nest; each needs a `thaw`.
-
-        Parameters
-        ----------
-        num_free : int, default 0
-            Slots to have free by then: experts are evicted for them in advance.
         """
         self._check_usable()
         with self._freezing:
-            self._cache.reserve(num_free)
             self._num_frozen += 1
             self._cache.evicts = False
 

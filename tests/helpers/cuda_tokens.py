@@ -120,7 +120,10 @@ class Model:
         """Return the result of a token whose steps the device takes."""
         self.begin(hidden)
         first: int | None = self.compute.begin_token()
+        rounds = 0
         while first is not None:
+            rounds += 1
+            assert rounds <= LAYERS + 1, "a layer misses experts again and again"
             for layer in range(first, LAYERS):
                 self.layer(layer)
             first = self.compute.end_token()
@@ -130,7 +133,10 @@ class Model:
         """Return the result of a token from one graph of all layers."""
         self.begin(hidden)
         first: int | None = self.compute.begin_token()
+        rounds = 0
         while first is not None:
+            rounds += 1
+            assert rounds <= LAYERS + 1, "a layer misses experts again and again"
             replay()
             first = self.compute.end_token()
         return self.result()

@@ -184,10 +184,12 @@ class Experts:
         up, up_error = np.ones_like(gate), np.zeros_like(gate)
         if self.is_gated:
             up, up_error = both[:, ups], error[:, ups]
-        if self.activation == "swiglu":
+        if self.activation in ("swiglu", "clamped_silu"):
+            is_swiglu = self.activation == "swiglu"
             gate = np.minimum(gate, self.limit)
-            up = np.clip(up, -self.limit, self.limit) + 1
-            acted = gate * np.vectorize(_sigmoid, otypes=[float])(gate * 1.702)
+            up = np.clip(up, -self.limit, self.limit) + is_swiglu
+            slope = 1.702 if is_swiglu else 1.0
+            acted = gate * np.vectorize(_sigmoid, otypes=[float])(gate * slope)
         else:
             acted = np.vectorize(ACTIVATIONS[self.activation], otypes=[float])(gate)
         steepness = 2 * np.abs(gate) + 1 if self.activation == "relu2" else 1.2

@@ -21,25 +21,45 @@ _ACTIVATIONS = {
 }
 
 
+# Gates of a family's own -> what the attributes are called that have alpha and limit.
+_SWIGLU = {
+    "GptOssExperts": ("alpha", "limit"),
+    "OpenAIPrivacyFilterExperts": ("alpha", "limit"),
+    "MiniMaxM3VLExperts": ("swiglu_alpha", "swiglu_limit"),
+}
+_CLAMPED = {
+    "DeepseekV4Experts": "limit",
+    "Glm5NextTextExperts": "swiglu_limit",
+    "HYV4Experts": "swiglu_limit",
+}
+# What these compute in float32 the kernels do anyway.
+_USUAL = ("BeamExperts",)
+
+
 def gate_of(module: Any) -> dict[str, Any]:
-    """Return a module's "activation", and "alpha" and "limit" where it is "swiglu".
+    """Return a module's "activation", and "alpha" and "limit" where it has such.
 
     Raises
     ------
     ConfigError
         With the reason, if no kernel is one of that kind.
     """
-    if getattr(getattr(type(module), "_apply_gate", None), "__qualname__", "") == (
-        "GptOssExperts._apply_gate"
-    ):
-        return {"activation": "swiglu", "alpha": module.alpha, "limit": module.limit}
-    if getattr(module, "has_gate", True) and not _has_default_gate(module):
+    own = getattr(getattr(type(module), "_apply_gate", None), "__qualname__", "")
+    family = own.removesuffix("._apply_gate")
+    if family in _SWIGLU:
+        alpha, limit = (getattr(module, name) for name in _SWIGLU[family])
+        return {"activation": "swiglu", "alpha": alpha, "limit": limit}
+    is_known = family in _CLAMPED or family in _USUAL or _has_default_gate(module)
+    if getattr(module, "has_gate", True) and not is_known:
         raise ConfigError("their gate is one of their own")
-    given = getattr(module, "act_fn", None)
+    # Some call torch's function.
+    given = getattr(module, "act_fn", nn.functional.silu if family in _CLAMPED else None)
     # A function, such as torch's silu, has a name of its own.
     named = str(getattr(given, "__name__", type(given).__name__))
-    if named not in _ACTIVATIONS:
+    if named not in _ACTIVATIONS or (family in _CLAMPED and _ACTIVATIONS[named] != "silu"):
         raise ConfigError(f"there is no kernel for {named}")
+    if family in _CLAMPED:
+        return {"activation": "clamped_silu", "limit": getattr(module, _CLAMPED[family])}
     return {"activation": _ACTIVATIONS[named]}
 
 

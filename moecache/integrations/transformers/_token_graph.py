@@ -25,7 +25,8 @@ class TokenGraph(NotCopied):
     steps behind it return at once; the experts are brought in, and the graph is issued again: the
     steps that are done keep their results. The logits are those of eager, bit for bit.
 
-    One token at a time, of one thread. Reading ahead sees only steps that missed.
+    One token at a time, of one thread. Reading ahead sees only steps that missed. Making a graph
+    computes token 0 once, in eager; that counts as any token does.
 
     Parameters
     ----------
@@ -38,6 +39,8 @@ class TokenGraph(NotCopied):
     ------
     ConfigError
         If torch computes some experts, or the cache has layers that are not simply static.
+    CapacityError
+        If the cache has fewer slots than a token has experts in a layer.
     MoeCacheError
         If the model's cache is closed.
     """

@@ -16,7 +16,7 @@ from moecache.cuda._arguments import (
     same_type,
 )
 from moecache.cuda._kinds import kind_of, named
-from moecache.cuda._launches import Launches, Pool, PreparedLaunch, Step
+from moecache.cuda._launches import Launches, Pool, PreparedLaunch, Step, Tiles, tiles_of
 from moecache.cuda._ring import CopyRing
 from moecache.cuda._scratch import Scratch
 from moecache.cuda._steps import TokenSteps
@@ -54,8 +54,9 @@ class CudaExperts:
     what was in the cache, nor on the order in which experts arrived. Up to 4 tokens are computed
     by kernels that stream the weights: in one launch where every expert of the model is resident,
     with nothing that the host waits for, so that a CUDA graph can hold it; else by the same
-    arithmetic, wave by wave. More tokens are grouped by expert and multiplied by cuBLAS, where the
-    experts are plain numbers without biases; else they are computed as few are.
+    arithmetic, wave by wave. More tokens, in bfloat16 or float16, are two launches for all experts
+    of a wave. In float32 they are grouped by expert and multiplied by cuBLAS, where the experts are
+    plain numbers without biases; else they are computed as few are.
 
     Work is issued in the current stream of the calling thread; any number of threads may call.
     A captured graph uses this object's memory for intermediate results: run one at a time, and none
@@ -200,7 +201,11 @@ class CudaExperts:
                     f"of up to {MAX_STREAMED_TOKENS} tokens, once every expert is in its slot and "
                     "one was computed outside"
                 )
-            elif is_small or not self._launches.is_multiplied(kind):
+            elif is_small:
+                self._stream_waves(runtime, step, self._on_host(ids, chosen))
+            elif self._launches.is_grouped(kind):
+                self._group_waves(runtime, step, self._on_host(ids, chosen))
+            elif not self._launches.is_multiplied(kind):
                 self._stream_waves(runtime, step, self._on_host(ids, chosen))
             else:
                 self._multiply_waves(runtime, step, self._on_host(ids, chosen))
@@ -444,6 +449,24 @@ class CudaExperts:
         finally:
             waves.close()
         self._launches.combine_rows(step, rows)
+
+    def _group_waves(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
+        """Compute a step of many tokens wave by wave: all of a wave's experts in two launches."""
+        device, launches = self._device, self._launches
+        h = step.scratch.room("h", step.num_pairs * step.width * step.dtype.itemsize)
+        rows = step.scratch.room("rows", step.num_pairs * step.size * step.dtype.itemsize)
+        waves = runtime.waves(step.layer, ids)
+        try:
+            for wave in waves:
+                found = tiles_of(wave)
+                lists = np.concatenate([found.ravel(), wave.pairs]).astype(np.int32)
+                at = device.locate(self._ring.to_device(lists, step.stream)).address
+                tiles = Tiles(at, len(found), at + found.nbytes)
+                launches.multiply_gate_up(step, tiles, h)
+                launches.multiply_down(step, tiles, h, rows)
+        finally:
+            waves.close()
+        launches.combine(step, rows, 0)
 
     def _multiply_waves(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
         """Compute a step of many tokens wave by wave: the products of one expert after another."""

@@ -1,9 +1,11 @@
 """Missing experts that the CPU computes: its own bits, and nothing is lost when anything fails."""
 
 import gc
+import json
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from moecache.cuda import CpuMisses, CudaExperts
 from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.kernels import SlotKernel
 from moecache.slots import CudaSlots, HostSlots
+from moecache.stores import open_store
 from moecache.stores.memory import MemoryStore
 from tests.helpers.fake_device import FakeDevice
 from tests.test_cuda_experts import (
@@ -196,6 +199,53 @@ def test_gate_and_up_may_be_apart_in_the_file(monkeypatch: pytest.MonkeyPatch) -
             results.append(bits(device, compute(0, x, ids, w)))
             assert split.num_timed == len(np.unique(ids))
     assert np.array_equal(*results)
+
+
+def test_experts_come_from_the_page_cache(tmp_path: Path) -> None:
+    """Where the file has them, at any multiple of 2 bytes; the same bits as from a copy."""
+    size, width, kind = 48, 24, TYPES["bfloat16"]
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight": rng.normal(
+            0, 0.2, (size, width) if name == "down" else (width, size)
+        ).astype(kind)
+        for layer in range(2)
+        for expert in range(4)
+        for name in ("down", "gate", "up")
+    }
+    write_tensors(tmp_path / "experts.safetensors", tensors, shift=2)
+    hidden = rng.normal(size=(1, size)).astype(kind)
+    device = FakeDevice()
+    store = open_store(tmp_path / "experts.safetensors", top_k=1)
+    pool = CudaSlots(store.layout, 2, 1, device)
+    with ExpertRuntime(store, pool, ExpertCache(2, 4, 2)) as runtime:
+        compute, split = divided(runtime)
+        x, one = on(device, hidden, np.ones((1, 1), np.float32))
+        for layer in range(2):
+            for expert in range(4):
+                found = bits(device, compute(layer, x, np.array([[expert]]), one))
+                roles = store.layout.layers[layer]
+                parts = {role.name: np.empty(role.array_shape, role.dtype) for role in roles}
+                store.read_into(layer, expert, parts)
+                row = np.empty((1, size), np.float32)
+                SlotKernel(lambda _, parts=parts: parts, 1).compute(  # type: ignore[misc]
+                    *(hidden, np.zeros(1, np.int32), np.array([0, 1]), np.zeros(1, np.int64)),
+                    *(1, row),
+                )
+                assert np.array_equal(found.view(np.uint8), row.astype(kind).view(np.uint8))
+        assert split.num_timed == 8
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray], *, shift: int) -> None:
+    """Write bfloat16 tensors side by side, so many bytes beside a multiple of 64."""
+    entries, end = {}, 0
+    for name, array in tensors.items():
+        start, end = end, end + array.nbytes
+        entries[name] = {"dtype": "BF16", "shape": array.shape, "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-(8 + len(header)) % 64 + shift)
+    data = b"".join(array.tobytes() for array in tensors.values())
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
 def hold_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

@@ -17,7 +17,7 @@ from moecache.cuda._arguments import (
 )
 from moecache.cuda._cpu import CpuMisses, CpuPart
 from moecache.cuda._kinds import kind_of, named
-from moecache.cuda._launches import Launches, Pool, Step, Tiles, tiles_of
+from moecache.cuda._launches import Launches, Pool, PreparedLaunch, Step, Tiles, tiles_of
 from moecache.cuda._ring import CopyRing
 from moecache.cuda._scratch import Scratch
 from moecache.cuda._steps import TokenSteps
@@ -29,6 +29,7 @@ from moecache.layout import ExpertLayout
 # the weights are enough. With more tokens, cuBLAS multiplies several rows at once.
 MAX_STREAMED_TOKENS = 4
 _CLOSE_TIMEOUT_S = 2.0
+_MAX_PREPARED = 4096  # launches, of some hundred bytes each
 
 
 class _Runtime(Protocol):
@@ -139,6 +140,8 @@ class CudaExperts:
         self._device.prepare(list(dict.fromkeys(names)))
         self._ring = CopyRing(self._device)
         self._tokens: TokenSteps | None = None
+        # Launches of a token's steps, by where their arrays are; and what these were like.
+        self._prepared: dict[tuple[int, ...], tuple[PreparedLaunch, tuple[Any, ...]]] = {}
 
     def __call__(self, layer: int, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Any:
         """Return the output of a layer's routed experts.
@@ -171,6 +174,13 @@ class CudaExperts:
             If a graph is being captured, but not every expert is resident, or nothing was computed
             in this stream before.
         """
+        if out is not None and self._tokens is not None:
+            prepared = self._prepared_before(self._tokens, layer, (hidden, ids, weights, out))
+            if prepared is not None:
+                with self._left:
+                    self._check_open()
+                    self._launches.start(*prepared)
+                return out
         runtime, device = self._alive(), self._device
         self._layout.check(layer)
         kind = self._kinds[layer]
@@ -197,7 +207,9 @@ class CudaExperts:
         try:
             step = Step(layer, x, w, target, num_tokens, top_k, kind, scratch)
             if self._tokens is not None and self._tokens.is_open:
-                self._take_step(runtime, self._tokens, step, ids, chosen)
+                launch = self._take_step(runtime, self._tokens, step, ids, chosen)
+                if launch is not None and not capturing:
+                    self._keep(launch, layer, (x, device.locate(ids), w, target))
                 return out
             is_small = num_tokens <= MAX_STREAMED_TOKENS
             if self.cpu is not None and not is_small:
@@ -318,9 +330,19 @@ class CudaExperts:
                 self._inside -= 1
                 self._left.notify_all()
 
-    def _begin_call(self) -> None:
+    def _keep(self, launch: PreparedLaunch, layer: int, arrays: tuple[DeviceArray, ...]) -> None:
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        forms = [part for array in arrays for part in (array.shape, array.dtype)]
+        key = (layer, *(array.address for array in arrays))
+        self._prepared[key] = launch, tuple(forms)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise MoeCacheError("the runtime is closed")
+
+    def _begin_call(self) -> None:
+        self._check_open()
         self._inside += 1
 
     def _take_step(
@@ -330,18 +352,41 @@ class CudaExperts:
         step: Step,
         ids: Any,
         chosen: "np.ndarray | DeviceArray",
-    ) -> None:
-        """Issue a step of the open token."""
+    ) -> PreparedLaunch | None:
+        """Issue a step of the open token; return its launch, if the same arrays give it again."""
         capturing = not step.scratch.grows
         if not tokens.takes(runtime, step, capturing=capturing):
             if tokens.wait_before_waves(runtime, step.layer):
                 self._stream_waves(runtime, step, self._on_host(ids, chosen))
-            return
+            return None
         found = self._on_device(chosen, step, capturing=capturing)
         memory = tokens.memory
-        self._launches.decode(
+        launch = self._launches.decode(
             step, found, memory.row(step.layer), self._layout.num_experts, memory=memory
         )
+        return None if isinstance(chosen, np.ndarray) else launch
+
+    def _prepared_before(
+        self, tokens: TokenSteps, layer: int, given: tuple[Any, ...]
+    ) -> tuple[PreparedLaunch, Stream] | None:
+        """Return the launch of a token's step that had the same arrays before, and its stream."""
+        device = self._device
+        stream = device.current_stream()
+        if not tokens.is_plain(layer, stream):
+            return None
+        if isinstance(given[1], (list, tuple)) or device.is_on_host(given[1]):
+            return None
+        # Spelled out: this is what a step costs the host.
+        locate = device.locate
+        x, ids, weights, out = given
+        x, ids, weights, out = locate(x), locate(ids), locate(weights), locate(out)
+        known = self._prepared.get((layer, x.address, ids.address, weights.address, out.address))
+        if known is None or known[1] != (
+            *(x.shape, x.dtype, ids.shape, ids.dtype),
+            *(weights.shape, weights.dtype, out.shape, out.dtype),
+        ):
+            return None
+        return known[0], stream
 
     def _on_device(
         self, ids: "np.ndarray | DeviceArray", step: Step, *, capturing: bool

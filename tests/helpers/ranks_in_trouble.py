@@ -1,5 +1,7 @@
 """What the processes of tests/test_ranks_faults.py do."""
 
+import atexit
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,11 @@ def trouble(path: Path, other: Path, rank: int) -> dict[str, str]:
         "checkpoint": said(lambda: load(other if is_second else path)),
         "not there": said(lambda: load(path / "none" if is_second else path)),
     }
+    # One rank takes longer to begin than a step may.
+    time.sleep(3 if is_second else 0)
+    with load_in_slots(path, expert_parallel=True, rank_timeout_s=2).moecache:
+        pass
+    found["forked"] = str(_ends_well())
     model = load(path)
     runtime = model.moecache.runtime
     with torch.no_grad():
@@ -60,6 +67,37 @@ def trouble(path: Path, other: Path, rank: int) -> dict[str, str]:
         with torch.no_grad():
             found["closed"] = said(lambda: model(prompt()))
         found["seconds"] = str(time.monotonic() - began)
+    return found
+
+
+def _ends_well() -> int:
+    """Return how a process ends that was forked from this one, and does all that an end has."""
+    child = os.fork()
+    if not child:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def in_a_mesh(path: Path, expected: Path, rank: int) -> list[str]:
+    """Return what is wrong where each of two groups of two has the model, twice each."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "experts"))["experts"]
+    wanted = torch.load(expected)
+    found = []
+    for _ in range(2):
+        # The groups are not there at the same time.
+        time.sleep(0.5 * (rank // 2))
+        model = load_in_slots(path, expert_parallel=mesh, rank_timeout_s=20)
+        with model.moecache as offload, torch.no_grad():
+            member = (offload.ranks.rank, offload.ranks.num_ranks)
+            if member != (rank % 2, 2):
+                found.append(f"rank {rank} is {member}")
+            # Each group has tokens of its own.
+            if not torch.equal(model(prompt() + rank // 2).logits, wanted[rank // 2]):
+                found.append(f"rank {rank} computed something else")
     return found
 
 

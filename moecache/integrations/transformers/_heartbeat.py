@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 BEAT_S = 0.5
-# A rank whose beats stop for so long is gone, or its process is stopped.
+# Once an exchange has failed: a rank whose beats stop for so long is gone, or its process stopped.
 SILENT_S = 3.0
 
 
@@ -34,7 +34,8 @@ class Heartbeat:
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
         self._count = 0
-        self._seen: dict[int, int] = {}
+        # Of each rank: its beats, and when they were seen to change.
+        self._seen: dict[int, tuple[int, float]] = {}
         self._gone: list[int] = []
         self._progress = 0
         self._end = threading.Event()
@@ -92,11 +93,28 @@ class Heartbeat:
                     return
                 time.sleep(BEAT_S / 10)
 
-    def is_gone(self, rank: int) -> bool:
-        """Return whether a rank has ended, or its beats stopped since the last call."""
-        count, _, why = self._read()[rank]
-        before, self._seen[rank] = self._seen.get(rank), count
-        return bool(why) or count == before
+    def missing(self, silent_s: float) -> str:
+        """Return a sentence about ranks that have ended, or were silent for so long, or "".
+
+        Silence is measured between calls of this method.
+        """
+        found, now = self._read(), time.monotonic()
+        silent = []
+        for rank, (count, _, why) in enumerate(found):
+            if rank == self._rank:
+                continue
+            if why:
+                return f"rank {rank}: {why}"
+            before, since = self._seen.get(rank, (-1, now))
+            if count != before:
+                since = now
+            self._seen[rank] = (count, since)
+            if now - since > silent_s:
+                silent.append(rank)
+        if not silent:
+            return ""
+        self._gone = silent
+        return f"{_ranks(silent)} gone, or its process is stopped: no sign of life"
 
     def diagnose(self, within_s: float) -> str:
         """Return a sentence about the ranks that are to blame if others wait in vain.
@@ -125,7 +143,10 @@ class Heartbeat:
             return f"{_ranks(gone)} gone, or its process is stopped: no sign of life"
         least = min(found[rank][1] for rank in others)
         late = [rank for rank in others if found[rank][1] == least]
-        return f"{_ranks(late)} alive, but did not come as far as this one"
+        return (
+            f"{_ranks(late)} alive, but did not come as far as this one; call the model on every "
+            "rank, as often and with the same"
+        )
 
     def _read(self) -> list[tuple[int, int, str]]:
         """Return (beats, exchanges, why it ended) of each rank."""
@@ -143,10 +164,9 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._end.wait(BEAT_S):
-            try:
+            # Without the store the next exchange fails, and asks. It may have been slow once.
+            with contextlib.suppress(RuntimeError, OSError):
                 self._beat("")
-            except (RuntimeError, OSError):
-                return  # the next exchange fails, and asks
 
 
 def _connection(store: Any) -> Any:

@@ -22,11 +22,12 @@ from moecache.integrations.transformers._fast import check_compute
 from moecache.integrations.transformers._gguf import (
     find_model_config,
 )
+from moecache.integrations.transformers._joining import join, local_device
 from moecache.integrations.transformers._kernels import check_on_device
 from moecache.integrations.transformers._offload import Offload
 from moecache.integrations.transformers._parallel import facts_of
 from moecache.integrations.transformers._quantizer import MoeCacheConfig
-from moecache.integrations.transformers._ranks import Ranks, join, local_device
+from moecache.integrations.transformers._ranks import Ranks
 from moecache.integrations.transformers._slots import device_of
 from moecache.prefault.mappings import read_mappings, split
 from moecache.prefault.sweep import Progress

@@ -1,8 +1,6 @@
 """Ranks: the processes that a model's experts are spread over, as torch.distributed knows them."""
 
-import atexit
-import contextlib
-import itertools
+import json
 import threading
 import time
 import zlib
@@ -10,20 +8,19 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.integrations.transformers._experts import NotCopied
+from moecache.integrations.transformers._groups import let_go, make_groups
 from moecache.integrations.transformers._heartbeat import SILENT_S, Heartbeat
 from moecache.layout import ExpertLayout
 from moecache.ranks import Placement, Share
-from moecache.settings import launched_ranks
 
-DEFAULT_TIMEOUT_S = 60.0
-# The n-th model that is spread is the n-th on every rank.
-_NUMBERS = itertools.count()
+# One that waits for an order looks for ranks that are gone so often.
+LOOK_S = 2.0
 
 
 class Stopped(Exception):  # noqa: N818 - no error: what was asked for
@@ -69,18 +66,8 @@ class Ranks(NotCopied):
         self._broken = ""
         self._closed = False
         self._lock = threading.Lock()
-        members = dist.get_process_group_ranks(group)
-        # Groups of our own: no other collective comes between, and time-outs are ours.
-        limit = timedelta(seconds=timeout_s)
-        self._control = dist.new_group(members, timeout=limit, backend="gloo")
-        self.group = self._control
-        if device.type == "cuda" and "nccl" in str(dist.get_backend(group)):
-            self.group = dist.new_group(members, timeout=limit, backend="nccl")
+        name, self._control, self.group = make_groups(group, timeout_s, device)
         self.is_on_host = self.group is self._control
-        # A store may outlive processes, and have what earlier ones left there.
-        number = torch.randint(2**62, (1,))
-        dist.broadcast(number, group_src=0, group=self._control)
-        name = f"{next(_NUMBERS)}/{int(number)}"
         store = dist.distributed_c10d._get_default_store()
         self._heartbeat = Heartbeat(store, name, self.rank, self.num_ranks)
 
@@ -107,6 +94,8 @@ class Ranks(NotCopied):
         """
         self._compared = True
         found = self.gather(dict(facts), "while the ranks were compared")
+        # All are there: from now on it is a step that is waited for.
+        self._control._set_default_timeout(timedelta(seconds=self.timeout_s))
         failed = [
             f"rank {rank}: {one['failed']}" for rank, one in enumerate(found) if "failed" in one
         ]
@@ -122,13 +111,25 @@ class Ranks(NotCopied):
                     )
 
     def gather(self, value: object, when: str = "for the others' figures") -> list[Any]:
-        """Return what each rank gave, on every rank; waits for all of them."""
+        """Return what each rank gave, of what JSON has, on every rank; waits for all of them."""
         self.check()
-        found: list[Any] = [None] * self.num_ranks
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         try:
-            dist.all_gather_object(found, value, group=self._control)
+            sizes = self._gathered(torch.tensor([len(text)]))
+            mine = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+            mine[: len(text)] = torch.from_numpy(text.copy())
+            found = self._gathered(mine)
         except RuntimeError as error:
             raise self.lost(when, error) from error
+        return [
+            json.loads(one[: int(size)].numpy().tobytes())
+            for one, size in zip(found, sizes, strict=True)
+        ]
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return a tensor of each rank, all of one size and on the host."""
+        found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        self._control.allgather([found], [mine]).wait()
         return found
 
     def fail(self, error: BaseException) -> None:
@@ -154,9 +155,8 @@ class Ranks(NotCopied):
         self.check()
         digest = zlib.crc32(tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         mine = torch.tensor([digest, tokens.numel(), num_held, int(self.stop_wanted())])
-        found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         try:
-            dist.all_gather(found, mine, group=self._control)
+            found = self._gathered(mine)
         except RuntimeError as error:
             raise self.lost("before a forward", error) from error
         for rank, theirs in enumerate(found):
@@ -193,7 +193,7 @@ class Ranks(NotCopied):
     def begin_gather(self, found: list[torch.Tensor], mine: torch.Tensor) -> Any:
         """Begin to gather a small tensor of each rank; return what can be waited for."""
         try:
-            return dist.all_gather(found, mine, group=self.group, async_op=True)
+            return self.group.allgather([found], [mine])
         except RuntimeError as error:
             raise self.lost("to say which rows come first", error) from error
 
@@ -242,23 +242,35 @@ class Ranks(NotCopied):
             now = time.monotonic()
             if found is not None:
                 return found
-            if now - looked > SILENT_S:
+            if now - looked > LOOK_S:
                 looked = now
-                if self._heartbeat.is_gone(0):
-                    raise self.lost("for what to do next")
+                self.look("for what to do next")
             # An order's answer takes longer; one that waits for hours takes little of a core.
             time.sleep(min(0.05, 0.002 + (now - began) / 20))
+
+    def look(self, when: str = "for something to do") -> None:
+        """Raise MoeCacheError if a rank has ended, or gave no sign of life for `timeout_s`.
+
+        To be called every few seconds, by one thread at a time.
+        """
+        self.check()
+        try:
+            who = self._heartbeat.missing(self.timeout_s)
+        except (RuntimeError, OSError) as error:
+            raise self.lost(when, error) from error
+        if who:
+            raise self.lost(when, who=who)
 
     def note(self) -> None:
         """Count an exchange that this rank has come to."""
         self.num_exchanges += 1
         self._heartbeat.note(self.num_exchanges)
 
-    def lost(self, when: str, error: BaseException | None = None) -> MoeCacheError:
+    def lost(self, when: str, error: BaseException | None = None, who: str = "") -> MoeCacheError:
         """Return the error of a rank that did not answer; nothing is exchanged from now on."""
         with self._lock:
             if not self._broken:
-                who = self._heartbeat.diagnose(SILENT_S)
+                who = who or self._heartbeat.diagnose(SILENT_S)
                 self._broken = f"rank {self.rank} waited in vain {when}: {who}"
                 self._heartbeat.end(f"stopped, as {who}")
                 if self.rank == 0:
@@ -284,10 +296,9 @@ class Ranks(NotCopied):
 
         They end with the last reference to the groups: no frame may have one.
         """
-        for group in {self.group, self._control}:
-            with contextlib.suppress(ValueError, RuntimeError):
-                dist.destroy_process_group(group)
+        groups = [self.group, self._control]
         del self.group, self._control
+        let_go(groups)
 
     def __enter__(self) -> Self:
         """Return this."""
@@ -299,81 +310,7 @@ class Ranks(NotCopied):
             self.fail(error)
 
 
-def join(chosen: Any, device: torch.device, timeout_s: float | None) -> Ranks:
-    """Return this process's part in the ranks that `expert_parallel` names.
-
-    Parameters
-    ----------
-    chosen : True or DeviceMesh
-        All processes that torchrun started, or those of a mesh of one dimension.
-    device : torch.device
-    timeout_s : float, optional
-
-    Raises
-    ------
-    ConfigError
-        If it is neither, or this process was not started as one of several.
-    """
-    timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise ConfigError(f"rank_timeout_s must be a number of seconds, got {timeout_s!r}")
-    if not dist.is_available():
-        raise ConfigError("this torch was built without torch.distributed; install another")
-    if chosen is True:
-        _begin(device, timeout_s)
-        return _member(dist.group.WORLD, timeout_s, device)
-    if not isinstance(chosen, DeviceMesh):
-        raise ConfigError(f"expert_parallel must be True or a DeviceMesh, got {chosen!r:.100}")
-    if chosen.ndim != 1:
-        raise ConfigError(
-            f"expert_parallel takes a mesh of one dimension, got {chosen.ndim}; give mesh[name]"
-        )
-    return _member(chosen.get_group(), timeout_s, device)
-
-
-def _member(group: Any, timeout_s: float, device: torch.device) -> Ranks:
-    try:
-        return Ranks(group, timeout_s, device)
-    except RuntimeError as error:
-        raise MoeCacheError(
-            "a rank went away before all of them had found each other "
-            f"({str(error).splitlines()[0]:.200}); start all ranks again"
-        ) from error
-
-
-def _begin(device: torch.device, timeout_s: float) -> None:
-    """Initialize torch.distributed, if the host has not."""
-    if dist.is_initialized():
-        return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    except ValueError as error:
-        raise ConfigError(
-            "expert_parallel=True needs several processes that know of each other: start the "
-            "program with torchrun --nproc-per-node 2 (or set RANK, WORLD_SIZE, MASTER_ADDR and "
-            f"MASTER_PORT) ({str(error).splitlines()[0]:.200})"
-        ) from error
-    except RuntimeError as error:
-        raise MoeCacheError(
-            f"the ranks did not find each other: {str(error).splitlines()[0]:.300}; check that "
-            "all were started, and reach MASTER_ADDR"
-        ) from error
-    atexit.register(_end)
-
-
-def _end() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _told(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
     return f"it failed: {type(error).__name__}: {error!s:.500}"
-
-
-def local_device(device: str) -> str:
-    """Return the GPU of this process where each has its own."""
-    rank = launched_ranks().local_rank if device == "cuda" else None
-    return device if rank is None else f"cuda:{rank}"

@@ -8,7 +8,7 @@ from moecache.cuda._arguments import ids_kind
 from moecache.cuda._kinds import ExpertKind
 from moecache.cuda._scratch import Scratch
 from moecache.cuda._token_memory import TokenMemory
-from moecache.cuda.device import Device, DeviceArray, Product
+from moecache.cuda.device import Device, DeviceArray, Product, Stream
 from moecache.errors import ConfigError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu", "clamped_silu")
@@ -37,6 +37,14 @@ class Pool(Protocol):
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return a copy in host memory."""
+
+
+class PreparedLaunch(NamedTuple):
+    """A kernel, the blocks to start, and its arguments."""
+
+    kernel: str
+    num_blocks: int
+    arguments: tuple[np.generic, ...]
 
 
 class Step:
@@ -151,7 +159,7 @@ class Launches:
         num_ids: int,
         *,
         memory: TokenMemory | None = None,
-    ) -> None:
+    ) -> PreparedLaunch:
         """Compute a step in one launch; `table` has the slot of each id.
 
         With `memory` it is a token's: it runs if its gate is open.
@@ -160,10 +168,7 @@ class Launches:
         h = scratch.room("h", step.num_pairs * step.width * 4)
         barrier = scratch.room("barrier", 8)
         work = max(step.num_pairs * step.width, step.num_tokens * step.size)
-        self._launch(
-            "decode",
-            step,
-            min(self._device.max_resident_blocks, -(-work // _WARPS)),
+        arguments: tuple[np.generic, ...] = (
             np.uint64(step.x.address),
             np.uint64(ids.address),
             np.int32(ids_kind(ids.dtype)),
@@ -184,8 +189,15 @@ class Launches:
             np.uint64(step.out.address),
             np.uint64(barrier),
             np.uint64(0 if memory is None else memory.gate(step.layer)),
-            cooperative=True,
         )
+        blocks = min(self._device.max_resident_blocks, -(-work // _WARPS))
+        launch = PreparedLaunch(step.kind.kernel("decode"), blocks, arguments)
+        self.start(launch, step.stream)
+        return launch
+
+    def start(self, launch: PreparedLaunch, stream: Stream) -> None:
+        """Start `decode` as it was prepared."""
+        self._device.launch(*launch, stream, cooperative=True)
 
     def gate_up(self, step: Step, pair_slots: int, pairs: int, count: int, h: int) -> None:
         """Compute h of some pairs, whose slots are at an address."""
@@ -302,10 +314,8 @@ class Launches:
         step: Step,
         num_blocks: int,
         *arguments: np.generic,
-        cooperative: bool = False,
     ) -> None:
-        kernel = step.kind.kernel(name)
-        self._device.launch(kernel, num_blocks, arguments, step.stream, cooperative=cooperative)
+        self._device.launch(step.kind.kernel(name), num_blocks, arguments, step.stream)
 
     def _biases(self, step: Step, *roles: str) -> tuple[np.generic, ...]:
         kind = step.kind.bias_kind

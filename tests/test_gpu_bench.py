@@ -241,7 +241,8 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the figures of a small stack with slots for all, nine in ten and half."""
     directory = tmp_path_factory.mktemp("resident")
     options = ["--runs", "2", "--tokens", "2", "--copy-bytes", "64KiB"]
-    options += ["--trace", str(directory / "none"), "--json", str(directory / "figures")]
+    Trace(make_trace(), num_experts=SIZE.num_experts).save(directory / "trace.npz")
+    options += ["--trace", str(directory / "trace.npz"), "--json", str(directory / "figures")]
     device = FakeDevice()
     gpu_resident.main(options, device, size=SIZE)
     assert (device.used_bytes, device.pinned_bytes, device.num_streams) == (0, 0, 0)

@@ -171,8 +171,8 @@ class CudaExperts:
         ValueError
             If the layer or an id is out of range.
         MoeCacheError
-            If a graph is being captured, but not every expert is resident, or nothing was computed
-            in this stream before.
+            If a graph is being captured outside of `begin_token` and `end_token`, but not every
+            expert is resident, or nothing was computed in this stream before.
         """
         if out is not None and self._starts_again(layer, (hidden, ids, weights, out)):
             return out
@@ -215,7 +215,7 @@ class CudaExperts:
                 raise MoeCacheError(
                     "a graph of this step would hold what happened to be resident: capture steps "
                     f"of up to {MAX_STREAMED_TOKENS} tokens, once every expert is in its slot and "
-                    "one was computed outside"
+                    "one was computed outside, or between begin_token and end_token"
                 )
             elif is_small and self.cpu is not None:
                 self._divide_waves(runtime, self.cpu, step, self._on_host(ids, chosen))

@@ -1,6 +1,7 @@
 """Steps of a token that the device takes itself: the same bits, and the host waits for nothing."""
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -402,3 +403,33 @@ def test_a_lost_device_is_an_error_and_thaws(wanted: list[np.ndarray]) -> None:
     assert runtime.cache.evicts
     with pytest.raises(MoeCacheError, match="lost"):
         runtime.close()
+
+
+@pytest.mark.parametrize("seed", range(num_examples(6)))
+def test_a_runtime_may_be_closed_beside_tokens(seed: int) -> None:
+    """By another thread, at any moment: the loop is told, and nothing stays."""
+    device = FakeDevice(eager=bool(seed % 2), seed=seed)
+    runtime = make_runtime(device, 7)
+    model = Model(runtime)
+    begun, others = threading.Event(), []
+
+    def work() -> None:
+        try:
+            for turn in range(10_000):
+                model.token(TOKENS[turn % len(TOKENS)])
+                begun.set()
+        except MoeCacheError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - the test shows it
+            others.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(30)
+    time.sleep(0.003 * seed)
+    runtime.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    device.run()
+    assert not others
+    assert device.used_bytes == device.pinned_bytes == device.num_events == 0

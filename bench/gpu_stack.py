@@ -240,6 +240,11 @@ class Decoder:
             for layer in range(size.num_layers)
         ]
 
+    @property
+    def num_stalls(self) -> int:
+        """How often steps waited for experts."""
+        return self.runtime.stats().num_stalls
+
     def step(self, token: int) -> None:
         """Compute a token; may return before it is done."""
         self.bring_in(token)
@@ -257,6 +262,12 @@ class Decoder:
         experts = self.runtime.on_device(**self._inputs.size.gate)
         for layer, (ids, weights, out) in enumerate(self._layers):
             experts(layer, self._hidden, ids, weights, out=out)
+
+    def host_ns(self) -> int:
+        """Compute as `compute` does; return what the host takes for it."""
+        start = time.perf_counter_ns()
+        self.compute()
+        return time.perf_counter_ns() - start
 
     def finish(self) -> None:
         """Wait until all is computed."""
@@ -278,12 +289,12 @@ class Decoder:
 
 
 class GraphDecoder(Decoder):
-    """A decoder whose layers are one graph; see `Decoder`.
+    """A decoder whose layers are one graph that the host begins; see `Decoder`.
 
     Raises
     ------
     MoeCacheError
-        If a graph cannot hold the layers, as not every expert is resident.
+        If not every expert is resident: `bench.gpu_tokens` has the decoder for that.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def _blames(error: str, victim: int) -> bool:
     store = r"rank 0 or the launcher, which kept the ranks' store, is gone \(.*\)"
     gone = rf"rank {victim} is gone, or its process is stopped: no sign of life"
     told = rf"(rank \d: stopped, as )*({gone}{'|' + store if victim == 0 else ''})"
-    return re.match(rf"rank \d waited in vain [^:;]*: {told};", error) is not None
+    return re.match(rf"(MoeCacheError: )?rank \d waited in vain [^:;]*: {told};", error) is not None
 
 
 @pytest.mark.parametrize(

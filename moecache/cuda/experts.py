@@ -39,6 +39,8 @@ class _Runtime(Protocol):
     def cache(self) -> Any: ...
     def waves(self, layer: int, ids: np.ndarray) -> Generator[Any, None, None]: ...
     def begin_resident_step(self, *, look: bool = True) -> bool: ...
+    @property
+    def is_frozen(self) -> bool: ...
     def freeze(self) -> None: ...
     def thaw(self) -> None: ...
     def count_hits(self, first: int, ids: np.ndarray) -> None: ...
@@ -261,12 +263,16 @@ class CudaExperts:
             self._closed = True
             self._left.wait_for(lambda: not self._inside, _CLOSE_TIMEOUT_S)
             free, self._free = self._free, {}
+            is_busy = self._inside > 0
         with contextlib.ExitStack() as stack:
             stack.callback(self._ring.close)
             for scratch in itertools.chain.from_iterable(free.values()):
                 stack.callback(scratch.close)
             if self._tokens is not None:
-                stack.callback(self._tokens.close, self._runtime())
+                if is_busy:  # the last call frees it
+                    self._tokens.stop()
+                else:
+                    stack.callback(self._tokens.close, self._runtime())
         self._table = self._slot_numbers = None
 
     def _alive(self) -> _Runtime:
@@ -284,14 +290,20 @@ class CudaExperts:
         try:
             yield runtime
         finally:
-            with self._left:
-                self._inside -= 1
-                self._left.notify_all()
+            self._end_call()
 
     def _begin_call(self) -> None:
         if self._closed:
             raise MoeCacheError("the runtime is closed")
         self._inside += 1
+
+    def _end_call(self) -> None:
+        with self._left:
+            self._inside -= 1
+            is_last = self._closed and not self._inside
+            self._left.notify_all()
+        if is_last and self._tokens is not None:
+            self._tokens.close(self._runtime())
 
     def _take_step(
         self,
@@ -337,12 +349,14 @@ class CudaExperts:
 
     def _leave(self, scratch: "Scratch") -> None:
         with self._left:
-            self._inside -= 1
-            if not self._closed:
+            is_kept = not self._closed
+            if is_kept:
                 self._free.setdefault(scratch.stream.pointer, []).append(scratch)
-            self._left.notify_all()
-        if self._closed:
-            scratch.close()
+        try:
+            if not is_kept:
+                scratch.close()
+        finally:
+            self._end_call()
 
     def _launch_resident(
         self, runtime: _Runtime, step: Step, ids: "np.ndarray | DeviceArray"

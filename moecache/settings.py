@@ -365,6 +365,21 @@ OPTIONS = {
 }
 
 
+def ranks_environ(number: int) -> dict[str, str]:
+    """Return the environment of a child that is this process's rank in another group of ranks.
+
+    Parameters
+    ----------
+    number : int
+        Of the group: the same on all ranks, another for each.
+    """
+    # The store of torchrun, which outlives the child, or one that rank 0's child makes.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}
+    port = os.environ.get("MASTER_PORT", "")
+    return {**os.environ, "MASTER_PORT": str(int(port) + number) if port.isdigit() else port}
+
+
 class Launched(NamedTuple):
     """What torchrun, or whoever started several processes, told this one; `None`: nothing."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from moecache import cli
 from moecache.commands.ranks import rank_table
-from moecache.settings import launched_ranks
+from moecache.settings import launched_ranks, ranks_environ
 from tests.helpers import ranks
 from tests.helpers.serving import write_chat_model
 
@@ -103,6 +103,8 @@ def test_what_is_for_several_processes_is_refused_in_one(
     assert "--rank-timeout is for several processes" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["bench", str(tiny_moe), "--compare"]) == 2
+    assert "--compare is for one process" in capsys.readouterr().err
     assert cli.main(["chat", str(tiny_moe)]) == 2
     assert "chat is for one process" in capsys.readouterr().err
 
@@ -112,6 +114,16 @@ def test_a_process_is_told_which_of_how_many_it_is() -> None:
     told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}
     assert launched_ranks(told) == (1, 2, None)
     assert launched_ranks({}) == (None, None, None)
+
+
+def test_each_run_of_a_benchmark_is_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torchrun's own store, or by one at the next port."""
+    monkeypatch.setenv("MASTER_PORT", "4000")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert ranks_environ(3)["MASTER_PORT"] == "4003"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    found = ranks_environ(3)
+    assert (found["MASTER_PORT"], found["TORCHELASTIC_RESTART_COUNT"]) == ("4000", "3")
 
 
 def test_a_table_has_a_row_per_rank_and_their_sum() -> None:

@@ -33,6 +33,27 @@ def test_registers_suffice(kernel: str, arch: int) -> None:
     assert max(one.registers for one in found.values()) <= MOST_REGISTERS
 
 
+@pytest.mark.parametrize(
+    ("kernel", "arch"),
+    [("multiply_down_bf16", 90), ("multiply_down_f16|mxfp4|q4_k|1", 80)],
+)
+def test_products_leave_room_for_two_blocks(kernel: str, arch: int) -> None:
+    """Of 256 threads, without spills."""
+    found, _ = compiled(kernel, arch)
+    assert found.keys() == {"multiply_gate_up", "multiply_down"}
+    assert not any(one.spilled_bytes for one in found.values())
+    assert max(one.registers for one in found.values()) <= 128
+
+
+@disassembled
+def test_products_are_those_of_tensor_cores() -> None:
+    """A unit of 32 columns: two halves, times two sets, times two by two parts of a warp's rows."""
+    code = instructions("multiply_down_bf16", 90)
+    assert sum(name.startswith("HMMA.16816.F32.BF16") for name in code) >= 16
+    assert any(name.startswith("LDG") and name.endswith("128") for name in code)
+    assert any(name.startswith("STS.128") for name in code)
+
+
 @disassembled
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_loads_are_of_128_bits_and_eight_are_under_way(arch: int) -> None:

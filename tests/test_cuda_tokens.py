@@ -212,6 +212,29 @@ def test_ids_of_the_host_are_checked() -> None:
         assert np.array_equal(out, device.to_host(model.compute(0, x, [[0, 1]], weights)))
 
 
+def test_other_arrays_in_the_same_places_are_other_steps() -> None:
+    """A launch is issued again for the same places, shapes and types alone."""
+    device = FakeDevice()
+    with make_runtime(device, ALL) as runtime:
+        runtime.fill_slots().wait()
+        model = Model(runtime)
+        wide = model.ids[0]
+        wide[...] = [[3, 1]]
+        narrow = wide.view(np.int32)[:, :2]  # expert 3, and 0 in the upper half
+        x, weights, out = model.hidden[0], model.weights[0], model.out[0]
+        x[...] = 1
+        weights[...] = 1
+        wanted = [np.array(model.compute(0, x, ids, weights)) for ids in (wide, narrow)]
+        assert not np.array_equal(*wanted)
+        model.compute.begin_token()
+        assert model.compute.end_token() is None
+        model.compute.begin_token()
+        for _ in range(2):
+            for ids, one in zip((wide, narrow), wanted, strict=True):
+                assert np.array_equal(model.compute(0, x, ids, weights, out=out), one)
+        assert model.compute.end_token() is None
+
+
 def test_what_is_no_token_is_refused() -> None:
     """Each with what to do."""
     device = FakeDevice()
@@ -365,8 +388,8 @@ def test_any_call_of_the_device_may_fail(wanted: list[np.ndarray], eager: bool) 
         assert device.used_bytes == device.pinned_bytes == device.num_events == 0, number
         if not hit:
             break
-        number += 1 if number < 40 else 9
-    assert failed > 25
+        number += 1 if number < 16 else 13
+    assert failed > 14
 
 
 def test_a_lost_device_is_an_error_and_thaws(wanted: list[np.ndarray]) -> None:

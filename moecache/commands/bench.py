@@ -33,6 +33,7 @@ from moecache.commands.contestants import Contestant, chosen, differing, run_pro
 from moecache.commands.generate import add_model_options
 from moecache.commands.machine import describe_facts, machine_facts
 from moecache.commands.paths import map_file
+from moecache.commands.ranks import num_ranks, rank
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.files import Kind, write_whole
 from moecache.kernels import default_compute
@@ -57,7 +58,8 @@ def add_parser(commands: Any) -> None:
         "generates (decode) with its experts in several amounts of memory and under several "
         "policies. Every run is a process of its own, and runs of different kinds take turns; "
         "medians are shown. All that multiply alike must generate the same tokens, else the exit "
-        "code is 1. Needs pip install 'moecache[transformers]'.",
+        "code is 1. Under torchrun the experts are spread over its processes. Needs pip install "
+        "'moecache[transformers]'.",
         epilog="examples: moecache bench ./OLMoE-1B-7B | "
         "moecache bench ./Qwen3-30B-A3B --memories 4GiB,8GiB --policies echo,lru --sample | "
         "moecache bench ./Qwen3-30B-A3B --compare --cold --json figures.json",
@@ -121,11 +123,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Run everything in turn, show the table; return the exit code."""
     memories, policies, compute = _check(arguments)
     check_model(arguments.model)
+    if arguments.compare and num_ranks() > 1:
+        raise ConfigError("--compare is for one process; leave it out under torchrun")
     if arguments.compare and importlib.util.find_spec("accelerate") is None:
         raise MissingDependencyError(
             "--compare needs accelerate; install it with: pip install 'moecache[transformers]'"
         )
-    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    console = Console(
+        stderr=True, quiet=rank() > 0, highlight=False, soft_wrap=True, markup=False, emoji=False
+    )
     facts = machine_facts("torch", "transformers", *(("accelerate",) * arguments.compare))
     console.print(describe_facts(facts), style="dim")
     task: dict[str, Any] = {
@@ -133,6 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name in ("model", "prompt_tokens", "new_tokens", "warm_up", "sample", "seed")
     }
     task |= {name: getattr(arguments, name) for name in ("threads", "dtype", "cold", "verbose")}
+    task["ranks"] = num_ranks()
     with console.status("looking at the model"):
         task |= run_process({**task, "kind": "prepare"})
     files = [Path(file) for file in task["files"]]
@@ -153,16 +160,17 @@ def run(arguments: argparse.Namespace) -> int:
         style="dim",
     )
     others = differing(contestants)
-    if arguments.json:
+    if arguments.json and rank() == 0:
         found = _figures(task, facts, contestants, same=not others)
         text = json.dumps(found, indent=1, allow_nan=False) + "\n"
         write_whole(arguments.json, text.encode(), _JSON_FILE, force=arguments.force)
-    print_bench(
-        Console(highlight=False, markup=False, emoji=False), contestants, compare=arguments.compare
-    )
+    table = Console(quiet=rank() > 0, highlight=False, markup=False, emoji=False)
+    print_bench(table, contestants, compare=arguments.compare)
     for contestant in contestants:
         if contestant.over:
             console.print(f"{contestant.name}: {contestant.left_out or contestant.error}")
+        elif task["ranks"] > 1:
+            console.print(f"{contestant.name}, rank by rank: {_by_rank(contestant)}")
     if others:
         raise MoeCacheError(
             f"other tokens than {next(one.name for one in contestants if one.runs)} were "
@@ -239,6 +247,18 @@ def _usual_compute(model: str) -> str:
         return "torch"
     with open_store(model) as store:
         return default_compute(store.layout)
+
+
+def _by_rank(contestant: Contestant) -> str:
+    """Return what each rank did in the last run, and all of them together."""
+    found = contestant.runs[-1]["ranks"]
+    parts = [
+        f"{number}: {one['slots']} slots, hit rate {one['hit_rate']:.1%}, "
+        f"{format_bytes(round(one['bytes_per_token']))} read per token"
+        for number, one in enumerate(found)
+    ]
+    slots, read = (sum(one[name] for one in found) for name in ("slots", "bytes_per_token"))
+    return f"{'; '.join(parts)}; all: {slots} slots, {format_bytes(round(read))}"
 
 
 def _figures(

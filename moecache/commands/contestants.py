@@ -1,6 +1,7 @@
 """What `moecache bench` compares, each run in a process of its own."""
 
 import contextlib
+import itertools
 import json
 import signal
 import statistics
@@ -12,7 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.settings import ranks_environ
 
+# Runs so far: the n-th is the n-th on all ranks.
+_GROUPS = itertools.count(1)
 _MODULE = "moecache.integrations.transformers._contestant"
 # Figures of which the median over all runs is shown.
 _FIGURES = (
@@ -64,7 +68,8 @@ class Contestant:
     def run(self, task: dict[str, Any]) -> None:
         """Run it once more, with the task that all contestants share."""
         try:
-            found = run_process({**task, **self.task})
+            group = next(_GROUPS) if task.get("ranks", 1) > 1 else None
+            found = run_process({**task, **self.task}, group)
         except MoeCacheError as error:
             if isinstance(error, ConfigError) and "cannot be computed with compute=" in str(error):
                 # No kernel for this model's experts, or none of that kind.
@@ -145,8 +150,10 @@ def differing(contestants: list[Contestant]) -> list[str]:
     return names
 
 
-def run_process(task: dict[str, Any]) -> dict[str, Any]:
+def run_process(task: dict[str, Any], group: int | None = None) -> dict[str, Any]:
     """Run a task in a process of its own, and return what it found.
+
+    With a `group`, it is a rank as this process is one, with those of the other ranks' processes.
 
     Raises
     ------
@@ -162,6 +169,7 @@ def run_process(task: dict[str, Any]) -> dict[str, Any]:
             stdout=subprocess.PIPE,
             stderr=None if task["verbose"] else noise,
             text=True,
+            env=None if group is None else ranks_environ(group),
         )
         try:
             output, _ = process.communicate(json.dumps(task))

@@ -1,5 +1,6 @@
 """The GPU: what the package asks of one, how CuPy does it, and the kernels."""
 
+from moecache.cuda._cpu import CpuMisses
 from moecache.cuda._kinds import check_experts
 from moecache.cuda._launches import ACTIVATIONS
 from moecache.cuda.device import (
@@ -16,6 +17,7 @@ from moecache.errors import ConfigError
 
 __all__ = [
     "ACTIVATIONS",
+    "CpuMisses",
     "CudaExperts",
     "Device",
     "DeviceArray",

@@ -1,6 +1,6 @@
 """Launches: the kernels' arguments, and what the parts of a step share."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -8,13 +8,16 @@ from moecache.cuda._arguments import ids_kind
 from moecache.cuda._kinds import ExpertKind
 from moecache.cuda._scratch import Scratch
 from moecache.cuda._token_memory import TokenMemory
-from moecache.cuda.device import Device, DeviceArray, Product
+from moecache.cuda.device import Device, DeviceArray, Product, Stream
 from moecache.errors import ConfigError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu", "clamped_silu")
 _SWIGLU = ACTIVATIONS.index("swiglu")
 _STREAMED = ("decode", "gate_up", "down", "combine_rows")
 _MULTIPLIED = ("gather", "activate", "combine")
+_GROUPED = ("multiply_gate_up", "multiply_down", "combine")
+# Pairs of a tile, and rows that a block takes of gate_up's halves and of down: as in products.cu.
+_TILE_PAIRS, _TILE_PARTS = 64, {"gate_up": 64, "down": 128}
 _WARPS = 256 // 32
 
 
@@ -34,6 +37,14 @@ class Pool(Protocol):
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return a copy in host memory."""
+
+
+class PreparedLaunch(NamedTuple):
+    """A kernel, the blocks to start, and its arguments."""
+
+    kernel: str
+    num_blocks: int
+    arguments: tuple[np.generic, ...]
 
 
 class Step:
@@ -66,6 +77,34 @@ class Step:
         self.weights = (np.uint64(weights.address), np.int32(of_hidden))
 
 
+class Tiles(NamedTuple):
+    """A wave's pairs in tiles of one expert each, on the device.
+
+    Parameters
+    ----------
+    address : int
+        Of slot, first pair and number of pairs of each tile.
+    num_tiles : int
+    pairs : int
+        Address of the wave's pairs.
+    """
+
+    address: int
+    num_tiles: int
+    pairs: int
+
+
+def tiles_of(wave: Any) -> np.ndarray:
+    """Return slot, first pair and number of pairs of each tile, int32 [num_tiles, 3]."""
+    counts = np.diff(wave.offsets)
+    per_expert = -(-counts // _TILE_PAIRS)
+    expert = np.repeat(np.arange(len(counts)), per_expert)
+    number = np.arange(len(expert)) - np.repeat(np.cumsum(per_expert) - per_expert, per_expert)
+    first = wave.offsets[:-1][expert] + number * _TILE_PAIRS
+    last = np.minimum(first + _TILE_PAIRS, wave.offsets[1:][expert])
+    return np.stack([wave.slots[expert], first, last - first], 1).astype(np.int32)
+
+
 class Launches:
     """Starts kernels over the slots of a pool.
 
@@ -96,14 +135,20 @@ class Launches:
         self._limits = (np.float32(alpha), np.float32(limit))
         self._is_interleaved = np.int32(is_interleaved)
 
+    @staticmethod
+    def is_grouped(kind: ExpertKind) -> bool:
+        """Return whether tensor cores multiply many tokens by a wave's experts in one launch."""
+        return kind.dtype.itemsize == 2
+
     def is_multiplied(self, kind: ExpertKind) -> bool:
-        """Return whether cuBLAS can multiply what many tokens need of these experts."""
+        """Return whether cuBLAS can multiply many tokens by these experts, one after the other."""
         is_usual = not self._is_interleaved and self._activation < _SWIGLU
         return bool(kind.is_plain and is_usual)
 
     def kernels(self, kind: ExpertKind) -> list[str]:
         """Return the names of the kernels that such experts need."""
-        entries = _STREAMED + (_MULTIPLIED if self.is_multiplied(kind) else ())
+        many = _MULTIPLIED if self.is_multiplied(kind) else ()
+        entries = _STREAMED + (_GROUPED if self.is_grouped(kind) else many)
         return [kind.kernel(entry) for entry in entries]
 
     def decode(
@@ -114,7 +159,7 @@ class Launches:
         num_ids: int,
         *,
         memory: TokenMemory | None = None,
-    ) -> None:
+    ) -> PreparedLaunch:
         """Compute a step in one launch; `table` has the slot of each id.
 
         With `memory` it is a token's: it runs if its gate is open.
@@ -123,10 +168,7 @@ class Launches:
         h = scratch.room("h", step.num_pairs * step.width * 4)
         barrier = scratch.room("barrier", 8)
         work = max(step.num_pairs * step.width, step.num_tokens * step.size)
-        self._launch(
-            "decode",
-            step,
-            min(self._device.max_resident_blocks, -(-work // _WARPS)),
+        arguments: tuple[np.generic, ...] = (
             np.uint64(step.x.address),
             np.uint64(ids.address),
             np.int32(ids_kind(ids.dtype)),
@@ -147,8 +189,15 @@ class Launches:
             np.uint64(step.out.address),
             np.uint64(barrier),
             np.uint64(0 if memory is None else memory.gate(step.layer)),
-            cooperative=True,
         )
+        blocks = min(self._device.max_resident_blocks, -(-work // _WARPS))
+        launch = PreparedLaunch(step.kind.kernel("decode"), blocks, arguments)
+        self.start(launch, step.stream)
+        return launch
+
+    def start(self, launch: PreparedLaunch, stream: Stream) -> None:
+        """Start `decode` as it was prepared."""
+        self._device.launch(*launch, stream, cooperative=True)
 
     def gate_up(self, step: Step, pair_slots: int, pairs: int, count: int, h: int) -> None:
         """Compute h of some pairs, whose slots are at an address."""
@@ -187,6 +236,32 @@ class Launches:
             np.uint64(step.out.address),
         )
 
+    def multiply_gate_up(self, step: Step, tiles: "Tiles", h: int) -> None:
+        """Compute h of a wave's pairs, in their order, in the type of hidden states."""
+        self._launch(
+            "multiply_gate_up",
+            step,
+            self._blocks(tiles.num_tiles * -(-step.width // _TILE_PARTS["gate_up"]), 1),
+            *(np.uint64(step.x.address), np.uint64(tiles.address), np.int32(tiles.num_tiles)),
+            *(np.uint64(tiles.pairs), *self._slots("gate_up")),
+            *self._biases(step, "gate_up_bias"),
+            *(self._is_interleaved, np.int32(step.top_k)),
+            *(np.int32(step.size), np.int32(step.width)),
+            *(self._activation, *self._limits, np.uint64(h)),
+        )
+
+    def multiply_down(self, step: Step, tiles: "Tiles", h: int, rows: int) -> None:
+        """Compute the rows of a wave's pairs, row p that of pair p, from their h."""
+        self._launch(
+            "multiply_down",
+            step,
+            self._blocks(tiles.num_tiles * -(-step.size // _TILE_PARTS["down"]), 1),
+            *(np.uint64(h), np.uint64(tiles.address), np.int32(tiles.num_tiles)),
+            *(np.uint64(tiles.pairs), *self._slots("down")),
+            *self._biases(step, "down_bias"),
+            *(np.int32(step.size), np.int32(step.width), np.uint64(rows)),
+        )
+
     def gather(self, step: Step, pairs: int, count: int, gathered: int) -> None:
         """Copy the hidden states of some pairs one behind the other."""
         self._launch(
@@ -208,7 +283,7 @@ class Launches:
         )
 
     def combine(self, step: Step, rows: int, place: int) -> None:
-        """Sum the weighted rows of each token; `place` has where each pair's is."""
+        """Sum the weighted rows of each token; `place` has where each pair's is, 0: row p."""
         self._launch(
             "combine",
             step,
@@ -239,10 +314,8 @@ class Launches:
         step: Step,
         num_blocks: int,
         *arguments: np.generic,
-        cooperative: bool = False,
     ) -> None:
-        kernel = step.kind.kernel(name)
-        self._device.launch(kernel, num_blocks, arguments, step.stream, cooperative=cooperative)
+        self._device.launch(step.kind.kernel(name), num_blocks, arguments, step.stream)
 
     def _biases(self, step: Step, *roles: str) -> tuple[np.generic, ...]:
         kind = step.kind.bias_kind

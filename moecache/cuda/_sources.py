@@ -6,11 +6,15 @@ from typing import NamedTuple
 
 from moecache.cuda._formats import cuda_type
 
+_FORMATS = ("plain.cuh", "formats.cuh", "ggml.cuh")
 # Where each kernel is defined; and what its source needs before it.
 _FILES = {
     **dict.fromkeys(
         ("decode", "gate_up", "down"),
-        ("plain.cuh", "formats.cuh", "ggml.cuh", "steps.cuh", "decode.cu"),
+        (*_FORMATS, "experts.cuh", "steps.cuh", "decode.cu"),
+    ),
+    **dict.fromkeys(
+        ("multiply_gate_up", "multiply_down"), (*_FORMATS, "experts.cuh", "products.cu")
     ),
     **dict.fromkeys(("gather", "activate", "combine", "combine_rows"), ("rows.cu",)),
 }
@@ -68,12 +72,14 @@ def source_of(kernel: str) -> Source:
     if entry not in _FILES or hidden not in _HIDDEN:
         raise LookupError(f"there is no kernel {kernel!r}")
     gate_up, down, halves = formats or (hidden, hidden, "1")
-    *before, last = ("common.cuh", *_FILES[entry])
+    files = _FILES[entry]
+    before = ["common.cuh", *(name for name in files if name in _FORMATS)]
+    behind = [name for name in files if name not in before]
     chosen = [f"using Hidden = {_HIDDEN[hidden]};"]
     if before[1:]:
         chosen += [f"using GateUp = {cuda_type(gate_up)};", f"using Down = {cuda_type(down)};"]
         chosen.append(f"constexpr int NUM_GATE_UPS = {halves};")
-    return Source(entry, "\n".join([*map(_read, before), *chosen, _read(last)]))
+    return Source(entry, "\n".join([*map(_read, before), *chosen, *map(_read, behind)]))
 
 
 def _read(name: str) -> str:

@@ -66,6 +66,7 @@ class TokenSteps:
         self._counted = 0  # layers of this token that the policy knows of
         self._through_waves: set[int] = set()
         self._stream: Stream | None = None
+        self._pointer = -1
         self._owner: int | None = None  # the thread whose token is open
         self._thread = threading.current_thread()  # that thread
         self._is_frozen = False
@@ -89,6 +90,11 @@ class TokenSteps:
             raise
 
     @property
+    def number(self) -> int:
+        """The number of the token that is open, or was last."""
+        return self._token
+
+    @property
     def is_open(self) -> bool:
         """Return whether the calling thread has begun a token."""
         return self._owner == threading.get_ident()
@@ -97,6 +103,14 @@ class TokenSteps:
     def memory(self) -> TokenMemory:
         """Where things are, on the device."""
         return self._memory
+
+    def is_plain(self, layer: int, stream: Stream) -> bool:
+        """Return whether a step of a layer that was taken before is taken again, uncaptured."""
+        return (
+            self._owner == threading.get_ident()
+            and stream.pointer == self._pointer
+            and layer not in self._through_waves
+        )
 
     def takes(self, runtime: _Runtime, step: Step, *, capturing: bool) -> bool:
         """Return whether the device takes a step; else it goes through waves.
@@ -113,7 +127,7 @@ class TokenSteps:
                 f"a step of {step.num_tokens} x {step.top_k} ids is too large for a token, whose "
                 f"steps have up to {self._max_pairs}; compute prompts before begin_token"
             )
-        if not capturing and step.stream != self._stream:
+        if not capturing and step.stream.pointer != self._pointer:
             raise ConfigError("a token's steps belong in the stream in which it began")
         capacity = runtime.cache.capacity
         if step.top_k <= capacity and step.layer not in self._through_waves:
@@ -142,7 +156,7 @@ class TokenSteps:
                 self._drop(runtime)
             self._check_notice()
             self._owner, self._stream = threading.get_ident(), stream
-            self._thread = threading.current_thread()
+            self._thread, self._pointer = threading.current_thread(), stream.pointer
         try:
             # The gate behind the last token may not be closed yet, in that token's stream.
             device.wait_event(stream, self._event)

@@ -43,12 +43,14 @@ struct F32 {
 
 struct F16 {
     using Bits = unsigned short;
+    static constexpr bool IS_BRAIN = false;
     static __device__ float widen(unsigned bits) { return half_to_float((unsigned short)bits); }
     static __device__ Bits narrow(float x) { return float_to_half(x); }
 };
 
 struct BF16 {
     using Bits = unsigned short;
+    static constexpr bool IS_BRAIN = true;
     static __device__ float widen(unsigned bits) { return __uint_as_float(bits << 16); }
     static __device__ Bits narrow(float x)
     {

@@ -1,38 +1,8 @@
 // The routed experts of few tokens: the whole computation in one launch, `decode`, and its parts as
 // kernels of their own, `gate_up` and `down`, which `combine_rows` ends.
 //
-// Before this come `Hidden`, the type of x and of the result; `GateUp` and `Down`, the formats of
-// the matrices; and `NUM_GATE_UPS`: 2 where gate [width, hidden] and up are matrices of their own,
-// one behind the other, 1 where they are one [2 * width, hidden], gate's rows above up's or, if
-// interleaved, in turns with them. A slot holds gate_up, down [hidden, width] and biases, each at
-// its offset.
-//
 // All ways take the same dot products, of one row each, and add them in the order of a token's
 // choices: `decode` equals its parts bit for bit.
-
-// What one slot of a pool has where.
-struct Slots {
-    const u8* first;
-    long long stride;
-
-    __device__ const u8* at(int slot, long long offset) const
-    {
-        return first + slot * stride + offset;
-    }
-};
-
-__device__ inline float with_bias(float sum, const u8* bias, int kind, int index)
-{
-    if (kind == NO_BIAS) return sum;
-    float value;
-    if (kind == BIAS_F32)
-        value = ((const float*)bias)[index];
-    else if (kind == BIAS_F16)
-        value = F16::widen(((Row<F16>)bias)[index]);
-    else
-        value = BF16::widen(((Row<BF16>)bias)[index]);
-    return __fadd_rn(sum, value);
-}
 
 // How an expert's first half is computed.
 struct Gate {
@@ -45,17 +15,9 @@ struct Gate {
     __device__ float value(Row<Hidden> x, int slot, unsigned part) const
     {
         const u8* matrix = slots.at(slot, offset);
-        const int gate = is_interleaved ? 2 * part : part;
-        const int up = is_interleaved ? gate + 1 : width + part;
-        GateUp::At rows[2];
-        if (NUM_GATE_UPS == 2) {
-            rows[0] = GateUp::row(matrix, part, width, hidden);
-            matrix += GateUp::matrix_bytes(width, hidden);
-            rows[1] = GateUp::row(matrix, part, width, hidden);
-        } else {
-            rows[0] = GateUp::row(matrix, gate, 2 * width, hidden);
-            rows[1] = GateUp::row(matrix, up, 2 * width, hidden);
-        }
+        const int gate = gate_row(part, is_interleaved), up = up_row(part, width, is_interleaved);
+        const GateUp::At rows[2] = {
+            gate_up_row(matrix, gate, hidden, width), gate_up_row(matrix, up, hidden, width)};
         float sums[2];
         GateUp::dots<Hidden>(rows, x, hidden, sums);
         const u8* bias = slots.at(slot, bias_offset);

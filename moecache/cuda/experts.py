@@ -15,8 +15,9 @@ from moecache.cuda._arguments import (
     host_ids,
     same_type,
 )
+from moecache.cuda._cpu import CpuMisses, CpuPart
 from moecache.cuda._kinds import kind_of, named
-from moecache.cuda._launches import Launches, Pool, Step
+from moecache.cuda._launches import Launches, Pool, PreparedLaunch, Step, Tiles, tiles_of
 from moecache.cuda._ring import CopyRing
 from moecache.cuda._scratch import Scratch
 from moecache.cuda._steps import TokenSteps
@@ -28,6 +29,7 @@ from moecache.layout import ExpertLayout
 # the weights are enough. With more tokens, cuBLAS multiplies several rows at once.
 MAX_STREAMED_TOKENS = 4
 _CLOSE_TIMEOUT_S = 2.0
+_MAX_PREPARED = 4096  # launches, of some hundred bytes each
 
 
 class _Runtime(Protocol):
@@ -37,7 +39,9 @@ class _Runtime(Protocol):
     def pool(self) -> Any: ...
     @property
     def cache(self) -> Any: ...
-    def waves(self, layer: int, ids: np.ndarray) -> Generator[Any, None, None]: ...
+    def waves(
+        self, layer: int, ids: np.ndarray, *, elsewhere: Any = None, take: Any = None
+    ) -> Generator[Any, None, None]: ...
     def begin_resident_step(self, *, look: bool = True) -> bool: ...
     @property
     def is_frozen(self) -> bool: ...
@@ -55,8 +59,9 @@ class CudaExperts:
     what was in the cache, nor on the order in which experts arrived. Up to 4 tokens are computed
     by kernels that stream the weights: in one launch where every expert of the model is resident,
     with nothing that the host waits for, so that a CUDA graph can hold it; else by the same
-    arithmetic, wave by wave. More tokens are grouped by expert and multiplied by cuBLAS, where the
-    experts are plain numbers without biases; else they are computed as few are.
+    arithmetic, wave by wave. More tokens, in bfloat16 or float16, are two launches for all experts
+    of a wave. In float32 they are grouped by expert and multiplied by cuBLAS, where the experts are
+    plain numbers without biases; else they are computed as few are.
 
     Work is issued in the current stream of the calling thread; any number of threads may call.
     A captured graph uses this object's memory for intermediate results: run one at a time, and none
@@ -76,12 +81,21 @@ class CudaExperts:
     dtype : {"bfloat16", "float16", "float32"}, optional
         Of hidden states and results, where the experts are quantised: "bfloat16" by default.
         Others take their own.
+    cpu : CpuMisses, optional
+        Computes some missing experts of steps of up to 4 tokens. The bits of a result then depend
+        on which: the CPU adds up in another order.
+
+    Attributes
+    ----------
+    cpu : CpuMisses or None
+        As given; `cpu.describe()` says how it divides, and whether it is on.
 
     Raises
     ------
     ConfigError
         If the slots are in RAM, or the experts are not gated feed-forward alone, or no kernel
-        reads their type or format.
+        reads their type or format; or if the CPU shall compute others than plain numbers
+        without biases.
     """
 
     def __init__(
@@ -93,6 +107,7 @@ class CudaExperts:
         alpha: float = 1.702,
         limit: float = 7.0,
         dtype: str | None = None,
+        cpu: CpuMisses | None = None,
     ) -> None:
         if getattr(runtime.pool, "device", None) is None:
             raise ConfigError('the slots are in RAM; open with device="cuda"')
@@ -109,6 +124,12 @@ class CudaExperts:
         ]
         if is_interleaved and any(kind.halves == 2 for kind in self._kinds):
             raise ConfigError("rows of gate and up alternate in one matrix, and these are two")
+        if cpu is not None and not all(map(self._launches.is_multiplied, self._kinds)):
+            raise ConfigError(
+                "the CPU computes missing experts of plain numbers alone, gate above up, without "
+                "biases; leave cpu_misses out"
+            )
+        self.cpu = cpu
         # Scratch that no call uses now, by stream; each call that is under way has one of its own.
         self._free: dict[int, list[Scratch]] = {}
         self._inside = 0  # calls
@@ -121,6 +142,8 @@ class CudaExperts:
         self._device.prepare(list(dict.fromkeys(names)))
         self._ring = CopyRing(self._device)
         self._tokens: TokenSteps | None = None
+        # Launches of a token's steps, by where their arrays are; and what these were like.
+        self._prepared: dict[tuple[int, ...], tuple[PreparedLaunch, tuple[Any, ...]]] = {}
 
     def __call__(self, layer: int, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Any:
         """Return the output of a layer's routed experts.
@@ -153,6 +176,13 @@ class CudaExperts:
             If a graph is being captured, but not every expert is resident, or nothing was computed
             in this stream before.
         """
+        if out is not None and self._tokens is not None:
+            prepared = self._prepared_before(self._tokens, layer, (hidden, ids, weights, out))
+            if prepared is not None:
+                with self._left:
+                    self._check_open()
+                    self._launches.start(*prepared)
+                return out
         runtime, device = self._alive(), self._device
         self._layout.check(layer)
         kind = self._kinds[layer]
@@ -179,9 +209,13 @@ class CudaExperts:
         try:
             step = Step(layer, x, w, target, num_tokens, top_k, kind, scratch)
             if self._tokens is not None and self._tokens.is_open:
-                self._take_step(runtime, self._tokens, step, ids, chosen)
+                launch = self._take_step(runtime, self._tokens, step, ids, chosen)
+                if launch is not None and not capturing:
+                    self._keep(launch, layer, (x, device.locate(ids), w, target))
                 return out
             is_small = num_tokens <= MAX_STREAMED_TOKENS
+            if self.cpu is not None and not is_small:
+                self.cpu.skip()
             if is_small and runtime.begin_resident_step(look=not capturing):
                 self._launch_resident(runtime, step, chosen)
             elif capturing:
@@ -190,7 +224,13 @@ class CudaExperts:
                     f"of up to {MAX_STREAMED_TOKENS} tokens, once every expert is in its slot and "
                     "one was computed outside"
                 )
-            elif is_small or not self._launches.is_multiplied(kind):
+            elif is_small and self.cpu is not None:
+                self._divide_waves(runtime, self.cpu, step, self._on_host(ids, chosen))
+            elif is_small:
+                self._stream_waves(runtime, step, self._on_host(ids, chosen))
+            elif self._launches.is_grouped(kind):
+                self._group_waves(runtime, step, self._on_host(ids, chosen))
+            elif not self._launches.is_multiplied(kind):
                 self._stream_waves(runtime, step, self._on_host(ids, chosen))
             else:
                 self._multiply_waves(runtime, step, self._on_host(ids, chosen))
@@ -265,6 +305,8 @@ class CudaExperts:
             free, self._free = self._free, {}
             is_busy = self._inside > 0
         with contextlib.ExitStack() as stack:
+            if self.cpu is not None:
+                stack.callback(self.cpu.close)
             stack.callback(self._ring.close)
             for scratch in itertools.chain.from_iterable(free.values()):
                 stack.callback(scratch.close)
@@ -292,9 +334,19 @@ class CudaExperts:
         finally:
             self._end_call()
 
-    def _begin_call(self) -> None:
+    def _keep(self, launch: PreparedLaunch, layer: int, arrays: tuple[DeviceArray, ...]) -> None:
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        forms = [part for array in arrays for part in (array.shape, array.dtype)]
+        key = (layer, *(array.address for array in arrays))
+        self._prepared[key] = launch, tuple(forms)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise MoeCacheError("the runtime is closed")
+
+    def _begin_call(self) -> None:
+        self._check_open()
         self._inside += 1
 
     def _end_call(self) -> None:
@@ -312,18 +364,41 @@ class CudaExperts:
         step: Step,
         ids: Any,
         chosen: "np.ndarray | DeviceArray",
-    ) -> None:
-        """Issue a step of the open token."""
+    ) -> PreparedLaunch | None:
+        """Issue a step of the open token; return its launch, if the same arrays give it again."""
         capturing = not step.scratch.grows
         if not tokens.takes(runtime, step, capturing=capturing):
             if tokens.wait_before_waves(runtime, step.layer):
                 self._stream_waves(runtime, step, self._on_host(ids, chosen))
-            return
+            return None
         found = self._on_device(chosen, step, capturing=capturing)
         memory = tokens.memory
-        self._launches.decode(
+        launch = self._launches.decode(
             step, found, memory.row(step.layer), self._layout.num_experts, memory=memory
         )
+        return None if isinstance(chosen, np.ndarray) else launch
+
+    def _prepared_before(
+        self, tokens: TokenSteps, layer: int, given: tuple[Any, ...]
+    ) -> tuple[PreparedLaunch, Stream] | None:
+        """Return the launch of a token's step that had the same arrays before, and its stream."""
+        device = self._device
+        stream = device.current_stream()
+        if not tokens.is_plain(layer, stream):
+            return None
+        if isinstance(given[1], (list, tuple)) or device.is_on_host(given[1]):
+            return None
+        # Spelled out: this is what a step costs the host.
+        locate = device.locate
+        x, ids, weights, out = given
+        x, ids, weights, out = locate(x), locate(ids), locate(weights), locate(out)
+        known = self._prepared.get((layer, x.address, ids.address, weights.address, out.address))
+        if known is None or known[1] != (
+            *(x.shape, x.dtype, ids.shape, ids.dtype),
+            *(weights.shape, weights.dtype, out.shape, out.dtype),
+        ):
+            return None
+        return known[0], stream
 
     def _on_device(
         self, ids: "np.ndarray | DeviceArray", step: Step, *, capturing: bool
@@ -391,16 +466,32 @@ class CudaExperts:
         self._device.synchronize(stream)
         return self._device.locate(copy)
 
-    def _stream_waves(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
+    def _divide_waves(self, runtime: _Runtime, cpu: CpuMisses, step: Step, ids: np.ndarray) -> None:
+        """Compute a step of few tokens wave by wave, and some missing experts by the CPU."""
+        part = cpu.begin(self._device, step, ids)
+        try:
+            self._stream_waves(runtime, step, ids, part)
+        finally:
+            if part is not None:
+                part.close()
+
+    def _stream_waves(
+        self, runtime: _Runtime, step: Step, ids: np.ndarray, part: CpuPart | None = None
+    ) -> None:
         """Compute a step of few tokens wave by wave, equal to one launch bit for bit."""
         num_pairs = step.num_pairs
         h = step.scratch.room("h", num_pairs * step.width * 4)
         rows = step.scratch.room("rows", num_pairs * step.size * 4)
         step.scratch.room("barrier", 8)  # all of it at once: later steps take no more memory
-        waves = runtime.waves(step.layer, ids)
+        if part is None:
+            waves = runtime.waves(step.layer, ids)
+        else:
+            waves = runtime.waves(step.layer, ids, elsewhere=part.experts, take=part.take)
         try:
             for wave in waves:
                 count = len(wave.pairs)
+                if not count:
+                    continue
                 if count == num_pairs and step.num_tokens <= MAX_STREAMED_TOKENS:
                     self._launch_wave(step, wave)
                     return
@@ -412,7 +503,27 @@ class CudaExperts:
                 self._launches.down(step, at, at + 4 * count, count, h, rows)
         finally:
             waves.close()
+        if part is not None:
+            part.copy_up(rows, self._ring)
         self._launches.combine_rows(step, rows)
+
+    def _group_waves(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
+        """Compute a step of many tokens wave by wave: all of a wave's experts in two launches."""
+        device, launches = self._device, self._launches
+        h = step.scratch.room("h", step.num_pairs * step.width * step.dtype.itemsize)
+        rows = step.scratch.room("rows", step.num_pairs * step.size * step.dtype.itemsize)
+        waves = runtime.waves(step.layer, ids)
+        try:
+            for wave in waves:
+                found = tiles_of(wave)
+                lists = np.concatenate([found.ravel(), wave.pairs]).astype(np.int32)
+                at = device.locate(self._ring.to_device(lists, step.stream)).address
+                tiles = Tiles(at, len(found), at + found.nbytes)
+                launches.multiply_gate_up(step, tiles, h)
+                launches.multiply_down(step, tiles, h, rows)
+        finally:
+            waves.close()
+        launches.combine(step, rows, 0)
 
     def _multiply_waves(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
         """Compute a step of many tokens wave by wave: the products of one expert after another."""

@@ -2,8 +2,8 @@
 // checked, by moecache/formats.
 //
 // A lane takes units of 32 columns, in two runs of 16 that have a scale each. Of a run it sums code
-// times x first and multiplies that by the scale once: sum = scale * (code * x + ...) + sum, all of it
-// fused. So of a single column the product is the format's value, rounded as the format says.
+// times x first and multiplies that by the scale once: sum = scale * (code * x + ...) + sum, all
+// of it fused. So of a single column the product is the format's value, rounded as the format says.
 //
 // Reads of 16 bytes from any address are of whole words that contain one of these bytes.
 
@@ -53,8 +53,8 @@ template <unsigned STEP> __device__ inline void upper_halves(unsigned bytes, flo
         codes[i * STEP] = half_to_float((unsigned short)((bytes >> 8 * i & 0xffu) << 8));
 }
 
-// Four FP4 in the lower halves of bytes, 2^-14 times their value: a half's exponent has a bias of 15,
-// theirs of 1, and both have subnormal numbers.
+// Four FP4 in the lower halves of bytes, 2^-14 times their value: a half's exponent has a bias of
+// 15, theirs of 1, and both have subnormal numbers.
 template <unsigned STEP> __device__ inline void fp4(unsigned nibbles, float* codes)
 {
     upper_halves<STEP>((nibbles & 0x08080808u) << 4 | (nibbles & 0x07070707u) << 1, codes);
@@ -186,12 +186,35 @@ template <class F> struct Quantized {
         for (unsigned r = 0; r < ROWS; r++) sums[r] = sum_lanes(sums[r]);
     }
 
+    static __device__ unsigned num_units(unsigned n) { return (n + UNIT - 1) / UNIT; }
+
+    // The values of a run, zeros where it is beyond the row.
+    template <bool IS_ALIGNED, class At>
+    static __device__ inline void values(
+        const At& row, unsigned unit, unsigned run, unsigned n, float* found)
+    {
+#pragma unroll
+        for (unsigned i = 0; i < RUN; i++) found[i] = 0.0f;
+        if (F::column(unit, run) >= n) return;
+        const auto raw = F::template fetch<IS_ALIGNED>(row, unit, n);
+        float codes[RUN];
+        // Not raw[run]: a lane's registers have no addresses.
+        if (run == 0)
+            F::codes(raw, 0, codes);
+        else
+            F::codes(raw, 1, codes);
+#pragma unroll
+        for (unsigned i = 0; i < RUN; i++)
+            found[i] = run == 0 ? F::add(raw, 0, codes[i], 1.0f, 0.0f)
+                                : F::add(raw, 1, codes[i], 1.0f, 0.0f);
+    }
+
     template <bool IS_ALIGNED, class X, unsigned ROWS, class At>
     static __device__ inline void add_units(
         const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
     {
 #pragma unroll 1
-        for (unsigned unit = threadIdx.x % 32; unit < (n + UNIT - 1) / UNIT; unit += 32) {
+        for (unsigned unit = threadIdx.x % 32; unit < num_units(n); unit += 32) {
             typename F::Raw raw[ROWS];
 #pragma unroll
             for (unsigned r = 0; r < ROWS; r++)
@@ -269,7 +292,11 @@ struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>
     }
 
     static __device__ bool is_aligned(const At& at) { return (u64)at.codes % 16 == 0; }
-    static __device__ unsigned column(unsigned unit, unsigned run) { return unit * UNIT + run * RUN; }
+    static __device__ unsigned column(unsigned unit, unsigned run)
+    {
+        return unit * UNIT + run * RUN;
+    }
+
 
     template <bool IS_ALIGNED> static __device__ Raw fetch(const At& at, unsigned unit, unsigned n)
     {

@@ -122,8 +122,9 @@ struct Mxfp4Gguf : Blocks<Mxfp4Gguf, 32, 17> {
     }
 };
 
-// q4_k, and q5_k, whose fifth bits lie apart. Of each 64 columns the first 32 are low nibbles; a unit
-// is half of both, so that each byte is loaded once. Six bits of scale and of offset for 32 columns.
+// q4_k, and q5_k, whose fifth bits lie apart. Of each 64 columns the first 32 are low nibbles; a
+// unit is half of both, so that each byte is loaded once. 32 columns have six bits of scale and six
+// of offset.
 template <class F, unsigned BYTES> struct Q45K : Blocks<F, 256, BYTES> {
     static constexpr bool HAS_OFFSETS = true, HAS_FIFTH = BYTES == 176;
     using At = const u8*;
@@ -184,8 +185,8 @@ template <class F, unsigned BYTES> struct Q45K : Blocks<F, 256, BYTES> {
 struct Q4K : Q45K<Q4K, 144> {};
 struct Q5K : Q45K<Q5K, 176> {};
 
-// Of each 128 columns the first 64 are low nibbles of 64 bytes; two more bits of each code lie in 32
-// bytes, for 32 columns in turn. A scale of 8 bits for 16 columns.
+// Of each 128 columns the first 64 are low nibbles of 64 bytes; two more bits of each code lie in
+// 32 bytes, for 32 columns in turn. A scale of 8 bits for 16 columns.
 struct Q6K : Blocks<Q6K, 256, 210> {
     struct Raw {
         uint4 low, high;

@@ -69,6 +69,22 @@ template <class D> struct Plain {
         for (unsigned r = 0; r < ROWS; r++) sums[r] = sum_lanes(sums[r]);
     }
 
+    // Units of 32 columns in runs of 16, as other formats have them.
+    static __device__ unsigned num_units(unsigned n) { return (n + 31) / 32; }
+    static __device__ unsigned column(unsigned unit, unsigned run) { return unit * 32 + run * 16; }
+    static __device__ bool is_aligned(At row) { return (u64)row % CHUNK_BYTES == 0; }
+
+    template <bool IS_ALIGNED>
+    static __device__ inline void values(
+        At row, unsigned unit, unsigned run, unsigned n, float* found)
+    {
+#pragma unroll
+        for (unsigned i = 0; i < 16; i++) {
+            const unsigned at = column(unit, run) + i;
+            found[i] = at < n ? D::widen(row[at]) : 0.0f;
+        }
+    }
+
     // What a lane adds where rows are not aligned to chunks: the same elements in the same order.
     template <class X, unsigned ROWS>
     static __device__ inline void add_elements(

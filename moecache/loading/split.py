@@ -56,7 +56,7 @@ class MissSplit:
     link_ns, cpu_ns : float
         Averages per expert; 0.0 until measured.
     num_cpu, num_link : int
-        Misses given to each.
+        Misses that the CPU computed, and that the link was to bring.
     """
 
     def __init__(
@@ -109,7 +109,6 @@ class MissSplit:
         if not missing:
             return []
         chosen = self._least_likely(layer, missing)[: self._share(len(missing))]
-        self.num_cpu += len(chosen)
         self.num_link += len(missing) - len(chosen)
         self._left_out = 0 if chosen else self._left_out + len(missing)
         return chosen
@@ -117,6 +116,7 @@ class MissSplit:
     def note_cpu(self, ns: int, num_experts: int) -> None:
         """Say how long the CPU took for some experts."""
         self.cpu_ns = averaged(self.cpu_ns, ns, num_experts)
+        self.num_cpu += num_experts
 
     def describe(self) -> str:
         """Return what was found as a line."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from moecache.cache._cache import ExpertCache
 from moecache.cache._profiler import AccessProfiler
 from moecache.cache.warmpin import WarmPin
-from moecache.cuda import CudaExperts
+from moecache.cuda import CpuMisses, CudaExperts
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.files import Kind, write_whole
 from moecache.kernels.startup import usable_cores
@@ -34,6 +34,7 @@ from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed, disk_of
 from moecache.runtime import steps
 from moecache.runtime.batch import Batch
+from moecache.runtime.splitting import make_split
 from moecache.runtime.steps import Lease, Wave, reading
 from moecache.settings import DEFAULT_LOADER_THREADS, DEFAULT_WARMPIN_AFTER
 from moecache.slots import SlotPool
@@ -230,6 +231,8 @@ class ExpertRuntime:
         *,
         ignore_out_of_range: bool = False,
         sequences: npt.ArrayLike | None = None,
+        elsewhere: npt.ArrayLike | None = None,
+        take: steps.Take | None = None,
     ) -> Generator[Wave, None, None]:
         """Yield the experts of a step in parts, what is resident first.
 
@@ -251,6 +254,11 @@ class ExpertRuntime:
             Which sequence each token is of, where they are of several: a number that it keeps
             as long as it goes on, from 0 to 2**31 - 1, at most 64 different ones in a step.
             By default as `begin_sequence` said.
+        elsewhere : array of int, optional
+            Experts that the caller computes itself if they are missing: they get no slot and are
+            in no wave, but count as misses.
+        take : callable (experts), optional
+            Told which these are, before the first wave, unless there are none.
 
         Raises
         ------
@@ -274,6 +282,8 @@ class ExpertRuntime:
                 bulk=False if is_whole and self._cache.scope == "global" else None,
                 ignore_out_of_range=ignore_out_of_range or self._share is not None,
                 sequences=self._batch.of(chosen) if sequences is None else sequences,
+                elsewhere=elsewhere,
+                take=take,
             )
         finally:
             # After a step that is closed at its last wave, too.
@@ -333,27 +343,40 @@ class ExpertRuntime:
         """Return the weights in a leased slot, per role, in the shapes of `layer`."""
         return self._pool.expert(slot, layer)
 
-    def on_device(self, activation: str = "silu", **options: Any) -> CudaExperts:
+    def on_device(
+        self, activation: str = "silu", *, cpu_misses: bool = False, **options: Any
+    ) -> CudaExperts:
         """Return what computes routed experts on the GPU that has the slots.
 
         Parameters
         ----------
         activation : str, default "silu"
+        cpu_misses : bool, default False
+            Have the CPU compute some missing experts of steps of up to 4 tokens, as many as it can
+            while the others are copied, where that is found to be faster. Results are then not
+            the same bits from run to run: the CPU adds up in another order than the GPU.
         **options
             Others of `CudaExperts`: is_interleaved, alpha, limit, dtype.
 
         Raises
         ------
         ConfigError
-            If the slots are in RAM, or there are no kernels for these experts.
+            If the slots are in RAM, or there are no kernels for these experts; with `cpu_misses`
+            also if they are quantised or have biases, or are a rank's share.
         """
         self._check_usable()
         if not isinstance(activation, str):
             raise ConfigError(f"activation must be a name, got {activation!r}")
-        known = (activation, *sorted(options.items()))
+        known = (activation, bool(cpu_misses), *sorted(options.items()))
         made = self._on_device.get(known)
         if made is None:
-            made = self._on_device[known] = CudaExperts(self, activation, **options)
+            cpu = None
+            if cpu_misses:
+                if self._share is not None:
+                    raise ConfigError("cpu_misses is for a whole model, not for a rank's share")
+                split = make_split(self._loader, self._cache, self._prefetcher)
+                cpu = CpuMisses(self._store, activation, split)
+            made = self._on_device[known] = CudaExperts(self, activation, cpu=cpu, **options)
         return made
 
     def begin_resident_step(self, *, look: bool = True) -> bool:

@@ -25,6 +25,7 @@
 #endif
 #define __device__
 #define __launch_bounds__(...)
+#define __noinline__
 
 struct Dim3 {
     unsigned x, y, z;

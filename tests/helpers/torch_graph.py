@@ -27,6 +27,7 @@ class _Noting(TorchDispatchMode):
     def __init__(self, works: list[Callable[[], object]]) -> None:
         super().__init__()
         self._works = works
+        self._made: list[Any] = []  # what is in the graph's own memory
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Any = None
@@ -38,9 +39,15 @@ class _Noting(TorchDispatchMode):
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in _arguments(func))
         given = {t.untyped_storage().data_ptr() for t in _tensors((args, named))}
         made = [t for t in _tensors(out) if t.untyped_storage().data_ptr() not in given]
+        self._made += made
         if writes or made:
             self._works.append(lambda: _again(func, args, named, out if made else None))
         return out
+
+    def spoil(self) -> None:
+        """Fill the graph's own memory with rubbish: what is made in it shares its places."""
+        for tensor in self._made:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
 
 def _arguments(func: Any) -> Any:
@@ -67,11 +74,13 @@ def capturing(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
     def replay() -> None:
         with torch.no_grad():
+            noting.spoil()
             for work in works:
                 work()
 
     with device.capturing() as works, monkeypatch.context() as patched:
         for name in ("cpu", "numpy", "tolist", "item"):
             patched.setattr(torch.Tensor, name, refuse)
-        with _Noting(works):
+        noting = _Noting(works)
+        with noting:
             yield replay

@@ -17,8 +17,8 @@ _REFUSED = {
     "output_loading_info": "a model is returned",
     "gguf_file": "give the path of the file itself",
     "state_dict": "the experts are read from the checkpoint's files",
-    "tp_plan": "experts in a cache are not spread over processes",
-    "distributed_config": "experts in a cache are not spread over processes",
+    "tp_plan": "processes share experts by expert_parallel=True",
+    "distributed_config": "processes share experts by expert_parallel=True",
 }
 _NAMES = {
     "policy": POLICIES,

@@ -29,6 +29,11 @@ from moecache.telemetry import RuntimeStats
 
 # Prose that comes with every CPython: the measured text, and that of the warm-up.
 _TOPICS = ("specialnames", "typesseq")
+# Figures that each rank has its own of.
+_OF_RANKS = (
+    *("slots", "prefill_hit_rate", "prefill_bytes_read", "hit_rate", "bytes_per_token"),
+    "stall_ms_per_token",
+)
 _WARM_UP_TOPICS = ("formatstrings", "classes")
 
 
@@ -153,6 +158,8 @@ def _loaded(task: dict[str, Any], folder: str) -> Iterator[Any]:
     with generation.reading(path):
         if kind == "moecache":
             chosen = {key: task[key] for key in ("policy", "prefetch", "read", "compute")}
+            if task.get("ranks", 1) > 1:
+                options["expert_parallel"] = True
             model = load(path, task["memory"], **chosen, **options)
         elif kind == "resident":
             model = _baselines.load_resident(path, **options)
@@ -203,6 +210,9 @@ def _generate(model: Any, task: dict[str, Any], prompt: list[int], tokens: int) 
             stall_ms_per_token=decode.stall_ns / 1e6 / decoded,
             stats=decode.to_dict(),
         )
+        ranks = model.moecache.ranks
+        if ranks is not None:
+            found["ranks"] = ranks.gather({name: found[name] for name in _OF_RANKS})
     return found
 
 

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from moecache.errors import MoeCacheError
 from moecache.integrations.transformers._ranks import Ranks
@@ -165,12 +164,12 @@ class Exchange:
         mine[: len(self._first)] = torch.from_numpy(self._first.view(np.uint8))
         mine = mine.to(self._to)
         self._masks = [torch.empty_like(mine) for _ in self._pairs]
-        self._gathering = dist.all_gather(self._masks, mine, group=self._ranks.group, async_op=True)
+        self._gathering = self._ranks.begin_gather(self._masks, mine)
         self._ranks.sent_bytes += most * len(self._others)
 
     def _send_early(self, status: int) -> None:
         """Send what was computed first, now that everybody knows what that is."""
-        self._gathering.wait()
+        self._ranks.wait(self._gathering)
         masks = [mask.cpu().numpy().astype(bool) for mask in self._masks]
         early = [mask[: len(pairs)] for mask, pairs in zip(masks, self._pairs, strict=True)]
         self._early = early

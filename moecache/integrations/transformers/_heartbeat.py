@@ -35,6 +35,7 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._count = 0
         self._seen: dict[int, int] = {}
+        self._gone: list[int] = []
         self._progress = 0
         self._end = threading.Event()
         self._beat("")
@@ -82,11 +83,12 @@ class Heartbeat:
             self._beat(reason or "it has closed its model")
 
     def wait_for_others(self, within_s: float) -> None:
-        """Return once every other rank has ended, too, or after so many seconds."""
+        """Return once every other rank has ended, too, or is gone, or after so many seconds."""
         until = time.monotonic() + within_s
         with contextlib.suppress(RuntimeError, OSError):
             while time.monotonic() < until:
-                if sum(not why for _, _, why in self._read()) == 0:
+                running = {rank for rank, (_, _, why) in enumerate(self._read()) if not why}
+                if not running.difference(self._gone):
                     return
                 time.sleep(BEAT_S / 10)
 
@@ -118,6 +120,7 @@ class Heartbeat:
                 f"({str(error).splitlines()[0]:.100})"
             )
         gone = [rank for rank in others if found[rank][0] == before[rank][0]]
+        self._gone = gone
         if gone:
             return f"{_ranks(gone)} gone, or its process is stopped: no sign of life"
         least = min(found[rank][1] for rank in others)

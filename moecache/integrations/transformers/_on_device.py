@@ -22,16 +22,27 @@ class DeviceKernel:
     Parameters
     ----------
     experts : CudaExperts
+        Also an attribute.
     layer : int
         Of the runtime.
+    size : int
+        Of hidden states.
     dtype : torch.dtype
         Of the weights in the slots; of what is multiplied with them, where they are in a format.
     """
 
-    def __init__(self, experts: CudaExperts, layer: int, dtype: torch.dtype) -> None:
-        self._experts = experts
+    def __init__(self, experts: CudaExperts, layer: int, size: int, dtype: torch.dtype) -> None:
+        self.experts = experts
         self._layer = layer
+        self._size = size
         self._dtype = dtype
+        # Where results go; None: to memory of the call.
+        self.place: torch.Tensor | None = None
+
+    def new_place(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """Return memory for the results of a step; what is there before is a number."""
+        # A step that did not run leaves it to others, whose keys and values are masked by zeros.
+        return torch.zeros((num_tokens, self._size), dtype=self._dtype, device=device)
 
     def __call__(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -56,9 +67,11 @@ class DeviceKernel:
         chosen = ids if ids.dtype in _INTEGERS else ids.long()
         shares = weights if weights.dtype in (torch.float32, self._dtype) else weights.float()
         # torch's own memory: in a graph it is the graph's.
-        out = torch.empty_like(given)
-        self._experts(self._layer, given, chosen.contiguous(), shares.contiguous(), out=out)
-        return out.to(hidden.dtype)
+        place = self.place
+        out = torch.empty_like(given) if place is None else place
+        self.experts(self._layer, given, chosen.contiguous(), shares.contiguous(), out=out)
+        # Models may add to what they get.
+        return (out if place is None else out.clone()).to(hidden.dtype)
 
 
 def device_kernel_of(
@@ -90,7 +103,8 @@ def device_kernel_of(
         raise ConfigError(f"there is no kernel for {activation} on a GPU")
     name = str(dtype).removeprefix("torch.")
     experts = runtime.on_device(activation, is_interleaved=is_interleaved, dtype=name, **gate)
-    return DeviceKernel(experts, layer, dtype)
+    down = next(role for role in runtime.layout.layers[layer] if role.name == "down")
+    return DeviceKernel(experts, layer, down.shape[0], dtype)
 
 
 def follow_streams(runtime: ExpertRuntime) -> None:

@@ -77,7 +77,10 @@ class Ranks(NotCopied):
         if device.type == "cuda" and "nccl" in str(dist.get_backend(group)):
             self.group = dist.new_group(members, timeout=limit, backend="nccl")
         self.is_on_host = self.group is self._control
-        name = f"{next(_NUMBERS)}/{members[0]}"
+        # A store may outlive processes, and have what earlier ones left there.
+        number = torch.randint(2**62, (1,))
+        dist.broadcast(number, group_src=0, group=self._control)
+        name = f"{next(_NUMBERS)}/{int(number)}"
         store = dist.distributed_c10d._get_default_store()
         self._heartbeat = Heartbeat(store, name, self.rank, self.num_ranks)
 
@@ -174,11 +177,32 @@ class Ranks(NotCopied):
 
     def send(self, message: torch.Tensor, rank: int) -> Any:
         """Begin to send bytes to a rank; return what can be waited for."""
-        return self.group.send([message], rank, 0)
+        try:
+            return self.group.send([message], rank, 0)
+        except RuntimeError as error:
+            # A connection that has ended is an error before anything is waited for.
+            raise self.lost(f"to send rows to rank {rank}", error) from error
 
     def receive(self, message: torch.Tensor, rank: int) -> Any:
         """Begin to receive bytes from a rank; return what can be waited for."""
-        return self.group.recv([message], rank, 0)
+        try:
+            return self.group.recv([message], rank, 0)
+        except RuntimeError as error:
+            raise self.lost(f"for rows of rank {rank}", error) from error
+
+    def begin_gather(self, found: list[torch.Tensor], mine: torch.Tensor) -> Any:
+        """Begin to gather a small tensor of each rank; return what can be waited for."""
+        try:
+            return dist.all_gather(found, mine, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.lost("to say which rows come first", error) from error
+
+    def wait(self, work: Any) -> None:
+        """Wait for what was begun."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.lost("for the other ranks", error) from error
 
     def tell(self, error: Exception) -> None:
         """Say what failed here, before the others are told that something did."""
@@ -237,6 +261,9 @@ class Ranks(NotCopied):
                 who = self._heartbeat.diagnose(SILENT_S)
                 self._broken = f"rank {self.rank} waited in vain {when}: {who}"
                 self._heartbeat.end(f"stopped, as {who}")
+                if self.rank == 0:
+                    # As in `close`: the others find out who is gone where this process keeps it.
+                    self._heartbeat.wait_for_others(SILENT_S + 1)
         why = "" if error is None else f" ({str(error).splitlines()[0]:.200})"
         return MoeCacheError(f"{self._broken}; start all ranks again{why}")
 
@@ -294,14 +321,24 @@ def join(chosen: Any, device: torch.device, timeout_s: float | None) -> Ranks:
         raise ConfigError("this torch was built without torch.distributed; install another")
     if chosen is True:
         _begin(device, timeout_s)
-        return Ranks(dist.group.WORLD, timeout_s, device)
+        return _member(dist.group.WORLD, timeout_s, device)
     if not isinstance(chosen, DeviceMesh):
         raise ConfigError(f"expert_parallel must be True or a DeviceMesh, got {chosen!r:.100}")
     if chosen.ndim != 1:
         raise ConfigError(
             f"expert_parallel takes a mesh of one dimension, got {chosen.ndim}; give mesh[name]"
         )
-    return Ranks(chosen.get_group(), timeout_s, device)
+    return _member(chosen.get_group(), timeout_s, device)
+
+
+def _member(group: Any, timeout_s: float, device: torch.device) -> Ranks:
+    try:
+        return Ranks(group, timeout_s, device)
+    except RuntimeError as error:
+        raise MoeCacheError(
+            "a rank went away before all of them had found each other "
+            f"({str(error).splitlines()[0]:.200}); start all ranks again"
+        ) from error
 
 
 def _begin(device: torch.device, timeout_s: float) -> None:

@@ -1,0 +1,141 @@
+"""What a rank of `bench.ranks` does: a task from a file, a result into another, by rank."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Prompts of 1 and 300 tokens and a batch of 3, whose logits are compared.
+SHAPES = {"prompt of 1": (1, 1), "prompt of 300": (1, 300), "batch of 3": (3, 7)}
+
+
+def main() -> int:
+    """Do the task of the file that is named; return the exit code."""
+    task = json.loads(Path(sys.argv[1]).read_text())
+    # By torchrun's variables, or the only one.
+    rank = int(os.environ.get("RANK", "0"))  # noqa: TID251 - what a rank is told
+    if task.get("groups"):
+        # Before torch: all of the process is limited.
+        Path(task["groups"][rank]).write_text(str(os.getpid()))
+    import torch
+
+    torch.set_num_threads(task["threads"])
+    found = TASKS[task["do"]](task)
+    torch.save(found, f"{task['out']}.{rank}")
+    return 0
+
+
+def open_model(task: dict[str, Any], **changed: Any) -> Any:
+    """Return the model with its experts spread over the ranks that there are."""
+    from moecache.integrations.transformers import load
+
+    return load(task["model"], **{"expert_parallel": True, **task["load"], **changed})
+
+
+def exact(task: dict[str, Any]) -> dict[str, Any]:
+    """Return logits and tokens, for each part of the experts."""
+    import torch
+
+    found: dict[str, Any] = {}
+    for memory in task["memories"]:
+        model = open_model(task, memory=memory)
+        torch.manual_seed(5)
+        with model.moecache as offload, torch.no_grad():
+            one = found[memory] = {}
+            for name, shape in SHAPES.items():
+                ids = torch.randint(0, task["vocabulary"], shape)
+                one[name] = model(input_ids=ids, use_cache=False).logits
+            prompt = torch.randint(0, task["vocabulary"], (1, 5))
+            before = offload.ranks.sent_bytes
+            one["64 tokens"] = model.generate(
+                prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False
+            )
+            one["sent"] = offload.ranks.sent_bytes - before
+            one["num_evictions"] = offload.stats().num_evictions
+    return found
+
+
+def speed(task: dict[str, Any]) -> dict[str, Any]:
+    """Return how many tokens a second come, and what was read and sent for one."""
+    import torch
+
+    model = open_model(task)
+    generator = torch.Generator().manual_seed(3)
+    prompt = torch.randint(0, task["vocabulary"], (1, 16), generator=generator)
+    with model.moecache as offload, torch.no_grad():
+        # Slots are full before anything is measured.
+        model.generate(prompt, max_new_tokens=task["warm_up"], do_sample=False)
+        stats, sent, began = offload.stats(), offload.ranks.sent_bytes, time.perf_counter()
+        tokens = model.generate(prompt, max_new_tokens=task["tokens"], do_sample=False)
+        seconds, after = time.perf_counter() - began, offload.stats() - stats
+        return {
+            "tokens": tokens[0].tolist(),
+            "tokens_per_s": task["tokens"] / seconds,
+            "hit_rate": after.hit_rate,
+            "bytes_read_per_token": after.bytes_read / task["tokens"],
+            "sent_bytes": offload.ranks.sent_bytes - sent,
+            "capacity": after.capacity,
+        }
+
+
+def overhead(task: dict[str, Any]) -> dict[str, Any]:
+    """Return seconds per token of one rank, and of a model that knows of none, in turns."""
+    import torch
+
+    plain, spread = open_model(task, expert_parallel=None), open_model(task)
+    found: dict[str, list[float]] = {"plain": [], "spread": []}
+    prompt = torch.arange(8)[None]
+    with torch.no_grad():
+        for turn in range(task["rounds"] + 1):
+            for name, model in (("plain", plain), ("spread", spread)):
+                began = time.process_time()
+                model.generate(prompt, max_new_tokens=task["tokens"], do_sample=False)
+                if turn:
+                    found[name].append((time.process_time() - began) / task["tokens"])
+    return found
+
+
+def forever(task: dict[str, Any]) -> dict[str, Any]:
+    """Generate until that fails; return how, and when."""
+    import torch
+
+    from moecache.errors import MoeCacheError
+
+    ready = False
+    try:
+        model = open_model(task)
+        ready = True
+        Path(f"{task['out']}.ready.{os.getpid()}").touch()
+        prompt = torch.arange(40)[None]
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            model.generate(prompt, max_new_tokens=16, do_sample=False)
+    except MoeCacheError as error:
+        return {"error": str(error), "at": time.time(), "ready": ready}
+    return {"error": "", "at": time.time(), "ready": ready}
+
+
+def run_forked(told: dict[str, str], task: dict[str, Any]) -> None:
+    """Do a task in a process that was forked, and has all imports."""
+    import torch
+
+    os.environ.update(told)  # noqa: TID251 - as torchrun would
+    # What torch and its store write about a peer that is gone.
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 2)
+    torch.set_num_threads(1)
+    Path(f"{task['out']}.{told['RANK']}").write_text(json.dumps(TASKS[task["do"]](task)))
+
+
+TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "exact": exact,
+    "speed": speed,
+    "overhead": overhead,
+    "forever": forever,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+// What a slot has: an expert's matrices and biases.
+//
+// Before this come `Hidden`, the type of x and of the result; `GateUp` and `Down`, the formats of
+// the matrices; and `NUM_GATE_UPS`: 2 where gate [width, hidden] and up are matrices of their own,
+// one behind the other, 1 where they are one [2 * width, hidden], gate's rows above up's or, if
+// interleaved, in turns with them. A slot holds gate_up, down [hidden, width] and biases, each at
+// its offset.
+
+// What one slot of a pool has where.
+struct Slots {
+    const u8* first;
+    long long stride;
+
+    __device__ const u8* at(int slot, long long offset) const
+    {
+        return first + slot * stride + offset;
+    }
+};
+
+__device__ inline float with_bias(float sum, const u8* bias, int kind, int index)
+{
+    if (kind == NO_BIAS) return sum;
+    float value;
+    if (kind == BIAS_F32)
+        value = ((const float*)bias)[index];
+    else if (kind == BIAS_F16)
+        value = F16::widen(((Row<F16>)bias)[index]);
+    else
+        value = BF16::widen(((Row<BF16>)bias)[index]);
+    return __fadd_rn(sum, value);
+}
+
+__device__ inline int gate_row(int part, int is_interleaved)
+{
+    return is_interleaved ? 2 * part : part;
+}
+
+__device__ inline int up_row(int part, int width, int is_interleaved)
+{
+    return is_interleaved ? 2 * part + 1 : width + part;
+}
+
+// Where a row of gate_up is: of the first `width` ones, or of those behind them.
+__device__ inline GateUp::At gate_up_row(const u8* matrix, int row, int hidden, int width)
+{
+    if (NUM_GATE_UPS == 1) return GateUp::row(matrix, row, 2 * width, hidden);
+    if (row >= width) matrix += GateUp::matrix_bytes(width, hidden);
+    return GateUp::row(matrix, row < width ? row : row - width, width, hidden);
+}

@@ -33,8 +33,8 @@ MUTANTS = {
         "self._memory.open_gate(layer + 1, self._token, stream)",
     ),
     "the gate stays open": (
-        "                self._memory.close_gate(stream)\n                self._finish",
-        "                self._finish",
+        "                self._memory.close_gate(stream)\n                self._device.rec",
+        "                self._device.rec",
     ),
     "the next token's stream does not wait for the gate": (
         "            device.wait_event(stream, self._event)\n",

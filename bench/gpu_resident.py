@@ -1,10 +1,12 @@
 """A token's layers with slots for all, nine in ten and half of the experts, and as one CUDA graph.
 
 48 layers of 128 experts in bfloat16, hidden 2048, width 768, as in `bench.gpu_decode`, policy
-"echo". Of each share of the slots: a call per layer and, where that can be captured, one graph of
-all layers, with the time by the host's clock, the time by the device's, and what the host needs
-to issue a layer. With everything resident the weights that a token reads per second are compared
-with one large copy inside the device, whose bytes are read and written.
+"echo". Of each share of the slots: a call per layer, and one graph of all layers, with the time
+by the host's clock, the time by the device's, and what the host needs to issue a layer. Where not
+everything is resident the graph is a token's: the device takes its steps, it is issued again when
+one of them missed an expert, and the host's time has the waiting for it in it. With everything
+resident the weights that a token reads per second are compared with one large copy inside the
+device, whose bytes are read and written.
 
     python -m bench.gpu_resident [--runs 20] [--tokens 16] [--layers 48] [--json OUT]
 """
@@ -26,7 +28,15 @@ from rich.table import Table
 
 from bench.gpu import DeviceCopy, Timer, bound, parser_of, run_benchmark, turns
 from bench.gpu_decode import TRACE, fit, read_trace, verify
-from bench.gpu_stack import Decoder, GraphDecoder, Inputs, StackSize, check_bits, open_stack
+from bench.gpu_stack import (
+    Decoder,
+    GraphDecoder,
+    Inputs,
+    StackSize,
+    TokenGraphDecoder,
+    check_bits,
+    open_stack,
+)
 from moecache.cuda import Device, Stream
 from moecache.errors import MoeCacheError
 from moecache.units import format_bytes_per_s, parse_bytes
@@ -129,8 +139,8 @@ def decode(
                     runtime = opened.enter_context(
                         open_stack(device, size, capacity, policy="echo")
                     )
-                for kind in (Decoder, GraphDecoder):
-                    name = f"{share:.0%}" + (", graph" if kind is GraphDecoder else "")
+                for kind in (Decoder, GraphDecoder if share == 1 else TokenGraphDecoder):
+                    name = f"{share:.0%}" + ("" if kind is Decoder else ", graph")
                     if name == reference.name:
                         continue
                     try:

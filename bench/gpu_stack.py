@@ -308,6 +308,46 @@ class GraphDecoder(Decoder):
         self._device.replay(self._graph, self._stream)
 
 
+class TokenGraphDecoder(Decoder):
+    """A decoder whose layers are one graph, with any number of slots; see `Decoder`.
+
+    The device takes the steps; what a token misses is brought in, and the graph issued again.
+
+    Raises
+    ------
+    MoeCacheError
+        If a graph cannot hold the layers.
+    """
+
+    def __init__(
+        self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
+    ) -> None:
+        super().__init__(name, device, inputs, stream, runtime)
+        with ExitStack() as undo:
+            undo.callback(self._undo.close)
+            # A token before the capture makes whatever has to be made.
+            self.bring_in(0)
+            super().compute()
+            self.finish()
+            experts = runtime.on_device()
+            experts.begin_token()
+            device.begin_capture(stream)
+            try:
+                super().compute()
+            finally:
+                self._graph = device.end_capture(stream)
+                experts.end_token()
+            undo.pop_all()
+
+    def compute(self) -> None:
+        """Replay the graph until no step has missed an expert; waits for each time."""
+        experts = self.runtime.on_device()
+        first: int | None = experts.begin_token()
+        while first is not None:
+            self._device.replay(self._graph, self._stream)
+            first = experts.end_token()
+
+
 def open_stack(
     device: Device,
     size: StackSize,

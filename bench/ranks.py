@@ -200,7 +200,7 @@ def _mixtral(path: Path) -> Path:
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=96,
-        num_hidden_layers=3,
+        num_hidden_layers=6,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=8,

@@ -135,6 +135,17 @@ def test_every_code_is_read(kernels: EmulatedModule) -> None:
             assert np.array_equal(products(kernels, name, aligned(joined(parts)), 2, x), expected.T)
 
 
+@pytest.mark.parametrize("power", [0, 1, 2, 127, 254])
+def test_every_power_of_ggmls_fp4_is_read(kernels: EmulatedModule, power: int) -> None:
+    """Those below the normal numbers, too."""
+    parts = random_parts("mxfp4_gguf", 2, 32)
+    parts["blocks"][..., 0] = power
+    expected = find_format("mxfp4_gguf").dequantize(parts)
+    x = np.eye(32, dtype=np.float32)
+    raw = aligned(joined(parts))
+    assert np.array_equal(products(kernels, "mxfp4_gguf", raw, 2, x), expected.T)
+
+
 def test_formats_without_kernels_are_refused() -> None:
     """With what there is instead."""
     for name in ("q2_k", "iq4_xs", "awq4[128,f16]", "int3[1x32,bf16]", "fp8[1x8,f32]", "q4_k+q6_k"):

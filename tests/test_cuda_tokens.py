@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -503,4 +504,34 @@ def test_close_beside_a_long_wait_frees_nothing_that_is_in_use(
     monkeypatch.undo()
     runtime.close()
     assert ["closed" in str(problem) for problem in problems] == [True]
+    assert device.used_bytes == device.pinned_bytes == device.num_events == 0
+
+
+@pytest.mark.parametrize("seed", range(num_examples(6)))
+def test_a_runtime_may_be_closed_beside_tokens(seed: int) -> None:
+    """By another thread, at any moment: the loop is told, and nothing stays."""
+    device = FakeDevice(eager=bool(seed % 2), seed=seed)
+    runtime = make_runtime(device, 7)
+    model = Model(runtime)
+    begun, others = threading.Event(), []
+
+    def work() -> None:
+        try:
+            for turn in range(10_000):
+                model.token(TOKENS[turn % len(TOKENS)])
+                begun.set()
+        except MoeCacheError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - the test shows it
+            others.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(30)
+    time.sleep(0.003 * seed)
+    runtime.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    device.run()
+    assert not others
     assert device.used_bytes == device.pinned_bytes == device.num_events == 0

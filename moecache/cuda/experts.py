@@ -173,16 +173,11 @@ class CudaExperts:
         ValueError
             If the layer or an id is out of range.
         MoeCacheError
-            If a graph is being captured, but not every expert is resident, or nothing was computed
-            in this stream before.
+            If a graph is being captured outside of `begin_token` and `end_token`, but not every
+            expert is resident, or nothing was computed in this stream before.
         """
-        if out is not None and self._tokens is not None:
-            prepared = self._prepared_before(self._tokens, layer, (hidden, ids, weights, out))
-            if prepared is not None:
-                with self._left:
-                    self._check_open()
-                    self._launches.start(*prepared)
-                return out
+        if out is not None and self._starts_again(layer, (hidden, ids, weights, out)):
+            return out
         runtime, device = self._alive(), self._device
         self._layout.check(layer)
         kind = self._kinds[layer]
@@ -222,7 +217,7 @@ class CudaExperts:
                 raise MoeCacheError(
                     "a graph of this step would hold what happened to be resident: capture steps "
                     f"of up to {MAX_STREAMED_TOKENS} tokens, once every expert is in its slot and "
-                    "one was computed outside"
+                    "one was computed outside, or between begin_token and end_token"
                 )
             elif is_small and self.cpu is not None:
                 self._divide_waves(runtime, self.cpu, step, self._on_host(ids, chosen))
@@ -378,16 +373,17 @@ class CudaExperts:
         )
         return None if isinstance(chosen, np.ndarray) else launch
 
-    def _prepared_before(
-        self, tokens: TokenSteps, layer: int, given: tuple[Any, ...]
-    ) -> tuple[PreparedLaunch, Stream] | None:
-        """Return the launch of a token's step that had the same arrays before, and its stream."""
+    def _starts_again(self, layer: int, given: tuple[Any, ...]) -> bool:
+        """Issue a step of the open token that had the same arrays before; False if none did."""
+        tokens = self._tokens
+        if tokens is None:
+            return False
         device = self._device
         stream = device.current_stream()
         if not tokens.is_plain(layer, stream):
-            return None
+            return False
         if isinstance(given[1], (list, tuple)) or device.is_on_host(given[1]):
-            return None
+            return False
         # Spelled out: this is what a step costs the host.
         locate = device.locate
         x, ids, weights, out = given
@@ -397,8 +393,11 @@ class CudaExperts:
             *(x.shape, x.dtype, ids.shape, ids.dtype),
             *(weights.shape, weights.dtype, out.shape, out.dtype),
         ):
-            return None
-        return known[0], stream
+            return False
+        with self._left:
+            self._check_open()
+            self._launches.start(known[0], stream)
+        return True
 
     def _on_device(
         self, ids: "np.ndarray | DeviceArray", step: Step, *, capturing: bool

@@ -26,7 +26,7 @@ build/gpu. A stage that fails or takes too long does not stop those after it: it
   --traces DIR      where recorded routing is (bigmoe-qwen.npz); without it, where the benchmarks
                     look, or drawn
   --prebuilt        do not build: take the extension modules that are there, whatever their age.
-                    Without it they are built where one lacks or is older than a source
+                    Without it they are built where one is missing or older than a source
   --limit SECONDS   the longest that any stage may take
 
 Needs a GPU, CUDA's driver, and of Python: NumPy, CuPy, ml_dtypes, psutil, rich, pytest; Cython and
@@ -107,12 +107,13 @@ is_built() {
 }
 
 builds=0
-if [[ " ${stages[*]} " == *" build "* ]] && ! is_built; then
-    builds=1
-    if ((prebuilt)); then
-        echo "gpu.sh: --prebuilt, but an extension module lacks: leave it out to build" >&2
+if ((prebuilt)); then
+    if ! is_built; then
+        echo "gpu.sh: --prebuilt, but an extension module is missing: leave it out to build" >&2
         exit 2
     fi
+elif [[ " ${stages[*]} " == *" build "* ]] && ! is_built; then
+    builds=1
 fi
 missing=()
 if ((builds)); then
@@ -230,7 +231,7 @@ facts+=("tests_left_out=${left_out[*]-}")
 
 declare -A limit options
 if ((quick)); then
-    limits=(300 150 70 70 70 70 30 180 180 180 180)
+    limits=(300 150 70 70 100 100 30 180 180 180 180)
     options[upload]="--runs 5 --bytes 256MiB --copy-bytes 512MiB --look-ups 2000"
     options[decode]="--runs 5 --tokens 8 --layers 8 --copy-bytes 512MiB"
     options[resident]="--runs 10 --layers 8 --copy-bytes 512MiB"

@@ -1,12 +1,17 @@
 """A token's layers with slots for all, nine in ten and half of the experts, and as one CUDA graph.
 
 48 layers of 128 experts in bfloat16, hidden 2048, width 768, as in `bench.gpu_decode`, policy
-"echo". Of each share of the slots: a call per layer, and one graph of all layers, with the time
-by the host's clock, the time by the device's, and what the host needs to issue a layer. Where not
-everything is resident the graph is a token's: the device takes its steps, it is issued again when
-one of them missed an expert, and the host's time has the waiting for it in it. With everything
-resident the weights that a token reads per second are compared with one large copy inside the
-device, whose bytes are read and written.
+"echo". Of each share of the slots: a call per layer, a call per layer between `begin_token` and
+`end_token`, and one graph of all layers between them; with everything resident also a graph
+outside of a token. Tokens per second are by the host's clock. A layer's time on the device is
+that of a token from its begin to its end, misses included; a layer's time on the host is taken
+right after that, when the token's experts are there. By calls, a layer that is not resident for
+good waits for its ids, and the host's time includes that; tokens leave out waiting for the device.
+
+Each way with fewer slots than experts has a cache of its own, and the ways are run in turns with
+the resident one: none finds what another has read. With everything resident the weights that a
+token reads per second are compared with one large copy inside the device, whose bytes are read
+and written.
 
     python -m bench.gpu_resident [--runs 20] [--tokens 16] [--layers 48] [--json OUT]
 """
@@ -28,24 +33,23 @@ from rich.table import Table
 
 from bench.gpu import DeviceCopy, Timer, bound, parser_of, run_benchmark, turns
 from bench.gpu_decode import TRACE, fit, read_trace, verify
-from bench.gpu_stack import (
-    Decoder,
-    GraphDecoder,
-    Inputs,
-    StackSize,
-    TokenGraphDecoder,
-    check_bits,
-    open_stack,
-)
+from bench.gpu_stack import Decoder, GraphDecoder, Inputs, StackSize, check_bits, open_stack
+from bench.gpu_tokens import TokenDecoder, TokenGraphDecoder
 from moecache.cuda import Device, Stream
 from moecache.errors import MoeCacheError
 from moecache.units import format_bytes_per_s, parse_bytes
 
 SHARES = (1.0, 0.9, 0.5)
+KINDS: dict[str, type[Decoder]] = {
+    "": Decoder,
+    ", graph": GraphDecoder,
+    ", tokens": TokenDecoder,
+    ", token graph": TokenGraphDecoder,
+}
 # Of a copy inside the device, in bytes read and written; the aim is .8.
 LEAST_OF_COPY = 0.55
 # Microseconds of the host for a layer whose experts are all hits.
-MOST_HOST_US = {"calls": 10.0, "graph": 1.0}
+MOST_HOST_US = {"": 10.0, ", graph": 1.0, ", tokens": 10.0, ", token graph": 1.0}
 
 
 class Way:
@@ -59,39 +63,35 @@ class Way:
 
     def run(self, tokens: Sequence[int], num_layers: int) -> None:
         """Decode some tokens, one after the other, and note the medians over them."""
-        runtime = self.decoder.runtime
+        decoder, runtime = self.decoder, self.decoder.runtime
+        stalls = decoder.num_stalls
         before = runtime.stats()
         start = time.perf_counter()
         for token in tokens:
-            self.decoder.step(token)
-        self.decoder.finish()
+            decoder.step(token)
+        decoder.finish()
         seconds = time.perf_counter() - start
         made = runtime.stats() - before
-        issued, computed = zip(*map(self._time, tokens), strict=True)
+        stalls = decoder.num_stalls - stalls
+        computed, issued = zip(*map(self._time, tokens), strict=True)
         asked = made.num_hits + made.num_misses
         self.runs.append(
             {
                 "tokens_per_s": len(tokens) / seconds,
                 "hit_rate": made.num_hits / asked if asked else 1.0,
+                "stalls_per_token": stalls / len(tokens),
+                "stall_ns_per_token": made.stall_ns / len(tokens),
                 "host_us_per_layer": statistics.median(issued) / 1e3 / num_layers,
                 "device_us_per_layer": statistics.median(computed) / 1e3 / num_layers,
             }
         )
 
     def _time(self, token: int) -> tuple[int, int]:
-        """Return what the host takes to issue a token's layers, and the device to compute them."""
+        """Return what a token's layers take on the device, and on the host right after that."""
         self.decoder.bring_in(token)
         self.decoder.finish()
-        issued = 0
-
-        def compute() -> None:
-            nonlocal issued
-            start = time.perf_counter_ns()
-            self.decoder.compute()
-            issued = time.perf_counter_ns() - start
-
-        computed = self._timer.time_ns(compute, self._stream)
-        return issued, computed
+        computed = self._timer.time_ns(self.decoder.compute, self._stream)
+        return computed, self.decoder.host_ns()
 
     def figures(self, resident: "Way") -> dict[str, Any]:
         """Return medians over the runs, and what each run did."""
@@ -131,7 +131,7 @@ def decode(
         whole = stack.enter_context(open_stack(device, size, total, policy="echo"))
         reference = stack.enter_context(Decoder("100%", device, inputs, stream, whole))
         verify(reference, inputs.num_tokens, expected)
-        for share in SHARES:
+        for share, kinds in groups():
             with ExitStack() as opened:
                 runtime, ways = whole, [Way(reference, stream, timer)]
                 if share < 1:
@@ -139,12 +139,10 @@ def decode(
                     runtime = opened.enter_context(
                         open_stack(device, size, capacity, policy="echo")
                     )
-                for kind in (Decoder, GraphDecoder if share == 1 else TokenGraphDecoder):
-                    name = f"{share:.0%}" + ("" if kind is Decoder else ", graph")
-                    if name == reference.name:
-                        continue
+                for kind in kinds:
+                    name = f"{share:.0%}{kind}"
                     try:
-                        decoder = kind(name, device, inputs, stream, runtime)
+                        decoder = KINDS[kind](name, device, inputs, stream, runtime)
                     except MoeCacheError as error:
                         refused[name] = str(error)
                         continue
@@ -152,16 +150,27 @@ def decode(
                     verify(decoder, inputs.num_tokens, expected)
                     ways.append(Way(decoder, stream, timer))
                 for run in range(num_runs):
-                    first = run * num_tokens
-                    tokens = [(first + i) % inputs.num_tokens for i in range(num_tokens)]
+                    start = run * num_tokens
+                    tokens = [(start + i) % inputs.num_tokens for i in range(num_tokens)]
                     copies.append(copy.bytes_per_s())
                     for way in turns(ways, run):
                         way.run(tokens, size.num_layers)
                         check_bits(way.decoder, tokens[-1], expected)
                 found = {**{way.decoder.name: way.figures(ways[0]) for way in ways}, **found}
+            # A device's memory is free when nothing refers to it.
             gc.collect()
-    order = [f"{share:.0%}{kind}" for share in SHARES for kind in ("", ", graph")]
+    order = [f"{share:.0%}{kind}" for share in SHARES for kind in KINDS]
     return {name: found[name] for name in order if name in found}, refused, copies
+
+
+def groups() -> list[tuple[float, tuple[str, ...]]]:
+    """Return shares of the slots, each with the kinds of decoders that are run in turns.
+
+    They have one runtime: where it misses, the second would find what the first has read.
+    """
+    kinds = [kind for kind in KINDS if kind != ", graph"]
+    fewer = [(share, (kind,)) for share in SHARES if share < 1 for kind in kinds]
+    return [(1.0, tuple(kind for kind in KINDS if kind)), *fewer]
 
 
 def measure(device: Device, arguments: Namespace) -> dict[str, Any]:
@@ -180,34 +189,31 @@ def measure(device: Device, arguments: Namespace) -> dict[str, Any]:
         copy_bytes=copy_bytes,
     )
     copied = statistics.median(copies)
-    for name in ("100%", "100%, graph"):
-        if name in found:
-            read = size.top_k * size.expert_bytes / (found[name]["device_us_per_layer"] / 1e6)
-            found[name] |= {"weight_bytes_per_s": read, "of_copy": read / copied}
-    graph = found.get("100%, graph", {})
-    reason = refused.get("100%, graph", "")
+    for kind in KINDS:
+        way = found.get(f"100%{kind}")
+        if way is not None:
+            read = size.top_k * size.expert_bytes / (way["device_us_per_layer"] / 1e6)
+            way |= {"weight_bytes_per_s": read, "of_copy": read / copied}
+    name = "100%, graph"
     decoded = bound(
         "decode kernel in a graph, of a copy inside the device",
         ">=",
         LEAST_OF_COPY,
-        graph.get("of_copy"),
-        reason,
+        found.get(name, {}).get("of_copy"),
+        refused.get(name, ""),
     )
     bounds = [
         # What is quantised reads fewer bytes for as many products.
         *([decoded] if size.format == "bf16" else []),
-        bound(
-            "host us per layer, all hits, calls",
-            "<=",
-            MOST_HOST_US["calls"],
-            found["100%"]["host_us_per_layer"],
-        ),
-        bound(
-            "host us per layer, all hits, graph",
-            "<=",
-            MOST_HOST_US["graph"],
-            graph.get("host_us_per_layer"),
-            reason,
+        *(
+            bound(
+                f"host us per layer, all hits{kind or ', calls'}",
+                "<=",
+                limit,
+                found.get(f"100%{kind}", {}).get("host_us_per_layer"),
+                refused.get(f"100%{kind}", ""),
+            )
+            for kind, limit in MOST_HOST_US.items()
         ),
     ]
     return {
@@ -226,12 +232,16 @@ def show(found: dict[str, Any], console: Console) -> None:
     """Print a row for each way."""
     stack = {key: value for key, value in found["stack"].items() if key != "bytes"}
     console.print(f"{StackSize(**stack).describe()}; routing of {found['routing']}", markup=False)
-    table = Table("slots", "tokens/s", "of resident", "device us/layer", "host us/layer", "hits")
+    table = Table(
+        *("slots", "tokens/s", "of resident", "device us/layer", "host us/layer", "hits"),
+        *("stalls/token", "waited/token"),
+    )
     for name, way in found["ways"].items():
         table.add_row(
             *(name, f"{way['tokens_per_s']:.2f}", f"{way['of_resident']:.3f}"),
             *(f"{way['device_us_per_layer']:.1f}", f"{way['host_us_per_layer']:.1f}"),
-            f"{way['hit_rate']:.3f}",
+            *(f"{way['hit_rate']:.3f}", f"{way['stalls_per_token']:.2f}"),
+            f"{way['stall_ns_per_token'] / 1e6:.3f} ms",
         )
     console.print(table)
     rate = format_bytes_per_s(found["copy_bytes_per_s"])

@@ -240,6 +240,11 @@ class Decoder:
             for layer in range(size.num_layers)
         ]
 
+    @property
+    def num_stalls(self) -> int:
+        """How often steps waited for experts."""
+        return self.runtime.stats().num_stalls
+
     def step(self, token: int) -> None:
         """Compute a token; may return before it is done."""
         self.bring_in(token)
@@ -257,6 +262,12 @@ class Decoder:
         experts = self.runtime.on_device(**self._inputs.size.gate)
         for layer, (ids, weights, out) in enumerate(self._layers):
             experts(layer, self._hidden, ids, weights, out=out)
+
+    def host_ns(self) -> int:
+        """Compute as `compute` does; return what the host takes for it."""
+        start = time.perf_counter_ns()
+        self.compute()
+        return time.perf_counter_ns() - start
 
     def finish(self) -> None:
         """Wait until all is computed."""
@@ -278,12 +289,12 @@ class Decoder:
 
 
 class GraphDecoder(Decoder):
-    """A decoder whose layers are one graph; see `Decoder`.
+    """A decoder whose layers are one graph that the host begins; see `Decoder`.
 
     Raises
     ------
     MoeCacheError
-        If a graph cannot hold the layers, as not every expert is resident.
+        If not every expert is resident: `bench.gpu_tokens` has the decoder for that.
     """
 
     def __init__(
@@ -306,46 +317,6 @@ class GraphDecoder(Decoder):
     def compute(self) -> None:
         """Replay the graph."""
         self._device.replay(self._graph, self._stream)
-
-
-class TokenGraphDecoder(Decoder):
-    """A decoder whose layers are one graph, with any number of slots; see `Decoder`.
-
-    The device takes the steps; what a token misses is brought in, and the graph issued again.
-
-    Raises
-    ------
-    MoeCacheError
-        If a graph cannot hold the layers.
-    """
-
-    def __init__(
-        self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
-    ) -> None:
-        super().__init__(name, device, inputs, stream, runtime)
-        with ExitStack() as undo:
-            undo.callback(self._undo.close)
-            # A token before the capture makes whatever has to be made.
-            self.bring_in(0)
-            super().compute()
-            self.finish()
-            experts = runtime.on_device()
-            experts.begin_token()
-            device.begin_capture(stream)
-            try:
-                super().compute()
-            finally:
-                self._graph = device.end_capture(stream)
-                experts.end_token()
-            undo.pop_all()
-
-    def compute(self) -> None:
-        """Replay the graph until no step has missed an expert; waits for each time."""
-        experts = self.runtime.on_device()
-        first: int | None = experts.begin_token()
-        while first is not None:
-            self._device.replay(self._graph, self._stream)
-            first = experts.end_token()
 
 
 def open_stack(

@@ -24,14 +24,20 @@ from bench.gpu_stack import (
     digest,
     open_stack,
 )
+from bench.gpu_tokens import TokenDecoder, TokenGraphDecoder
 from bench.traces import routing_trace
-from moecache.errors import MoeCacheError
+from moecache.errors import CapacityError, MoeCacheError
 from moecache.stores import ExpertStore, open_store
 from moecache.study import Trace
 from tests.helpers.fake_device import FakeDevice
 
 ROOT = Path(__file__).parents[1]
 SIZE = StackSize(num_layers=2, num_experts=8, top_k=2, hidden=32, width=16)
+TOKEN_KINDS = [", tokens", ", token graph"]
+RESIDENT_WAYS = [
+    *("100%", "100%, graph", "100%, tokens", "100%, token graph"),
+    *(f"{share}{kind}" for share in ("90%", "50%") for kind in ("", *TOKEN_KINDS)),
+]
 WAYS = [
     gpu_decode.RESIDENT,
     gpu_decode.GRAPH,
@@ -241,7 +247,7 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the figures of a small stack with slots for all, nine in ten and half."""
     directory = tmp_path_factory.mktemp("resident")
     options = ["--runs", "2", "--tokens", "2", "--copy-bytes", "64KiB"]
-    Trace(make_trace(), num_experts=SIZE.num_experts).save(directory / "trace.npz")
+    Trace(make_trace(12), num_experts=SIZE.num_experts).save(directory / "trace.npz")
     options += ["--trace", str(directory / "trace.npz"), "--json", str(directory / "figures")]
     device = FakeDevice()
     gpu_resident.main(options, device, size=SIZE)
@@ -251,14 +257,22 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_shares_of_the_slots_are_compared_with_all(resident: dict[str, Any]) -> None:
-    """By calls and, where it can be captured, as a graph; what is refused says why."""
+    """By calls, by tokens, and by a graph of a whole token; each says how often it stalled."""
     ways = resident["ways"]
-    names = [f"{share}{kind}" for share in ("100%", "90%", "50%") for kind in ("", ", graph")]
-    assert list(ways) == names
     assert resident["refused"] == {}
-    assert ways["100%"]["hit_rate"] == ways["100%"]["of_resident"] == 1.0
-    assert ways["50%"]["hit_rate"] < 1
-    assert all(len(way["runs"]) == 2 for way in ways.values())
+    assert list(ways) == RESIDENT_WAYS
+    assert ways["100%"]["of_resident"] == 1.0
+    for name, way in ways.items():
+        assert way["of_resident"] > 0
+        assert len(way["runs"]) == 2
+        # By calls, what is read meanwhile makes no step wait.
+        for run in way["runs"] if "token" in name else ():
+            assert (run["hit_rate"] == 1) == (run["stalls_per_token"] == 0), name
+        assert (way["hit_rate"] == 1) or not name.startswith("100%")
+        assert (way["hit_rate"] < 1) or not name.startswith("50%")
+    # One cache after another sees the same tokens.
+    rates = [[run["hit_rate"] for run in ways[f"50%{kind}"]["runs"]] for kind in TOKEN_KINDS]
+    assert rates[0] == rates[1]
 
 
 def test_the_same_is_measured_of_mxfp4(tmp_path: Path) -> None:
@@ -266,12 +280,13 @@ def test_the_same_is_measured_of_mxfp4(tmp_path: Path) -> None:
     size = replace(SIZE, hidden=64, width=32, format="mxfp4")
     assert size.expert_bytes == (64 * 64 + 64 * 32) * 17 // 32 + 2 * (64 + 64)
     options = ["--runs", "2", "--tokens", "2", "--copy-bytes", "64KiB"]
-    options += ["--trace", str(tmp_path / "none"), "--json", str(tmp_path / "figures")]
+    Trace(make_trace(), num_experts=SIZE.num_experts).save(tmp_path / "trace.npz")
+    options += ["--trace", str(tmp_path / "trace.npz"), "--json", str(tmp_path / "figures")]
     device = FakeDevice()
     gpu_resident.main(options, device, size=size)
     assert (device.used_bytes, device.pinned_bytes, device.num_events) == (0, 0, 0)
     found = check_figures(tmp_path / "figures")
-    assert {"100%", "100%, graph", "50%"} <= found["ways"].keys()
+    assert list(found["ways"]) == RESIDENT_WAYS
     assert found["stack"]["format"] == "mxfp4"
     assert {one["name"].partition(",")[0] for one in found["bounds"]} == {"host us per layer"}
     assert any("mxfp4" in kernel for kernel in device.num_launches)
@@ -287,8 +302,7 @@ def test_what_the_kernel_reads_is_compared_with_a_copy(resident: dict[str, Any])
     assert way["of_copy"] == pytest.approx(read / resident["copy_bytes_per_s"])
     assert [one["found"] for one in resident["bounds"]] == [
         way["of_copy"],
-        resident["ways"]["100%"]["host_us_per_layer"],
-        way["host_us_per_layer"],
+        *(resident["ways"][name]["host_us_per_layer"] for name in RESIDENT_WAYS[:4]),
     ]
 
 
@@ -336,6 +350,61 @@ def test_a_graph_leaves_the_bits_of_single_steps(gpu: Any) -> None:
         with pytest.raises(SystemExit, match="graph, token 1: other bits"):
             check_bits(graph, 1, expected)
     gpu.destroy_stream(stream)
+
+
+@pytest.mark.parametrize("kind", [TokenDecoder, TokenGraphDecoder])
+@pytest.mark.parametrize("eager", [True, False])
+def test_tokens_with_few_slots_leave_the_bits_of_resident_ones(
+    kind: type[TokenDecoder], eager: bool
+) -> None:
+    """A stall at a miss and none after it; also timed, whoever is ahead."""
+    device = FakeDevice(eager=eager, seed=2)
+    stream = device.create_stream()
+    expected: dict[int, str] = {}
+    with Inputs(device, SIZE, make_trace(12)) as inputs, device.using(stream):
+        common = (device, inputs, stream)
+        with (
+            open_stack(device, SIZE, 16) as runtime,
+            Decoder("resident", *common, runtime) as resident,
+            kind("all slots", *common, runtime) as decoder,
+        ):
+            gpu_decode.verify(resident, inputs.num_tokens, expected)
+            gpu_decode.verify(decoder, inputs.num_tokens, expected)
+            assert decoder.num_stalls == 0
+        with open_stack(device, SIZE, 4) as runtime, kind("few", *common, runtime) as decoder:
+            gpu_decode.verify(decoder, inputs.num_tokens, expected)
+            before = decoder.num_stalls
+            assert before > 0
+            for token in range(inputs.num_tokens):
+                decoder.bring_in(token)
+                assert decoder.host_ns() > 0
+                check_bits(decoder, token, expected)
+            assert decoder.num_stalls > before
+            before = decoder.num_stalls
+            decoder.step(token)
+            assert decoder.num_stalls == before
+    device.destroy_stream(stream)
+    assert (device.used_bytes, device.num_events) == (0, 0)
+
+
+def test_a_token_graph_that_is_refused_ends_its_token() -> None:
+    """Its memory is given back; a decoder without a graph goes on in waves."""
+    device = FakeDevice()
+    stream = device.create_stream()
+    with (
+        Inputs(device, SIZE, make_trace()) as inputs,
+        device.using(stream),
+        open_stack(device, SIZE, 1) as runtime,
+        TokenDecoder("tokens", device, inputs, stream, runtime) as decoder,
+    ):
+        decoder.step(0)
+        before = device.used_bytes
+        with pytest.raises(CapacityError, match="raise the memory"):
+            TokenGraphDecoder("graph", device, inputs, stream, runtime)
+        assert (device.used_bytes, runtime.cache.evicts) == (before, True)
+        decoder.step(1)
+        digest(decoder.outputs())
+    device.destroy_stream(stream)
 
 
 def test_layers_have_other_experts_in_the_same_memory() -> None:

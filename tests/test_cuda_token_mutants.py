@@ -33,9 +33,18 @@ MUTANTS = {
         "self._memory.open_gate(layer + 1, self._token, stream)",
     ),
     "the gate stays open": (
-        "                self._memory.close_gate(stream)\n                self._finish",
-        "                self._finish",
+        "                self._memory.close_gate(stream)\n                self._device.rec",
+        "                self._device.rec",
     ),
+    "the next token's stream does not wait for the gate": (
+        "            device.wait_event(stream, self._event)\n",
+        "",
+    ),
+    "nothing stands for the gate that closes": (
+        "                self._device.record(self._event, stream)\n                self._check",
+        "                self._check",
+    ),
+    "memory is freed under a copy": ("stack.callback(_settle, device.wait_for, event)", "pass"),
     "the notice is not taken back": ("            self._notice[0] = 0\n", ""),
     "nobody looks for a miss": (
         "return int(self._notice[1]) if self.has_stalled else None",
@@ -59,8 +68,8 @@ MUTANTS = {
         "self._token = 1",
     ),
     "a token given up goes on": (
-        "try:\n                self._device.synchronize(stream)",
-        "try:\n                pass",
+        "_settle(self._device.synchronize, stream)",
+        "pass",
     ),
 }
 
@@ -177,11 +186,26 @@ def check_failures(wanted: list[np.ndarray]) -> None:
         device.run()
 
 
+def check_streams(wanted: list[np.ndarray]) -> None:
+    """Take turns in two streams, and wait for nothing but tokens; close behind the last."""
+    for seed in range(4):
+        device = FakeDevice(eager=False, seed=seed)
+        with make_runtime(device, 9) as runtime:
+            model = Model(runtime)
+            streams = [device.current_stream(), device.create_stream()]
+            for number, hidden in enumerate(TOKENS):
+                with device.using(streams[number % 2]):
+                    model.run(hidden)
+                assert np.array_equal(np.array(model.hidden[LAYERS]), wanted[number])
+        device.run()
+
+
 def check_all(wanted: list[np.ndarray]) -> None:
     """Run everything that a mutant has to survive."""
     for seed in range(2):
         check_tokens(wanted, seed)
     check_failures(wanted)
+    check_streams(wanted)
 
 
 def test_nothing_is_wrong_without_a_mutation(wanted: list[np.ndarray]) -> None:

@@ -1,12 +1,15 @@
 """Steps of a token that the device takes itself: the same bits, and the host waits for nothing."""
 
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moecache.cuda import experts
 from moecache.errors import CapacityError, ConfigError, MoeCacheError, StoreError
 from tests.helpers.cuda_tokens import (
     EXPERTS,
@@ -403,6 +406,105 @@ def test_a_lost_device_is_an_error_and_thaws(wanted: list[np.ndarray]) -> None:
     assert runtime.cache.evicts
     with pytest.raises(MoeCacheError, match="lost"):
         runtime.close()
+
+
+@pytest.mark.parametrize("capacity", [9, ALL])
+def test_tokens_in_turns_in_two_streams(wanted: list[np.ndarray], capacity: int) -> None:
+    """The gate that one closes behind it closes before the other opens it."""
+    for seed in range(num_examples(6)):
+        device = FakeDevice(eager=False, seed=seed)
+        with make_runtime(device, capacity) as runtime:
+            model = Model(runtime)
+            streams = [device.current_stream(), device.create_stream()]
+            for number, hidden in enumerate(TOKENS):
+                with device.using(streams[number % 2]):
+                    model.run(hidden)
+                # Nothing but `end_token` waited for it.
+                assert np.array_equal(np.array(model.hidden[LAYERS]), wanted[number]), number
+            device.synchronize(streams[1])
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_nothing_is_freed_before_the_gate_is_closed(drops: bool) -> None:
+    """`end_token` does not wait for that; nor is anything left where `close` is forgotten."""
+    for seed in range(4):
+        device = FakeDevice(eager=False, seed=seed)
+        runtime = make_runtime(device, 9)
+        model = Model(runtime)
+        model.run(TOKENS[0])
+        assert device.num_queued
+        if drops:
+            tokens = weakref.ref(model.compute._tokens)
+            model.compute._tokens = None
+            gc.collect()
+            assert tokens() is None
+        runtime.close()
+        device.run()
+        assert device.used_bytes == device.pinned_bytes == device.num_events == 0
+
+
+def test_a_thread_that_ended_holds_no_token(wanted: list[np.ndarray]) -> None:
+    """Or nobody could begin another."""
+    with make_runtime(FakeDevice(), 9) as runtime:
+        model = Model(runtime)
+        thread = threading.Thread(target=model.compute.begin_token)
+        thread.start()
+        thread.join()
+        assert not runtime.cache.evicts
+        assert_same([model.token(hidden) for hidden in TOKENS], wanted)
+        assert runtime.cache.evicts
+
+
+def test_a_miss_beside_another_frozen_token_says_so() -> None:
+    """It is not that the cache is too small."""
+    with make_runtime(FakeDevice(), 9) as runtime:
+        model = Model(runtime)
+        for hidden in TOKENS[:4]:
+            model.token(hidden)
+        runtime.freeze()
+        with pytest.raises(CapacityError, match="another token of this runtime is open"):
+            for hidden in inputs(20, seed=9):
+                model.token(hidden)
+        runtime.thaw()
+        assert runtime.cache.evicts
+
+
+def test_close_beside_a_long_wait_frees_nothing_that_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The call that waits ends with an error, and frees it."""
+    monkeypatch.setattr(experts, "_CLOSE_TIMEOUT_S", 0.05)
+    device = FakeDevice(eager=False)
+    runtime = make_runtime(device, ALL)
+    model = Model(runtime)
+    model.run(TOKENS[0])
+    is_over, began = threading.Event(), threading.Event()
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        device.work(is_over.wait)
+        model.compute.begin_token()
+        model.layer(0)
+        began.set()
+        try:
+            model.compute.end_token()
+        except MoeCacheError as error:
+            problems.append(error)
+
+    monkeypatch.setattr(device, "is_done", lambda event: False)
+    thread = threading.Thread(target=run)
+    thread.start()
+    began.wait()
+    closing = threading.Thread(target=model.compute.close)
+    closing.start()
+    closing.join(0.5)
+    is_over.set()
+    closing.join()
+    thread.join()
+    monkeypatch.undo()
+    runtime.close()
+    assert ["closed" in str(problem) for problem in problems] == [True]
+    assert device.used_bytes == device.pinned_bytes == device.num_events == 0
 
 
 @pytest.mark.parametrize("seed", range(num_examples(6)))

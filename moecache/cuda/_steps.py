@@ -1,8 +1,11 @@
 """TokenSteps: the steps of a token, which a GPU takes without asking the host."""
 
 import contextlib
+import os
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +22,8 @@ class _Runtime(Protocol):
     def cache(self) -> Any: ...
     @property
     def pool(self) -> Any: ...
+    @property
+    def is_frozen(self) -> bool: ...
     def freeze(self) -> None: ...
     def thaw(self) -> None: ...
     def count_hits(self, first: int, ids: np.ndarray) -> None: ...
@@ -33,7 +38,7 @@ class TokenSteps:
     host. A step that misses one closes a gate behind which every later step returns at once.
     `end` sees that, brings the experts in and opens the gate again for the steps from there on.
 
-    One token at a time, of one thread, in one stream.
+    One token at a time, of one thread, in one stream; the next may be another's, in another.
 
     Parameters
     ----------
@@ -63,15 +68,25 @@ class TokenSteps:
         self._stream: Stream | None = None
         self._pointer = -1
         self._owner: int | None = None  # the thread whose token is open
+        self._thread = threading.current_thread()  # that thread
         self._is_frozen = False
-        self._event = 0
         self._lock = threading.Lock()
         self._closed = False
         try:
+            # Behind all that was issued for a token, and behind the gate that closes after it.
             self._event = device.create_event()
-            memory.fill(device.current_stream())
         except BaseException:
-            self.close()
+            memory.free()
+            raise
+        # What is dropped without `close` would stay pinned.
+        self._end = weakref.finalize(self, _end, device, memory, self._event, os.getpid())
+        self._end.atexit = False
+        stream = device.current_stream()
+        try:
+            memory.fill(stream)
+        except BaseException:
+            _settle(device.synchronize, stream)
+            self._end()
             raise
 
     @property
@@ -132,21 +147,19 @@ class TokenSteps:
         with self._lock:
             if self._closed:
                 raise MoeCacheError("the runtime is closed")
-            if self._owner not in (None, threading.get_ident()):
+            is_others = self._owner not in (None, threading.get_ident())
+            if is_others and self._thread.is_alive():
                 raise MoeCacheError(
                     "another thread's token is open; end it first, or give each thread a runtime"
                 )
             if self._owner is not None:
                 self._drop(runtime)
-            if self._notice[2]:
-                self._notice[2] = 0
-                raise MoeCacheError(
-                    "a graph of a token's steps ran outside of begin_token and end_token: it "
-                    "computed nothing, and what it left is of no use; begin again"
-                )
+            self._check_notice()
             self._owner, self._stream = threading.get_ident(), stream
-            self._pointer = stream.pointer
+            self._thread, self._pointer = threading.current_thread(), stream.pointer
         try:
+            # The gate behind the last token may not be closed yet, in that token's stream.
+            device.wait_event(stream, self._event)
             self._freeze(runtime)
             self._token = self._token % (2**31 - 1) + 1
             self._counted = 0
@@ -165,6 +178,8 @@ class TokenSteps:
             self.count(runtime, self._num_layers if layer is None else layer)
             if layer is None:
                 self._memory.close_gate(stream)
+                self._device.record(self._event, stream)
+                self._check_notice()
                 self._finish(runtime)
             else:
                 self._serve(runtime, layer, stream)
@@ -208,18 +223,29 @@ class TokenSteps:
         return True
 
     def close(self, runtime: _Runtime | None = None) -> None:
-        """End a token that is open and free the memory; a second call does nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        """End a token that is open and free the memory; a second call does nothing.
+
+        Not while another thread is in one of the methods; see `stop`.
+        """
+        self.stop()
         with contextlib.ExitStack() as stack:
             # In reverse: an error of the device leaves none of it out.
-            stack.callback(self._memory.free)
-            if self._event:
-                stack.callback(self._device.destroy_event, self._event)
+            stack.callback(self._end)
             if self._owner is not None:
                 stack.callback(self._drop, runtime)
+
+    def stop(self) -> None:
+        """Have calls that are under way, and all others, end with an error."""
+        with self._lock:
+            self._closed = True
+
+    def _check_notice(self) -> None:
+        if self._notice[2]:
+            self._notice[2] = 0
+            raise MoeCacheError(
+                "a graph of a token's steps ran outside of begin_token and end_token: it "
+                "computed nothing, and what it left is of no use; begin again"
+            )
 
     def _checked_stream(self) -> Stream:
         if self._owner != threading.get_ident() or self._stream is None:
@@ -238,6 +264,8 @@ class TokenSteps:
         device = self._device
         device.record(self._event, stream)
         while not device.is_done(self._event) and not self.has_stalled:
+            if self._closed:
+                raise MoeCacheError("the runtime is closed")
             time.sleep(0)
         # The lock is a barrier: what is read behind it was written before the notice.
         with self._lock:
@@ -269,7 +297,12 @@ class TokenSteps:
         self._thaw(runtime)
         try:
             lease = runtime.lease(layer, ids, ignore_out_of_range=True)
-        except CapacityError:
+        except CapacityError as error:
+            if runtime.is_frozen:
+                raise CapacityError(
+                    f"layer {layer} misses experts, and nothing can be evicted: another token of "
+                    "this runtime is open, or `freeze` was called; end that first"
+                ) from error
             self._through_waves.add(layer)
             return None
         finally:
@@ -320,14 +353,25 @@ class TokenSteps:
                     with contextlib.suppress(MoeCacheError, MemoryError):
                         self._memory.close_gate(stream)
                         break
-                self._synchronize(stream)
+                _settle(self._device.synchronize, stream)
         finally:
             self._finish(runtime)
 
-    def _synchronize(self, stream: Stream) -> None:
-        # A device that is lost does nothing any more.
-        with contextlib.suppress(MoeCacheError):
-            try:
-                self._device.synchronize(stream)
-            except MemoryError:
-                self._device.synchronize(stream)
+
+def _end(device: Device, memory: TokenMemory, event: int, process: int) -> None:
+    """Give everything back, once it is not in use; in a forked child nothing."""
+    if os.getpid() != process:
+        return
+    with contextlib.ExitStack() as stack:
+        stack.callback(memory.free)
+        stack.callback(device.destroy_event, event)
+        stack.callback(_settle, device.wait_for, event)
+
+
+def _settle(wait: Callable[[Any], None], what: Any) -> None:
+    """Wait for the device; one that is lost does nothing any more."""
+    with contextlib.suppress(MoeCacheError):
+        try:
+            wait(what)
+        except MemoryError:  # memory may be short for a moment
+            wait(what)

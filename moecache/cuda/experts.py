@@ -43,6 +43,8 @@ class _Runtime(Protocol):
         self, layer: int, ids: np.ndarray, *, elsewhere: Any = None, take: Any = None
     ) -> Generator[Any, None, None]: ...
     def begin_resident_step(self, *, look: bool = True) -> bool: ...
+    @property
+    def is_frozen(self) -> bool: ...
     def freeze(self) -> None: ...
     def thaw(self) -> None: ...
     def count_hits(self, first: int, ids: np.ndarray) -> None: ...
@@ -296,6 +298,7 @@ class CudaExperts:
             self._closed = True
             self._left.wait_for(lambda: not self._inside, _CLOSE_TIMEOUT_S)
             free, self._free = self._free, {}
+            is_busy = self._inside > 0
         with contextlib.ExitStack() as stack:
             if self.cpu is not None:
                 stack.callback(self.cpu.close)
@@ -303,7 +306,10 @@ class CudaExperts:
             for scratch in itertools.chain.from_iterable(free.values()):
                 stack.callback(scratch.close)
             if self._tokens is not None:
-                stack.callback(self._tokens.close, self._runtime())
+                if is_busy:  # the last call frees it
+                    self._tokens.stop()
+                else:
+                    stack.callback(self._tokens.close, self._runtime())
         self._table = self._slot_numbers = None
 
     def _alive(self) -> _Runtime:
@@ -321,9 +327,7 @@ class CudaExperts:
         try:
             yield runtime
         finally:
-            with self._left:
-                self._inside -= 1
-                self._left.notify_all()
+            self._end_call()
 
     def _keep(self, launch: PreparedLaunch, layer: int, arrays: tuple[DeviceArray, ...]) -> None:
         if len(self._prepared) >= _MAX_PREPARED:
@@ -339,6 +343,14 @@ class CudaExperts:
     def _begin_call(self) -> None:
         self._check_open()
         self._inside += 1
+
+    def _end_call(self) -> None:
+        with self._left:
+            self._inside -= 1
+            is_last = self._closed and not self._inside
+            self._left.notify_all()
+        if is_last and self._tokens is not None:
+            self._tokens.close(self._runtime())
 
     def _take_step(
         self,
@@ -411,12 +423,14 @@ class CudaExperts:
 
     def _leave(self, scratch: "Scratch") -> None:
         with self._left:
-            self._inside -= 1
-            if not self._closed:
+            is_kept = not self._closed
+            if is_kept:
                 self._free.setdefault(scratch.stream.pointer, []).append(scratch)
-            self._left.notify_all()
-        if self._closed:
-            scratch.close()
+        try:
+            if not is_kept:
+                scratch.close()
+        finally:
+            self._end_call()
 
     def _launch_resident(
         self, runtime: _Runtime, step: Step, ids: "np.ndarray | DeviceArray"

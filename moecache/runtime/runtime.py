@@ -415,6 +415,11 @@ class ExpertRuntime:
             self._num_frozen += 1
             self._cache.evicts = False
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing is evicted now."""
+        return self._num_frozen > 0
+
     def thaw(self) -> None:
         """Let experts be evicted again."""
         with self._freezing:

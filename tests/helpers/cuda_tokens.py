@@ -118,6 +118,11 @@ class Model:
 
     def token(self, hidden: np.ndarray) -> np.ndarray:
         """Return the result of a token whose steps the device takes."""
+        self.run(hidden)
+        return self.result()
+
+    def run(self, hidden: np.ndarray) -> None:
+        """Have the device take a token's steps."""
         self.begin(hidden)
         first: int | None = self.compute.begin_token()
         rounds = 0
@@ -127,7 +132,6 @@ class Model:
             for layer in range(first, LAYERS):
                 self.layer(layer)
             first = self.compute.end_token()
-        return self.result()
 
     def replayed(self, hidden: np.ndarray, replay: Callable[[], None]) -> np.ndarray:
         """Return the result of a token from one graph of all layers."""

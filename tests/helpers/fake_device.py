@@ -300,11 +300,14 @@ class FakeDevice:
             keep = ctypes.create_string_buffer(ctypes.string_at(source, num_bytes), num_bytes)
             source = ctypes.addressof(keep)
 
+        check = self._alive([destination] if keep else [destination, source])
+
         def finish(keep: Any = keep) -> None:
+            check()
             ctypes.memmove(destination, source, num_bytes)
             self.clock_ns += num_bytes
 
-        self._enqueue(stream, lambda: _spoil(destination, num_bytes))
+        self._enqueue(stream, lambda: check() or _spoil(destination, num_bytes))
         self._enqueue(stream, finish)
 
     def array(

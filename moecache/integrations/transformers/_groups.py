@@ -27,11 +27,13 @@ def make_groups(group: Any, timeout_s: float, device: torch.device) -> tuple[str
     store = dist.distributed_c10d._get_default_store()
     member = (dist.get_rank(group), dist.get_world_size(group))
     control = dist.ProcessGroupGloo(PrefixStore(f"moecache/{name}/control", store), *member, start)
-    if device.type != "cuda" or "nccl" not in str(dist.get_backend_config(group)):
-        return name, control, control
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
+    # Another one, as a group's sends keep the time-out that it was made with.
+    limit = timedelta(seconds=timeout_s)
     rows = PrefixStore(f"moecache/{name}/rows", store)
+    if device.type != "cuda" or "nccl" not in str(dist.get_backend_config(group)):
+        return name, control, dist.ProcessGroupGloo(rows, *member, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
     return name, control, dist.ProcessGroupNCCL(rows, *member, options)
 
 

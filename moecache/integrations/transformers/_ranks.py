@@ -67,7 +67,7 @@ class Ranks(NotCopied):
         self._closed = False
         self._lock = threading.Lock()
         name, self._control, self.group = make_groups(group, timeout_s, device)
-        self.is_on_host = self.group is self._control
+        self.is_on_host = isinstance(self.group, dist.ProcessGroupGloo)
         store = dist.distributed_c10d._get_default_store()
         self._heartbeat = Heartbeat(store, name, self.rank, self.num_ranks)
 

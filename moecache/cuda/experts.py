@@ -15,19 +15,17 @@ from moecache.cuda._arguments import (
     host_ids,
     same_type,
 )
-from moecache.cuda._cpu import CpuMisses, CpuPart
+from moecache.cuda._cpu import CpuMisses
 from moecache.cuda._kinds import kind_of, named
-from moecache.cuda._launches import Launches, Pool, PreparedLaunch, Step, Tiles, tiles_of
+from moecache.cuda._launches import Launches, Pool, PreparedLaunch, Step
 from moecache.cuda._ring import CopyRing
 from moecache.cuda._scratch import Scratch
 from moecache.cuda._steps import TokenSteps
+from moecache.cuda._waves import MAX_STREAMED_TOKENS, Waves
 from moecache.cuda.device import Device, DeviceArray, Stream
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
 
-# A step of this many tokens or fewer reads weights for about one row each: kernels that stream
-# the weights are enough. With more tokens, cuBLAS multiplies several rows at once.
-MAX_STREAMED_TOKENS = 4
 _CLOSE_TIMEOUT_S = 2.0
 _MAX_PREPARED = 4096  # launches, of some hundred bytes each
 
@@ -136,11 +134,11 @@ class CudaExperts:
         self._left = threading.Condition()
         self._closed = False
         self._table: DeviceArray | None = None  # the slot of each expert of the model
-        self._slot_numbers: DeviceArray | None = None  # 0, 1, 2, ...
         # Here rather than in the first token: compiling takes seconds, the first time on a machine.
         names = [name for kind in self._kinds for name in self._launches.kernels(kind)]
         self._device.prepare(list(dict.fromkeys(names)))
         self._ring = CopyRing(self._device)
+        self._waves = Waves(self._pool, self._launches, self._ring)
         self._tokens: TokenSteps | None = None
         # Launches of a token's steps, by where their arrays are; and what these were like.
         self._prepared: dict[tuple[int, ...], tuple[PreparedLaunch, tuple[Any, ...]]] = {}
@@ -219,16 +217,8 @@ class CudaExperts:
                     f"of up to {MAX_STREAMED_TOKENS} tokens, once every expert is in its slot and "
                     "one was computed outside, or between begin_token and end_token"
                 )
-            elif is_small and self.cpu is not None:
-                self._divide_waves(runtime, self.cpu, step, self._on_host(ids, chosen))
-            elif is_small:
-                self._stream_waves(runtime, step, self._on_host(ids, chosen))
-            elif self._launches.is_grouped(kind):
-                self._group_waves(runtime, step, self._on_host(ids, chosen))
-            elif not self._launches.is_multiplied(kind):
-                self._stream_waves(runtime, step, self._on_host(ids, chosen))
             else:
-                self._multiply_waves(runtime, step, self._on_host(ids, chosen))
+                self._waves.compute(runtime, step, self._on_host(ids, chosen), self.cpu)
         finally:
             self._leave(scratch)
         return out
@@ -310,7 +300,7 @@ class CudaExperts:
                     self._tokens.stop()
                 else:
                     stack.callback(self._tokens.close, self._runtime())
-        self._table = self._slot_numbers = None
+        self._table = None
 
     def _alive(self) -> _Runtime:
         runtime = self._runtime()
@@ -364,7 +354,7 @@ class CudaExperts:
         capturing = not step.scratch.grows
         if not tokens.takes(runtime, step, capturing=capturing):
             if tokens.wait_before_waves(runtime, step.layer):
-                self._stream_waves(runtime, step, self._on_host(ids, chosen))
+                self._waves.stream(runtime, step, self._on_host(ids, chosen))
             return None
         found = self._on_device(chosen, step, capturing=capturing)
         memory = tokens.memory
@@ -442,110 +432,6 @@ class CudaExperts:
         if self._table is None:
             if capturing:
                 raise MoeCacheError("compute one step before capturing a graph")
-            self._table = self._copied(runtime.cache.slot_table, step.stream)
+            self._table = self._waves.copied(runtime.cache.slot_table, step.stream)
         row = self._table.address + 4 * step.layer * num_experts
         self._launches.decode(step, found, row, num_experts)
-
-    def _launch_wave(self, step: Step, wave: Any) -> None:
-        """Compute a step whose experts are all leased, in one launch."""
-        device = self._device
-        if self._slot_numbers is None:
-            numbers = np.arange(self._pool.num_slots, dtype=np.int32)
-            self._slot_numbers = self._copied(numbers, step.stream)
-        slots = np.empty(step.num_tokens * step.top_k, np.int32)
-        slots[wave.pairs] = np.repeat(wave.slots, np.diff(wave.offsets))
-        ids = self._ring.to_device(slots, step.stream)
-        self._launches.decode(
-            step, device.locate(ids), self._slot_numbers.address, self._pool.num_slots
-        )
-
-    def _copied(self, array: np.ndarray, stream: Stream) -> DeviceArray:
-        """Return a copy on the device that any stream may use."""
-        copy = self._ring.to_device(np.ascontiguousarray(array, np.int32), stream)
-        self._device.synchronize(stream)
-        return self._device.locate(copy)
-
-    def _divide_waves(self, runtime: _Runtime, cpu: CpuMisses, step: Step, ids: np.ndarray) -> None:
-        """Compute a step of few tokens wave by wave, and some missing experts by the CPU."""
-        part = cpu.begin(self._device, step, ids)
-        try:
-            self._stream_waves(runtime, step, ids, part)
-        finally:
-            if part is not None:
-                part.close()
-
-    def _stream_waves(
-        self, runtime: _Runtime, step: Step, ids: np.ndarray, part: CpuPart | None = None
-    ) -> None:
-        """Compute a step of few tokens wave by wave, equal to one launch bit for bit."""
-        num_pairs = step.num_pairs
-        h = step.scratch.room("h", num_pairs * step.width * 4)
-        rows = step.scratch.room("rows", num_pairs * step.size * 4)
-        step.scratch.room("barrier", 8)  # all of it at once: later steps take no more memory
-        if part is None:
-            waves = runtime.waves(step.layer, ids)
-        else:
-            waves = runtime.waves(step.layer, ids, elsewhere=part.experts, take=part.take)
-        try:
-            for wave in waves:
-                count = len(wave.pairs)
-                if not count:
-                    continue
-                if count == num_pairs and step.num_tokens <= MAX_STREAMED_TOKENS:
-                    self._launch_wave(step, wave)
-                    return
-                slots = np.repeat(wave.slots, np.diff(wave.offsets))
-                both = np.stack([slots, wave.pairs]).astype(np.int32)
-                lists = self._ring.to_device(both, step.stream)
-                at = self._device.locate(lists).address
-                self._launches.gate_up(step, at, at + 4 * count, count, h)
-                self._launches.down(step, at, at + 4 * count, count, h, rows)
-        finally:
-            waves.close()
-        if part is not None:
-            part.copy_up(rows, self._ring)
-        self._launches.combine_rows(step, rows)
-
-    def _group_waves(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
-        """Compute a step of many tokens wave by wave: all of a wave's experts in two launches."""
-        device, launches = self._device, self._launches
-        h = step.scratch.room("h", step.num_pairs * step.width * step.dtype.itemsize)
-        rows = step.scratch.room("rows", step.num_pairs * step.size * step.dtype.itemsize)
-        waves = runtime.waves(step.layer, ids)
-        try:
-            for wave in waves:
-                found = tiles_of(wave)
-                lists = np.concatenate([found.ravel(), wave.pairs]).astype(np.int32)
-                at = device.locate(self._ring.to_device(lists, step.stream)).address
-                tiles = Tiles(at, len(found), at + found.nbytes)
-                launches.multiply_gate_up(step, tiles, h)
-                launches.multiply_down(step, tiles, h, rows)
-        finally:
-            waves.close()
-        launches.combine(step, rows, 0)
-
-    def _multiply_waves(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
-        """Compute a step of many tokens wave by wave: the products of one expert after another."""
-        device, launches, item = self._device, self._launches, step.dtype.itemsize
-        num_pairs = step.num_pairs
-        rows = step.scratch.room("rows", num_pairs * step.size * item)
-        gathered = step.scratch.room("gathered", num_pairs * step.size * item)
-        both = step.scratch.room("both", num_pairs * 2 * step.width * item)
-        h = step.scratch.room("h", num_pairs * step.width * item)
-        place = np.full(num_pairs, -1, np.int32)
-        done = 0
-        waves = runtime.waves(step.layer, ids)
-        try:
-            for wave in waves:
-                count = len(wave.pairs)
-                lists = self._ring.to_device(wave.pairs.astype(np.int32), step.stream)
-                launches.gather(step, device.locate(lists).address, count, gathered)
-                launches.multiply(step, "gate_up", wave, gathered, both)
-                launches.activate(step, both, count, h)
-                launches.multiply(step, "down", wave, h, rows + done * step.size * item)
-                place[wave.pairs] = np.arange(done, done + count, dtype=np.int32)
-                done += count
-        finally:
-            waves.close()
-        where = self._ring.to_device(place, step.stream)
-        launches.combine(step, rows, device.locate(where).address)

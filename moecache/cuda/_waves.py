@@ -1,0 +1,165 @@
+"""Waves: a step on a GPU whose experts come one after the other."""
+
+from collections.abc import Generator
+from typing import Any, Protocol
+
+import numpy as np
+
+from moecache.cuda._cpu import CpuMisses, CpuPart
+from moecache.cuda._launches import Launches, Pool, Step, Tiles, tiles_of
+from moecache.cuda._ring import CopyRing
+from moecache.cuda.device import DeviceArray, Stream
+
+# A step of this many tokens or fewer reads weights for about one row each: kernels that stream
+# the weights are enough. With more tokens, tensor cores or cuBLAS multiply several rows at once.
+MAX_STREAMED_TOKENS = 4
+
+
+class _Runtime(Protocol):
+    def waves(
+        self, layer: int, ids: np.ndarray, *, elsewhere: Any = None, take: Any = None
+    ) -> Generator[Any, None, None]: ...
+
+
+class Waves:
+    """Computes steps from the slots that a runtime hands out, in as many waves as it takes.
+
+    Whatever is resident, a step has the same bits. Any number of threads may call.
+
+    Parameters
+    ----------
+    pool : Pool
+    launches : Launches
+    ring : CopyRing
+        Which lists of slots and places are copied through.
+    """
+
+    def __init__(self, pool: Pool, launches: Launches, ring: CopyRing) -> None:
+        self._pool = pool
+        self._device = pool.device
+        self._launches = launches
+        self._ring = ring
+        self._slot_numbers: DeviceArray | None = None  # 0, 1, 2, ...
+
+    def compute(
+        self, runtime: _Runtime, step: Step, ids: np.ndarray, cpu: CpuMisses | None = None
+    ) -> None:
+        """Compute a step in the way that its number of tokens and its format ask for.
+
+        With `cpu`, it computes some of the experts that few tokens miss.
+        """
+        is_small = step.num_tokens <= MAX_STREAMED_TOKENS
+        if is_small and cpu is not None:
+            self._divide(runtime, cpu, step, ids)
+        elif is_small:
+            self.stream(runtime, step, ids)
+        elif self._launches.is_grouped(step.kind):
+            self._group(runtime, step, ids)
+        elif self._launches.is_multiplied(step.kind):
+            self._multiply(runtime, step, ids)
+        else:
+            self.stream(runtime, step, ids)
+
+    def stream(
+        self, runtime: _Runtime, step: Step, ids: np.ndarray, part: CpuPart | None = None
+    ) -> None:
+        """Compute a step of few tokens wave by wave, equal to one launch bit for bit."""
+        num_pairs = step.num_pairs
+        h = step.scratch.room("h", num_pairs * step.width * 4)
+        rows = step.scratch.room("rows", num_pairs * step.size * 4)
+        step.scratch.room("barrier", 8)  # all of it at once: later steps take no more memory
+        if part is None:
+            waves = runtime.waves(step.layer, ids)
+        else:
+            waves = runtime.waves(step.layer, ids, elsewhere=part.experts, take=part.take)
+        try:
+            for wave in waves:
+                count = len(wave.pairs)
+                if not count:
+                    continue
+                if count == num_pairs and step.num_tokens <= MAX_STREAMED_TOKENS:
+                    self._launch(step, wave)
+                    return
+                slots = np.repeat(wave.slots, np.diff(wave.offsets))
+                both = np.stack([slots, wave.pairs]).astype(np.int32)
+                lists = self._ring.to_device(both, step.stream)
+                at = self._device.locate(lists).address
+                self._launches.gate_up(step, at, at + 4 * count, count, h)
+                self._launches.down(step, at, at + 4 * count, count, h, rows)
+        finally:
+            waves.close()
+        if part is not None:
+            part.copy_up(rows, self._ring)
+        self._launches.combine_rows(step, rows)
+
+    def copied(self, array: np.ndarray, stream: Stream) -> DeviceArray:
+        """Return a copy on the device that any stream may use."""
+        copy = self._ring.to_device(np.ascontiguousarray(array, np.int32), stream)
+        self._device.synchronize(stream)
+        return self._device.locate(copy)
+
+    def _launch(self, step: Step, wave: Any) -> None:
+        """Compute a step whose experts are all leased, in one launch."""
+        device = self._device
+        if self._slot_numbers is None:
+            numbers = np.arange(self._pool.num_slots, dtype=np.int32)
+            self._slot_numbers = self.copied(numbers, step.stream)
+        slots = np.empty(step.num_tokens * step.top_k, np.int32)
+        slots[wave.pairs] = np.repeat(wave.slots, np.diff(wave.offsets))
+        ids = self._ring.to_device(slots, step.stream)
+        self._launches.decode(
+            step, device.locate(ids), self._slot_numbers.address, self._pool.num_slots
+        )
+
+    def _divide(self, runtime: _Runtime, cpu: CpuMisses, step: Step, ids: np.ndarray) -> None:
+        """Compute a step of few tokens wave by wave, and some missing experts by the CPU."""
+        part = cpu.begin(self._device, step, ids)
+        try:
+            self.stream(runtime, step, ids, part)
+        finally:
+            if part is not None:
+                part.close()
+
+    def _group(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
+        """Compute a step of many tokens wave by wave: all of a wave's experts in two launches."""
+        device, launches = self._device, self._launches
+        h = step.scratch.room("h", step.num_pairs * step.width * step.dtype.itemsize)
+        rows = step.scratch.room("rows", step.num_pairs * step.size * step.dtype.itemsize)
+        waves = runtime.waves(step.layer, ids)
+        try:
+            for wave in waves:
+                found = tiles_of(wave)
+                lists = np.concatenate([found.ravel(), wave.pairs]).astype(np.int32)
+                at = device.locate(self._ring.to_device(lists, step.stream)).address
+                tiles = Tiles(at, len(found), at + found.nbytes)
+                launches.multiply_gate_up(step, tiles, h)
+                launches.multiply_down(step, tiles, h, rows)
+        finally:
+            waves.close()
+        launches.combine(step, rows, 0)
+
+    def _multiply(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
+        """Compute a step of many tokens wave by wave: the products of one expert after another."""
+        device, launches, item = self._device, self._launches, step.dtype.itemsize
+        num_pairs = step.num_pairs
+        rows = step.scratch.room("rows", num_pairs * step.size * item)
+        gathered = step.scratch.room("gathered", num_pairs * step.size * item)
+        both = step.scratch.room("both", num_pairs * 2 * step.width * item)
+        h = step.scratch.room("h", num_pairs * step.width * item)
+        place = np.full(num_pairs, -1, np.int32)
+        done = 0
+        waves = runtime.waves(step.layer, ids)
+        try:
+            for wave in waves:
+                count = len(wave.pairs)
+                lists = self._ring.to_device(wave.pairs.astype(np.int32), step.stream)
+                launches.gather(step, device.locate(lists).address, count, gathered)
+                launches.multiply(step, "gate_up", wave, gathered, both)
+                launches.activate(step, both, count, h)
+                launches.multiply(step, "down", wave, h, rows + done * step.size * item)
+                place[wave.pairs] = np.arange(done, done + count, dtype=np.int32)
+                done += count
+        finally:
+            waves.close()
+        where = self._ring.to_device(place, step.stream)
+        launches.combine(step, rows, device.locate(where).address)

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import signal
 import urllib.request
 from pathlib import Path
@@ -82,6 +83,29 @@ def test_a_server_answers_with_all_ranks(tiny_moe: Path, tmp_path: Path) -> None
         other.kill()
 
 
+def test_a_server_ends_when_an_idle_rank_is_gone(tiny_moe: Path, tmp_path: Path) -> None:
+    """With an error that names it; the others end, too."""
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    path, port = write_chat_model(tiny_moe, tmp_path / "m"), ranks.free_port()
+    served = ("serve", str(path), "--port", str(port), "--memory", "50%", "--rank-timeout", "4")
+    first, other, third = ranks.start_command(tmp_path, *served, num_ranks=3)
+    try:
+        first.wait_for(f":{port}/v1")
+        other.signal(signal.SIGKILL)
+        assert [first.wait(60), third.wait(60)] == [1, 1], first.err + third.err
+        gone = "rank 1 is gone, or its process is stopped: no sign of life"
+        for one in (first, third):
+            assert re.search(
+                rf"moecache: rank \d waited in vain for .* to do( next)?: (rank \d: stopped, as )?"
+                rf"{gone}",
+                one.err,
+            ), one.err
+    finally:
+        for one in (first, other, third):
+            one.kill()
+
+
 def test_ctrl_c_on_rank_0_ends_all(tiny_moe: Path, tmp_path: Path) -> None:
     """In the middle of a long text; the other rank says why it ends."""
     long = ("--max-new-tokens", "100000", "--memory", "25%")
@@ -103,6 +127,8 @@ def test_what_is_for_several_processes_is_refused_in_one(
     assert "--rank-timeout is for several processes" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main([*given, "--rank-timeout", "inf"]) == 2
+    assert "--rank-timeout must be a number of seconds from 1 to" in capsys.readouterr().err
     assert cli.main(["bench", str(tiny_moe), "--compare"]) == 2
     assert "--compare is for one process" in capsys.readouterr().err
     assert cli.main(["chat", str(tiny_moe)]) == 2

@@ -69,6 +69,26 @@ def test_ranks_that_differ_or_fail_say_so_on_all(path: Path, tmp_path: Path) -> 
     assert "closed" in second["closed"]
 
 
+def test_a_text_that_fails_is_not_the_end(path: Path, tmp_path: Path) -> None:
+    """A read on the other rank, rank 0 itself between two steps or after the last one."""
+    found, _ = ranks.call(
+        "tests.helpers.ranks_in_trouble:going_on",
+        *(2, tmp_path / "run"),
+        path=path,
+        each=[{"rank": rank} for rank in range(2)],
+    )
+    assert found[0].startswith("MoeCacheError: layer ")
+    assert found[0].endswith("rank 1: it failed: OSError: the disk is on fire")
+    assert found[1:3] == ["ValueError: nobody reads this"] * 2
+    assert found[3].startswith("[")
+    assert found[4] == (
+        "MoeCacheError: rank 1 does not go on with this text; rank 1: it failed: OSError: no room"
+    )
+    assert found[5] == found[3]
+    # What all have read is not kept.
+    assert found[6] == "[False, False, False, False, True, True]"
+
+
 def _blames(error: str, victim: int) -> bool:
     """Return whether an error is that this rank is gone, and no other one."""
     store = r"rank 0 or the launcher, which kept the ranks' store, is gone \(.*\)"

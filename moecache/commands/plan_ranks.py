@@ -105,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--copies needs --memory: a copy helps only where everything fits")
     model = _model(arguments)
     with naming("--ranks"):
+        Placement.even(model.counts.shape[0], model.counts.shape[1], arguments.ranks)
+    with naming("--ranks" if memory is None else "--memory"):
         placement = Placement.balanced(model.counts, arguments.ranks, memory)
     if model.trace is not None and arguments.copies:
         room = _room(placement, model, memory)

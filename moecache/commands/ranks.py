@@ -50,6 +50,10 @@ def rank_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "rank_timeout_s": getattr(arguments, "rank_timeout", None),
     }
     if num_ranks() > 1:
+        if given["rank_timeout_s"] is not None:
+            from moecache.integrations.transformers._joining import check_timeout
+
+            check_timeout("--rank-timeout", given["rank_timeout_s"])
         return {"expert_parallel": True, **given}
     for name, value in given.items():
         if value is not None:

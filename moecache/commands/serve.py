@@ -113,12 +113,16 @@ def run(arguments: argparse.Namespace) -> int:
                     host = arguments.host if ":" not in arguments.host else f"[{arguments.host}]"
                     url = f"http://{host}:{bound.getsockname()[1]}"
                     text = f"{printable(engine.names[0])} at {url}/v1, page at {url}"
-                    Server(
+                    server = Server(
                         build_app(engine, key=key, host=arguments.host),
                         engine,
                         on_ready=lambda: console.print(text),
+                        watch=_following.watch(model),
                         verbose=arguments.verbose,
-                    ).run([bound])
+                    )
+                    server.run([bound])
+                    if server.error is not None:
+                        raise server.error
                 console.print(_summary(engine))
                 if num_ranks() > 1:
                     console.print(rank_table(_following.gathered_figures(model)))

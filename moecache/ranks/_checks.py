@@ -46,7 +46,13 @@ def parse_copies(
     copies: Iterable[tuple[int, int, int]], owners: np.ndarray, num_ranks: int
 ) -> np.ndarray:
     """Return copies as sorted rows (layer, expert, rank): int32 [num_copies, 3]."""
-    rows = sorted({(int(layer), int(expert), int(rank)) for layer, expert, rank in copies})
+    given = [tuple(copy) for copy in copies]
+    for copy in given:
+        if len(copy) != 3:
+            raise ConfigError(
+                f"a copy is three numbers, its layer, its expert and its rank; got {copy!r:.100}"
+            )
+    rows = sorted({(int(layer), int(expert), int(rank)) for layer, expert, rank in given})
     num_layers, num_experts = owners.shape
     for layer, expert, rank in rows:
         if not (0 <= layer < num_layers and 0 <= expert < num_experts and 0 <= rank < num_ranks):

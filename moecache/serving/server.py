@@ -24,6 +24,7 @@ HEAD_S = 10.0
 _UNREAD_S = 30.0
 _KEEP_ALIVE_S = 10
 _LAST_WORDS_S = 1.0
+_WATCH_S = 2.0
 
 
 def _answer(status: bytes, message: str) -> bytes:
@@ -86,8 +87,15 @@ class Server(uvicorn.Server):
         Of the same application; the caller closes it.
     on_ready : callable (), optional
         Called once clients are let in.
+    watch : callable (), optional
+        Called every few seconds in a thread of its own; what it raises ends the server.
     verbose : bool, default False
         Log each request, and what is wrong with some.
+
+    Attributes
+    ----------
+    error : Exception or None
+        What `watch` raised.
     """
 
     def __init__(
@@ -96,6 +104,7 @@ class Server(uvicorn.Server):
         engine: Engine,
         *,
         on_ready: Callable[[], object] | None = None,
+        watch: Callable[[], object] | None = None,
         verbose: bool = False,
     ) -> None:
         super().__init__(
@@ -116,16 +125,34 @@ class Server(uvicorn.Server):
         )
         self._engine = engine
         self._on_ready = on_ready
+        self._watch = watch
+        self._watching: asyncio.Task[None] | None = None
+        self.error: Exception | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets)
         if self._on_ready is not None:
             self._on_ready()
+        if self._watch is not None:
+            self._watching = asyncio.create_task(self._look(self._watch))
+
+    async def _look(self, watch: Callable[[], object]) -> None:
+        """End the server once what it needs is gone."""
+        while self.error is None:
+            await asyncio.sleep(_WATCH_S)
+            try:
+                await asyncio.to_thread(watch)
+            except Exception as error:  # noqa: BLE001 - the caller's to judge
+                self.error = error
+        self._engine.drain()
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish what is being generated, refuse what waits, and close."""
         self._engine.drain()
+        if self._watching is not None:
+            self._watching.cancel()
         await super().shutdown(sockets)
         # After a second signal there may still be an answer, and a client to be told so.
         await self._engine.stop()

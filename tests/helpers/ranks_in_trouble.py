@@ -79,6 +79,61 @@ def _ends_well() -> int:
     return os.waitpid(child, 0)[1]
 
 
+def going_on(path: Path, rank: int) -> list[str]:
+    """Return what becomes of texts of a command's ranks, of which some fail."""
+    import torch
+
+    from moecache.integrations.transformers import _following, generation
+
+    model = load_in_slots(path, expert_parallel=True, rank_timeout_s=60)
+    waves, steps = model.moecache.runtime.waves, iter(range(10_000))
+
+    def failing(*given: Any, **options: Any) -> Any:
+        if next(steps) == 5:
+            raise OSError("the disk is on fire")
+        return waves(*given, **options)
+
+    if rank:
+        model.moecache.runtime.waves = failing
+        generate, texts = model.generate, iter(range(10))
+
+        def stumbling(**given: Any) -> Any:
+            if next(texts) == 4:
+                raise OSError("no room")
+            return generate(**given)
+
+        model.generate = stumbling
+        _following.follow(model)
+        return [str(len(list(steps)) > 0)]
+
+    class Bad(generation.TokenTimes):
+        fails_at = 3
+
+        def put(self, value: Any) -> None:
+            super().put(value)
+            if len(self.tokens) == self.fails_at:
+                raise ValueError("nobody reads this")
+
+    class Worse(Bad):
+        fails_at = 8
+
+    found = []
+    kinds = [generation.TokenTimes, Bad, Worse, generation.TokenTimes, generation.TokenTimes]
+    with _following.leading(model):
+        for kind in [*kinds, generation.TokenTimes]:
+            times, began = kind(), time.monotonic()
+            error = said(
+                lambda times=times: generation.continue_tokens(  # type: ignore[misc]
+                    model, torch.arange(9)[None], times, max_new_tokens=8, temperature=0
+                )
+            )
+            assert time.monotonic() - began < 30
+            found.append(error or str(times.tokens))
+        store = model.moecache.ranks._heartbeat._store
+        found.append(str([store.check([f"order/{number}"]) for number in range(6)]))
+    return found
+
+
 def in_a_mesh(path: Path, expected: Path, rank: int) -> list[str]:
     """Return what is wrong where each of two groups of two has the model, twice each."""
     import torch

@@ -2,12 +2,16 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from moecache.errors import MoeCacheError
 from moecache.integrations.transformers._ranks import Ranks, Stopped
+
+logger = logging.getLogger(__name__)
 
 
 class _Leader:
@@ -20,6 +24,12 @@ class _Leader:
     def give(self, **order: Any) -> None:
         self._ranks.post(self._number, json.dumps(order))
         self._number += 1
+
+
+def watch(model: Any) -> Callable[[], object] | None:
+    """Return what raises once a rank is gone, to be called every few seconds; None: one rank."""
+    ranks = ranks_of(model)
+    return None if ranks is None else ranks.look
 
 
 def ranks_of(model: Any) -> Ranks | None:
@@ -72,15 +82,40 @@ def follow(model: Any) -> None:
         torch.manual_seed(order["seed"])
         if model.device.type != "meta":
             prompt = prompt.to(model.device)
-        with contextlib.suppress(Stopped):
-            model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=order["max_new_tokens"],
-                **order["sampling"],
-            )
+        try:
+            with _together(ranks):
+                model.generate(
+                    input_ids=prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=order["max_new_tokens"],
+                    **order["sampling"],
+                )
+        except Stopped:
+            pass
+        except Exception as error:
+            # Rank 0 has an error, too, and may go on after it.
+            if ranks.are_gone:
+                raise
+            logger.warning("generation.failed %s: %s", type(error).__name__, error)
 
 
+@contextlib.contextmanager
+def _together(ranks: Ranks) -> Iterator[None]:
+    """End a generation on all ranks where it ends on one, whether it is done or has failed."""
+    ranks.stage = "between"
+    try:
+        yield
+    except Stopped:
+        raise
+    except Exception as error:
+        # The first error is the one that counts.
+        with contextlib.suppress(MoeCacheError):
+            ranks.leave(error)
+        raise
+    ranks.leave()
+
+
+@contextlib.contextmanager
 def announced(
     model: Any,
     streamer: Any,
@@ -88,23 +123,28 @@ def announced(
     max_new_tokens: int,
     sampling: dict[str, Any],
     seed: int,
-) -> None:
-    """Tell the ranks that follow, if there are any, what this one is about to generate."""
+) -> Iterator[None]:
+    """Tell the ranks that follow, if there are any, what this one generates meanwhile."""
     ranks = ranks_of(model)
     if ranks is None:
+        yield
         return
     # One rank that stops by itself would leave the others waiting for it.
     streamer.is_spread = True
     ranks.stop_wanted = lambda: streamer.stopped
     leader = model.__dict__.get("_moecache_leader")
-    if leader is not None:
-        leader.give(
-            do="generate",
-            prompt=prompt[0].tolist(),
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-        )
+    if leader is None:
+        yield
+        return
+    leader.give(
+        do="generate",
+        prompt=prompt[0].tolist(),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+    )
+    with _together(ranks):
+        yield
 
 
 def gathered_figures(model: Any) -> list[dict[str, Any]]:

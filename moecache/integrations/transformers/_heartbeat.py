@@ -66,6 +66,11 @@ class Heartbeat:
         with self._lock:
             self._store.set(name, text)
 
+    def remove(self, name: str) -> None:
+        """Forget a text that was left under a name, if there is one."""
+        with self._lock:
+            self._store.delete_key(name)
+
     def posted(self, name: str) -> str | None:
         """Return a text that a rank has left, or `None` if it is not there yet."""
         with self._lock:

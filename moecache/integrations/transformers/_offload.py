@@ -122,7 +122,7 @@ class Offload(NotCopied):
                 self._linears = quicken(model, find_routers(model, self.paths))
             follow_streams(runtime)
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
-            self._agreement = None if ranks is None else agree_before(model, ranks)
+            self._agreements = [] if ranks is None else list(agree_before(model, ranks))
             self._hook = model.register_forward_pre_hook(SequenceHook(runtime), with_kwargs=True)
             guard(model, getattr(runtime.store, "path", Path()))
             model.__dict__.pop("_moecache_source", None)
@@ -253,8 +253,8 @@ class Offload(NotCopied):
     def _release(self) -> None:
         self._released = True
         self._hook.remove()
-        if self._agreement is not None:
-            self._agreement.remove()
+        for agreement in self._agreements:
+            agreement.remove()
         slow_down(self._linears)
         if self._look_ahead is not None:
             self._look_ahead.close()

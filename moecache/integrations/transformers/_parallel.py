@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,15 @@ def facts_of(
     packages = ("moecache", "torch", "transformers")
     return {
         **{f"the version of {name}": importlib.metadata.version(name) for name in packages},
+        # What says more than the config's checksum, which has some of it, comes before it.
+        "dtype": str(model.dtype),
+        "the attention's implementation": str(model.config._attn_implementation),
         "the model's config": hashlib.sha256(text.encode()).hexdigest()[:16],
         "the experts' layout": hashlib.sha256(shown.encode()).hexdigest()[:16],
         "the checkpoint": f"{_checksum(model, runtime):08x}",
         "the placement": "" if share is None else share.placement.digest[:16],
         "compute": compute,
         "trunk": trunk,
-        "dtype": str(model.dtype),
-        "the attention's implementation": str(model.config._attn_implementation),
         # Another number of threads, or other instructions, round torch's products differently.
         "torch's threads (OMP_NUM_THREADS)": torch.get_num_threads(),
         "the processor's instructions": torch.backends.cpu.get_cpu_capability(),
@@ -46,8 +48,8 @@ def facts_of(
     }
 
 
-def agree_before(model: nn.Module, ranks: Ranks) -> Any:
-    """Have the ranks compare their tokens before each forward; return the hook."""
+def agree_before(model: nn.Module, ranks: Ranks) -> Iterator[Any]:
+    """Have the ranks compare their tokens before each forward, and note its end; yield hooks."""
 
     def agree(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if ranks.num_ranks == 1 or torch.compiler.is_compiling():
@@ -58,21 +60,27 @@ def agree_before(model: nn.Module, ranks: Ranks) -> Any:
             length = getattr(named.get("past_key_values"), "get_seq_length", int)()
             ranks.agree(tokens, int(length))
 
-    return model.register_forward_pre_hook(agree, with_kwargs=True)
+    def note_end(*_: object) -> None:
+        if ranks.stage == "forward":
+            ranks.stage = "between"
+
+    yield model.register_forward_pre_hook(agree, with_kwargs=True)
+    yield model.register_forward_hook(note_end)
 
 
 def _checksum(model: nn.Module, runtime: ExpertRuntime) -> int:
-    """Return a checksum of the trunk's beginnings, and of one expert of two layers."""
+    """Return a checksum of the trunk's beginnings, and of one expert of each layer."""
     found = 0
     for tensor in model.parameters():
         begin = tensor.detach().reshape(-1)[: _SAMPLE // tensor.element_size()]
         found = zlib.crc32(begin.cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)
     store = runtime.store
-    for layer in {0, store.layout.num_layers - 1}:
+    for layer in range(store.layout.num_layers):
         parts = {
             role.name: np.empty(role.array_shape, role.dtype) for role in store.layout.layers[layer]
         }
-        store.read_into(layer, 0, parts)
+        # Another one in each: checkpoints differ in any of them.
+        store.read_into(layer, layer % store.layout.num_experts, parts)
         for name in sorted(parts):
             found = zlib.crc32(parts[name].tobytes(), found)
     return found

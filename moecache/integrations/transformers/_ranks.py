@@ -62,6 +62,8 @@ class Ranks(NotCopied):
         self.waited_ns = 0
         # What the leading rank asks before each forward; see `Stopped`.
         self.stop_wanted: Callable[[], bool] = bool
+        # Where this rank is: "forward", "between" forwards, or "left" what the others are at, too.
+        self.stage = "left"
         self._compared = False
         self._broken = ""
         self._closed = False
@@ -148,17 +150,24 @@ class Ranks(NotCopied):
         Raises
         ------
         MoeCacheError
-            If tokens differ, or a rank does not come.
+            If tokens differ, or a rank does not come, or has left a generation.
         Stopped
             If `stop_wanted` of rank 0 says so.
         """
         self.check()
         digest = zlib.crc32(tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        mine = torch.tensor([digest, tokens.numel(), num_held, int(self.stop_wanted())])
-        try:
-            found = self._gathered(mine)
-        except RuntimeError as error:
-            raise self.lost("before a forward", error) from error
+        # First: an interrupt may come once the others have gone on.
+        self.stage = "forward"
+        found = self._agreed([digest, tokens.numel(), num_held, int(self.stop_wanted())])
+        self.stage = "left"
+        if found[0][3]:
+            raise Stopped
+        for rank, theirs in enumerate(found):
+            if theirs[3]:
+                raise MoeCacheError(
+                    f"rank {rank} does not go on with this text; rank {rank}: "
+                    f"{self._heartbeat.said(rank)}"
+                )
         for rank, theirs in enumerate(found):
             if not torch.equal(theirs[:3], found[0][:3]):
                 raise MoeCacheError(
@@ -166,9 +175,40 @@ class Ranks(NotCopied):
                     f"{int(theirs[2])} and {int(found[0][1])} after {int(found[0][2])}); give "
                     "every rank the same prompt, and the same seed where tokens are sampled"
                 )
+        self.stage = "forward"
 
-        if found[0][3]:
-            raise Stopped
+    def leave(self, error: BaseException | None = None) -> None:
+        """End a generation that a command began on every rank, so that none waits for this one.
+
+        After its last forward, or an error before the next one. What failed on all ranks has ended
+        it on all; after what failed in this one's forward they end, as rows are missing.
+
+        Raises
+        ------
+        MoeCacheError
+            If a rank does not come.
+        """
+        if self._broken or self.stage == "left":
+            return
+        if self.stage == "forward":
+            self.fail(error or MoeCacheError("a forward did not end"))
+            return
+        if isinstance(error, Exception):
+            self.tell(error)
+        self.stage = "left"
+        self._agreed([0, 0, 0, 1])
+
+    def _agreed(self, mine: list[int]) -> list[torch.Tensor]:
+        """Return what every rank says of its tokens, and whether it ends."""
+        try:
+            return self._gathered(torch.tensor(mine))
+        except RuntimeError as error:
+            raise self.lost("before a forward", error) from error
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether nothing can be exchanged any more."""
+        return bool(self._broken)
 
     def check(self) -> None:
         """Raise MoeCacheError if a rank was lost before."""
@@ -206,10 +246,12 @@ class Ranks(NotCopied):
 
     def tell(self, error: Exception) -> None:
         """Say what failed here, before the others are told that something did."""
+        self.stage = "left"
         self._heartbeat.say(_told(error))
 
     def failed(self, ranks: list[int], layer: int) -> MoeCacheError:
         """Return the error of a step that failed on other ranks; all can go on after it."""
+        self.stage = "left"
         told = "; ".join(f"rank {rank}: {self._heartbeat.said(rank)}" for rank in ranks)
         return MoeCacheError(f"layer {layer} was not computed on all ranks; {told}")
 
@@ -227,6 +269,8 @@ class Ranks(NotCopied):
         """Tell the other ranks what to do next; see `follow`."""
         try:
             self._heartbeat.post(f"order/{number}", order)
+            # Every rank has read the one before the last, as it was carried out by all.
+            self._heartbeat.remove(f"order/{number - 2}")
         except (RuntimeError, OSError) as error:
             raise self.lost("to tell the others what to do", error) from error
 

@@ -372,18 +372,18 @@ def continue_tokens(
         if not temperature:
             sampling.update(top_p=None, top_k=None)
     torch.manual_seed(seed)
-    announced(model, streamer, prompt, max_new_tokens, sampling, seed)
-    # "meta": weights are elsewhere, and brought when they are used; the prompt stays as it is.
-    if model.device.type != "meta":
-        prompt = prompt.to(model.device)
     try:
-        model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=max_new_tokens,
-            streamer=streamer,
-            **sampling,
-        )
+        with announced(model, streamer, prompt, max_new_tokens, sampling, seed):
+            # "meta": weights are elsewhere, and brought when they are used.
+            if model.device.type != "meta":
+                prompt = prompt.to(model.device)
+            model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=max_new_tokens,
+                streamer=streamer,
+                **sampling,
+            )
     except Stopped:
         streamer.end()
     return max_new_tokens

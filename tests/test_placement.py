@@ -241,6 +241,7 @@ def test_what_is_no_json_is_no_placement(tmp_path: Path, text: str) -> None:
         (lambda: Placement.balanced([["a"]], 1), "counts must be numbers"),
         (lambda: Placement.balanced([[1, -1]], 1), "not negative"),
         (lambda: Placement.balanced([[1, np.nan]], 1), "finite"),
+        (lambda: Placement([[0, 1]], 2, copies=[(0, 1)]), "a copy is three numbers"),
         (lambda: Placement([[0, 0]], 2), "rank 1 of 2 owns no expert; use fewer ranks"),
         (lambda: Placement([[0, 1]], 2, copies=[(0, 0, 0)]), "rank 0 owns expert 0"),
         (lambda: Placement([[0, 1]], 2, copies=[(1, 0, 0)]), "outside"),

@@ -191,7 +191,7 @@ def test_a_model_and_what_a_profile_noted_of_it(
         (["--ranks=2", f"--trace={TINY}", "--memory=8G"], 2, "--memory: '8G' has 1 sizes"),
         (["--ranks=2", f"--trace={TINY}", "--memory=8G,0"], 2, "--memory: '8G,0' has a rank"),
         (["--ranks=2", f"--trace={TINY}", "--memory=8G,much"], 2, "--memory: 'much' is not"),
-        (["--ranks=2", f"--trace={TINY}", "--memory=1P,1"], 2, "--ranks: rank 1 of 2 owns no"),
+        (["--ranks=2", f"--trace={TINY}", "--memory=1P,1"], 2, "--memory: rank 1 of 2 owns no"),
         (["--ranks=2", f"--trace={TINY}", "--copies=-1"], 2, "--copies must not be negative"),
         (["--ranks=2", "--copies=1"], 2, "--copies needs --trace"),
         (["--ranks=2", f"--trace={TINY}", "--copies=1"], 2, "--copies needs --memory"),

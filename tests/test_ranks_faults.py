@@ -1,6 +1,7 @@
 """What goes wrong on one rank is a clear error on all, and none waits for ever."""
 
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -29,13 +30,12 @@ def test_ranks_that_differ_or_fail_say_so_on_all(path: Path, tmp_path: Path) -> 
     from safetensors.torch import load_file, save_file
 
     other = tmp_path / "other"
-    other.mkdir()
-    for file in path.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    weights = load_file(path / "model.safetensors")
-    name = next(name for name in weights if "layernorm" in name)
-    weights[name] = weights[name] + torch.ones_like(weights[name])
-    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    for changed, part in {"trunk": "layernorm", "expert": "layers.1.mlp.experts.1."}.items():
+        shutil.copytree(path, other / changed)
+        weights = load_file(path / "model.safetensors")
+        name = next(name for name in weights if part in name)
+        weights[name] = weights[name] + torch.ones_like(weights[name])
+        save_file(weights, other / changed / "model.safetensors", {"format": "pt"})
 
     first, second = ranks.call(
         "tests.helpers.ranks_in_trouble:trouble",
@@ -49,7 +49,12 @@ def test_ranks_that_differ_or_fail_say_so_on_all(path: Path, tmp_path: Path) -> 
         assert found["compute"].startswith(
             "ConfigError: ranks differ in compute: rank 0 has torch, rank 1 has fast"
         )
-        assert "ranks differ in the checkpoint: rank 0 has " in found["checkpoint"]
+        for changed in ("checkpoint", "expert"):
+            assert "ranks differ in the checkpoint: rank 0 has " in found[changed]
+        assert found["dtype"] == (
+            "ConfigError: ranks differ in dtype: rank 0 has torch.bfloat16, rank 1 has "
+            "torch.float32; give all of them the same"
+        )
         assert found["tokens"].startswith(
             "MoeCacheError: rank 1 goes on with other tokens than rank 0 (8 after 0 and 8 after 0)"
         )

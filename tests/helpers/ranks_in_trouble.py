@@ -29,7 +29,9 @@ def trouble(path: Path, other: Path, rank: int) -> dict[str, str]:
     is_second = rank == 1
     found = {
         "compute": said(lambda: load(path, compute="fast" if is_second else "torch")),
-        "checkpoint": said(lambda: load(other if is_second else path)),
+        "checkpoint": said(lambda: load(other / "trunk" if is_second else path)),
+        "expert": said(lambda: load(other / "expert" if is_second else path)),
+        "dtype": said(lambda: load(path, dtype=torch.float32 if is_second else torch.bfloat16)),
         "not there": said(lambda: load(path / "none" if is_second else path)),
     }
     # One rank takes longer to begin than a step may.

@@ -14,6 +14,7 @@ from torch import nn
 from moecache.integrations.transformers._ranks import Ranks
 from moecache.integrations.transformers._sequences import TOKENS
 from moecache.kernels import _kernels
+from moecache.ranks import Placement
 from moecache.runtime.runtime import ExpertRuntime
 
 # Bytes of each tensor of the trunk that are compared: finds another checkpoint in milliseconds.
@@ -35,10 +36,10 @@ def facts_of(
         # What says more than the config's checksum, which has some of it, comes before it.
         "dtype": str(model.dtype),
         "the attention's implementation": str(model.config._attn_implementation),
+        "the placement": "" if share is None else _named(share.placement),
         "the model's config": hashlib.sha256(text.encode()).hexdigest()[:16],
         "the experts' layout": hashlib.sha256(shown.encode()).hexdigest()[:16],
         "the checkpoint": f"{_checksum(model, runtime):08x}",
-        "the placement": "" if share is None else share.placement.digest[:16],
         "compute": compute,
         "trunk": trunk,
         # Another number of threads, or other instructions, round torch's products differently.
@@ -66,6 +67,13 @@ def agree_before(model: nn.Module, ranks: Ranks) -> Iterator[Any]:
 
     yield model.register_forward_pre_hook(agree, with_kwargs=True)
     yield model.register_forward_hook(note_end)
+
+
+def _named(placement: Placement) -> str:
+    """Return what tells a placement from others, and whether somebody gave it."""
+    size = (placement.num_layers, placement.num_experts, placement.num_ranks)
+    digest = placement.digest[:16]
+    return f"{digest}, the even one" if placement == Placement.even(*size) else digest
 
 
 def _checksum(model: nn.Module, runtime: ExpertRuntime) -> int:

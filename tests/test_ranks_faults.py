@@ -30,10 +30,10 @@ def test_ranks_that_differ_or_fail_say_so_on_all(path: Path, tmp_path: Path) -> 
     from safetensors.torch import load_file, save_file
 
     other = tmp_path / "other"
-    for changed, part in {"trunk": "layernorm", "expert": "layers.1.mlp.experts.1."}.items():
+    for changed, part in {"trunk": "layernorm", "expert": ".mlp.experts.1."}.items():
         shutil.copytree(path, other / changed)
         weights = load_file(path / "model.safetensors")
-        name = next(name for name in weights if part in name)
+        name = max(name for name in weights if part in name)
         weights[name] = weights[name] + torch.ones_like(weights[name])
         save_file(weights, other / changed / "model.safetensors", {"format": "pt"})
 

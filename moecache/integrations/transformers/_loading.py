@@ -133,7 +133,8 @@ record_trace, warmpin, warmpin_after
         Which rank has which experts, such as a file of `moecache plan-ranks`; by default all have
         as many.
     rank_timeout_s : float, default 60
-        Seconds after which a rank that does not answer is an error on all others.
+        Seconds, from 1 to 86,400, after which a rank that does not answer is an error on all
+        others. While ranks find each other and load, they wait 300 seconds at least.
     **from_pretrained
         Passed on, such as `dtype`, `attn_implementation` or `revision`. `device_map` "auto" and
         "sequential" mean `device`.

@@ -269,7 +269,7 @@ def test_a_model_whose_regions_cannot_be_had_still_opens(
 ) -> None:
     """A warning; reads go on as if nothing had been tried."""
 
-    def fail(self: SafetensorsStore, layers: object = None) -> list[Region]:
+    def fail(self: SafetensorsStore, layers: object = None, held: object = None) -> list[Region]:
         raise error
 
     monkeypatch.setattr(SafetensorsStore, "regions", fail)
@@ -293,8 +293,10 @@ def test_a_model_whose_file_was_cut_meanwhile_still_opens(
 
     regions_of = SafetensorsStore.regions
 
-    def map_then_cut(self: SafetensorsStore, layers: object = None) -> list[Region]:
-        regions = regions_of(self, layers)  # type: ignore[arg-type]
+    def map_then_cut(
+        self: SafetensorsStore, layers: object = None, held: object = None
+    ) -> list[Region]:
+        regions = regions_of(self, layers, held=held)  # type: ignore[arg-type]
         os.truncate(path, path.stat().st_size // 2)
         return regions
 

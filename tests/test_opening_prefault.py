@@ -318,6 +318,8 @@ def test_closing_the_runtime_cancels_the_sweep(
     model: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has stopped when close returns."""
+    # Its thread yields to all others: on a busy machine it may have to wait for a core.
+    monkeypatch.setattr("moecache.runtime.runtime.CLOSE_TIMEOUT_S", 60)
     with open("/dev/zero", "rb") as zero:
 
         def read_on(self: Sweeper, part: object) -> None:

@@ -154,13 +154,14 @@ def test_without_keep_mapped_nothing_counts_as_this_processs_memory(
     """The caller's mapping is not touched, and the sweep's own is gone."""
     path = write_cold(tmp_path / "file", 6 * MIB)
     with mapped(path) as mapping:
-        assert warm(mapping, keep_mapped=False, method=method, **OPTIONS).ran
+        report = warm(mapping, keep_mapped=False, method=method, **OPTIONS)
         lines = Path("/proc/self/smaps").read_text().splitlines()
         (at,) = [number for number, line in enumerate(lines) if line.endswith(str(path))]
         (rss,) = [line for line in lines[at : at + 8] if line.startswith("Rss:")]
 
+    assert report.ran
     assert rss.split() == ["Rss:", "0", "kB"]
-    assert came_in(path, 6 * MIB)
+    assert came_in(path, 6 * MIB), report
 
 
 def test_pages_that_are_mapped_already_stay_so_without_keep_mapped(tmp_path: Path) -> None:

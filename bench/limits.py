@@ -1,4 +1,4 @@
-"""A memory cgroup of one's own (v1 or v2), and what the kernel says happened in it."""
+"""Cgroups of one's own (v1 or v2) that limit memory or a disk, and what happened in them."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from typing import Self
 
 
 class NoLimitError(RuntimeError):
-    """The system does not let a benchmark limit its memory."""
+    """The system does not let a benchmark limit its memory, or its disk."""
 
 
 class MemoryLimit:
@@ -26,7 +26,7 @@ class MemoryLimit:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        parent, self.version = _own_group()
+        parent, self.version = _own_group("memory")
         self.path = parent / f"moecache-bench-{os.getpid()}-{time.monotonic_ns()}"
         try:
             self.path.mkdir()
@@ -77,23 +77,77 @@ class MemoryLimit:
 
     def __exit__(self, *_: object) -> None:
         """Remove the cgroup; its processes have ended."""
-        for _ in range(50):
-            try:
-                self.path.rmdir()
-            except OSError:
-                time.sleep(0.1)
+        _remove(self.path)
+
+
+class DiskLimit:
+    """A cgroup that reads from one disk at so many bytes a second; a context manager.
+
+    Parameters
+    ----------
+    bytes_per_s : int
+    path : path-like
+        A file or folder on the disk.
+
+    Raises
+    ------
+    NoLimitError
+        If no such cgroup can be made.
+    """
+
+    def __init__(self, bytes_per_s: int, path: str | os.PathLike[str]) -> None:
+        parent, version = _own_group("blkio")
+        self.path = parent / f"moecache-bench-{os.getpid()}-{time.monotonic_ns()}"
+        device = os.stat(path).st_dev
+        disk = f"{os.major(device)}:{os.minor(device)}"
+        try:
+            self.path.mkdir()
+            if version == 1:
+                limit = self.path / "blkio.throttle.read_bps_device"
+                limit.write_text(f"{disk} {bytes_per_s}")
             else:
-                return
+                (self.path / "io.max").write_text(f"{disk} rbps={bytes_per_s}")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+            raise NoLimitError(
+                f"no cgroup in {parent} can limit disk {disk}: {error.strerror}. Run as root, with "
+                "a folder on a disk of its own (no partition, no overlay)"
+            ) from error
+
+    @property
+    def join_file(self) -> Path:
+        """Where a process writes its number to be limited."""
+        return self.path / "cgroup.procs"
+
+    def __enter__(self) -> Self:
+        """Return the limit."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the cgroup; its processes have ended."""
+        _remove(self.path)
 
 
-def _own_group() -> tuple[Path, int]:
+def _remove(path: Path) -> None:
+    for _ in range(50):
+        try:
+            path.rmdir()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+
+
+def _own_group(controller: str) -> tuple[Path, int]:
+    """Return this process's group of a version 1 controller, or of version 2; and the version."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     mounts = [line.split(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     for line in lines:
         _, controllers, inside = line.split(":", 2)
-        if "memory" in controllers.split(","):
+        if controller in controllers.split(","):
             for left, right in mounts:
-                if right.split()[0] == "cgroup" and "memory" in right.split()[-1].split(","):
+                if right.split()[0] == "cgroup" and controller in right.split()[-1].split(","):
                     return _below(left, inside), 1
     for line in lines:
         hierarchy, controllers, inside = line.split(":", 2)
@@ -101,7 +155,7 @@ def _own_group() -> tuple[Path, int]:
             for left, right in mounts:
                 if right.split()[0] == "cgroup2":
                     return _below(left, inside), 2
-    raise NoLimitError("this system has no memory cgroups")
+    raise NoLimitError(f"this system has no cgroups of {controller}")
 
 
 def _below(mount: str, inside: str) -> Path:

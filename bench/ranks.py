@@ -10,7 +10,8 @@ Ranks are processes of this machine, started by torchrun, over loopback.
 exact: logits of prompts of 1 and 300 tokens and a batch of 3, and 64 tokens, of 2 and 4 ranks, each
 in a memory cgroup where the system lets one be made, against one rank; two families in bfloat16 and
 one in q8_0, with a quarter of the experts and with all. The bytes sent are those computed.
-speed: a model of twice a rank's memory, by one rank and by two, with the same limit each.
+speed: a model of twice a rank's memory, by one rank and by two, with the same limit each; with
+the disk that they share, and with one of --disk bytes a second for each, by a cgroup.
 overhead: CPU time of a token of one rank, beside models that are loaded without ranks.
 kills: a rank is killed (SIGKILL) at a random moment; the others must name it within the time-out.
 """
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import qwen3_moe
-from bench.limits import MemoryLimit, NoLimitError
+from bench.limits import DiskLimit, MemoryLimit, NoLimitError
 from bench.machine import describe_machine
 from bench.ranks_kills import kill_often
 from moecache.packing import pack
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=3, help="runs of speed")
     parser.add_argument("--directory", help="where checkpoints are written; a real disk")
+    parser.add_argument("--disk", type=int, default=500 * 10**6, help="bytes a second of a rank's")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     print(describe_machine(), flush=True)
@@ -88,7 +90,9 @@ def _exact(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
                         and not torch.equal(value, found[memory][what])
                     ]
                 sent = sum(found[memory]["sent"] for found in ranks)
-                computed = _sent_bytes(model, num_ranks, 5, 64)
+                # Kernels compute rows in float32.
+                number_bytes = 4 if "q8_0" in name else 2
+                computed = _sent_bytes(model, num_ranks, 5, 64, number_bytes=number_bytes)
                 rows.append([name, memory, num_ranks, sent, computed])
                 if sent != computed:
                     wrong.append(f"{name}, {memory}, {num_ranks} ranks: {sent} bytes were sent")
@@ -96,13 +100,15 @@ def _exact(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"wrong": wrong, "in_cgroups": limited, "columns": columns, "rows": rows}
 
 
-def _sent_bytes(model: Path, num_ranks: int, prompt_tokens: int, new_tokens: int) -> int:
+def _sent_bytes(
+    model: Path, num_ranks: int, prompt_tokens: int, new_tokens: int, *, number_bytes: int
+) -> int:
     """Return what all ranks together send: each row to every other rank, and a header a message.
 
     Of a prompt that is not large; the last token is not put through the model.
     """
     config = json.loads((model / "config.json").read_text())
-    row_bytes = config["hidden_size"] * (4 if "q8_0" in str(model) else 2)
+    row_bytes = config["hidden_size"] * number_bytes
     rows = (prompt_tokens + new_tokens - 1) * config["num_experts_per_tok"]
     messages = new_tokens * num_ranks
     each = rows * row_bytes + messages * HEADER_BYTES
@@ -111,36 +117,46 @@ def _sent_bytes(model: Path, num_ranks: int, prompt_tokens: int, new_tokens: int
 
 def _speed(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     sizes = (2, 16, 128, 64) if arguments.small else (8, 128, 1024, 768)
-    model = _qwen3(folder / "large", *sizes)
+    # As many experts a token, and as few that repeat, as in models of this size.
+    model = _qwen3(folder / "large", *sizes, top_k=8, overlap=0.2)
     layers, experts, hidden, width = sizes
     total = layers * experts * 3 * hidden * width * 2
     # A rank may take half of what the experts do; what Python and torch leave of it has slots.
     limit = PROCESS_BYTES + total // 2 if arguments.small else total // 2
     memory = limit - PROCESS_BYTES
     task = {"do": "speed", "model": str(model), "vocabulary": VOCABULARY, "threads": 1}
-    task |= {"load": {"memory": memory, "read": "direct", "prefault": "off"}}
+    task |= {"load": {"memory": memory, "read": "direct", "prefault": "off", "compute": "fast"}}
     task |= {"tokens": 8 if arguments.small else 64, "warm_up": 8 if arguments.small else 128}
-    runs: dict[int, list[Any]] = {1: [], 2: []}
-    limited = True
-    for _ in range(1 if arguments.small else arguments.repeats):
-        for num_ranks, of_ranks in runs.items():
-            ranks, is_limited = _run(folder, num_ranks, task, limit)
-            limited &= is_limited
-            of_ranks.append(ranks)
-    tokens = {str(rank["tokens"]) for both in runs.values() for run in both for rank in run}
-    found: dict[str, Any] = {"wrong": [] if len(tokens) == 1 else ["other tokens"]}
-    found |= {"experts": format_bytes(total), "memory": format_bytes(memory), "in_cgroups": limited}
-    rates = {n: statistics.median(run[0]["tokens_per_s"] for run in of) for n, of in runs.items()}
-    for number, of_ranks in runs.items():
-        found[f"{number} ranks"] = {
-            "tokens_per_s": rates[number],
-            "hit_rates": [rank["hit_rate"] for rank in of_ranks[-1]],
-            "bytes_read_per_token": sum(rank["bytes_read_per_token"] for rank in of_ranks[-1]),
-            "sent_bytes_per_token": sum(r["sent_bytes"] for r in of_ranks[-1]) / task["tokens"],
-        }
-    computed = _sent_bytes(model, 2, 16, task["tokens"]) / task["tokens"]
-    found["computed_sent_bytes_per_token"] = computed
-    return {**found, "ratio": rates[2] / rates[1]}
+    found: dict[str, Any] = {"experts": format_bytes(total), "memory": format_bytes(memory)}
+    computed = _sent_bytes(model, 2, 1, task["tokens"], number_bytes=4)
+    found |= {"computed_sent_bytes_per_token": computed / task["tokens"], "wrong": []}
+    repeats = 1 if arguments.small else arguments.repeats
+    for name, disk in (("one disk", None), ("a disk each", arguments.disk)):
+        runs: dict[int, list[Any]] = {1: [], 2: []}
+        limited = True
+        for _ in range(repeats):
+            for num_ranks, of_ranks in runs.items():
+                ranks, is_limited = _run(folder, num_ranks, task, limit, disk)
+                limited &= is_limited
+                of_ranks.append(ranks)
+        tokens = {str(one["tokens"]) for both in runs.values() for run in both for one in run}
+        found["wrong"] += [] if len(tokens) == 1 else [f"{name}: other tokens"]
+        found[name] = {"disk_bytes_per_s": disk, "in_cgroups": limited}
+        rates = {n: statistics.median(run[0]["tokens_per_s"] for run in runs[n]) for n in runs}
+        for number, of_ranks in runs.items():
+            last = of_ranks[-1]
+            found[name][f"{number} ranks"] = {
+                "tokens_per_s": rates[number],
+                "hit_rates": [rank["hit_rate"] for rank in last],
+                "cpu_s_per_token": [rank["cpu_s_per_token"] for rank in last],
+                "waited_s_per_token": [rank["waited_s_per_token"] for rank in last],
+                "bytes_read_per_token": sum(rank["bytes_read_per_token"] for rank in last),
+                "sent_bytes_per_token": sum(rank["sent_bytes"] for rank in last) / task["tokens"],
+            }
+            if sum(rank["sent_bytes"] for rank in last) != (computed if number > 1 else 0):
+                found["wrong"].append(f"{name}, {number} ranks: other bytes were sent")
+        found[name]["ratio"] = rates[2] / rates[1]
+    return found
 
 
 def _overhead(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -165,9 +181,13 @@ def _kills(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(
-    folder: Path, num_ranks: int, task: dict[str, Any], limit_bytes: int | None = None
+    folder: Path,
+    num_ranks: int,
+    task: dict[str, Any],
+    limit_bytes: int | None = None,
+    disk_bytes_per_s: int | None = None,
 ) -> tuple[list[Any], bool]:
-    """Run a task on so many ranks; return their results, and whether memory was limited."""
+    """Run a task on so many ranks; return their results, and whether each was limited as asked."""
     import torch
 
     out, file = folder / f"result-{num_ranks}", folder / "task.json"
@@ -175,8 +195,11 @@ def _run(
         groups = []
         with contextlib.suppress(NoLimitError):
             for _ in range(0 if limit_bytes is None else num_ranks):
-                group = stack.enter_context(MemoryLimit(limit_bytes or 0))
-                groups.append(str(group.join_file))
+                limits: list[MemoryLimit | DiskLimit] = [MemoryLimit(limit_bytes or 0)]
+                stack.enter_context(limits[0])
+                if disk_bytes_per_s is not None:
+                    limits.append(stack.enter_context(DiskLimit(disk_bytes_per_s, folder)))
+                groups.append([str(one.join_file) for one in limits])
         limited = len(groups) == num_ranks
         file.write_text(json.dumps({**task, "out": str(out), "groups": groups * limited}))
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -188,11 +211,20 @@ def _run(
     return [torch.load(f"{out}.{rank}") for rank in range(num_ranks)], limited
 
 
-def _qwen3(path: Path, layers: int, experts: int, hidden: int, width: int) -> Path:
+def _qwen3(
+    path: Path,
+    layers: int,
+    experts: int,
+    hidden: int,
+    width: int,
+    *,
+    top_k: int = 4,
+    overlap: float = 0.4,
+) -> Path:
     config = qwen3_moe.make_config(
-        layers, experts, 4, hidden=hidden, width=width, vocabulary=VOCABULARY
+        layers, experts, top_k, hidden=hidden, width=width, vocabulary=VOCABULARY
     )
-    qwen3_moe.write_checkpoint(path, config)
+    qwen3_moe.write_checkpoint(path, config, overlap=overlap)
     return path
 
 

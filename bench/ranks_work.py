@@ -19,7 +19,8 @@ def main() -> int:
     rank = int(os.environ.get("RANK", "0"))  # noqa: TID251 - what a rank is told
     if task.get("groups"):
         # Before torch: all of the process is limited.
-        Path(task["groups"][rank]).write_text(str(os.getpid()))
+        for group in task["groups"][rank]:
+            Path(group).write_text(str(os.getpid()))
     import torch
 
     torch.set_num_threads(task["threads"])
@@ -64,21 +65,24 @@ def speed(task: dict[str, Any]) -> dict[str, Any]:
     with model.moecache as offload:
         # Slots are full before anything is measured.
         decode(model, task["vocabulary"], task["warm_up"], seed=3)
-        stats, sent, began = offload.stats(), offload.ranks.sent_bytes, time.perf_counter()
+        stats, sent, waited = offload.stats(), offload.ranks.sent_bytes, offload.ranks.waited_ns
+        began, cpu = time.perf_counter(), time.process_time()
         tokens = decode(model, task["vocabulary"], task["tokens"], seed=4)
         seconds, after = time.perf_counter() - began, offload.stats() - stats
         return {
             "tokens": tokens,
             "tokens_per_s": task["tokens"] / seconds,
+            "cpu_s_per_token": (time.process_time() - cpu) / task["tokens"],
             "hit_rate": after.hit_rate,
             "bytes_read_per_token": after.bytes_read / task["tokens"],
             "sent_bytes": offload.ranks.sent_bytes - sent,
+            "waited_s_per_token": (offload.ranks.waited_ns - waited) / task["tokens"] / 1e9,
             "capacity": after.capacity,
         }
 
 
 def decode(model: Any, vocabulary: int, num_tokens: int, *, seed: int) -> list[int]:
-    """Put 16 tokens through a model, then one after the other; return the likeliest of each.
+    """Put tokens through a model, one after the other; return the likeliest next of each.
 
     The tokens are random: what a model of random weights would go on with is a short circle, whose
     experts fit anywhere.
@@ -87,11 +91,11 @@ def decode(model: Any, vocabulary: int, num_tokens: int, *, seed: int) -> list[i
     from transformers import DynamicCache
 
     generator = torch.Generator().manual_seed(seed)
-    given = torch.randint(0, vocabulary, (1, 16 + num_tokens - 1), generator=generator)
+    given = torch.randint(0, vocabulary, (num_tokens, 1, 1), generator=generator)
     cache, found = DynamicCache(config=model.config), []
     with torch.no_grad():
-        for start, stop in [(0, 16), *((at, at + 1) for at in range(16, given.shape[1]))]:
-            logits = model(input_ids=given[:, start:stop], past_key_values=cache).logits
+        for token in given:
+            logits = model(input_ids=token, past_key_values=cache).logits
             found.append(int(logits[0, -1].argmax()))
     return found
 

@@ -15,13 +15,10 @@ pytest.importorskip("transformers")
 def test_bytes_are_computed_by_hand(tmp_path: Path) -> None:
     """Two tokens of three choices, two layers, rows of four numbers, two others to send to."""
     sizes = {"hidden_size": 4, "num_experts_per_tok": 3, "num_hidden_layers": 2}
-    for name, each in (("bf16", 2), ("q8_0", 4)):
-        model = tmp_path / name
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(sizes))
-        rows = 2 * 3 * 4 * each
-        # A prompt of one token, and a second token: two forwards, a message of each of three ranks.
-        assert ranks._sent_bytes(model, 3, 1, 2) == 2 * 2 * (rows + 2 * 3 * 16)
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    rows = 2 * 3 * 4 * 2
+    # A prompt of one token, and a second token: two forwards, a message of each of three ranks.
+    assert ranks._sent_bytes(tmp_path, 3, 1, 2, number_bytes=2) == 2 * 2 * (rows + 2 * 3 * 16)
 
 
 def test_a_killed_rank_is_named_by_the_others(tmp_path: Path) -> None:

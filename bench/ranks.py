@@ -12,7 +12,7 @@ in a memory cgroup where the system lets one be made, against one rank; two fami
 one in q8_0, with a quarter of the experts and with all. The bytes sent are those computed.
 speed: a model of twice a rank's memory, by one rank and by two, with the same limit each; with
 the disk that they share, and with one of --disk bytes a second for each, by a cgroup.
-overhead: CPU time of a token of one rank, beside models that are loaded without ranks.
+overhead: what one rank does for others that are not there, beside the time of a token.
 kills: a rank is killed (SIGKILL) at a random moment; the others must name it within the time-out.
 """
 
@@ -163,16 +163,10 @@ def _overhead(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     sizes = (2, 16, 128, 64) if arguments.small else (8, 64, 512, 256)
     model = _qwen3(folder / "overhead", *sizes)
     task = {"do": "overhead", "model": str(model), "threads": 1, "load": {"memory": "100%"}}
-    task |= {"tokens": 8 if arguments.small else 64, "rounds": 3 if arguments.small else 15}
+    task |= {"tokens": 8 if arguments.small else 64, "rounds": 3 if arguments.small else 10}
     [found] = _run(folder, 1, task)[0]
-    medians = {name: [statistics.median(v) for v in values] for name, values in found.items()}
-    plain, spread = (statistics.mean(medians[name]) for name in ("plain", "spread"))
-    apart = max(medians["plain"]) / min(medians["plain"]) - 1
-    return {
-        "cpu_s_per_token": medians,
-        "overhead": spread / plain - 1,
-        "two models of one kind differ by": apart,
-    }
+    ours = found["hooks_s_per_token"] + found["heartbeat_cpu_s_per_token"]
+    return {**found, "overhead": ours / (found["s_per_token"] - ours)}
 
 
 def _kills(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:

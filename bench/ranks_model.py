@@ -2,11 +2,16 @@
 
 Writes a small random checkpoint, and measures what the model of `simulate_ranks` is given: what a
 token computes where all is resident, what one read and several take, and what a layer's exchange
-takes. Each with as many processes at once as there are ranks, which share this machine. Then ranks
-decode with slots for a part of the experts, from cold, and are compared with the simulation of the
-same routing. Figures of a busy machine are noise: the load is printed, and stands in the file.
+takes from when the slowest rank has its rows, in a run that is not compared. Each with as many
+processes at once as there are ranks, which share this machine. Then ranks decode with slots for a
+part of the experts, from cold, and are compared with the simulation of the same routing.
 
-    python -m bench.ranks_model [--ranks 1 2 4] [--tokens 96] [--json OUT]
+Each rank has a disk of its own, as machines have: a read ends no sooner than a disk of --disk bytes
+a second has come to it, though its bytes are in the page cache. This machine's disk is one for all
+ranks, and what it reads takes the cores that they compute with. Figures of a busy machine are
+noise: the load is printed, and stands in the file.
+
+    python -m bench.ranks_model [--ranks 1 2 4] [--disk 300MB] [--json OUT]
 """
 
 import argparse
@@ -17,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +33,13 @@ import numpy as np
 from bench.machine import describe_machine
 from moecache.study import Network, Trace, simulate_ranks
 from moecache.study.ranks import AGREE_BYTES
-from moecache.units import format_bytes_per_s, format_ns
+from moecache.units import format_bytes_per_s, format_ns, parse_bytes
 
 SEED = 7
-LOAD = {"prefetch": "off", "read": "direct", "prefault": "off"}
+LOAD = {"prefetch": "off", "read": "mmap", "prefault": "off"}
+COMPUTE = {"compute": "fast"}
+# Of each read from the disk that ranks are given.
+LATENCY_S = 100e-6
 LIMIT = 0.20
 TIMEOUT_S = 600
 # How many experts are read at once for the bandwidth, beside one.
@@ -43,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.child is not None:
         role, given = json.loads(arguments.child)
+        _use_disk(given.pop("disk"))
         print(json.dumps(CHILDREN[role](**given)))
         return 0
     print(describe_machine(), flush=True)
@@ -69,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hidden", type=int, default=512)
     add("--width", type=int, default=512)
     add("--share", type=float, default=0.125, help="of all experts: each rank's slots")
+    add("--disk", type=parse_bytes, default="300MB", help="bytes a second of each rank's (300MB)")
     add("--directory", type=Path, help="where the checkpoint is written: on the disk to measure")
     add("--json", type=Path, metavar="OUT")
     add("--child", help=argparse.SUPPRESS)
@@ -80,7 +91,7 @@ def _compare(
 ) -> dict[str, Any]:
     """Return what so many ranks took, and what was simulated."""
     slots = int(arguments.share * arguments.layers * arguments.experts)
-    given = {"model": model, "slots": slots, "tokens": arguments.tokens}
+    given = {"model": model, "slots": slots, "tokens": arguments.tokens, "disk": arguments.disk}
     alone = _run("alone", num_ranks, spread=False, trace=trace_path, **given)
     measured = _run("ranks", num_ranks, spread=num_ranks > 1, **given)
     trace = Trace.load(trace_path)
@@ -89,15 +100,19 @@ def _compare(
     nbytes = alone[0]["expert_bytes"]
     rate = (MANY - 1) * nbytes / max(many_s - one_s, 1e-9)
     layer_s = statistics.mean(one["token_s"] for one in alone) / arguments.layers
-    few_s = max(one["few_s"] for one in measured)
-    dt_s = max(max(one["exchanged_s"] for one in measured) - few_s, 1e-9)
+    few_s = _exchange_s(measured)
+    dt_s = max(*(one["exchanged_s"] - one["few_s"] for one in measured), 0.0, 1e-9)
     machine = {
         "bandwidth": rate,
         "latency_ns": max(0, round((one_s - nbytes / rate) * 1e9)),
         "compute_ns": round(layer_s * 1e9),
         "expert_share": statistics.mean(one["expert_share"] for one in alone),
     }
-    network = Network("measured", measured[0]["exchanged_bytes"] / dt_s, round(few_s * 1e9), 0)
+    rate_of_rows = measured[0]["exchanged_bytes"] / dt_s
+    # Exchanges of this run had rows of their own, which are simulated beside the latency.
+    sent = statistics.mean(one["sent_bytes"] for one in measured)
+    few_s -= sent / arguments.tokens / arguments.layers / rate_of_rows
+    network = Network("measured", rate_of_rows, max(0, round(few_s * 1e9)), 0)
     simulated = simulate_ranks(
         trace,
         num_ranks,
@@ -123,8 +138,20 @@ def _compare(
         "network_bandwidth": network.bandwidth,
         "network_latency_ns": network.latency_ns,
         "load": os.getloadavg()[0],
+        "disk_bytes_per_s": arguments.disk,
         **machine,
     }
+
+
+def _exchange_s(measured: list[dict[str, Any]]) -> float:
+    """Return what an exchange takes beside rows: to begin, and once the slowest rank has its own.
+
+    The ranks are processes of one machine, and so have one clock.
+    """
+    if not measured[0]["exchanges"]:
+        return 0.0
+    begun, ready, done = np.array([one["exchanges"] for one in measured]).transpose(2, 0, 1)
+    return float(np.median(begun.max(0) + done.max(0) - ready.max(0)))
 
 
 def _agreed_bytes(trace: Trace, num_ranks: int) -> int:
@@ -159,12 +186,11 @@ def _run(role: str, num_ranks: int, *, spread: bool = True, **given: Any) -> lis
         port = str(found.getsockname()[1])
     children = []
     for rank in range(num_ranks):
-        given["rank"] = rank
         inherited = os.environ  # noqa: TID251 - a child has what this process has
         environment = {**inherited, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
         environment |= {"MASTER_PORT": port, "LOCAL_RANK": str(rank)}
         environment |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-        text = json.dumps([role, {**given, "spread": spread}])
+        text = json.dumps([role, {**given, "rank": rank, "spread": spread}])
         command = [sys.executable, "-m", "bench.ranks_model", "--child", text]
         children.append(
             subprocess.Popen(
@@ -183,6 +209,25 @@ def _run(role: str, num_ranks: int, *, spread: bool = True, **given: Any) -> lis
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
+def _use_disk(bytes_per_s: int) -> None:
+    """Have reads of this process take as long as from a disk that reads so many bytes a second."""
+    from moecache.stores import SafetensorsStore
+
+    read_into, lock = SafetensorsStore.read_into, threading.Lock()
+    free_s = 0.0
+
+    def read(self: SafetensorsStore, layer: int, expert: int, out: Any) -> None:
+        nonlocal free_s
+        nbytes = self.layout.expert_bytes(layer)
+        with lock:
+            free_s = max(free_s, time.perf_counter()) + LATENCY_S + nbytes / bytes_per_s
+            until = free_s
+        read_into(self, layer, expert, out)
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+    SafetensorsStore.read_into = read  # type: ignore[method-assign]
+
+
 def _load(model: str, *, spread: bool, **options: Any) -> Any:
     import torch
 
@@ -190,7 +235,7 @@ def _load(model: str, *, spread: bool, **options: Any) -> Any:
 
     torch.set_num_threads(1)
     extra = {"expert_parallel": True} if spread else {}
-    return load(model, **{**LOAD, **extra, **options})
+    return load(model, **{**LOAD, **COMPUTE, **extra, **options})
 
 
 def _decode(model: Any, tokens: int) -> float:
@@ -283,9 +328,39 @@ def _ranks(model: str, tokens: int, slots: int, *, spread: bool, **_: Any) -> di
         found = {"total_s": min(totals), "num_misses": offload.stats().num_misses}
         if not spread:
             none = {"few_s": 0.0, "exchanged_s": 0.0, "exchanged_bytes": 1, "row_bytes": 1}
-            return {**found, "sent_bytes": 0, **none}
+            return {**found, "sent_bytes": 0, "exchanges": [], **none}
         found["sent_bytes"] = offload.ranks.sent_bytes
-        return {**found, **_exchange(offload.ranks, loaded.config)}
+        found |= _exchange(offload.ranks, loaded.config)
+    loaded = _load(model, spread=spread, slots=slots)
+    with loaded.moecache:
+        return {**found, "exchanges": _exchanges(loaded, tokens)}
+
+
+def _exchanges(loaded: Any, tokens: int) -> list[tuple[float, float, float]]:
+    """Return of each exchange what its begin took, when this rank had its rows, and its end."""
+    from moecache.integrations.transformers._exchange import Exchange
+
+    begin, finish = Exchange.__init__, Exchange._finish  # noqa: SLF001 - no call of its own
+    found: list[tuple[float, float, float]] = []
+    took = 0.0
+
+    def timed_begin(self: Exchange, *given: Any) -> None:
+        nonlocal took
+        began = time.perf_counter()
+        begin(self, *given)
+        took = time.perf_counter() - began
+
+    def timed_finish(self: Exchange, status: int) -> None:
+        ready = time.perf_counter()
+        finish(self, status)
+        found.append((took, ready, time.perf_counter()))
+
+    Exchange.__init__, Exchange._finish = timed_begin, timed_finish  # type: ignore[assignment, method-assign]  # noqa: SLF001
+    try:
+        _decode(loaded, tokens)
+    finally:
+        Exchange.__init__, Exchange._finish = begin, finish  # type: ignore[method-assign]  # noqa: SLF001
+    return found
 
 
 def _exchange(ranks: Any, config: Any) -> dict[str, Any]:
@@ -301,15 +376,15 @@ def _exchange(ranks: Any, config: Any) -> dict[str, Any]:
         found = []
         for _ in range(100):
             begin = time.perf_counter()
-            with Exchange(ranks, 0, ids, width, torch.bfloat16, torch.device("cpu")):
+            with Exchange(ranks, 0, ids, width, torch.float32, torch.device("cpu")):
                 pass
             found.append(time.perf_counter() - begin)
         spans.append(statistics.median(found))
     return {
         "few_s": spans[0],
         "exchanged_s": spans[1],
-        "exchanged_bytes": 7 * 2 * width * (ranks.num_ranks - 1),
-        "row_bytes": 2 * width,
+        "exchanged_bytes": 7 * 4 * width * (ranks.num_ranks - 1),
+        "row_bytes": 4 * width,
     }
 
 

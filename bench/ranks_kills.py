@@ -13,6 +13,8 @@ from bench.ranks_work import run_forked
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["bench.ranks_imports"])
 TIMEOUT_S = 10.0
+# In the place of the 300 seconds that ranks wait for each other at the start.
+START_S = 30.0
 
 
 def kill_often(model: Path, folder: Path, num_kills: int, seed: int = 0) -> dict[str, Any]:
@@ -23,6 +25,7 @@ def kill_often(model: Path, folder: Path, num_kills: int, seed: int = 0) -> dict
     rng = random.Random(seed)
     found: dict[str, Any] = {"kills": num_kills, "named": 0, "while_loading": 0, "wrong": []}
     took: list[float] = []
+    loading: list[float] = []
     for number in range(num_kills):
         num_ranks, early = rng.choice((2, 3)), number % 5 == 4
         victim = rng.randrange(num_ranks)
@@ -31,6 +34,8 @@ def kill_often(model: Path, folder: Path, num_kills: int, seed: int = 0) -> dict
         found["while_loading"] += early
         for rank, (code, said) in others.items():
             what = f"kill {number}: rank {rank} of {num_ranks} without {victim}"
+            if said["seconds"] > 0 and not said["ready"]:
+                loading.append(said["seconds"])
             if code != 0 or not said.get("error"):
                 found["wrong"].append(f"{what}: ended with {code} and {said}")
             elif f"rank {victim}" in said["error"]:
@@ -42,7 +47,8 @@ def kill_often(model: Path, folder: Path, num_kills: int, seed: int = 0) -> dict
         )
         print(f"\r{number + 1} of {num_kills}, {len(found['wrong'])} wrong", end="", flush=True)
     print()
-    return {**found, "timeout_s": TIMEOUT_S, "longest_s": max(took, default=0.0)}
+    found |= {"timeout_s": TIMEOUT_S, "longest_s": max(took, default=0.0)}
+    return {**found, "start_timeout_s": START_S, "longest_loading_s": max(loading, default=0.0)}
 
 
 def _one(
@@ -56,6 +62,7 @@ def _one(
         "do": "forever",
         "model": str(model),
         "out": str(out),
+        "start_s": START_S,
         "load": {"memory": "50%", "rank_timeout_s": TIMEOUT_S},
     }
     told = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -78,7 +85,7 @@ def _one(
         for number, rank in enumerate(ranks):
             if number == victim:
                 continue
-            rank.join(60)
+            rank.join(START_S + 60)
             result = Path(f"{out}.{number}")
             said = json.loads(result.read_text()) if result.exists() else {}
             found[number] = rank.exitcode, {**said, "seconds": said.get("at", 0.0) - killed}

@@ -167,11 +167,15 @@ def run_forked(told: dict[str, str], task: dict[str, Any]) -> None:
     """Do a task in a process that was forked, and has all imports."""
     import torch
 
+    from moecache.integrations.transformers import _groups, _joining
+
     os.environ.update(told)  # noqa: TID251 - as torchrun would
     # What torch and its store write about a peer that is gone.
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 2)
     torch.set_num_threads(1)
+    # Nobody knows of a rank that ends before it was there: that alone is waited for so long.
+    _groups.START_S = _joining.START_S = task["start_s"]
     Path(f"{task['out']}.{told['RANK']}").write_text(json.dumps(TASKS[task["do"]](task)))
 
 

@@ -371,13 +371,14 @@ def ranks_environ(number: int) -> dict[str, str]:
     Parameters
     ----------
     number : int
-        Of the group: the same on all ranks, another for each.
+        Of the group: the same on all ranks, another for each. Children that share torchrun's store
+        need names of their own in it, too.
     """
     # The store of torchrun, which outlives the child, or one that rank 0's child makes.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}
     port = os.environ.get("MASTER_PORT", "")
-    return {**os.environ, "MASTER_PORT": str(int(port) + number) if port.isdigit() else port}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not port.isdigit():
+        return {**os.environ}
+    return {**os.environ, "MASTER_PORT": str(int(port) + number)}
 
 
 class Launched(NamedTuple):

@@ -148,8 +148,23 @@ def test_each_run_of_a_benchmark_is_another_group(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert ranks_environ(3)["MASTER_PORT"] == "4003"
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    found = ranks_environ(3)
-    assert (found["MASTER_PORT"], found["TORCHELASTIC_RESTART_COUNT"]) == ("4000", "3")
+    assert ranks_environ(3)["MASTER_PORT"] == "4000"
+
+
+def test_processes_of_one_store_find_each_other_by_their_name(tmp_path: Path) -> None:
+    """Not those that were there before, and have ended."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    keys: set[str] = set()
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        given = {"name": name, "port": store.port}
+        found = ranks.call("tests.helpers.ranks_at_work:added_up", 2, tmp_path / name, **given)
+        assert found == [3, 3]
+        new = set(store.list_keys()) - keys  # type: ignore[attr-defined]
+        keys |= new
+        assert sum(key.startswith(f"{name}/") for key in new) >= 2
 
 
 def test_a_table_has_a_row_per_rank_and_their_sum() -> None:

@@ -69,7 +69,7 @@ class Contestant:
         """Run it once more, with the task that all contestants share."""
         try:
             group = next(_GROUPS) if task.get("ranks", 1) > 1 else None
-            found = run_process({**task, **self.task}, group)
+            found = run_process({**task, **self.task, "group": group}, group)
         except MoeCacheError as error:
             if isinstance(error, ConfigError) and "cannot be computed with compute=" in str(error):
                 # No kernel for this model's experts, or none of that kind.

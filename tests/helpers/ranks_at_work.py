@@ -1,5 +1,6 @@
 """What the processes of tests/test_ranks.py do: one start for many checks."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,16 @@ def whole(path: Path, expected: Path, ways: tuple[str, ...]) -> None:
     for way in ways:
         found[way] = outputs(load_in_slots(path, "100%", compute=way))
     torch.save(found, expected)
+
+
+def added_up(name: str, port: int) -> int:
+    """Begin under a name, by a store that outlives its processes, and add up the ranks.."""
+    import torch
+
+    from moecache.integrations.transformers._joining import begin
+
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")  # noqa: TID251
+    begin(torch.device("cpu"), 30.0, name)
+    number = torch.tensor([1 + torch.distributed.get_rank()])
+    torch.distributed.all_reduce(number)
+    return int(number)

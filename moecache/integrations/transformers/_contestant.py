@@ -21,6 +21,7 @@ from moecache import kernels
 from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.integrations.transformers import _baselines, generation, load
 from moecache.integrations.transformers._gguf import find_model_config
+from moecache.integrations.transformers._joining import DEFAULT_TIMEOUT_S, begin
 from moecache.prefault.page_cache import evict
 from moecache.sizing.host_memory import peak_rss_bytes
 from moecache.stores import GgufStore, is_gguf, open_store
@@ -159,6 +160,7 @@ def _loaded(task: dict[str, Any], folder: str) -> Iterator[Any]:
         if kind == "moecache":
             chosen = {key: task[key] for key in ("policy", "prefetch", "read", "compute")}
             if task.get("ranks", 1) > 1:
+                begin(torch.device("cpu"), DEFAULT_TIMEOUT_S, f"moecache/bench/{task['group']}")
                 options["expert_parallel"] = True
             model = load(path, task["memory"], **chosen, **options)
         elif kind == "resident":

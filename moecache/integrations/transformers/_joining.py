@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.integrations.transformers._groups import START_S, within
@@ -39,7 +41,7 @@ def join(chosen: Any, device: torch.device, timeout_s: float | None) -> Ranks:
     if not dist.is_available():
         raise ConfigError("this torch was built without torch.distributed; install another")
     if chosen is True:
-        _begin(device, timeout_s)
+        begin(device, timeout_s)
         return _member(dist.group.WORLD, timeout_s, device)
     if not isinstance(chosen, DeviceMesh):
         raise ConfigError(f"expert_parallel must be True or a DeviceMesh, got {chosen!r:.100}")
@@ -70,13 +72,23 @@ def _member(group: Any, timeout_s: float, device: torch.device) -> Ranks:
         ) from error
 
 
-def _begin(device: torch.device, timeout_s: float) -> None:
-    """Initialize torch.distributed, if the host has not."""
+def begin(device: torch.device, timeout_s: float, name: str = "") -> None:
+    """Initialize torch.distributed, if the host has not.
+
+    Processes that come one after the other to a store that outlives them, as torchrun's does, need
+    a `name` for each set of them: without one, they would find those that have ended.
+    """
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    limit = timedelta(seconds=max(timeout_s, START_S))
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=max(timeout_s, START_S)))
+        if name:
+            store, rank, size = next(rendezvous("env://", timeout=limit))
+            named = {"store": PrefixStore(name, store), "rank": rank, "world_size": size}
+            dist.init_process_group(backend, timeout=limit, **named)
+        else:
+            dist.init_process_group(backend, timeout=limit)
     except ValueError as error:
         raise ConfigError(
             "expert_parallel=True needs several processes that know of each other: start the "
@@ -92,7 +104,7 @@ def _begin(device: torch.device, timeout_s: float) -> None:
 
 
 def _end(process: int) -> None:
-    """End what `_begin` began; in the same process, as a forked one has no part in it."""
+    """End what `begin` began; in the same process, as a forked one has no part in it."""
     if os.getpid() == process and dist.is_initialized():
         within(_destroy)
 

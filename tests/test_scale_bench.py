@@ -79,10 +79,18 @@ def test_what_is_apart_by_a_fifth_is_a_failure(
         },
     }
 
+    # Begun, ready and done: from when the later rank is ready; one exchange was disturbed.
+    took_s = few_s + measured["ranks"]["sent_bytes"] / 20 / 3 / 1e9
+    ready = ((1.5, 0.0), (2.5, 0.1), (3.5, 0.0))
+    exchanges = [
+        [(1e-4, at - 0.5, at) for at, _ in ready],
+        [(2e-4, at, at + took_s - 2e-4 + late) for at, late in ready],
+    ]
+
     def run(role: str, num_ranks: int, **given: Any) -> list[dict[str, Any]]:
         if role == "alone":
             trace.save(given["trace"])
-        return [measured[role]] * num_ranks
+        return [{**measured[role], "exchanges": exchanges[rank]} for rank in range(num_ranks)]
 
     monkeypatch.setattr(ranks_model, "_run", run)
     monkeypatch.setattr(ranks_model, "_write", lambda directory, _: str(directory))

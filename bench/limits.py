@@ -11,7 +11,34 @@ class NoLimitError(RuntimeError):
     """The system does not let a benchmark limit its memory, or its disk."""
 
 
-class MemoryLimit:
+class _Group:
+    """A cgroup below this process's own, of one controller of version 1, or of version 2."""
+
+    def __init__(self, controller: str) -> None:
+        self.parent, self.version = _own_group(controller)
+        self.path = self.parent / f"moecache-bench-{os.getpid()}-{time.monotonic_ns()}"
+
+    @property
+    def join_file(self) -> Path:
+        """Where a process writes its number to be limited."""
+        return self.path / "cgroup.procs"
+
+    def __enter__(self) -> Self:
+        """Return the limit."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the cgroup; its processes have ended."""
+        for _ in range(50):
+            try:
+                self.path.rmdir()
+            except OSError:
+                time.sleep(0.1)
+            else:
+                return
+
+
+class MemoryLimit(_Group):
     """A cgroup below this process's own, with a limit; a context manager.
 
     Parameters
@@ -26,8 +53,7 @@ class MemoryLimit:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        parent, self.version = _own_group("memory")
-        self.path = parent / f"moecache-bench-{os.getpid()}-{time.monotonic_ns()}"
+        super().__init__("memory")
         try:
             self.path.mkdir()
             if self.version == 1:
@@ -42,15 +68,10 @@ class MemoryLimit:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
             raise NoLimitError(
-                f"no memory cgroup can be made in {parent}: {error.strerror}. Run as root, or "
+                f"no memory cgroup can be made in {self.parent}: {error.strerror}. Run as root, or "
                 f"inside a limit: systemd-run --scope -p MemoryMax={nbytes} "
                 "-p MemorySwapMax=0 COMMAND --limit-is-set"
             ) from error
-
-    @property
-    def join_file(self) -> Path:
-        """Where a process writes its number to be limited."""
-        return self.path / "cgroup.procs"
 
     def facts(self) -> dict[str, int]:
         """Return the kernel's counters: peak_bytes, swap_bytes, num_oom_kills, num_limited."""
@@ -71,16 +92,8 @@ class MemoryLimit:
             "num_limited": events.get("max", 0),
         }
 
-    def __enter__(self) -> Self:
-        """Return the limit."""
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        """Remove the cgroup; its processes have ended."""
-        _remove(self.path)
-
-
-class DiskLimit:
+class DiskLimit(_Group):
     """A cgroup that reads from one disk at so many bytes a second; a context manager.
 
     Parameters
@@ -96,13 +109,12 @@ class DiskLimit:
     """
 
     def __init__(self, bytes_per_s: int, path: str | os.PathLike[str]) -> None:
-        parent, version = _own_group("blkio")
-        self.path = parent / f"moecache-bench-{os.getpid()}-{time.monotonic_ns()}"
+        super().__init__("blkio")
         device = os.stat(path).st_dev
         disk = f"{os.major(device)}:{os.minor(device)}"
         try:
             self.path.mkdir()
-            if version == 1:
+            if self.version == 1:
                 limit = self.path / "blkio.throttle.read_bps_device"
                 limit.write_text(f"{disk} {bytes_per_s}")
             else:
@@ -111,32 +123,9 @@ class DiskLimit:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
             raise NoLimitError(
-                f"no cgroup in {parent} can limit disk {disk}: {error.strerror}. Run as root, with "
-                "a folder on a disk of its own (no partition, no overlay)"
+                f"no cgroup in {self.parent} can limit disk {disk}: {error.strerror}. Run as root, "
+                "with a folder on a disk of its own (no partition, no overlay)"
             ) from error
-
-    @property
-    def join_file(self) -> Path:
-        """Where a process writes its number to be limited."""
-        return self.path / "cgroup.procs"
-
-    def __enter__(self) -> Self:
-        """Return the limit."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the cgroup; its processes have ended."""
-        _remove(self.path)
-
-
-def _remove(path: Path) -> None:
-    for _ in range(50):
-        try:
-            path.rmdir()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
 
 
 def _own_group(controller: str) -> tuple[Path, int]:

@@ -17,6 +17,7 @@ from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.slots import CudaSlots
 from moecache.stores.memory import MemoryStore
 from tests.helpers.fake_device import FakeDevice
+from tests.helpers.runtimes import close_beside
 from tests.test_cuda_experts import (
     EXPERTS,
     HIDDEN,
@@ -70,29 +71,9 @@ def test_a_runtime_may_be_closed_beside_a_step(seed: int) -> None:
     hidden, ids, weights = make_step(FP32, 2, seed)
     runtime = make_runtime(device, FP32, 4, loader_threads=1)
     x, w = on(device, hidden, weights)
-    others: list[BaseException] = []
-    begun = threading.Event()
-
-    def work() -> None:
-        try:
-            compute = runtime.on_device()
-            for turn in range(1000):
-                compute(turn % LAYERS, x, ids, w)
-                begun.set()
-        except MoeCacheError:
-            pass
-        except BaseException as error:  # noqa: BLE001 - the test shows it
-            others.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert begun.wait(30)
-    time.sleep(0.002 * seed)
-    runtime.close()
-    thread.join(30)
-    assert not thread.is_alive()
+    compute = runtime.on_device()
+    close_beside(runtime, lambda turn: compute(turn % LAYERS, x, ids, w), 0.002 * seed)
     device.run()
-    assert not others
     assert device.used_bytes == device.pinned_bytes == 0
     assert device.num_streams == device.num_events == 0
 

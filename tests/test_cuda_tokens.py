@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.helpers.cuda_tokens import (
 )
 from tests.helpers.examples import num_examples
 from tests.helpers.fake_device import FakeDevice
+from tests.helpers.runtimes import close_beside
 
 ALL = LAYERS * EXPERTS
 TOKENS = inputs(12)
@@ -513,25 +513,27 @@ def test_a_runtime_may_be_closed_beside_tokens(seed: int) -> None:
     device = FakeDevice(eager=bool(seed % 2), seed=seed)
     runtime = make_runtime(device, 7)
     model = Model(runtime)
-    begun, others = threading.Event(), []
-
-    def work() -> None:
-        try:
-            for turn in range(10_000):
-                model.token(TOKENS[turn % len(TOKENS)])
-                begun.set()
-        except MoeCacheError:
-            pass
-        except BaseException as error:  # noqa: BLE001 - the test shows it
-            others.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert begun.wait(30)
-    time.sleep(0.003 * seed)
-    runtime.close()
-    thread.join(30)
-    assert not thread.is_alive()
+    close_beside(runtime, lambda turn: model.token(TOKENS[turn % len(TOKENS)]), 0.003 * seed)
     device.run()
-    assert not others
+    assert device.used_bytes == device.pinned_bytes == device.num_events == 0
+
+
+def test_either_the_last_call_or_close_frees_what_tokens_have() -> None:
+    """Never both: one would use what the other has freed."""
+    device = FakeDevice()
+    runtime = make_runtime(device, 7)
+    model = Model(runtime)
+    model.token(TOKENS[0])
+    compute, tokens = model.compute, model.compute._tokens
+    assert tokens is not None
+    close, closed = tokens.close, []
+    tokens.close = lambda *given: (closed.append(given), close(*given))[1]  # type: ignore[method-assign, func-returns-value]
+    with compute._calling():
+        thread = threading.Thread(target=compute.close)
+        thread.start()
+        while not compute._closed:
+            thread.join(0.001)
+    thread.join(30)
+    runtime.close()
+    assert len(closed) == 1
     assert device.used_bytes == device.pinned_bytes == device.num_events == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.checkpoint import Size, write_checkpoint
-from bench.limits import MemoryLimit, NoLimitError
+from bench.limits import DiskLimit, MemoryLimit, NoLimitError
 from tests.helpers.pages import evict
 
 SIZE = Size(num_layers=4, num_experts=24, top_k=4, hidden=256, width=256)
@@ -152,3 +152,17 @@ with moecache.open(sys.argv[1], reserve=RESERVE, prefault="force") as runtime:
     assert way == "direct"
     assert facts["peak_bytes"] <= limit
     assert facts["num_oom_kills"] == 0
+
+
+def test_a_disk_gets_a_limit_that_ends_with_it(tmp_path: Path) -> None:
+    """The kernel names the disk and the rate."""
+    try:
+        with DiskLimit(10**9, tmp_path) as group:
+            path, version = group.path, group.version
+            name = "blkio.throttle.read_bps_device" if version == 1 else "io.max"
+            said = (path / name).read_text()
+    except NoLimitError as error:
+        pytest.skip(str(error))
+
+    assert "1000000000" in said
+    assert not path.exists()

@@ -69,7 +69,7 @@ class Contestant:
         """Run it once more, with the task that all contestants share."""
         try:
             group = next(_GROUPS) if task.get("ranks", 1) > 1 else None
-            found = run_process({**task, **self.task, "group": group}, group)
+            found = run_process({**task, **self.task, "group": group})
         except MoeCacheError as error:
             if isinstance(error, ConfigError) and "cannot be computed with compute=" in str(error):
                 # No kernel for this model's experts, or none of that kind.
@@ -150,10 +150,10 @@ def differing(contestants: list[Contestant]) -> list[str]:
     return names
 
 
-def run_process(task: dict[str, Any], group: int | None = None) -> dict[str, Any]:
+def run_process(task: dict[str, Any]) -> dict[str, Any]:
     """Run a task in a process of its own, and return what it found.
 
-    With a `group`, it is a rank as this process is one, with those of the other ranks' processes.
+    A task with a `group` is a rank as this process is one, with those of the other processes.
 
     Raises
     ------
@@ -162,6 +162,7 @@ def run_process(task: dict[str, Any], group: int | None = None) -> dict[str, Any
     MoeCacheError
         If the process failed.
     """
+    group = task.get("group")
     with tempfile.TemporaryFile("w+") as noise:
         process = subprocess.Popen(  # noqa: S603 - our own module
             [sys.executable, "-m", _MODULE],

@@ -133,6 +133,8 @@ class CudaExperts:
         self._inside = 0  # calls
         self._left = threading.Condition()
         self._closed = False
+        self._is_freed = False  # what tokens have, or it will be by the last call
+        self._frees_late = False
         self._table: DeviceArray | None = None  # the slot of each expert of the model
         # Here rather than in the first token: compiling takes seconds, the first time on a machine.
         names = [name for kind in self._kinds for name in self._launches.kernels(kind)]
@@ -288,18 +290,21 @@ class CudaExperts:
             self._closed = True
             self._left.wait_for(lambda: not self._inside, _CLOSE_TIMEOUT_S)
             free, self._free = self._free, {}
-            is_busy = self._inside > 0
+            tokens = None if self._is_freed else self._tokens
+            if tokens is not None:
+                # The last call frees what it works with: it alone, or this one.
+                self._is_freed, self._frees_late = True, self._inside > 0
         with contextlib.ExitStack() as stack:
             if self.cpu is not None:
                 stack.callback(self.cpu.close)
             stack.callback(self._ring.close)
             for scratch in itertools.chain.from_iterable(free.values()):
                 stack.callback(scratch.close)
-            if self._tokens is not None:
-                if is_busy:  # the last call frees it
-                    self._tokens.stop()
+            if tokens is not None:
+                if self._frees_late:
+                    tokens.stop()
                 else:
-                    stack.callback(self._tokens.close, self._runtime())
+                    stack.callback(tokens.close, self._runtime())
         self._table = None
 
     def _alive(self) -> _Runtime:
@@ -337,7 +342,7 @@ class CudaExperts:
     def _end_call(self) -> None:
         with self._left:
             self._inside -= 1
-            is_last = self._closed and not self._inside
+            is_last = self._frees_late and not self._inside
             self._left.notify_all()
         if is_last and self._tokens is not None:
             self._tokens.close(self._runtime())

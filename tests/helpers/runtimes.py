@@ -1,10 +1,15 @@
 """Small runtimes whose experts hold nothing but their own key."""
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import moecache
+from moecache.errors import MoeCacheError
 from moecache.slots import HostSlots
 from tests.helpers.stores import WrappedStore, nothing, numbered_store
 
@@ -49,3 +54,29 @@ def drain(runtime: moecache.ExpertRuntime, layer: int, ids: np.ndarray) -> dict[
 def expected(layer: int, ids: np.ndarray) -> dict[int, int]:
     """Return pair -> key."""
     return {pair: layer * 8 + expert for pair, expert in enumerate(ids.reshape(-1).tolist())}
+
+
+def close_beside(runtime: Any, call: Callable[[int], object], after_s: float) -> None:
+    """Close a runtime beside a thread that calls with 0, 1, ..., which is told and ends."""
+    begun = threading.Event()
+    others: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for turn in range(10_000):
+                call(turn)
+                begun.set()
+        except MoeCacheError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - the test shows it
+            others.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(30)
+    time.sleep(after_s)
+    runtime.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    if others:
+        raise others[0]

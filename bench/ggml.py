@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from moecache.errors import ConfigError
 from moecache.formats import BlockFormat, GroupedFormat, find_format, quantize
 
 _TYPES = {"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10, "q3_k": 11}
@@ -46,10 +47,11 @@ def has_format(name: str) -> bool:
 def parts_of(values: np.ndarray, name: str) -> dict[str, np.ndarray]:
     """Return a matrix in a format; any codes, of scales that fit, if moecache only reads it."""
     known = find_format(name)
-    if isinstance(known, BlockFormat) and known.block[1] > 32:
-        return _random_blocks(known, values.shape, values.std())
     if not isinstance(known, GroupedFormat):
-        return quantize(values, name)
+        with contextlib.suppress(ConfigError):
+            return quantize(values, name)
+        assert isinstance(known, BlockFormat)
+        return _random_blocks(known, values.shape, values.std())
     raw = np.random.default_rng(0).integers(0, 256, known.nbytes(*values.shape), np.uint8)
     parts = known.split(raw, *values.shape)
     parts["scales"][...] = values.std() / 8
@@ -64,7 +66,7 @@ def _random_blocks(
     parts = known.split(raw, *shape)
     numbers = {at: (slice(None), slice(None), slice(at, at + 2)) for at in known.numbers_at}
     # An offset is half of the largest code.
-    largest = {"q2_k": 3, "q4_k": 15, "q5_k": 31}.get(known.name, 0)
+    largest = {"q2_k": 3, "q5_k": 31, "q5_1": 31}.get(known.name, 15)
     sizes = dict(zip(known.numbers_at, (1, largest / 2), strict=False))
     for at, place in numbers.items():
         parts["blocks"][place] = np.array([sizes[at]], np.float16).view(np.uint8)

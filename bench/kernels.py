@@ -2,12 +2,14 @@
 
     python -m bench.kernels                                   # one layer, one token, one thread
     python -m bench.kernels --json bench/results/kernels.json
+    python -m bench.kernels --errors                          # of products, beside float64
+    python -m bench.kernels --scaling                         # two threads beside one, by the clock
 
 One layer's gated experts, 8 of them for one token, from weights that are in no cache: of many
 experts in huge pages, each time others. Contestants take turns, in another order each round; shown
 are medians of a thread's CPU time, and of rounds' ratios. "bandwidth" reads the same bytes
 and does nothing with them. "torch" multiplies expert by expert, as transformers does on a CPU.
-"int8" has activations of 8 bits, and a level's name is that of other instructions than the best.
+A level's name is that of other instructions than the best.
 "ggml" is what llama.cpp computes with, if llama-cpp-python is installed (extra `bench-llama`): the
 same products of the same weights; it rounds activations to 8 bits unless weights are bf16;
 "repacked" with an interleaved order of its own, where it has one. "tile" brings a matrix of a file
@@ -17,6 +19,7 @@ it writes. A prompt is 512 tokens through 128 experts, 8 for each.
 
 import argparse
 import contextlib
+import itertools
 import mmap
 import random
 import statistics
@@ -41,10 +44,9 @@ TOP_K = 8
 SHAPES = ((1024, 512), (2048, 768))
 FORMATS = (
     *("bf16", "q8_0", "q4_0", "mxfp4", "fp8[128x128,f32]", "int4[1x32,bf16]"),
-    *("gptq4[128,f16]", "awq4[128,f16]", "q4_k", "q5_k", "q6_k", "iq4_xs"),
+    *("gptq4[128,f16]", "awq4[128,f16]", "q4_k", "q5_k", "q6_k", "iq4_xs", "q4_1", "q5_0", "q5_1"),
+    *("q2_k", "q3_k", "iq4_nl", "nvfp4"),
 )
-# Those that can have activations of 8 bits.
-INT8 = ("q8_0", "q4_0")
 NUM_TOKENS, NUM_EXPERTS = 512, 128
 _HUGE = 2 * 2**20
 
@@ -76,7 +78,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels")
     parser.add_argument("--small", action="store_true", help="to see whether it runs")
     parser.add_argument("--formats", nargs="+", default=FORMATS, help="those to compare")
+    parser.add_argument("--errors", action="store_true", help="no times: errors beside float64")
+    parser.add_argument("--scaling", action="store_true", help="two threads beside one")
     arguments = begin(parser, argv, rounds=15)
+    if arguments.scaling:
+        print("\n".join(scaling(arguments.formats, arguments.rounds)))
+        return 0
+    if arguments.errors:
+        print("\n".join(errors(_storing(arguments.formats, *SHAPES[-1]), *SHAPES[-1][::-1])))
+        return 0
     torch.set_num_threads(arguments.threads)
     figures: list[Figure] = []
     shapes, rounds = (((64, 32),), 1) if arguments.small else (SHAPES, arguments.rounds)
@@ -93,6 +103,89 @@ def main(argv: list[str] | None = None) -> int:
         figures=[asdict(figure) | {"gib_per_s": figure.gib_per_s} for figure in figures],
     )
     return 0
+
+
+def errors(names: Sequence[str], rows: int, columns: int) -> list[str]:
+    """Return each format's error: of the kernels, and of activations rounded otherwise.
+
+    Root of the mean square, as a share of the products'. In "tails" one activation of 32 is a
+    hundred times the others.
+    """
+    normal = _random((16, columns))
+    tails = normal * np.where(np.arange(columns) % 32 == 7, 100, 1).astype(np.float32)
+    lines = [
+        f"{'':20} {'normal':>8} {'bf16':>8} {'8 bits':>8} {'tails':>8} {'bf16':>8} {'8 bits':>8}"
+    ]
+    for name in names:
+        values = np.random.default_rng(2).standard_normal((rows, columns)) / columns**0.5
+        parts = parts_of(values.astype(np.float32), name)
+        weights = parts["values"] if "values" in parts else find_format(name).dequantize(parts)
+        exact, matrix = weights.astype(np.float64).T, matrix_of(parts, name)
+        line = f"{name:20}"
+        for given in (normal, tails):
+            wide = given.astype(np.float64) @ exact
+            bf16 = given.astype(ml_dtypes.bfloat16).astype(np.float64)
+            for found in (
+                kernels.products(given, matrix),
+                bf16 @ exact,
+                _eight_bits(given) @ exact,
+            ):
+                line += f" {np.sqrt(((found - wide) ** 2).mean() / (wide**2).mean()):8.1e}"
+        lines.append(line)
+    return lines
+
+
+def _eight_bits(given: np.ndarray) -> np.ndarray:
+    """Return activations as llama.cpp rounds them: integers of 8 bits, a scale for 32."""
+    blocks = given.astype(np.float64).reshape(-1, 32)
+    scales = np.abs(blocks).max(1, keepdims=True) / 127
+    return (np.rint(blocks / scales) * scales).reshape(given.shape)
+
+
+def scaling(names: Sequence[str], rounds: int) -> list[str]:
+    """Return how many times as fast two threads are as one: products of one row, one after another.
+
+    And after a pause of a millisecond each, in which threads fall asleep.
+    """
+    lines = [f"{'':20} {'MiB':>6} {'one, us':>9} {'two / one':>9} {'after a pause':>14}"]
+    for name, wanted in itertools.product(names, (0.25, 1, 4, 16)):
+        rows = 16 * max(1, round(wanted * 2**20 / find_format(name).nbytes(16, 2048)))
+        parts = parts_of(np.random.default_rng(0).standard_normal((rows, 2048)) / 50, name)
+        one = np.asarray(matrix_of(parts, name).owner).reshape(-1).view(np.uint8)
+        copies = max(2, 2**28 // one.size)
+        slab = _huge(copies * one.size).reshape(copies, one.size)
+        slab[:] = one
+        matrices = [
+            _kernels.Matrix(each.ctypes.data, name, rows, 2048, None, slab) for each in slab
+        ]
+        given, out = _random((1, 2048)), np.empty((1, rows), np.float32)
+
+        def calls(
+            pause: float,
+            matrices: list[Any] = matrices,
+            given: np.ndarray = given,
+            out: np.ndarray = out,
+        ) -> float:
+            spent = 0.0
+            for matrix in matrices[:32] if pause else matrices:
+                if pause:
+                    time.sleep(pause)
+                start = time.perf_counter()
+                matrix.multiply(given.ctypes.data, "f32", 1, 8192, out.ctypes.data, "f32", 0)
+                spent += time.perf_counter() - start
+            return spent / (32 if pause and len(matrices) > 32 else len(matrices))
+
+        times: dict[tuple[float, int], list[float]] = {}
+        for _ in range(rounds):
+            for pause, threads in itertools.product((0, 1e-3), (1, 2)):
+                kernels.use_threads(threads)
+                times.setdefault((pause, threads), []).append(calls(pause))
+        median = {key: statistics.median(several) for key, several in times.items()}
+        lines.append(
+            f"{name:20} {one.size / 2**20:6.2f} {median[0, 1] * 1e6:9.0f} "
+            f"{median[0, 1] / median[0, 2]:9.2f} {median[1e-3, 1] / median[1e-3, 2]:14.2f}"
+        )
+    return lines
 
 
 def one_token(
@@ -160,18 +253,14 @@ class _Layer:
             self.matrices[role] = _kernels.Matrix(slab.ctypes.data, name, rows, columns, None, slab)
             del one
         self.width = width
-        self.kernels = {
-            way: _kernels.Experts(
-                self.matrices["up"],
-                self.strides["up"],
-                self.matrices["down"],
-                self.strides["down"],
-                width,
-                width,
-                activations=way,
-            )
-            for way in _kernels.ACTIVATION_TYPES
-        }
+        self.kernel = _kernels.Experts(
+            self.matrices["up"],
+            self.strides["up"],
+            self.matrices["down"],
+            self.strides["down"],
+            width,
+            width,
+        )
         self.nbytes = TOP_K * sum(
             find_format(name).nbytes(rows, columns) for rows, columns in shapes.values()
         )
@@ -189,25 +278,19 @@ class _Layer:
         return slots, np.concatenate([[0], np.cumsum(counts)]), pairs
 
     def kernel_works(self, hidden: np.ndarray) -> dict[str, Work]:
-        """Return steps by the kernels: of blocks, in each way and by AVX2, too."""
+        """Return steps by the kernels, on each level but the plain one."""
         best, name = kernels.level(), f"ours {self.name}"
-        if self.name == "bf16":
-            return {name: self.kernel_work(hidden)}
-        others = {level: f" {level}" for level in ("avx2",) if level in kernels.levels()}
-        return {
-            f"{name}{' int8' if way == 'int8' else ''}{shown}": self.kernel_work(hidden, way, level)
-            for way in (_kernels.ACTIVATION_TYPES if self.name in INT8 else ("float",))
-            for level, shown in {**others, best: ""}.items()
-        }
+        shown = {level: f" {level}" for level in kernels.levels()[1:]} | {best: ""}
+        return {f"{name}{title}": self.kernel_work(hidden, level) for level, title in shown.items()}
 
-    def kernel_work(self, hidden: np.ndarray, way: str = "float", level: str = "") -> Work:
+    def kernel_work(self, hidden: np.ndarray, level: str = "") -> Work:
         """Return a step by the kernels."""
         rows = np.empty((len(hidden) * TOP_K, self.hidden_size), np.float32)
         best = kernels.level()
 
         def work(number: int) -> None:
             kernels.use_level(level or best)
-            self.kernels[way].compute(
+            self.kernel.compute(
                 *self.step(number, len(hidden)),
                 TOP_K,
                 *(hidden.ctypes.data, "bf16", len(hidden), hidden.strides[0]),

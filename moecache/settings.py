@@ -1,4 +1,4 @@
-"""Settings: what `open` can be told, and every MOECACHE_* variable.
+"""Settings: the options of `open`, and every MOECACHE_* variable.
 
 The only file that reads the environment.
 """
@@ -12,41 +12,25 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from moecache.errors import ConfigError
+from moecache.policies.making import SCOPES
+from moecache.policies.registry import policy_names
 from moecache.units import parse_budget, parse_bytes
 
 logger = logging.getLogger(__name__)
 
-POLICIES = (
-    "arc",
-    "echo",
-    "fifo",
-    "haz2",
-    "least-stale",
-    "lecar",
-    "lfru",
-    "lfu",
-    "lrfu",
-    "lru",
-    "s3-fifo",
-    "sieve",
-    "slru",
-    "slru-lfu",
-    "w-tinylfu",
-)
-SCOPES = ("global", "layer")
+# Those that `open` takes; replays know more.
+POLICIES = policy_names()
 DEFAULT_POLICY = "echo"
 DEFAULT_SCOPE = "global"
 DEFAULT_LOADER_THREADS = 2
 PREFAULT_MODES = ("auto", "background", "off", "force")
 DEFAULT_PREFAULT = "auto"
 # Instructions of the kernels, the best last.
-KERNEL_LEVELS = ("generic", "avx2", "avx512")
-# What multiplies, as `load` takes it.
+KERNEL_LEVELS = ("generic", "neon", "avx2", "avxvnni", "avx512vnni", "avx512")
+# The values of `compute=` that `load` takes.
 COMPUTE = {
     "torch": "transformers' own products, its output bit for bit",
     "fast": "moecache's kernels, quicker in decode; sums are rounded otherwise",
-    "fast-int8": "the same with activations of 8 bits for experts of q8_0 and q4_0, quicker where "
-    "the processor has no products of bfloat16",
 }
 READ_MODES = ("auto", "buffered", "direct", "mmap")
 DEFAULT_READ = "auto"
@@ -79,21 +63,23 @@ class Option:
     parse : callable (str) -> object
         Converts a variable's text; raises ValueError (a ConfigError is one).
     expected : str
-        What a value has to be, in words.
+        The kind of value, in words.
     default : object
         The value if neither is given; None: see `instead`.
     instead : str
         The default in words.
     help : str
-        What it is, for `--help`.
+        The setting's meaning, for `--help`.
     values : str
         The values, for docs/settings.md, in Markdown.
     choices : tuple of str
         All values, if they are a few words.
     metavar : str
-        What stands for the value in `--help`, if not the choices.
+        The value's name in `--help`, if not the choices.
     is_argument : bool
         Whether `moecache.open` takes it, too.
+    takes_objects : bool
+        Whether the argument may be no name but an object, which is looked at where it is used.
     """
 
     name: str
@@ -106,6 +92,7 @@ class Option:
     choices: tuple[str, ...] = ()
     metavar: str = ""
     is_argument: bool = True
+    takes_objects: bool = False
 
     @property
     def variable(self) -> str:
@@ -120,6 +107,8 @@ class Option:
         ConfigError
             If it is not.
         """
+        if self.takes_objects and not isinstance(value, str):
+            return value
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.name} {value!r} is not one of {', '.join(self.choices)}")
         return value
@@ -206,9 +195,11 @@ OPTIONS = {
             DEFAULT_POLICY,
             DEFAULT_POLICY,
             "which expert is evicted",
-            f"{_listed(POLICIES)}, see [policies.md](policies.md)",
+            f"{_listed(POLICIES)}, see [policies.md](policies.md); the argument also takes a "
+            "policy of your own",
             POLICIES,
             "NAME",
+            takes_objects=True,
         ),
         Option(
             "scope",
@@ -239,7 +230,7 @@ OPTIONS = {
             None,
             "trunk, KV cache, buffers, and 1/16 of what is free (32 to 512 MiB; on a GPU 512 MiB)",
             "memory that a plan without --memory leaves free",
-            "a size: what a plan without `memory` leaves free",
+            "a size: the memory that a plan without `memory` leaves free",
         ),
         Option(
             "lock",
@@ -257,7 +248,7 @@ OPTIONS = {
             None,
             "none",
             "start warm from what earlier runs kept there, and keep this run's use of experts",
-            "a path: what was found out about the disk, and how experts were used, is kept there "
+            "a path: findings about the disk, and how experts were used, are kept there "
             "on `close`; see below",
             metavar="FILE",
         ),
@@ -335,7 +326,7 @@ OPTIONS = {
             None,
             "none",
             "write which experts each token chose, for `moecache replay` (.npz)",
-            "a path: what the router chose is written there on `close`, see "
+            "a path: the router's choices are written there on `close`, see "
             "[traces.md](traces.md); as a variable, a path that cannot be written is a warning; of "
             "several runtimes the last to close writes it",
             metavar="FILE",
@@ -371,8 +362,8 @@ def ranks_environ(number: int) -> dict[str, str]:
     Parameters
     ----------
     number : int
-        Of the group: the same on all ranks, another for each. Children that share torchrun's store
-        need names of their own in it, too.
+        Number of the group: the same on all ranks, another for each group. Children that share
+        torchrun's store need names of their own in it, too.
     """
     # The store of torchrun, which outlives the child, or one that rank 0's child makes.
     port = os.environ.get("MASTER_PORT", "")
@@ -382,7 +373,7 @@ def ranks_environ(number: int) -> dict[str, str]:
 
 
 class Launched(NamedTuple):
-    """What torchrun, or whoever started several processes, told this one; `None`: nothing."""
+    """The facts given by torchrun, or another launcher of several processes; `None`: none."""
 
     rank: int | None
     num_ranks: int | None
@@ -405,7 +396,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for; each option is an attribute, None if it is not set.
+    """The environment's settings; each option is an attribute, None if it is not set.
 
     An argument beats the environment, the environment beats the default.
     docs/settings.md lists the variables.
@@ -470,7 +461,10 @@ class Settings:
                 except ValueError:
                     logger.warning(
                         "settings.malformed %s=%r is not %s; using the default, %s",
-                        *(variable, text, option.expected, option.instead.replace("`", "")),
+                        variable,
+                        text,
+                        option.expected,
+                        option.instead.replace("`", ""),
                     )
         return cls(values)
 

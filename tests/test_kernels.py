@@ -1,5 +1,6 @@
 """Products: exact weights, sums in float32, and a row's bits do not depend on other rows."""
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.formats import find_format, quantize
+from tests.helpers.examples import num_examples
 from tests.helpers.kernels import (
     BF16,
     BLOCKED,
@@ -20,23 +22,26 @@ from tests.helpers.kernels import (
     draw_inputs,
     draw_matrix,
     fitting,
+    has_integers,
     product_error,
     rounding,
 )
 
-every_format = pytest.mark.parametrize("name", NAMES)
-# Of each level, format and dtype; all of them together are many.
-few = settings(max_examples=max(1, settings().max_examples // 4))
+# Every format with every dtype: within a test, as an item for each costs more than its products.
+CASES = tuple(itertools.product(NAMES, DTYPES))
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Around the ends of tiles, of registers and of chunks of inputs.
 NUM_INPUTS = (1, 2, 3, 4, 5, 7, 9, 63, 64, 65, 200)
 
 
-@pytest.fixture(name="level", params=kernels.levels(), autouse=True, scope="module")
+@pytest.fixture(name="level", params=kernels.levels(), scope="module")
 def _level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Compute with each level that this processor has."""
     with computing(request.param):
         yield request.param
+
+
+every_level = pytest.mark.usefixtures("level")
 
 
 def raw_product(matrix: object, inputs: np.ndarray, out: np.dtype = F32) -> np.ndarray:
@@ -51,20 +56,23 @@ def raw_product(matrix: object, inputs: np.ndarray, out: np.dtype = F32) -> np.n
 
 
 def takes_denormals_as_zeros(level: str, name: str, dtype: np.dtype) -> bool:
-    """Return whether vdpbf16ps multiplies, which does."""
+    """Return whether vdpbf16ps multiplies, which does, or integers, which cannot be that small."""
+    if has_integers(name):
+        return True
     return level == "avx512" and dtype == BF16 and name not in ("f32", "f16")
 
 
-@every_format
-@every_dtype
+@every_level
+@pytest.mark.parametrize("name", NAMES)
 @given(
+    dtype=st.sampled_from(DTYPES),
     rows=st.integers(0, 70),
     columns=st.integers(0, 200),
     num=st.integers(0, 20),
     threads=st.integers(1, 4),
     seed=st.integers(0, 2**32 - 1),
 )
-@few
+@settings(max_examples=num_examples(30))
 def test_products_are_as_good_as_sums_in_float32(
     name: str, dtype: np.dtype, rows: int, columns: int, num: int, threads: int, seed: int
 ) -> None:
@@ -78,23 +86,23 @@ def test_products_are_as_good_as_sums_in_float32(
     assert found.dtype == dtype
     assert found.shape == (num, rows)
     expected = inputs.astype(np.float64) @ exact.T
-    bound = product_error(inputs, exact)
+    bound = product_error(inputs, exact, name)
     # What is rounded to bfloat16 is the sum with its error.
     bound = bound + rounding(np.abs(expected) + bound, dtype)
     assert (np.abs(found.astype(np.float64) - expected) <= bound).all()
 
 
-@every_format
-@every_dtype
-def test_an_output_in_bfloat16_is_that_in_float32_rounded_once(name: str, dtype: np.dtype) -> None:
+@every_level
+def test_an_output_in_bfloat16_is_that_in_float32_rounded_once() -> None:
     """To the nearest, ties to even."""
-    matrix, _ = draw_matrix(name, 70, 96, 1)
-    inputs = draw_inputs(9, 96, dtype, 2)
-    wide = raw_product(matrix, inputs)
+    for name, dtype in CASES:
+        matrix, _ = draw_matrix(name, 70, 96, 1)
+        inputs = draw_inputs(9, 96, dtype, 2)
+        found, wide = raw_product(matrix, inputs, BF16), raw_product(matrix, inputs)
+        assert found.tobytes() == wide.astype(BF16).tobytes(), (name, dtype)
 
-    assert raw_product(matrix, inputs, BF16).tobytes() == wide.astype(BF16).tobytes()
 
-
+@every_level
 @every_dtype
 def test_ties_between_two_numbers_of_bfloat16_go_to_the_even_one(dtype: np.dtype) -> None:
     """Upwards and downwards, of both signs; a NaN stays one, and what is too large is infinite."""
@@ -106,52 +114,54 @@ def test_ties_between_two_numbers_of_bfloat16_go_to_the_even_one(dtype: np.dtype
     np.testing.assert_array_equal(found[0].astype(np.float32), [*near, np.nan, np.inf])
 
 
-@every_format
-@every_dtype
+@every_level
 @pytest.mark.parametrize("columns", [192, 95])
-def test_a_row_has_the_same_bits_alone_and_among_others(
-    name: str, dtype: np.dtype, columns: int
-) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others(columns: int) -> None:
     """At the start, in the middle and at the end of any number."""
-    columns = fitting(name, columns)
-    matrix, _ = draw_matrix(name, 37, columns, 3)
-    inputs = draw_inputs(max(NUM_INPUTS), columns, dtype, 4)
-    alone = np.concatenate([raw_product(matrix, row[None]) for row in inputs])
+    for name, dtype in CASES:
+        fitted = fitting(name, columns)
+        matrix, _ = draw_matrix(name, 37, fitted, 3)
+        inputs = draw_inputs(max(NUM_INPUTS), fitted, dtype, 4)
+        alone = np.concatenate([raw_product(matrix, row[None]) for row in inputs])
+        for num in NUM_INPUTS:
+            case = name, dtype, num
+            assert raw_product(matrix, inputs[:num]).tobytes() == alone[:num].tobytes(), case
+            assert raw_product(matrix, inputs[-num:]).tobytes() == alone[-num:].tobytes(), case
 
-    for num in NUM_INPUTS:
-        assert raw_product(matrix, inputs[:num]).tobytes() == alone[:num].tobytes()
-        assert raw_product(matrix, inputs[-num:]).tobytes() == alone[-num:].tobytes()
 
-
-@every_format
-@every_dtype
-def test_the_number_of_threads_changes_no_bit(name: str, dtype: np.dtype) -> None:
+@every_level
+def test_the_number_of_threads_changes_no_bit() -> None:
     """With a matrix of many items, the last of which is not whole."""
-    matrix, _ = draw_matrix(name, 1000, 320, 5)
-    inputs = draw_inputs(7, 320, dtype, 6)
-    with computing(threads=1):
-        alone = raw_product(matrix, inputs)
-    for threads in (2, 3, 4):
-        with computing(threads=threads):
-            assert raw_product(matrix, inputs).tobytes() == alone.tobytes()
+    for name, dtype in CASES:
+        matrix, _ = draw_matrix(name, 1000, 320, 5)
+        inputs = draw_inputs(7, 320, dtype, 6)
+        with computing(threads=1):
+            alone = raw_product(matrix, inputs)
+        for threads in (2, 3, 4):
+            with computing(threads=threads):
+                found = raw_product(matrix, inputs)
+            assert found.tobytes() == alone.tobytes(), (name, dtype, threads)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if find_format(name).block[0] == 1])
-@every_dtype
-def test_a_row_of_weights_has_the_same_bits_in_any_matrix(name: str, dtype: np.dtype) -> None:
+@every_level
+def test_a_row_of_weights_has_the_same_bits_in_any_matrix() -> None:
     """In whichever row of a tile, and beside any others."""
-    inputs = draw_inputs(5, 96, dtype, 7)
     weights = draw_inputs(40, 96, F32, 8)
-    parts = quantize(weights, name)
-    whole = raw_product(kernels.matrix_of(parts, name), inputs)
-    for first, last in ((1, 40), (5, 6), (13, 30), (39, 40)):
-        # A number for the whole matrix stays.
-        rows = {part: a[first:last] if len(a) == 40 else a for part, a in parts.items()}
-        part = kernels.matrix_of(rows, name)
-        expected = np.ascontiguousarray(whole[:, first:last])
-        assert raw_product(part, inputs).tobytes() == expected.tobytes()
+    for name, dtype in CASES:
+        if find_format(name).block[0] != 1:
+            continue
+        inputs = draw_inputs(5, 96, dtype, 7)
+        parts = quantize(weights, name)
+        whole = raw_product(kernels.matrix_of(parts, name), inputs)
+        for first, last in ((1, 40), (5, 6), (13, 30), (39, 40)):
+            # A number for the whole matrix stays.
+            rows = {part: a[first:last] if len(a) == 40 else a for part, a in parts.items()}
+            found = raw_product(kernels.matrix_of(rows, name), inputs)
+            expected = np.ascontiguousarray(whole[:, first:last])
+            assert found.tobytes() == expected.tobytes(), (name, dtype, first)
 
 
+@every_level
 @every_dtype
 @pytest.mark.parametrize("name", BLOCKED)
 def test_every_integer_of_a_block_is_multiplied_at_every_column(name: str, dtype: np.dtype) -> None:
@@ -167,6 +177,7 @@ def test_every_integer_of_a_block_is_multiplied_at_every_column(name: str, dtype
     assert (found == 0.5 * signed).all()
 
 
+@every_level
 @every_dtype
 @pytest.mark.parametrize("name", BLOCKED)
 def test_columns_keep_their_places_in_the_compute_form(name: str, dtype: np.dtype) -> None:
@@ -180,69 +191,65 @@ def test_columns_keep_their_places_in_the_compute_form(name: str, dtype: np.dtyp
     np.testing.assert_array_equal(found, exact.T)
 
 
-@every_format
-@every_dtype
+@every_level
 @pytest.mark.parametrize("num", [1, 5])
-def test_infinities_and_nan_go_where_ieee_says(name: str, dtype: np.dtype, num: int) -> None:
-    """An infinite input times positive, negative and no weight; and an input that is none."""
+def test_infinities_and_nan_go_where_ieee_says(num: int) -> None:
+    """An infinite input times positive, negative and no weight; and an input that is none.
+
+    Of integers such a row is no number at all.
+    """
     weights = np.ones((3, 32), np.float32)
     weights[1], weights[2] = -1, 0
-    matrix = kernels.matrix_of(quantize(weights, name), name)
-    inputs = np.ones((num, 32), dtype)
-    inputs[:, 30] = np.inf
-    np.testing.assert_array_equal(raw_product(matrix, inputs), [[np.inf, -np.inf, np.nan]] * num)
-    inputs[:, 3] = -np.inf
-    assert np.isnan(raw_product(matrix, inputs)).all()
-    inputs[:, 3], inputs[:, 30] = 1, np.nan
-    assert np.isnan(raw_product(matrix, inputs, BF16)).all()
+    for name, dtype in CASES:
+        matrix = kernels.matrix_of(quantize(weights, name), name)
+        inputs = np.ones((num, 32), dtype)
+        inputs[:, 30] = np.inf
+        expected = [[np.nan] * 3 if has_integers(name) else [np.inf, -np.inf, np.nan]] * num
+        np.testing.assert_array_equal(raw_product(matrix, inputs), expected, name)
+        inputs[:, 3] = -np.inf
+        assert np.isnan(raw_product(matrix, inputs)).all(), (name, dtype)
+        inputs[:, 3], inputs[:, 30] = 1, np.nan
+        assert np.isnan(raw_product(matrix, inputs, BF16)).all(), (name, dtype)
 
 
-@every_dtype
-@pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
+@every_level
 @pytest.mark.parametrize("columns", [1, 31, 33])
-def test_infinite_and_nan_weights_count_in_their_rows_alone(
-    name: str, dtype: np.dtype, columns: int
-) -> None:
+def test_infinite_and_nan_weights_count_in_their_rows_alone(columns: int) -> None:
     """In the last column too, which is a tail's."""
     weights = np.ones((18, columns), np.float32)
     weights[3, -1], weights[16, -1], weights[17, -1] = np.inf, -np.inf, np.nan
-    found = raw_product(
-        kernels.matrix_of(quantize(weights, name), name), np.ones((5, columns), dtype)
-    )
     expected = np.full((5, 18), float(columns))
     expected[:, 3], expected[:, 16], expected[:, 17] = np.inf, -np.inf, np.nan
-    np.testing.assert_array_equal(found, expected)
+    for name, dtype in itertools.product(("f32", "f16", "bf16"), DTYPES):
+        matrix = kernels.matrix_of(quantize(weights, name), name)
+        found = raw_product(matrix, np.ones((5, columns), dtype))
+        np.testing.assert_array_equal(found, expected, name)
 
 
-@pytest.mark.parametrize("name", NAMES[:6])
-@every_dtype
-def test_denormal_inputs_count_but_where_vdpbf16ps_takes_them_as_zeros(
-    level: str, name: str, dtype: np.dtype
-) -> None:
+def test_denormal_inputs_count_but_where_vdpbf16ps_takes_them_as_zeros(level: str) -> None:
     """That instruction knows no denormals, in its operands as in its sums."""
-    weight = 127.0 if name == "q8_0" else -8.0
-    weights = np.full((1, 32), weight, np.float32)
-    matrix = kernels.matrix_of(quantize(weights, name), name)
-    inputs = np.zeros((1, 32), dtype)
-    inputs[0, 5] = 2.0**-132
-    is_zero = takes_denormals_as_zeros(level, name, dtype)
+    for name, dtype in itertools.product(NAMES[:6], DTYPES):
+        weight = 127.0 if name == "q8_0" else -8.0
+        weights = np.full((1, 32), weight, np.float32)
+        matrix = kernels.matrix_of(quantize(weights, name), name)
+        inputs = np.zeros((1, 32), dtype)
+        inputs[0, 5] = 2.0**-132
+        is_zero = takes_denormals_as_zeros(level, name, dtype)
+        expected = 0.0 if is_zero else weight * 2.0**-132
+        assert raw_product(matrix, inputs)[0, 0] == expected, (name, dtype)
 
-    assert raw_product(matrix, inputs)[0, 0] == (0.0 if is_zero else weight * 2.0**-132)
 
-
-@every_dtype
-@pytest.mark.parametrize(("name", "least"), [("f16", 2.0**-24), ("bf16", 2.0**-133)])
-def test_denormal_weights_count_but_where_vdpbf16ps_takes_them_as_zeros(
-    level: str, name: str, dtype: np.dtype, least: float
-) -> None:
+def test_denormal_weights_count_but_where_vdpbf16ps_takes_them_as_zeros(level: str) -> None:
     """Those of float16 always do: they are no denormals of float32."""
-    matrix = kernels.matrix_of(quantize(np.array([[least, -3 * least]]), name), name)
-    is_zero = takes_denormals_as_zeros(level, name, dtype)
-    found = raw_product(matrix, np.full((1, 2), 4, dtype))
+    least_of = {"f16": 2.0**-24, "bf16": 2.0**-133}
+    for (name, least), dtype in itertools.product(least_of.items(), DTYPES):
+        matrix = kernels.matrix_of(quantize(np.array([[least, -3 * least]]), name), name)
+        is_zero = takes_denormals_as_zeros(level, name, dtype)
+        found = raw_product(matrix, np.full((1, 2), 4, dtype))
+        assert found[0, 0] == (0.0 if is_zero else -8 * least), (name, dtype)
 
-    assert found[0, 0] == (0.0 if is_zero else -8 * least)
 
-
+@every_level
 def test_every_number_of_float16_is_multiplied_exactly() -> None:
     """Denormals, infinities and both zeros, in vectors and in tails."""
     every = np.arange(2**16, dtype=np.uint16).view(np.float16)
@@ -253,19 +260,19 @@ def test_every_number_of_float16_is_multiplied_exactly() -> None:
         np.testing.assert_array_equal(found[0], every.astype(np.float32))
 
 
-@every_format
-@every_dtype
-@pytest.mark.parametrize("bias_dtype", DTYPES, ids=str)
-def test_a_bias_is_added_in_float32(name: str, dtype: np.dtype, bias_dtype: np.dtype) -> None:
+@every_level
+def test_a_bias_is_added_in_float32() -> None:
     """To the sum, before that is rounded."""
-    matrix, _ = draw_matrix(name, 37, 64, 10)
-    inputs = draw_inputs(5, 64, dtype, 11)
-    bias = draw_inputs(1, 37, bias_dtype, 12)[0]
-    expected = (raw_product(matrix, inputs) + bias.astype(np.float32)).astype(dtype)
+    for (name, dtype), bias_dtype in itertools.product(CASES, DTYPES):
+        matrix, _ = draw_matrix(name, 37, 64, 10)
+        inputs = draw_inputs(5, 64, dtype, 11)
+        bias = draw_inputs(1, 37, bias_dtype, 12)[0]
+        expected = (raw_product(matrix, inputs) + bias.astype(np.float32)).astype(dtype)
+        found = kernels.products(inputs, matrix, bias=bias)
+        assert found.tobytes() == expected.tobytes(), (name, dtype, bias_dtype)
 
-    assert kernels.products(inputs, matrix, bias=bias).tobytes() == expected.tobytes()
 
-
+@every_level
 @every_dtype
 def test_arrays_are_multiplied_where_they_are(dtype: np.dtype) -> None:
     """An array of weights needs no matrix; rows of inputs may lie apart."""

@@ -1,6 +1,7 @@
 """Compute forms: made of any bytes, and expanded to the values that the format says."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import ml_dtypes
 import numpy as np
@@ -9,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moecache import kernels
-from moecache.errors import ConfigError
-from moecache.formats import FORMATS, Format, ScaledFormat, find_format
+from moecache.errors import ConfigError, FormatError
+from moecache.formats import FORMATS, Format, GroupedFormat, ScaledFormat, find_format
 from moecache.layout import Role
 from tests.helpers.kernels import BF16, BLOCKED, DTYPES, SCALED, computing, fitting
 from tests.helpers.kernels_forms import form_of
@@ -91,7 +92,71 @@ def test_a_tiler_finds_every_scale_that_is_no_number(name: str) -> None:
         assert tiler.tile(spoilt, out)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fp8[16x32,f32]", "fp8[1x*,bf16]", "fp8[1x32,f16]", "fp8[1x32,e8m0]", "mxfp4", "nvfp4"),
+        *("int4[1x32,bf16]", "int4[1x32,f16]", "int8[1x64,f32]", "int3[1x64,bf16]"),
+        *("nvfp4[modelopt]", "int4[1x32,e8m0]"),
+        *("gptq4[32,bf16]", "gptq_v28[32,f32]", "gptq2[*,f32]", "awq4[32,f32]", "awq4[32,f16]"),
+        *("mxfp4_gguf", "q8_0"),
+    ],
+)
+def test_a_scale_is_refused_from_where_the_largest_code_times_it_is_infinite(name: str) -> None:
+    """Of either sign; the tiler finds what the format's check does. Zero points count."""
+    known = find_format(name)
+    rows, columns = (48 if isinstance(known, GroupedFormat) else 35), 64
+    raw = np.zeros(known.nbytes(rows, columns), np.uint8)
+    parts = known.split(raw, rows, columns)
+    # The codes, and zero points, that are the farthest from zero.
+    if "blocks" in parts:
+        parts["blocks"][..., 1 if name == "mxfp4_gguf" else 2 :] = 0x77
+    else:
+        element = getattr(known, "element", "")
+        parts["codes"].view(np.uint8)[...] = {"e4m3": 0x7E, "e2m1": 0x77}.get(element, 0)
+    if "zeros" in parts:
+        parts["zeros"][...] = -1
+    place = _scales(parts, known)[-1:, -1:]
+    if "global_scale" in parts:
+        place[...] = 448
+        place = parts["global_scale"]
+    tiler = kernels.tiler(name, rows, columns)
+    form = np.zeros(tiler.form_bytes, np.uint8)
+    found = []
+    dtype = place.dtype
+    for scale in _candidates(dtype, known):
+        place[...] = scale
+        with np.errstate(over="ignore", invalid="ignore"):
+            is_finite = bool(np.isfinite(known.dequantize(parts)).all())
+        is_finite &= dtype == np.uint8 or bool(np.isfinite(np.float64(scale)))
+        found.append(is_finite)
+        is_sure = not isinstance(tiler, kernels.forms.Repacker) and "global_scale" not in parts
+        assert tiler.tile(raw, form) != is_finite or not is_sure
+        with nullcontext() if is_finite else pytest.raises(FormatError, match=" scale"):
+            known.check(parts)
+    assert set(found) == {True, False}
+
+
+def _candidates(dtype: np.dtype, known: Format) -> list[float]:
+    """Return scales around where some code times them is no longer finite, of both signs."""
+    if dtype == np.uint8:
+        return list(range(235, 256))
+    largest = float(ml_dtypes.finfo(dtype).max)
+    sizes = [largest, np.inf, np.nan]
+    if dtype != np.float16:
+        most = (*range(1, 10), *(15, 16, 127, 128, 254, 255, 256, 6, 448, 6 * 448))
+        bits = [int(np.array(largest / one, dtype).view(f"u{dtype.itemsize}")) for one in most]
+        near = {bit + step for bit in bits for step in range(-2, 3) if step < 1 or bit != bits[0]}
+        wide = np.array(sorted(near), f"u{dtype.itemsize}").view(dtype)
+        sizes += list(wide.astype(np.float64))
+        if known.name == "nvfp4":
+            sizes += [1 / size for size in sizes if 1 < size < 1e38]
+    return [size * sign for size in sizes for sign in (1, -1)]
+
+
 def _scales(parts: dict[str, np.ndarray], known: Format) -> np.ndarray:
+    if known.name == "mxfp4_gguf":
+        return parts["blocks"][..., 0]
     if "blocks" in parts:
         return parts["blocks"][..., :2].view(np.float16)[..., 0]
     return parts["scales"]

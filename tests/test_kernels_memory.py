@@ -23,9 +23,9 @@ from moecache.errors import ConfigError
 from moecache.formats import find_format, quantize
 from moecache.kernels import _kernels
 
-INT8 = ("q8_0", "q4_0", "int4[1x32,f16]")
 FORMS = (
-    *INT8, "mxfp4", "fp8[128x128,f32]", "fp8[2x16,f16]", "fp8[*x*,bf16]", "int4[1x96,bf16]",
+    "q8_0", "q4_0", "int4[1x32,f16]", "mxfp4", "fp8[128x128,f32]", "fp8[2x16,f16]",
+    "fp8[*x*,bf16]", "int4[1x96,bf16]",
     "int8[1x64,bf16]", "int3[1x32,f16]", "nvfp4", "nvfp4[modelopt]",
 )
 GROUPED = ("gptq2[*,f16]", "gptq4[32,bf16]", "gptq_v28[64,f16]", "awq4[64,f32]")
@@ -113,19 +113,16 @@ def products():
             columns = fitting(name, columns)
             rows = fitting(name, rows) if name in GROUPED else rows
             weights = matrix(name, rows, columns, at_end)
-            ways = ("float", "int8") if name in INT8 else ("float",)
-            for dtype, count, way in itertools.product(TYPES, (1, 2, 9), ways):
+            for dtype, count in itertools.product(TYPES, (1, 2, 9)):
                 inputs = guarded(draw((count, columns), dtype), at_end)
                 bias = guarded(draw((rows,), dtype), at_end)
                 out = guarded(np.zeros((count, rows), dtype), at_end)
                 weights.multiply(
                     inputs.ctypes.data, TYPES[inputs.dtype], count, inputs.strides[0],
                     out.ctypes.data, TYPES[out.dtype], out.strides[0],
-                    bias.ctypes.data, TYPES[bias.dtype], way,
+                    bias.ctypes.data, TYPES[bias.dtype],
                 )
-                expected = kernels.products(
-                    inputs.copy(), weights, bias=bias.copy(), activations=way
-                )
+                expected = kernels.products(inputs.copy(), weights, bias=bias.copy())
                 assert out.tobytes() == expected.tobytes()
 
 
@@ -171,7 +168,7 @@ def coded_experts():
         up_row = -(-width // 16) * 16
         shapes = (up_row + width, size), (size, width)
         up, down = (matrix(name, *shape, at_end) for shape in shapes)
-        kernel = _kernels.Experts(up, 0, down, 0, width, up_row, activations="int8")
+        kernel = _kernels.Experts(up, 0, down, 0, width, up_row)
         for dtype in TYPES:
             hidden = guarded(draw((7, size), dtype), at_end)
             out = guarded(np.full((7, size), np.nan, dtype), at_end)

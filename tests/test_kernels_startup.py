@@ -1,15 +1,20 @@
 """Which level computes, with how many threads: what the environment, the machine, a call say."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import moecache
 from moecache import kernels
 from moecache.errors import ConfigError
+from moecache.prefault.sweep import check_threads
+from moecache.stores import open_store
 from tests.helpers.kernels import computing
 
 # A child imports the build that is tested here.
@@ -56,7 +61,7 @@ def test_a_level_that_is_none_is_a_warning_at_the_start() -> None:
     found, logged = tell(MOECACHE_KERNELS="nonsense", MOECACHE_THREADS="3")
     assert found[:2] == [kernels.levels()[-1], "3"]
     assert "WARNING settings.malformed MOECACHE_KERNELS='nonsense' is not one of" in logged
-    assert "generic, avx2, avx512; using the default" in logged
+    assert "generic, neon, avx2, avxvnni, avx512vnni, avx512; using the default" in logged
 
 
 @pytest.mark.skipif("avx512" in kernels.levels(), reason="the processor lacks no level")
@@ -68,13 +73,26 @@ def test_a_level_that_the_processor_lacks_is_a_warning_at_the_start() -> None:
     assert f"this processor has {', '.join(kernels.levels())}; using {found[0]}" in logged
 
 
-@pytest.mark.parametrize("number", [0, -1, 257])
-def test_a_number_of_threads_that_cannot_be_is_refused(number: int) -> None:
-    """The number before stays."""
+@pytest.mark.parametrize("number", [0, -1, 257, 2**70, 1.5, 2.0, True, np.True_, "2", None])
+def test_a_number_of_threads_that_cannot_be_is_refused(number: Any) -> None:
+    """The number before stays; an integer of NumPy is one."""
     before = kernels.num_threads()
-    with pytest.raises(ConfigError, match=f"from 1 to 256, got {number}"):
+    with pytest.raises(ConfigError, match=f"from 1 to 256, got {re.escape(repr(number))}"):
         kernels.use_threads(number)
     assert kernels.num_threads() == before
+    kernels.use_threads(np.int64(before))
+
+
+@pytest.mark.parametrize("number", [2**70, 1.5, True, "2"])
+def test_other_numbers_that_are_no_integers_are_refused(number: Any, tiny_moe: Path) -> None:
+    """Of slots, of threads that pre-fault, of experts for each token."""
+    for use, name in (
+        (lambda: kernels.SlotKernel(lambda _: {}, number), "num_slots"),
+        (lambda: check_threads(number), "threads"),
+        (lambda: open_store(tiny_moe, top_k=number), "top_k"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{name} must be .*, got {number!r}"):
+            use()
 
 
 def test_a_level_that_is_none_is_refused() -> None:

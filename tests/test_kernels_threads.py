@@ -81,6 +81,7 @@ import numpy as np
 from moecache import kernels
 from moecache.kernels import _kernels
 kernels.use_threads(3)
+kernels._kernels.share_from(0, 0)
 weights = np.random.default_rng(0).standard_normal(({ROWS}, {COLUMNS})).astype(np.float32)
 inputs, matrix = weights[:4], kernels.matrix_of(weights)
 expected = kernels.products(inputs, matrix).tobytes()
@@ -121,6 +122,7 @@ from moecache.kernels import _kernels
 weights = np.ones((2000, 500), np.float32)
 tasks = lambda: len(os.listdir("/proc/self/task"))
 kernels.use_threads(3)
+kernels._kernels.share_from(0, 0)
 kernels.products(weights[:1], weights)
 before = tasks()
 if os.fork() == 0:
@@ -146,6 +148,7 @@ import numpy as np
 from moecache import kernels
 from moecache.kernels import _kernels
 kernels.use_threads(4)
+kernels._kernels.share_from(0, 0)
 weights = np.ones((2000, 500), np.float32)
 kernels.products(weights[:2], weights)
 """
@@ -180,6 +183,7 @@ from moecache import kernels
 from moecache.formats import find_format
 from moecache.kernels import _kernels
 kernels.use_threads(2)
+kernels._kernels.share_from(0, 0)
 # Only a call that lets it go hands the interpreter over before a minute has passed.
 sys.setswitchinterval(60)
 weights = np.ones((2000, 500), np.float32)

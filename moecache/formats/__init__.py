@@ -1,4 +1,4 @@
-"""What the bytes of a weight matrix mean: formats, their parts, their values."""
+"""The meaning of a weight matrix' bytes: formats, their parts, their values."""
 
 import moecache.formats.code_books
 import moecache.formats.super_blocks  # noqa: F401 - both name what they have

@@ -1,4 +1,4 @@
-"""Format: what the bytes of a weight matrix mean."""
+"""Format: the meaning of a weight matrix' bytes."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from moecache.formats.form import Form
 Parts = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 # By name; each is put there by the file that has it.
 FORMATS: dict[str, "Format"] = {}
-# What returns a format that has parameters in its name, or None.
+# Each returns a format that has parameters in its name, or None.
 PARSERS: list[Callable[[str], "Format | None"]] = []
 
 
@@ -82,12 +82,21 @@ class Format(ABC):
         """
 
     @property
+    def most(self) -> float:
+        """The size of the code farthest from zero; 1 where no scale can be too large."""
+        return 1
+
+    @property
     def has_more_to_check(self) -> bool:
         """Whether `check` looks at more than scales."""
         return False
 
     def check(self, parts: Mapping[str, np.ndarray]) -> None:  # noqa: B027 - most bytes are values
-        """Raise FormatError if these are no numbers: where scales are infinite, or NaN."""
+        """Raise FormatError if these are no numbers: where scales are infinite or NaN.
+
+        Or where the largest code times a scale is infinite in float32. Codes that are no numbers
+        themselves, as FP8 has, are values.
+        """
 
     def nbytes(self, rows: int, columns: int) -> int:
         """Return the bytes of a matrix."""

@@ -1,7 +1,7 @@
 """ggml's formats of blocks of 32 columns: q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl and mxfp4_gguf.
 
-A block is a scale d (float16), maybe a number m that is added, and 32 integers q: d * q + m. Of 4
-and 5 bits, the first 16 columns are in low nibbles, the others in high ones; fifth bits lie apart.
+A block is a scale d (float16), maybe a number m that is added, and 32 integers q: d * q + m. With 4
+or 5 bits, the first 16 columns are in low nibbles, the others in high ones; fifth bits lie apart.
 Sources: ggml's `block_q4_0` and the like, and its reference quantisers, whose bits these give.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, FormatError
 from moecache.formats.base import FORMATS, Format, Parts, check_matrix
 from moecache.formats.form import BLOCK_COLUMNS, Form
 from moecache.formats.scaled import E2M1, POWERS, check_scales
 
-# What the codes of iq4_nl and iq4_xs mean: ggml's `kvalues_iq4nl`.
+# The values of iq4_nl's and iq4_xs' codes: ggml's `kvalues_iq4nl`.
 IQ4 = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
@@ -33,7 +33,7 @@ class BlockFormat(Format):
     order : Form or None
         The compute form: the same blocks, 16 rows interleaved.
     numbers_at : tuple of int, default (0,)
-        Where in a block its float16 numbers are.
+        Offsets of the float16 numbers in a block.
     """
 
     block_bytes: int
@@ -64,7 +64,10 @@ class BlockFormat(Format):
             return self._values(blocks).reshape(shape).astype(dtype, copy=False)
 
     def check(self, parts: Mapping[str, np.ndarray]) -> None:
-        """Raise FormatError if a scale, or what is added, is infinite or NaN."""
+        """Raise FormatError if a scale, or what is added, is infinite or NaN.
+
+        Float16 times the integers of a block is far below the largest float32.
+        """
         for at in self.numbers_at:
             numbers = np.ascontiguousarray(parts["blocks"][..., at : at + 2])
             check_scales(numbers.view(np.float16), self.name)
@@ -94,8 +97,13 @@ class _Made(BlockFormat):
             raise ConfigError(f"{self.name} has no infinity and no NaN; some values are")
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             parts = {"blocks": self._blocks(wide).reshape(shape)}
-        if self.numbers_at and not np.isfinite(_numbers(parts["blocks"], *self.numbers_at)).all():
-            raise ConfigError(f"{self.name} has scales of float16: the values are too large")
+        try:
+            self.check(parts)
+        except FormatError as error:
+            kind = "float16" if self.numbers_at else "8 bits"
+            raise ConfigError(
+                f"{self.name} has scales of {kind}: the values are too large"
+            ) from error
         return parts
 
     def _blocks(self, wide: np.ndarray) -> np.ndarray:
@@ -183,9 +191,14 @@ class _Mxfp4(_Made):
         halves = np.ldexp(np.float32(1), blocks[..., :1].astype(np.int32) - 128)
         return halves * (2 * E2M1 + np.float32(0))[nibbles(blocks[..., 1:])]
 
+    @property
+    def most(self) -> float:
+        """See `Format.most`."""
+        return float(E2M1.max())
+
     def check(self, parts: Mapping[str, np.ndarray]) -> None:
-        """Raise FormatError if a scale is 255: 2^128, of which codes above 1/2 are infinite."""
-        check_scales(parts["blocks"][..., 0], self.name)
+        """Raise FormatError if a scale makes the largest code infinite: from 253 on."""
+        check_scales(parts["blocks"][..., 0], self.name, self.most)
 
     def _blocks(self, wide: np.ndarray) -> np.ndarray:
         largest = np.abs(wide).max(-1, keepdims=True, initial=0)
@@ -204,10 +217,6 @@ def number(blocks: np.ndarray, at: int) -> np.ndarray:
 def nibbles(stored: np.ndarray) -> np.ndarray:
     """Return low nibbles, then high ones, along the last axis."""
     return np.concatenate([stored & 15, stored >> 4], -1)
-
-
-def _numbers(blocks: np.ndarray, *places: int) -> np.ndarray:
-    return np.concatenate([number(blocks, at) for at in places], -1)
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:

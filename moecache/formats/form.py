@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-# Of the order of bytes that forms have; a file that has forms says it.
+# The version of the forms' byte order; a file that has forms states it.
 FORM_VERSION = 1
 # Rows of a compute form that lie interleaved, so that a vector's lanes are rows.
 TILE_ROWS = 16
@@ -10,10 +10,11 @@ TILE_ROWS = 16
 BLOCK_COLUMNS = 32
 # Columns that share the float16 of scales in two steps.
 SUPER_COLUMNS = 256
-# Of the number that multiplies or divides a matrix's scales: a cache line.
+# Room for the number that multiplies or divides a matrix's scales: a cache line.
 _FACTOR_BYTES = 64
 
 _CODE_BITS = {"i8": 8, "e4m3": 8, "i4": 4, "u4": 4, "e2m1": 4, "iq4": 4, "i5": 5, "u5": 5, "i6": 6}
+_CODE_BITS |= dict.fromkeys(("iq1", "iq2", "iq3", "iq3x"), 4)
 _SCALE_BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f16*i8": 1, "e4m3*": 1, "e4m3/": 1}
 
 
@@ -27,11 +28,12 @@ class Form:
 
     Parameters
     ----------
-    codes : {"i8", "e4m3", "i4", "u4", "e2m1", "iq4", "i5", "u5", "i6"}
+    codes : {"i8", "e4m3", "i4", "u4", "e2m1", "i5", "u5", "i6", "iq4", "iq1", "iq2", "iq3", "iq3x"}
         Signed integers of 8 bits, floating-point numbers of 8 (4 of the exponent, 3 of the
         mantissa; OCP's FP8), integers of 4, 5 or 6 bits that are stored with half of their range
-        added, or ("u") as they are, floating-point numbers of 4 (OCP's FP4), or ggml's table of
-        16 integers. Bits beyond the fourth lie behind the others of 32 columns.
+        added, or ("u") as they are, floating-point numbers of 4 (OCP's FP4), or ("iq") indices of
+        up to 16 integers: ggml's table, and those that its code books, signs and deltas give. Bits
+        beyond the fourth lie behind the others of 32 columns.
     scale : {"f16", "bf16", "f32", "f16*i8", "e4m3*", "e4m3/"}
         "f16*i8" are integers of 8 bits; 16 numbers of float16, which multiply them, begin each 256
         columns. The last two are of FP8, and are multiplied or divided by a float32 of the
@@ -42,7 +44,7 @@ class Form:
         After the scales come as many zero points, integers in the type of the scales; groups of 16
         have none.
     has_offsets : bool, default False
-        After the scales, in whatever steps, come as many offsets of the same type.
+        After the scales, in one or two steps, come as many offsets of the same type.
     """
 
     codes: str

@@ -53,6 +53,11 @@ class GroupedFormat(Format):
             return None
         return Form("i8" if self.bits == 8 else "i4", self.scale, columns, has_zeros=True)
 
+    @property
+    def most(self) -> float:
+        """The largest distance of a code from its zero point."""
+        return int(self.zeros(np.array((1 << self.bits) - 1)))
+
     def parts(self, rows: int, columns: int) -> Parts:
         """Return "codes", "zeros", "scales" [groups, rows], and "g_idx" [columns] if any."""
         each = 32 // self.bits
@@ -94,8 +99,8 @@ class GroupedFormat(Format):
         return bool(self.order)
 
     def check(self, parts: Mapping[str, np.ndarray]) -> None:
-        """Raise FormatError if a scale is infinite or NaN, or a group is not there."""
-        check_scales(parts["scales"], self.name)
+        """Raise FormatError if a scale is no number or too large, or a group is not there."""
+        check_scales(parts["scales"], self.name, self.most)
         columns = len(parts["codes"]) * (1 if self.method == "awq" else 32 // self.bits)
         group = self.groups(parts, columns)
         if self.order == "in order" and not np.array_equal(parts["g_idx"], group):

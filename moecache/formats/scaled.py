@@ -19,9 +19,9 @@ from moecache.formats.form import BLOCK_COLUMNS, Form
 
 # Values of the 16 codes of OCP's FP4 (E2M1).
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# What bytes of "e8m0" mean.
+# The values of the bytes of "e8m0".
 POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
-# Largest code, and its exponent.
+# Largest code, and its exponent. Integers go down to -2^(bits - 1).
 _LARGEST = {"e4m3": (448, 8), "e2m1": (6, 2)}
 _NAME = re.compile(r"(fp8|int[2-8])\[([1-9]\d{0,8}|\*)x([1-9]\d{0,8}|\*),(f32|f16|bf16|e8m0)\]")
 
@@ -48,6 +48,12 @@ class ScaledFormat(Format):
     def bits(self) -> int:
         """Bits of a code."""
         return {"e4m3": 8, "e2m1": 4}.get(self.element) or int(self.element[3:])
+
+    @property
+    def most(self) -> float:
+        """See `Format.most`."""
+        found = _LARGEST.get(self.element)
+        return found[0] if found else 2 ** (self.bits - 1)
 
     @property
     def form(self) -> Form | None:
@@ -108,6 +114,10 @@ class ScaledFormat(Format):
             starts = np.arange(0, size, step or max(size, 1))
             largest = np.maximum.reduceat(largest, starts, axis) if size else largest
         parts = self._scales_for(largest.reshape(wanted["scales"][1]))
+        try:
+            self.check(parts)
+        except FormatError as error:
+            raise ConfigError(f"{self.name}: the values are too large for such scales") from error
         scaled = wide / self._spread(self.scales(parts), wide.shape)
         return {"codes": self._stored(scaled).reshape(wanted["codes"][1]), **parts}
 
@@ -122,8 +132,6 @@ class ScaledFormat(Format):
             return {"scales": stored}
         with np.errstate(over="ignore"):
             stored = (largest / np.float32(most)).astype(dtype_named(self.scale))
-        if not np.isfinite(stored.astype(np.float32)).all():
-            raise ConfigError(f"{self.name}: the values are too large for such scales")
         stored[stored == 0] = 1
         return {"scales": stored}
 
@@ -146,9 +154,8 @@ class ScaledFormat(Format):
         return scales[: shape[0], : shape[1]]
 
     def check(self, parts: Mapping[str, np.ndarray]) -> None:
-        """Raise FormatError if a scale is infinite, or NaN."""
-        for part in parts.keys() - {"codes"}:
-            check_scales(parts[part], self.name)
+        """Raise FormatError if a scale is infinite, NaN, or makes the largest code infinite."""
+        check_scales(parts["scales"], self.name, self.most)
 
     def scales(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the scales as float32 [blocks of rows, blocks of columns]."""
@@ -204,26 +211,79 @@ def pack(integers: np.ndarray, bits: int) -> np.ndarray:
     return np.packbits(flat, axis=1, bitorder="little").view(np.int32).reshape(words)
 
 
-# Bits of a number that are all set if it is infinite or NaN; of a byte, 2^(b - 127), all of them.
-_NOT_FINITE = {
-    "float32": 0x7F800000,
-    "float16": 0x7C00,
-    "bfloat16": 0x7F80,
-    "float8_e4m3fn": 0x7F,
-    "uint8": 0xFF,
+# Largest finite scales, as bits without the sign; a byte is 2^(b - 127), and has none.
+_LARGEST_BITS = {
+    "float32": 0x7F7FFFFF,
+    "float16": 0x7BFF,
+    "bfloat16": 0x7F7F,
+    "float8_e4m3fn": 0x7E,
+    "uint8": 0xFE,
 }
 
 
-def check_scales(scales: np.ndarray, name: str) -> None:
-    """Raise FormatError if a scale is infinite, or NaN."""
-    bits = scales.view(f"u{scales.itemsize}")
-    most = bits.dtype.type(_NOT_FINITE[scales.dtype.name])
-    wrong = int(np.count_nonzero(bits & most == most))
-    if wrong:
+@functools.cache
+def largest_scale(dtype: str, most: float) -> int:
+    """Return the largest scale that makes no code infinite in float32, as bits without the sign.
+
+    Parameters
+    ----------
+    dtype : str
+        The scale's; "uint8" for a byte b that means 2^(b - 127).
+    most : float
+        The size of the largest code.
+    """
+    low, high = 0, _LARGEST_BITS[dtype]
+    # Numbers are in the order of their bits.
+    while low < high:
+        middle = (low + high + 1) // 2
+        with np.errstate(over="ignore"):
+            is_finite = np.isfinite(_number(middle, dtype) * np.float32(most))
+        low, high = (middle, high) if is_finite else (low, middle - 1)
+    return low
+
+
+def check_scales(scales: np.ndarray, name: str, most: float = 1) -> None:
+    """Raise FormatError if a scale is infinite, NaN, or infinite times the largest code.
+
+    Comparing bits costs as much as looking for infinities alone. Scales of float16 times the
+    integers of any format are far below the largest float32.
+
+    Parameters
+    ----------
+    scales : ndarray
+    name : str
+        The format.
+    most : float, default 1
+        The size of the largest code.
+    """
+    dtype, bits = scales.dtype.name, scales.view(f"u{scales.itemsize}")
+    if dtype != "uint8":
+        bits = bits & ((1 << 8 * scales.itemsize - 1) - 1)
+    largest = largest_scale(dtype, most)
+    wrong = bits[bits > largest]
+    if not wrong.size:
+        return
+    none = int(np.count_nonzero(wrong > _LARGEST_BITS[dtype]))
+    if none:
         raise FormatError(
-            f"{wrong} of {scales.size} scales are infinite or NaN in {name}; the checkpoint "
+            f"{none} of {scales.size} scales are infinite or NaN in {name}; the checkpoint "
             "is damaged: download it again"
         )
+    raise FormatError(
+        f"{wrong.size} of {scales.size} scales are too large in {name}: the largest code, "
+        f"{most:g}, times {_number(int(wrong.max()), dtype):.4g} is infinite in float32, and "
+        f"{_number(largest, dtype):.4g} is the largest scale; the checkpoint is damaged: "
+        "download it again"
+    )
+
+
+def _number(bits: int, dtype: str) -> np.float32:
+    """Return the scale that some bits mean."""
+    if dtype == "uint8":
+        return np.float32(POWERS[bits])
+    known = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}.get(dtype)
+    stored = dtype_named(known) if known else np.dtype(dtype)
+    return np.float32(np.array(bits, f"u{stored.itemsize}").view(stored))
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
@@ -277,18 +337,16 @@ class GlobalFormat(ScaledFormat):
         return super().parts(rows, columns) | {"global_scale": (np.dtype(np.float32), (1,))}
 
     def check(self, parts: Mapping[str, np.ndarray]) -> None:
-        """Raise FormatError if a scale is infinite or NaN, alone or with the whole matrix's."""
-        super().check(parts)
-        if not np.isfinite(self.scales(parts)).all():
-            raise FormatError(
-                f"scales with the number of the whole matrix, {parts['global_scale'][0]}, are "
-                f"infinite or NaN in {self.name}; the checkpoint is damaged: download it again"
-            )
+        """Raise FormatError if scales do, alone or with the whole matrix's; see `ScaledFormat`."""
+        check_scales(parts["scales"], self.name)
+        check_scales(parts["global_scale"], self.name)
+        whole = f"{self.name} with the number of the whole matrix, {parts['global_scale'][0]:.4g}"
+        check_scales(self.scales(parts), whole, self.most)
 
     def scales(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the scales as float32 [rows, blocks of columns], the whole matrix's included."""
         scales, whole = super().scales(parts), parts["global_scale"]
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             return scales / whole if self.divides else scales * whole
 
     def _scales_for(self, largest: np.ndarray) -> dict[str, np.ndarray]:

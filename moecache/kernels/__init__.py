@@ -1,8 +1,9 @@
-"""Products over weights where they lie, on the CPU; with AVX-512 at the speed of memory.
+"""Products over weights where they lie, on the CPU, near the speed of memory.
 
 The order of every sum depends on the number of columns alone, so that a token's result has the same
-bits alone and among others, with any number of threads, wherever the weights are. Levels of
-instructions ("generic", "avx2", "avx512") differ in their last bits from each other.
+bits alone and among others, with any number of threads, wherever the weights are. Products of
+integers have the same bits on every level of instructions ("generic", "avx2", "avxvnni", "avx512");
+those of floats differ in their last bits.
 """
 
 from moecache.kernels._kernels import (
@@ -19,7 +20,6 @@ from moecache.kernels.forms import (
     default_compute,
     expand,
     has_form,
-    takes_int8,
     tile,
     tiler,
     values_in,
@@ -39,7 +39,6 @@ __all__ = [
     "matrix_of",
     "num_threads",
     "products",
-    "takes_int8",
     "tile",
     "tiler",
     "usable_cores",

@@ -1,8 +1,8 @@
 /* Compute forms of ggml's blocks that have more than a scale and codes of 4 or 8 bits: q4_1, q5_0, q5_1,
  * q2_k to q6_k, iq4_xs; included by `_forms.h` for each level.
  *
- * 32 columns of a row are first brought into the order of q4_0: the lowest four bits of the first 16 in
- * low nibbles, of the others in high ones; and what is above these bits likewise. */
+ * 32 columns of a row first take the order of q4_0: low nibbles hold the lowest four bits of the first 16,
+ * high nibbles those of the others. The bits above the fourth take the same order. */
 
 typedef struct {
     int codes;      /* as in the form */
@@ -23,7 +23,8 @@ INLINE LEVEL(blocks) LEVEL(blocks_of)(int order)
     case MC_Q4_K: return (LEVEL(blocks)){MC_U4, 256, 0, 1, 32};
     case MC_Q5_K: return (LEVEL(blocks)){MC_U5, 256, 0, 1, 32};
     case MC_Q6_K: return (LEVEL(blocks)){MC_I6, 256, 208, 0, 16};
-    default: return (LEVEL(blocks)){MC_IQ4, 256, 0, 0, 32};
+    case MC_SUPER16: return (LEVEL(blocks)){MC_IQ4, 256, 0, 0, 16};
+    default: return (LEVEL(blocks)){MC_IQ4, 256, 0, 0, 32}; /* IQ4_XS, SUPER32 */
     }
 }
 
@@ -34,7 +35,7 @@ INLINE v16 LEVEL(load16)(const uint8_t *at)
     return bytes;
 }
 
-/* Some bits of 32 bytes, from bit `shift` on, as nibbles: of the first 16 bytes the low ones. */
+/* Some bits of 32 bytes, from bit `shift` on, as nibbles: the first 16 bytes give the low ones. */
 INLINE v16 LEVEL(halves_of)(const uint8_t *at, int shift, int mask)
 {
     v16 first = (v16)((v8)LEVEL(load16)(at) >> (uint16_t)shift);
@@ -68,6 +69,8 @@ INLINE v16 LEVEL(lowest)(const uint8_t *block, int s, int order)
     case MC_Q4_K: return LEVEL(halves_of)(block + 16 + s / 2 * 32, s % 2 * 4, 15);
     case MC_Q5_K: return LEVEL(halves_of)(block + 48 + s / 2 * 32, s % 2 * 4, 15);
     case MC_Q6_K: return LEVEL(halves_of)(block + s / 4 * 64 + s % 2 * 32, s % 4 / 2 * 4, 15);
+    case MC_SUPER32: return LEVEL(load16)(block + 10 + 16 * s);
+    case MC_SUPER16: return LEVEL(load16)(block + 18 + 16 * s);
     default: return LEVEL(load16)(block + 8 + 16 * s);
     }
 }
@@ -87,6 +90,8 @@ INLINE void LEVEL(integers)(const uint8_t *block, int order, uint8_t *to)
 {
     if (order == MC_Q6_K) {
         memcpy(to, block + 192, 16);
+    } else if (order == MC_SUPER32 || order == MC_SUPER16) {
+        memcpy(to, block + 2, order == MC_SUPER32 ? 8 : 16);
     } else if (order == MC_Q2_K) {
         v16 both = LEVEL(load16)(block), scales = both & 15, offsets = both >> 4;
         memcpy(to, &scales, 16);
@@ -106,7 +111,7 @@ INLINE void LEVEL(integers)(const uint8_t *block, int order, uint8_t *to)
             parts[1] = (two & 0x0f0f0f0f) | (both & 0x0c0c0c0c) << 2;
             parts[2] = (one >> 4 & 0x0f0f0f0f) | (both & 0x30303030);
             parts[3] = (two >> 4 & 0x0f0f0f0f) | (both >> 2 & 0x30303030);
-            for (int i = 0; i < 4; i++) /* less 32, in each byte: what is below has the sign */
+            for (int i = 0; i < 4; i++) /* subtract 32 from each byte: smaller ones get the sign */
                 parts[i] = (parts[i] ^ 0x20202020) | (~parts[i] & 0x20202020) * 6;
             memcpy(to, parts, 16);
             return;
@@ -120,9 +125,9 @@ INLINE void LEVEL(integers)(const uint8_t *block, int order, uint8_t *to)
     }
 }
 
-/* A float16 of 16 rows, which ends at the place returned; of those that are subtracted, the opposite. */
+/* Writes a float16 for each of 16 rows and returns the end; `flip` negates numbers that are subtracted. */
 INLINE uint8_t *LEVEL(form_numbers)(
-    const uint8_t *const *blocks, int at, uint16_t flip, uint8_t *out, v4 *wrong)
+    const uint8_t *const *blocks, int at, uint16_t flip, uint32_t largest, uint8_t *out, v4 *wrong)
 {
     for (int r = 0; r < MC_TILE; r++) {
         uint16_t bits;
@@ -130,17 +135,17 @@ INLINE uint8_t *LEVEL(form_numbers)(
         bits ^= flip;
         memcpy(out + 2 * r, &bits, 2);
     }
-    *wrong |= LEVEL(not_finite)(out, MC_F16);
+    *wrong |= LEVEL(too_large)(out, MC_F16, largest);
     return out + 2 * MC_TILE;
 }
 
-/* As `form_of`, of blocks. Rows beyond the matrix are blocks of zero bytes. */
+/* Like `form_of`, for blocks. Rows beyond the matrix are blocks of zero bytes. */
 INLINE uint8_t *LEVEL(form_blocks)(
     const mc_file *file, int64_t row, uint8_t *out, int *wrong, int order)
 {
     static const uint8_t nothing[256];
     LEVEL(blocks) kind = LEVEL(blocks_of)(order);
-    v4 not_finite = {0};
+    v4 too_large = {0};
     int64_t num_rows = file->rows - row < MC_TILE ? file->rows - row : MC_TILE;
     int is_super = kind.columns == MC_SUPER, pair = MC_BLOCK / kind.group;
     int bits = mc_code_bits(kind.codes);
@@ -155,10 +160,10 @@ INLINE uint8_t *LEVEL(form_blocks)(
         for (int64_t line = 0; line < MC_TILE * file->block_bytes; line += 64)
             __builtin_prefetch(next + line);
         next += MC_TILE * file->block_bytes;
-        out = LEVEL(form_numbers)(blocks, kind.numbers_at, 0, out, &not_finite);
+        out = LEVEL(form_numbers)(blocks, kind.numbers_at, 0, file->largest, out, &too_large);
         if (kind.has_offsets)
             out = LEVEL(form_numbers)(
-                blocks, kind.numbers_at + 2, is_super ? 0x8000 : 0, out, &not_finite);
+                blocks, kind.numbers_at + 2, is_super ? 0x8000 : 0, file->largest, out, &too_large);
         for (int r = 0; r < MC_TILE; r++) {
             if (is_super)
                 LEVEL(integers)(blocks[r], order, integers[r]);
@@ -181,6 +186,6 @@ INLINE uint8_t *LEVEL(form_blocks)(
         }
     }
     for (int i = 0; i < 4; i++)
-        *wrong |= not_finite[i] != 0;
+        *wrong |= too_large[i] != 0;
     return out;
 }

@@ -25,7 +25,7 @@ INLINE void LEVEL(transpose)(v4 *words)
     }
 }
 
-/* Codes of 8 bits: of each 4 rows, pairs of columns are put side by side. */
+/* Codes of 8 bits: pairs of columns of each 4 rows are put side by side. */
 INLINE void LEVEL(form_bytes)(const uint8_t *const *blocks, uint32_t flip, uint8_t *out)
 {
     for (int r = 0; r < MC_TILE; r += 4)
@@ -41,7 +41,7 @@ INLINE void LEVEL(form_bytes)(const uint8_t *const *blocks, uint32_t flip, uint8
         }
 }
 
-/* The words of one row of 32 codes of 4 bits, 8 columns each: those of even columns, then of odd ones. */
+/* The words of one row of 32 codes of 4 bits, 8 columns each: even columns, then odd ones. */
 INLINE v4 LEVEL(words)(const uint8_t *block, int order)
 {
     v16 bytes;
@@ -90,7 +90,7 @@ SHARED void LEVEL(form_halves)(const v16 *rows, uint8_t *out)
     LEVEL(form_nibbles)(blocks, MC_HALVES, out);
 }
 
-/* What codes of 5 or 6 bits have above the fourth, given as codes of 4 bits. */
+/* The bits of codes of 5 or 6 bits above the fourth, given as codes of 4 bits. */
 SHARED void LEVEL(form_above)(const v16 *rows, int bits, uint8_t *out)
 {
     for (int r = 0; r < MC_TILE; r += 4) {
@@ -99,7 +99,7 @@ SHARED void LEVEL(form_above)(const v16 *rows, int bits, uint8_t *out)
         for (int i = 0; i < 4; i++)
             blocks[i] = (const uint8_t *)&rows[r + i];
         LEVEL(four_rows)(blocks, MC_HALVES, words);
-        /* Of each byte's two nibbles, side by side. */
+        /* The bits of each byte's two nibbles, side by side. */
         for (int i = 0; i < 4; i++)
             words[i] = bits == 5 ? (words[i] | words[i] >> 3) & 0x03030303
                                  : (words[i] | words[i] >> 2) & 0x0f0f0f0f;
@@ -113,27 +113,27 @@ SHARED void LEVEL(form_above)(const v16 *rows, int bits, uint8_t *out)
     }
 }
 
-/* Bits are set if one of 16 scales is infinite, or no number: all bits of its exponent are. */
-INLINE v4 LEVEL(not_finite)(const uint8_t *scales, int scale)
+/* Sets bits if one of 16 scales is above `largest` in size, as infinities and NaN are. Sizes compare as
+ * their bits do, so a negative difference has the highest bit. */
+INLINE v4 LEVEL(too_large)(const uint8_t *scales, int scale, uint32_t largest)
 {
     v4 found = {0};
     if (mc_has_factor(scale)) {
         v16 some;
         memcpy(&some, scales, 16);
-        return (v4)((some & 0x7f) == 0x7f);
+        return (v4)(((uint8_t)largest - (some & 0x7f)) & 0x80);
     }
     if (scale == MC_F32) {
         for (int i = 0; i < MC_TILE; i += 4) {
             v4 some;
             memcpy(&some, scales + i * 4, 16);
-            found |= (v4)((some & 0x7f800000) == 0x7f800000);
+            found |= (largest - (some & 0x7fffffff)) & 0x80000000;
         }
     } else {
-        v8 exponent = (uint16_t)(scale == MC_F16 ? 0x7c00 : 0x7f80) - (v8){0};
         for (int i = 0; i < MC_TILE; i += 8) {
             v8 some;
             memcpy(&some, scales + i * 2, 16);
-            found |= (v4)((some & exponent) == exponent);
+            found |= (v4)(((uint16_t)largest - (some & 0x7fff)) & 0x8000);
         }
     }
     return found;
@@ -167,14 +167,14 @@ INLINE uint8_t *LEVEL(form_scales)(
         for (int64_t r = 0; r < num; r++)
             memcpy(out + 2 * r, rows[r] + at, 2);
     }
-    *wrong |= LEVEL(not_finite)(out, file->scale);
+    *wrong |= LEVEL(too_large)(out, file->scale, file->largest);
     return out + MC_TILE * bytes;
 }
 
 INLINE uint8_t *LEVEL(form_of)(
     const mc_file *file, int64_t row, uint8_t *out, int *wrong, int order)
 {
-    v4 not_finite = {0};
+    v4 too_large = {0};
     int is_bytes = order <= MC_OFFSET_BYTES;
     int64_t num_rows = file->rows - row < MC_TILE ? file->rows - row : MC_TILE, step = 0;
     const uint8_t *rows[MC_TILE], *scales[MC_TILE];
@@ -185,7 +185,7 @@ INLINE uint8_t *LEVEL(form_of)(
     if (mc_has_factor(file->scale)) {
         memset(out, 0, (size_t)mc_factor_bytes(file->scale));
         memcpy(out, file->factor, 4);
-        /* With it scales may be infinite: the format's own check tells. */
+        /* The factor may make scales infinite: the format's own check finds that. */
         uint32_t exponent = mc_float_to_bits(mc_factor(out)) >> 23 & 0xff;
         *wrong |= exponent < 16 || exponent > 240;
         out += mc_factor_bytes(file->scale);
@@ -195,8 +195,8 @@ INLINE uint8_t *LEVEL(form_of)(
         uint8_t copies[MC_TILE][MC_BLOCK];
         const uint8_t *blocks[MC_TILE];
         for (; group * file->group < k + MC_BLOCK && group * file->group >= k; group++)
-            out = LEVEL(form_scales)(file, scales, num_rows, group, out, &not_finite);
-        /* The next 16 rows, in the order of memory: 16 places at once are too many to be foreseen. */
+            out = LEVEL(form_scales)(file, scales, num_rows, group, out, &too_large);
+        /* Prefetch the next 16 rows in memory order: the processor does not foresee 16 places at once. */
         for (int64_t line = 0; line < MC_TILE * file->block_bytes; line += 64)
             __builtin_prefetch(next + line);
         next += MC_TILE * file->block_bytes;
@@ -219,7 +219,7 @@ INLINE uint8_t *LEVEL(form_of)(
         out += MC_TILE * (is_bytes ? MC_BLOCK : MC_BLOCK / 2);
     }
     for (int i = 0; i < 4; i++)
-        *wrong |= not_finite[i] != 0;
+        *wrong |= too_large[i] != 0;
     return out;
 }
 
@@ -227,35 +227,23 @@ INLINE uint8_t *LEVEL(form_of)(
 #include "_blocks.h"
 
 /* The compute form of rows [row, row + 16), from the file's order; returns its end. `wrong` becomes 1
- * if a scale is infinite, or no number. */
+ * if a scale is infinite, no number, or too large for its codes. */
 static uint8_t *LEVEL(form)(const mc_file *file, int64_t row, uint8_t *out, int *wrong)
 {
+#define FORM(name, text, how) \
+    case MC_##name: return LEVEL(how)(file, row, out, wrong, MC_##name);
     switch (file->order) {
-    case MC_BYTES: return LEVEL(form_of)(file, row, out, wrong, MC_BYTES);
-    case MC_OFFSET_BYTES: return LEVEL(form_of)(file, row, out, wrong, MC_OFFSET_BYTES);
-    case MC_NIBBLES: return LEVEL(form_of)(file, row, out, wrong, MC_NIBBLES);
-    case MC_HALVES: return LEVEL(form_of)(file, row, out, wrong, MC_HALVES);
-    case MC_HALVES_FP4: return LEVEL(form_of)(file, row, out, wrong, MC_HALVES_FP4);
-    case MC_GPTQ2: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ2);
-    case MC_GPTQ4: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ4);
-    case MC_GPTQ8: return LEVEL(form_words)(file, row, out, wrong, MC_GPTQ8);
-    case MC_AWQ: return LEVEL(form_words)(file, row, out, wrong, MC_AWQ);
-    case MC_Q4_1: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q4_1);
-    case MC_Q5_0: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q5_0);
-    case MC_Q5_1: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q5_1);
-    case MC_Q2_K: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q2_K);
-    case MC_Q3_K: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q3_K);
-    case MC_Q4_K: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q4_K);
-    case MC_Q5_K: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q5_K);
-    case MC_Q6_K: return LEVEL(form_blocks)(file, row, out, wrong, MC_Q6_K);
-    default: return LEVEL(form_blocks)(file, row, out, wrong, MC_IQ4_XS);
+        MC_ORDERS(FORM)
+    case MC_NUM_ORDERS: break;
     }
+#undef FORM
+    __builtin_unreachable(); /* `Tiler` takes no other */
 }
 
-/* Adds what codes of 5 or 6 bits have above the fourth. */
+/* Adds the bits of codes of 5 or 6 bits above the fourth. */
 INLINE void LEVEL(codes_above)(const uint8_t *at, uint8_t (*rows)[MC_BLOCK], int bits)
 {
-    /* The bits of 16 columns' bytes: of 5 bits, the next 16 columns have those above. */
+    /* The bit of each of 16 columns in its byte; with 5 bits, the next 16 columns have those above. */
     v16 first = {1, 1, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8, 4, 4, 8, 8};
     if (bits == 6)
         first = (v16){1, 1, 4, 4, 1, 1, 4, 4, 16, 16, 64, 64, 16, 16, 64, 64};
@@ -367,28 +355,19 @@ INLINE void LEVEL(expand_of)(
     }
 }
 
-/* The values of rows [row, row + 16): code, or code and zero point, times scale, and an offset, in fp32,
- * rounded once more to bf16. */
+/* The values of rows [row, row + 16) in fp32: (code + zero point, if any) * scale + offset, if any. Values
+ * in bf16 are rounded once more. */
 static void LEVEL(expand)(
     const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes)
 {
-#define EXPAND(codes)                                                                \
-    if (type == MC_X_F32)                                                            \
-        LEVEL(expand_of)(matrix, row, MC_X_F32, out, out_row_bytes, codes);          \
-    else                                                                             \
-        LEVEL(expand_of)(matrix, row, MC_X_BF16, out, out_row_bytes, codes);         \
-    break
-    switch (matrix->codes) {
-    case MC_I8: EXPAND(MC_I8);
-    case MC_I4: EXPAND(MC_I4);
-    case MC_E4M3: EXPAND(MC_E4M3);
-    case MC_E2M1: EXPAND(MC_E2M1);
-    case MC_U4: EXPAND(MC_U4);
-    case MC_IQ4: EXPAND(MC_IQ4);
-    case MC_I5: EXPAND(MC_I5);
-    case MC_U5: EXPAND(MC_U5);
-    default: EXPAND(MC_I6);
-    }
+#define EXPAND(name, ...)                                                                \
+    case MC_##name:                                                                      \
+        if (type == MC_X_F32)                                                            \
+            LEVEL(expand_of)(matrix, row, MC_X_F32, out, out_row_bytes, MC_##name);      \
+        else                                                                             \
+            LEVEL(expand_of)(matrix, row, MC_X_BF16, out, out_row_bytes, MC_##name);     \
+        break;
+    switch (matrix->codes) { MC_CODES(EXPAND) }
 #undef EXPAND
 }
 

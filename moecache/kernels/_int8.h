@@ -11,18 +11,18 @@
 INLINE vi LEVEL(dot)(vi sum, vi weights, vi input, int codes)
 {
 #if defined(DOT_VNNI)
-    /* Of unsigned and signed bytes, without saturation: weights of 8 bits are taken 128 larger. */
+    /* Multiplies unsigned by signed bytes, without saturation: weights of 8 bits are taken 128 larger. */
     if (codes == MC_I8)
         weights ^= (int32_t)0x80808080;
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)input);
 #elif defined(DOT_AVX2)
     __m256i w = (__m256i)weights, x = (__m256i)input;
-    /* vpmaddubsw adds two products in 16 bits. Of 4 bits, a block's 8 such sums, added up in 16 bits,
-     * are at most 8 * 2 * 15 * 127 = 30480. */
+    /* vpmaddubsw adds two products in 16 bits. With weights of 4 bits, a block's 8 such sums, added up
+     * in 16 bits, are at most 8 * 2 * 15 * 127 = 30480. */
     if (codes == MC_I4)
         return (vi)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16(w, x));
-    /* Of 8 bits, two are at most 2 * 128 * 127 = 32512: sizes of weights are unsigned, 128 included,
-     * and their signs go to the inputs, which have no -128. */
+    /* With 8 bits, two products are at most 2 * 128 * 127 = 32512: sizes of weights are unsigned, 128
+     * included, and their signs go to the inputs, which have no -128. */
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
     return (vi)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 #else
@@ -33,7 +33,7 @@ INLINE vi LEVEL(dot)(vi sum, vi weights, vi input, int codes)
 #endif
 }
 
-/* A block's sum, of what `dot` added up; `inputs` is the sum of its inputs. */
+/* A block's sum, from the sums of `dot`; `inputs` is the sum of its inputs. */
 INLINE vi LEVEL(block_sum)(vi sum, int32_t inputs, int codes)
 {
 #if defined(DOT_VNNI)

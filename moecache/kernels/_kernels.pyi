@@ -7,7 +7,6 @@ NUMBERS: Final[tuple[str, ...]]
 CODES: Final[tuple[str, ...]]
 ORDERS: Final[tuple[str, ...]]
 INPUTS: Final[tuple[str, ...]]
-ACTIVATION_TYPES: Final[tuple[str, ...]]
 ACTIVATIONS: Final[tuple[str, ...]]
 TILE: Final[int]
 
@@ -15,6 +14,7 @@ def levels() -> tuple[str, ...]: ...
 def level() -> str: ...
 def use_level(name: str) -> None: ...
 def num_threads() -> int: ...
+def share_from(shared_bytes: int, waking_bytes: int) -> tuple[int, int]: ...
 def use_threads(number: int) -> None: ...
 
 @final
@@ -46,7 +46,6 @@ class Matrix:
         out_row_bytes: int,
         bias: int = 0,
         bias_type: str = "f32",
-        activations: str = "float",
     ) -> None: ...
 
 @final
@@ -67,7 +66,6 @@ class Experts:
         limit: float = 7.0,
         up_bias: tuple[int, int, str] | None = None,
         down_bias: tuple[int, int, str] | None = None,
-        activations: str = "float",
         owner: object = None,
     ) -> Self: ...
     @property
@@ -115,6 +113,7 @@ class Tiler:
         order: str,
         row_bytes: int,
         scale: str,
+        largest: int,
         scale_row_bytes: int,
         block_bytes: int = 0,
         zero: int = 0,

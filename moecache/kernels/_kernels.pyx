@@ -13,13 +13,16 @@ from moecache.kernels._products cimport (
     MC_E8M0,
     MC_F16,
     MC_F32,
-    MC_I8,
     MC_IN_STEPS,
+    MC_MAX_LEVELS,
+    MC_NUM_CODES,
+    MC_NUM_ORDERS,
     MC_TILE,
     MC_TIMES,
     MC_X_F32,
-    MC_X_INT8,
+    MC_X_PLANES,
     mc_after_fork,
+    mc_code_names,
     mc_combine,
     mc_compute_experts,
     mc_convert,
@@ -27,24 +30,29 @@ from moecache.kernels._products cimport (
     mc_expansion,
     mc_experts,
     mc_file,
-    mc_given_bytes,
-    mc_has_terms,
     mc_input_columns,
     mc_input_row_bytes,
+    mc_input_type,
     mc_is_coded,
     mc_is_late,
     mc_level,
     mc_levels,
     mc_matrix,
+    mc_order,
+    mc_order_names,
     mc_product,
     mc_products,
     mc_rows,
     mc_sum,
-    mc_takes_int8,
+    mc_share_from,
+    mc_shared_bytes,
+    mc_tile_of,
+    mc_waking_bytes,
 )
 
 from moecache.errors import ConfigError
 from moecache.formats import find_format
+from moecache.units import whole_number
 
 cnp.import_array()
 
@@ -56,13 +64,9 @@ cdef extern from "<pthread.h>" nogil:
 
 # Of weights and of scales, each in the order of its numbers in C.
 NUMBERS = ("f32", "f16", "bf16")
-CODES = ("i8", "i4", "e4m3", "e2m1", "u4", "iq4", "i5", "u5", "i6")
-ORDERS = (
-    *("bytes", "offset bytes", "nibbles", "halves", "halves fp4", "gptq2", "gptq4", "gptq8", "awq"),
-    *("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
-)
+CODES = tuple((<bytes>mc_code_names[i]).decode() for i in range(MC_NUM_CODES - len(NUMBERS)))
+ORDERS = tuple((<bytes>mc_order_names[i]).decode() for i in range(MC_NUM_ORDERS))
 INPUTS = ("f32", "bf16")
-ACTIVATION_TYPES = ("float", "int8")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu", "relu", "relu2", "clamped_silu")
 TILE = MC_TILE
 _SCALES = {
@@ -70,7 +74,7 @@ _SCALES = {
     "e4m3*": MC_TIMES, "e4m3/": MC_DIVIDED,
 }
 
-cdef const mc_level *_levels[3]
+cdef const mc_level *_levels[MC_MAX_LEVELS]
 cdef int _num_levels = mc_levels(_levels)
 cdef const mc_level *_level = _levels[_num_levels - 1]
 cdef int _num_threads = 1
@@ -109,18 +113,34 @@ def num_threads():
     return _num_threads
 
 
-def use_threads(int number):
+def use_threads(number):
     """Compute with so many threads from now on, the calling one included.
 
     Raises
     ------
     ConfigError
-        If that is not between 1 and 256.
+        If that is no integer between 1 and 256.
     """
     global _num_threads
-    if not 1 <= number <= 256:
-        raise ConfigError(f"threads must be a number from 1 to 256, got {number}")
-    _num_threads = number
+    _num_threads = whole_number(number, "threads", 1, 256)
+
+
+def share_from(int64_t shared_bytes, int64_t waking_bytes):
+    """Have threads share work from so many bytes of weights on; for tests.
+
+    Parameters
+    ----------
+    shared_bytes, waking_bytes : int
+        If one of them is awake, and if all sleep.
+
+    Returns
+    -------
+    (int, int)
+        What it was.
+    """
+    before = mc_shared_bytes, mc_waking_bytes
+    mc_share_from(shared_bytes, waking_bytes)
+    return before
 
 
 @cython.final
@@ -165,12 +185,18 @@ cdef class Matrix:
             form = find_format(name).form
             if form is None:
                 raise ConfigError(f"format {name!r} has no compute form, which kernels need")
-            self.matrix.codes = MC_I8 + <int>CODES.index(form.codes)
+            if form.codes not in CODES:
+                raise ConfigError(f"codes {form.codes!r} have no kernel; {', '.join(CODES)} have")
+            self.matrix.codes = len(NUMBERS) + <int>CODES.index(form.codes)
             self.matrix.scale = _SCALES[form.scale]
             self.matrix.has_zeros = form.has_zeros
             self.matrix.has_offsets = form.has_offsets
             self.matrix.group = form.group or max(MC_BLOCK, mc_input_columns(&self.matrix))
             least = form.tile_bytes(columns)
+            if mc_tile_of(
+                _level, mc_input_type(_level, MC_X_F32, &self.matrix), &self.matrix
+            ) == NULL:
+                raise ConfigError(f"format {name!r} has the form {form}, for which is no kernel")
         self.matrix.row_bytes = least if row_bytes is None else row_bytes
         if self.matrix.row_bytes < least:
             raise ConfigError(
@@ -219,7 +245,7 @@ cdef class Matrix:
     def multiply(
         self, uintptr_t inputs, str input_type, int64_t num, int64_t input_row_bytes,
         uintptr_t out, str out_type, int64_t out_row_bytes, uintptr_t bias=0,
-        str bias_type="f32", str activations="float"
+        str bias_type="f32"
     ):
         """Write the products with `num` inputs: out[i] = matrix @ inputs[i] + bias.
 
@@ -231,8 +257,6 @@ cdef class Matrix:
         num : int
         input_row_bytes, out_row_bytes : int
             From a row to the next.
-        activations : {"float", "int8"}
-            How inputs are multiplied with blocks of integers: as given, or as 8 bits.
 
         Raises
         ------
@@ -252,9 +276,7 @@ cdef class Matrix:
         product.bias.data = <uint8_t *>bias
         product.bias.type = INPUTS.index(bias_type)
         product.num_inputs = num
-        product.input_type = _type_for(
-            INPUTS.index(input_type), &self.matrix, _is_int8(activations)
-        )
+        product.input_type = mc_input_type(_level, INPUTS.index(input_type), &self.matrix)
         given = _Inputs(num)
         given.fill(
             <const uint8_t *>inputs, INPUTS.index(input_type), product.input_type,
@@ -286,8 +308,6 @@ cdef class Experts:
         limits gate and up alike, and is silu(gate) * up then.
     up_bias, down_bias : (int, int, str), optional
         Address of slot 0's, bytes to the next, type.
-    activations : {"float", "int8"}
-        How inputs, and what goes down, are multiplied with blocks of integers.
     owner : object
         Kept alive.
     """
@@ -296,13 +316,12 @@ cdef class Experts:
     cdef readonly object owner
     cdef Matrix up
     cdef Matrix down
-    cdef bint is_int8
 
     def __cinit__(
         self, Matrix up not None, int64_t up_slot_bytes, Matrix down not None,
         int64_t down_slot_bytes, int64_t width, int64_t up_row, *, bint is_gated=True,
         bint is_interleaved=False, str activation="silu", float alpha=1.702,
-        float limit=7.0, up_bias=None, down_bias=None, str activations="float", owner=None
+        float limit=7.0, up_bias=None, down_bias=None, owner=None
     ):
         if activation not in ACTIVATIONS:
             raise ConfigError(
@@ -321,7 +340,6 @@ cdef class Experts:
             )
         if (is_interleaved or activation in ("swiglu", "clamped_silu")) and not is_gated:
             raise ConfigError("experts without a gate have one input of the activation alone")
-        self.is_int8 = _is_int8(activations)
         memset(&self.experts, 0, sizeof(self.experts))
         self.up, self.down, self.owner = up, down, owner
         self.experts.up.first = up.matrix
@@ -396,9 +414,9 @@ cdef class Experts:
         e.out.data = <uint8_t *>out
         e.out.row_bytes = out_row_bytes
         e.out.type = INPUTS.index(out_type)
-        e.input_type = _type_for(given_type, &e.up.first, self.is_int8)
-        e.hidden_type = _type_for(given_type, &e.down.first, self.is_int8)
-        e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_INT8 else e.hidden_type
+        e.input_type = mc_input_type(_level, given_type, &e.up.first)
+        e.hidden_type = mc_input_type(_level, given_type, &e.down.first)
+        e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_PLANES else e.hidden_type
         given = _Inputs(num)
         given.fill(
             <const uint8_t *>inputs, given_type, e.input_type, input_row_bytes,
@@ -406,7 +424,7 @@ cdef class Experts:
         )
         e.inputs = given.rows
         hidden = _Inputs(num)
-        filled = mc_given_bytes(e.hidden.type, &e.down.first)
+        filled = mc_input_row_bytes(e.hidden.type, mc_input_columns(&e.down.first))
         written = mc_input_row_bytes(e.hidden.type, e.width)
         e.hidden.row_bytes = (filled + 63) & ~63
         hidden.scratch = <uint8_t *>malloc(max(1, num * e.hidden.row_bytes))
@@ -483,11 +501,8 @@ cdef class _Inputs:
         """
         cdef bint by_pairs = pairs == NULL or self.num < num_tokens
         cdef int64_t i, token, num_rows = self.num if by_pairs else num_tokens
-        cdef int64_t nbytes = mc_given_bytes(wanted, matrix)
-        if (
-            given != wanted or mc_input_columns(matrix) != matrix.columns
-            or mc_has_terms(matrix)
-        ):
+        cdef int64_t nbytes = mc_input_row_bytes(wanted, mc_input_columns(matrix))
+        if given != wanted or mc_input_columns(matrix) != matrix.columns:
             self.scratch = <uint8_t *>malloc(max(1, num_rows * nbytes))
             if self.scratch == NULL:
                 raise MemoryError(f"no memory for {num_rows} inputs of {matrix.columns} numbers")
@@ -505,21 +520,6 @@ cdef class _Inputs:
             token = i if pairs == NULL else pairs[i] // top_k
             self.rows[i] = inputs + token * row_bytes
         return 0
-
-
-cdef int _is_int8(str activations) except -1:
-    if activations not in ACTIVATION_TYPES:
-        raise ConfigError(
-            f"activations {activations!r} are not one of {', '.join(ACTIVATION_TYPES)}"
-        )
-    return activations == "int8"
-
-
-cdef int _type_for(int given, const mc_matrix *matrix, bint is_int8) noexcept:
-    """Return as what inputs are multiplied: as asked or given, or as fp32 if no kernel does so."""
-    if is_int8 and mc_takes_int8(matrix):
-        return MC_X_INT8
-    return given if _level.tiles[given][matrix.codes] != NULL else MC_X_F32
 
 
 cdef int _set_bias(mc_rows *rows, bias) except -1:
@@ -577,6 +577,9 @@ cdef class Tiler:
         A byte of codes that mean zero, in the file's order.
     scale : {"f32", "f16", "bf16", "e8m0", "f16*i8", "e4m3*", "e4m3/"}
         Those of "e8m0" become bfloat16; see `Form`.
+    largest : int
+        The largest scale that makes no code infinite: bits without the sign, of its type in the
+        form; of scales in two steps, of that float16.
     scale_rows : int
         Rows that share their scales.
     scale_row_bytes, scale_step : int
@@ -606,7 +609,8 @@ cdef class Tiler:
 
     def __cinit__(
         self, *, int64_t rows, int64_t columns, int64_t group, int64_t raw_bytes,
-        int64_t form_bytes, str order, int64_t row_bytes, str scale, int64_t scale_row_bytes,
+        int64_t form_bytes, str order, int64_t row_bytes, str scale, uint32_t largest,
+        int64_t scale_row_bytes,
         int64_t block_bytes=0, int zero=0, int64_t scale_rows=1, int64_t scale_step=0,
         int64_t num_scales=0, int64_t codes_at=0, int64_t scales_at=0, int64_t zeros_at=0,
         int64_t factor_at=0, int64_t zero_row_bytes=0, bytes zero_points=b""
@@ -616,8 +620,10 @@ cdef class Tiler:
         self.file.row_bytes, self.file.block_bytes = row_bytes, block_bytes
         self.file.scale_rows, self.file.scale_row_bytes = scale_rows, scale_row_bytes
         self.file.scale_step, self.file.num_scales = scale_step, num_scales
-        self.file.zero, self.file.order = zero, ORDERS.index(order)
-        self.file.scale = _SCALES[scale]
+        if order not in ORDERS:
+            raise ConfigError(f"order {order!r} is not one of {', '.join(ORDERS)}")
+        self.file.zero, self.file.order = zero, <mc_order><int>ORDERS.index(order)
+        self.file.scale, self.file.largest = _SCALES[scale], largest
         self.file.zero_row_bytes, self.zero_points = zero_row_bytes, zero_points
         self.file.zero_points = <const uint32_t *><const char *>zero_points
         self.codes_at, self.scales_at, self.zeros_at = codes_at, scales_at, zeros_at
@@ -634,7 +640,8 @@ cdef class Tiler:
         Returns
         -------
         bool
-            Whether a scale is infinite, or no number; `Format.check` says which.
+            Whether a scale is infinite, no number, or too large for its codes; `Format.check`
+            says which.
 
         Raises
         ------

@@ -7,9 +7,10 @@
 #undef WIDEN
 #undef NARROW
 #undef PICK
+#undef LOOK_UP
+#undef PLANES_MANY
 #undef INLINE
 #undef SHARED
-#undef LEVEL_OF
 #undef vf
 #undef vi
 #undef vu

@@ -1,33 +1,43 @@
-/* What the processor can do: a table of tiles for each level, chosen once. */
+/* The processor's level: a table of tiles for each, chosen once. */
 #ifndef MOECACHE_LEVELS_H
 #define MOECACHE_LEVELS_H
 
 #include "_matrix.h"
 
-/* "generic" is what every processor of this architecture has: SSE2, NEON. */
+/* "generic" is plain C, for what every processor of an architecture has: it defines what is equal. */
 #define LEVEL(name) mc_generic_##name
 #define LANES 4
 #define TOKENS 2
+#define PLANES_MANY 2
 #include "_level.h"
+#include "_values.h"
 #include "_codes.h"
 #include "_forms.h"
-#include "_int8.h"
-static const mc_level mc_generic = LEVEL_OF("generic", LEVEL, NULL);
+#include "_planes.h"
+static const mc_level mc_generic = LEVEL_OF("generic");
 #include "_level_end.h"
+
+/* Functions between BEGIN and END are compiled for processors that have these instructions. */
+#ifdef __clang__
+#define MC_PRAGMA(text) _Pragma(#text)
+#define BEGIN(features) \
+    MC_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define END MC_PRAGMA(clang attribute pop)
+#else
+#define MC_PRAGMA(text) _Pragma(#text)
+#define BEGIN(features) MC_PRAGMA(GCC push_options) MC_PRAGMA(GCC target(features))
+#define END MC_PRAGMA(GCC pop_options)
+#endif
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #define MC_X86 1
 
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
+BEGIN("avx2,fma,f16c")
 #define LEVEL(name) mc_avx2_##name
 #define LANES 8
 #define TOKENS 2
+#define PLANES_MANY 2
 #define FMA(a, b, c) (vf) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #define F16C(raw) (vf) _mm256_cvtph_ps((__m128i)(raw))
 #define WIDEN(raw) (vu) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(raw)))
@@ -35,76 +45,120 @@ static const mc_level mc_generic = LEVEL_OF("generic", LEVEL, NULL);
     (vh) _mm_packus_epi32(_mm256_castsi256_si128((__m256i)(words)), \
                           _mm256_extracti128_si256((__m256i)(words), 1))
 #define PICK(table, at) (vf) _mm256_permutevar8x32_ps((__m256)(table), (__m256i)(at))
+#define LOOK_UP(table, at) (vu) _mm256_shuffle_epi8((__m256i)(table), (__m256i)(at))
 #define DOT_AVX2
 #include "_level.h"
+#include "_values.h"
 #include "_codes.h"
 #include "_forms.h"
-#include "_int8.h"
-static const mc_level mc_avx2 = LEVEL_OF("avx2", LEVEL, NULL);
+#include "_planes.h"
 #undef DOT_AVX2
+static const mc_level mc_avx2 = LEVEL_OF("avx2");
 #include "_level_end.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
+END
+
+/* AVX2 with integer products of its own width: the level before, but for its tiles of integers. */
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define MC_AVXVNNI 1
+BEGIN("avx2,fma,f16c,avxvnni")
+#define LEVEL(name) mc_avxvnni_##name
+#define LANES 8
+#define PLANES_MANY 3
+#define FMA(a, b, c) (vf) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+#define F16C(raw) (vf) _mm256_cvtph_ps((__m128i)(raw))
+#define WIDEN(raw) (vu) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(raw)))
+#define PICK(table, at) (vf) _mm256_permutevar8x32_ps((__m256)(table), (__m256i)(at))
+#define LOOK_UP(table, at) (vu) _mm256_shuffle_epi8((__m256i)(table), (__m256i)(at))
+#define DOT_VNNI(sum, w, x) \
+    (vi) _mm256_dpbusd_avx_epi32((__m256i)(sum), (__m256i)(w), (__m256i)(x))
+#include "_vectors.h"
+#include "_values.h"
+#include "_planes.h"
+#undef DOT_VNNI
+static const mc_tile mc_avxvnni_tiles[MC_NUM_CODES][MC_FLAGS] = MC_PLANES;
+#include "_level_end.h"
+END
 #endif
 
-#ifdef __clang__
-#pragma clang attribute push( \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi"))), \
-    apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi")
-#endif
+BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 #define LEVEL(name) mc_avx512_##name
 #define LANES 16
 #define TOKENS 4
+#define PLANES_MANY 6
 #define FMA(a, b, c) (vf) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #define F16C(raw) (vf) _mm512_cvtph_ps((__m256i)(raw))
 #define WIDEN(raw) (vu) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(raw)))
 #define NARROW(words) (vh) _mm512_cvtepi32_epi16((__m512i)(words))
 #define PICK(table, at) (vf) _mm512_permutexvar_ps((__m512i)(at), (__m512)(table))
+#define LOOK_UP(table, at) (vu) _mm512_shuffle_epi8((__m512i)(table), (__m512i)(at))
+#define DOT_VNNI(sum, w, x) \
+    (vi) _mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(w), (__m512i)(x))
 #include "_level.h"
+#include "_values.h"
 #include "_codes.h"
 #include "_forms.h"
+#include "_planes.h"
+#undef DOT_VNNI
+static const mc_level mc_avx512 = LEVEL_OF("avx512");
+END
+
+/* Products of bf16, that a processor with AVX-512 may have or not. */
+BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx512vbmi")
 #include "_avx512.h"
-#define AVX2(name) mc_avx2_##name
-static const mc_level mc_avx512 =
-    LEVEL_OF("avx512", AVX2, NULL, NULL, mc_tile_bf16_dp, mc_tile_i8_dp, mc_tile_4_dp,
-             mc_tile_e4m3_dp, mc_tile_4_dp, mc_tile_4_dp, mc_tile_4_dp, mc_tile_5_dp, mc_tile_5_dp,
-             mc_tile_6_dp);
-#undef AVX2
 #include "_level_end.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
+END
 #endif
 
-/* Integer products that a level may have or not. */
-#ifdef __clang__
-#pragma clang attribute push( \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), \
-    apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+#if defined(__aarch64__) && defined(__GNUC__) && defined(__BYTE_ORDER__) \
+    && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
 #endif
-#define LEVEL(name) mc_vnni_##name
-#define LANES 16
-#define F16C(raw) (vf) _mm512_cvtph_ps((__m256i)(raw))
-#define DOT_VNNI
-#include "_vectors.h"
-#include "_int8.h"
-#undef DOT_VNNI
+#define MC_ARM 1
+
+BEGIN("arch=armv8.2-a+dotprod")
+static inline uint32x4_t mc_four_bytes(const uint8_t *raw)
+{
+    uint32_t four;
+    memcpy(&four, raw, 4);
+    return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+}
+
+#define LEVEL(name) mc_neon_##name
+#define LANES 4
+#define TOKENS 4
+#define PLANES_MANY 4
+#define FMA(a, b, c) (vf) vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
+#define F16C(raw) (vf) vcvt_f32_f16((float16x4_t)(raw))
+#define WIDEN(raw) (vu) mc_four_bytes(raw)
+#define LOOK_UP(table, at) (vu) vqtbl1q_u8((uint8x16_t)(table), (uint8x16_t)(at))
+#define DOT_NEON
+#include "_level.h"
+#include "_values.h"
+#include "_codes.h"
+#include "_forms.h"
+#include "_planes.h"
+#undef DOT_NEON
+static const mc_level mc_neon = LEVEL_OF("neon");
 #include "_level_end.h"
-#ifdef __clang__
-#pragma clang attribute pop
+END
+
+/* Whether the processor has the products of four bytes (dotprod): all of Apple's do. */
+static int mc_has_dots(void)
+{
+#if defined(__linux__)
+    return (getauxval(AT_HWCAP) & 1 << 20) != 0; /* HWCAP_ASIMDDP, which older headers lack */
+#elif defined(__APPLE__) || defined(__ARM_FEATURE_DOTPROD)
+    return 1;
 #else
-#pragma GCC pop_options
+    return 0;
 #endif
+}
 #endif
+
+/* The most levels that a processor has. */
+#define MC_MAX_LEVELS 4
 
 /* The levels that this processor has, the best one last; returns how many. */
 static int mc_levels(const mc_level **levels)
@@ -113,26 +167,37 @@ static int mc_levels(const mc_level **levels)
     levels[num++] = &mc_generic;
 #ifdef MC_X86
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c")) {
-        levels[num++] = &mc_avx2;
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
-            mc_fill_tables();
-            levels[num++] = &mc_avx512;
-        }
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-            __builtin_cpu_supports("avx512vnni")) {
-            /* The best level has them; the others keep their own, with the same bits. */
-            static mc_level best;
-            best = *levels[num - 1];
-            best.tiles[MC_X_INT8][MC_I8] = mc_vnni_tile_i8_int8;
-            best.tiles[MC_X_INT8][MC_I4] = mc_vnni_tile_i4_int8;
-            levels[num - 1] = &best;
-        }
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")
+        || !__builtin_cpu_supports("f16c"))
+        return num;
+    levels[num++] = &mc_avx2;
+#ifdef MC_AVXVNNI
+    if (__builtin_cpu_supports("avxvnni")) {
+        static mc_level with_vnni;
+        with_vnni = mc_avx2;
+        with_vnni.name = "avxvnni";
+        memcpy(with_vnni.planes, mc_avxvnni_tiles, sizeof mc_avxvnni_tiles);
+        levels[num++] = &with_vnni;
     }
+#endif
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
+        && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+        && __builtin_cpu_supports("avx512vnni")) {
+        static mc_level best;
+        best = mc_avx512;
+        best.name = "avx512vnni";
+        if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
+            mc_fill_tables();
+            best.name = "avx512";
+            best.tiles[MC_X_BF16][MC_BF16] = mc_tile_bf16_dp;
+            best.tiles[MC_X_BF16][MC_E4M3] = mc_tile_e4m3_dp;
+        }
+        levels[num++] = &best;
+    }
+#endif
+#ifdef MC_ARM
+    if (mc_has_dots())
+        levels[num++] = &mc_neon;
 #endif
     return num;
 }

@@ -12,45 +12,105 @@
 #define MC_TILE 16
 /* Columns whose codes lie together. */
 #define MC_BLOCK 32
+/* Bytes that are asked for before they are multiplied: processors foresee neither the next group of rows nor
+ * codes whose bits lie apart. */
+#define MC_AHEAD 4096
 /* Columns that share a number by which their integer scales are multiplied. */
 #define MC_SUPER 256
 
-/* What weights are stored as: numbers, or codes that have a scale. Those of 4 to 6 bits are integers with
- * half of their range added (I) or as they are (U), OCP's FP4, or an index of `mc_iq4`; those of 8 bits
- * signed integers, or OCP's FP8. MC_E8M0 are scales of a file. MC_IN_STEPS are integers of 8 bits, which a
- * number of 256 columns multiplies; MC_TIMES and MC_DIVIDED are scales of FP8 that a number of the whole
- * matrix multiplies or divides. */
+/* Codes of weights, a row each: name, what Python calls it, bits, what is added to a stored integer, whether
+ * they are integers (or a table of such), and in which unit these count. I have half of their range added, U
+ * are as they are, E2M1 and E4M3 are OCP's FP4 and FP8, IQ an index of a table. A new one needs a row here and
+ * its forms in `MC_FORMS`. */
+#define MC_CODES(X)                 \
+    X(I8, "i8", 8, 0, 1, 1.0f)      \
+    X(I4, "i4", 4, 8, 1, 1.0f)      \
+    X(E4M3, "e4m3", 8, 0, 0, 1.0f)  \
+    X(E2M1, "e2m1", 4, 0, 1, 0.5f)  \
+    X(U4, "u4", 4, 0, 1, 1.0f)      \
+    X(IQ4, "iq4", 4, 0, 1, 1.0f)    \
+    X(I5, "i5", 5, 16, 1, 1.0f)     \
+    X(U5, "u5", 5, 0, 1, 1.0f)      \
+    X(I6, "i6", 6, 32, 1, 1.0f)     \
+    X(IQ1, "iq1", 4, 0, 1, 0.125f)  \
+    X(IQ2, "iq2", 4, 0, 1, 0.125f)  \
+    X(IQ3, "iq3", 4, 0, 1, 1.0f)    \
+    X(IQ3X, "iq3x", 4, 0, 1, 0.25f)
+
+/* What codes of 4 bits mean, in their unit; NULL: a number. A table's first entry is 0 or what a file's zero
+ * bytes mean. Those of IQ1 to IQ3 are the products of ggml's code books and signs; of IQ1 with its delta. */
+#define MC_TABLES(X)                                                                              \
+    X(E2M1, 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)                              \
+    X(IQ4, -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)              \
+    X(IQ1, -9, -7, -1, 1, 7, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)                                     \
+    X(IQ2, -43, -25, -8, 8, 25, 43, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)                                 \
+    X(IQ3, -15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15)                          \
+    X(IQ3X, -62, -52, -44, -36, -28, -20, -12, -4, 4, 12, 20, 28, 36, 44, 52, 62)
+
+/* How weights are stored: as numbers, or as codes that have a scale. MC_E8M0 are scales of a file. MC_IN_STEPS
+ * are integers of 8 bits, which a number of 256 columns multiplies; MC_TIMES and MC_DIVIDED are scales of FP8
+ * that a number of the whole matrix multiplies or divides. */
 enum {
-    MC_F32, MC_F16, MC_BF16, MC_I8, MC_I4, MC_E4M3, MC_E2M1, MC_U4, MC_IQ4, MC_I5, MC_U5, MC_I6,
+    MC_F32, MC_F16, MC_BF16,
+#define MC_ENUM(name, ...) MC_##name,
+    MC_CODES(MC_ENUM)
+#undef MC_ENUM
     MC_NUM_CODES, MC_E8M0, MC_IN_STEPS, MC_TIMES, MC_DIVIDED
 };
-static const int8_t mc_iq4[16] = {
-    -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
-};
-enum { MC_X_F32, MC_X_BF16, MC_X_INT8, MC_NUM_INPUTS };
+enum { MC_X_F32, MC_X_BF16, MC_X_PLANES };
 
-/* 32 columns of an input of MC_X_INT8: column i is scale * values[i]. As ggml's Q8_0, but for the
- * scale in fp32: max|x| / 127, and integers to the nearest, ties to even. What has an infinity or a
- * NaN is a scale of NaN and zeros; where max|x| < 127 * 2^-126, whose scale would be denormal, all is
- * zero. For weights of 4 bits each 8 values are in the order 0, 4, 1, 5, 2, 6, 3, 7: that of the
- * low and high nibbles of a row's 4 bytes, see `kernels/forms.py`. */
+/* What forms have beside their codes: scales of 16 columns, zero points, offsets, scales in two steps. */
+enum { MC_PAIRS = 256, MC_ZEROS = 512, MC_OFFSETS = 1024, MC_SUPERS = 2048, MC_FLAGS = 16 };
+
+/* Forms of integers that have tiles: codes, a suffix of names, flags. Others are refused. */
+#define MC_FORMS(X)                                                   \
+    X(I8, plain, 0)                                                   \
+    X(I8, pairs, MC_PAIRS)                                            \
+    X(I8, zeros, MC_ZEROS)                                            \
+    X(I4, plain, 0)                                                   \
+    X(I4, pairs, MC_PAIRS)                                            \
+    X(I4, zeros, MC_ZEROS)                                            \
+    X(I4, super_pairs, MC_SUPERS | MC_PAIRS)                          \
+    X(E2M1, plain, 0)                                                 \
+    X(E2M1, pairs, MC_PAIRS)                                          \
+    X(U4, offsets, MC_OFFSETS)                                        \
+    X(U4, super_offsets, MC_SUPERS | MC_OFFSETS)                      \
+    X(U4, super_offsets_pairs, MC_SUPERS | MC_OFFSETS | MC_PAIRS)     \
+    X(IQ4, plain, 0)                                                  \
+    X(IQ4, super, MC_SUPERS)                                          \
+    X(I5, plain, 0)                                                   \
+    X(U5, offsets, MC_OFFSETS)                                        \
+    X(U5, super_offsets, MC_SUPERS | MC_OFFSETS)                      \
+    X(I6, super_pairs, MC_SUPERS | MC_PAIRS)                          \
+    X(IQ1, super, MC_SUPERS)                                          \
+    X(IQ1, super_pairs, MC_SUPERS | MC_PAIRS)                         \
+    X(IQ2, super, MC_SUPERS)                                          \
+    X(IQ2, super_pairs, MC_SUPERS | MC_PAIRS)                         \
+    X(IQ3, super, MC_SUPERS)                                          \
+    X(IQ3X, super, MC_SUPERS)
+
+/* 32 columns of an input for weights that are integers: column i is scale * (128 * high[i] + low[i]), the
+ * nearest of 15 bits, ties to even; the scale is max|x| / 16256 times the unit of the codes. A block with an infinity or a NaN has a scale of NaN and zeros. A block with max|x| < 2^-109, whose
+ * scale would be denormal, is all zero. For weights of less than 8 bits each 8 columns are in the order 0, 4,
+ * 1, 5, 2, 6, 3, 7: that of the low and high nibbles of a row's 4 bytes, see `kernels/forms.py`. */
 typedef struct {
     float scale;
-    int32_t sum; /* of values */
-    int8_t values[MC_BLOCK];
-} mc_block8;
+    float totals[3]; /* sums * scale */
+    int32_t sums[3]; /* of the integers: the first 16 columns, the others, all */
+    int8_t high[MC_BLOCK], low[MC_BLOCK];
+} mc_planes;
 
-/* A weight matrix [rows, columns]. Codes lie in their compute form (`formats/form.py`): groups of 16
- * rows; in each, maybe a factor of all scales, for every 256 columns maybe a number for scales and one for
- * offsets, and for every `group` columns, 16 scales, maybe 16 zero points or offsets, and then the codes
- * of 16 rows. */
+/* A weight matrix [rows, columns]. Codes lie in their compute form (`formats/form.py`), in groups of 16
+ * rows. A group begins with a factor of all scales, if any. Every 256 columns begin with a number for scales
+ * and one for offsets, if any. Every `group` columns have 16 scales, then 16 zero points or offsets, if any,
+ * then the codes of 16 rows. */
 typedef struct {
     const uint8_t *data;
     int64_t rows, columns;
-    int64_t row_bytes; /* from a row to the next; of codes, from 16 rows to the next */
-    int64_t group;     /* of codes: columns that share a scale, 16 or a multiple of 32 */
+    int64_t row_bytes; /* from a row to the next; for codes, from 16 rows to the next */
+    int64_t group;     /* for codes: columns that share a scale, 16 or a multiple of 32 */
     int codes;
-    int scale;     /* MC_F32, MC_F16 or MC_BF16; of zero points, too; or MC_IN_STEPS and beyond */
+    int scale;     /* MC_F32, MC_F16 or MC_BF16, for zero points, too; or MC_IN_STEPS and beyond */
     int has_zeros; /* a value is (code + zero point) * scale */
     int has_offsets; /* or code * scale + offset */
 } mc_matrix;
@@ -58,13 +118,47 @@ typedef struct {
 /* How a file orders the codes of 32 columns: bytes, or bytes with 128 added; two columns in a byte, the
  * even one in its low nibble; or the first 16 columns in low nibbles, the others in high ones (ggml).
  *
- * Or in words of 32 bits, which have 4, 8 or 16 columns of a row, and lie row by row for each such columns
- * (GPTQ); or 8 rows of a column, rows 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on (AWQ). These have
- * zero points, in words of as many rows. Or as ggml's blocks: halves that have FP4 with one zero, and
- * those of `_blocks.h`, with their scales. */
-enum {
-    MC_BYTES, MC_OFFSET_BYTES, MC_NIBBLES, MC_HALVES, MC_HALVES_FP4, MC_GPTQ2, MC_GPTQ4, MC_GPTQ8, MC_AWQ,
-    MC_Q4_1, MC_Q5_0, MC_Q5_1, MC_Q2_K, MC_Q3_K, MC_Q4_K, MC_Q5_K, MC_Q6_K, MC_IQ4_XS
+ * GPTQ has words of 32 bits with 4, 8 or 16 columns of a row; words of the same columns lie row by row. AWQ
+ * has words with 8 rows of a column, rows 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on. Both have zero
+ * points, in words of as many rows. ggml's blocks are halves that have FP4 with one zero, and the blocks of
+ * `_blocks.h`, with their scales. SUPER32 and SUPER16 are no file's: a float16, integers of 8 bits for each 32 or
+ * 16 columns, then halves. */
+#define MC_ORDERS(X)                          \
+    X(BYTES, "bytes", form_of)                \
+    X(OFFSET_BYTES, "offset bytes", form_of)  \
+    X(NIBBLES, "nibbles", form_of)            \
+    X(HALVES, "halves", form_of)              \
+    X(HALVES_FP4, "halves fp4", form_of)      \
+    X(GPTQ2, "gptq2", form_words)             \
+    X(GPTQ4, "gptq4", form_words)             \
+    X(GPTQ8, "gptq8", form_words)             \
+    X(AWQ, "awq", form_words)                 \
+    X(Q4_1, "q4_1", form_blocks)              \
+    X(Q5_0, "q5_0", form_blocks)              \
+    X(Q5_1, "q5_1", form_blocks)              \
+    X(Q2_K, "q2_k", form_blocks)              \
+    X(Q3_K, "q3_k", form_blocks)              \
+    X(Q4_K, "q4_k", form_blocks)              \
+    X(Q5_K, "q5_k", form_blocks)              \
+    X(Q6_K, "q6_k", form_blocks)              \
+    X(IQ4_XS, "iq4_xs", form_blocks)          \
+    X(SUPER32, "super32", form_blocks)        \
+    X(SUPER16, "super16", form_blocks)
+typedef enum {
+#define MC_ENUM(name, ...) MC_##name,
+    MC_ORDERS(MC_ENUM)
+#undef MC_ENUM
+    MC_NUM_ORDERS
+} mc_order;
+
+/* Names as Python has them. */
+static const char *const mc_code_names[] = {
+#define MC_NAME(name, text, ...) text,
+    MC_CODES(MC_NAME)
+};
+static const char *const mc_order_names[] = {
+    MC_ORDERS(MC_NAME)
+#undef MC_NAME
 };
 
 /* A matrix of codes in the order of a file: rows one after the other, scales apart or between. */
@@ -75,14 +169,16 @@ typedef struct {
     int64_t scale_rows;             /* rows that share their scales */
     int64_t scale_row_bytes, scale_step; /* from such rows to the next; from a scale to the next */
     int64_t num_scales;                  /* in a row */
-    int order, scale;                    /* that of a matrix, or MC_E8M0 */
+    mc_order order;
+    int scale;                           /* that of a matrix, or MC_E8M0 */
+    uint32_t largest; /* scale that makes no code infinite: bits, without the sign, as in the form */
     const uint8_t *factor;               /* of MC_TIMES and MC_DIVIDED */
     int zero;                            /* byte of codes that mean zero */
-    /* Of words: `row_bytes` is from such of some columns to the next; `scale_row_bytes` and
-     * `zero_row_bytes` are from a group to the next. */
+    /* For words, `row_bytes` leads from the words of some columns to the next, `scale_row_bytes` and
+     * `zero_row_bytes` from a group to the next. */
     const uint8_t *zeros;
     int64_t zero_row_bytes;
-    const uint32_t *zero_points; /* by what is stored: the bits of a number of the scale's type */
+    const uint32_t *zero_points; /* for each stored integer, the bits of a number of the scale's type */
 } mc_file;
 
 enum {
@@ -102,9 +198,8 @@ typedef struct {
 } mc_activation;
 
 /* Writes the products of rows [row, row + 16) with `num` inputs: out[i * 16 + r], fp32.
- * Rows beyond the matrix have any value. An input is `columns` numbers,
- * with zeros up to a whole block if weights are codes, or as many as `mc_block8`; behind them their sums
- * of each group, in fp32, if the matrix has zero points or offsets. */
+ * Rows beyond the matrix have any value. An input is `columns` numbers, padded with zeros to a whole
+ * block if weights are codes, or the same columns as `mc_planes`. */
 typedef void (*mc_tile)(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out);
 
@@ -126,33 +221,80 @@ typedef void (*mc_tile)(
 
 typedef struct {
     const char *name;
-    mc_tile tiles[MC_NUM_INPUTS][MC_NUM_CODES]; /* NULL: inputs are converted to fp32 first */
+    /* By type of inputs and codes: numbers and FP8. NULL: inputs are converted to fp32 first. */
+    mc_tile tiles[2][MC_NUM_CODES];
+    /* By codes and flags: integers. NULL: there is no such form. */
+    mc_tile planes[MC_NUM_CODES][MC_FLAGS];
     void (*activate)(float *gate, const float *up, int64_t num, const mc_activation *how);
     void (*quantize)(const uint8_t *from, int type, int64_t columns, int codes, uint8_t *to);
-    void (*sum)(const uint8_t *from, int type, int64_t columns, int64_t group, float *to);
     uint8_t *(*form)(const mc_file *file, int64_t row, uint8_t *out, int *wrong);
     void (*expand)(
         const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes);
     uint32_t (*read)(const uint8_t *at, int64_t num);
 } mc_level;
 
+/* A level's functions, where LEVEL is defined. */
+#define MC_PLANES_OF(codes, suffix, flags) \
+    [MC_##codes][(flags) >> 8] = LEVEL(tile_##codes##_##suffix),
+#define MC_PLANES {MC_FORMS(MC_PLANES_OF)}
+#define LEVEL_OF(title)                                                                           \
+    {                                                                                             \
+        .name = title,                                                                            \
+        .tiles[MC_X_F32] = {[MC_F32] = LEVEL(tile_f32), [MC_F16] = LEVEL(tile_f16),               \
+                            [MC_BF16] = LEVEL(tile_bf16), [MC_E4M3] = LEVEL(tile_e4m3)},          \
+        .planes = MC_PLANES, .activate = LEVEL(activate), .quantize = LEVEL(quantize),            \
+        .form = LEVEL(form), .expand = LEVEL(expand), .read = LEVEL(read),                        \
+    }
+
 static inline int mc_is_coded(const mc_matrix *matrix) { return matrix->codes >= MC_I8; }
 
+/* A property of codes. */
+#define MC_BITS(name, text, bits, bias, is_integer, unit) case MC_##name: return bits;
 static inline int mc_code_bits(int codes)
 {
-    if (codes == MC_I8 || codes == MC_E4M3)
-        return 8;
-    return codes == MC_I6 ? 6 : codes == MC_I5 || codes == MC_U5 ? 5 : 4;
+    switch (codes) { MC_CODES(MC_BITS) }
+    return 0;
 }
+#undef MC_BITS
 
-/* Bytes of so many codes: of 5 and 6 bits, the nibbles of 32 columns, then what is above them. */
+/* Whether inputs are integers, too. */
+#define MC_INTEGER(name, text, bits, bias, is_integer, unit) case MC_##name: return is_integer;
+static inline int mc_is_integer(int codes)
+{
+    switch (codes) { MC_CODES(MC_INTEGER) }
+    return 0;
+}
+#undef MC_INTEGER
+
+/* In what a code's integers count: a power of two. */
+#define MC_UNIT(name, text, bits, bias, is_integer, unit) case MC_##name: return unit;
+static inline float mc_unit(int codes)
+{
+    switch (codes) { MC_CODES(MC_UNIT) }
+    return 1;
+}
+#undef MC_UNIT
+
+/* What 16 codes mean, or NULL. */
+#define MC_TABLE(name, ...) case MC_##name: { static const int8_t table[16] = {__VA_ARGS__}; return table; }
+static inline const int8_t *mc_table(int codes)
+{
+    switch (codes) { MC_TABLES(MC_TABLE) }
+    return NULL;
+}
+#undef MC_TABLE
+
+/* Bytes of `num` codes. Codes of 5 and 6 bits: the nibbles of 32 columns, then the bits above them. */
 static inline int64_t mc_code_bytes(int codes, int64_t num) { return num * mc_code_bits(codes) / 8; }
 
-/* What is added to integers that are stored. */
+/* The number added to integers that are stored. */
+#define MC_ADDED(name, text, bits, bias, is_integer, unit) case MC_##name: return bias;
 static inline int mc_bias(int codes)
 {
-    return codes == MC_I4 ? 8 : codes == MC_I5 ? 16 : codes == MC_I6 ? 32 : 0;
+    switch (codes) { MC_CODES(MC_ADDED) }
+    return 0;
 }
+#undef MC_ADDED
 
 static inline int mc_has_factor(int scale) { return scale >= MC_TIMES; }
 
@@ -164,7 +306,7 @@ static inline int64_t mc_scale_bytes(int scale)
 /* Bytes of the factor at the beginning of 16 rows. */
 static inline int64_t mc_factor_bytes(int scale) { return mc_has_factor(scale) ? 64 : 0; }
 
-/* What multiplies or divides scales, or sums of products with them. */
+/* The number that multiplies or divides scales, or sums of products with them. */
 static inline float mc_factor(const uint8_t *tile)
 {
     float factor;
@@ -180,7 +322,7 @@ static inline int mc_has_terms(const mc_matrix *matrix)
 /* Groups of 16 columns come in pairs: two times the scales, two times the offsets, then the codes. */
 static inline int mc_block_groups(const mc_matrix *matrix) { return matrix->group < MC_BLOCK ? 2 : 1; }
 
-/* Bytes of the scales before the codes, of zero points or offsets behind them as many. */
+/* Bytes of the scales before the codes; zero points or offsets behind them take as many. */
 static inline int64_t mc_head_bytes(const mc_matrix *matrix)
 {
     return MC_TILE * mc_scale_bytes(matrix->scale) * mc_block_groups(matrix);
@@ -192,18 +334,11 @@ static inline int64_t mc_super_bytes(const mc_matrix *matrix)
     return 2 * MC_TILE * (1 + matrix->has_offsets);
 }
 
-/* Columns of an input: of codes, whole blocks. */
+/* Columns of an input: whole blocks if weights are codes. */
 static inline int64_t mc_input_columns(const mc_matrix *matrix)
 {
     int64_t filled = (matrix->columns + MC_BLOCK - 1) & ~(int64_t)(MC_BLOCK - 1);
     return mc_is_coded(matrix) ? filled : matrix->columns;
-}
-
-/* Whether there are inputs of 8 bits: for ggml's blocks of integers. */
-static inline int mc_takes_int8(const mc_matrix *matrix)
-{
-    return (matrix->codes == MC_I8 || matrix->codes == MC_I4) && matrix->scale == MC_F16
-        && matrix->group == MC_BLOCK && !mc_has_terms(matrix);
 }
 
 static inline int64_t mc_input_bytes(int type) { return type == MC_X_F32 ? 4 : 2; }
@@ -211,23 +346,32 @@ static inline int64_t mc_input_bytes(int type) { return type == MC_X_F32 ? 4 : 2
 /* Bytes of an input. */
 static inline int64_t mc_input_row_bytes(int type, int64_t columns)
 {
-    if (type == MC_X_INT8)
-        return columns / MC_BLOCK * (int64_t)sizeof(mc_block8);
+    if (type == MC_X_PLANES)
+        return columns / MC_BLOCK * (int64_t)sizeof(mc_planes);
     return columns * mc_input_bytes(type);
 }
 
-/* The sums behind an input. */
-static inline const float *mc_sums(const mc_matrix *matrix, int type, const uint8_t *input)
+/* Which of a code's tiles multiplies a matrix of integers. */
+static inline int mc_flags(const mc_matrix *matrix)
 {
-    return (const float *)(input + mc_input_row_bytes(type, mc_input_columns(matrix)));
+    return (mc_block_groups(matrix) == 2 ? MC_PAIRS : 0) | (matrix->has_zeros ? MC_ZEROS : 0)
+        | (matrix->has_offsets ? MC_OFFSETS : 0) | (matrix->scale == MC_IN_STEPS ? MC_SUPERS : 0);
 }
 
-/* Bytes of an input with its sums. */
-static inline int64_t mc_given_bytes(int type, const mc_matrix *matrix)
+/* What multiplies a matrix with inputs of a type; NULL: nothing does. */
+static inline mc_tile mc_tile_of(const mc_level *level, int type, const mc_matrix *matrix)
 {
-    int64_t columns = mc_input_columns(matrix);
-    int64_t num_sums = mc_has_terms(matrix) ? (columns + matrix->group - 1) / matrix->group : 0;
-    return mc_input_row_bytes(type, columns) + 4 * num_sums;
+    if (type == MC_X_PLANES)
+        return level->planes[matrix->codes][mc_flags(matrix) >> 8];
+    return level->tiles[type][matrix->codes];
+}
+
+/* As what inputs are multiplied that are given in a type of numbers. */
+static inline int mc_input_type(const mc_level *level, int given, const mc_matrix *matrix)
+{
+    if (mc_is_integer(matrix->codes))
+        return MC_X_PLANES;
+    return level->tiles[given][matrix->codes] ? given : MC_X_F32;
 }
 
 static inline float mc_bits_to_float(uint32_t bits)

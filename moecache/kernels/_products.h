@@ -9,8 +9,6 @@
 #define MC_CHUNK 64
 /* Weights of an item: a thread takes the next one every few microseconds. */
 #define MC_ITEM_BYTES (128 * 1024)
-/* Waking a thread costs more than work on fewer rows of activations does. */
-#define MC_FEW 16
 
 /* Rows of fp32 or bf16. */
 typedef struct {
@@ -55,28 +53,20 @@ static void mc_add_bias(float *values, const mc_rows *bias, int64_t index, int64
         values[i] += terms[i];
 }
 
-/* Puts the sums of an input behind it, if the matrix needs them. */
-static void mc_add_sums(const mc_level *level, int type, const mc_matrix *matrix, uint8_t *input)
-{
-    if (mc_has_terms(matrix))
-        level->sum(input, type, mc_input_columns(matrix), matrix->group,
-                   (float *)(input + mc_input_row_bytes(type, mc_input_columns(matrix))));
-}
-
-/* An input as another type, or with zeros and sums behind it; of whatever is multiplied by this matrix. */
+/* Converts an input of this matrix to another type, or copies it with zeros behind it. */
 static void mc_convert(const mc_level *level, const uint8_t *from, int given, int wanted,
                        const mc_matrix *matrix, uint8_t *to)
 {
     int64_t columns = matrix->columns, rest = mc_input_columns(matrix) - columns;
     int64_t bytes = mc_input_bytes(given);
-    if (wanted == MC_X_INT8) {
+    if (wanted == MC_X_PLANES) {
         uint8_t last[MC_BLOCK * 4] = {0};
         int64_t whole = columns / MC_BLOCK * MC_BLOCK;
         level->quantize(from, given, whole, matrix->codes, to);
         memcpy(last, from + whole * bytes, (size_t)((columns - whole) * bytes));
         if (rest)
             level->quantize(last, given, MC_BLOCK, matrix->codes,
-                            to + mc_input_row_bytes(MC_X_INT8, whole));
+                            to + mc_input_row_bytes(MC_X_PLANES, whole));
         return;
     }
     if (given == wanted)
@@ -84,13 +74,24 @@ static void mc_convert(const mc_level *level, const uint8_t *from, int given, in
     else
         mc_to_f32(from, given, columns, (float *)to);
     memset(to + mc_input_row_bytes(wanted, columns), 0, (size_t)mc_input_row_bytes(wanted, rest));
-    mc_add_sums(level, wanted, matrix, to);
+}
+
+/* Bytes of 16 rows. */
+static int64_t mc_tile_bytes(const mc_matrix *matrix)
+{
+    return matrix->row_bytes * (mc_is_coded(matrix) ? 1 : MC_TILE);
+}
+
+/* Bytes of a matrix that one input reads in as long as `num` inputs take. */
+static int64_t mc_read_bytes(const mc_matrix *matrix, int64_t num)
+{
+    return matrix->rows / MC_TILE * mc_tile_bytes(matrix) * num;
 }
 
 /* Tiles of 16 rows that are one item. */
 static int64_t mc_tiles_per_item(const mc_matrix *matrix)
 {
-    int64_t bytes = matrix->row_bytes * (mc_is_coded(matrix) ? 1 : MC_TILE);
+    int64_t bytes = mc_tile_bytes(matrix);
     int64_t tiles = bytes < MC_ITEM_BYTES ? MC_ITEM_BYTES / (bytes + 1) : 1;
     return tiles < 1 ? 1 : tiles;
 }
@@ -110,7 +111,7 @@ typedef struct {
 static void mc_product_item(void *job, int64_t item)
 {
     const mc_product *p = job;
-    mc_tile tile = p->level->tiles[p->input_type][p->matrix.codes];
+    mc_tile tile = mc_tile_of(p->level, p->input_type, &p->matrix);
     int64_t first = item * p->tiles_per_item * MC_TILE;
     int64_t last = first + p->tiles_per_item * MC_TILE;
     if (last > p->matrix.rows)
@@ -135,7 +136,8 @@ static void mc_products(mc_product *product, int num_threads)
 {
     product->tiles_per_item = mc_tiles_per_item(&product->matrix);
     mc_share(num_threads, mc_product_item, product,
-             mc_ceil(product->matrix.rows, product->tiles_per_item * MC_TILE));
+             mc_ceil(product->matrix.rows, product->tiles_per_item * MC_TILE),
+             mc_read_bytes(&product->matrix, product->num_inputs));
 }
 
 /* The values of a matrix of codes, as rows of fp32 or bf16. */
@@ -159,7 +161,8 @@ static void mc_expand(mc_expansion *expansion, int num_threads)
 {
     expansion->tiles_per_item = mc_tiles_per_item(&expansion->matrix);
     mc_share(num_threads, mc_expand_item, expansion,
-             mc_ceil(expansion->matrix.rows, expansion->tiles_per_item * MC_TILE));
+             mc_ceil(expansion->matrix.rows, expansion->tiles_per_item * MC_TILE),
+             4 * mc_read_bytes(&expansion->matrix, 1));
 }
 
 /* Matrices of a role in slots: the same shape, one after the other. */
@@ -190,7 +193,7 @@ typedef struct {
     const uint8_t *const *inputs; /* of each i */
     int input_type;
     mc_rows hidden; /* scratch: activations of each i */
-    int hidden_type; /* what `down` is given; MC_X_INT8 is made of fp32, in its place */
+    int hidden_type; /* input type of `down`; MC_X_PLANES is made of fp32, in its place */
     const uint8_t **hidden_inputs;
     mc_rows out;
     int64_t tiles_per_item, items_per_expert;
@@ -201,7 +204,7 @@ static void mc_gate_and_up(
     const mc_experts *e, const mc_matrix *matrix, int64_t slot, int64_t row, int64_t num,
     const uint8_t *const *inputs, int64_t count, float *gate, float *up)
 {
-    mc_tile tile = e->level->tiles[e->input_type][matrix->codes];
+    mc_tile tile = mc_tile_of(e->level, e->input_type, matrix);
     if (!e->is_interleaved) {
         tile(matrix, row, inputs, count, gate);
         if (e->is_gated) {
@@ -263,10 +266,8 @@ static void mc_hidden_item(void *job, int64_t item)
 {
     const mc_experts *e = job;
     uint8_t *row = e->hidden.data + item * e->hidden.row_bytes;
-    mc_add_sums(e->level, e->hidden.type, &e->down.first, row);
-    if (e->hidden_type == MC_X_INT8)
-        e->level->quantize(row, e->hidden.type, mc_input_columns(&e->down.first), e->down.first.codes,
-                       row);
+    e->level->quantize(
+        row, e->hidden.type, mc_input_columns(&e->down.first), e->down.first.codes, row);
 }
 
 static void mc_down_item(void *job, int64_t item)
@@ -274,7 +275,7 @@ static void mc_down_item(void *job, int64_t item)
     const mc_experts *e = job;
     int64_t expert = item / e->items_per_expert, slot = e->slots[expert];
     mc_matrix matrix = mc_in_slot(&e->down, slot);
-    mc_tile tile = e->level->tiles[e->hidden_type][matrix.codes];
+    mc_tile tile = mc_tile_of(e->level, e->hidden_type, &matrix);
     int64_t first = item % e->items_per_expert * e->tiles_per_item * MC_TILE;
     int64_t last = first + e->tiles_per_item * MC_TILE;
     if (last > matrix.rows)
@@ -334,22 +335,25 @@ static void mc_sum_item(void *job, int64_t item)
 
 static void mc_combine(mc_sum *sum, int num_threads)
 {
-    mc_share(sum->num_tokens < MC_FEW ? 1 : num_threads, mc_sum_item, sum, sum->num_tokens);
+    mc_share(num_threads, mc_sum_item, sum, sum->num_tokens,
+             sum->num_tokens * sum->top_k * sum->columns * 4);
 }
 
 static void mc_compute_experts(mc_experts *e, int num_threads)
 {
+    int64_t num = e->offsets[e->num_experts];
     /* Gate and up: an item has tiles of both. */
     e->tiles_per_item = mc_ceil(mc_tiles_per_item(&e->up.first), 1 + e->is_gated);
     e->items_per_expert = mc_ceil(e->width, e->tiles_per_item * MC_TILE);
-    mc_share(num_threads, mc_up_item, e, e->num_experts * e->items_per_expert);
-    if (e->hidden_type == MC_X_INT8 || mc_has_terms(&e->down.first)) {
-        int64_t num = e->offsets[e->num_experts];
-        mc_share(num < MC_FEW ? 1 : num_threads, mc_hidden_item, e, num);
+    mc_share(num_threads, mc_up_item, e, e->num_experts * e->items_per_expert,
+             mc_read_bytes(&e->up.first, num));
+    if (e->hidden_type == MC_X_PLANES) {
+        mc_share(num_threads, mc_hidden_item, e, num, 4 * num * e->hidden.row_bytes);
     }
     e->tiles_per_item = mc_tiles_per_item(&e->down.first);
     e->items_per_expert = mc_ceil(e->down.first.rows, e->tiles_per_item * MC_TILE);
-    mc_share(num_threads, mc_down_item, e, e->num_experts * e->items_per_expert);
+    mc_share(num_threads, mc_down_item, e, e->num_experts * e->items_per_expert,
+             mc_read_bytes(&e->down.first, num));
 }
 
 #endif

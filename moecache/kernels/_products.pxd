@@ -1,4 +1,4 @@
-"""What the headers beside this file declare."""
+"""Declarations of the headers beside this file."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 
@@ -13,11 +13,19 @@ cdef extern from "_products.h" nogil:
         MC_E8M0
         MC_F16
         MC_F32
-        MC_I8
         MC_IN_STEPS
         MC_X_F32
         MC_X_BF16
-        MC_X_INT8
+        MC_X_PLANES
+        MC_MAX_LEVELS
+        MC_NUM_CODES
+        MC_NUM_ORDERS
+
+    ctypedef enum mc_order:
+        pass
+
+    const char *const mc_code_names[]
+    const char *const mc_order_names[]
 
     ctypedef struct mc_matrix:
         const uint8_t *data
@@ -42,17 +50,16 @@ cdef extern from "_products.h" nogil:
         int64_t scale_row_bytes
         int64_t scale_step
         int64_t num_scales
-        int order
+        mc_order order
         int scale
+        uint32_t largest
         const uint8_t *factor
         int zero
         const uint8_t *zeros
         int64_t zero_row_bytes
         const uint32_t *zero_points
 
-    ctypedef void (*mc_tile)(
-        const mc_matrix *, int64_t, const uint8_t *const *, int64_t, float *
-    ) noexcept nogil
+    ctypedef void (*mc_tile)() noexcept nogil
 
     ctypedef struct mc_activation:
         int kind
@@ -61,7 +68,6 @@ cdef extern from "_products.h" nogil:
 
     ctypedef struct mc_level:
         const char *name
-        mc_tile tiles[3][12]
         uint8_t *(*form)(const mc_file *, int64_t, uint8_t *, int *) noexcept nogil
         uint32_t (*read)(const uint8_t *, int64_t) noexcept nogil
 
@@ -117,12 +123,15 @@ cdef extern from "_products.h" nogil:
         int64_t top_k
         int64_t columns
 
+    int64_t mc_shared_bytes
+    int64_t mc_waking_bytes
+    void mc_share_from(int64_t shared_bytes, int64_t waking_bytes)
+
     int mc_levels(const mc_level **levels)
-    int mc_has_terms(const mc_matrix *matrix)
     int mc_is_coded(const mc_matrix *matrix)
-    int mc_takes_int8(const mc_matrix *matrix)
+    mc_tile mc_tile_of(const mc_level *level, int type, const mc_matrix *matrix)
+    int mc_input_type(const mc_level *level, int given, const mc_matrix *matrix)
     int64_t mc_input_columns(const mc_matrix *matrix)
-    int64_t mc_given_bytes(int type, const mc_matrix *matrix)
     int64_t mc_input_row_bytes(int type, int64_t columns)
     void mc_convert(
         const mc_level *level, const uint8_t *inputs, int given, int wanted,

@@ -1,5 +1,5 @@
-/* Threads that share one job at a time: they sleep while there is none, and take what is to do in
- * small items. One that loses its processor in the middle of an item delays the whole job, on a busy
+/* Threads that share one job at a time: they sleep while there is none, and take its work in small
+ * items. A thread that loses its processor in the middle of an item delays the whole job, on a busy
  * machine by milliseconds: then the thread that calls works alone for a while. */
 #ifndef MOECACHE_THREADS_H
 #define MOECACHE_THREADS_H
@@ -13,20 +13,31 @@
 #define MC_MAX_THREADS 256
 /* Looks at a counter before a thread sleeps: some microseconds. */
 #define MC_LOOKS 400
+/* Weights that are worth a second thread: one that is awake, and one that has to be woken. Less takes as long
+ * as telling it. */
+static int64_t mc_shared_bytes = 256 * 1024, mc_waking_bytes = 2 * 1024 * 1024;
 
 /* A worker that is waited for longer, and longer than for two items, has lost its processor. */
 #define MC_LATE_NS 300000
-/* For how long the calling thread works alone then; twice as long each time, up to the second. */
+/* The time that the calling thread then works alone; it doubles each time, up to the second number. */
 #define MC_ALONE_NS 20000000
 #define MC_MOST_ALONE_NS 320000000
+
+/* For tests: 0 and 0 have threads share whatever there is. */
+static inline void mc_share_from(int64_t shared_bytes, int64_t waking_bytes)
+{
+    mc_shared_bytes = shared_bytes;
+    mc_waking_bytes = waking_bytes;
+}
 
 typedef void (*mc_work)(void *job, int64_t item);
 
 static struct {
     pthread_mutex_t turn; /* held by the thread whose job it is */
-    pthread_mutex_t lock; /* of all below but `next` */
+    pthread_mutex_t lock; /* guards all below but `next` */
     pthread_cond_t wake, left;
     int num_workers; /* threads that were started */
+    int num_awake;   /* of them, those that look or work */
     int num_wanted;  /* workers that may still join the job */
     int num_joined;  /* workers that are at it */
     uint64_t number; /* of the job */
@@ -34,7 +45,7 @@ static struct {
     void *job;
     int64_t num_items;
     int64_t next; /* item to be taken */
-    /* Of the thread that has the turn: until when it works alone, and for how long the next time. */
+    /* For the thread that has the turn: it works alone until then, and for `alone_ns` the next time. */
     int64_t alone_until_ns, alone_ns;
 } mc_pool = {
     .turn = PTHREAD_MUTEX_INITIALIZER,
@@ -59,8 +70,8 @@ static int64_t mc_now_ns(void)
     return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
 }
 
-/* Whether workers that were waited for had lost their processors: the caller did `own_items` in
- * `own_ns`, and a worker's last item takes as long as one of those. */
+/* Whether the workers that the caller waited for had lost their processors: the caller did `own_items`
+ * in `own_ns`, and a worker's last item takes as long as one of those. */
 static int mc_is_late(int64_t waited_ns, int64_t own_ns, int64_t own_items)
 {
     return own_items > 0 && waited_ns > MC_LATE_NS && waited_ns > 2 * (own_ns / own_items);
@@ -101,8 +112,10 @@ static void *mc_worker(void *unused)
             mc_relax();
         }
         pthread_mutex_lock(&mc_pool.lock);
+        __atomic_sub_fetch(&mc_pool.num_awake, 1, __ATOMIC_RELAXED);
         while (mc_pool.number == seen)
             pthread_cond_wait(&mc_pool.wake, &mc_pool.lock);
+        __atomic_add_fetch(&mc_pool.num_awake, 1, __ATOMIC_RELAXED);
         seen = mc_pool.number;
         if (mc_pool.num_wanted > 0) {
             mc_work work = mc_pool.work;
@@ -113,7 +126,7 @@ static void *mc_worker(void *unused)
             pthread_mutex_unlock(&mc_pool.lock);
             mc_take_items(work, job, num_items);
             pthread_mutex_lock(&mc_pool.lock);
-            if (--mc_pool.num_joined == 0)
+            if (__atomic_sub_fetch(&mc_pool.num_joined, 1, __ATOMIC_RELEASE) == 0)
                 pthread_cond_signal(&mc_pool.left);
         }
         pthread_mutex_unlock(&mc_pool.lock);
@@ -128,7 +141,7 @@ static void mc_after_fork(void)
     pthread_mutex_init(&mc_pool.lock, NULL);
     pthread_cond_init(&mc_pool.wake, NULL);
     pthread_cond_init(&mc_pool.left, NULL);
-    mc_pool.num_workers = mc_pool.num_wanted = mc_pool.num_joined = 0;
+    mc_pool.num_workers = mc_pool.num_awake = mc_pool.num_wanted = mc_pool.num_joined = 0;
 }
 
 static void mc_start_workers(int num)
@@ -147,17 +160,22 @@ static void mc_start_workers(int num)
         if (pthread_create(&thread, &attributes, mc_worker, NULL))
             break;
         mc_pool.num_workers++;
+        __atomic_add_fetch(&mc_pool.num_awake, 1, __ATOMIC_RELAXED);
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
 }
 
 /* Do `work` for every item below `num_items`, with at most `num_threads` threads, this one
- * included; returns when all is done. Alone if another thread's job is under way. */
-static void mc_share(int num_threads, mc_work work, void *job, int64_t num_items)
+ * included; returns when all is done. Alone if another thread's job is under way, or if it takes no
+ * longer than `bytes` of weights, read once, that are too few. */
+static void mc_share(int num_threads, mc_work work, void *job, int64_t num_items, int64_t bytes)
 {
+    int is_awake = __atomic_load_n(&mc_pool.num_awake, __ATOMIC_RELAXED) > 0;
     if (num_items < num_threads)
         num_threads = (int)num_items;
+    if (bytes < (is_awake ? mc_shared_bytes : mc_waking_bytes))
+        num_threads = 1;
     int has_turn = num_threads > 1 && !pthread_mutex_trylock(&mc_pool.turn);
     if (!has_turn || mc_now_ns() < mc_pool.alone_until_ns) {
         for (int64_t item = 0; item < num_items; item++)
@@ -178,10 +196,15 @@ static void mc_share(int num_threads, mc_work work, void *job, int64_t num_items
     pthread_mutex_unlock(&mc_pool.lock);
     int64_t began_ns = mc_now_ns(), own_items = mc_take_items(work, job, num_items);
     pthread_mutex_lock(&mc_pool.lock);
-    /* Nobody joins any more; those who did are at their last items. */
+    /* Nobody joins any more; those who did are at their last items, and mostly done before a thread would
+     * have fallen asleep and been woken. */
     mc_pool.num_wanted = 0;
     if (mc_pool.num_joined) {
         int64_t since_ns = mc_now_ns(), now_ns;
+        pthread_mutex_unlock(&mc_pool.lock);
+        for (int i = 0; i < MC_LOOKS && __atomic_load_n(&mc_pool.num_joined, __ATOMIC_ACQUIRE); i++)
+            mc_relax();
+        pthread_mutex_lock(&mc_pool.lock);
         while (mc_pool.num_joined)
             pthread_cond_wait(&mc_pool.left, &mc_pool.lock);
         now_ns = mc_now_ns();

@@ -1,4 +1,4 @@
-/* Vectors of LANES numbers and what every tile does with them: included once for each level, before
+/* Vectors of LANES numbers and the operations that tiles share: included once for each level, before
  * its tiles. */
 
 typedef float LEVEL(vf) __attribute__((vector_size(LANES * 4)));
@@ -12,7 +12,7 @@ typedef uint8_t LEVEL(vb) __attribute__((vector_size(LANES * 4)));
 #define vh LEVEL(vh)
 #define vb LEVEL(vb)
 #define INLINE static inline __attribute__((always_inline))
-/* Of what many call and little is gained by copies. */
+/* Never inlined: many call it, and copies gain little. */
 #define SHARED static __attribute__((noinline))
 
 INLINE vf LEVEL(all)(float value) { return value - (vf){0}; }
@@ -45,7 +45,7 @@ INLINE vu LEVEL(widen)(const uint8_t *raw)
 #ifdef WIDEN
     return WIDEN(raw);
 #else
-    vu words;
+    vu words = {0};
     for (int i = 0; i < LANES; i++)
         words[i] = raw[i];
     return words;

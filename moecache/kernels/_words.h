@@ -1,8 +1,8 @@
 /* Compute forms of codes that a file has in words of 32 bits, with zero points: GPTQ and AWQ; included
  * by `_forms.h` for each level. */
 
-/* Words of GPTQ with 8 columns of 16 rows: those of even columns, then of odd ones. Words with 16 columns
- * are taken as two, the lower half and the upper. */
+/* Words of GPTQ with 8 columns of 16 rows: even columns, then odd ones. A word with 16 columns is taken as
+ * two, the lower half and the upper. */
 INLINE void LEVEL(form_gptq4)(const uint8_t *words, int is_two_bits, int is_upper, uint8_t *out)
 {
     for (int r = 0; r < MC_TILE; r += LANES) {
@@ -22,7 +22,7 @@ INLINE void LEVEL(form_gptq4)(const uint8_t *words, int is_two_bits, int is_uppe
     }
 }
 
-/* Words of GPTQ with 4 columns of 16 rows: of each 4 rows, pairs of columns are put side by side. */
+/* Words of GPTQ with 4 columns of 16 rows: pairs of columns of each 4 rows are put side by side. */
 INLINE void LEVEL(form_gptq8)(const uint8_t *words, uint8_t *out)
 {
     for (int r = 0; r < MC_TILE; r += 4) {
@@ -36,8 +36,8 @@ INLINE void LEVEL(form_gptq8)(const uint8_t *words, uint8_t *out)
 /* Words of AWQ with 16 rows of 8 columns: for each row a word, even columns first. */
 INLINE void LEVEL(form_awq)(const uint8_t *columns, int64_t step, uint8_t *out)
 {
-    /* By rows, the columns whose nibbles become the low ones of bytes: 0, 4, 1, 5; and the high ones:
-     * 2, 6, 3, 7. */
+    /* By rows, the columns whose nibbles become the low ones of bytes (0, 4, 1, 5), then those whose
+     * nibbles become the high ones (2, 6, 3, 7). */
     v4 words[2][2];
     for (int high = 0; high < 2; high++) {
         v16 two[2];
@@ -77,7 +77,7 @@ INLINE uint8_t *LEVEL(form_head)(
     memset(out, 0, (size_t)(2 * MC_TILE * bytes));
     memcpy(out, file->scales + group * file->scale_row_bytes + row * bytes,
            (size_t)(num_rows * bytes));
-    *wrong |= LEVEL(not_finite)(out, file->scale);
+    *wrong |= LEVEL(too_large)(out, file->scale, file->largest);
     out += MC_TILE * bytes;
     for (int64_t r = 0; r < num_rows; r++) {
         int64_t bit = (order == MC_AWQ ? (r & 8) + (r & 1) * 4 + (r & 7) / 2 : r) * bits;
@@ -90,19 +90,19 @@ INLINE uint8_t *LEVEL(form_head)(
     return out + MC_TILE * bytes;
 }
 
-/* As `form_of`, of codes in words. */
+/* Like `form_of`, for codes in words. */
 INLINE uint8_t *LEVEL(form_words)(
     const mc_file *file, int64_t row, uint8_t *out, int *wrong, int order)
 {
-    v4 not_finite = {0};
+    v4 too_large = {0};
     int64_t num_rows = file->rows - row < MC_TILE ? file->rows - row : MC_TILE;
     int width = order == MC_GPTQ8 ? 4 : 8; /* columns that are brought into the form together */
-    int lines = order == MC_AWQ ? 8 : 1;   /* these have so many times so many bytes */
+    int lines = order == MC_AWQ ? 8 : 1;   /* they take `lines` times `bytes` bytes */
     int64_t bytes = order == MC_AWQ ? num_rows / 2 : num_rows * 4, step = file->row_bytes;
     const uint8_t *at = file->codes + (order == MC_AWQ ? row / 2 : row * 4);
     for (int64_t k = 0; k < file->columns; k += MC_BLOCK) {
         if (k % file->group == 0)
-            out = LEVEL(form_head)(file, row, num_rows, k / file->group, out, &not_finite, order);
+            out = LEVEL(form_head)(file, row, num_rows, k / file->group, out, &too_large, order);
         for (int64_t column = k; column < k + MC_BLOCK; column += width, out += MC_TILE * 4) {
             uint8_t copies[MC_TILE * 4];
             const uint8_t *words = at;
@@ -129,6 +129,6 @@ INLINE uint8_t *LEVEL(form_words)(
         }
     }
     for (int i = 0; i < 4; i++)
-        *wrong |= not_finite[i] != 0;
+        *wrong |= too_large[i] != 0;
     return out;
 }

@@ -9,6 +9,7 @@ from moecache.formats import find_format, format_of, tiled_rows
 from moecache.kernels._kernels import Experts, Matrix
 from moecache.kernels.matrices import type_of
 from moecache.layout import Role
+from moecache.units import whole_number
 
 # Of the names that a layout has: these and no others can be computed.
 _ROLES = {"gate_up", "up", "down", "gate_up_bias", "up_bias", "down_bias"}
@@ -32,8 +33,6 @@ class SlotKernel:
         Whether rows of gate and up alternate; else gate's are above up's.
     alpha, limit : float
         Of activation "swiglu"; "clamped_silu" has the limit alone.
-    activations : {"float", "int8"}, default "float"
-        How inputs, and what goes down, are multiplied with blocks of integers; see `products`.
 
     Attributes
     ----------
@@ -57,8 +56,8 @@ class SlotKernel:
         is_interleaved: bool = False,
         alpha: float = 1.702,
         limit: float = 7.0,
-        activations: str = "float",
     ) -> None:
+        num_slots = whole_number(num_slots, "num_slots", 1, 2**31 - 1)
         first, second = expert(0), expert(min(1, num_slots - 1))
         _check_roles(first)
         is_gated = "gate_up" in first
@@ -102,7 +101,6 @@ class SlotKernel:
             limit=limit,
             up_bias=bias(f"{wide}_bias", up_shape[0]),
             down_bias=bias("down_bias", self.hidden_size),
-            activations=activations,
             owner=(first, second),
         )
         self.num_computed = self.busy_ns = 0
@@ -147,9 +145,17 @@ class SlotKernel:
         if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_slots:
             raise ValueError(f"slots {slots} are not in [0, {self.num_slots})")
         self.compute_at(
-            *(slots, offsets, pairs, top_k),
-            *(hidden.ctypes.data, type_of(hidden), len(hidden), hidden.strides[0]),
-            *(rows.ctypes.data, type_of(rows), rows.strides[0]),
+            slots,
+            offsets,
+            pairs,
+            top_k,
+            hidden.ctypes.data,
+            type_of(hidden),
+            len(hidden),
+            hidden.strides[0],
+            rows.ctypes.data,
+            type_of(rows),
+            rows.strides[0],
         )
 
 

@@ -20,13 +20,22 @@ from moecache.formats import (
     StackedFormat,
     find_format,
 )
+from moecache.formats.code_books import CodeBook
 from moecache.formats.form import BLOCK_COLUMNS
-from moecache.formats.scaled import pack, unpack
+from moecache.formats.scaled import largest_scale, pack, unpack
 from moecache.kernels._kernels import Matrix, Tiler
 from moecache.layout import ExpertLayout, Role
 
 # What files have; other scales become float32.
 _SCALES = ("f32", "f16", "bf16", "e8m0")
+# By what a form has; of scales in two steps, the dtype of the first.
+_SCALE_DTYPES = {
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f16*i8": "float16",
+    **dict.fromkeys(("e4m3*", "e4m3/"), "float8_e4m3fn"),
+}
 # Order in a file, and a byte of codes that mean zero.
 _ORDERS = {
     "e4m3": ("bytes", 0),
@@ -41,7 +50,6 @@ _PLAIN_BLOCKS = {
     "iq4_nl": ("halves", 0, 2),
     "mxfp4_gguf": ("halves fp4", 0, 1),
 }
-_INT8 = tuple(Form(codes, "f16", BLOCK_COLUMNS) for codes in ("i8", "i4"))
 _OUTPUTS = {"float32": "f32", "bfloat16": "bf16"}
 
 
@@ -51,11 +59,6 @@ def has_form(name: str) -> bool:
         return find_format(name).form is not None
     except ConfigError:
         return False
-
-
-def takes_int8(name: str) -> bool:
-    """Return whether a format's form is that of ggml's blocks, which multiply inputs of 8 bits."""
-    return has_form(name) and find_format(name).form in _INT8
 
 
 def default_compute(layout: ExpertLayout) -> str:
@@ -152,6 +155,7 @@ def _tiler(known: Format, form: Form, rows: int, columns: int) -> Tiler | Repack
         "group": form.group or -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS,
         "raw_bytes": nbytes,
         "form_bytes": form.nbytes(rows, columns),
+        "largest": largest_scale(_SCALE_DTYPES[form.scale], known.most),
     }
     if isinstance(known, ScaledFormat):
         if plain := _plain_scaled(known):
@@ -188,6 +192,11 @@ def _tiler(known: Format, form: Form, rows: int, columns: int) -> Tiler | Repack
             zero_points=points.astype(scales).view(f"u{scales.itemsize}").astype("u4").tobytes(),
         )
     assert isinstance(known, BlockFormat)
+    if isinstance(known, CodeBook):
+        book = known
+        return Repacker(
+            known, known.plain, rows, columns, lambda parts: (book.repack(parts["blocks"]),)
+        )
     _, (_, blocks, block_bytes) = parts["blocks"]
     args |= {"row_bytes": blocks * block_bytes, "block_bytes": block_bytes, "scale": form.scale}
     if known.name not in _PLAIN_BLOCKS:

@@ -71,12 +71,12 @@ def products(
     matrix: Matrix | np.ndarray,
     *,
     bias: np.ndarray | None = None,
-    activations: str = "float",
 ) -> np.ndarray:
     """Return inputs @ matrix.T + bias, as a linear layer does.
 
     Weights are exact, sums are float32, and a row's bits are the same whatever the other rows,
-    and with any number of threads.
+    and with any number of threads. Where weights are integers, inputs are rounded to 15 bits and a
+    scale for each 32 columns; a row that has an infinity or a NaN gives NaN then.
 
     Parameters
     ----------
@@ -84,10 +84,6 @@ def products(
     matrix : Matrix, or ndarray of float32, float16 or bfloat16, shape [rows, columns]
         See `matrix_of`.
     bias : ndarray of float32 or bfloat16, shape [rows], optional
-    activations : {"float", "int8"}, default "float"
-        How inputs are multiplied with ggml's blocks (q8_0, q4_0): as given, or rounded to
-        8 bits and a scale for each 32 columns. With "int8" all levels have the same bits, and a row
-        that has an infinity or a NaN gives NaN. Other formats have inputs as given.
 
     Returns
     -------
@@ -120,7 +116,6 @@ def products(
         kind,
         out.strides[0],
         *((0, "f32") if terms is None else (terms.ctypes.data, type_of(terms))),
-        activations,
     )
     return out
 

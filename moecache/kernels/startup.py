@@ -43,7 +43,9 @@ def _start() -> None:
     else:
         logger.warning(
             "settings.unsupported MOECACHE_KERNELS=%r: this processor has %s; using %s",
-            *(settings.kernels, ", ".join(_kernels.levels()), _kernels.level()),
+            settings.kernels,
+            ", ".join(_kernels.levels()),
+            _kernels.level(),
         )
 
 

@@ -1,0 +1,268 @@
+/* Tiles of weights that are integers, for inputs of integers (`mc_planes`): included once for each level,
+ * with DOT_GENERIC, DOT_AVX2, DOT_VNNI or DOT_NEON defined.
+ *
+ * A register's lanes are rows. A block's sum of integers is exact, so it has no order: 32 products of at
+ * most 255 * 16256 stay below 2^31, and so do those of 6 bits times a scale of 8. What follows is in
+ * fp32, nothing fused, a block after the other in the order of the columns:
+ *
+ *     sum += (sum of the block * the input's scale) * the weights' scale
+ *     sum += offset * (sum of the input's integers * its scale)
+ *
+ * With scales in two steps the first is an integer and multiplies the block's sum as one; the second
+ * multiplies what 256 columns give. So all levels have the same bits: the generic one defines them. */
+
+#ifdef DOT_VNNI
+/* Weights are unsigned: the number that is added to those that have signs, a power of two. */
+#define FLIP 0x80808080
+#define UNSIGNED 128
+#else
+#define FLIP 0
+#define UNSIGNED 0
+#endif
+
+/* Whether integers have signs where they are multiplied. */
+INLINE int LEVEL(has_sign)(int codes)
+{
+    return codes == MC_I8 || codes == MC_IQ4 || codes == MC_IQ2 || codes == MC_IQ3X;
+}
+
+/* Added to each integer of a code in what `unpack` returns: a power of two, if anything. */
+INLINE int LEVEL(bias)(int codes)
+{
+    if (LEVEL(has_sign)(codes))
+        return UNSIGNED;
+    return mc_table(codes) ? 16 : mc_bias(codes);
+}
+
+/* Integers of codes of 4 bits that a table has, with the bias. */
+INLINE vu LEVEL(look_up)(vu nibbles, int codes)
+{
+    uint8_t table[16];
+    for (int i = 0; i < 16; i++)
+        table[i] = (uint8_t)(mc_table(codes)[i] + LEVEL(bias)(codes));
+#ifdef LOOK_UP
+    vu all;
+    for (int i = 0; i < LANES; i++) {
+        uint32_t four;
+        memcpy(&four, table + i % 4 * 4, 4);
+        all[i] = four;
+    }
+    return LOOK_UP(all, nibbles);
+#else
+    uint8_t bytes[LANES * 4];
+    memcpy(bytes, &nibbles, sizeof bytes);
+    for (int i = 0; i < LANES * 4; i++)
+        bytes[i] = table[bytes[i]];
+    memcpy(&nibbles, bytes, sizeof bytes);
+    return nibbles;
+#endif
+}
+
+/* The integers of 16 columns, four columns of a row in each lane, from the codes of 32 at `at`. */
+INLINE void LEVEL(unpack)(const uint8_t *at, int half, int codes, vu *words)
+{
+    int bits = mc_code_bits(codes);
+    vu above = {0};
+    if (bits == 5 || bits == 6)
+        memcpy(&above, at + 256 + (bits - 5) * half * 64, sizeof above);
+    if (bits == 5)
+        above >>= 4 * half;
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        vu lanes;
+        memcpy(&lanes, at + (bits == 8 ? 4 * half + j : 2 * half + j / 2) * 64, sizeof lanes);
+        if (bits == 8) {
+            words[j] = LEVEL(by_rows)(lanes) ^ FLIP;
+            continue;
+        }
+        words[j] = (j % 2 ? lanes >> 4 : lanes) & 0x0f0f0f0f;
+        if (bits > 4)
+            words[j] |= (above >> (bits - 4) * j & (bits == 5 ? 0x01010101 : 0x03030303)) << 4;
+        if (mc_table(codes))
+            words[j] = LEVEL(look_up)(words[j], codes);
+    }
+}
+
+/* Four integers of an input, for all rows. */
+INLINE vi LEVEL(four)(const int8_t *values)
+{
+    int32_t four;
+    memcpy(&four, values, 4);
+    return four - (vi){0};
+}
+
+#if defined(DOT_AVX2)
+/* vpmaddubsw adds two products in 16 bits: so many such sums stay within them, of weights of 4 bits and
+ * of 5 (tables give at most 31), of 6, and of those that have signs. */
+INLINE int LEVEL(narrow_sums)(int codes)
+{
+    return LEVEL(has_sign)(codes) ? 1 : mc_code_bits(codes) == 6 ? 2 : 4;
+}
+
+/* sum + the products of `num` words with an input. */
+INLINE vi LEVEL(dots)(vi sum, const vu *words, const int8_t *values, int num, int codes)
+{
+    __m256i narrow = _mm256_setzero_si256();
+    for (int i = 0; i < num; i++) {
+        __m256i w = (__m256i)words[i], x = (__m256i)LEVEL(four)(values + 4 * i);
+        /* Signed weights: sizes are unsigned, 128 included, and the signs go to the inputs. Two
+         * products are at most 2 * 128 * 127 = 32512. */
+        if (LEVEL(has_sign)(codes)) {
+            x = _mm256_sign_epi8(x, w);
+            w = _mm256_abs_epi8(w);
+        }
+        __m256i pairs = _mm256_maddubs_epi16(w, x);
+        narrow = i ? _mm256_add_epi16(narrow, pairs) : pairs;
+    }
+    return (vi)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));
+}
+#elif defined(DOT_NEON)
+INLINE int LEVEL(narrow_sums)(int codes)
+{
+    (void)codes;
+    return 4;
+}
+
+/* 16 columns: the input is loaded once, and each word is multiplied by four of its integers. */
+INLINE vi LEVEL(dots)(vi sum, const vu *words, const int8_t *values, int num, int codes)
+{
+    const int8x16_t *w = (const int8x16_t *)words, x = vld1q_s8(values);
+    int32x4_t found = (int32x4_t)sum;
+    (void)num;
+    (void)codes;
+    found = vdotq_laneq_s32(found, w[0], x, 0);
+    found = vdotq_laneq_s32(found, w[1], x, 1);
+    found = vdotq_laneq_s32(found, w[2], x, 2);
+    return (vi)vdotq_laneq_s32(found, w[3], x, 3);
+}
+#else
+INLINE int LEVEL(narrow_sums)(int codes)
+{
+    (void)codes;
+    return 1;
+}
+
+INLINE vi LEVEL(dots)(vi sum, const vu *words, const int8_t *values, int num, int codes)
+{
+    vi x = LEVEL(four)(values);
+    (void)num;
+    (void)codes;
+#if defined(DOT_VNNI)
+    return DOT_VNNI(sum, *words, x);
+#else
+    for (int i = 0; i < 4; i++)
+        sum += ((vi)(*words << (24 - 8 * i)) >> 24) * ((vi)((vu)x << (24 - 8 * i)) >> 24);
+    return sum;
+#endif
+}
+#endif
+
+/* 16 rows with `num` inputs. */
+INLINE void LEVEL(planes)(
+    const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out,
+    int kind)
+{
+    enum { PARTS = MC_TILE / LANES };
+    int codes = kind & 255, is_super = !!(kind & MC_SUPERS), pair = kind & MC_PAIRS ? 2 : 1;
+    int has_zeros = !!(kind & MC_ZEROS), has_offsets = !!(kind & MC_OFFSETS);
+    int scale_type = is_super ? MC_IN_STEPS : matrix->scale, step = LEVEL(narrow_sums)(codes);
+    const uint8_t *tile = matrix->data + row / MC_TILE * matrix->row_bytes;
+    const uint8_t *at = tile + mc_factor_bytes(matrix->scale), *scales = at;
+    int64_t blocks = mc_input_columns(matrix) / MC_BLOCK;
+    int block_bytes = (int)mc_code_bytes(codes, MC_BLOCK * MC_TILE);
+    int64_t scale_bytes = mc_scale_bytes(scale_type), head = MC_TILE * pair * scale_bytes;
+    int64_t stretch = is_super ? MC_SUPER / MC_BLOCK : pair == 2 ? 1 : matrix->group / MC_BLOCK;
+    /* `scaled` and `terms` are sums of 256 columns, if a number multiplies these. */
+    vf sums[PARTS][PLANES_MANY] = {{{0}}};
+    for (int64_t k = 0; k < blocks;) {
+        int64_t end = k + stretch < blocks ? k + stretch : blocks;
+        const uint8_t *by = at;
+        vf scaled[PARTS][PLANES_MANY] = {{{0}}}, terms[PARTS][PLANES_MANY] = {{{0}}};
+        at += is_super ? mc_super_bytes(matrix) : 0;
+        scales = at;
+        at += is_super ? 0 : head * (1 + (has_zeros | has_offsets));
+        for (; k < end; k++) {
+            for (int line = 0; line < block_bytes; line += 64)
+                __builtin_prefetch(at + MC_AHEAD + line);
+            if (is_super) {
+                scales = at;
+                at += head * (1 + has_offsets);
+            }
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++) {
+                const uint8_t *place = scales + part * LANES * scale_bytes;
+                vi high[2][PLANES_MANY] = {{{0}}}, low[2][PLANES_MANY] = {{{0}}};
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++) {
+                    vu words[4];
+                    LEVEL(unpack)(at + part * LANES * 4, half, codes, words);
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; j += step)
+                        for (int t = 0; t < num; t++) {
+                            const mc_planes *x = (const mc_planes *)inputs[t] + k;
+                            int i = half * (pair - 1), first = 16 * half + 4 * j;
+                            high[i][t] = LEVEL(dots)(high[i][t], words + j, x->high + first, step, codes);
+                            low[i][t] = LEVEL(dots)(low[i][t], words + j, x->low + first, step, codes);
+                        }
+                }
+                vf factor[2], term[2];
+                vi whole[2];
+                for (int i = 0; i < pair; i++) {
+                    const uint8_t *here = place + i * MC_TILE * scale_bytes;
+                    if (is_super)
+                        whole[i] = (vi)(LEVEL(widen)(here) << 24) >> 24;
+                    else
+                        factor[i] = LEVEL(scales)(here, scale_type);
+                    if (has_offsets)
+                        term[i] = LEVEL(scales)(here + head, scale_type);
+                    if (has_zeros)
+                        whole[i] = __builtin_convertvector(LEVEL(scales)(here + head, scale_type), vi);
+                }
+                for (int t = 0; t < num; t++) {
+                    const mc_planes *x = (const mc_planes *)inputs[t] + k;
+                    vi block = {0};
+                    for (int i = 0; i < pair; i++) {
+                        int which = pair == 2 ? i : 2;
+                        vi sum = (high[i][t] << 7) + low[i][t];
+                        if (LEVEL(bias)(codes))
+                            sum -= LEVEL(bias)(codes) * (x->sums[which] - (vi){0});
+                        if (has_zeros)
+                            sum += whole[i] * x->sums[which];
+                        if (is_super) {
+                            block = (vi)((vu)block + (vu)sum * (vu)whole[i]);
+                        } else {
+                            vf some = __builtin_convertvector(sum, vf) * x->scale;
+                            sums[part][t] += some * factor[i];
+                        }
+                        if (has_offsets && is_super)
+                            terms[part][t] += term[i] * x->totals[which];
+                        else if (has_offsets)
+                            sums[part][t] += term[i] * x->totals[which];
+                    }
+                    if (is_super)
+                        scaled[part][t] += __builtin_convertvector(block, vf) * x->scale;
+                }
+            }
+            at += block_bytes;
+        }
+        for (int part = 0; part < PARTS && is_super; part++)
+            for (int i = 0; i <= has_offsets; i++) {
+                vf times = LEVEL(load)(by + (i * MC_TILE + part * LANES) * 2, MC_F16);
+                for (int t = 0; t < num; t++)
+                    sums[part][t] += (i ? terms[part][t] : scaled[part][t]) * times;
+            }
+    }
+    for (int t = 0; t < num; t++)
+        for (int part = 0; part < PARTS; part++) {
+            vf sum = LEVEL(scaled)(sums[part][t], tile, matrix->scale);
+            memcpy(out + t * MC_TILE + part * LANES, &sum, sizeof sum);
+        }
+}
+
+#define MC_PLANES_TILE(codes, suffix, flags)                                                   \
+    MC_TILE_BY(LEVEL(tile_##codes##_##suffix), LEVEL(planes), PLANES_MANY, 1, MC_##codes | (flags))
+MC_FORMS(MC_PLANES_TILE)
+#undef MC_PLANES_TILE
+
+#undef FLIP
+#undef UNSIGNED

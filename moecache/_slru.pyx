@@ -2,12 +2,14 @@
 
 cimport cython
 from libc.stdint cimport uint64_t
-from libc.stdlib cimport free, malloc
-from libc.string cimport memset
 
 import numpy as np
 
-from moecache.policies._policy cimport MAX_KEYS, PINNED, Node, Policy, link, link_by_stamp, unlink
+from moecache.policies._heap cimport CountHeap
+from moecache.policies._policy cimport MAX_KEYS, PINNED, Policy, link, link_by_stamp, unlink
+
+from moecache.policies._policy import LruCache
+from moecache.policies.registry import register
 
 cdef enum:
     PROBATIONARY = 1
@@ -42,6 +44,14 @@ cdef class SlruCache(Policy):
     ValueError
         If a segment is smaller than 1 or `counts` has the wrong size.
     """
+
+    cdef readonly int probationary
+    cdef readonly int protected
+    cdef readonly bint strict
+    cdef int num_probationary
+    cdef int num_protected
+    cdef CountHeap heap
+    cdef const uint64_t[::1] counts
 
     def __cinit__(
         self,
@@ -221,93 +231,15 @@ cdef class SlruCache(Policy):
         return True
 
 
-@cython.final
-cdef class CountHeap:
-    """Indexed 4-ary min-heap of (count, stamp) per key."""
-
-    def __cinit__(self, int num_keys):
-        self.num_keys = num_keys
-        self.entries = <Entry*>malloc(num_keys * sizeof(Entry))
-        self.positions = <int*>malloc(num_keys * sizeof(int))
-        if self.entries == NULL or self.positions == NULL:
-            raise MemoryError(f"no memory for a heap of {num_keys} keys")
-        self.clear()
-
-    def __dealloc__(self):
-        free(self.entries)
-        free(self.positions)
-
-    cdef bint contains(self, int key) noexcept nogil:
-        return self.positions[key] >= 0
-
-    cdef void push(self, int key, uint64_t count, uint64_t stamp) noexcept nogil:
-        cdef Entry entry
-        entry.count = count
-        entry.stamp = stamp
-        entry.key = key
-        self.size += 1
-        self._sift_up(self.size - 1, entry)
-
-    cdef void remove(self, int key) noexcept nogil:
-        cdef int index = self.positions[key]
-        self.positions[key] = -1
-        self.size -= 1
-        if index < self.size:
-            self._sift_up(index, self.entries[self.size])
-            # The entry that stands there now may still be larger than its children.
-            self._sift_down(index, self.entries[index])
-
-    cdef void raise_to(self, int key, uint64_t count, uint64_t stamp) noexcept nogil:
-        cdef Entry entry
-        entry.count = count
-        entry.stamp = stamp
-        entry.key = key
-        self._sift_down(self.positions[key], entry)
-
-    cdef void clear(self) noexcept nogil:
-        self.size = 0
-        memset(self.positions, 0xFF, self.num_keys * sizeof(int))
-
-    cdef int first_unblocked(self, Node* nodes) noexcept nogil:
-        # Held keys are taken out, or every search would meet them; `unpark` puts them back.
-        cdef int key
-        while self.size:
-            key = self.entries[0].key
-            if not nodes[key].blocked:
-                return key
-            self.remove(key)
-            nodes[key].parked = 1
-        return -1
-
-    cdef void _place(self, int index, Entry entry) noexcept nogil:
-        self.entries[index] = entry
-        self.positions[entry.key] = index
-
-    cdef void _sift_up(self, int index, Entry entry) noexcept nogil:
-        cdef int parent
-        while index > 0:
-            parent = (index - 1) // 4
-            if not _before(entry, self.entries[parent]):
-                break
-            self._place(index, self.entries[parent])
-            index = parent
-        self._place(index, entry)
-
-    cdef void _sift_down(self, int index, Entry entry) noexcept nogil:
-        cdef int child, best
-        while True:
-            best = 4 * index + 1
-            if best >= self.size:
-                break
-            for child in range(best + 1, min(best + 4, self.size)):
-                if _before(self.entries[child], self.entries[best]):
-                    best = child
-            if not _before(self.entries[best], entry):
-                break
-            self._place(index, self.entries[best])
-            index = best
-        self._place(index, entry)
+def _make(part, counts=None):
+    # Two segments need two slots; with one, SLRU and LRU are the same.
+    if part.capacity == 1:
+        return LruCache(1, num_keys=part.num_keys)
+    probationary = max(1, part.capacity // 4)
+    return SlruCache(
+        probationary, part.capacity - probationary, num_keys=part.num_keys, counts=counts
+    )
 
 
-cdef inline bint _before(Entry a, Entry b) noexcept nogil:
-    return a.count < b.count or (a.count == b.count and a.stamp < b.stamp)
+register("slru", _make)
+register("slru-lfu", lambda part: _make(part, part.counts))

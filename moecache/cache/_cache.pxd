@@ -47,8 +47,6 @@ cdef class ExpertCache:
     cdef int* first             # [num_experts] index of its first occurrence in the ids
     cdef int* missing           # [num_experts] distinct experts that are not resident
     cdef uint64_t* order        # [num_experts] for sorting
-    cdef uint64_t* elsewhere    # [num_experts] the last step that wanted no slot for this expert
-    cdef uint64_t step          # number of calls of `acquire`
     cdef uint64_t call
     cdef uint64_t generation
     cdef int resident_count
@@ -65,6 +63,15 @@ cdef class ExpertCache:
     cdef public bint evicts
     cdef readonly uint64_t num_changes  # of the slot table
 
+    # For policies written in Python: calls come one after another, and not from the policy.
+    cdef bint scripted
+    cdef object turn
+    cdef uint64_t thread  # the one whose turn it is, or 0
+
+    cdef int take_policies(self) except -1
+    cdef int enter(self) except -1
+    cdef void leave(self) noexcept
+    cdef int heed_script(self) except -1
     cdef int share_of(self, int layer) noexcept
     cdef Policy part(self, int layer)
     cdef int local_key(self, int key) noexcept nogil
@@ -78,7 +85,6 @@ cdef class ExpertCache:
     cdef int count_missing(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, Py_ssize_t top_k, bint drop
     ) except -1
-    cdef void mark_elsewhere(self, cnp.ndarray experts) noexcept
     cdef bint is_bulk(self, int layer, Py_ssize_t rows, Py_ssize_t share) noexcept
     cdef bint any_valid(self, const void* ids, bint wide, Py_ssize_t n) noexcept
     cdef int plan_claims(

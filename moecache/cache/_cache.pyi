@@ -1,4 +1,4 @@
-from typing import Self, final
+from typing import Any, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ class ExpertCache:
         num_experts: int,
         capacity: int,
         *,
-        policy: str = "echo",
+        policy: Any = "echo",
         scope: str = "global",
         profiler: AccessProfiler | None = None,
     ) -> Self: ...
@@ -67,7 +67,6 @@ class ExpertCache:
         share: int = -1,
         ignore_out_of_range: bool = False,
         sequences: npt.ArrayLike | None = None,
-        elsewhere: npt.ArrayLike | None = None,
     ) -> int: ...
     def release(self, slots: npt.NDArray[np.int32]) -> None: ...
     def claim(

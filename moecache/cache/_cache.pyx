@@ -6,16 +6,19 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+import threading
+
 import numpy as np
 
 from moecache.policies._echo cimport Echo
 from moecache.policies._echo_cache cimport EchoCache
 from moecache.policies._ids cimport as_ids, as_sequences, id_at, int32_data, sort_by_uses
-from moecache.policies._policies cimport make_partitions
 from moecache.policies._policy cimport MAX_KEYS, PINNED, Policy, hold, unhold
+from moecache.policies._python_policy cimport PythonPolicy
 from moecache.cache._profiler cimport AccessProfiler, count_miss
 
 from moecache.errors import CapacityError, ConfigError
+from moecache.policies.making import make_policies, policy_name
 
 cnp.import_array()
 
@@ -42,13 +45,17 @@ cdef class ExpertCache:
         Shape of the model, each at least 1.
     capacity : int
         Number of slots, at least 1.
-    policy : str, default "echo"
+    policy : str, class, function or object, default "echo"
         Which expert is evicted. "echo": the one least likely to be used when its
         layer comes round again; "haz2": the same from each expert's own history
-        alone, at half the cost; or a policy from the literature: "arc", "fifo",
-        "least-stale", "lecar", "lfru", "lfu", "lrfu", "lru", "s3-fifo", "sieve",
-        "slru" (a quarter on probation), "slru-lfu" (evicts the least accessed
-        there), "w-tinylfu". docs/policies.md compares them.
+        alone, at half the cost; or a policy from the literature: "lfru", "lfu",
+        "lru", "slru" (a quarter on probation), "slru-lfu" (evicts the least accessed
+        there), and those for replays: "arc", "fifo", "least-stale", "lecar", "lrfu",
+        "s3-fifo", "sieve", "w-tinylfu". docs/policies.md compares them.
+        A class or function is called as ``policy(capacity, num_keys=...)``, once for all
+        layers or once for each; an object is for scope "global". docs/policies.md says which
+        methods one written in Python has. Its error ends the next `acquire`, as a
+        ConfigError, and every one after it.
     scope : {"global", "layer"}, default "global"
         Whether layers compete for slots, or each has its share (the remainder
         goes to the first layers).
@@ -58,18 +65,18 @@ cdef class ExpertCache:
     Attributes
     ----------
     route_log : RouteLog or None
-        Where `acquire` notes the ids of every step. None at first: nothing is noted.
+        The log in which `acquire` notes the ids of every step. None at first: nothing is noted.
     evicts : bool
         Whether slots may be taken from resident experts; True at first. While it is False only free
-        slots are claimed: what `slot_table` says stays so.
+        slots are claimed, and experts keep their slots.
     num_changes : int
         How often `slot_table` changed.
 
     Raises
     ------
     ConfigError
-        If a name is unknown, a number is below 1, or with scope "layer" there are
-        fewer slots than layers.
+        If a name is unknown, a number is below 1, with scope "layer" there are
+        fewer slots than layers, or a policy of the caller's does not fit or holds keys.
     """
 
     def __cinit__(
@@ -78,7 +85,7 @@ cdef class ExpertCache:
         int num_experts,
         Py_ssize_t capacity,
         *,
-        str policy="echo",
+        policy="echo",
         str scope="global",
         AccessProfiler profiler=None,
     ):
@@ -104,7 +111,7 @@ cdef class ExpertCache:
         self.num_layers = num_layers
         self.num_experts = num_experts
         self.capacity = <int>capacity
-        self.policy = policy
+        self.policy = policy_name(policy)
         self.scope = scope
         self.is_global = scope == "global"
         self.evicts = True
@@ -112,9 +119,10 @@ cdef class ExpertCache:
         self.generation = profiler.generation
         self.num_words = (num_experts + 63) // 64
 
-        self.partitions = make_partitions(
+        self.partitions = make_policies(
             policy, scope, num_layers, num_experts, self.capacity, profiler.counts
         )
+        self.take_policies()
         self.table_owner = np.full((num_layers, num_experts), -1, np.int32)
         self.table_view = _read_only(self.table_owner)
         self.table = <int32_t*>cnp.PyArray_DATA(<cnp.ndarray>self.table_owner)
@@ -131,12 +139,11 @@ cdef class ExpertCache:
         self.first = <int*>calloc(num_experts, sizeof(int))
         self.missing = <int*>calloc(num_experts, sizeof(int))
         self.order = <uint64_t*>calloc(num_experts, sizeof(uint64_t))
-        self.elsewhere = <uint64_t*>calloc(num_experts, sizeof(uint64_t))
         if (
             self.abandoned == NULL or self.slots == NULL
             or self.free_slots == NULL or self.in_flight == NULL or self.seen == NULL
             or self.uses == NULL or self.first == NULL or self.missing == NULL
-            or self.order == NULL or self.last_row == NULL or self.elsewhere == NULL
+            or self.order == NULL or self.last_row == NULL
         ):
             raise MemoryError(f"no memory for the tables of {capacity} slots")
         memset(self.in_flight, 0xFF, num_layers * num_experts * sizeof(int32_t))
@@ -154,7 +161,6 @@ cdef class ExpertCache:
         free(self.first)
         free(self.missing)
         free(self.order)
-        free(self.elsewhere)
 
     def acquire(
         self,
@@ -166,7 +172,6 @@ cdef class ExpertCache:
         Py_ssize_t share=-1,
         bint ignore_out_of_range=False,
         sequences=None,
-        elsewhere=None,
     ) -> int:
         """Lease the resident experts of a step, and claim slots for the others.
 
@@ -178,7 +183,7 @@ cdef class ExpertCache:
         ----------
         layer : int
         ids : ndarray of int32 or int64, shape [..., top_k]
-            What the router chose. A policy that looks at tokens takes a row as one.
+            The router's choice. A policy that looks at tokens takes a row as one.
         slots_out : ndarray of int32, C-contiguous, ids.size elements
             Receives the slot of each id; -1 where there is none. The three arrays
             must not share memory.
@@ -186,7 +191,7 @@ cdef class ExpertCache:
             Receives, for each distinct expert that is not resident, the flat index
             of its first occurrence in `ids`: first the experts whose slots the
             caller must fill; then, as ~index, the joined ones; then those that
-            `share` or `elsewhere` left without a slot (slots_out -1).
+            `share` left without a slot (slots_out -1).
         share : int, default -1
             Claim slots only until this many of the step's experts have one (resident
             experts count), for the experts that the most rows ask for, and no more
@@ -198,9 +203,6 @@ cdef class ExpertCache:
             0 to 2**31 - 1, at most 64 different ones. By default all rows are consecutive
             tokens of one. If they are of several, ECHO decides itself which experts a
             `share` claims slots for: those worth more than what would leave.
-        elsewhere : ndarray of int32 or int64, any shape, optional
-            Experts that need no slot: where they are missing, and no other caller fills them,
-            none is claimed. They count as misses all the same.
 
         Returns
         -------
@@ -212,9 +214,11 @@ cdef class ExpertCache:
         ValueError
             If an id is out of range, or an output array or `sequences` does not fit.
         TypeError
-            If ids, sequences or elsewhere are not integers.
+            If ids or sequences are not integers.
         CapacityError
             If all are to be claimed and too few slots are free or can be evicted.
+        ConfigError
+            If a policy written in Python raised an error, in this call's place or before.
             After any error nothing has changed.
         """
         cdef cnp.ndarray array = as_ids(ids)
@@ -238,34 +242,37 @@ cdef class ExpertCache:
         if sequences is not None and n:
             names_owner = as_sequences(sequences, rows)
             names = <const int32_t*>cnp.PyArray_DATA(names_owner)
-        if elsewhere is not None:
-            elsewhere = as_ids(elsewhere)
         with cython.critical_section(self):
-            self.step += 1
-            if elsewhere is not None:
-                self.mark_elsewhere(<cnp.ndarray>elsewhere)
-            num_missing = self.count_missing(
-                <int>layer, data, wide, n, top_k, ignore_out_of_range
-            )
-            if num_missing:
-                admitted = self.plan_claims(<int>layer, data, wide, n, num_missing, share)
-            # A step without a valid id is no step: a replay does not tell the policy of it either.
-            if num_missing or self.any_valid(data, wide, n):
-                part.begin_step(<int>layer, data, wide, rows, top_k, names)
-            if self.route_log is not None:
-                self.route_log.append(
-                    <int>layer, data, wide, rows, top_k, self.is_bulk(<int>layer, rows, share),
-                    names,
+            if self.scripted:
+                self.enter()
+            try:
+                if self.scripted:
+                    self.heed_script()
+                num_missing = self.count_missing(
+                    <int>layer, data, wide, n, top_k, ignore_out_of_range
                 )
-            # The hits first: they must be leased before a victim is chosen.
-            self.lease_hits(<int>layer, data, wide, n, out)
-            if num_missing:
-                worths = NULL
-                if self.is_bulk(<int>layer, rows, share):
-                    worths = part.worths(<int>layer)
-                self.lease_misses(
-                    <int>layer, data, wide, n, num_missing, admitted, worths, out, misses
-                )
+                if num_missing:
+                    admitted = self.plan_claims(<int>layer, data, wide, n, num_missing, share)
+                # A step without a valid id is no step: a replay tells the policy nothing either.
+                if num_missing or self.any_valid(data, wide, n):
+                    part.begin_step(<int>layer, data, wide, rows, top_k, names)
+                if self.route_log is not None:
+                    self.route_log.append(
+                        <int>layer, data, wide, rows, top_k, self.is_bulk(<int>layer, rows, share),
+                        names,
+                    )
+                # The hits first: they must be leased before a victim is chosen.
+                self.lease_hits(<int>layer, data, wide, n, out)
+                if num_missing:
+                    worths = NULL
+                    if self.is_bulk(<int>layer, rows, share):
+                        worths = part.worths(<int>layer)
+                    self.lease_misses(
+                        <int>layer, data, wide, n, num_missing, admitted, worths, out, misses
+                    )
+            finally:
+                if self.scripted:
+                    self.leave()
         return num_missing
 
     def release(self, cnp.ndarray slots not None) -> None:
@@ -274,7 +281,7 @@ cdef class ExpertCache:
         Parameters
         ----------
         slots : ndarray of int32, any shape, C-contiguous
-            What `acquire` wrote.
+            The slots that `acquire` wrote.
 
         Raises
         ------
@@ -287,28 +294,34 @@ cdef class ExpertCache:
         # Looked up once: a list item per slot costs as much as the rest.
         cdef Policy part = self.part(0)
         with cython.critical_section(self):
-            for i in range(n):
-                if data[i] < -1 or data[i] >= self.capacity:
-                    raise ValueError(f"slot {data[i]} is not in [0, {self.capacity})")
-                if data[i] >= 0 and self.slots[data[i]].leases == 0:
-                    raise ValueError(f"slot {data[i]} is not leased; was it released twice?")
-            self.call += 1
-            for i in range(n):
-                if data[i] < 0:
-                    continue
-                slot = &self.slots[data[i]]
-                if slot.seen == self.call:
-                    continue
-                slot.seen = self.call
-                slot.leases -= 1
-                if slot.leases == 0:
-                    if slot.state == RESIDENT:
-                        if not self.is_global:
-                            part = <Policy>self.partitions[slot.partition]
-                        unhold(part, self.local_key(slot.key))
-                    elif slot.state == ABANDONED:
-                        self.abandoned[slot.partition] -= 1
-                        self.free_slot(data[i])
+            if self.scripted:
+                self.enter()
+            try:
+                for i in range(n):
+                    if data[i] < -1 or data[i] >= self.capacity:
+                        raise ValueError(f"slot {data[i]} is not in [0, {self.capacity})")
+                    if data[i] >= 0 and self.slots[data[i]].leases == 0:
+                        raise ValueError(f"slot {data[i]} is not leased; was it released twice?")
+                self.call += 1
+                for i in range(n):
+                    if data[i] < 0:
+                        continue
+                    slot = &self.slots[data[i]]
+                    if slot.seen == self.call:
+                        continue
+                    slot.seen = self.call
+                    slot.leases -= 1
+                    if slot.leases == 0:
+                        if slot.state == RESIDENT:
+                            if not self.is_global:
+                                part = <Policy>self.partitions[slot.partition]
+                            unhold(part, self.local_key(slot.key))
+                        elif slot.state == ABANDONED:
+                            self.abandoned[slot.partition] -= 1
+                            self.free_slot(data[i])
+            finally:
+                if self.scripted:
+                    self.leave()
 
     def claim(
         self, Py_ssize_t layer, Py_ssize_t expert, *, bint evict=True, bint foreseen=True
@@ -338,54 +351,74 @@ cdef class ExpertCache:
         cdef Py_ssize_t key
         self.checked(layer, expert)
         with cython.critical_section(self):
-            key = layer * self.num_experts + expert
-            if self.table[key] >= 0 or self.in_flight[key] >= 0:
-                return -1
-            self.heed_reset()
-            part = self.part(<int>layer)
-            partition = 0 if self.is_global else <int>layer
-            local = self.local_key(<int>key)
-            if self.room_left(part, partition) == 0:
-                if not (evict and self.evicts):
+            if self.scripted:
+                self.enter()
+            try:
+                key = layer * self.num_experts + expert
+                if self.table[key] >= 0 or self.in_flight[key] >= 0:
                     return -1
-                part.expect(local)
-                victim = part.victim()
-                if victim < 0 or not part.prefers(local, victim):
-                    return -1
-            slot = self.take_slot(part, partition, <int>layer, <int>expert, False)
-            self.slots[slot].foreseen = foreseen
-            return slot
+                self.heed_reset()
+                part = self.part(<int>layer)
+                partition = 0 if self.is_global else <int>layer
+                local = self.local_key(<int>key)
+                if self.room_left(part, partition) == 0:
+                    if not (evict and self.evicts):
+                        return -1
+                    part.expect(local)
+                    victim = part.victim()
+                    if self.scripted and (<PythonPolicy>part).error is not None:
+                        return -1
+                    if victim < 0 or not part.prefers(local, victim):
+                        return -1
+                slot = self.take_slot(part, partition, <int>layer, <int>expert, False)
+                self.slots[slot].foreseen = foreseen
+                return slot
+            finally:
+                if self.scripted:
+                    self.leave()
 
     def publish(self, Py_ssize_t slot) -> None:
         """Declare a claimed slot filled: its expert is resident from now on."""
         cdef Slot* filled
         cdef int layer, expert
         with cython.critical_section(self):
-            filled = self.claimed(slot, "published")
-            layer = filled.key // self.num_experts
-            expert = filled.key % self.num_experts
-            filled.state = RESIDENT
-            self.in_flight[filled.key] = -1
-            self.table[filled.key] = <int32_t>slot
-            self.mask[layer * self.num_words + expert // 64] |= <uint64_t>1 << (expert % 64)
-            self.resident_count += 1
-            self.num_changes += 1
-            if filled.leases == 0:
-                unhold(<Policy>self.partitions[filled.partition], self.local_key(filled.key))
+            if self.scripted:
+                self.enter()
+            try:
+                filled = self.claimed(slot, "published")
+                layer = filled.key // self.num_experts
+                expert = filled.key % self.num_experts
+                filled.state = RESIDENT
+                self.in_flight[filled.key] = -1
+                self.table[filled.key] = <int32_t>slot
+                self.mask[layer * self.num_words + expert // 64] |= <uint64_t>1 << (expert % 64)
+                self.resident_count += 1
+                self.num_changes += 1
+                if filled.leases == 0:
+                    unhold(<Policy>self.partitions[filled.partition], self.local_key(filled.key))
+            finally:
+                if self.scripted:
+                    self.leave()
 
     def abandon(self, Py_ssize_t slot) -> None:
         """Give a claimed slot back unfilled; leases on it are still to be released."""
         cdef Slot* failed
         with cython.critical_section(self):
-            failed = self.claimed(slot, "abandoned")
-            (<Policy>self.partitions[failed.partition]).remove(self.local_key(failed.key))
-            self.in_flight[failed.key] = -1
-            failed.key = -1
-            if failed.leases:
-                failed.state = ABANDONED
-                self.abandoned[failed.partition] += 1
-            else:
-                self.free_slot(<int>slot)
+            if self.scripted:
+                self.enter()
+            try:
+                failed = self.claimed(slot, "abandoned")
+                (<Policy>self.partitions[failed.partition]).remove(self.local_key(failed.key))
+                self.in_flight[failed.key] = -1
+                failed.key = -1
+                if failed.leases:
+                    failed.state = ABANDONED
+                    self.abandoned[failed.partition] += 1
+                else:
+                    self.free_slot(<int>slot)
+            finally:
+                if self.scripted:
+                    self.leave()
 
     def count_hits(self, Py_ssize_t first, ids, *, sequences=None) -> None:
         """Count steps that found their experts in their slots, and tell the policy of them.
@@ -399,7 +432,7 @@ cdef class ExpertCache:
         first : int
             Layer of the first step.
         ids : ndarray of int32 or int64, shape [num_steps, rows, top_k]
-            What the router chose, for layer after layer.
+            The router's choice, for layer after layer.
         sequences : array of int, shape [rows], optional
             See `acquire`.
 
@@ -433,15 +466,23 @@ cdef class ExpertCache:
             names_owner = as_sequences(sequences, rows)
             names = <const int32_t*>cnp.PyArray_DATA(names_owner)
         with cython.critical_section(self):
-            for step in range(num_steps):
-                layer = <int>(first + step)
-                part = self.part(layer)
-                if self.any_valid(data, wide, n):
-                    part.begin_step(layer, data, wide, rows, top_k, names)
-                if self.route_log is not None:
-                    self.route_log.append(layer, data, wide, rows, top_k, rows > 1, names)
-                self.use_hits(layer, data, wide, n, False)
-                data += n * (8 if wide else 4)
+            if self.scripted:
+                self.enter()
+            try:
+                if self.scripted:
+                    self.heed_script()
+                for step in range(num_steps):
+                    layer = <int>(first + step)
+                    part = self.part(layer)
+                    if self.any_valid(data, wide, n):
+                        part.begin_step(layer, data, wide, rows, top_k, names)
+                    if self.route_log is not None:
+                        self.route_log.append(layer, data, wide, rows, top_k, rows > 1, names)
+                    self.use_hits(layer, data, wide, n, False)
+                    data += n * (8 if wide else 4)
+            finally:
+                if self.scripted:
+                    self.leave()
 
     @property
     def slot_table(self) -> np.ndarray:
@@ -491,19 +532,31 @@ cdef class ExpertCache:
         """
         self.checked(layer, expert)
         with cython.critical_section(self):
-            if self.table[layer * self.num_experts + expert] < 0:
-                return False
-            return self.part(<int>layer).pin_key(
-                self.local_key(<int>(layer * self.num_experts + expert))
-            )
+            if self.scripted:
+                self.enter()
+            try:
+                if self.table[layer * self.num_experts + expert] < 0:
+                    return False
+                return self.part(<int>layer).pin_key(
+                    self.local_key(<int>(layer * self.num_experts + expert))
+                )
+            finally:
+                if self.scripted:
+                    self.leave()
 
     def unpin(self, Py_ssize_t layer, Py_ssize_t expert) -> None:
         """Let an expert be evicted again; do nothing if it is not pinned."""
         self.checked(layer, expert)
         with cython.critical_section(self):
-            self.part(<int>layer).unpin_key(
-                self.local_key(<int>(layer * self.num_experts + expert))
-            )
+            if self.scripted:
+                self.enter()
+            try:
+                self.part(<int>layer).unpin_key(
+                    self.local_key(<int>(layer * self.num_experts + expert))
+                )
+            finally:
+                if self.scripted:
+                    self.leave()
 
     def is_pinned(self, Py_ssize_t layer, Py_ssize_t expert) -> bool:
         """Return whether an expert is pinned."""
@@ -521,18 +574,26 @@ cdef class ExpertCache:
             A new array; sums of 1 (resident), 2 (being read), 4 (leased) and 8 (pinned).
         """
         cdef int slot, key
+        cdef Policy part
         cdef cnp.ndarray states = np.zeros((self.num_layers, self.num_experts), np.uint8)
         cdef uint8_t* data = <uint8_t*>cnp.PyArray_DATA(states)
         with cython.critical_section(self):
-            for slot in range(self.capacity):
-                key = self.slots[slot].key
-                if key < 0:
-                    continue
-                data[key] = 1 if self.slots[slot].state == RESIDENT else 2
-                if self.slots[slot].leases:
-                    data[key] |= 4
-                if self.part(key // self.num_experts).nodes[self.local_key(key)].blocked & PINNED:
-                    data[key] |= 8
+            if self.scripted:
+                self.enter()
+            try:
+                for slot in range(self.capacity):
+                    key = self.slots[slot].key
+                    if key < 0:
+                        continue
+                    data[key] = 1 if self.slots[slot].state == RESIDENT else 2
+                    if self.slots[slot].leases:
+                        data[key] |= 4
+                    part = self.part(key // self.num_experts)
+                    if part.nodes[self.local_key(key)].blocked & PINNED:
+                        data[key] |= 8
+            finally:
+                if self.scripted:
+                    self.leave()
         return states
 
     def begin_sequence(self) -> None:
@@ -541,14 +602,20 @@ cdef class ExpertCache:
         Policies that look only at recency and counts take no notice.
         """
         with cython.critical_section(self):
-            if self.route_log is not None:
-                self.route_log.mark_sequence()
-            for part in self.partitions:
-                (<Policy>part).begin_sequence()
+            if self.scripted:
+                self.enter()
+            try:
+                if self.route_log is not None:
+                    self.route_log.mark_sequence()
+                for part in self.partitions:
+                    (<Policy>part).begin_sequence()
+            finally:
+                if self.scripted:
+                    self.leave()
 
     @property
     def echo(self) -> Echo | None:
-        """What the policies "echo" and "haz2" learn from; None with any other."""
+        """The learner of the policies "echo" and "haz2"; None with any other."""
         part = self.partitions[0]
         return (<EchoCache>part).echo if isinstance(part, EchoCache) else None
 
@@ -578,53 +645,59 @@ cdef class ExpertCache:
         cdef int slot, layer, expert, key, resident = 0, empty = 0
         cdef Policy part
         with cython.critical_section(self):
-            for slot in range(self.capacity):
-                key = self.slots[slot].key
-                state = self.slots[slot].state
-                if state == FREE or state == ABANDONED:
-                    empty += state == FREE
-                    _require(key == -1, f"slot {slot} holds nothing but has key {key}")
+            if self.scripted:
+                self.enter()
+            try:
+                for slot in range(self.capacity):
+                    key = self.slots[slot].key
+                    state = self.slots[slot].state
+                    if state == FREE or state == ABANDONED:
+                        empty += state == FREE
+                        _require(key == -1, f"slot {slot} holds nothing but has key {key}")
+                        _require(
+                            (state == FREE) == (self.slots[slot].leases == 0),
+                            f"empty slot {slot} has {self.slots[slot].leases} leases",
+                        )
+                        continue
+                    part = self.part(key // self.num_experts)
                     _require(
-                        (state == FREE) == (self.slots[slot].leases == 0),
-                        f"empty slot {slot} has {self.slots[slot].leases} leases",
+                        part.nodes[self.local_key(key)].segment != 0,
+                        f"slot {slot} has key {key}, which the policy does not know",
                     )
-                    continue
-                part = self.part(key // self.num_experts)
+                    held = state == FILLING or self.slots[slot].leases > 0
+                    _require(
+                        (part.nodes[self.local_key(key)].blocked & 1 != 0) == held,
+                        f"key {key} in slot {slot} is held: {held}, the policy disagrees",
+                    )
+                    owner = self.table if state == RESIDENT else self.in_flight
+                    _require(owner[key] == slot, f"slot {slot} has key {key} in slot {owner[key]}")
                 _require(
-                    part.nodes[self.local_key(key)].segment != 0,
-                    f"slot {slot} has key {key}, which the policy does not know",
+                    empty == self.num_free_slots,
+                    f"{empty} free slots, counted {self.num_free_slots}",
                 )
-                held = state == FILLING or self.slots[slot].leases > 0
+                for layer in range(self.num_layers):
+                    for expert in range(self.num_experts):
+                        key = layer * self.num_experts + expert
+                        resident += self.table[key] >= 0
+                        bit = self.mask[layer * self.num_words + expert // 64] >> (expert % 64) & 1
+                        _require(
+                            bit == (self.table[key] >= 0),
+                            f"mask and table differ for expert {expert} of layer {layer}",
+                        )
+                        _require(
+                            self.table[key] < 0 or self.in_flight[key] < 0,
+                            f"expert {expert} of layer {layer} is resident and in flight",
+                        )
                 _require(
-                    (part.nodes[self.local_key(key)].blocked & 1 != 0) == held,
-                    f"key {key} in slot {slot} is held: {held}, the policy disagrees",
+                    resident == self.resident_count,
+                    f"{resident} resident, counted {self.resident_count}",
                 )
-                owner = self.table if state == RESIDENT else self.in_flight
-                _require(owner[key] == slot, f"slot {slot} has key {key} in slot {owner[key]}")
-            _require(
-                empty == self.num_free_slots,
-                f"{empty} free slots, counted {self.num_free_slots}",
-            )
-            for layer in range(self.num_layers):
-                for expert in range(self.num_experts):
-                    key = layer * self.num_experts + expert
-                    resident += self.table[key] >= 0
-                    bit = self.mask[layer * self.num_words + expert // 64] >> (expert % 64) & 1
-                    _require(
-                        bit == (self.table[key] >= 0),
-                        f"mask and table differ for expert {expert} of layer {layer}",
-                    )
-                    _require(
-                        self.table[key] < 0 or self.in_flight[key] < 0,
-                        f"expert {expert} of layer {layer} is resident and in flight",
-                    )
-            _require(
-                resident == self.resident_count,
-                f"{resident} resident, counted {self.resident_count}",
-            )
-            for index, part in enumerate(self.partitions):
-                problem = part.audit()
-                _require(problem is None, f"partition {index}: {problem}")
+                for index, part in enumerate(self.partitions):
+                    problem = part.audit()
+                    _require(problem is None, f"partition {index}: {problem}")
+            finally:
+                if self.scripted:
+                    self.leave()
 
     cdef int share_of(self, int layer) noexcept:
         if self.is_global:
@@ -717,16 +790,6 @@ cdef class ExpertCache:
                 self.uses[expert] += 1
         return count
 
-    cdef void mark_elsewhere(self, cnp.ndarray experts) noexcept:
-        cdef bint wide = cnp.PyArray_ITEMSIZE(experts) == 8
-        cdef const void* data = cnp.PyArray_DATA(experts)
-        cdef int64_t expert
-        cdef Py_ssize_t i
-        for i in range(cnp.PyArray_SIZE(experts)):
-            expert = id_at(data, wide, i)
-            if 0 <= expert < self.num_experts:
-                self.elsewhere[expert] = self.step
-
     cdef bint is_bulk(self, int layer, Py_ssize_t rows, Py_ssize_t share) noexcept:
         # With a slot for every expert the fair share is no limit, but the step is the same.
         cdef Py_ssize_t limit = self.num_experts - 1
@@ -749,15 +812,11 @@ cdef class ExpertCache:
         cdef Policy part = self.part(layer)
         cdef int32_t* table = self.table + layer * self.num_experts
         cdef int local_base = layer * self.num_experts if self.is_global else 0
-        cdef int i, slot, wanted = 0, joined = 0, hits = 0, evictable_hits = 0, room, limit
+        cdef int i, slot, wanted = 0, hits = 0, evictable_hits = 0, room, limit
         cdef int64_t expert
         cdef Py_ssize_t position
         for i in range(num_missing):
-            joined += self.in_flight[layer * self.num_experts + self.missing[i]] >= 0
-            wanted += (
-                self.in_flight[layer * self.num_experts + self.missing[i]] < 0
-                and self.elsewhere[self.missing[i]] != self.step
-            )
+            wanted += self.in_flight[layer * self.num_experts + self.missing[i]] < 0
         # Hits of this step will be leased: their slots cannot be evicted.
         for position in range(n):
             expert = id_at(ids, wide, position)
@@ -773,7 +832,7 @@ cdef class ExpertCache:
             room += part.num_evictable - evictable_hits
         if share >= 0:
             # Joined experts have a slot too.
-            limit = <int>max(0, share - hits - joined)
+            limit = <int>max(0, share - hits - (num_missing - wanted))
             return min(wanted, min(limit, room))
         if wanted > room:
             raise CapacityError(
@@ -865,8 +924,6 @@ cdef class ExpertCache:
                 continue
             # Counted first: the policy reads the count when the key enters.
             count_miss(self.profiler, layer, base + expert)
-            if self.elsewhere[expert] == self.step:
-                continue
             if num_claimed < admitted and worths != NULL:
                 # What comes later is worth less.
                 if not self.is_worth_it(part, partition, base + expert):
@@ -917,6 +974,44 @@ cdef class ExpertCache:
                 f"slot {slot} cannot be {verb}: it is not claimed; was that done twice?"
             )
         return &self.slots[slot]
+
+    cdef int take_policies(self) except -1:
+        # The tables begin empty, so a policy must.
+        for part in self.partitions:
+            if (<Policy>part).is_taken or (<Policy>part).size:
+                raise ConfigError(
+                    f"this {type(part).__name__} has keys, or is in another cache; give a new one, "
+                    "or a class or function that makes it"
+                )
+        for part in self.partitions:
+            (<Policy>part).is_taken = True
+        self.scripted = isinstance(self.partitions[0], PythonPolicy)
+        self.turn = threading.Lock() if self.scripted else None
+        return 0
+
+    cdef int enter(self) except -1:
+        # A policy in Python may let another thread run, which would find half a change.
+        if self.thread == threading.get_ident():
+            raise RuntimeError(f"{self.policy} may not call the cache that asks it")
+        self.turn.acquire()
+        self.thread = threading.get_ident()
+        return 0
+
+    cdef void leave(self) noexcept:
+        self.thread = 0
+        self.turn.release()
+
+    cdef int heed_script(self) except -1:
+        for part in self.partitions:
+            error = (<PythonPolicy>part).error
+            if error is None:
+                continue
+            if not isinstance(error, Exception):
+                raise error
+            raise ConfigError(
+                f"policy {self.policy} raised {type(error).__name__}: {error}"
+            ) from error
+        return 0
 
 
 cdef object _read_only(array):

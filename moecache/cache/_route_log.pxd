@@ -5,12 +5,12 @@ from libc.stdint cimport int32_t, uint32_t
 cdef struct StepHeader:
     int32_t layer  # -1: a sequence begins here
     int32_t rows
-    # 4 * top_k, and 2 if each row's sequence comes after the ids, and 1 if the step kept to its
+    # 4 * top_k, plus 2 if each row's sequence comes after the ids, plus 1 if the step kept to its
     # layer's fair share.
     uint32_t width
 
 
-# What `trace_parts` finds out, and then writes to.
+# The sizes that `trace_parts` finds out, then the arrays that it writes.
 cdef struct Passes:
     const char* begin  # of the first step, and the end of the last
     const char* end

@@ -1,4 +1,4 @@
-"""RouteLog: what the router chose, step by step, in one growing buffer."""
+"""RouteLog: the router's choices, step by step, in one growing buffer."""
 
 cimport cython
 cimport numpy as cnp
@@ -127,7 +127,7 @@ cdef class RouteLog:
         A pass over the layers begins where the layer's number does not increase,
         the number of rows, their sequences or `bulk` change, or a sequence begins. Each of its rows
         is a row of the trace; layers that a pass leaves out are padded with -1, as
-        are ids that are out of range or repeated within a row. What other threads
+        are ids that are out of range or repeated within a row. Steps that other threads
         note meanwhile is not in it.
 
         If `experts` would take more than `max_bytes` (but at least 64 KiB), steps wider
@@ -284,7 +284,7 @@ cdef class RouteLog:
 
     cdef Py_ssize_t row_bytes(self, const Passes* passes) noexcept nogil:
         cdef Py_ssize_t width = sizeof(int32_t) if self.wide else sizeof(int16_t)
-        # Whole passes of one width take no more bytes for ids than the log does.
+        # Ids of whole passes of one width take no more bytes than the log.
         return self.num_layers * max(1, passes.top_k) * width
 
     cdef void scan(self, Passes* passes, char* experts) noexcept nogil:

@@ -140,5 +140,8 @@ class WarmPin:
         self._profiler.record_warm_pin(pinned)
         logger.info(
             "warmpin.pinned experts=%d of=%d slots=%d after=%d",
-            *(len(pinned), len(chosen), cache.capacity, self._after),
+            len(pinned),
+            len(chosen),
+            cache.capacity,
+            self._after,
         )

@@ -23,7 +23,7 @@ ECHO_ALWAYS_INLINE int32_t echo_half_octave(float x)
     return (int32_t)(bits >> 22) - (int32_t)(0x3f800000u >> 22);
 }
 
-/* Decay each token's score and add what its request of this layer has in common with this one. */
+/* Decay each token's score and add the overlap of its request of this layer with this one. */
 ECHO_ALWAYS_INLINE void echo_match_body(
     const uint64_t *restrict masks, const uint64_t *restrict request, int words,
     float decay, float gain, float *restrict scores)
@@ -61,7 +61,7 @@ ECHO_ALWAYS_INLINE void echo_average_body(
         fast[e] += fast_rate * (wanted[e] - fast[e]);
         int32_t popularity = echo_half_octave(slow[e] * scale) + 7;
         int32_t used = wanted[e] != 0.0f ? token : last[e];
-        /* Where a layer is visited twice, an older row comes after a newer one. */
+        /* An older row comes after a newer one where a layer is visited twice. */
         int32_t ago = token > used ? token - used : 0;
         int32_t age = echo_half_octave((float)ago * per_row + 1.0f);
         last[e] = used;
@@ -112,7 +112,7 @@ ECHO_ALWAYS_INLINE void echo_spare_body(
     }
 }
 
-/* `echo_value` for what any of several sequences uses. */
+/* `echo_value` for experts that any of several sequences uses. */
 ECHO_ALWAYS_INLINE void echo_union_body(
     int n, const float *restrict own, const float *restrict unused, int sequences,
     float discount, float *restrict next, float *restrict values)

@@ -62,20 +62,20 @@ cdef class Echo:
     cdef int32_t latest[MAX_SEQUENCES]  # the last token of each place in this step
     cdef int32_t named[MAX_SEQUENCES]  # of each row of the last step, if that had names
     cdef Py_ssize_t num_named
-    cdef int64_t unnamed      # what rows without a name are called
+    cdef int64_t unnamed      # the name given to rows without one
     cdef bint between         # rows without a name begin a sequence
     cdef uint64_t steps
-    # Of each expert, [num_layers, num_experts].
+    # For each expert, [num_layers, num_experts].
     cdef float* fast      # moving averages of its use
     cdef float* slow
     cdef int32_t* last    # the token that used it last
     cdef uint8_t* cells
     cdef float* own       # probability of use, by its own history
-    cdef float* next_use  # the same, by what followed similar tokens too
+    cdef float* next_use  # the same, with the votes of similar tokens
     cdef float* values    # discounted next use
     cdef uint32_t* versions   # [num_layers] changes with the layer's values
     cdef uint64_t* masks      # [num_layers, ECHO_RING, num_words] requests of the ring's tokens
-    # Of the request at hand.
+    # For the request at hand.
     cdef uint64_t* request    # [num_words]
     cdef float* wanted        # [num_experts] 0 or 1
     cdef float* votes         # [num_experts]

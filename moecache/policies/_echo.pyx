@@ -3,7 +3,7 @@
 An expert's probability of being used when its layer comes round again is taken from its
 own history (moving averages, and a table of popularity by age that is learned as it
 goes) and from the eight recent tokens whose routing so far looks most like the current
-one's: what did their successors use at this layer? docs/echo.md has the derivation.
+one's: which experts did their successors use at this layer? docs/echo.md has the derivation.
 
 Several sequences share all of that but the likeness: which tokens look like the current one
 is a question for each of them.
@@ -29,7 +29,7 @@ cdef enum:
     AHEAD_NEIGHBOURS = 16  # tokens that vote for a layer still to come
     CELLS = 192
     FIRST_CELL = 6 * 16 + 15
-    NEVER = -100000       # the last use of what was never used
+    NEVER = -100000       # the last use of an expert that was never used
     REBASE = 1 << 30      # tokens after which the clock is set back
     MAX_EXPERTS = 1 << 20
 
@@ -179,7 +179,7 @@ cdef class Echo:
         layer : int
             If it comes later than the last one seen, the current token's use of it is
             predicted, best for the very next layer; else the next token's. Of several
-            sequences in the last step, what any of them uses.
+            sequences in the last step, the use by any of them.
         n : int
             Most experts to return.
 
@@ -242,7 +242,7 @@ cdef class Echo:
     def begin_sequence(self) -> None:
         """Say that the next tokens do not continue the last ones, as far as no sequence is named.
 
-        The fast averages fall back to the slow ones; what was learned stays.
+        The fast averages fall back to the slow ones; knowledge stays.
         """
         self.between = True
 
@@ -261,7 +261,7 @@ cdef class Echo:
             float32 [256]; "fast", "slow", "own", "next_use" and "values", float32
             [num_layers, num_experts]; "last", int32, and "cells", uint8, of that shape;
             with a ring "masks", uint64 [num_layers, 256, words], and "before", uint8 [256].
-            Of several sequences the last one alone is kept.
+            The last one of several sequences alone is kept.
         """
         cdef cnp.ndarray array
         cdef dict found = {
@@ -281,7 +281,7 @@ cdef class Echo:
         Parameters
         ----------
         state : mapping of str to ndarray
-            What `state` returned, or did before there was "before". Copied.
+            A result of `state`, perhaps without "before", as earlier versions wrote it. Copied.
 
         Raises
         ------
@@ -312,7 +312,7 @@ cdef class Echo:
         self.top_k, self.lowest, self.layer, self.token = top_k, lowest, last_layer, token
         self.scale = <float>self.num_experts / self.top_k if self.top_k else 0
         self.forget_sequences()
-        # What goes on is one sequence, without a name.
+        # One sequence goes on, without a name.
         self.unnamed = -1
         self.between = False
         self.join(self.unnamed)
@@ -344,16 +344,6 @@ cdef class Echo:
         for i in range(view.shape[0]):
             view[i] = self.values[i]
         return flat.reshape(self.num_layers, self.num_experts)
-
-    def reuse_of(self, Py_ssize_t layer) -> np.ndarray:
-        """Return a layer's row of `reuse`."""
-        cdef Py_ssize_t i
-        self.checked(layer)
-        row = np.empty(self.num_experts, np.float32)
-        cdef float[::1] view = row
-        for i in range(self.num_experts):
-            view[i] = self.values[layer * self.num_experts + i]
-        return row
 
     cdef list parts(self):
         # Name, dtype and shape of each array of `state`.
@@ -521,7 +511,7 @@ cdef class Echo:
     cdef void leave_out(
         self, const int32_t* names, Py_ssize_t rows, int place
     ) noexcept nogil:
-        # Tokens of others that are under way at the same time: what follows them is not known.
+        # Leaves out the tokens of other sequences under way: their successors are not known yet.
         cdef Py_ssize_t row
         cdef int64_t name = self.known[place].name
         # Rows before the first expert ever are no tokens.
@@ -693,7 +683,7 @@ cdef class Echo:
         self.known[place].token = self.token
 
     cdef void unlink(self, int slot) noexcept nogil:
-        # From what followed it.
+        # Parts a token from its successor.
         if self.after[slot]:
             self.before[(slot + self.after[slot]) & (ECHO_RING - 1)] = 0
             self.after[slot] = 0
@@ -724,7 +714,7 @@ cdef class Echo:
         )
 
     cdef float vote_successors(self, int layer, int place) noexcept nogil:
-        # Votes for what the tokens after each neighbour used here, this very request among them.
+        # Votes for the experts that the neighbours' successors used here, this request among them.
         cdef int[NEIGHBOURS] near
         cdef const float* scores = self.scores + place * ECHO_RING
         cdef int count = echo_nearest(scores, NEIGHBOURS, near)
@@ -742,7 +732,7 @@ cdef class Echo:
         return total
 
     cdef float vote_same(self, int layer, int place) noexcept nogil:
-        # Votes for what similar tokens themselves used at a layer that this one has not reached.
+        # Votes for the experts that similar tokens used at a layer that this one has not reached.
         cdef int[AHEAD_NEIGHBOURS] near
         cdef const float* scores = self.scores + place * ECHO_RING
         cdef int count = echo_nearest(scores, AHEAD_NEIGHBOURS, near)

@@ -7,10 +7,9 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from moecache.policies._echo cimport ECHO_TIME_DISCOUNT, Echo, echo_lowest_bit
-from moecache.policies._policy cimport Node, Policy, settle
+from moecache.policies._policy cimport RESIDENT, Node, Policy, settle
 
-cdef enum:
-    RESIDENT = 1
+from moecache.policies.registry import register
 
 
 @cython.final
@@ -42,11 +41,9 @@ cdef class EchoCache(Policy):
 
     def __cinit__(self, int capacity, *, int num_keys, Echo echo not None, layer=None):
         cdef int i
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.hold_at_most(capacity)
         if layer is not None and not 0 <= layer < echo.num_layers:
             raise ValueError(f"layer {layer} is not in [0, {echo.num_layers})")
-        self.capacity = capacity
         self.echo = echo
         self.first_layer = 0 if layer is None else layer
         self.num_layers = echo.num_layers if layer is None else 1
@@ -88,7 +85,7 @@ cdef class EchoCache(Policy):
         self.echo.observe_rows(layer, ids, wide, rows, k, sequences)
 
     cdef const int* worths(self, int layer) noexcept nogil:
-        # Not for the rows of one sequence: a prompt's use says little of what it decodes. Floats
+        # One sequence has none: a prompt's use says little about its decoding. Floats
         # from 0 to 1 are in the order of their bits.
         if self.echo.num_current < 2:
             return NULL
@@ -234,3 +231,15 @@ cdef class EchoCache(Policy):
         return (
             self.echo.values[self.first_layer * self.num_experts + key] * self.discounts[ahead]
         )
+
+
+def _make(part, ring=True):
+    # Layers share what is learned about tokens.
+    echo = part.shared.get("echo")
+    if echo is None:
+        echo = part.shared["echo"] = Echo(part.num_layers, part.num_experts, ring=ring)
+    return EchoCache(part.capacity, num_keys=part.num_keys, echo=echo, layer=part.layer)
+
+
+register("echo", _make)
+register("haz2", lambda part: _make(part, ring=False))

@@ -6,11 +6,16 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from moecache.policies._policy cimport (
-    PINNED, Node, Policy, empty_list, link, link_by_stamp, settle, unlink,
+    PINNED, RESIDENT, Node, Policy, empty_list, link, link_by_stamp, settle, unlink,
 )
 
-cdef enum:
-    RESIDENT = 1
+from moecache.policies.registry import register
+
+cdef struct Bucket:
+    # Keys of one count; buckets are a circular list in the order of their counts.
+    uint64_t count
+    int previous
+    int next
 
 
 cdef class LfuCache(Policy):
@@ -27,10 +32,14 @@ cdef class LfuCache(Policy):
         Keys are in [0, num_keys).
     """
 
+    cdef uint64_t* counts
+    cdef int* bucket_of    # [num_keys] of keys that can be victims
+    cdef Bucket* buckets   # [num_keys + 2]; 0 is the sentinel
+    cdef int* free_buckets
+    cdef int num_free_buckets
+
     def __cinit__(self, int capacity, *, int num_keys):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
-        self.capacity = capacity
+        self.hold_at_most(capacity)
         self.counts = <uint64_t*>calloc(num_keys, sizeof(uint64_t))
         self.bucket_of = <int*>calloc(num_keys, sizeof(int))
         # One per key, one more for a key between two counts, and the sentinel.
@@ -178,6 +187,8 @@ cdef class LfruCache(LfuCache):
         Keys are in [0, num_keys).
     """
 
+    cdef Node* recency     # a second list of the same keys, the latest first
+
     def __cinit__(self, int capacity, *, int num_keys):
         self.recency = <Node*>calloc(num_keys + 1, sizeof(Node))
         if self.recency == NULL:
@@ -206,7 +217,7 @@ cdef class LfruCache(LfuCache):
         cdef int bucket = self.buckets[0].next
         cdef double lowest = 0.0, score, oldest
         oldest = self.age(self.recency[self.num_keys].previous)
-        # Of equal counts the oldest has the lowest score: one key per bucket
+        # Among equal counts the oldest has the lowest score: one key per bucket
         # is weighed, and none once a count is too high even at the oldest age.
         while bucket != 0:
             if best >= 0 and <double>self.buckets[bucket].count / oldest > lowest:
@@ -246,3 +257,7 @@ cdef class LfruCache(LfuCache):
     cdef double age(self, int key) noexcept nogil:
         # As of the access that asks for a victim.
         return <double>(self.clock - self.nodes[key].stamp + 2)
+
+
+register("lfru", LfruCache)
+register("lfu", LfuCache)

@@ -1,4 +1,4 @@
-# What a cache asks of an eviction policy, and the lists that policies share.
+# The interface between a cache and an eviction policy, and the lists that policies share.
 
 cimport cython
 from libc.stdint cimport int32_t, uint8_t, uint64_t
@@ -6,7 +6,10 @@ from libc.stdint cimport int32_t, uint8_t, uint64_t
 cdef enum:
     # Lists, their sentinels and LFU's buckets are numbered by int.
     MAX_KEYS = 1073741820
-    MAX_SEQUENCES = 64  # that are told apart
+    MAX_SEQUENCES = 64  # sequences that are told apart
+
+cdef enum:
+    RESIDENT = 1  # the segment of policies that have but one
 
 cdef enum:
     HELD = 1    # leased or being filled: not a victim until released
@@ -26,20 +29,20 @@ cdef class Policy:
     cdef Node* nodes
     cdef readonly int num_keys
     cdef readonly int capacity
+    cdef bint is_taken  # by a cache, whose tables have its keys
     cdef int size
     cdef int pin_count
     cdef int num_evictable
     cdef uint64_t clock
 
-    # What a policy implements. `begin_step` comes before a step's accesses: `rows` tokens of one
-    # layer, with `k` ids each (int64 if `wide`), of which some may be out of range; `sequences`
-    # has a number for each row, or is NULL: of one sequence all. After it `worths` says whether
-    # the policy decides itself what a bulk step admits: a number for each of the layer's experts,
-    # the more the better, or NULL. `insert` is
-    # called when there is room. `victim` returns -1 if every key is blocked; its answer need not
-    # be removed, and two calls in a row give the same one. `expect` comes before it and names the
-    # key that is to be inserted; nothing may change but what the next `victim` says, as the
-    # insertion may not follow.
+    # A policy implements these. `begin_step` comes before a step's accesses: `rows` tokens of one
+    # layer, with `k` ids each (int64 if `wide`), some of them perhaps out of range. `sequences` has
+    # a number for each row, or is NULL if all are of one sequence. `worths` comes after it: a
+    # policy that decides itself which experts a bulk step admits returns a number for each of the
+    # layer's experts, the more the better; others return NULL. `insert` is called when there is
+    # room. `victim` returns -1 if every key is blocked; its answer need not be removed, and two
+    # calls in a row give the same one. `expect` comes before it and names the key that is to be
+    # inserted; it may change the next answer of `victim` alone, as the insertion may not follow.
     cdef void begin_step(
         self, int layer, const void* ids, bint wide, Py_ssize_t rows, Py_ssize_t k,
         const int32_t* sequences,
@@ -61,6 +64,7 @@ cdef class Policy:
     cdef str audit(self)
 
     # For subclasses: lists are circular, their sentinels the nodes from num_keys on.
+    cdef int hold_at_most(self, int capacity) except -1
     cdef int last_unheld(self, int sentinel) noexcept nogil
     cdef void forget(self, int key) noexcept nogil
     cdef list walk(self, int sentinel)
@@ -85,7 +89,7 @@ cdef inline void unhold(Policy policy, int key) noexcept nogil:
 
 
 cdef inline void settle(Policy policy, int key, uint8_t segment) noexcept nogil:
-    # What every insertion does; `forget` undoes it.
+    # Every insertion calls this; `forget` undoes it.
     policy.clock += 1
     policy.nodes[key].stamp = policy.clock
     policy.nodes[key].segment = segment
@@ -116,7 +120,7 @@ cdef inline void unlink(Node* nodes, int key) noexcept nogil:
 cdef inline void link_by_stamp(
     Node* links, const Node* nodes, int sentinel, int key
 ) noexcept nogil:
-    # Links the key where it would be had it never left a list that has the latest first.
+    # Puts the key back into a list that has the latest first, as if it had never left.
     cdef int after = sentinel
     while links[after].next != sentinel and nodes[links[after].next].stamp > nodes[key].stamp:
         after = links[after].next

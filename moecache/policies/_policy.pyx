@@ -1,4 +1,4 @@
-"""What a cache asks of an eviction policy, and the simplest one: LRU.
+"""The interface between a cache and an eviction policy, and the simplest one: LRU.
 
 A policy orders the keys that are in the cache and names a victim. It owns no
 memory of experts. A key that is leased or being filled is *held*; a held or
@@ -10,10 +10,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from moecache.errors import CapacityError
-
-cdef enum:
-    RESIDENT = 1
-
+from moecache.policies.registry import register
 
 cdef class Policy:
     """Base of every eviction policy; not a policy itself.
@@ -204,6 +201,12 @@ cdef class Policy:
             )
         return None
 
+    cdef int hold_at_most(self, int capacity) except -1:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.capacity = capacity
+        return 0
+
     cdef int last_unheld(self, int sentinel) noexcept nogil:
         cdef int key = self.nodes[sentinel].previous
         while key != sentinel:
@@ -248,9 +251,7 @@ cdef class LruCache(Policy):
     """
 
     def __cinit__(self, int capacity, *, int num_keys):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
-        self.capacity = capacity
+        self.hold_at_most(capacity)
 
     cdef void access(self, int key) noexcept nogil:
         self.clock += 1
@@ -280,3 +281,6 @@ cdef class LruCache(Policy):
         if self.nodes[key].blocked & PINNED:
             Policy.unpin_key(self, key)
             link_by_stamp(self.nodes, self.nodes, self.num_keys, key)
+
+
+register("lru", LruCache)

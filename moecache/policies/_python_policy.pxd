@@ -8,8 +8,9 @@ cdef class PythonPolicy(Policy):
     cdef object script
     cdef object on_step
     cdef object on_sequence
+    cdef object on_prefers
     cdef object held
-    cdef object error
+    cdef readonly object error  # what the script raised first, or None
 
     cdef void fail(self, object error)
 

@@ -6,21 +6,21 @@ from libc.stdint cimport int32_t
 import numpy as np
 
 from moecache.policies._ids cimport id_at
-from moecache.policies._policy cimport Policy, settle
-
-cdef enum:
-    RESIDENT = 1
+from moecache.policies._policy cimport RESIDENT, Policy, settle
 
 
 @cython.final
 cdef class PythonPolicy(Policy):
-    """Wrap an object that decides which key is evicted. For replays: each call takes the GIL.
+    """Wrap an object that decides which key is evicted. Each call takes the GIL.
 
     The object has `access(key)` for a hit, `insert(key)` for a key that was
     admitted, `remove(key)` for one that left, and `victim(held) -> key`, where
-    `key in held` says that the step at hand uses the key, which must stay. It may
-    have `begin_step(layer, ids)` (ids: int32 [rows, top_k], -1 for no expert) and
-    `begin_sequence()`. An error that it raises ends the replay.
+    `key in held` says that the key must stay: a step uses it, or it is pinned. It may
+    have `begin_step(layer, ids)` (ids: int32 [rows, top_k], -1 for no expert),
+    `begin_sequence()`, and `prefers(candidate, resident) -> bool`: whether a key that is
+    read ahead is worth the slot of another. Without it what is read ahead takes free slots
+    alone. After an error that it raises it is not asked again: `error` keeps it, and the
+    lowest key that may leave is the victim.
 
     Parameters
     ----------
@@ -40,18 +40,17 @@ cdef class PythonPolicy(Policy):
     """
 
     def __cinit__(self, int capacity, *, int num_keys, script):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.hold_at_most(capacity)
         for name in ("access", "insert", "remove", "victim"):
             if not callable(getattr(script, name, None)):
                 raise TypeError(
                     f"a policy needs access(key), insert(key), remove(key) and victim(held); "
                     f"{type(script).__name__} has no {name}"
                 )
-        self.capacity = capacity
         self.script = script
         self.on_step = getattr(script, "begin_step", None)
         self.on_sequence = getattr(script, "begin_sequence", None)
+        self.on_prefers = getattr(script, "prefers", None)
         self.held = Held(self)
 
     @staticmethod
@@ -133,11 +132,20 @@ cdef class PythonPolicy(Policy):
                     return <int>chosen
                 except BaseException as error:
                     self.fail(error)
-        # The replay will end with the error; until then some key must be evicted.
+        # The cache or the replay raises the error later; until then some key must be evicted.
         for key in range(self.num_keys):
             if self.nodes[key].segment and not self.nodes[key].blocked:
                 return key
         return -1
+
+    cdef bint prefers(self, int candidate, int resident) noexcept nogil:
+        with gil:
+            if self.on_prefers is not None and self.error is None:
+                try:
+                    return bool(self.on_prefers(candidate, resident))
+                except BaseException as error:
+                    self.fail(error)
+        return False
 
     cdef void begin_sequence(self) noexcept nogil:
         with gil:

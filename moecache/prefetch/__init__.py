@@ -1,1 +1,1 @@
-"""What is read before a step asks for it."""
+"""Experts that are read before a step asks for them."""

@@ -1,4 +1,4 @@
-"""Foresight: what was foreseen of each layer, and what its router chose then."""
+"""Foresight: the guesses about each layer, compared with its router's choices."""
 
 cimport cython
 cimport numpy as cnp
@@ -13,9 +13,9 @@ from moecache.policies._ids cimport as_ids, id_at
 
 cnp.import_array()
 
-# The belief in a class that has not been seen weighs as much as so many guesses.
+# The belief in a class that has not been seen weighs as much as this many guesses.
 cdef double PRIOR_TRIALS = 8
-# When a class has seen so many guesses, they count half from then on.
+# When a class has seen this many guesses, they count half from then on.
 cdef double MAX_TRIALS = 1024
 
 
@@ -186,7 +186,7 @@ cdef class Foresight:
                 self.successes[number] += right
 
     def drop(self, Py_ssize_t layer) -> None:
-        """Forget what was foreseen of a layer: what comes cannot be compared with it."""
+        """Forget the guess about a layer: the next step cannot be compared with it."""
         self.cache.checked(layer, 0)
         self.num_guesses[layer] = 0
 

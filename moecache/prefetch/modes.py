@@ -1,4 +1,4 @@
-"""What each mode of prefetching is made of."""
+"""The parts of each mode of prefetching."""
 
 import numpy as np
 

@@ -28,7 +28,7 @@ MAX_BYTES_IN_FLIGHT = 16 * 2**20
 _FAILED_S = 0.1
 # How often what has arrived is taken in, while the host computes.
 _LOOK_S = 0.0005
-# A step of so many rows uses most experts: nothing to foresee.
+# A step of this many rows uses most experts: nothing is left to foresee.
 MAX_ROWS = 16
 
 
@@ -38,8 +38,8 @@ class Prefetcher:
     Requests wait in a `PrefetchQueue`. Slots are claimed when a read begins, never before,
     and only free ones or those of experts that the policy values less; no more than 16 MiB, or
     an expert, are on their way at once. A read ahead is right with some likelihood, which is
-    measured (`Foresight`), and it is begun if that is enough to pay (`BreakEven`). What is still
-    being read when its layer has come without it is taken back by the loader.
+    measured (`Foresight`), and it is begun if that is enough to pay (`BreakEven`). The loader
+    takes back a read that still goes on when its layer has come without it.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class Prefetcher:
         self._held = held
         self._total = layout.total_experts if held is None else int(held.sum())
         widths = [layout.expert_bytes(layer) for layer in range(layout.num_layers)]
-        # What is converted, or copied to a GPU, takes memory beside its slot.
+        # An expert that is converted, or copied to a GPU, takes memory beside its slot.
         widest, most = max(widths), loader.pool.max_buffers_ahead
         limit = MAX_BYTES_IN_FLIGHT if most is None else most * widest
         self._max_bytes = max(widest, min(MAX_BYTES_IN_FLIGHT, limit))
@@ -132,7 +132,7 @@ class Prefetcher:
         ----------
         layer : int
         ids : ndarray of int32 or int64, shape [..., top_k]
-            What was just looked up.
+            The experts that were just looked up.
         sequences : array of int, shape [rows], optional
             Which sequence each row is of. A token of each of up to 16 is foreseen as one token is.
         """
@@ -305,7 +305,7 @@ class Prefetcher:
 
     def _begin_token(self) -> None:
         if self.switch is not None:
-            # Free slots are filled first: what is measured meanwhile says little of later.
+            # Free slots are filled first: times measured meanwhile say little about later ones.
             if self.cache.num_evictions:
                 self.switch.begin_token()
             else:
@@ -358,7 +358,7 @@ def _work(reference: "weakref.ref[Prefetcher]", wake: "SimpleQueue[None]") -> No
         try:
             timeout = prefetcher.turn()
         except Exception as error:  # noqa: BLE001 - a guess that fails is no harm
-            # Once per cause: what is broken for good fails every time.
+            # Once per cause: a store that is broken for good fails every time.
             if repr(error) not in told:
                 told.add(repr(error))
                 logger.warning("prefetch.failed error=%r", error)

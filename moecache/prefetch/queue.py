@@ -20,7 +20,7 @@ class PrefetchQueue:
     Attributes
     ----------
     num_requests, num_dropped, num_stale : int
-        Requests so far; of those, dropped from the full queue, and out of date.
+        Requests so far; requests dropped from the full queue; requests out of date.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -36,7 +36,7 @@ class PrefetchQueue:
         return len(self._requests)
 
     def visit(self, layer: int) -> None:
-        """Note that a layer has come: what was asked for it is out of date."""
+        """Note that a layer has come: requests for it are out of date."""
         self._visits[layer] += 1
 
     def put(self, layer: int, experts: Sequence[int]) -> None:

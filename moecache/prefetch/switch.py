@@ -11,16 +11,16 @@ WARM_UP = 32
 # Tokens in a row with it or without; the first of them still feels what was before.
 WINDOW = 16
 _SETTLING = 2
-# Pairs of windows, after which it is decided; what is clear after two is decided then.
+# Pairs of windows before the decision; a clear difference decides after two.
 _PAIRS = 4
 _CLEAR = 0.03
-# What is glaring is decided after one pair, and a glaring loss is not tried again so soon.
+# A glaring difference decides after one pair; after a glaring loss the next trial waits longer.
 _GLARING = 0.2
 _GLARING_HOLD = 1024
 # Tokens until it is tried again; twice as many whenever the answer is the same.
 _FIRST_HOLD = 256
 _LONGEST_HOLD = 8192
-# What is gained must exceed the noise, and what is not seen: misses by its evictions.
+# The gain must exceed the noise, and the unseen misses that its evictions cause.
 _WORTH_IT = 0.01
 # Share of a state's tokens left out, the worst fits: a host pauses, a machine has neighbours.
 _TRIMMED = 0.125
@@ -34,8 +34,8 @@ class Switch:
     twice the gain's standard error, for 256 tokens; for twice as many each time the answer is
     confirmed, up to 8,192. A difference of 3 %, and of three standard errors, decides after two
     pairs of windows, one of 20 % after one; a loss of 20 % is not tried again for 1,024 tokens.
-    Where it does not pay, 384 of 10,000 tokens or fewer are tried with it: what makes tokens
-    2 % slower costs less than 0.1 %, what doubles their time 0.64 %.
+    If it does not pay, 384 of 10,000 tokens or fewer are tried with it: reading ahead that makes
+    tokens 2 % slower costs less than 0.1 %, and 0.64 % if it doubles their time.
 
     Tokens differ far more from each other than on from off: by what they miss. So times are
     compared at equal misses: by an analysis of covariance, in which time rises with the number
@@ -54,9 +54,9 @@ class Switch:
     Attributes
     ----------
     on : bool
-        What to do now.
+        Whether to read ahead now.
     reason : str
-        What was found out.
+        The finding behind it.
     """
 
     def __init__(
@@ -81,11 +81,6 @@ class Switch:
         """Whether it is off, and not about to be tried."""
         return not self.on and self._left > 1
 
-    @property
-    def is_trying(self) -> bool:
-        """Whether it is finding out, and not staying with what it found."""
-        return not self._left
-
     def begin_token(self) -> None:
         """Say that a token begins, and thereby that the last one is over."""
         now = tuple(counter() for counter in self._counters)
@@ -109,7 +104,7 @@ class Switch:
         if self._place % WINDOW:
             return
         pairs, half = divmod(self._place // WINDOW, 2)
-        # Off, on, on, off: what drifts counts for both alike.
+        # Off, on, on, off: a drift counts for both alike.
         self.on = bool((self._place // WINDOW + 1) // 2 % 2)
         if not half and pairs:
             found = gained(self._samples[False], self._samples[True])
@@ -138,7 +133,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Gain:
-    """What on saves of a token's time.
+    """The time per token that on saves.
 
     Parameters
     ----------

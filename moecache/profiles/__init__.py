@@ -1,1 +1,1 @@
-"""What earlier runs found out, in a file, and what is made of it."""
+"""Findings of earlier runs in a file, and their use."""

@@ -97,7 +97,7 @@ def bandwidth(
         found = None if profile is None else _kept(profile.machines, name)
     if measures and (found is None or found < at_least):
         before, measured = found or 0.0, None
-        # Once more at most: what fits into a processor's cache is faster than its memory.
+        # Once more at most: data that fits into a processor's cache is faster than its memory.
         if found is None or name not in _repeated:
             measured = measure_bandwidth()
             if found is not None:

@@ -1,4 +1,4 @@
-"""What a profile keeps of disks: how fast each is, and how it is best read."""
+"""Disks in a profile: how fast each is, and how it is best read."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def speed_of(disks: Mapping[str, Any], store: FileStore) -> DiskSpeed | None:
-    """Return what a profile has of this store's disk; what no disk could have is a warning."""
+    """Return a profile's figures of this store's disk; impossible ones are a warning."""
     entry = disks.get(disk_of(store))
     if entry is None:
         return None

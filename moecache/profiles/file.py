@@ -1,4 +1,4 @@
-"""Profiles: what earlier runs found out about disks and models, kept in one file.
+"""Profiles: findings of earlier runs about disks and models, kept in one file.
 
 The file is a line `moecache-profile 1 SHA256`, with the checksum of all that follows; a
 line of JSON that says what there is; and the bytes of the arrays, one after the other:
@@ -34,7 +34,7 @@ MAX_BYTES = 256 * 2**20
 _NAME = b"moecache-profile "
 _FIRST_LINE = b"%s%d " % (_NAME, VERSION)
 _DTYPES = ("<u8", "<i8", "<i4", "<f4", "|u1")
-# What `Echo.state` has besides floats.
+# The arrays of `Echo.state` that are not of floats.
 _ECHO_DTYPES = {"clock": "i8", "last": "i4", "cells": "u1", "masks": "u8", "before": "u1"}
 # Two runtimes of one process that close at once would lose what the other found out.
 _writing = threading.Lock()
@@ -64,16 +64,16 @@ class ModelUsage:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What a profile's file has.
+    """The content of a profile's file.
 
     Parameters
     ----------
     disks : dict
-        What was found out about each disk, as JSON has it.
+        Findings about each disk, as JSON has them.
     models : dict of str to ModelUsage
         By `identity`, the one that was saved last at the end.
     machines : dict
-        What was found out about each machine, as JSON has it.
+        Findings about each machine, as JSON has them.
     """
 
     disks: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def identity(layout: ExpertLayout) -> str:
 
 
 def check_path(path: object) -> None:
-    """Raise a ConfigError if this is not a path for a profile, whatever is there."""
+    """Raise a ConfigError if this cannot be the path of a profile."""
     name = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(name, str):
         raise ConfigError(f"profile must be a path, a str or Path, got {path!r}")
@@ -100,7 +100,7 @@ def check_path(path: object) -> None:
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile | None:
-    """Return what a file has; what cannot be used is one warning that says why.
+    """Return a file's content; an unusable file is one warning that says why.
 
     Returns
     -------
@@ -132,8 +132,8 @@ def update_profile(
     """Add to what a file has, or put it in the place of what it has of the same name.
 
     Written whole or not at all. A damaged profile is replaced; a file that is no profile,
-    or one of a later version, never is. Of two processes that write at once one may lose
-    what it found out.
+    or one of a later version, never is. If two processes write at once, one may lose
+    its findings.
 
     Raises
     ------
@@ -142,7 +142,7 @@ def update_profile(
     FormatError
         If there is a file that is no profile of this version.
     StoreError
-        If it cannot be written. What was there before is still there.
+        If it cannot be written. The file that was there is kept.
     """
     with _writing:
         data = _read(path)
@@ -164,7 +164,7 @@ def update_profile(
 def _is_ours(data: bytes) -> bool:
     """Return whether this is a profile of this version, even if damaged.
 
-    What is cut short within its name may be a user's own file of a few letters.
+    A file that ends within the profile's name may be a user's own, of a few letters.
     """
     return data.startswith(_FIRST_LINE)
 

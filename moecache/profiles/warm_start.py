@@ -39,7 +39,7 @@ class WarmStart:
     """Experts on their way into free slots, in a thread of its own.
 
     Takes free slots only and evicts nothing: it ends when there are none left, as
-    requests take them too. What cannot be read is left out, and logged once per cause.
+    requests take them too. Experts that cannot be read are left out, and logged once per cause.
 
     Parameters
     ----------
@@ -131,12 +131,12 @@ class WarmStart:
                 seen = self._loader.counts.num_steps
                 refused = [key for key in refused if self._is_refused(key)]
                 self._num_done = len(self._keys) - len(refused)
-                # A request may have been in the way; what else is refused has no room.
+                # A request may have been in the way; any other refusal means that there is no room.
                 if not refused or self._is_over or seen == self._loader.counts.num_steps:
                     break
                 time.sleep(_PAUSE_S)
             seen = self._loader.counts.num_steps
-            # A thread that makes a request takes in what has arrived.
+            # A thread that makes a request takes in arrived reads.
             while (
                 (self._loader.num_in_flight or self._loader.pool.uploads.in_flight_bytes)
                 and not self._cancelled
@@ -145,7 +145,9 @@ class WarmStart:
                 self._look()
             logger.info(
                 "warm_start.ended experts=%d of=%d resident=%d seconds=%.2f",
-                *(self._num_done, len(self._keys), self._cache.num_resident),
+                self._num_done,
+                len(self._keys),
+                self._cache.num_resident,
                 time.monotonic() - started,
             )
         except MoeCacheError as error:

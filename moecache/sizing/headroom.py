@@ -1,4 +1,4 @@
-"""What a host needs beside the slots: trunk, KV cache, staging; and whether all of it fits."""
+"""Memory beside the slots: trunk, KV cache, staging; and whether all of it fits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from moecache.sizing.planning import RESERVE_BYTES
 from moecache.units import format_bytes
 
 DEFAULT_CONTEXT_TOKENS = 4096
-# Of a host's free memory this part stays spare, but not less than the least, of which a small
-# host has only so much to give.
+# A sixteenth of a host's free memory stays spare, but at least 32 MiB, if these are no more than a
+# quarter of it.
 _SPARE_PART = 16
 _LEAST_SPARE_BYTES = 32 * 2**20
 _LEAST_SPARE_PART = 4
@@ -33,7 +33,7 @@ class Headroom:
     spare_bytes : int
         For the interpreter, activations and other processes.
     takes : str
-        What `trunk_bytes` are for, in words.
+        The use of `trunk_bytes`, in words.
     """
 
     trunk_bytes: int

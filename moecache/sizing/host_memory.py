@@ -55,7 +55,7 @@ class CgroupLimit:
     ----------
     limit_bytes : int
     room_bytes : int
-        What its limit leaves: page cache counts as free. Never negative.
+        The rest of its limit: page cache counts as free. Never negative.
     path : str
         Its directory.
     """

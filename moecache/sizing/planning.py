@@ -90,7 +90,7 @@ def plan(
     ----------
     layout : ExpertLayout
     free_bytes : int
-        What is free once everything else (trunk, KV cache) is in place.
+        Memory that is free once everything else (trunk, KV cache) is in place.
     reserve_bytes : int, default 512 MiB
         Left free.
     staging_slots : int, default 0

@@ -24,7 +24,7 @@ ALWAYS_ALLOWED_BYTES = 64 * 2**20
 MAX_BYTES = 16 * 2**30
 # Bytes per token that a trace keeps, or needs while it is made, beside the ids.
 ROW_BYTES = 16
-# What reading a damaged zip file raises, besides OSError.
+# Errors that a damaged zip file causes, besides OSError.
 ZIP_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
@@ -85,7 +85,7 @@ def read_npy(file: IO[bytes], name: str, size: int, allowed: int) -> np.ndarray:
     file : binary file
         At its beginning.
     name : str
-        What messages call it.
+        Its name in messages.
     size : int
         Bytes of the file, header included.
     allowed : int
@@ -146,7 +146,7 @@ def write_arrays(
     ConfigError
         If it would replace a file of another kind.
     StoreError
-        If it cannot be written. What was there before is still there.
+        If it cannot be written. The file that was there is kept.
     """
     with whole_file(path, kind, force=force) as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)

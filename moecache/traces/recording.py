@@ -38,7 +38,7 @@ class Recording:
     max_bytes : int, default 256 MiB
         Bytes of the log after which nothing more is noted.
     force : bool, default False
-        Replace whatever is there.
+        Replace a file of any kind.
     **metadata
         Added to the trace.
 
@@ -46,7 +46,7 @@ class Recording:
     ----------
     log : RouteLog
     trace : Trace or None
-        What was recorded; None before the end.
+        The recorded trace; None before the end.
     saved : bool
         Whether it is in the file.
 
@@ -145,7 +145,7 @@ def record(
     max_bytes: int,
     force: bool,
 ) -> Recording:
-    """Start to record a cache; what is known of its model goes into the trace's metadata."""
+    """Start to record a cache; facts about its model go into the trace's metadata."""
     known: dict[str, Any] = {} if model is None else {"model": Path(os.path.abspath(model)).name}
     return Recording(
         cache,

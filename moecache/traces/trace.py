@@ -1,4 +1,4 @@
-"""Trace: what the router chose, token by token and layer by layer.
+"""Trace: the router's choices, token by token and layer by layer.
 
 The file is an .npz with these arrays:
 
@@ -206,14 +206,14 @@ class Trace:
         path : str or Path
             An existing trace is replaced.
         force : bool, default False
-            Replace whatever is there.
+            Replace a file of any kind.
 
         Raises
         ------
         ConfigError
             If something else is there.
         StoreError
-            If it cannot be written. What was there before is still there.
+            If it cannot be written. The file that was there is kept.
         """
         meta = {**self.metadata, "num_experts": self.num_experts, "version": VERSION}
         arrays = {"experts": self.experts, "phase": self.phase, "seq": self.sequence}
@@ -247,7 +247,7 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the routing, in hex: of everything but `metadata`."""
+        """SHA-256 of the routing, in hex: everything but `metadata`."""
         found = hashlib.sha256()
         found.update(f"moecache trace {self.num_experts} {self.experts.shape}".encode())
         arrays = [self.experts, self.phase, self.sequence, self.step, self.layers]

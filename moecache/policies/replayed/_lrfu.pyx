@@ -6,15 +6,14 @@ from libc.stdint cimport int32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from moecache.policies._policy cimport PINNED, Policy
-from moecache._slru cimport CountHeap
+from moecache.policies._heap cimport RankedPolicy
+from moecache.policies._policy cimport RESIDENT
 
-cdef enum:
-    RESIDENT = 1
+from moecache.policies.registry import register
 
 
 @cython.final
-cdef class LrfuCache(Policy):
+cdef class LrfuCache(RankedPolicy):
     """LRFU (Lee et al., IEEE Trans. Computers 50(12), 2001): evict the lowest decayed count.
 
     A use counts 1 and half as much after every `half_life` tokens: the paper's
@@ -48,17 +47,19 @@ cdef class LrfuCache(Policy):
         If the capacity is smaller than 1 or the half-life not above 0.
     """
 
+    cdef readonly double half_life
+    cdef double* values    # log2 of the decayed count, as of time 0; below 0: never used
+    cdef int lowest_layer  # -1 before the first step
+    cdef uint64_t now      # tokens, or accesses while there are no steps
+
     def __cinit__(self, int capacity, *, int num_keys, double half_life=128.0):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.hold_at_most(capacity)
         if not half_life > 0:
             raise ValueError(f"half_life must be above 0 tokens, got {half_life}")
-        self.capacity = capacity
         self.half_life = half_life
         self.values = <double*>malloc(num_keys * sizeof(double))
         if self.values == NULL:
             raise MemoryError(f"no memory for the counts of {num_keys} keys")
-        self.heap = CountHeap(num_keys)
         self.reset()
 
     def __dealloc__(self):
@@ -74,8 +75,7 @@ cdef class LrfuCache(Policy):
 
     cdef void access(self, int key) noexcept nogil:
         self.count(key)
-        if self.heap.contains(key):
-            self.heap.raise_to(key, self.rank(key), self.nodes[key].stamp)
+        self.rise(key)
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
         if accessed:
@@ -86,52 +86,18 @@ cdef class LrfuCache(Policy):
         self.nodes[key].segment = RESIDENT
         self.size += 1
         self.num_evictable += 1
-        self.heap.push(key, self.rank(key), self.nodes[key].stamp)
-
-    cdef void remove(self, int key) noexcept nogil:
-        if self.heap.contains(key):
-            self.heap.remove(key)
-        self.forget(key)
-
-    cdef int victim(self) noexcept nogil:
-        return self.heap.first_unblocked(self.nodes)
+        RankedPolicy.insert(self, key, accessed)
 
     cdef bint prefers(self, int candidate, int resident) noexcept nogil:
         return self.rank(candidate) > self.rank(resident)
-
-    cdef bint pin_key(self, int key) noexcept nogil:
-        if self.heap.contains(key):
-            self.heap.remove(key)
-        return Policy.pin_key(self, key)
-
-    cdef void unpin_key(self, int key) noexcept nogil:
-        if self.nodes[key].blocked & PINNED:
-            Policy.unpin_key(self, key)
-            self.nodes[key].parked = 0
-            self.heap.push(key, self.rank(key), self.nodes[key].stamp)
-
-    cdef void unpark(self, int key) noexcept nogil:
-        # Pinned while it was held: `unpin_key` puts it back.
-        if not self.nodes[key].blocked & PINNED:
-            self.heap.push(key, self.rank(key), self.nodes[key].stamp)
 
     cdef void reset(self) noexcept nogil:
         cdef int key
         for key in range(self.num_keys):
             self.values[key] = -1.0
-        self.heap.clear()
+        RankedPolicy.reset(self)
         self.lowest_layer = -1
         self.now = 0
-
-    cdef str audit(self):
-        cdef int key
-        for key in range(self.num_keys):
-            blocked = self.nodes[key].blocked
-            if self.heap.contains(key) and (not self.nodes[key].segment or blocked & PINNED):
-                return f"key {key} is in the heap but absent or pinned"
-            if self.nodes[key].segment and not blocked and not self.heap.contains(key):
-                return f"key {key} can be evicted but is not in the heap"
-        return Policy.audit(self)
 
     cdef void count(self, int key) noexcept nogil:
         # log2(C 2^-(t-s)/h + 1) at time t, plus t/h to bring it to time 0.
@@ -153,3 +119,6 @@ cdef class LrfuCache(Policy):
             return 0
         memcpy(&bits, &self.values[key], sizeof(uint64_t))
         return bits + 1
+
+
+register("lrfu", LrfuCache, for_replays=True)

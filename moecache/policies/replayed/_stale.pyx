@@ -4,10 +4,9 @@ cimport cython
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 
-from moecache.policies._policy cimport Policy, empty_list, link, settle, unlink
+from moecache.policies._policy cimport RESIDENT, Policy, empty_list, link, settle, unlink
 
-cdef enum:
-    RESIDENT = 1
+from moecache.policies.registry import register
 
 
 @cython.final
@@ -54,10 +53,15 @@ cdef class LeastStaleCache(Policy):
         If the capacity or `num_experts` is smaller than 1.
     """
 
+    cdef readonly int num_experts
+    cdef int num_layers
+    cdef int64_t* used_in  # the pass in which a key was last used
+    cdef int64_t current   # the pass under way
+    cdef int lowest_layer  # -1 before the first step
+    cdef int layer         # the layer visited last
+
     def __cinit__(self, int capacity, *, int num_keys, num_experts=None):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
-        self.capacity = capacity
+        self.hold_at_most(capacity)
         self.num_experts = num_keys if num_experts is None else num_experts
         if self.num_experts < 1:
             raise ValueError(f"num_experts must be at least 1, got {num_experts}")
@@ -153,3 +157,12 @@ cdef class LeastStaleCache(Policy):
         if self.layer < 0:
             return self.num_layers - 1
         return min(self.layer, self.num_layers - 1)
+
+
+register(
+    "least-stale",
+    lambda part: LeastStaleCache(
+        part.capacity, num_keys=part.num_keys, num_experts=part.num_experts
+    ),
+    for_replays=True,
+)

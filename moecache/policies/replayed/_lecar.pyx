@@ -7,18 +7,19 @@ from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from moecache.policies._policy cimport PINNED, Policy, empty_list, link, settle, unlink
-from moecache._slru cimport CountHeap
+from moecache.policies._heap cimport RankedPolicy
+from moecache.policies._policy cimport RESIDENT, empty_list, link, settle, unlink
+
+from moecache.policies.registry import register
 
 cdef enum:
-    RESIDENT = 1
     NOBODY = 0
     LRU = 1
     LFU = 2
 
 
 @cython.final
-cdef class LecarCache(Policy):
+cdef class LecarCache(RankedPolicy):
     """LeCaR (Vietri et al., HotStorage 2018): regret decides between LRU and LFU.
 
     For every victim one of the two experts, LRU and LFU, is drawn by its
@@ -52,13 +53,27 @@ cdef class LecarCache(Policy):
     discount_rate : float, optional
         Per access, in (0, 1]; 0.005^(1 / capacity) if not given.
     seed : int, default 0
-        Of the draws, in [0, 2^64).
+        Seed of the draws, in [0, 2^64).
 
     Raises
     ------
     ValueError
         If the capacity is smaller than 1 or a rate out of range.
     """
+
+    cdef readonly double learning_rate
+    cdef double discount      # per access
+    cdef double lru_weight
+    cdef uint64_t* counts     # uses, of keys in the cache or in a history
+    cdef uint8_t* ghost       # the expert whose history holds a key that is not in the cache
+    cdef int history          # keys that each history holds
+    cdef int[3] num_ghosts
+    cdef uint64_t seed
+    cdef uint64_t random      # state of the generator
+    cdef double draw          # in [0, 1): decides which expert names the next victim
+    cdef int expected         # the key that is to be inserted, or -1
+    cdef int chosen           # the victim named last, or -1
+    cdef uint8_t chosen_by
 
     def __cinit__(
         self,
@@ -69,13 +84,11 @@ cdef class LecarCache(Policy):
         discount_rate=None,
         uint64_t seed=0,
     ):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.hold_at_most(capacity)
         if not learning_rate > 0:
             raise ValueError(f"learning_rate must be above 0, got {learning_rate}")
         if discount_rate is not None and not 0 < discount_rate <= 1:
             raise ValueError(f"discount_rate must be in (0, 1], got {discount_rate}")
-        self.capacity = capacity
         self.learning_rate = learning_rate
         self.discount = power(0.005, 1.0 / capacity) if discount_rate is None else discount_rate
         self.history = max(1, capacity // 2)
@@ -84,7 +97,6 @@ cdef class LecarCache(Policy):
         self.ghost = <uint8_t*>calloc(num_keys, sizeof(uint8_t))
         if self.counts == NULL or self.ghost == NULL:
             raise MemoryError(f"no memory for the counts of {num_keys} keys")
-        self.heap = CountHeap(num_keys)
         self.reset()
 
     def __dealloc__(self):
@@ -107,8 +119,7 @@ cdef class LecarCache(Policy):
         self.nodes[key].stamp = self.clock
         unlink(self.nodes, key)
         link(self.nodes, self.num_keys, key)
-        if self.heap.contains(key):
-            self.heap.raise_to(key, self.counts[key], self.clock)
+        self.rise(key)
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
         cdef double weight = self.lru_weight
@@ -118,14 +129,12 @@ cdef class LecarCache(Policy):
         self.counts[key] += accessed
         settle(self, key, RESIDENT)
         link(self.nodes, self.num_keys, key)
-        self.heap.push(key, self.counts[key], self.clock)
+        RankedPolicy.insert(self, key, accessed)
         self.expected = self.chosen = -1
 
     cdef void remove(self, int key) noexcept nogil:
         unlink(self.nodes, key)
-        if self.heap.contains(key):
-            self.heap.remove(key)
-        self.forget(key)
+        RankedPolicy.remove(self, key)
         # A key that leaves without having been named as victim is discarded.
         if key == self.chosen:
             # Dropped before the victim enters a history: this key may be the one too many there.
@@ -157,21 +166,8 @@ cdef class LecarCache(Policy):
             self.chosen_by = LFU
         return self.chosen
 
-    cdef bint pin_key(self, int key) noexcept nogil:
-        if self.heap.contains(key):
-            self.heap.remove(key)
-        return Policy.pin_key(self, key)
-
-    cdef void unpin_key(self, int key) noexcept nogil:
-        if self.nodes[key].blocked & PINNED:
-            Policy.unpin_key(self, key)
-            self.nodes[key].parked = 0
-            self.heap.push(key, self.counts[key], self.nodes[key].stamp)
-
-    cdef void unpark(self, int key) noexcept nogil:
-        # Pinned while it was held: `unpin_key` puts it back.
-        if not self.nodes[key].blocked & PINNED:
-            self.heap.push(key, self.counts[key], self.nodes[key].stamp)
+    cdef uint64_t rank(self, int key) noexcept nogil:
+        return self.counts[key]
 
     cdef void reset(self) noexcept nogil:
         memset(self.counts, 0, self.num_keys * sizeof(uint64_t))
@@ -179,7 +175,7 @@ cdef class LecarCache(Policy):
         empty_list(self.nodes, self.num_keys + LRU)
         empty_list(self.nodes, self.num_keys + LFU)
         self.num_ghosts[LRU] = self.num_ghosts[LFU] = 0
-        self.heap.clear()
+        RankedPolicy.reset(self)
         self.lru_weight = 0.5
         self.random = self.seed
         self.next_draw()
@@ -187,13 +183,7 @@ cdef class LecarCache(Policy):
         self.chosen_by = NOBODY
 
     cdef str audit(self):
-        cdef int key, expert
-        for key in range(self.num_keys):
-            blocked = self.nodes[key].blocked
-            if self.heap.contains(key) and (not self.nodes[key].segment or blocked & PINNED):
-                return f"key {key} is in the heap but absent or pinned"
-            if self.nodes[key].segment and not blocked and not self.heap.contains(key):
-                return f"key {key} can be evicted but is not in the heap"
+        cdef int expert
         for expert in (LRU, LFU):
             keys = self.walk(self.num_keys + expert)
             if len(keys) != self.num_ghosts[expert] or len(keys) > self.history:
@@ -202,7 +192,7 @@ cdef class LecarCache(Policy):
                 return "a key in the cache is in a history"
         if len(self.walk(self.num_keys)) != self.size:
             return f"the list does not hold {self.size} keys"
-        return Policy.audit(self)
+        return RankedPolicy.audit(self)
 
     cdef double weight_after(self, int key) noexcept nogil:
         # LRU's weight after a miss on the key, which is the access after `clock`.
@@ -251,3 +241,6 @@ cdef class LecarCache(Policy):
         self.num_ghosts[self.ghost[key]] -= 1
         self.ghost[key] = NOBODY
         self.counts[key] = 0
+
+
+register("lecar", LecarCache, for_replays=True)

@@ -7,6 +7,8 @@ from libc.string cimport memset
 
 from moecache.policies._policy cimport Policy, empty_list, link, unlink
 
+from moecache.policies.registry import register
+
 cdef enum:
     WINDOW = 1
     PROBATION = 2
@@ -57,6 +59,18 @@ cdef class WTinyLfuCache(Policy):
         If the capacity is smaller than 1 or a ratio out of range.
     """
 
+    cdef readonly int window
+    cdef readonly int protected
+    cdef int main             # probation and the protected segment together
+    cdef uint8_t* counts
+    cdef int64_t num_counted  # until the counts are halved
+    cdef int64_t sample
+    cdef int num_window
+    cdef int num_protected
+    cdef int candidate        # of the window, to move on in the chosen key's place, or -1
+    cdef int chosen           # the victim named last, or -1
+    cdef bint made_room       # whether a key left for the one that is inserted next
+
     def __cinit__(
         self,
         int capacity,
@@ -65,13 +79,11 @@ cdef class WTinyLfuCache(Policy):
         double window_ratio=0.01,
         double protected_ratio=0.8,
     ):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.hold_at_most(capacity)
         if not 0 < window_ratio <= 1:
             raise ValueError(f"window_ratio must be in (0, 1], got {window_ratio}")
         if not 0 <= protected_ratio <= 1:
             raise ValueError(f"protected_ratio must be in [0, 1], got {protected_ratio}")
-        self.capacity = capacity
         self.window = max(1, <int>(capacity * window_ratio))
         self.main = capacity - self.window
         self.protected = <int>(self.main * protected_ratio)
@@ -196,3 +208,6 @@ cdef class WTinyLfuCache(Policy):
 
     cdef int list_of(self, uint8_t segment) noexcept nogil:
         return self.num_keys + segment - 1
+
+
+register("w-tinylfu", WTinyLfuCache, for_replays=True)

@@ -1,4 +1,4 @@
-"""ARC: recency and frequency, balanced by what was evicted lately."""
+"""ARC: recency and frequency, balanced by recent evictions."""
 
 cimport cython
 from libc.stdint cimport uint8_t
@@ -6,6 +6,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from moecache.policies._policy cimport Policy, empty_list, link, settle, unlink
+
+from moecache.policies.registry import register
 
 cdef enum:
     # The paper's lists; those of keys in the cache are segments.
@@ -44,10 +46,17 @@ cdef class ArcCache(Policy):
         Keys are in [0, num_keys).
     """
 
+    cdef double target     # p: the keys that T1 is meant for
+    cdef uint8_t* ghost    # B1 or B2, of keys that are not in the cache
+    cdef int num_t1
+    cdef int num_b1
+    cdef int num_b2
+    cdef int expected      # the key that is to be inserted, or -1
+    cdef int returning     # the ghost that the last victim was evicted for, or -1
+    cdef int chosen        # the victim named last, or -1
+
     def __cinit__(self, int capacity, *, int num_keys):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
-        self.capacity = capacity
+        self.hold_at_most(capacity)
         self.ghost = <uint8_t*>calloc(num_keys, sizeof(uint8_t))
         if self.ghost == NULL:
             raise MemoryError(f"no memory for the ghosts of {num_keys} keys")
@@ -171,3 +180,6 @@ cdef class ArcCache(Policy):
 
     cdef int list_of(self, uint8_t list_number) noexcept nogil:
         return self.num_keys + list_number - 1
+
+
+register("arc", ArcCache, for_replays=True)

@@ -5,10 +5,11 @@ from libc.stdint cimport uint8_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from moecache.policies._policy cimport Policy, empty_list, link, settle, unlink
+from moecache.policies._policy cimport RESIDENT, Policy, empty_list, link, settle, unlink
+
+from moecache.policies.registry import register
 
 cdef enum:
-    RESIDENT = 1
     SMALL = 1
     MAIN = 2
     MAX_USES = 3  # two bits per key
@@ -29,9 +30,7 @@ cdef class FifoCache(Policy):
     """
 
     def __cinit__(self, int capacity, *, int num_keys):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
-        self.capacity = capacity
+        self.hold_at_most(capacity)
 
     cdef void access(self, int key) noexcept nogil:
         self.clock += 1
@@ -70,10 +69,11 @@ cdef class SieveCache(Policy):
         Keys are in [0, num_keys).
     """
 
+    cdef uint8_t* visited
+    cdef int hand          # where the next search begins; the sentinel: at the oldest key
+
     def __cinit__(self, int capacity, *, int num_keys):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
-        self.capacity = capacity
+        self.hold_at_most(capacity)
         self.visited = <uint8_t*>calloc(num_keys, sizeof(uint8_t))
         if self.visited == NULL:
             raise MemoryError(f"no memory for the marks of {num_keys} keys")
@@ -133,10 +133,10 @@ cdef class S3FifoCache(Policy):
     New keys enter a small queue; keys that left it lately (ghosts) enter the main
     one. The oldest key of the small queue moves on to the main queue if it was
     used twice or more since it came, and is evicted otherwise; the main queue
-    gives its oldest key another round for every use, of which at most three
+    gives its oldest key another round for every use, and at most three uses
     count.
 
-    Of the published descriptions, this one follows Algorithm 1. Every key that
+    This follows Algorithm 1 of the published descriptions. Every key that
     is no ghost enters the small queue, also while the cache fills (libCacheSim
     then sends some to the main queue). The small queue gives a victim whenever
     it has its share, the main queue otherwise. There are as many ghosts as the
@@ -165,12 +165,20 @@ cdef class S3FifoCache(Policy):
         If the capacity is smaller than 1 or the ratio out of range.
     """
 
+    cdef readonly int small
+    cdef readonly int main
+    cdef uint8_t* uses     # since the key entered its queue, at most 3
+    cdef uint8_t* ghost    # whether a key that is not in the cache is remembered
+    cdef int num_small
+    cdef int num_ghosts
+    cdef int expected      # the key that is to be inserted, or -1
+    cdef int returning     # the ghost that the last victim was evicted for, or -1
+    cdef int chosen        # the victim named last, while nothing has changed since
+
     def __cinit__(self, int capacity, *, int num_keys, double small_ratio=0.1):
-        if capacity < 1:
-            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.hold_at_most(capacity)
         if not 0 < small_ratio <= 1:
             raise ValueError(f"small_ratio must be in (0, 1], got {small_ratio}")
-        self.capacity = capacity
         self.small = max(1, <int>(capacity * small_ratio))
         self.main = capacity - self.small
         self.uses = <uint8_t*>calloc(num_keys, sizeof(uint8_t))
@@ -310,3 +318,8 @@ cdef class S3FifoCache(Policy):
         unlink(self.nodes, key)
         self.ghost[key] = 0
         self.num_ghosts -= 1
+
+
+register("fifo", FifoCache, for_replays=True)
+register("s3-fifo", S3FifoCache, for_replays=True)
+register("sieve", SieveCache, for_replays=True)

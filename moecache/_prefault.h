@@ -1,6 +1,6 @@
-/* What the operating system can do with the pages of a mapping. Every function
- * returns 0 or an errno, takes no lock of ours and needs no GIL. Linux; elsewhere hints and
- * touches alone. */
+/* The operating system's calls for the pages of a mapping. Every function returns 0 or an
+ * errno, takes no lock of ours and needs no GIL. Linux; elsewhere there are hints and touches
+ * alone. */
 #ifndef MOECACHE_PREFAULT_H
 #define MOECACHE_PREFAULT_H
 
@@ -40,7 +40,7 @@ static size_t mc_page_size(void)
 #endif
 }
 
-/* Linux 5.14 and later; EINVAL where the kernel does not know it. For writing: gives private
+/* Linux 5.14 and later; EINVAL where the kernel does not know it. For writing, it gives private
  * memory pages of its own, where a read would map the shared page of zeros. Contents stay. */
 static int mc_populate(uintptr_t address, size_t nbytes, int for_writing)
 {
@@ -119,7 +119,7 @@ static int mc_unmap_pages(uintptr_t address, size_t nbytes)
 #endif
 }
 
-/* Fill `buffer` with the file's bytes from `offset`; what it holds is of no interest. */
+/* Read the file's bytes from `offset`, for the page cache: `buffer` is scratch of `room` bytes. */
 static int mc_read(int descriptor, uint64_t offset, size_t nbytes, char *buffer, size_t room)
 {
 #ifdef _WIN32
@@ -134,7 +134,7 @@ static int mc_read(int descriptor, uint64_t offset, size_t nbytes, char *buffer,
             return errno;
         }
         if (count == 0) {
-            /* A file ends within its last page; before that, what a populate would say. */
+            /* A file ends within its last page; an earlier end is EFAULT, as for a populate. */
             size_t page = mc_page_size();
             return offset % page != 0 && nbytes < page ? 0 : EFAULT;
         }

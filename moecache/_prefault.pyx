@@ -46,7 +46,7 @@ cdef enum:
     # Hinted pages come in small folios, at ten times the processor's time; populated pages come
     # in large ones, and the kernel reads ahead where a range is long enough.
     MAX_HINTED = 4 * 1024 * 1024
-    # A range that gives nothing but errors is left after so many chunks in a row.
+    # A sweep leaves a range after this many failed chunks in a row.
     MAX_FAILURES = 64
     _NO_FILE = -1
     _OWN_MEMORY = -2

@@ -39,7 +39,7 @@ def find_examples() -> Path:
 
 
 class Kind(NamedTuple):
-    """What a file is.
+    """The identity of a file.
 
     Parameters
     ----------
@@ -65,9 +65,9 @@ def whole_file(
     ----------
     path : str or Path
     kind : Kind or None
-        What is written; None if the caller knows what it replaces.
+        The kind of content; None if the caller knows what it replaces.
     force : bool, default False
-        Replace whatever is there.
+        Replace a file of any kind.
     sync : bool, default False
         Flush it to the disk before it is renamed: a power cut leaves the old file or the new one.
 
@@ -76,7 +76,7 @@ def whole_file(
     ConfigError
         If it would replace something else.
     StoreError
-        If it cannot be written. What was there before is still there.
+        If it cannot be written. The file that was there is kept.
     """
     if not force and kind is not None:
         check_replaced(path, kind)
@@ -162,7 +162,7 @@ def write_whole(
     ConfigError
         If it would replace something else.
     StoreError
-        If it cannot be written. What was there before is still there.
+        If it cannot be written. The file that was there is kept.
     """
     with whole_file(path, kind, force=force) as file:
         file.write(data)

@@ -25,7 +25,7 @@ class Role:
     shape : tuple of int
         Without the expert axis; as stored or, of a role with a format, [rows, columns].
     dtype : numpy.dtype
-        As stored; bfloat16 and float8 by ml_dtypes. Of a role with a format, uint8.
+        As stored; bfloat16 and float8 by ml_dtypes. A role with a format has uint8.
     format : str, default ""
         Name of the format, such as "q4_0", or "": elements of `dtype`.
     is_tiled : bool, default False
@@ -96,13 +96,13 @@ class Role:
 
     @property
     def array_shape(self) -> tuple[int, ...]:
-        """Shape of the array that has the bytes; of a role with a format they are in a row."""
+        """Shape of the array that has the bytes; a role with a format has them in a row."""
         return (self.nbytes,) if self.format else self.shape
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The experts of a model: how many, of what, how large.
+    """The experts of a model: their number, roles and sizes.
 
     MoE layers are numbered from 0 in the order they run; `layer_names` gives
     the model's own names. Layers without experts are not in it.

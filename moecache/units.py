@@ -1,6 +1,7 @@
-"""Sizes, rates and times as people write them: parse_bytes("2GiB"), format_bytes(2**31)."""
+"""Sizes, rates, times and seeds as people write them: parse_bytes("2GiB"), format_bytes(2**31)."""
 
 import math
+import operator
 import re
 from fractions import Fraction
 
@@ -159,3 +160,43 @@ def format_ns(ns: float) -> str:
         if abs(ns) < 999.5 * factor:
             return f"{ns / factor:.3g} {unit}"
     return f"{ns / 1e9:.3g} s" if abs(ns) < 999.5e9 else f"{ns / 1e9:,.0f} s"
+
+
+def check_seed(seed: int, name: str) -> int:
+    """Return the seed of a model's text, which `torch.manual_seed` takes.
+
+    The range is that of OpenAI's protocol. -1 is a number like any other: llama.cpp would draw
+    a seed for it.
+
+    Raises
+    ------
+    ConfigError
+        If it is no signed integer of 64 bits; `name` says what it was given as.
+    """
+    if not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"{name} must be from -2**63 to 2**63 - 1, got {seed}")
+    return seed
+
+
+def whole_number(value: object, name: str, least: int, most: int) -> int:
+    """Return an argument that is an integer, of Python or NumPy; True and 2.0 are none.
+
+    Parameters
+    ----------
+    value : object
+    name : str
+        Its name in the message.
+    least, most : int
+
+    Raises
+    ------
+    ConfigError
+        If it is none, or not in this range.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= most:
+        raise ConfigError(f"{name} must be a number from {least} to {most}, got {value!r}")
+    return number

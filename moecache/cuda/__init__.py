@@ -1,6 +1,5 @@
-"""The GPU: what the package asks of one, how CuPy does it, and the kernels."""
+"""The GPU: its interface, CuPy's implementation of that, and the kernels."""
 
-from moecache.cuda._cpu import CpuMisses
 from moecache.cuda._kinds import check_experts
 from moecache.cuda._launches import ACTIVATIONS
 from moecache.cuda.device import (
@@ -12,13 +11,10 @@ from moecache.cuda.device import (
     Stream,
     parse_device,
 )
-from moecache.cuda.experts import CudaExperts
 from moecache.errors import ConfigError
 
 __all__ = [
     "ACTIVATIONS",
-    "CpuMisses",
-    "CudaExperts",
     "Device",
     "DeviceArray",
     "Graph",

@@ -39,11 +39,8 @@ _NON_BLOCKING_STREAM = 1
 _EVENT_DISABLE_TIMING = 2
 _HOST_ALLOC_PORTABLE, _HOST_ALLOC_MAPPED = 1, 2
 _HOST_REGISTER_PORTABLE = 1
-_HOST_REGISTER_READ_ONLY = 8
 _TO_DEVICE, _TO_HOST = 1, 2
 _OUT_OF_MEMORY = 2
-# Some devices cannot pin memory as read-only: invalid value, not supported.
-_NOT_OF_THIS_DEVICE = {1, 801}
 # Not ready; or the event cannot be queried while a graph is captured, and counts as not done.
 _NOT_DONE = frozenset((600, *range(900, 909)))
 # After these errors every call of the process fails.
@@ -161,18 +158,9 @@ class CupyDevice:
         with self._guarded():
             cupy.get_default_memory_pool().free_all_blocks()
 
-    def pin(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+    def pin(self, address: int, num_bytes: int) -> None:
         """Lock pages of the host, for every device."""
         with self._guarded():
-            if read_only:
-                try:
-                    flags = _HOST_REGISTER_PORTABLE | _HOST_REGISTER_READ_ONLY
-                    runtime.hostRegister(address, num_bytes, flags)
-                except runtime.CUDARuntimeError as error:
-                    if error.status not in _NOT_OF_THIS_DEVICE:
-                        raise
-                else:
-                    return
             runtime.hostRegister(address, num_bytes, _HOST_REGISTER_PORTABLE)
 
     def unpin(self, address: int) -> None:
@@ -415,8 +403,25 @@ class CupyDevice:
             for rows, matrix, out, n, m, k in products:
                 # cuBLAS stores matrices by columns, so it sees the transposes of all three.
                 cublas.gemmEx(
-                    *(handle, _TRANSPOSED, _AS_IT_IS, m, n, k, one, matrix, kind, k),
-                    *(rows, kind, k, zero, out, kind, m, _COMPUTE_32F, _DEFAULT_ALGORITHM),
+                    handle,
+                    _TRANSPOSED,
+                    _AS_IT_IS,
+                    m,
+                    n,
+                    k,
+                    one,
+                    matrix,
+                    kind,
+                    k,
+                    rows,
+                    kind,
+                    k,
+                    zero,
+                    out,
+                    kind,
+                    m,
+                    _COMPUTE_32F,
+                    _DEFAULT_ALGORITHM,
                 )
 
     def _in(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:

@@ -50,7 +50,7 @@ def cuda_type(name: str) -> str:
 
 
 def check_matrix(role: str, name: str, rows: int, columns: int) -> None:
-    """Raise ConfigError if scales of such a matrix would not lie where a GPU can load them."""
+    """Raise ConfigError if the matrix' scales would not lie where a GPU can load them."""
     found = find_format(name)
     if not isinstance(found, ScaledFormat):
         return

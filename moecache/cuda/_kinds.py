@@ -1,4 +1,4 @@
-"""ExpertKind: what the kernels need to know of a layer's experts."""
+"""ExpertKind: the facts about a layer's experts that the kernels need."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ExpertKind:
     size, width : int
         Hidden size, and rows of gate.
     dtype : numpy.dtype
-        Of hidden states and results.
+        Type of hidden states and results.
     gate_up, down : str
         Formats of the matrices.
     halves : int
@@ -63,7 +63,7 @@ def kind_of(layout: ExpertLayout, layer: int, dtype: np.dtype | None) -> ExpertK
     layout : ExpertLayout
     layer : int
     dtype : numpy.dtype or None
-        Of hidden states, where the experts' own does not say it: None stands for bfloat16.
+        Type of hidden states, if the experts' own does not say it: None stands for bfloat16.
 
     Raises
     ------

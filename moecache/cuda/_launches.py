@@ -22,7 +22,7 @@ _WARPS = 256 // 32
 
 
 class Pool(Protocol):
-    """What kernels need of slots."""
+    """The slots as kernels need them."""
 
     device: Device
     slot_stride: int
@@ -30,7 +30,7 @@ class Pool(Protocol):
 
     @property
     def address(self) -> int:
-        """Where the first slot begins."""
+        """The address of the first slot."""
 
     def offset(self, role: str) -> int:
         """Return where a role begins in a slot."""
@@ -48,7 +48,7 @@ class PreparedLaunch(NamedTuple):
 
 
 class Step:
-    """What the parts of one call need to know."""
+    """Facts that all parts of one call need."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Tiles(NamedTuple):
     Parameters
     ----------
     address : int
-        Of slot, first pair and number of pairs of each tile.
+        Array with slot, first pair and number of pairs of each tile.
     num_tiles : int
     pairs : int
         Address of the wave's pairs.
@@ -116,7 +116,7 @@ class Launches:
     is_interleaved : bool
         Whether rows of gate and up alternate.
     alpha, limit : float
-        Of "swiglu".
+        Parameters of "swiglu".
 
     Raises
     ------
@@ -205,12 +205,19 @@ class Launches:
             "gate_up",
             step,
             self._blocks(count * step.width),
-            *(np.uint64(step.x.address), np.uint64(pair_slots), np.uint64(pairs), np.int32(count)),
+            np.uint64(step.x.address),
+            np.uint64(pair_slots),
+            np.uint64(pairs),
+            np.int32(count),
             *self._slots("gate_up"),
             *self._biases(step, "gate_up_bias"),
-            *(self._is_interleaved, np.int32(step.top_k)),
-            *(np.int32(step.size), np.int32(step.width)),
-            *(self._activation, *self._limits, np.uint64(h)),
+            self._is_interleaved,
+            np.int32(step.top_k),
+            np.int32(step.size),
+            np.int32(step.width),
+            self._activation,
+            *self._limits,
+            np.uint64(h),
         )
 
     def down(self, step: Step, pair_slots: int, pairs: int, count: int, h: int, rows: int) -> None:
@@ -219,10 +226,15 @@ class Launches:
             "down",
             step,
             self._blocks(count * step.size),
-            *(np.uint64(pair_slots), np.uint64(pairs), np.int32(count)),
+            np.uint64(pair_slots),
+            np.uint64(pairs),
+            np.int32(count),
             *self._slots("down"),
             *self._biases(step, "down_bias"),
-            *(np.int32(step.size), np.int32(step.width), np.uint64(h), np.uint64(rows)),
+            np.int32(step.size),
+            np.int32(step.width),
+            np.uint64(h),
+            np.uint64(rows),
         )
 
     def combine_rows(self, step: Step, rows: int) -> None:
@@ -231,8 +243,11 @@ class Launches:
             "combine_rows",
             step,
             self._blocks(step.num_tokens, 1),
-            *(np.uint64(rows), *step.weights),
-            *(np.int32(step.num_tokens), np.int32(step.top_k), np.int32(step.size)),
+            np.uint64(rows),
+            *step.weights,
+            np.int32(step.num_tokens),
+            np.int32(step.top_k),
+            np.int32(step.size),
             np.uint64(step.out.address),
         )
 
@@ -242,12 +257,19 @@ class Launches:
             "multiply_gate_up",
             step,
             self._blocks(tiles.num_tiles * -(-step.width // _TILE_PARTS["gate_up"]), 1),
-            *(np.uint64(step.x.address), np.uint64(tiles.address), np.int32(tiles.num_tiles)),
-            *(np.uint64(tiles.pairs), *self._slots("gate_up")),
+            np.uint64(step.x.address),
+            np.uint64(tiles.address),
+            np.int32(tiles.num_tiles),
+            np.uint64(tiles.pairs),
+            *self._slots("gate_up"),
             *self._biases(step, "gate_up_bias"),
-            *(self._is_interleaved, np.int32(step.top_k)),
-            *(np.int32(step.size), np.int32(step.width)),
-            *(self._activation, *self._limits, np.uint64(h)),
+            self._is_interleaved,
+            np.int32(step.top_k),
+            np.int32(step.size),
+            np.int32(step.width),
+            self._activation,
+            *self._limits,
+            np.uint64(h),
         )
 
     def multiply_down(self, step: Step, tiles: "Tiles", h: int, rows: int) -> None:
@@ -256,10 +278,15 @@ class Launches:
             "multiply_down",
             step,
             self._blocks(tiles.num_tiles * -(-step.size // _TILE_PARTS["down"]), 1),
-            *(np.uint64(h), np.uint64(tiles.address), np.int32(tiles.num_tiles)),
-            *(np.uint64(tiles.pairs), *self._slots("down")),
+            np.uint64(h),
+            np.uint64(tiles.address),
+            np.int32(tiles.num_tiles),
+            np.uint64(tiles.pairs),
+            *self._slots("down"),
             *self._biases(step, "down_bias"),
-            *(np.int32(step.size), np.int32(step.width), np.uint64(rows)),
+            np.int32(step.size),
+            np.int32(step.width),
+            np.uint64(rows),
         )
 
     def gather(self, step: Step, pairs: int, count: int, gathered: int) -> None:
@@ -268,8 +295,12 @@ class Launches:
             "gather",
             step,
             self._blocks(count, 1),
-            *(np.uint64(step.x.address), np.uint64(pairs), np.int32(count)),
-            *(np.int32(step.top_k), np.int32(step.size), np.uint64(gathered)),
+            np.uint64(step.x.address),
+            np.uint64(pairs),
+            np.int32(count),
+            np.int32(step.top_k),
+            np.int32(step.size),
+            np.uint64(gathered),
         )
 
     def activate(self, step: Step, both: int, count: int, h: int) -> None:
@@ -278,8 +309,11 @@ class Launches:
             "activate",
             step,
             self._blocks(count, 1),
-            *(np.uint64(both), np.int64(count), np.int32(step.width)),
-            *(self._activation, np.uint64(h)),
+            np.uint64(both),
+            np.int64(count),
+            np.int32(step.width),
+            self._activation,
+            np.uint64(h),
         )
 
     def combine(self, step: Step, rows: int, place: int) -> None:
@@ -288,8 +322,12 @@ class Launches:
             "combine",
             step,
             self._blocks(step.num_tokens, 1),
-            *(np.uint64(rows), np.uint64(place), *step.weights),
-            *(np.int32(step.num_tokens), np.int32(step.top_k), np.int32(step.size)),
+            np.uint64(rows),
+            np.uint64(place),
+            *step.weights,
+            np.int32(step.num_tokens),
+            np.int32(step.top_k),
+            np.int32(step.size),
             np.uint64(step.out.address),
         )
 
@@ -302,7 +340,9 @@ class Launches:
                 rows + start * k * item,
                 self._address(slot, role),
                 out + start * n * item,
-                *(stop - start, n, k),
+                stop - start,
+                n,
+                k,
             )
             for slot, start, stop in zip(wave.slots.tolist(), bounds, bounds[1:], strict=False)
         ]

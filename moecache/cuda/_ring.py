@@ -55,19 +55,15 @@ class CopyRing:
 
         Waits only if the ring is full of copies that are not done, or too small for the array.
         """
+        device = self._device
         array = np.ascontiguousarray(array)
-        made = self._device.empty(array.shape, array.dtype, stream)
-        self.copy(self._device.locate(made).address, array, stream)
-        return made
-
-    def copy(self, address: int, array: np.ndarray, stream: Stream) -> None:
-        """Copy a contiguous array to an address of the device, as `to_device` does."""
-        device, num_bytes = self._device, array.nbytes
+        made = device.empty(array.shape, array.dtype, stream)
+        address, num_bytes = device.locate(made).address, array.nbytes
         if num_bytes > self._bytes.size:
             # Rare and long: the caller waits until the last byte was read.
             device.copy_in(address, array.ctypes.data, num_bytes, stream)
             device.synchronize(stream)
-            return
+            return made
         with self._lock:
             if self._closed:
                 raise MoeCacheError("the runtime is closed")
@@ -86,6 +82,7 @@ class CopyRing:
                 raise
             self._next = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
             self._in_use.append((start, event))
+        return made
 
     def close(self) -> None:
         """Wait for all copies, and give back events and pages; a second call does nothing."""
@@ -137,5 +134,5 @@ def _wait_for(device: Device, event: int) -> None:
     try:
         device.wait_for(event)
     except MemoryError:
-        # Memory may be short for a moment: what is copied from must not be freed yet.
+        # Memory may be short for a moment: the source of a copy must not be freed yet.
         device.wait_for(event)

@@ -10,7 +10,7 @@ from moecache.interrupts import uninterrupted
 class Scratch:
     """Memory for the intermediate results of one call at a time, in one stream; it is reused.
 
-    What a graph captured is its own: it is neither freed nor moved before `close`.
+    Memory that a graph captured belongs to it: it is neither freed nor moved before `close`.
     """
 
     def __init__(self, device: Device, stream: Stream) -> None:

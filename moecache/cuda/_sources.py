@@ -7,7 +7,7 @@ from typing import NamedTuple
 from moecache.cuda._formats import cuda_type
 
 _FORMATS = ("plain.cuh", "formats.cuh", "ggml.cuh")
-# Where each kernel is defined; and what its source needs before it.
+# The file that defines each kernel, and the headers before its source.
 _FILES = {
     **dict.fromkeys(
         ("decode", "gate_up", "down"),
@@ -24,7 +24,7 @@ _HIDDEN = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 
 
 class Source(NamedTuple):
-    """What to compile.
+    """The kernel to compile.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def kernel_name(entry: str, hidden: str, gate_up: str = "", down: str = "", halv
     hidden : {"f32", "f16", "bf16"}
         Type of inputs and results.
     gate_up, down : str, optional
-        Formats of the matrices; of plain experts they are in the type of `hidden`.
+        Formats of the matrices; plain experts are in the type of `hidden`.
     halves : int, default 1
         2 where gate and up are a matrix each.
     """

@@ -1,4 +1,4 @@
-"""TokenMemory: what the host and the device share of a token's steps, and where it lies."""
+"""TokenMemory: the memory of a token's steps that the host and the device share."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout
 
 HEAD = 3  # words of a record before its ids: token, number of tokens, top_k
-UNKNOWN = -2  # no slot: what a row of the table has before it is copied
+UNKNOWN = -2  # no slot: the value of a table's row before it is copied
 
 # As in steps.cuh.
 _OPEN, _OUTSIDE = 0, 2
@@ -38,7 +38,7 @@ class TokenMemory:
     notice : ndarray of int32, shape [3]
         The token that stalled, the layer in which it did, and whether a step came outside of one.
     records : ndarray of int32, shape [num_layers, 3 + max_pairs]
-        What each layer's step noted: the token, its shape, and the ids.
+        The notes of each layer's step: the token, its shape, and the ids.
     table : ndarray of int32, shape [num_layers, num_experts]
         The device's table of slots, as it was last copied.
 

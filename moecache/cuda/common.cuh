@@ -1,11 +1,11 @@
-// What all kernels have in common: types, loads and stores, activations, the barrier of a grid.
+// Common to all kernels: types, loads and stores, activations, the barrier of a grid.
 //
 // NVRTC compiles these files at run time, one behind the other, so nothing is included. A pair p is
 // choice p % top_k of token p / top_k.
 //
-// A sum has one order whatever the grid, the alignment, the split into launches and into waves, and
-// each operation says how it rounds. It is compiled with -fmad=false besides: a product and a sum
-// that some later line leaves to the compiler are rounded twice in every kernel.
+// A sum has one order, which does not depend on the grid, the alignment, or the split into launches
+// and into waves. Each operation says how it rounds. It is compiled with -fmad=false besides: a
+// product and a sum that some later line leaves to the compiler are rounded twice in every kernel.
 
 #ifndef MOECACHE_EMULATED
 __device__ inline float half_to_float(unsigned short bits)
@@ -63,8 +63,8 @@ struct BF16 {
 
 template <class D> using Row = const typename D::Bits*;
 
-// What one lane loads at once. Lanes take chunks whether rows are aligned or not, so that the order
-// of a sum does not depend on alignment.
+// A lane loads one chunk at once. Lanes take chunks whether rows are aligned or not, so that the
+// order of a sum does not depend on alignment.
 constexpr int CHUNK_BYTES = 16;
 template <class D> constexpr unsigned PER_CHUNK = CHUNK_BYTES / sizeof(typename D::Bits);
 
@@ -91,7 +91,7 @@ template <class D, unsigned N> __device__ inline void load(Row<D> row, float* va
     else
 #pragma unroll
         for (unsigned first = 0; first < N; first += PER_CHUNK<D>) {
-            // A copy: of a reference to memory the compiler loads the words one by one.
+            // A copy: through a reference to memory the compiler loads the words one by one.
             const uint4 chunk = *(const uint4*)(row + first);
             for (unsigned i = 0; i < PER_CHUNK<D>; i++) values[first + i] = element<D>(chunk, i);
         }

@@ -27,9 +27,9 @@ struct Gate {
     }
 };
 
-constexpr unsigned DOWN_ROWS = Down::ROWS; // that a warp takes of an expert's down
+constexpr unsigned DOWN_ROWS = Down::ROWS; // rows of an expert's down that a warp takes
 
-// The elements of an expert's output from row `first` on, by one warp; beyond the last, it again.
+// One warp computes an expert's output from row `first` on; beyond the last it repeats the last.
 __device__ inline void down_rows(
     const u8* matrix, Row<F32> h, int first, int hidden, int width, float (&sums)[DOWN_ROWS])
 {
@@ -69,7 +69,7 @@ struct Routing {
     const int* slot_table;
     int num_experts, num_slots;
 
-    // The pair's expert, or -1 where there is none of that number.
+    // The pair's expert, or -1 if no expert has that number.
     __device__ long long id_of(long long pair) const
     {
         const long long id =
@@ -87,14 +87,14 @@ struct Routing {
     }
 };
 
-// A block takes groups of DOWN_ROWS rows of the output, all experts of a token at once: a warp one
-// expert. With few choices there are several groups, with more than eight several rounds.
+// A block takes groups of DOWN_ROWS rows of the output, all experts of a token at once, a warp for
+// each expert. With few choices there are several groups, with more than eight several rounds.
 struct Reduction {
     // Twice: a round's values are read while those of the next are written.
     float values[2][NUM_WARPS][DOWN_ROWS];
 };
 
-// The row that a thread ends; if it does: the first ones do.
+// The row that a thread ends. Only the first threads end one.
 struct Ending {
     unsigned group, token, row;
 

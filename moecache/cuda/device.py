@@ -1,4 +1,4 @@
-"""Device: what slots and kernels ask of a GPU."""
+"""Device: a GPU as slots and kernels use it."""
 
 import functools
 import re
@@ -63,7 +63,7 @@ class Graph:
 
 @dataclass(slots=True)  # frozen ones take four times as long to make
 class DeviceArray:
-    """Where an array is on its device; always C-contiguous.
+    """The address of an array on its device; always C-contiguous.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class Product(NamedTuple):
 
 
 class Device(Protocol):
-    """What the package asks of a GPU.
+    """A GPU as the package uses it.
 
     Events are integers (cudaEvent_t). Work that a call issues is done later, in the order of its
     stream; only `synchronize`, `wait_for` and `to_host` wait for it. An error of the device is a
@@ -139,7 +139,7 @@ class Device(Protocol):
     def trim(self) -> None:
         """Release to others the memory that was given back and is only kept for later."""
 
-    def pin(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+    def pin(self, address: int, num_bytes: int) -> None:
         """Lock pages of the host so that copies from them need no detour."""
 
     def unpin(self, address: int) -> None:

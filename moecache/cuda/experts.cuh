@@ -1,12 +1,12 @@
-// What a slot has: an expert's matrices and biases.
+// The contents of a slot: an expert's matrices and biases.
 //
-// Before this come `Hidden`, the type of x and of the result; `GateUp` and `Down`, the formats of
-// the matrices; and `NUM_GATE_UPS`: 2 where gate [width, hidden] and up are matrices of their own,
-// one behind the other, 1 where they are one [2 * width, hidden], gate's rows above up's or, if
-// interleaved, in turns with them. A slot holds gate_up, down [hidden, width] and biases, each at
-// its offset.
+// The text before this file defines `Hidden`, the type of x and of the result; `GateUp` and `Down`,
+// the formats of the matrices; and `NUM_GATE_UPS`. It is 2 where gate [width, hidden] and up are
+// matrices of their own, one behind the other. It is 1 where they are one [2 * width, hidden]:
+// gate's rows lie above up's or, if interleaved, in turns with them. A slot holds gate_up, down
+// [hidden, width] and biases, each at its offset.
 
-// What one slot of a pool has where.
+// Addresses in the slots of a pool.
 struct Slots {
     const u8* first;
     long long stride;
@@ -40,7 +40,7 @@ __device__ inline int up_row(int part, int width, int is_interleaved)
     return is_interleaved ? 2 * part + 1 : width + part;
 }
 
-// Where a row of gate_up is: of the first `width` ones, or of those behind them.
+// The place of a row of gate_up, among the first `width` ones or those behind them.
 __device__ inline GateUp::At gate_up_row(const u8* matrix, int row, int hidden, int width)
 {
     if (NUM_GATE_UPS == 1) return GateUp::row(matrix, row, 2 * width, hidden);

@@ -1,11 +1,11 @@
-// Quantised matrices as files have them, dequantised in registers; what the bytes mean is said, and
-// checked, by moecache/formats.
+// Quantised matrices as files have them, dequantised in registers; moecache/formats defines and
+// checks the meaning of the bytes.
 //
-// A lane takes units of 32 columns, in two runs of 16 that have a scale each. Of a run it sums code
-// times x first and multiplies that by the scale once: sum = scale * (code * x + ...) + sum, all
-// of it fused. So of a single column the product is the format's value, rounded as the format says.
+// A lane takes units of 32 columns, in two runs of 16 that have a scale each. It first sums code
+// times x over a run, then multiplies by the scale once: sum = scale * (code * x + ...) + sum, all
+// of it fused. So a single column's product is the format's value, rounded as the format says.
 //
-// Reads of 16 bytes from any address are of whole words that contain one of these bytes.
+// A read of 16 bytes from any address takes whole words that contain one of these bytes.
 
 constexpr unsigned UNIT = 32, RUN = 16;
 
@@ -21,7 +21,7 @@ template <bool IS_ALIGNED> __device__ inline uint4 load_bytes(const u8* at)
         __funnelshift_r(w2, w3, shift), __funnelshift_r(w3, last, shift));
 }
 
-// The same of `left` bytes that there are, then zeros.
+// The same for the `left` bytes that exist, then zeros.
 __device__ inline uint4 load_last_bytes(const u8* at, unsigned left)
 {
     unsigned words[4] = {0, 0, 0, 0};
@@ -45,7 +45,7 @@ __device__ inline void integers(unsigned bytes, float bias, float* codes)
     }
 }
 
-// Four bytes that are the upper ones of halves.
+// Four bytes as the upper bytes of halves.
 template <unsigned STEP> __device__ inline void upper_halves(unsigned bytes, float* codes)
 {
 #pragma unroll
@@ -54,7 +54,7 @@ template <unsigned STEP> __device__ inline void upper_halves(unsigned bytes, flo
 }
 
 // Four FP4 in the lower halves of bytes, 2^-14 times their value: a half's exponent has a bias of
-// 15, theirs of 1, and both have subnormal numbers.
+// 15, FP4's a bias of 1, and both have subnormal numbers.
 template <unsigned STEP> __device__ inline void fp4(unsigned nibbles, float* codes)
 {
     upper_halves<STEP>((nibbles & 0x08080808u) << 4 | (nibbles & 0x07070707u) << 1, codes);
@@ -63,7 +63,7 @@ template <unsigned STEP> __device__ inline void fp4(unsigned nibbles, float* cod
 constexpr unsigned LOW_NIBBLES = 0x0f0f0f0fu;
 constexpr float FP4_FACTOR = 16384.0f;
 
-// 16 codes of the formats of safetensors: FACTOR times `read` is their meaning.
+// 16 codes of the formats of safetensors: FACTOR times `read` is their value.
 struct E4M3 {
     static constexpr unsigned BITS = 8;
     static constexpr float FACTOR = 256.0f; // a half's exponent has a bias of 15, not 7
@@ -82,7 +82,7 @@ struct E4M3 {
                 codes[4 * k + i] = half_to_float((unsigned short)bits);
             }
         }
-        // One that is no number makes the run's sum none, wherever it is.
+        // A code that is NaN makes the run's sum NaN, wherever it is.
         if (all_set & 0x80808080u) codes[0] = __uint_as_float(NOT_A_NUMBER);
     }
 };
@@ -131,7 +131,7 @@ template <class D> struct PlainScale {
     static __device__ float read(const u8* at) { return D::widen(*(const typename D::Bits*)at); }
 };
 
-// 2^(byte - 127), and no number if it is 255.
+// 2^(byte - 127), or NaN if the byte is 255.
 struct PowerScale {
     static constexpr unsigned BYTES = 1;
     static __device__ float read(const u8* at)
@@ -163,9 +163,9 @@ __device__ inline void load_inputs(Row<X> x, unsigned column, unsigned n, float*
             inputs[i] = column + i < n ? X::widen(x[column + i]) : 0.0f;
 }
 
-// Dot products, by what a format F says of its units: fetch, column, codes, add.
+// Dot products, by a format F's functions for its units: fetch, column, codes, add.
 template <class F> struct Quantized {
-    static constexpr unsigned ROWS = 2; // of down: four, with their scales, find no registers
+    static constexpr unsigned ROWS = 2; // of down: four, with their scales, exceed the registers
 
     // The dot products of some rows with x, by one warp; every lane has them.
     template <class X, unsigned ROWS, class At>
@@ -243,7 +243,7 @@ template <class F> struct Quantized {
 
 enum Global { NONE, DIVIDES, MULTIPLIES };
 
-// Codes row by row; scales of blocks, 0 rows or columns being all; a number of the whole matrix.
+// Codes row by row, scales of blocks (0 rows or columns means all), a number of the whole matrix.
 template <class Code, int BLOCK_ROWS, int BLOCK_COLUMNS, class Scale, Global GLOBAL = NONE>
 struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>> {
     static constexpr unsigned UNIT_BYTES = UNIT * Code::BITS / 8, WORDS = UNIT_BYTES / 4;
@@ -305,7 +305,7 @@ struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>
 #pragma unroll
         for (unsigned k = 0; k < UNIT_BYTES / 16; k++) {
             const unsigned left = n * Code::BITS / 8 - (unit * UNIT_BYTES + k * 16);
-            // Beyond the row, as an unsigned integer, it is large: nothing is loaded there below.
+            // Beyond the row the unsigned difference is large: nothing is loaded there below.
             const bool is_whole = IS_ALIGNED || (left >= 16 && left <= n);
             const uint4 found = is_whole ? load_bytes<IS_ALIGNED>(first + k * 16)
                                          : load_last_bytes(first + k * 16, left > n ? 0 : left);

@@ -39,7 +39,7 @@ __device__ inline unsigned word_of(const uint4& words, unsigned k)
     return k == 0 ? words.x : k == 1 ? words.y : k == 2 ? words.z : words.w;
 }
 
-// 32 nibbles: a run has the lower ones of 16 bytes, or the upper ones.
+// 32 nibbles: a run takes the lower ones of 16 bytes, or the upper ones.
 __device__ inline unsigned nibbles_of(const uint4& words, unsigned k, unsigned run)
 {
     return word_of(words, k) >> 4 * run & LOW_NIBBLES;
@@ -122,7 +122,7 @@ struct Mxfp4Gguf : Blocks<Mxfp4Gguf, 32, 17> {
     }
 };
 
-// q4_k, and q5_k, whose fifth bits lie apart. Of each 64 columns the first 32 are low nibbles; a
+// q4_k, and q5_k, whose fifth bits lie apart. The first 32 of each 64 columns are low nibbles; a
 // unit is half of both, so that each byte is loaded once. 32 columns have six bits of scale and six
 // of offset.
 template <class F, unsigned BYTES> struct Q45K : Blocks<F, 256, BYTES> {
@@ -185,8 +185,8 @@ template <class F, unsigned BYTES> struct Q45K : Blocks<F, 256, BYTES> {
 struct Q4K : Q45K<Q4K, 144> {};
 struct Q5K : Q45K<Q5K, 176> {};
 
-// Of each 128 columns the first 64 are low nibbles of 64 bytes; two more bits of each code lie in
-// 32 bytes, for 32 columns in turn. A scale of 8 bits for 16 columns.
+// The first 64 of each 128 columns are low nibbles of 64 bytes; two more bits of each code lie in
+// 32 bytes, for 32 columns in turn. 16 columns share a scale of 8 bits.
 struct Q6K : Blocks<Q6K, 256, 210> {
     struct Raw {
         uint4 low, high;

@@ -14,7 +14,7 @@ constexpr unsigned IN_FLIGHT = 8;
 
 template <class D> struct Plain {
     using At = Row<D>; // where a row is
-    static constexpr unsigned ROWS = 4; // that a warp takes at once of down
+    static constexpr unsigned ROWS = 4; // rows of down that a warp takes at once
 
     static __device__ long long matrix_bytes(int rows, int columns)
     {
@@ -85,7 +85,7 @@ template <class D> struct Plain {
         }
     }
 
-    // What a lane adds where rows are not aligned to chunks: the same elements in the same order.
+    // Rows that are not aligned to chunks: a lane adds the same elements in the same order.
     template <class X, unsigned ROWS>
     static __device__ inline void add_elements(
         const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])

@@ -2,7 +2,7 @@
 //
 // A block computes 64 rows of inputs with 128 rows of a matrix, 32 columns at a time: a unit of the
 // matrix' format, which is brought to `Hidden`, as the inputs are, in shared memory. Sums are in
-// float32. A result is summed over the units in their order, whatever else is in its tile, so it
+// float32. A result is summed over the units in their order, with any others in its tile, so it
 // does not depend on the wave that an expert comes in.
 //
 // A tile is three numbers: slot, first of the wave's pairs, how many of them, 64 at most.
@@ -50,8 +50,8 @@ template <> struct Run<Plain<Hidden>, true> {
     }
 };
 
-// d += a * b of 16 x 16 and 16 x 8 numbers, of which each lane has some: lane 4 * g + t has rows g
-// and g + 8 of a and d, column g of b; of a and b, pairs t and t + 4; of d, columns 2t and 2t + 1.
+// d += a * b of 16 x 16 and 16 x 8 numbers, spread over the lanes: lane 4 * g + t has rows g and
+// g + 8 of a and d, column g of b, pairs t and t + 4 of a and b, columns 2t and 2t + 1 of d.
 __device__ inline void multiply_add(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2])
 {
 #if !defined(MOECACHE_EMULATED) && __CUDA_ARCH__ >= 800
@@ -66,7 +66,7 @@ __device__ inline void multiply_add(float (&d)[4], const unsigned (&a)[4], const
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
-    // Before sm_80, and on a CPU: lanes tell each other what they have.
+    // Before sm_80, and on a CPU: lanes exchange their numbers.
     const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (unsigned half = 0; half < 2; half++)
@@ -101,8 +101,8 @@ __device__ inline uint4 load_chunk(Row<Hidden> row, unsigned column, unsigned n,
 using Sums = float[NUM_SETS][2][2][4]; // of a lane: sets, parts of 16 rows, of 8 columns
 
 // All products of a tile of inputs with two sets of a matrix' rows. A thread brings 16 weights of
-// `weights_row`, of row threadIdx / 2 of both sets, and 8 inputs of `inputs_row`, of row
-// threadIdx / 4, or nullptr, which stands for zeros.
+// `weights_row`, which is row threadIdx / 2 of both sets, and 8 inputs of `inputs_row`, which is
+// row threadIdx / 4, or nullptr for zeros.
 template <class F>
 __device__ inline void multiply_tile(
     const typename F::At& weights_row, Row<Hidden> inputs_row, unsigned n, unsigned num_rows,
@@ -115,7 +115,7 @@ __device__ inline void multiply_tile(
     const bool has_aligned_weights = is_whole && F::is_aligned(weights_row);
     const bool has_aligned_inputs = is_whole && (u64)inputs_row % CHUNK_BYTES == 0;
     const unsigned run = thread % 2, chunk = thread % 4;
-    // Of a warp, rows of inputs and of a set.
+    // A warp's first rows of the inputs and of a set.
     const unsigned first_row = thread / 32 % 2 * 32, first_column = thread / 64 * 16;
     Words8 weights;
     uint4 inputs;
@@ -163,7 +163,7 @@ __device__ inline void multiply_tile(
     }
 }
 
-// Calls result(row, column, sum of the first set, sum of the second) for each that the lane has.
+// Calls result(row, column, sum of the first set, sum of the second) for each of the lane's sums.
 template <class Result>
 __device__ inline void each_result(const Sums& sums, unsigned num_rows, const Result& result)
 {
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) multiply_gate_up(
         const int* tile = tiles + task / num_parts * 3;
         const int slot = tile[0], first = tile[1], num_rows = tile[2];
         const int first_part = task % num_parts * SET_ROWS;
-        // Beyond the last row the last one again, of which nothing is stored.
+        // Beyond the last row a thread repeats the last; nothing of that is stored.
         const int row = threadIdx.x / 2 % SET_ROWS;
         const int part = first_part + row < width ? first_part + row : width - 1;
         const int weights_row = threadIdx.x / 2 < SET_ROWS ? gate_row(part, is_interleaved)

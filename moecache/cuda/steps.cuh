@@ -1,4 +1,4 @@
-// A token's steps without the host: what lets a step run, and tells the host of it.
+// A token's steps without the host: a gate lets each step run, and a record tells the host of it.
 //
 // The host opens the gate when a token begins, by a copy in the stream that computes, and closes it
 // behind the token. A step that finds an expert missing closes it too, so that all later steps
@@ -13,14 +13,14 @@ struct Control {
     unsigned token;
 };
 
-// In the host's memory: it looks at it while the device works.
+// In the host's memory: the host looks at it while the device works.
 struct Notice {
     unsigned stalled_token; // written last
     int stalled_layer;
     int outside; // whether a step came when no token was open
 };
 
-// Of one layer. `record`, in the host's memory too: token, number of tokens, top_k, and the ids.
+// The gate of one layer. `record`, also in host memory: token, number of tokens, top_k, and ids.
 struct StepGate {
     Control* control;
     Notice* notice;
@@ -33,7 +33,7 @@ template <class R>
 __device__ inline bool enter_step(const StepGate* gate, const R& routing, int num_tokens, int top_k)
 {
     if (!gate) return true;
-    // Volatile: block 0 may close the gate before others have looked. They find what it found.
+    // Volatile: block 0 may close the gate before others have looked. They come to its result.
     volatile Control* control = gate->control;
     volatile Notice* notice = gate->notice;
     const int closed = control->closed;
@@ -57,7 +57,7 @@ __device__ inline bool enter_step(const StepGate* gate, const R& routing, int nu
     record[0] = (int)token;
     if (is_missing) {
         notice->stalled_layer = gate->layer;
-        // The host may look at any time: what it is told of comes first.
+        // The host may look at any time: the record and the layer must reach it before the token.
         __threadfence_system();
         notice->stalled_token = token;
         control->closed = STALLED;

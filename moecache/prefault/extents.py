@@ -24,7 +24,7 @@ class Extent:
     Parameters
     ----------
     address, nbytes : int
-        Where the range begins, and its length.
+        Beginning and length of the range.
     descriptor : int
         The open file behind the range; NO_FILE; or OWN_MEMORY, private memory that may be
         written.
@@ -172,7 +172,7 @@ class ExtentFinder:
                 return replace(extent, descriptor=NO_FILE)
             self._mapped[extent.descriptor] = mapped
         address, nbytes = address_of(mapped)
-        # The file grew or shrank since it was mapped: what is not covered stays as it is.
+        # The file grew or shrank since it was mapped: pages that are not covered stay as they are.
         if extent.offset + extent.nbytes > -(-nbytes // PAGE_SIZE) * PAGE_SIZE:
             return replace(extent, descriptor=NO_FILE)
         whole = (address, -(-nbytes // PAGE_SIZE) * PAGE_SIZE)

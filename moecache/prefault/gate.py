@@ -40,13 +40,13 @@ def decide(
     Parameters
     ----------
     num_bytes : int
-        What a sweep would bring into memory.
+        Bytes that a sweep would bring into memory.
     room_bytes : int or None
         Memory of the kind that the gate compares with; `None` if unknown.
     mode : {"auto", "off", "force"}
         Also 0 for off and 1 for force. Anything else is a warning and "auto".
     gate : {"fits", "fits-free", "always"}
-        What `room_bytes` is: the machine's memory, or what of it is free; "always" does
+        The meaning of `room_bytes`: the machine's memory, or its free part; "always" does
         not compare.
 
     Raises

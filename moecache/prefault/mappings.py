@@ -1,4 +1,4 @@
-"""What this process has mapped, and which file is behind an address."""
+"""The mappings of this process, and the file behind an address."""
 
 import bisect
 import os

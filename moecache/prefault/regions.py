@@ -1,4 +1,4 @@
-"""Regions: address ranges to be brought into memory, and what keeps them mapped."""
+"""Regions: address ranges to be brought into memory, and the objects that keep them mapped."""
 
 import operator
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ class Region(tuple[int, int]):  # noqa: SLOT001 - a tuple subclass cannot have s
     Parameters
     ----------
     address, nbytes : int
-        Where the memory begins, and its length.
+        Beginning and length of the memory.
     owner : object
-        What must stay alive for the address to be valid, such as an `mmap.mmap`.
+        An object that must stay alive for the address to be valid, such as an `mmap.mmap`.
     """
 
     owner: object

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import operator
 import os
 import queue
 import threading
@@ -22,6 +21,7 @@ from moecache._prefault import (
 from moecache.errors import ConfigError
 from moecache.prefault.extents import Extent, ExtentFinder
 from moecache.prefault.mappings import is_mapped_in
+from moecache.units import whole_number
 
 MAX_THREADS = 64
 # Which number of threads is fastest depends on disk, read-ahead and neighbours: 1, 2 and 4
@@ -29,8 +29,8 @@ MAX_THREADS = 64
 _CALIBRATE_FROM_BYTES = 2**30
 _SAMPLE_BYTES = 4 * CHUNK_BYTES
 _DEFAULT_THREADS = 2
-# A read that arrives while a chunk is read waits for it, and for what the kernel reads ahead of
-# it. Not smaller: a large folio has this size.
+# A read that arrives while a chunk is read waits for it, and for the kernel's read-ahead. Not
+# smaller: a large folio has this size.
 YIELDING_CHUNK_BYTES = 2 * 2**20
 # To poll more often would take the GIL from threads that wait for a read.
 _YIELD_POLL_S = 0.005
@@ -194,7 +194,7 @@ class Sweeper:
         """Sweep once more what the page cache has lost meanwhile.
 
         Some systems take back pages that no process maps although memory is free (DAMON;
-        seen: 2 to 8 MiB of 4 GiB, once 26 MiB of one). Where more than an eighth is gone
+        seen: 2 to 8 MiB of 4 GiB, once 26 MiB of one). If more than an eighth is gone
         memory is short, and the pages would only go again.
         """
         if self.failures or self.sweep.cancelled:
@@ -307,13 +307,7 @@ def check_threads(threads: int | None) -> int | None:
     """
     if threads is None:
         return None
-    try:
-        number = operator.index(threads)
-    except TypeError:
-        number = 0
-    if not 1 <= number <= MAX_THREADS:
-        raise ConfigError(f"threads must be a number from 1 to {MAX_THREADS}, got {threads!r}")
-    return number
+    return whole_number(threads, "threads", 1, MAX_THREADS)
 
 
 def _next(
@@ -336,8 +330,8 @@ def _next_to_try(rates: dict[int, float]) -> int:
 def _run_when_idle() -> None:
     """Let the calling thread run where nothing else wants the processor; a hint.
 
-    Of a cold request's time on two busy cores, one beside a sweep at the usual priority took 1.26,
-    and beside one at this priority .95 to 1.1.
+    On two busy cores a cold request took 1.26 of its time beside a sweep at the usual priority,
+    and .95 to 1.1 beside one at this priority.
     """
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -38,7 +38,7 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefaultReport:
-    """What a sweep did.
+    """The result of a sweep.
 
     Parameters
     ----------
@@ -47,12 +47,12 @@ class PrefaultReport:
     reason : str
         The reason of the verdict; "resident" if all was in memory already; "cancelled".
     num_bytes, num_pages : int
-        What was asked for, in whole pages, each page once.
+        Bytes asked for, in whole pages, each page once.
     already_resident_bytes : int
-        What was in memory before (cachestat, mincore). 0 for files that this
+        Bytes that were in memory before (cachestat, mincore). 0 for files that this
         user neither owns nor may write: the kernel does not tell about those.
     done_bytes : int
-        What was swept; less than `num_bytes` if cancelled.
+        Bytes that were swept; less than `num_bytes` if cancelled.
     seconds : float
         0.0 if it did not run.
     gib_per_s : float
@@ -60,8 +60,8 @@ class PrefaultReport:
     major_faults : int
         Page faults of the whole process, meanwhile, that waited for a disk.
     read_back_bytes : int
-        What was read once more after it had arrived: in a virtual machine whose
-        host takes back what is freed, the first access to a page costs
+        Bytes that were read once more after they had arrived: in a virtual machine whose
+        host takes back freed memory, the first access to a page costs
         microseconds although the page is in memory.
     num_threads : int
         The largest number of threads that swept at once.
@@ -128,7 +128,7 @@ class BackgroundSweep:
         ----------
         is_busy : callable () -> bool
             Whether other reads are under way. The sweep's own thread calls it before each
-            chunk, and every five milliseconds of a pause; what it raises ends the sweep.
+            chunk, and every five milliseconds of a pause; its error ends the sweep.
         """
         self._job.is_busy = is_busy
 
@@ -237,20 +237,20 @@ def warm(
     Parameters
     ----------
     regions : iterable of (address, nbytes) pairs or buffers, or one buffer
-        What to bring into memory: a store's `regions()`, arrays, `mmap.mmap`
+        The memory to fill: a store's `regions()`, arrays, `mmap.mmap`
         objects. Memory given by bare integers must stay mapped until the sweep ends.
     mode : {"auto", "off", "force"}, default "auto"
         "auto" asks the gate; "off" sweeps nothing; "force" sweeps without asking.
     gate : {"fits", "fits-free", "always"}, default "fits"
         More than 80 % of the room is not swept. "fits": the room is the memory of the
-        machine or its cgroup. "fits-free": what of that is free now. "always": sweep
-        whatever the room.
+        machine or its cgroup. "fits-free": the free part of that. "always": sweep
+        with any room.
     threads : int, optional
         Threads that read; by default found by a short calibration.
     background : bool, default False
         Return at once with a `BackgroundSweep`.
     progress : callable (done_bytes, total_bytes), optional
-        Called by the sweep's own thread some ten times a second. What it raises
+        Called by the sweep's own thread some ten times a second. Its error
         ends the sweep.
     method : {"populate", "read", "touch"}, optional
         How pages are read. "populate": by MADV_POPULATE_READ, the default where the
@@ -262,7 +262,7 @@ def warm(
         memory. If not, they are only brought into the page cache, where the file
         behind them can be opened under its name.
     read_back : bool, default True
-        In a virtual machine whose host takes back what is freed, the first access to
+        In a virtual machine whose host takes back freed memory, the first access to
         a page costs microseconds although the page is in memory. Where samples show
         that, read what has arrived once more, so that no request pays for it.
     yielding : bool, default False
@@ -328,7 +328,7 @@ def warm(
 
 
 class _Job:
-    """A sweep from its verdict to its report, in whatever thread runs it."""
+    """A sweep from its verdict to its report, in any thread."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ cdef extern from "<sys/uio.h>" nogil:
         size_t iov_len
 
 cdef enum:
-    # Room for what lies between the bytes that are wanted.
+    # Room for the bytes between those that are wanted.
     SINK = 64 * 1024
 
 cdef struct File:
@@ -53,7 +53,7 @@ cdef struct Piece:
     int num_parts, num_ranges, num_copies
     iovec *parts
     iovec *rest
-    char *staged  # of each part, whether its base is an offset into the staging buffer
+    char *staged  # for each part, whether its base is an offset into the staging buffer
     Range *ranges
     Copy *copies
 

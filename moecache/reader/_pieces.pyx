@@ -1,4 +1,4 @@
-"""From ranges of files to reads: what adjoins is joined, what is long is cut into pieces."""
+"""From ranges of files to reads: adjoining ranges are joined, long ones cut into pieces."""
 
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, qsort

@@ -1,6 +1,6 @@
-/* What the operating system can do with many reads at once: io_uring by raw system calls,
- * direct descriptors, aligned memory. Linux; elsewhere what is missing says ENOSYS. Nothing
- * here takes a lock or needs the GIL. Functions return 0 or an errno if not said otherwise. */
+/* The operating system's means for many reads at once: io_uring by raw system calls, direct
+ * descriptors, aligned memory. Linux; elsewhere missing functions return ENOSYS. Nothing here
+ * takes a lock or needs the GIL. Functions return 0 or an errno if not said otherwise. */
 #ifndef MOECACHE_READER_H
 #define MOECACHE_READER_H
 
@@ -133,7 +133,7 @@ static void mc_unmap_buffers(char *buffers, size_t nbytes)
 /* ------------------------------------------------------------------ descriptors */
 
 /* A second descriptor of an open file that reads around the page cache, or -errno. It is
- * the same file, whatever its name has become. */
+ * the same file, even if it was renamed. */
 static int mc_open_direct(int descriptor)
 {
 #ifdef __linux__
@@ -153,8 +153,8 @@ static int mc_open_direct(int descriptor)
 #endif
 }
 
-/* What offsets, lengths and addresses of direct reads must be multiples of; 0 if the file
- * system would only pretend (tmpfs) or cannot. */
+/* The alignment that direct reads need of offsets, lengths and addresses; 0 if the file
+ * system would only pretend (tmpfs) or cannot read directly. */
 static size_t mc_direct_alignment(int descriptor)
 {
 #ifdef __linux__
@@ -293,8 +293,8 @@ static int mc_ring_is_full(const mc_ring *ring)
     return mc_ring_waiting(ring) >= ring->num_entries;
 }
 
-/* Under the owner's lock, and not when full. `elsewhere`: let a thread of the kernel copy
- * what is in the page cache, instead of the caller. */
+/* Call under the owner's lock, and not when full. `elsewhere`: a thread of the kernel copies
+ * bytes that are in the page cache, not the caller. */
 static void mc_ring_push(mc_ring *ring, int descriptor, const struct iovec *parts,
                          int num_parts, uint64_t offset, void *piece, int elsewhere)
 {
@@ -329,7 +329,7 @@ static void mc_ring_push_nothing(mc_ring *ring)
 #endif
 }
 
-/* Hand what was pushed to the kernel; if asked to, wait for a completion, at most so long
+/* Hand pushed entries to the kernel. With `wait`, wait for a completion up to `timeout_ns`
  * (before Linux 5.11: as long as it takes, or until a signal). */
 static int mc_ring_enter(mc_ring *ring, int wait, int64_t timeout_ns)
 {
@@ -381,7 +381,7 @@ static int mc_ring_try(mc_ring *ring)
     return error;
 }
 
-/* Under the owner's lock. Whether something was done; its piece, NULL for nothing. */
+/* Call under the owner's lock. Whether there was a completion; `piece` is NULL for one of nothing. */
 static int mc_ring_pop(mc_ring *ring, void **piece, int64_t *result)
 {
 #ifdef __linux__
@@ -400,7 +400,7 @@ static int mc_ring_pop(mc_ring *ring, void **piece, int64_t *result)
 #endif
 }
 
-/* Wait on a condition for at most so long. */
+/* Wait on a condition for at most `timeout_ns`. */
 static void mc_wait(pthread_cond_t *condition, pthread_mutex_t *mutex, int64_t timeout_ns)
 {
     struct timespec until;

@@ -71,7 +71,7 @@ cdef enum:
     MAX_DEPTH = 256
 
 cdef int64_t TICK_NS = 100_000_000
-# What a file can have at most, and a block more.
+# Above the size of any file by more than a block.
 cdef uint64_t MAX_OFFSET = <uint64_t>1 << 62
 
 
@@ -79,7 +79,7 @@ cdef uint64_t MAX_OFFSET = <uint64_t>1 << 62
 cdef class Reader:
     """Read ranges of files into arrays, many at once; several threads may call.
 
-    What is submitted together and adjoins in a file is one read; long reads are
+    Ranges that are submitted together and adjoin in a file are one read; long reads are
     cut into pieces. Direct reads take whole blocks of the disk: those that fit
     the target's own alignment go straight into it, the others through staging
     buffers. A thread that waits takes in what the kernel has finished; with io_uring
@@ -199,7 +199,7 @@ cdef class Reader:
         if not self._initialised:
             return
         if self._process != os.getpid():
-            # The ring, the locks and what is in flight are the parent's.
+            # The ring, the locks and the reads in flight are the parent's.
             return
         with nogil:
             self._close(2_000_000_000)
@@ -213,7 +213,7 @@ cdef class Reader:
 
     @property
     def engine(self):
-        """What reads: "io_uring" or "threads"."""
+        """The way of reading: "io_uring" or "threads"."""
         return "io_uring" if self._uses_ring else "threads"
 
     @property
@@ -399,7 +399,7 @@ cdef class Reader:
     def poll(self):
         """Take in what the kernel has finished, without waiting; return whether a load is done.
 
-        What was staged is copied, and reads that found no room in the queue, or no
+        Staged bytes are copied, and reads that found no room in the queue, or no
         buffer, are begun.
         """
         cdef bint found, ready
@@ -415,7 +415,7 @@ cdef class Reader:
             pthread_mutex_lock(&self._mutex)
             if not self._closed:
                 self._num_inside += 1
-                # What is settled gives its buffer back, and the next read can begin: if no thread
+                # A settled read gives its buffer back, and the next one can begin: if no thread
                 # waits, a later call would find the kernel idle.
                 while self._take_in() or self._arrived != NULL:
                     if self._arrived != NULL:
@@ -569,7 +569,7 @@ cdef class Reader:
         self._issue()
         if self._needs_help():
             pthread_cond_broadcast(&self._work)
-        # What the kernel does not take now is handed over by a thread that waits.
+        # A thread that waits hands over the reads that the kernel does not take now.
         self._hand_over()
         # One that waits for something to come goes to the kernel.
         pthread_cond_broadcast(&self._done)
@@ -711,7 +711,7 @@ cdef class Reader:
                 and piece.descriptor == self._files[piece.file].cached)
 
     cdef bint _reap(self) noexcept nogil:
-        """Take in everything the kernel has finished; what is staged is still to be settled."""
+        """Take in everything the kernel has finished; staged reads are still to be settled."""
         cdef void *popped = NULL
         cdef Piece *piece
         cdef int64_t result = 0
@@ -731,7 +731,7 @@ cdef class Reader:
                 self._arrived_end[0] = piece
                 self._arrived_end = &piece.next
         if found and self._reaping and not mc_ring_is_full(&self._ring):
-            # Another thread is about to wait in the kernel for what was just taken in.
+            # Another thread is about to wait in the kernel for the read that was just taken in.
             mc_ring_push_nothing(&self._ring)
         return found
 
@@ -805,7 +805,7 @@ cdef class Reader:
         for i in range(piece.num_ranges):
             part = &piece.ranges[i]
             load = part.load
-            # What a failed read brought before its error is good.
+            # The bytes that a failed read brought before its error are good.
             if piece.error and part.offset + part.nbytes > stop and load.error == 0:
                 load.error, load.file, load.offset = piece.error, piece.file, stop
             self.bytes_wanted += part.nbytes
@@ -837,7 +837,7 @@ cdef class Reader:
             if not self._step(deadline):
                 break
         if self._uses_ring and not self._closed:
-            # The kernel goes on with what finds a buffer now while this thread computes.
+            # The kernel goes on with reads that find a buffer now, while this thread computes.
             self._issue()
             self._hand_over()
         if self._needs_help():
@@ -944,7 +944,7 @@ cdef class Reader:
         pthread_mutex_unlock(&self._mutex)
 
 
-# What reads that never came back may still write to.
+# Memory that lost reads may still write to.
 _stuck = []
 
 

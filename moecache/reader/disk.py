@@ -33,7 +33,7 @@ CANDIDATES = tuple(
 )
 # The kernel itself reads ahead into the page cache; longer pieces are fewer calls.
 BUFFERED_QUEUE = (32, 2**20)
-# A queue that shows what the disk gives at most, in whatever order reads arrive.
+# A queue that shows the disk's full speed in any order of reads.
 _DEEP_QUEUE = (32, 512 * 2**10)
 _DEEP_BYTES = 32 * 2**20
 _CALIBRATION_S = 0.3
@@ -44,7 +44,7 @@ _BLOCK = 4096
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """What a calibration found out about a disk.
+    """A calibration's findings about a disk.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ def open_reader(
 ) -> Reader:
     """Return a reader of a store's files.
 
-    Where direct reads were asked for and a file system takes none, or io_uring is
+    If direct reads were asked for and a file system takes none, or io_uring is
     refused, that is one line in the log, and it goes on without.
     """
     reader = Reader(
@@ -82,7 +82,9 @@ def open_reader(
     if direct and reader.num_direct_files < len(store.files):
         logger.info(
             "reading.buffered path=%s files=%d of=%d: their file system takes no direct reads",
-            *(store.files[0].path, len(store.files) - reader.num_direct_files, len(store.files)),
+            store.files[0].path,
+            len(store.files) - reader.num_direct_files,
+            len(store.files),
         )
     if direct and not reader.direct:
         _tune(reader, BUFFERED_QUEUE, 0)
@@ -118,7 +120,7 @@ def calibrate(reader: Reader, store: FileStore, pool: SlotPool) -> DiskSpeed | N
     staging_bytes = reader.staging_bytes
     start = time.perf_counter()
     try:
-        # The first reads pay for what is set up once.
+        # The first reads pay for setup.
         _burst(reader, store, pool, rng, usual)
         while not deep_rates or time.perf_counter() - start < _CALIBRATION_S:
             _tune(reader, _DEEP_QUEUE, staging_bytes)
@@ -143,7 +145,10 @@ def calibrate(reader: Reader, store: FileStore, pool: SlotPool) -> DiskSpeed | N
     speed = DiskSpeed(reader.engine, *chosen, bytes_per_s=rate)
     logger.info(
         "reading.calibrated engine=%s depth=%d piece=%d disk=%s/s seconds=%.2f",
-        *(speed.engine, speed.depth, speed.piece_bytes, format_bytes(rate)),
+        speed.engine,
+        speed.depth,
+        speed.piece_bytes,
+        format_bytes(rate),
         time.perf_counter() - start,
     )
     return speed

@@ -3,11 +3,10 @@
 import logging
 
 from moecache.cuda import Device
-from moecache.errors import CapacityError, MoeCacheError
+from moecache.errors import CapacityError
 from moecache.layout import ExpertLayout
 from moecache.sizing.planning import num_staging_slots
 from moecache.slots import CudaSlots
-from moecache.stores.base import ExpertStore
 from moecache.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -80,17 +79,8 @@ def make_slots(
         if capacity < wanted:
             logger.warning(
                 "cuda.shrunk slots=%d instead of=%d: %s has too little memory",
-                *(capacity, wanted, device.description),
+                capacity,
+                wanted,
+                device.description,
             )
         return pool, capacity
-
-
-def register_experts(pool: CudaSlots, store: ExpertStore) -> bool:
-    """Pin a store's mapped experts; return False, with a warning, if the system refuses."""
-    try:
-        num_bytes = pool.register(store.regions())
-    except (MoeCacheError, MemoryError) as error:
-        logger.warning("cuda.not_registered experts go through buffers: %s", error)
-        return False
-    logger.info("cuda.registered bytes=%s", format_bytes(num_bytes))
-    return True

@@ -1,4 +1,4 @@
-"""Decisions: what a plan says, without what can be done with it."""
+"""Decisions: a plan's facts, without its methods."""
 
 import os
 from collections.abc import Mapping
@@ -31,15 +31,16 @@ class Decisions:
     sizing : SizingPlan or None
         How the number of slots came from the budget; `None` if `slots` says it.
     device : str
-        Where the slots are, in words.
+        The place of the slots, in words.
     headroom : Headroom
-        What the host needs beside the slots.
+        Memory that the host needs beside the slots.
     reserve_bytes : int
-        What stays free of the device's memory.
+        The part of the device's memory that stays free.
     read : {"buffered", "direct", "mmap"}
     staging_bytes : int
         Buffers of the reads.
-    policy, scope, prefault : str
+    policy : str, class, function or object
+    scope, prefault : str
     prefetch : str or Predictor
     lock : bool
     warmpin : int or str
@@ -64,7 +65,7 @@ class Decisions:
     reserve_bytes: int
     read: str
     staging_bytes: int
-    policy: str
+    policy: Any
     scope: str
     prefetch: Any
     prefault: str

@@ -1,48 +1,39 @@
-"""`moecache.open`: from a path and a budget to a runtime."""
+"""`moecache.open`: from a checkpoint and a budget to a runtime."""
 
+import contextlib
 import os
-from collections.abc import Collection
+from typing import Any
 
-import numpy.typing as npt
-
-from moecache.prefault.sweep import Progress
-from moecache.prefetch.predict import Predictor
-from moecache.ranks import Share
-from moecache.runtime.options import Options
-from moecache.runtime.plan import plan
+from moecache.runtime.opening import open_with
+from moecache.runtime.options import Options, takes_options
+from moecache.runtime.plan import find_store, plan_store
 from moecache.runtime.runtime import ExpertRuntime
+from moecache.settings import Settings
+from moecache.stores import CheckpointStore
 
 
+@takes_options
 def open(  # noqa: A001 - called as moecache.open
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | CheckpointStore,
     memory: int | str | None = None,
     device: str = "cpu",
     *,
-    slots: int | None = None,
-    policy: str | None = None,
-    scope: str | None = None,
-    dtype: npt.DTypeLike | None = None,
-    top_k: int | None = None,
-    read: str | None = None,
-    reserve: int | str | None = None,
-    lock: bool | None = None,
-    profile: str | os.PathLike[str] | None = None,
-    loader_threads: int | None = None,
-    prefetch: str | Predictor | None = None,
-    prefault: str | None = None,
-    progress: Progress | None = None,
-    record_trace: str | os.PathLike[str] | None = None,
-    warmpin: int | str | None = None,
-    warmpin_after: int | None = None,
-    register: str | None = None,
-    layers: Collection[str] | None = None,
-    context_tokens: int | None = None,
-    host_bytes: int | None = None,
-    share: Share | None = None,
+    options: Options | None = None,
+    **keywords: Any,
 ) -> ExpertRuntime:
     """Open a checkpoint's experts for use in a bounded amount of memory.
 
-    The same as `moecache.plan(...).open()`. `moecache.Options` says what each argument does.
+    Does what `moecache.plan` says.
+
+    Parameters
+    ----------
+    path : str, Path or CheckpointStore
+        A Hugging Face checkpoint directory, one .safetensors file, or a .gguf file; see
+        `open_store`. One that is open is closed with the runtime, and also on an error.
+    memory, device, **keywords
+        `moecache.Options` says what each does.
+    options : Options, optional
+        All of them as one object, instead.
 
     Returns
     -------
@@ -63,6 +54,13 @@ def open(  # noqa: A001 - called as moecache.open
     StoreError
         If the checkpoint cannot be read, or has no experts.
     """
-    arguments = locals()
-    del arguments["path"]
-    return plan(path, options=Options(**arguments)).open()
+    options = Options.of(options, memory=memory, device=device, **keywords)
+    settings = Settings.from_environ()
+    with contextlib.ExitStack() as undo:
+        if isinstance(path, CheckpointStore):
+            undo.callback(path.close)
+        store = find_store(path, options)
+        undo.callback(store.close)
+        chosen = plan_store(store, options, settings)
+        undo.pop_all()
+    return open_with(chosen, store)

@@ -12,26 +12,19 @@ from moecache.profiles.disk import keep_speed, speed_of
 from moecache.profiles.file import Profile, read_profile
 from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed, apply, calibrate, open_reader
-from moecache.runtime.cuda_opening import make_slots, register_experts
+from moecache.runtime.cuda_opening import make_slots
 from moecache.runtime.decisions import Decisions
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import DEFAULT_LOADER_THREADS, parse_prefault
 from moecache.sizing.headroom import check_fits
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import HostSlots, SlotPool
-from moecache.stores import CheckpointStore, open_store
+from moecache.stores import CheckpointStore
 
 logger = logging.getLogger(__name__)
 
 # Without io_uring each direct read in flight takes a thread.
 DIRECT_THREADS = 8
-
-
-def open_store_of(plan: Decisions) -> CheckpointStore:
-    """Open the checkpoint in the way that the plan reads it."""
-    options = plan.options
-    mapped = plan.read == "mmap"
-    return open_store(plan.path, top_k=options.top_k, mapped=mapped, layers=options.layers)
 
 
 def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
@@ -45,15 +38,18 @@ def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
     logger.info("runtime.planned %s", plan.reasons["capacity"])
     with contextlib.ExitStack() as undo:
         undo.callback(store.close)
+        store.mapped = plan.read == "mmap"
         if plan.record_trace.origin == "argument":
             # Imported here: a runtime that records nothing does not need it.
             from moecache.traces.recording import check_recordable
 
             check_recordable(plan.record_trace.value)
-        pool, capacity, way = _make_pool(plan, store, undo)
+        pool, capacity = _make_pool(plan, undo)
         reader = None
-        if way != "mmap":
-            reader = open_reader(store, direct=way == "direct", staging_bytes=plan.staging_bytes)
+        if plan.read != "mmap":
+            reader = open_reader(
+                store, direct=plan.read == "direct", staging_bytes=plan.staging_bytes
+            )
             undo.callback(reader.close)
         if plan.gpu is None and plan.lock:
             pool.lock()  # type: ignore[attr-defined]
@@ -93,35 +89,27 @@ def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
     try:
         _start_recording(runtime, plan)
         if profile is not None and plan.profile is not None:
-            runtime.use_profile(plan.profile, profile)
+            runtime.usage.use(plan.profile, profile)
     except BaseException:
         runtime.close()
         raise
     return runtime
 
 
-def _make_pool(
-    plan: Decisions, store: CheckpointStore, undo: contextlib.ExitStack
-) -> tuple[SlotPool, int, str]:
-    """Return the slots, the number of them for the cache, and the way experts are read."""
-    staging, way = plan.staging_slots, plan.read
+def _make_pool(plan: Decisions, undo: contextlib.ExitStack) -> tuple[SlotPool, int]:
+    """Return the slots, and the number of them for the cache."""
+    staging = plan.staging_slots
     if plan.gpu is None:
         # The free memory may have changed since the plan was made.
         buffers = min(plan.buffer_bytes, plan.layout.total_bytes)
         check_fits(plan.slots_bytes, plan.staging_bytes + buffers)
         pool = HostSlots(plan.layout, plan.capacity + staging, dtype=plan.options.dtype)
         undo.callback(pool.close)
-        return pool, plan.capacity, way
+        return pool, plan.capacity
     on_gpu, capacity = make_slots(plan.gpu, plan.layout, plan.capacity, staging)
     undo.callback(on_gpu.close)
-    if plan.options.register == "host":
-        if way != "mmap":
-            logger.warning("cuda.not_registered %s", plan.reasons["read"])
-        elif not register_experts(on_gpu, store):
-            way = "buffered"
-    if not on_gpu.reads_views:
-        on_gpu.pin_ahead()
-    return on_gpu, capacity, way
+    on_gpu.pin_ahead()
+    return on_gpu, capacity
 
 
 def _measure_disk(
@@ -149,7 +137,7 @@ def _start_recording(runtime: ExpertRuntime, plan: Decisions) -> None:
     try:
         runtime.record_trace(path)
     except ConfigError as error:
-        # A mistake in the environment does not stop a program, whatever the setting.
+        # A mistake in the environment does not stop a program.
         if origin == "argument":
             raise
         logger.warning("settings.malformed %s: %s", origin, error)

@@ -1,14 +1,17 @@
-"""Options: what `moecache.open` and `moecache.plan` can be told."""
+"""Options: the arguments of `moecache.open` and `moecache.plan`."""
 
+import difflib
+import inspect
 import os
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypeVar
 
 import numpy.typing as npt
 
 from moecache.cuda import parse_device
 from moecache.errors import ConfigError
+from moecache.policies.making import check_policy
 from moecache.prefault.sweep import Progress
 from moecache.prefetch.modes import check_prefetch
 from moecache.prefetch.predict import Predictor
@@ -18,7 +21,7 @@ from moecache.ranks import Share
 
 @dataclass(frozen=True)
 class Options:
-    """What `moecache.open` can be told beside the path; `None` leaves it to the environment.
+    """The arguments of `moecache.open` beside the path; `None` leaves one to the environment.
 
     Parameters
     ----------
@@ -27,13 +30,14 @@ class Options:
         bytes, such as "25%". By default MOECACHE_MEMORY, else what is free less
         `reserve`.
     device : str, default "cpu"
-        Where the slots are: "cpu", or a GPU, "cuda" or "cuda:1". There `memory` is the GPU's,
+        The device of the slots: "cpu", or a GPU, "cuda" or "cuda:1". There `memory` is the GPU's,
         and by default what it has free less `reserve`; where other programs were faster, there
         are fewer slots, and a warning.
     slots : int, optional
         Number of experts to keep, instead of `memory`; staging slots come on top.
-    policy : str, optional
-        Which expert is evicted, see `ExpertCache`. By default MOECACHE_POLICY, else "echo".
+    policy : str, class, function or object, optional
+        Which expert is evicted, see `ExpertCache`: a name, or a policy of your own. By default
+        MOECACHE_POLICY, else "echo".
     scope : {"global", "layer"}, optional
         Whether layers share the slots. By default MOECACHE_SCOPE, else "global".
     dtype : numpy dtype, optional
@@ -48,7 +52,7 @@ class Options:
         that slots, trunk and KV cache leave; else direct. By default
         MOECACHE_READ, else "auto".
     reserve : int or str, optional
-        What a plan without `memory` leaves free. By default MOECACHE_RESERVE,
+        Memory that a plan without `memory` leaves free. By default MOECACHE_RESERVE,
         else the bytes of all other tensors, a KV cache of up to 4,096 tokens, the
         buffers of the reads, and something to spare: a sixteenth of what is free, 32 to
         512 MiB of it; on a GPU 512 MiB.
@@ -82,7 +86,7 @@ class Options:
     progress : callable (done_bytes, total_bytes), optional
         Called some ten times a second while the pre-fault goes on.
     record_trace : str or Path, optional
-        Where to write, on `close`, what the router chose: at most 256 MiB of it. See
+        A file for the router's choices, written on `close`: at most 256 MiB of them. See
         `ExpertRuntime.record_trace`, which can be given more memory (`max_bytes=`). By
         default MOECACHE_RECORD_TRACE, else nothing is recorded.
     warmpin : int or "auto", optional
@@ -93,10 +97,6 @@ class Options:
     warmpin_after : int, optional
         Accesses, hits and misses together, that are counted before `warmpin` pins; 0 and up.
         By default MOECACHE_WARMPIN_AFTER, else 512.
-    register : {"off", "host"}, default "off"
-        For slots on a GPU. "host": pin the mapped file's pages, all of it, so that experts are
-        copied from there and pass through no buffer. For models that RAM holds; where it does
-        not, or the system refuses, that is a warning, and they pass through buffers.
     layers : collection of str, optional
         Names of the MoE layers that run, if the checkpoint has others too; see
         `open_store`.
@@ -104,8 +104,8 @@ class Options:
         Tokens of the KV cache that a plan without `memory` leaves room for; by default as
         many as the model takes, at most 4,096.
     host_bytes : int, optional
-        What the host will still take for trunk and products, which a plan without `memory`
-        and `reserve` leaves free; by default the trunk's bytes, as stored. Give 0 if the
+        Bytes that the host will still take for trunk and products. A plan without `memory`
+        and `reserve` leaves them free; by default the trunk's bytes, as stored. Give 0 if the
         trunk is in memory already.
 
     share : Share, optional
@@ -122,7 +122,7 @@ class Options:
     memory: int | str | None = None
     device: str = "cpu"
     slots: int | None = None
-    policy: str | None = None
+    policy: Any = None
     scope: str | None = None
     dtype: npt.DTypeLike | None = None
     top_k: int | None = None
@@ -137,16 +137,43 @@ class Options:
     record_trace: str | os.PathLike[str] | None = None
     warmpin: int | str | None = None
     warmpin_after: int | None = None
-    register: str | None = None
     layers: Collection[str] | None = None
     context_tokens: int | None = None
     host_bytes: int | None = None
     share: Share | None = None
 
+    @classmethod
+    def of(
+        cls, options: "Options | None" = None, *, memory: Any, device: str, **keywords: Any
+    ) -> Self:
+        """Return the options that a call was given: as one object, or one by one.
+
+        Raises
+        ------
+        ConfigError
+            If it was given both.
+        TypeError
+            If there is no such option.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in keywords:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"there is no option {name!r}{hint}")
+        if options is None:
+            return cls(memory=memory, device=device, **keywords)
+        if keywords or memory is not None or device != "cpu":
+            raise ConfigError("give either options or keywords, not both")
+        assert isinstance(options, cls)
+        return options
+
     def __post_init__(self) -> None:
         """Refuse what cannot be used, before anything is opened."""
         if self.profile is not None:
             check_path(self.profile)
+        if self.policy is not None:
+            check_policy(self.policy)
         if self.lock not in {None, True, False}:
             raise ConfigError(f"lock must be True or False, got {self.lock!r}")
         on_gpu = parse_device(self.device) is not None
@@ -171,11 +198,25 @@ class Options:
             raise ConfigError(f"slots on {self.device} hold what the file holds; leave dtype out")
         if on_gpu and self.lock:
             raise ConfigError(f"slots on {self.device} are never swapped out; leave lock out")
-        if self.register not in {None, "off", "host"}:
-            raise ConfigError(f"register {self.register!r} is not one of off, host")
-        if self.register == "host" and not on_gpu:
-            raise ConfigError('register="host" is for slots on a GPU; give device="cuda"')
-        if self.register == "host" and self.read not in {None, "mmap"}:
-            raise ConfigError(
-                f'register="host" maps the file; it does not go with read={self.read!r}'
-            )
+
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def takes_options(call: _Call) -> _Call:
+    """Show every option in the signature of a function that takes them as keywords."""
+    shown = inspect.signature(call)
+    named = [one for one in shown.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    known = {one.name for one in named}
+    options = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=field.type,
+        )
+        for field in fields(Options)
+        if field.name not in known
+    ]
+    call.__signature__ = shown.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    return call

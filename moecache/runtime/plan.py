@@ -8,11 +8,12 @@ from typing import Any
 from moecache.cuda import Device, open_device, parse_device
 from moecache.errors import CapacityError, ConfigError
 from moecache.layout import ExpertLayout
+from moecache.policies.making import policy_name
 from moecache.reader.disk import STAGING_BYTES
 from moecache.runtime.cuda_opening import most_on_gpu, usable_bytes
 from moecache.runtime.decisions import Decisions, buffer_bytes
-from moecache.runtime.opening import open_store_of, open_with
-from moecache.runtime.options import Options
+from moecache.runtime.opening import open_with
+from moecache.runtime.options import Options, takes_options
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import Choice, Settings
 from moecache.sizing.headroom import check_fits, headroom
@@ -28,7 +29,7 @@ _WAYS = {"buffered": "through the page cache", "direct": "direct", "mmap": "from
 
 @dataclass(frozen=True)
 class Plan(Decisions):
-    """What `moecache.open` does with a checkpoint and a budget; nothing is allocated yet.
+    """The decisions of `moecache.open` for a checkpoint and a budget; nothing is allocated yet.
 
     `Decisions` has the fields, and `reasons` says why.
     """
@@ -47,18 +48,19 @@ class Plan(Decisions):
         yield "slot", format_bytes(self.slot_bytes), "as allocated"
         yield "kept free", format_bytes(self.reserve_bytes), why["reserve_bytes"]
         yield "reads", _WAYS[self.read], why["read"]
-        yield "policy", f"{self.policy}, scope {self.scope}", why["policy"]
+        yield "policy", f"{policy_name(self.policy)}, scope {self.scope}", why["policy"]
         mode = self.prefetch if isinstance(self.prefetch, str) else type(self.prefetch).__name__
         yield "prefetch", mode, why["prefetch"]
         yield "pre-fault", self.prefault, why["prefault"]
 
     def open(self) -> ExpertRuntime:
         """Return a runtime that does this; see `moecache.open`."""
-        return open_with(self, open_store_of(self))
+        return open_with(self, find_store(self.path, self.options))
 
 
+@takes_options
 def plan(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | CheckpointStore,
     memory: int | str | None = None,
     device: str = "cpu",
     *,
@@ -71,9 +73,9 @@ def plan(
 
     Parameters
     ----------
-    path : str or Path
+    path : str, Path or CheckpointStore
         A Hugging Face checkpoint directory, one .safetensors file, or a .gguf file; see
-        `open_store`.
+        `open_store`. Or one that is open, and stays so.
     memory, device, **keywords
         As for `moecache.open`; `Options` lists them.
     options : Options, optional
@@ -91,16 +93,25 @@ def plan(
     StoreError
         If the checkpoint cannot be read.
     """
-    if options is None:
-        options = Options(memory=memory, device=device, **keywords)
-    elif keywords or memory is not None or device != "cpu":
-        raise ConfigError("give either options or keywords, not both")
+    options = Options.of(options, memory=memory, device=device, **keywords)
     settings = Settings.from_environ()
-    with open_store(path, top_k=options.top_k, mapped=False, layers=options.layers) as store:
-        return _plan(store, options, settings)
+    if isinstance(path, CheckpointStore):
+        return plan_store(path, options, settings)
+    with find_store(path, options) as store:
+        return plan_store(store, options, settings)
 
 
-def _plan(store: CheckpointStore, options: Options, settings: Settings) -> Plan:
+def find_store(path: str | os.PathLike[str] | CheckpointStore, options: Options) -> CheckpointStore:
+    """Return the checkpoint, opened unless it is; the caller closes it."""
+    if isinstance(path, CheckpointStore):
+        if options.layers is not None:
+            path.keep_layers(options.layers)
+        return path
+    return open_store(path, top_k=options.top_k, layers=options.layers)
+
+
+def plan_store(store: CheckpointStore, options: Options, settings: Settings) -> Plan:
+    """Return what is decided for an open checkpoint."""
     gpu = None if parse_device(options.device) is None else open_device(options.device)
     layout = store.layout
     if layout.total_experts == 0:
@@ -216,7 +227,8 @@ def _budgeted(
         free = usable_bytes(gpu, free - reserve) + reserve
     staging = num_staging_slots(layout.top_k, max(0, free - reserve) // slot_bytes)
     found = plan_slots(
-        *(layout, free),
+        layout,
+        free,
         reserve_bytes=reserve,
         staging_slots=staging,
         slot_bytes=slot_bytes,
@@ -251,15 +263,10 @@ def _way_of_reading(
     share = options.share
     total_bytes = layout.total_bytes if share is None else share.num_bytes(layout)
     experts = format_bytes(total_bytes)
-    if options.register == "host":
-        free = free_host_bytes()
-        if total_bytes <= free * 4 // 5:
-            return "mmap", 'register="host" (argument)'
-        origin = f"the file of {experts} is too large to be pinned; {origin}"
     if asked != "auto":
         return asked, origin
     if gpu is not None:
-        # What the host's memory is for: slots on a GPU take none of it, but pinned buffers do.
+        # The host's memory holds pinned buffers, but none of the slots on a GPU.
         slots_bytes = buffer_bytes(layout, options, on_gpu=True)
         reserve_bytes = RESERVE_BYTES
     left = max(0, free_host_bytes() - slots_bytes - reserve_bytes)

@@ -34,7 +34,7 @@ class Wave:
     Attributes
     ----------
     slots : ndarray of int32, shape [n]
-        Where the wave's experts are.
+        The slots of the wave's experts.
     pairs : ndarray of int64, shape [m]
         Pairs that the wave covers, grouped by expert.
     offsets : ndarray of int64, shape [n + 1]
@@ -104,8 +104,6 @@ class Lease:
 # Called with a step's layer, ids and sequences when its experts are acquired, and before it waits
 # for them.
 Observe = Callable[[int, np.ndarray, npt.ArrayLike | None], object]
-# Called with the experts that are missing, and that the caller computes elsewhere.
-Take = Callable[[list[int]], object]
 
 
 def lease(
@@ -151,15 +149,12 @@ def waves(
     bulk: bool | None = None,
     ignore_out_of_range: bool = False,
     sequences: npt.ArrayLike | None = None,
-    elsewhere: npt.ArrayLike | None = None,
-    take: Take | None = None,
 ) -> Generator[Wave, None, None]:
-    """Yield the waves of a step: what is there first, then what arrives.
+    """Yield the waves of a step: resident experts first, then the others as they arrive.
 
     A bulk step, by default one of many tokens, admits no more experts to the cache than
     its layer's fair share, or, of several sequences, what the policy finds worth it; the
-    others pass through staging slots, as does what finds no slot to claim. Experts of
-    `elsewhere` that are missing are in no wave: `take` is told of them, before the first wave.
+    others pass through staging slots, as does what finds no slot to claim.
     """
     top_k = ids.shape[-1] if ids.ndim else 1
     one_token = ids.size == top_k
@@ -173,13 +168,10 @@ def waves(
         share=share,
         ignore_out_of_range=ignore_out_of_range,
         sequences=sequences,
-        elsewhere=elsewhere,
     )
     guard = loader.guard(step)
     try:
         loader.acquire(step)
-        if take is not None and step.left_out:
-            take(step.left_out)
         if observe is not None:
             observe(layer, ids, sequences)
         if step.loads or step.bypassed:
@@ -202,7 +194,7 @@ class _Parts:
         self._top_k = top_k
         self._order, starts = _group(step.ids.reshape(-1))
         self._starts = starts.tolist()
-        # Where every pair is a group, groups are pairs.
+        # If every pair is a group of its own, groups are pairs.
         first = self._order[starts[:-1]] if len(self._order) >= len(starts) else self._order
         self._experts = step.ids.reshape(-1)[first].tolist()
         self._group_of = {expert: group for group, expert in enumerate(self._experts)}
@@ -240,7 +232,7 @@ class _Parts:
         return wave
 
     def _release(self, slots: np.ndarray) -> None:
-        # A wave is over: what it used may be evicted, or staged over, from here on.
+        # A wave is over: its slots may be evicted, or staged over, from here on.
         step = self._step
         staged = step.staged.intersection(slots.tolist()) if step.staged else ()
         leased = slots
@@ -330,7 +322,7 @@ def reading(loader: SlotLoader) -> Callable[[], bool]:
             num_asked = 0
             return False
         num_asked += 1
-        # Whoever asked for them may have gone, and left them to be taken in.
+        # The step that asked for them may have gone, and left them to be taken in.
         if num_asked % _LOOK_AFTER == 0:
             loader.look()
         return True

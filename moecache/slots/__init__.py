@@ -1,4 +1,4 @@
-"""Where experts are used."""
+"""The slots in which experts are used."""
 
 from moecache.slots.base import SlotPool, UploadCounts
 from moecache.slots.cuda import CudaSlots

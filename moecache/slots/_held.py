@@ -22,7 +22,7 @@ class Held:
     shape : tuple of int
     dtype : numpy.dtype
     tiler : Tiler, optional
-        What makes the compute form as a slot is filled.
+        The tiler that makes the compute form as a slot is filled.
     """
 
     role: Role
@@ -50,7 +50,7 @@ class Held:
         return raw[: role.nbytes].view(role.dtype).reshape(role.array_shape)
 
     def fill(self, target: np.ndarray, part: np.ndarray) -> None:
-        """Write what was read; what was read in place stays.
+        """Write the bytes that were read; those read in place stay.
 
         Raises
         ------
@@ -58,13 +58,13 @@ class Held:
             If the parts of a format cannot be, such as scales that are no numbers.
         """
         if self.tiler is not None:
-            # What makes the form finds scales that are no numbers.
+            # The tiler finds scales that are no numbers.
             if self.tiler.tile(part, target) or find_format(self.role.format).has_more_to_check:
                 self._check(part)
             return
         if self.role.format and not self.role.is_tiled:
             self._check(part)
-        # What `buffers` returned may be the slot itself.
+        # The array that `buffers` returned may be the slot itself.
         if target.ctypes.data != part.ctypes.data:
             target[...] = part
 

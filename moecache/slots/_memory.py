@@ -1,4 +1,4 @@
-"""What every pool of slots needs: aligned memory of the host, and checks of roles."""
+"""Shared by all pools of slots: aligned memory of the host, and checks of roles."""
 
 import contextlib
 import mmap

@@ -14,7 +14,7 @@ from moecache.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-# What the background pins at once: some milliseconds, after which `close` is heard.
+# Bytes that the background pins at once: some milliseconds, after which `close` is heard.
 _CHUNK_BYTES = 32 * 2**20
 
 
@@ -126,7 +126,7 @@ class PinnedBuffers:
 
     def _make_slab(self) -> np.ndarray:
         """Return memory for all buffers, or for as many as the host gives."""
-        # Whole pages each: what is pinned by itself must share no page with what is not.
+        # Whole pages each: memory pinned by itself must share no page with other memory.
         stride = -(-self.buffer_bytes // BLOCK_BYTES) * BLOCK_BYTES
         while True:
             try:

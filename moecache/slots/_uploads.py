@@ -5,12 +5,11 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from moecache.cuda import Device, Stream
 from moecache.errors import MoeCacheError
 from moecache.slots.base import UploadCounts
-
-# (where in the slot, where on the host, bytes)
-Piece = tuple[int, int, int]
 
 
 class Upload:
@@ -18,16 +17,16 @@ class Upload:
 
     Attributes
     ----------
-    source : object
-        The memory that is copied from, kept until the copy is done.
+    source : ndarray
+        The buffer that is copied from, kept until the copy is done.
     """
 
     __slots__ = ("end", "num_bytes", "slot", "source", "start")
 
-    def __init__(self, slot: int, num_bytes: int, source: object, start: int, end: int) -> None:
+    def __init__(self, slot: int, num_bytes: int, source: np.ndarray, start: int, end: int) -> None:
         self.slot = slot
         self.num_bytes = num_bytes
-        self.source = source
+        self.source: np.ndarray | None = source
         self.start = start
         self.end = end
 
@@ -127,9 +126,9 @@ class Uploads:
         )
 
     def begin(
-        self, slot: int, pieces: Sequence[Piece], num_bytes: int, source: object, *, behind: bool
+        self, slot: int, source: np.ndarray, span: int, num_bytes: int, *, behind: bool
     ) -> None:
-        """Begin to copy pieces into a slot.
+        """Begin to copy the first `span` bytes of a buffer, `num_bytes` of them an expert's.
 
         If that fails, no copy is under way any more when the error is raised.
         """
@@ -152,9 +151,8 @@ class Uploads:
                 if latest is not None and latest[1] != behind:
                     device.wait_event(stream, latest[0].end)
                 device.record(start, stream)
-                for offset, address, size in pieces:
-                    target = self._base + slot * self._slot_stride + offset
-                    device.copy_in(target, address, size, stream)
+                target = self._base + slot * self._slot_stride
+                device.copy_in(target, source.ctypes.data, span, stream)
                 device.record(end, stream)
             except BaseException:
                 # A device that is lost does not even say that it is done.
@@ -213,8 +211,8 @@ class Uploads:
         """Whether every copy is known to be done."""
         return not self._latest
 
-    def settle(self) -> list[object]:
-        """Return the sources of copies that are done; none if another thread is doing so now."""
+    def settle(self) -> list[np.ndarray]:
+        """Return the buffers of copies that are done; none if another thread is doing so now."""
         if not self._lock.acquire(blocking=False):
             return []
         try:
@@ -263,19 +261,20 @@ class Uploads:
         try:
             self._device.synchronize(stream)
         except MemoryError:
-            # Memory may be short for a moment: what is copied from must not be freed yet.
+            # Memory may be short for a moment: the source of a copy must not be freed yet.
             self._device.synchronize(stream)
 
     def _check_open(self) -> None:
         if self._closed:
             raise MoeCacheError("the slots are closed")
 
-    def _settle(self) -> list[object]:
-        sources = []
+    def _settle(self) -> list[np.ndarray]:
+        buffers = []
         for queue in self._queues.values():
             while queue and self._device.is_done(queue[0].end):
                 upload = queue.popleft()
-                sources.append(upload.source)
+                if upload.source is not None:
+                    buffers.append(upload.source)
                 upload.source = None
                 self._num_done += 1
                 self._bytes_done += upload.num_bytes
@@ -286,4 +285,4 @@ class Uploads:
                     del self._latest[upload.slot]
                 self._timing.give_back(upload.start)
                 self._timing.give_back(upload.end)
-        return sources
+        return buffers

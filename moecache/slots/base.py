@@ -43,7 +43,7 @@ class SlotPool(Protocol):
 
     @property
     def layout(self) -> ExpertLayout:
-        """What the experts look like in the file."""
+        """The layout of the experts in the file."""
 
     @property
     def num_slots(self) -> int:
@@ -69,12 +69,8 @@ class SlotPool(Protocol):
         """Most experts in buffers at once, of those that no step waits for."""
 
     @property
-    def reads_views(self) -> bool:
-        """Whether `upload` prefers views of the mapped file to what `buffers` returns."""
-
-    @property
     def uploads(self) -> UploadCounts:
-        """What was copied so far; nothing where `upload` itself copies."""
+        """The copies so far; none where `upload` itself copies."""
 
     def regions(self) -> Sequence[tuple[int, int]]:
         """Return (address, nbytes) of the host memory that slots take, to be pre-faulted."""

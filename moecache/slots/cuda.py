@@ -5,7 +5,7 @@ import dataclasses
 import math
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -14,7 +14,6 @@ from moecache.cuda import Device, Memory, open_device
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.interrupts import uninterrupted
 from moecache.layout import ExpertLayout
-from moecache.prefault.regions import merge
 from moecache.slots._form import SlotForm
 from moecache.slots._memory import aligned_rows, check_parts, shared_form
 from moecache.slots._pinned import PinnedBuffers
@@ -92,7 +91,6 @@ class CudaSlots:
                 f"({format_bytes(wanted)}): {format_bytes(self.device.free_bytes())} are free; "
                 "lower memory="
             ) from error
-        self._registered: list[tuple[int, int]] = []
         most = min(max(_MIN_BUFFERS, max_pinned_bytes // self.slot_stride), _MAX_BUFFERS)
         self._buffers = PinnedBuffers(self.device, self.slot_stride, most)
         try:
@@ -111,7 +109,6 @@ class CudaSlots:
             self._memory,
             self._buffers,
             self._uploads,
-            self._registered,
             self._process,
         )
         # The end of the process frees everything, in its own order.
@@ -127,7 +124,7 @@ class CudaSlots:
 
     @property
     def layout(self) -> ExpertLayout:
-        """What the experts look like in the file."""
+        """The layout of the experts in the file."""
         return self._layout
 
     @property
@@ -157,9 +154,8 @@ class CudaSlots:
 
     @property
     def uploads(self) -> UploadCounts:
-        """What was copied so far."""
-        registered = sum(num_bytes for _, num_bytes in self._registered)
-        pinned_bytes = self._buffers.pinned_bytes + registered
+        """The copies so far."""
+        pinned_bytes = self._buffers.pinned_bytes
         try:
             if not self._closed:
                 self._settle()
@@ -232,42 +228,10 @@ class CudaSlots:
             for role in self._layout.layers[layer]
         }
 
-    def register(self, regions: Iterable[tuple[int, int]]) -> int:
-        """Pin mapped experts where they are, so that uploads need no buffer; return the bytes.
-
-        Parameters
-        ----------
-        regions : iterable of (address, nbytes)
-            Such as a store's; whole pages are pinned. They must stay mapped until `close`.
-
-        Raises
-        ------
-        MoeCacheError
-            If the system refuses any of them; none is pinned then.
-        """
-        self._check_open()
-        pinned: list[tuple[int, int]] = []
-        try:
-            for address, num_bytes in merge(regions)[0]:
-                self.device.pin(address, num_bytes, read_only=True)
-                pinned.append((address, num_bytes))
-        except BaseException:
-            for address, _ in pinned:
-                self.device.unpin(address)
-            raise
-        self._registered += pinned
-        self._registered.sort()
-        return sum(num_bytes for _, num_bytes in pinned)
-
     def pin_ahead(self) -> None:
         """Pin the buffers in the background, rather than each when it is first needed."""
         self._check_open()
         self._buffers.pin_ahead()
-
-    @property
-    def reads_views(self) -> bool:
-        """Whether experts are uploaded from the mapped file itself."""
-        return bool(self._registered)
 
     def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
         """Return a pinned buffer as arrays per role; waits for a copy if all are in use."""
@@ -295,8 +259,7 @@ class CudaSlots:
         ----------
         slot, layer : int
         parts : dict of role to ndarray
-            What `buffers` returned, filled; arrays of the mapped file, if `register` has it
-            ("gate" and "up" may stand for "gate_up"); or any others, which are copied first.
+            The arrays of `buffers`, filled; or any others, which are copied there first.
         behind : bool, default False
             Copy in the stream of experts that no step waits for.
 
@@ -309,11 +272,6 @@ class CudaSlots:
         """
         self._check(slot, layer)
         num_bytes = self._layout.expert_bytes(layer)
-        if self._registered and slot not in self._lent:
-            pieces = self._form.pieces(layer, parts, self._registered)
-            if pieces is not None:
-                self._uploads.begin(slot, pieces, num_bytes, parts, behind=behind)
-                return
         lent = self._lent.get(slot)
         if lent is None or parts is not lent[2] or layer != lent[1]:
             check_parts(self._layout, layer, parts)
@@ -321,9 +279,9 @@ class CudaSlots:
                 if array.ctypes.data != parts[name].ctypes.data:
                     array[...] = parts[name]
         buffer, _, _ = self._lent.pop(slot)
-        whole = [(0, buffer.ctypes.data, self._form.span(layer))]
+        span = self._form.span(layer)
         try:
-            self._uploads.begin(slot, whole, num_bytes, buffer, behind=behind)
+            self._uploads.begin(slot, buffer, span, num_bytes, behind=behind)
         except BaseException:
             self._buffers.give_back(buffer)
             raise
@@ -331,7 +289,7 @@ class CudaSlots:
     def before_compute(self, slots: np.ndarray) -> None:
         """Let the calling thread's stream wait until these slots are filled; the host does not.
 
-        What is issued in that stream from now on, until the slots are released, may use them.
+        Work issued in that stream from now on, until the slots are released, may use them.
         """
         self._check_open()
         self._settle()
@@ -388,11 +346,10 @@ class CudaSlots:
         if self._uploads.is_idle:
             return False
         with uninterrupted():
-            sources = self._uploads.settle()
-            for source in sources:
-                if isinstance(source, np.ndarray):
-                    self._buffers.give_back(source)
-        return bool(sources)
+            buffers = self._uploads.settle()
+            for buffer in buffers:
+                self._buffers.give_back(buffer)
+        return bool(buffers)
 
     def _check(self, slot: int, layer: int) -> None:
         self._check_open()
@@ -410,7 +367,6 @@ def _end(
     memory: Memory,
     buffers: PinnedBuffers,
     uploads: Uploads,
-    registered: list[tuple[int, int]],
     process: int,
 ) -> None:
     """Give everything back; in a forked child nothing, as the GPU is the parent's."""
@@ -421,6 +377,4 @@ def _end(
         stack.callback(device.trim)
         stack.callback(device.free, memory)
         stack.callback(buffers.close)
-        while registered:
-            stack.callback(device.unpin, registered.pop()[0])
         stack.callback(uploads.close)

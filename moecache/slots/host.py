@@ -26,7 +26,7 @@ _NO_UPLOADS = UploadCounts()
 class HostSlots:
     """Slots in RAM: one 64-byte-aligned slab per role, every slot in it aligned too.
 
-    A role with a format lies in the format's compute form, an array of bytes: what was read is
+    A role with a format lies in the format's compute form, an array of bytes: weights are
     brought into it as a slot is filled, unless the file has that form.
 
     Pages are allocated when a slot is first filled, or by a pre-fault of `regions`.
@@ -89,7 +89,7 @@ class HostSlots:
 
     @property
     def layout(self) -> ExpertLayout:
-        """What the experts look like in the file."""
+        """The layout of the experts in the file."""
         return self._layout
 
     @property
@@ -172,11 +172,6 @@ class HostSlots:
         return self._num_buffers // 3 if self._converts else None
 
     @property
-    def reads_views(self) -> bool:
-        """False: experts are read into their slots without a copy."""
-        return False
-
-    @property
     def uploads(self) -> UploadCounts:
         """All zero: `upload` itself copies."""
         return _NO_UPLOADS
@@ -231,7 +226,7 @@ class HostSlots:
             try:
                 held.fill(target[name], parts[name])
             except FormatError as error:
-                raise FormatError(f"{name} of an expert of layer {layer}: {error}") from error
+                raise FormatError(f"{name}: {error}") from error
         self.reclaim(slot)
 
     def before_compute(self, slots: np.ndarray) -> None:
@@ -303,7 +298,7 @@ def _num_buffers(layout: ExpertLayout) -> int:
 
 
 def _strides(layers: Sequence[Mapping[str, Held]], *, stored: bool = False) -> dict[str, int]:
-    """Return the bytes of each role in a slot or, `stored`, as read: of its widest layer."""
+    """Return the bytes of each role in its widest layer: in a slot or, `stored`, as read."""
     strides: dict[str, int] = {}
     for roles in layers:
         for name, held in roles.items():

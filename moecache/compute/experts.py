@@ -5,45 +5,19 @@ end: the result depends neither on the order in which experts arrive nor on
 what was in the cache. transformers' `grouped_mm` has the same form.
 """
 
-from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from moecache.compute.cuda_experts import on_device
 from moecache.errors import ConfigError
-from moecache.kernels import SlotKernel, takes_int8, values_in
+from moecache.kernels import SlotKernel, values_in
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.runtime.steps import Wave
 
 Activation = Callable[[np.ndarray], np.ndarray]
-
-
-class ExpertWave(Protocol):
-    """The part of a step that can be computed now; see `steps.Wave`."""
-
-    top_k: int
-
-    def __iter__(self) -> Any:
-        """Yield (slot, pairs) for each expert."""
-
-
-class WaveSource(Protocol):
-    """What hands out waves: a runtime."""
-
-    @property
-    def pool(self) -> Any:
-        """The slots."""
-
-    def waves(
-        self, layer: int, ids: np.ndarray, *, sequences: npt.ArrayLike | None = None
-    ) -> Generator[ExpertWave, None, None]:
-        """Yield the waves of a step."""
-
-    def expert(self, slot: int, layer: int) -> dict[str, np.ndarray]:
-        """Return the weights in a slot."""
-
-    def on_device(self) -> Any:
-        """Return what computes experts on the GPU that has the slots."""
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -92,7 +66,7 @@ def gated_rows(
 
 def compute_wave(
     hidden: np.ndarray,
-    wave: ExpertWave,
+    wave: Wave,
     experts: Callable[[int], dict[str, np.ndarray]],
     rows: np.ndarray,
     activation: Activation = silu,
@@ -132,7 +106,7 @@ def combine(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def feed_forward(
-    runtime: WaveSource,
+    runtime: ExpertRuntime,
     layer: int,
     hidden: np.ndarray,
     ids: np.ndarray,
@@ -154,15 +128,14 @@ def feed_forward(
     hidden : ndarray of float, shape [num_tokens, hidden_size]
         Or, like `weights`, an array on the GPU that has the slots; see `CudaExperts`.
     ids : ndarray of int32 or int64, shape [num_tokens, top_k]
-        What the router chose.
+        The router's choice.
     weights : ndarray of float, shape [num_tokens, top_k]
     activation : callable, default silu
-    compute : {"numpy", "fast", "fast-int8"}, default "numpy"
-        What multiplies: NumPy's BLAS, or the kernels of `moecache.kernels`. With these, hidden is
+    compute : {"numpy", "fast"}, default "numpy"
+        The multiplier: NumPy's BLAS, or the kernels of `moecache.kernels`. With these, hidden is
         float32 or bfloat16, slots may hold bfloat16 as the file does or weights in a format's
         compute form (NumPy dequantizes these at every use), a token's result has the same
-        bits alone and among others, and `activation` is silu. With "fast-int8", roles of q8_0 and
-        q4_0 are multiplied by activations of 8 bits; a layer needs one such role.
+        bits alone and among others, and `activation` is silu.
     sequences : array of int, shape [num_tokens], optional
         Which sequence each token is of, where they are of several; see `ExpertRuntime.waves`.
         On a GPU say so with `ExpertRuntime.begin_sequence`.
@@ -171,27 +144,29 @@ def feed_forward(
     -------
     ndarray of float, shape [num_tokens, hidden_size]
     """
-    if compute not in ("numpy", "fast", "fast-int8"):
-        raise ConfigError(f"compute {compute!r} is not one of numpy, fast, fast-int8")
+    if compute not in ("numpy", "fast"):
+        raise ConfigError(f"compute {compute!r} is not one of numpy, fast")
     if not isinstance(hidden, np.ndarray):
         if activation is not silu:
-            raise ConfigError("on a GPU give the activation's name: runtime.on_device(activation)")
+            raise ConfigError(
+                "on a GPU give the activation's name: compute.on_device(runtime, activation)"
+            )
         if sequences is not None:
             raise ConfigError(
                 "on a GPU the rows of a batch keep their places: leave out sequences, and say how "
                 "many begin with runtime.begin_sequence(batch=)"
             )
-        return runtime.on_device()(layer, hidden, ids, weights)
+        return on_device(runtime)(layer, hidden, ids, weights)
     if compute != "numpy":
         if activation is not silu:
             raise ConfigError(
                 f'compute="{compute}" has silu alone; for others see kernels.SlotKernel'
             )
-        kernel = _kernel(runtime, layer, compute)
+        kernel = _kernel(runtime, layer)
         hidden = np.ascontiguousarray(hidden)
         rows = np.empty((ids.size, hidden.shape[1]), np.float32)
 
-        def compute_rows(wave: Any) -> None:
+        def compute_rows(wave: Wave) -> None:
             kernel.compute(hidden, wave.slots, wave.offsets, wave.pairs, wave.top_k, rows)
 
     else:
@@ -202,7 +177,7 @@ def feed_forward(
             found = runtime.expert(slot, layer)
             return {name: values_in(array, roles[name]) for name, array in found.items()}
 
-        def compute_rows(wave: Any) -> None:
+        def compute_rows(wave: Wave) -> None:
             compute_wave(hidden, wave, weights_in, rows, activation)
 
     waves = runtime.waves(layer, ids, sequences=sequences)
@@ -216,24 +191,17 @@ def feed_forward(
     return out if compute == "numpy" else out.astype(hidden.dtype, copy=False)
 
 
-# Of each runtime, by layer and way to compute; gone with it.
-_kernels: WeakKeyDictionary[Any, dict[tuple[int, str], SlotKernel]] = WeakKeyDictionary()
+# Kernels of each runtime, by layer; they go with the runtime.
+_kernels: WeakKeyDictionary[ExpertRuntime, dict[int, SlotKernel]] = WeakKeyDictionary()
 
 
-def _kernel(runtime: WaveSource, layer: int, compute: str) -> SlotKernel:
+def _kernel(runtime: ExpertRuntime, layer: int) -> SlotKernel:
     known = _kernels.setdefault(runtime, {})
-    if (layer, compute) not in known:
+    if layer not in known:
         pool = runtime.pool
-        roles = pool.layout.layers[layer]
-        if compute == "fast-int8" and not any(takes_int8(role.format) for role in roles):
-            raise ConfigError(
-                f'layer {layer} cannot be computed with compute="fast-int8": activations of 8 bits '
-                'are for experts of q8_0 and q4_0; use "fast"'
-            )
-        known[layer, compute] = SlotKernel(
+        known[layer] = SlotKernel(
             lambda slot: pool.expert(slot, layer),
             pool.num_slots,
-            roles=roles,
-            activations="int8" if compute == "fast-int8" else "float",
+            roles=pool.layout.layers[layer],
         )
-    return known[layer, compute]
+    return known[layer]

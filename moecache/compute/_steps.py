@@ -6,32 +6,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from moecache.compute._residency import Residency
 from moecache.cuda._launches import Step
 from moecache.cuda._token_memory import HEAD, UNKNOWN, TokenMemory
 from moecache.cuda.device import Device, Stream
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.layout import ExpertLayout
-
-
-class _Runtime(Protocol):
-    @property
-    def cache(self) -> Any: ...
-    @property
-    def pool(self) -> Any: ...
-    @property
-    def is_frozen(self) -> bool: ...
-    def freeze(self) -> None: ...
-    def thaw(self) -> None: ...
-    def count_hits(self, first: int, ids: np.ndarray) -> None: ...
-    def lease(self, layer: int, ids: np.ndarray, *, ignore_out_of_range: bool = False) -> Any: ...
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.runtime.steps import Lease
 
 
 class TokenSteps:
-    """What the device needs to take a token's steps itself, and what it tells the host of them.
+    """The tables by which the device takes a token's steps itself, and its notes for the host.
 
     The device has a table of slots of its own. Between `begin` and `end` nothing is evicted, so
     that the table holds; a step looks its experts up there and notes the ids in memory of the
@@ -44,6 +34,8 @@ class TokenSteps:
     ----------
     device : Device
     layout : ExpertLayout
+    residency : Residency
+        Residency of the runtime whose steps these are.
     max_pairs : int
         Ids that a step may have.
     h_bytes : int
@@ -55,7 +47,15 @@ class TokenSteps:
         If the device, or the host, has too little memory. Nothing is kept then.
     """
 
-    def __init__(self, device: Device, layout: ExpertLayout, max_pairs: int, h_bytes: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        layout: ExpertLayout,
+        residency: Residency,
+        max_pairs: int,
+        h_bytes: int,
+    ) -> None:
+        self._residency = residency
         self._max_pairs = max_pairs
         self._device = device
         self._num_layers = layout.num_layers
@@ -78,7 +78,7 @@ class TokenSteps:
         except BaseException:
             memory.free()
             raise
-        # What is dropped without `close` would stay pinned.
+        # Memory dropped without `close` would stay pinned.
         self._end = weakref.finalize(self, _end, device, memory, self._event, os.getpid())
         self._end.atexit = False
         stream = device.current_stream()
@@ -101,7 +101,7 @@ class TokenSteps:
 
     @property
     def memory(self) -> TokenMemory:
-        """Where things are, on the device."""
+        """Addresses on the device."""
         return self._memory
 
     def is_plain(self, layer: int, stream: Stream) -> bool:
@@ -112,7 +112,7 @@ class TokenSteps:
             and layer not in self._through_waves
         )
 
-    def takes(self, runtime: _Runtime, step: Step, *, capturing: bool) -> bool:
+    def takes(self, runtime: ExpertRuntime, step: Step, *, capturing: bool) -> bool:
         """Return whether the device takes a step; else it goes through waves.
 
         Raises
@@ -139,7 +139,7 @@ class TokenSteps:
             )
         return False
 
-    def begin(self, runtime: _Runtime) -> None:
+    def begin(self, runtime: ExpertRuntime) -> None:
         """Freeze the cache, bring the device's table up to date and open the gate."""
         device, stream = self._device, self._device.current_stream()
         if device.is_capturing(stream):
@@ -170,7 +170,7 @@ class TokenSteps:
             self._drop(runtime)
             raise
 
-    def end(self, runtime: _Runtime) -> int | None:
+    def end(self, runtime: ExpertRuntime) -> int | None:
         """Wait for the token; return `None`, or the layer to go on from: see `CudaExperts`."""
         stream = self._checked_stream()
         try:
@@ -193,7 +193,7 @@ class TokenSteps:
         """Return whether a step of the open token is known to miss experts; never waits."""
         return bool(self._notice[0] == self._token)
 
-    def count(self, runtime: _Runtime, until: int, *, served: bool = False) -> None:
+    def count(self, runtime: ExpertRuntime, until: int, *, served: bool = False) -> None:
         """Tell the policy of the steps before a layer that are not counted, in their order.
 
         With `served`, the layer's own step is counted elsewhere.
@@ -210,10 +210,10 @@ class TokenSteps:
             whose, rows, top_k = heads[start]
             if whose == token:
                 ids = records[start:stop, HEAD : HEAD + rows * top_k]
-                runtime.count_hits(first + start, ids.reshape(-1, rows, top_k))
+                runtime.steps.count_hits(first + start, ids.reshape(-1, rows, top_k))
             start = stop
 
-    def wait_before_waves(self, runtime: _Runtime, layer: int) -> bool:
+    def wait_before_waves(self, runtime: ExpertRuntime, layer: int) -> bool:
         """Wait for the steps before a layer that is computed by waves; False if one stalled."""
         stream = self._checked_stream()
         self._device.synchronize(stream)
@@ -222,7 +222,7 @@ class TokenSteps:
         self.count(runtime, layer, served=True)
         return True
 
-    def close(self, runtime: _Runtime | None = None) -> None:
+    def close(self, runtime: ExpertRuntime | None = None) -> None:
         """End a token that is open and free the memory; a second call does nothing.
 
         Not while another thread is in one of the methods; see `stop`.
@@ -267,11 +267,11 @@ class TokenSteps:
             if self._closed:
                 raise MoeCacheError("the runtime is closed")
             time.sleep(0)
-        # The lock is a barrier: what is read behind it was written before the notice.
+        # The lock is a barrier: data read behind it was written before the notice.
         with self._lock:
             return int(self._notice[1]) if self.has_stalled else None
 
-    def _serve(self, runtime: _Runtime, layer: int, stream: Stream) -> None:
+    def _serve(self, runtime: ExpertRuntime, layer: int, stream: Stream) -> None:
         """Bring the experts of a layer's step in and open the gate for it."""
         _, rows, top_k = self._records[layer, :HEAD].tolist()
         ids = self._records[layer, HEAD : HEAD + rows * top_k].reshape(rows, top_k).copy()
@@ -284,10 +284,10 @@ class TokenSteps:
             if lease is not None:
                 lease.close()
 
-    def _lease(self, runtime: _Runtime, layer: int, ids: np.ndarray) -> Any:
+    def _lease(self, runtime: ExpertRuntime, layer: int, ids: np.ndarray) -> Lease | None:
         """Return a lease on the experts of a step, or `None` if there are not enough slots."""
         if layer in self._through_waves:
-            # What stalled again is a graph: it asks for slots, not for waves.
+            # Only a graph stalls again: it asks for slots, not for waves.
             raise CapacityError(
                 f"layer {layer} asks for {np.unique(ids).size} experts at once, and the cache of "
                 f"{runtime.cache.capacity} slots has no room for them; raise the memory, or call "
@@ -298,7 +298,7 @@ class TokenSteps:
         try:
             lease = runtime.lease(layer, ids, ignore_out_of_range=True)
         except CapacityError as error:
-            if runtime.is_frozen:
+            if self._residency.is_frozen:
                 raise CapacityError(
                     f"layer {layer} misses experts, and nothing can be evicted: another token of "
                     "this runtime is open, or `freeze` was called; end that first"
@@ -310,7 +310,7 @@ class TokenSteps:
         self._counted = layer + 1
         return lease
 
-    def _publish(self, runtime: _Runtime, stream: Stream) -> None:
+    def _publish(self, runtime: ExpertRuntime, stream: Stream) -> None:
         """Copy rows of the cache's table that changed, behind the copies into their slots."""
         cache = runtime.cache
         changes = cache.num_changes
@@ -330,21 +330,21 @@ class TokenSteps:
                 raise
         self._changes = changes
 
-    def _finish(self, runtime: _Runtime | None) -> None:
+    def _finish(self, runtime: ExpertRuntime | None) -> None:
         self._owner = None
         if runtime is not None:
             self._thaw(runtime)
 
-    def _freeze(self, runtime: _Runtime) -> None:
-        runtime.freeze()
+    def _freeze(self, runtime: ExpertRuntime) -> None:
+        self._residency.freeze(runtime)
         self._is_frozen = True
 
-    def _thaw(self, runtime: _Runtime) -> None:
+    def _thaw(self, runtime: ExpertRuntime) -> None:
         if self._is_frozen:
             self._is_frozen = False
-            runtime.thaw()
+            self._residency.thaw(runtime)
 
-    def _drop(self, runtime: _Runtime | None) -> None:
+    def _drop(self, runtime: ExpertRuntime | None) -> None:
         """End a token that does not go on; nothing that was issued for it runs afterwards."""
         stream = self._stream
         try:

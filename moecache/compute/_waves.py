@@ -1,30 +1,22 @@
 """Waves: a step on a GPU whose experts come one after the other."""
 
-from collections.abc import Generator
-from typing import Any, Protocol
-
 import numpy as np
 
-from moecache.cuda._cpu import CpuMisses, CpuPart
 from moecache.cuda._launches import Launches, Pool, Step, Tiles, tiles_of
 from moecache.cuda._ring import CopyRing
 from moecache.cuda.device import DeviceArray, Stream
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.runtime.steps import Wave
 
 # A step of this many tokens or fewer reads weights for about one row each: kernels that stream
 # the weights are enough. With more tokens, tensor cores or cuBLAS multiply several rows at once.
 MAX_STREAMED_TOKENS = 4
 
 
-class _Runtime(Protocol):
-    def waves(
-        self, layer: int, ids: np.ndarray, *, elsewhere: Any = None, take: Any = None
-    ) -> Generator[Any, None, None]: ...
-
-
 class Waves:
     """Computes steps from the slots that a runtime hands out, in as many waves as it takes.
 
-    Whatever is resident, a step has the same bits. Any number of threads may call.
+    A step has the same bits with any experts resident. Any number of threads may call.
 
     Parameters
     ----------
@@ -41,17 +33,9 @@ class Waves:
         self._ring = ring
         self._slot_numbers: DeviceArray | None = None  # 0, 1, 2, ...
 
-    def compute(
-        self, runtime: _Runtime, step: Step, ids: np.ndarray, cpu: CpuMisses | None = None
-    ) -> None:
-        """Compute a step in the way that its number of tokens and its format ask for.
-
-        With `cpu`, it computes some of the experts that few tokens miss.
-        """
-        is_small = step.num_tokens <= MAX_STREAMED_TOKENS
-        if is_small and cpu is not None:
-            self._divide(runtime, cpu, step, ids)
-        elif is_small:
+    def compute(self, runtime: ExpertRuntime, step: Step, ids: np.ndarray) -> None:
+        """Compute a step in the way that its number of tokens and its format ask for."""
+        if step.num_tokens <= MAX_STREAMED_TOKENS:
             self.stream(runtime, step, ids)
         elif self._launches.is_grouped(step.kind):
             self._group(runtime, step, ids)
@@ -60,18 +44,13 @@ class Waves:
         else:
             self.stream(runtime, step, ids)
 
-    def stream(
-        self, runtime: _Runtime, step: Step, ids: np.ndarray, part: CpuPart | None = None
-    ) -> None:
+    def stream(self, runtime: ExpertRuntime, step: Step, ids: np.ndarray) -> None:
         """Compute a step of few tokens wave by wave, equal to one launch bit for bit."""
         num_pairs = step.num_pairs
         h = step.scratch.room("h", num_pairs * step.width * 4)
         rows = step.scratch.room("rows", num_pairs * step.size * 4)
         step.scratch.room("barrier", 8)  # all of it at once: later steps take no more memory
-        if part is None:
-            waves = runtime.waves(step.layer, ids)
-        else:
-            waves = runtime.waves(step.layer, ids, elsewhere=part.experts, take=part.take)
+        waves = runtime.waves(step.layer, ids)
         try:
             for wave in waves:
                 count = len(wave.pairs)
@@ -88,8 +67,6 @@ class Waves:
                 self._launches.down(step, at, at + 4 * count, count, h, rows)
         finally:
             waves.close()
-        if part is not None:
-            part.copy_up(rows, self._ring)
         self._launches.combine_rows(step, rows)
 
     def copied(self, array: np.ndarray, stream: Stream) -> DeviceArray:
@@ -98,7 +75,7 @@ class Waves:
         self._device.synchronize(stream)
         return self._device.locate(copy)
 
-    def _launch(self, step: Step, wave: Any) -> None:
+    def _launch(self, step: Step, wave: Wave) -> None:
         """Compute a step whose experts are all leased, in one launch."""
         device = self._device
         if self._slot_numbers is None:
@@ -111,16 +88,7 @@ class Waves:
             step, device.locate(ids), self._slot_numbers.address, self._pool.num_slots
         )
 
-    def _divide(self, runtime: _Runtime, cpu: CpuMisses, step: Step, ids: np.ndarray) -> None:
-        """Compute a step of few tokens wave by wave, and some missing experts by the CPU."""
-        part = cpu.begin(self._device, step, ids)
-        try:
-            self.stream(runtime, step, ids, part)
-        finally:
-            if part is not None:
-                part.close()
-
-    def _group(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
+    def _group(self, runtime: ExpertRuntime, step: Step, ids: np.ndarray) -> None:
         """Compute a step of many tokens wave by wave: all of a wave's experts in two launches."""
         device, launches = self._device, self._launches
         h = step.scratch.room("h", step.num_pairs * step.width * step.dtype.itemsize)
@@ -138,7 +106,7 @@ class Waves:
             waves.close()
         launches.combine(step, rows, 0)
 
-    def _multiply(self, runtime: _Runtime, step: Step, ids: np.ndarray) -> None:
+    def _multiply(self, runtime: ExpertRuntime, step: Step, ids: np.ndarray) -> None:
         """Compute a step of many tokens wave by wave: the products of one expert after another."""
         device, launches, item = self._device, self._launches, step.dtype.itemsize
         num_pairs = step.num_pairs

@@ -4,49 +4,31 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Generator, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from moecache.compute._residency import residency_of
+from moecache.compute._steps import TokenSteps
+from moecache.compute._waves import MAX_STREAMED_TOKENS, Waves
 from moecache.cuda._arguments import (
     check,
     check_ids,
     host_ids,
     same_type,
 )
-from moecache.cuda._cpu import CpuMisses
 from moecache.cuda._kinds import kind_of, named
 from moecache.cuda._launches import Launches, Pool, PreparedLaunch, Step
 from moecache.cuda._ring import CopyRing
 from moecache.cuda._scratch import Scratch
-from moecache.cuda._steps import TokenSteps
-from moecache.cuda._waves import MAX_STREAMED_TOKENS, Waves
 from moecache.cuda.device import Device, DeviceArray, Stream
 from moecache.errors import ConfigError, MoeCacheError
-from moecache.layout import ExpertLayout
+from moecache.runtime.runtime import ExpertRuntime
 
 _CLOSE_TIMEOUT_S = 2.0
 _MAX_PREPARED = 4096  # launches, of some hundred bytes each
-
-
-class _Runtime(Protocol):
-    @property
-    def layout(self) -> ExpertLayout: ...
-    @property
-    def pool(self) -> Any: ...
-    @property
-    def cache(self) -> Any: ...
-    def waves(
-        self, layer: int, ids: np.ndarray, *, elsewhere: Any = None, take: Any = None
-    ) -> Generator[Any, None, None]: ...
-    def begin_resident_step(self, *, look: bool = True) -> bool: ...
-    @property
-    def is_frozen(self) -> bool: ...
-    def freeze(self) -> None: ...
-    def thaw(self) -> None: ...
-    def count_hits(self, first: int, ids: np.ndarray) -> None: ...
-    def lease(self, layer: int, ids: np.ndarray, *, ignore_out_of_range: bool = False) -> Any: ...
 
 
 class CudaExperts:
@@ -68,50 +50,42 @@ class CudaExperts:
     Parameters
     ----------
     runtime : ExpertRuntime
-        Its slots are on a GPU.
+        Its slots are on a GPU; this is closed with it.
     activation : {"silu", "gelu", "gelu_tanh", "relu", "swiglu", "clamped_silu"}, default "silu"
         "swiglu" is gpt-oss's: both limited, gate * sigmoid(alpha * gate) * (up + 1);
         "clamped_silu" is DeepSeek-V4's: both limited, silu(gate) * up.
     is_interleaved : bool, default False
         Whether rows of gate and up alternate; else gate's are above up's.
     alpha, limit : float
-        Of "swiglu"; "clamped_silu" has the limit alone.
+        Parameters of "swiglu"; "clamped_silu" has the limit alone.
     dtype : {"bfloat16", "float16", "float32"}, optional
-        Of hidden states and results, where the experts are quantised: "bfloat16" by default.
+        Type of hidden states and results of quantised experts: "bfloat16" by default.
         Others take their own.
-    cpu : CpuMisses, optional
-        Computes some missing experts of steps of up to 4 tokens. The bits of a result then depend
-        on which: the CPU adds up in another order.
-
-    Attributes
-    ----------
-    cpu : CpuMisses or None
-        As given; `cpu.describe()` says how it divides, and whether it is on.
 
     Raises
     ------
     ConfigError
         If the slots are in RAM, or the experts are not gated feed-forward alone, or no kernel
-        reads their type or format; or if the CPU shall compute others than plain numbers
-        without biases.
+        reads their type or format.
     """
 
     def __init__(
         self,
-        runtime: _Runtime,
+        runtime: ExpertRuntime,
         activation: str = "silu",
         *,
         is_interleaved: bool = False,
         alpha: float = 1.702,
         limit: float = 7.0,
         dtype: str | None = None,
-        cpu: CpuMisses | None = None,
     ) -> None:
-        if getattr(runtime.pool, "device", None) is None:
+        pool: Any = runtime.pool
+        if getattr(pool, "device", None) is None:
             raise ConfigError('the slots are in RAM; open with device="cuda"')
         self._runtime = weakref.ref(runtime)
-        self._pool: Pool = runtime.pool
-        self._device: Device = runtime.pool.device
+        self._residency = residency_of(runtime)
+        self._pool: Pool = pool
+        self._device: Device = pool.device
         self._layout = runtime.layout
         self._launches = Launches(
             self._pool, activation, is_interleaved=is_interleaved, alpha=alpha, limit=limit
@@ -122,12 +96,6 @@ class CudaExperts:
         ]
         if is_interleaved and any(kind.halves == 2 for kind in self._kinds):
             raise ConfigError("rows of gate and up alternate in one matrix, and these are two")
-        if cpu is not None and not all(map(self._launches.is_multiplied, self._kinds)):
-            raise ConfigError(
-                "the CPU computes missing experts of plain numbers alone, gate above up, without "
-                "biases; leave cpu_misses out"
-            )
-        self.cpu = cpu
         # Scratch that no call uses now, by stream; each call that is under way has one of its own.
         self._free: dict[int, list[Scratch]] = {}
         self._inside = 0  # calls
@@ -142,8 +110,9 @@ class CudaExperts:
         self._ring = CopyRing(self._device)
         self._waves = Waves(self._pool, self._launches, self._ring)
         self._tokens: TokenSteps | None = None
-        # Launches of a token's steps, by where their arrays are; and what these were like.
+        # Launches of a token's steps, by the addresses of their arrays, with the shapes of these.
         self._prepared: dict[tuple[int, ...], tuple[PreparedLaunch, tuple[Any, ...]]] = {}
+        runtime.closing(self.close)
 
     def __call__(self, layer: int, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Any:
         """Return the output of a layer's routed experts.
@@ -152,14 +121,14 @@ class CudaExperts:
         ----------
         layer : int
         hidden : array on the device, shape [num_tokens, hidden_size]
-            Of the experts' dtype; bfloat16 may come as uint16.
+            Hidden states in the experts' dtype; bfloat16 may come as uint16.
         ids : array of int32 or int64, shape [num_tokens, top_k]
             On the device or in host memory. If they are on the device and every expert is
             resident, the host does not see them: a wrong id makes its token's row NaN.
         weights : array on the device, shape [num_tokens, top_k]
             The router's, of float32 or hidden's dtype.
         out : array like hidden, optional
-            Where the result goes. A graph needs it.
+            An array for the result. A graph needs it.
 
         Returns
         -------
@@ -209,9 +178,7 @@ class CudaExperts:
                     self._keep(launch, layer, (x, device.locate(ids), w, target))
                 return out
             is_small = num_tokens <= MAX_STREAMED_TOKENS
-            if self.cpu is not None and not is_small:
-                self.cpu.skip()
-            if is_small and runtime.begin_resident_step(look=not capturing):
+            if is_small and self._residency.begin_step(runtime, look=not capturing):
                 self._launch_resident(runtime, step, chosen)
             elif capturing:
                 raise MoeCacheError(
@@ -220,7 +187,7 @@ class CudaExperts:
                     "one was computed outside, or between begin_token and end_token"
                 )
             else:
-                self._waves.compute(runtime, step, self._on_host(ids, chosen), self.cpu)
+                self._waves.compute(runtime, step, self._on_host(ids, chosen))
         finally:
             self._leave(scratch)
         return out
@@ -245,7 +212,9 @@ class CudaExperts:
             if self._tokens is None:
                 max_pairs = MAX_STREAMED_TOKENS * self._layout.top_k
                 h_bytes = 4 * max_pairs * max(kind.width for kind in self._kinds)
-                self._tokens = TokenSteps(self._device, self._layout, max_pairs, h_bytes)
+                self._tokens = TokenSteps(
+                    self._device, self._layout, self._residency, max_pairs, h_bytes
+                )
             self._tokens.begin(runtime)
         return 0
 
@@ -295,8 +264,6 @@ class CudaExperts:
                 # The last call frees what it works with: it alone, or this one.
                 self._is_freed, self._frees_late = True, self._inside > 0
         with contextlib.ExitStack() as stack:
-            if self.cpu is not None:
-                stack.callback(self.cpu.close)
             stack.callback(self._ring.close)
             for scratch in itertools.chain.from_iterable(free.values()):
                 stack.callback(scratch.close)
@@ -307,14 +274,14 @@ class CudaExperts:
                     stack.callback(tokens.close, self._runtime())
         self._table = None
 
-    def _alive(self) -> _Runtime:
+    def _alive(self) -> ExpertRuntime:
         runtime = self._runtime()
         if runtime is None:
             raise MoeCacheError("the runtime is gone; keep a reference to it")
         return runtime
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[_Runtime]:
+    def _calling(self) -> Iterator[ExpertRuntime]:
         """Return a context that `close` waits for."""
         runtime = self._alive()
         with self._left:
@@ -349,7 +316,7 @@ class CudaExperts:
 
     def _take_step(
         self,
-        runtime: _Runtime,
+        runtime: ExpertRuntime,
         tokens: TokenSteps,
         step: Step,
         ids: Any,
@@ -428,7 +395,7 @@ class CudaExperts:
             self._end_call()
 
     def _launch_resident(
-        self, runtime: _Runtime, step: Step, ids: "np.ndarray | DeviceArray"
+        self, runtime: ExpertRuntime, step: Step, ids: "np.ndarray | DeviceArray"
     ) -> None:
         """Compute a step in one launch; ids are resolved on the device."""
         num_experts = self._layout.num_experts
@@ -440,3 +407,36 @@ class CudaExperts:
             self._table = self._waves.copied(runtime.cache.slot_table, step.stream)
         row = self._table.address + 4 * step.layer * num_experts
         self._launches.decode(step, found, row, num_experts)
+
+
+# Experts of each runtime, by activation and other options; they go with the runtime.
+_made: WeakKeyDictionary[ExpertRuntime, dict[tuple[Any, ...], CudaExperts]] = WeakKeyDictionary()
+
+
+def on_device(runtime: ExpertRuntime, activation: str = "silu", **options: Any) -> CudaExperts:
+    """Return what computes a runtime's experts on the GPU that has the slots.
+
+    The same for the same options, as each has memory of its own.
+
+    Parameters
+    ----------
+    runtime : ExpertRuntime
+    activation : str, default "silu"
+    **options
+        Others of `CudaExperts`: is_interleaved, alpha, limit, dtype.
+
+    Raises
+    ------
+    ConfigError
+        If the slots are in RAM, or there are no kernels for these experts.
+    MoeCacheError
+        If the runtime is closed.
+    """
+    runtime.steps.check_usable()
+    if not isinstance(activation, str):
+        raise ConfigError(f"activation must be a name, got {activation!r}")
+    made = _made.setdefault(runtime, {})
+    known = (activation, *sorted(options.items()))
+    if known not in made:
+        made[known] = CudaExperts(runtime, activation, **options)
+    return made[known]

@@ -1,4 +1,4 @@
-"""Guard: what is given back whatever happens."""
+"""Guard: a resource that is given back in every case."""
 
 cimport cython
 
@@ -21,7 +21,7 @@ cdef class Guard:
     Attributes
     ----------
     item : object
-        What is put; may be replaced until then.
+        The item that is put; may be replaced until then.
     """
 
     cdef object _queue

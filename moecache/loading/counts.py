@@ -1,4 +1,4 @@
-"""LoadCounts: what a loader did, and how long steps waited for it."""
+"""LoadCounts: a loader's reads, and how long steps waited for them."""
 
 import logging
 from collections.abc import Callable
@@ -73,6 +73,8 @@ class LoadCounts:
 
     def end_prefetch(self, load: Load, num_bytes: int) -> None:
         """Note that a read ahead is over, or now the demand of a step."""
+        if load.cause is not Cause.PREFETCH:
+            return
         self.num_prefetches_in_flight -= 1
         self.prefetch_bytes_in_flight -= num_bytes
         if load.error is not None and not load.waiting:
@@ -97,5 +99,7 @@ class LoadCounts:
             self._logged.add(cause)
             logger.warning(
                 "loader.read_failed layer=%d expert=%d error=%s",
-                *(load.layer, load.expert, load.error),
+                load.layer,
+                load.expert,
+                load.error,
             )

@@ -1,4 +1,4 @@
-"""Engine: what carries out reads for a loader."""
+"""Engine: the interface that carries out reads for a loader."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -9,14 +9,14 @@ class Read(Protocol):
 
     layer: int
     expert: int
-    parts: Mapping[str, Any] | None
+    parts: Mapping[str, Any]
 
 
 class Engine(Protocol):
     """Carries out reads, many at once; any thread may call.
 
     Knows files, arrays and time, but no slot, no cache and no lock of a loader's, and
-    calls nothing back: what is over is asked for with `take`. Every read that was
+    calls nothing back: `take` returns finished reads. Every read that was
     submitted is taken once, with or without an error.
     """
 

@@ -1,11 +1,24 @@
-"""Load: one expert on its way into one slot."""
+"""Load: one expert on its way into one slot.
+
+A load is in one table of the loader's, from the claim of its slot until the slot is filled
+or given back:
+
+    claimed ---> QUEUED ---> READING ---> DONE ---> published, or abandoned
+                   |  buffers   |  the engine  |  `_bring_in`: uploaded, and told
+                   |  are free  |  gave it back|
+                   +------------+--------------+--> cancelled: no step waits for it
+                                   ^           |
+                                   +-- once more, as a demand: a read ahead that failed,
+                                       and that a step waits for by then
+"""
 
 import enum
 from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any
 
-from moecache.errors import MoeCacheError
+from moecache.errors import FormatError, MoeCacheError
+from moecache.stores.base import ExpertStore, FileStore
 
 
 class Cause(enum.Enum):
@@ -23,7 +36,7 @@ class Cause(enum.Enum):
 
 
 class LoadState(enum.Enum):
-    """How far a load is; see the diagram in `loader.py`."""
+    """How far a load is; see the diagram above."""
 
     QUEUED = "queued"  # it waits for a buffer
     READING = "reading"  # an engine has it
@@ -32,6 +45,20 @@ class LoadState(enum.Enum):
 
 class ReadCancelledError(MoeCacheError):
     """A read that was taken back, interrupted, or ended by `close`: no failure of the store."""
+
+
+def named(error: Exception, load: "Load", store: ExpertStore) -> Exception:
+    """Return an error; one of an expert's bytes says whose they are, and in which files."""
+    if not isinstance(error, FormatError):
+        return error
+    what = f"expert {load.expert} of layer {load.layer}"
+    if isinstance(store, FileStore):
+        runs = store.runs(load.layer, load.expert)
+        paths = sorted({str(store.files[number].path) for number, *_ in runs})
+        what = f"{', '.join(paths)}: {what}"
+    told = FormatError(f"{what}: {error}")
+    told.__cause__ = error
+    return told
 
 
 def interrupted(read: Any) -> ReadCancelledError:
@@ -48,7 +75,7 @@ class Load:
     ----------
     layer, expert, slot : int
     cause : Cause
-        What its bytes are counted as.
+        The counter of its bytes.
     staged : bool
         Whether the slot is a staging slot, which no cache knows.
     urgent : bool
@@ -56,8 +83,8 @@ class Load:
     state : LoadState
     waiting : list of SimpleQueue
         Queues of the steps that wait for it; each gets the load when it is over.
-    parts : dict of role to ndarray, or None
-        Where to read to, while it is read; `None` if the pool takes views of the store.
+    parts : dict of role to ndarray
+        The arrays to read to, while it is read.
     error : Exception or None
         Why it failed; `ReadCancelledError` from when it is taken back.
     """
@@ -86,7 +113,7 @@ class Load:
         self.urgent = not cause.is_ahead
         self.state = LoadState.QUEUED
         self.waiting: list[SimpleQueue[Load]] = []
-        self.parts: Mapping[str, Any] | None = None
+        self.parts: Mapping[str, Any] = {}
         self.error: Exception | None = None
 
     @property

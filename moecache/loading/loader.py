@@ -1,16 +1,4 @@
-"""SlotLoader: slots claimed in the cache, and the loads that fill them.
-
-A load is in one table, `_loads`, from the claim of its slot until the slot is filled
-or given back:
-
-    claimed ---> QUEUED ---> READING ---> DONE ---> published, or abandoned
-                   |  buffers   |  the engine  |  `_bring_in`: uploaded, and told
-                   |  are free  |  gave it back|
-                   +------------+--------------+--> cancelled: no step waits for it
-                                   ^           |
-                                   +-- once more, as a demand: a read ahead that failed,
-                                       and that a step waits for by then
-"""
+"""SlotLoader: slots claimed in the cache, and loads that fill them; load.py has their states."""
 
 import logging
 import os
@@ -30,7 +18,7 @@ from moecache.loading._guard import Guard
 from moecache.loading.counts import LoadCounts
 from moecache.loading.engine import Engine
 from moecache.loading.filler import Filler
-from moecache.loading.load import Cause, Load, LoadState, ReadCancelledError, interrupted
+from moecache.loading.load import Cause, Load, LoadState, ReadCancelledError, interrupted, named
 from moecache.loading.staging import StagingSlots
 from moecache.loading.step import Step
 from moecache.slots.base import SlotPool
@@ -98,7 +86,7 @@ class SlotLoader:
         self._making_room: weakref.WeakSet[Step] = weakref.WeakSet()
         self.counts = LoadCounts(clock)
         self.num_staging = self._staging.num_slots
-        self.prefetch_done: Callable[[Load], object] = _ignore
+        self.prefetch_done: Callable[[Load], object] = lambda _: None
         self._filler: Filler | None = None
         self._closed = False
 
@@ -240,8 +228,7 @@ class SlotLoader:
 
     def wait(self, arrived: "SimpleQueue[Load]") -> Load:
         """Return the next load that is over, taking part in the reading meanwhile."""
-        if os.getpid() != self._process:
-            raise MoeCacheError("this runtime is the parent process's; open one in the child")
+        self._check_process()
         while True:
             seen = self.engine.epoch
             self._take_in()
@@ -319,7 +306,6 @@ class SlotLoader:
                         share=step.share,
                         ignore_out_of_range=step.ignore_out_of_range,
                         sequences=step.sequences,
-                        elsewhere=step.elsewhere,
                     )
                     self.counts.num_steps += 1
                     if count == 0:
@@ -353,9 +339,7 @@ class SlotLoader:
                     )
                 self._hasten(load)
             elif slots[position] < 0:
-                expert = int(flat[position])
-                is_elsewhere = step.elsewhere is not None and expert in step.elsewhere
-                (step.left_out if is_elsewhere else step.bypassed).append(expert)
+                step.bypassed.append(int(flat[position]))
                 continue
             else:
                 load = Load(step.layer, int(flat[position]), int(slots[position]), step.cause)
@@ -380,7 +364,6 @@ class SlotLoader:
         step.slots.fill(-1)
         step.loads.clear()
         step.bypassed.clear()
-        step.left_out.clear()
 
     def _enqueue(self, load: Load) -> None:
         self._loads[load.slot] = load
@@ -415,9 +398,8 @@ class SlotLoader:
         started = self.clock()
         left = list(batch)  # the engine empties it once it has them
         try:
-            if not self.pool.reads_views:
-                for load in batch:
-                    load.parts = self.pool.buffers(load.slot, load.layer)
+            for load in batch:
+                load.parts = self.pool.buffers(load.slot, load.layer)
             self.engine.submit(left, deferred=deferred)
             if self._filler is not None:
                 self._filler.wake()
@@ -472,13 +454,10 @@ class SlotLoader:
         uploaded: Exception | None = error or interrupted(load)
         try:
             if error is None:
-                parts = load.parts
-                if parts is None:
-                    parts = self._store.view(load.layer, load.expert)
-                self.pool.upload(load.slot, load.layer, parts, behind=not load.urgent)
+                self.pool.upload(load.slot, load.layer, load.parts, behind=not load.urgent)
                 uploaded = None
         except Exception as caught:  # noqa: BLE001 - a waiting step raises it
-            uploaded = caught.with_traceback(None)
+            uploaded = named(caught, load, self._store).with_traceback(None)
         finally:
             self._conclude(load, uploaded)
 
@@ -486,7 +465,7 @@ class SlotLoader:
         """Publish a load whose slot is filled, or give the slot back; tell the steps that wait."""
         if error is not None:
             self.pool.reclaim(load.slot)
-        load.parts = None
+        load.parts = {}
         with self._lock:
             ahead = load.cause.is_ahead
             self._num_reading -= not ahead
@@ -494,8 +473,8 @@ class SlotLoader:
             if error is not None and self._closed and not failed_before:
                 error = ReadCancelledError("the runtime was closed")
             elif load.waiting and (isinstance(error, ReadCancelledError) or (ahead and error)):
-                # A step that joined it shall not fail for what it did not ask for.
-                self._end_prefetch(load)
+                # A step that joined it shall not fail for another expert.
+                self.counts.end_prefetch(load, self._store.layout.expert_bytes(load.layer))
                 load.cause = Cause.DEMAND if ahead else load.cause
                 load.state, load.error = LoadState.QUEUED, None
                 self._num_queued += 1
@@ -522,15 +501,11 @@ class SlotLoader:
         self.counts.done(load, self._store.layout.expert_bytes(load.layer))
         if load.urgent:
             self.counts.end_urgent(read=filled)
-        self._end_prefetch(load)
+        self.counts.end_prefetch(load, self._store.layout.expert_bytes(load.layer))
         if not load.staged:
             (self._cache.publish if filled else self._cache.abandon)(load.slot)
         elif not load.waiting:
-            self._return_staging(load.slot)
-
-    def _end_prefetch(self, load: Load) -> None:
-        if load.cause is Cause.PREFETCH:
-            self.counts.end_prefetch(load, self._store.layout.expert_bytes(load.layer))
+            self._to_announce |= self._staging.give_back(load.slot)
 
     def _cancel_prefetches(self, layer: int | None) -> bool:
         """Take back what is read ahead for a layer that came without it; `None`: for any layer."""
@@ -555,10 +530,7 @@ class SlotLoader:
         if staged:
             self.pool.release_after_compute(np.array([*staged], np.int32))
             for slot in staged:
-                self._return_staging(slot)
-
-    def _return_staging(self, slot: int) -> None:
-        self._to_announce |= self._staging.give_back(slot)
+                self._to_announce |= self._staging.give_back(slot)
 
     def _drain(self) -> None:
         while True:
@@ -574,7 +546,7 @@ class SlotLoader:
         """Let a step wait for a load no longer."""
         if self._loads.get(load.slot) is not load:  # it was over before
             if load.staged:
-                self._return_staging(load.slot)
+                self._to_announce |= self._staging.give_back(load.slot)
             return
         load.waiting.remove(arrived)
         if load.waiting:
@@ -586,7 +558,7 @@ class SlotLoader:
             load.state, load.error = LoadState.DONE, ReadCancelledError("no step waits for it")
             self._retire(load)
         elif not load.cause.is_ahead:
-            # What has begun goes on, and ends up in the cache.
+            # A read that has begun goes on, and its expert ends up in the cache.
             self.engine.cancel(load)
 
     # After every section that held the lock.
@@ -616,12 +588,11 @@ class SlotLoader:
                 return
             self.engine.wait(seen)
 
-    def _check_open(self) -> None:
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise MoeCacheError("this runtime is the parent process's; open one in the child")
+
+    def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise MoeCacheError("the runtime is closed")
-
-
-def _ignore(load: Load) -> None:
-    """Do nothing: there is no prefetcher."""

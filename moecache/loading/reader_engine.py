@@ -63,7 +63,7 @@ class ReaderEngine:
     def submit(self, reads: list[Read], *, deferred: bool = False) -> None:
         """Hand reads to the reader, all of them at once."""
         runs = self._store.runs
-        loads: list[Any] = [(one, runs(one.layer, one.expert), one.parts or {}) for one in reads]
+        loads: list[Any] = [(one, runs(one.layer, one.expert), one.parts) for one in reads]
         try:
             self._reader.submit(loads, deferred=deferred)
         finally:

@@ -1,4 +1,4 @@
-"""Step: what one layer of one forward call asks for, and what it holds."""
+"""Step: the experts that one layer of one forward call asks for, and their leases."""
 
 from queue import SimpleQueue
 
@@ -9,7 +9,7 @@ from moecache.loading.load import Cause, Load
 
 
 class Step:
-    """What one layer of one forward call asks for, and what it holds until it is over.
+    """The experts that one layer of one forward call asks for, and holds until it is over.
 
     Made before anything is acquired, so that it is known what to give back at any
     interrupt: `SlotLoader.guard` ties it to the loader.
@@ -26,8 +26,6 @@ class Step:
     ignore_out_of_range : bool, default False
     sequences : array of int, shape [rows], optional
         Which sequence each row is of.
-    elsewhere : array of int, optional
-        Experts that are not to be loaded if they are missing: they are computed elsewhere.
 
     Attributes
     ----------
@@ -40,8 +38,6 @@ class Step:
         Loads that it waits for, or has not looked at.
     bypassed : list of int
         Experts that `share` left without a slot: to be staged.
-    left_out : list of int
-        Those of `elsewhere` that are missing, and that no other step is loading.
     leased : ndarray of int32, or set of int
     staged : set of int
         Slots to give back, of the cache and beside it.
@@ -52,12 +48,10 @@ class Step:
         "arrived",
         "bypassed",
         "cause",
-        "elsewhere",
         "ids",
         "ignore_out_of_range",
         "layer",
         "leased",
-        "left_out",
         "loads",
         "misses",
         "sequences",
@@ -75,12 +69,10 @@ class Step:
         share: int = -1,
         ignore_out_of_range: bool = False,
         sequences: npt.ArrayLike | None = None,
-        elsewhere: npt.ArrayLike | None = None,
     ) -> None:
         self.layer = layer
         self.ids = ids
         self.sequences = sequences
-        self.elsewhere = None if elsewhere is None else np.asarray(elsewhere, np.int32)
         self.share = share
         self.ignore_out_of_range = ignore_out_of_range
         one_token = ids.ndim == 0 or ids.size == ids.shape[-1]
@@ -90,6 +82,5 @@ class Step:
         self.arrived: SimpleQueue[Load] = SimpleQueue()
         self.loads: set[Load] = set()
         self.bypassed: list[int] = []
-        self.left_out: list[int] = []
         self.leased: np.ndarray | set[int] = self.slots
         self.staged: set[int] = set()

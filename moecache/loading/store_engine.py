@@ -103,7 +103,7 @@ class StoreEngine:
             if guard is not None:
                 self._carry_out(guard)
         finally:
-            # The first call here is made, whatever else is pending.
+            # The first call here is made even if other errors are pending.
             if guard is not None:
                 guard.close()
         return self.poll()
@@ -143,8 +143,7 @@ class StoreEngine:
         """Read; the guard reports it wherever an interrupt comes."""
         read: Read = guard.item[0]
         try:
-            if read.parts is not None:
-                self._store.read_into(read.layer, read.expert, read.parts)
+            self._store.read_into(read.layer, read.expert, read.parts)
             guard.item = (read, None)
         except Exception as error:  # noqa: BLE001 - a waiting step raises it
             # Without its frames: they hold the read, a cycle with the slot's arrays in it.

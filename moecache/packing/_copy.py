@@ -59,7 +59,7 @@ class PackedFile:
         ----------
         unit : Unit
         source : Origin
-            Where its extents come from.
+            The source of its extents.
         copied : callable (nbytes)
             Called after each chunk.
 
@@ -140,7 +140,7 @@ def hash_range(path: Path, offset: int, nbytes: int, hashed: Copied) -> str:
     digest, buffer = hashlib.blake2b(digest_size=_DIGEST_BYTES), memoryview(bytearray(CHUNK_BYTES))
     try:
         with path.open("rb", buffering=0) as file:
-            # What is in memory says nothing about the disk.
+            # Pages in memory say nothing about the disk.
             os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_DONTNEED)
             file.seek(offset)
             while nbytes:

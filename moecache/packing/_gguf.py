@@ -1,6 +1,6 @@
 """GGUF files to be packed: each expert's matrices side by side, in types and names of GGUF.
 
-Two parts of a split file: what the file says of itself and the trunk, and the experts, with the
+Two parts of a split file: metadata and trunk, and the experts, with the
 names that files had before experts were stacked ("blk.3.ffn_gate.7.weight"). In compute form, these
 are tensors of bytes, and the metadata say of what.
 """

@@ -1,5 +1,6 @@
 """The journal of a pack: which units are on disk, so that another run can go on."""
 
+import hashlib
 import json
 import logging
 import os
@@ -14,11 +15,11 @@ from moecache.packing._report import Deviation
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 
 
 class Finished(NamedTuple):
-    """What is noted of a finished unit: its checksum, and how far it is from the original."""
+    """The journal's note of a finished unit: its checksum, and its deviation from the original."""
 
     checksum: str
     deviation: Deviation | None = None
@@ -52,7 +53,7 @@ class Journal:
             return None
         except OSError as error:
             raise StoreError(f"{self.path}: cannot be read: {error.strerror}") from error
-        # What follows the last newline was being written when the power went.
+        # Bytes after the last newline were being written when the power went.
         lines = text.split(b"\n")[:-1]
         try:
             documents = [json.loads(line) for line in lines]
@@ -109,7 +110,7 @@ def sync_directory(path: Path) -> None:
 
 def _describe(unit: Unit, finished: Finished) -> dict[str, object]:
     deviation = finished.deviation
-    return {
+    document = {
         "file": unit.file,
         "unit": unit.name,
         "offset": unit.offset,
@@ -117,6 +118,9 @@ def _describe(unit: Unit, finished: Finished) -> dict[str, object]:
         "blake2b": finished.checksum,
         **({} if deviation is None else {"deviation": asdict(deviation)}),
     }
+    # Only the last unit is read again: the others' checksums must be those written here.
+    check = hashlib.blake2b(json.dumps(document).encode(), digest_size=8)
+    return {**document, "check": check.hexdigest()}
 
 
 def _finished(document: dict[str, Any]) -> Finished:

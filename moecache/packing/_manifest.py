@@ -1,4 +1,4 @@
-"""What a packed directory says of itself: the place and checksum of everything in it."""
+"""The manifest of a packed directory: the place and checksum of everything in it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _MAX_BYTES = 2**24
 
 # Called with the bytes done and the bytes in all.
 Progress = Callable[[int, int], object]
-# What to compare: file, which part of it, offset, nbytes and checksum.
+# A part to compare: file, name of the part, offset, nbytes and checksum.
 _Part = tuple[str, str, int, int, str]
 
 

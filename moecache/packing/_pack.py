@@ -1,11 +1,13 @@
 """`pack`: a checkpoint written anew, expert by expert."""
 
+import contextlib
 import itertools
 import json
 import logging
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from functools import cached_property
 
 from moecache.errors import ConfigError, FormatError, StoreError
@@ -45,7 +47,7 @@ def plan(
     ConfigError, StoreError
         As `pack` would, but not for a lack of room.
     """
-    with _open(model) as source:
+    with _open(model) as source, _told(out):
         place = Place.find(source.path, out)
         return _Work(source, find_target(format), compute_form=compute_form).plan(place)
 
@@ -60,7 +62,7 @@ def pack(
 ) -> PackReport:
     """Write a checkpoint anew so that each expert is one aligned, contiguous read.
 
-    Blocks until all is on the disk. Copies in chunks of 4 MiB, whatever the size
+    Blocks until all is on the disk. Copies in chunks of 4 MiB, for any size
     of the model. Everything grows in `OUT.partial`, and gets its final name only
     when it is complete. After an interruption of any kind, a second call continues
     where the first one stopped. The same model gives the same files, byte by byte.
@@ -73,7 +75,7 @@ def pack(
         The directory to make; it does not exist yet, or is empty.
     format : {"q8_0", "q4_0", "mxfp4", "fp8", "int4", "bf16"} or str, optional
         Quantize the experts' matrices to a format, in its compute form: a direct read then
-        lands in its slot ready to be computed. What is rounded so stays rounded. "fp8" is short
+        lands in its slot ready to be computed. Rounded values stay rounded. "fp8" is short
         for "fp8[128x128,f32]", "int4" for "int4[1x32,bf16]"; full names of other formats that have
         a compute form are taken, too. "bf16": dequantize what a publisher quantized, trunk and
         experts, under the names that the model's own tensors have; stacks of experts stay stacks.
@@ -99,7 +101,7 @@ def pack(
         the model is changed meanwhile, or if another process packs into `out`.
     """
     begun = time.perf_counter()
-    with _open(model) as source:
+    with _open(model) as source, _told(out):
         place = Place.find(source.path, out)
         work = _Work(source, find_target(format), compute_form=compute_form)
         with locked(place):
@@ -110,13 +112,8 @@ def pack(
                     f"{format_bytes(planned.free_bytes)} are free on that disk; free some space, "
                     "or write to another disk"
                 )
-            try:
+            with _told(place.partial):
                 resumed_bytes = work.write(place, progress)
-            except OSError as error:
-                raise StoreError(
-                    f"{place.partial}: cannot be written: {error}; see to that and pack again: "
-                    "what is finished stays"
-                ) from error
             place.finish()
     seconds = time.perf_counter() - begun
     report = PackReport(place.out, planned, resumed_bytes, seconds, work.deviations)
@@ -146,7 +143,7 @@ class _Work:
             self._layout = packed_layout(source, target)
             self._files = (plan_experts(source, target), plan_trunk(source, target))
             self._beside = source.others(packed_config(source.config, target) if target else None)
-        # Of each layer; empty if nothing is quantized.
+        # One for each layer; empty if nothing is quantized.
         self.deviations: tuple[Deviation | None, ...] = ()
         self._others = self._beside.files
         self._total_bytes = sum(file.nbytes for file in self._files) + sum(
@@ -187,7 +184,7 @@ class _Work:
             if progress is not None:
                 progress(done, self._total_bytes)
 
-        # What config.json says of the source decides what is made of it.
+        # The source's config.json decides how it is packed.
         formats = {e.recipe.format for unit in self._units for e in unit.extents if e.recipe}
         made = [self._target, *sorted(formats), *([f"form {FORM_VERSION}"] if formats else [])]
         identity = " ".join([self._source.identity(), *made]).rstrip()
@@ -293,6 +290,20 @@ class _Work:
                     finished.append(packed.write(unit, self._source, copied))
                     self._source.check_unchanged(f"{unit.name}, byte {unit.offset} of {file},")
                     journal.add(unit, finished[-1])
+
+
+@contextlib.contextmanager
+def _told(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise StoreError where the system fails, with what is packed to if it names no path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            path = os.fsdecode(error.filename)
+        raise StoreError(
+            f"{path}: cannot be written or looked at: {error.strerror or error}; see to that and "
+            "pack again: what is finished stays"
+        ) from error
 
 
 def _open(model: str | os.PathLike[str]) -> Source | GgufSource:

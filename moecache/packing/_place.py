@@ -1,7 +1,9 @@
-"""Where a packed directory grows: beside its final name, one process at a time."""
+"""The place where a packed directory grows: beside its final name, one process at a time."""
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -13,12 +15,14 @@ from moecache.errors import ConfigError, StoreError
 from moecache.packing._journal import sync_directory
 from moecache.stores._paths import check_name
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Place:
     """The directory to make, `out`, and the one that it grows in, `OUT.partial`.
 
-    What becomes `out` is a directory in `OUT.partial`, beside journal and lock:
+    The future `out` is a directory in `OUT.partial`, beside journal and lock:
     one rename finishes it, and a kill before or after loses nothing.
     """
 
@@ -26,12 +30,12 @@ class Place:
 
     @property
     def partial(self) -> Path:
-        """Where everything is until it is complete."""
+        """The directory of everything until it is complete."""
         return self.out.with_name(f"{self.out.name}.partial")
 
     @property
     def files(self) -> Path:
-        """What becomes `out`."""
+        """The directory that becomes `out`."""
         return self.partial / "files"
 
     @property
@@ -95,13 +99,22 @@ class Place:
             for directory, _, _ in os.walk(self.files):
                 sync_directory(Path(directory))
             self.files.rename(self.out)
-            sync_directory(self.partial.parent)
-            self.journal.unlink()
         except OSError as error:
             raise StoreError(
                 f"{self.files}: cannot be renamed to {self.out}: {error.strerror}; see to that "
                 "and pack again: what is finished stays"
             ) from error
+        try:
+            sync_directory(self.partial.parent)
+        except OSError as error:
+            raise StoreError(
+                f"{self.out}: is complete, but a power cut may take its name from it: "
+                f"{error.strerror}; compare it with moecache pack --verify"
+            ) from error
+        finally:
+            # With `out` in its place no run goes on from the journal.
+            with _left_behind(self.journal):
+                self.journal.unlink()
 
     def _check_free(self) -> None:
         if _is_there(self.out):
@@ -143,6 +156,17 @@ def _is_there(path: Path) -> bool:
 
 
 @contextlib.contextmanager
+def _left_behind(path: Path) -> Iterator[None]:
+    """Log what cannot be removed, and go on."""
+    try:
+        yield
+    except OSError as error:
+        # A directory that has others' files stays.
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+            logger.warning("pack.left_behind path=%s error=%s: remove it", path, error)
+
+
+@contextlib.contextmanager
 def locked(place: Place) -> Iterator[None]:
     """Keep other processes out of `OUT.partial`, which is made if it is not there.
 
@@ -173,9 +197,10 @@ def locked(place: Place) -> Iterator[None]:
             place.check_free()
             yield
         finally:
-            if not place.files.exists() and not place.journal.exists():
-                with contextlib.suppress(OSError):
+            with _left_behind(place.partial):
+                if not _is_there(place.files) and not _is_there(place.journal):
                     place.lock.unlink()
                     place.partial.rmdir()
     finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

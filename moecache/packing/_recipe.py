@@ -22,7 +22,7 @@ class Recipe(ABC):
     Parameters
     ----------
     source : str
-        What errors call the matrix.
+        The matrix' name in errors.
     places : tuple of (int, int, int)
         File, offset and length of each of its parts.
     format : str
@@ -69,7 +69,7 @@ class Quantize(Recipe):
     Parameters
     ----------
     dtype : numpy.dtype
-        Of the checkpoint's numbers.
+        Type of the checkpoint's numbers.
     matrices : int
         Matrices of as many rows, one above the other, that are quantized each for itself.
     """
@@ -82,8 +82,10 @@ class Quantize(Recipe):
         """Shape of the tiles: [tiles, groups, bytes of a group of 16 rows]."""
         form = find_format(self.format).form
         assert form is not None
-        groups = form.num_groups(self.columns)
-        return self.rows // TILE_ROWS, groups, form.tile_bytes(self.columns) // groups
+        groups, nbytes = form.num_groups(self.columns), form.tile_bytes(self.columns)
+        if nbytes % groups:  # a factor of all scales begins each tile
+            groups = 1
+        return self.rows // TILE_ROWS, groups, nbytes // groups
 
     @property
     def nbytes(self) -> int:

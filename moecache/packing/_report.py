@@ -1,4 +1,4 @@
-"""What a pack would write, and what it did."""
+"""A pack's plan, and its report."""
 
 import os
 from collections.abc import Iterable
@@ -58,7 +58,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class PackPlan:
-    """What `pack` would write, and whether there is room for it.
+    """The files that `pack` would write, and whether there is room for them.
 
     Parameters
     ----------
@@ -116,21 +116,21 @@ class PackPlan:
 
 @dataclass(frozen=True)
 class PackReport:
-    """What `pack` did.
+    """The work that `pack` did.
 
     Parameters
     ----------
     path : Path
         The packed directory.
     plan : PackPlan
-        What is in it; `free_bytes` is from before.
+        The plan that was carried out; `free_bytes` is from before.
     resumed_bytes : int
         Bytes that an earlier run had written.
     seconds : float
         How long this run took.
     deviations : tuple of Deviation or None
-        Of each layer's experts, if they were quantized; None of a layer that an earlier run packed
-        without noting it.
+        One for each layer's experts, if they were quantized; None for one that an earlier run
+        packed without noting it.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""What is packed: a checkpoint's tensors, where they lie, and whether they stay as they are."""
+"""The checkpoint to pack: its tensors, where they lie, and whether they stay as they are."""
 
 import errno
 import hashlib
@@ -15,10 +15,11 @@ from typing import NoReturn
 
 from moecache.errors import ConfigError, FormatError, StoreError
 from moecache.stores import CheckpointStore, SafetensorsStore
+from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import TensorEntry
 from moecache.stores._index import is_expert
 from moecache.stores._parts import TensorPart
-from moecache.stores._paths import find_path
+from moecache.stores._paths import find_path, is_directory, is_file
 from moecache.stores._quantized import BESIDE
 
 # Weights in this or another form: beside the packed ones they would only take room.
@@ -31,7 +32,7 @@ MANIFEST_NAME = "moecache-pack.json"
 PADDING_PREFIX = "__moecache_padding__."
 _HASH_CHUNK_BYTES = 2**20
 _CONFIG_NAME = "config.json"
-# What other programs read beside config.json, or instead of it.
+# Files that other programs read beside config.json, or instead of it.
 _QUANTIZATION_NAMES = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}
 _EXPERT = re.compile(r".+\.experts\.\d+\.", re.ASCII)
 
@@ -52,7 +53,7 @@ class OtherFile:
 
 @dataclass(frozen=True)
 class Others:
-    """What a checkpoint has beside its weights.
+    """The files of a checkpoint beside its weights.
 
     Parameters
     ----------
@@ -67,7 +68,7 @@ class Others:
 
 
 class Origin(CheckpointStore):
-    """A checkpoint to be packed, whatever form its files have.
+    """A checkpoint to be packed, in files of any form.
 
     Raises
     ------
@@ -86,7 +87,7 @@ class Origin(CheckpointStore):
             )
         # A trunk that cannot be read is not copied.
         self.trunk_matrices  # noqa: B018 - matched when it is first asked for
-        self._stamps = [_stamp(file.descriptor) for file in self.files]
+        self._stamps = [_stamp(file) for file in self.files]
 
     def pieces(self, layer: int) -> Sequence[TensorPart]:
         """Return the pieces of a layer's experts, in the order of the layout's roles."""
@@ -100,7 +101,7 @@ class Origin(CheckpointStore):
         """Raise StoreError if a file is not what it was when it was opened."""
         for number, stamp in enumerate(self._stamps):
             file = self.files[number]
-            size, changed_ns = _stamp(file.descriptor)
+            size, changed_ns = _stamp(file)
             if (size, changed_ns) != stamp:
                 raise StoreError(
                     f"{file.path}: was changed while {what} was packed: it had {stamp[0]} bytes "
@@ -129,7 +130,7 @@ class Origin(CheckpointStore):
         """Return the files that are links to files outside of the checkpoint."""
         paths = [other.path for other in others.files]
         directory = self.path.parent
-        if self.path.is_dir():
+        if is_directory(self.path):
             directory = self.path
             paths += [file.path for file in self.files]
         root, found = directory.resolve(), []
@@ -153,7 +154,7 @@ class Source(Origin, SafetensorsStore):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         found = find_path(path)
-        if found.is_file() and found.suffix != ".safetensors":
+        if is_file(found) and found.suffix != ".safetensors":
             raise FormatError(
                 f"{path}: only .safetensors files, .gguf files and directories of them are packed"
             )
@@ -212,7 +213,7 @@ class Source(Origin, SafetensorsStore):
         Parameters
         ----------
         config : bytes, optional
-            What stands in config.json instead, if there is one; other files that say how weights
+            The new content of config.json, if there is one; other files that say how weights
             are quantized then stay behind.
 
         Raises
@@ -231,7 +232,7 @@ class Source(Origin, SafetensorsStore):
         return replace(found, files=files)
 
     def _others(self) -> Others:
-        if not self.path.is_dir():
+        if not is_directory(self.path):
             config = self.path.parent / _CONFIG_NAME
             size = _file_bytes(config)
             return Others([] if size is None else [OtherFile(config, config.name, size)])
@@ -263,8 +264,8 @@ class Source(Origin, SafetensorsStore):
         return digest.hexdigest()
 
 
-def _stamp(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
+def _stamp(file: ReadOnlyFile) -> tuple[int, int]:
+    status = file.status()
     return status.st_size, status.st_mtime_ns
 
 

@@ -1,4 +1,4 @@
-"""What the matrices of a checkpoint become: tiles of a format, or bfloat16 again."""
+"""The matrices of a packed checkpoint: tiles of a format, or bfloat16 again."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from moecache.kernels import has_form
 from moecache.layout import ExpertLayout, Role
 from moecache.packing._source import Source
 
-# What dequantizes; every other format quantizes.
+# Packing in this format dequantizes; every other one quantizes.
 PLAIN = "bf16"
 _METHOD = "moecache"
 # Short names of the formats that models are published in, and the usual ones.
@@ -31,7 +31,7 @@ _CONFIG_LEVELS = ("text_config", "language_config")
 
 
 def find_target(name: str | None) -> str:
-    """Return the full name of the format to pack in; "" for none: what is there stays.
+    """Return the full name of the format to pack in; "" for none: weights stay as they are.
 
     Raises
     ------

@@ -11,7 +11,7 @@ MAX_SWAPS = 256
 def quotas(shares: np.ndarray, num_layers: int, num_experts: int) -> Iterator[np.ndarray]:
     """Yield how many experts each rank owns of each layer.
 
-    What rounding takes from a rank in one layer, later layers give back.
+    Later layers give back to a rank the part that rounding takes in one layer.
 
     Parameters
     ----------
@@ -70,16 +70,6 @@ def deal(counts: np.ndarray, quota: np.ndarray, shares: np.ndarray, *, first: in
     return _swapped(counts, best, shares)
 
 
-def level(count: float, before: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Return parts of a count that level what ranks have to do for their shares."""
-    order = np.argsort(before / shares, kind="stable")
-    levels, widths = (before / shares)[order], np.cumsum(shares[order])
-    filled = np.concatenate([levels[1:] * widths[:-1] - np.cumsum(before[order])[:-1], [np.inf]])
-    last = int(np.searchsorted(filled, count))
-    level = (count + before[order][: last + 1].sum()) / widths[last]
-    return np.maximum(level * shares - before, 0.0)
-
-
 def _slowest(counts: np.ndarray, ranks: np.ndarray, shares: np.ndarray) -> float:
     return float((np.bincount(ranks, counts, len(shares)) / shares).max())
 
@@ -105,7 +95,7 @@ def _least_first(
     """Return ranks where the busiest expert left goes to the rank with the least to do."""
     ranks = np.empty(len(counts), np.int64)
     left, parts = quota.tolist(), shares.tolist()
-    # The rank with the most room first, of those that have as little to do.
+    # Among ranks with as little to do, the one with the most room comes first.
     heap = [(0.0, -left[rank], rank) for rank in range(len(parts)) if left[rank]]
     heapq.heapify(heap)
     for expert, count in zip(order.tolist(), counts[order].tolist(), strict=True):
@@ -172,7 +162,7 @@ def _best_swap(
     if not len(others):
         return None
     before = loads[most] / shares[most]
-    # What must go over for both to have the same time.
+    # The load that must move for both to have the same time.
     wanted = (loads[most] * shares[least] - loads[least] * shares[most]) / (
         shares[most] + shares[least]
     )

@@ -1,6 +1,6 @@
-"""What a placement is made of, checked."""
+"""Checks of a placement's parts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,31 +37,6 @@ def parse_shares(shares: Sequence[float] | np.ndarray | None, num_ranks: int) ->
         raise ConfigError(
             f"shares must be {num_ranks} positive numbers, one for each rank, got {shares!r:.200}"
         )
-    # What sums to 1 stays, bit for bit: a placement read from a file has the digest it had.
+    # Shares that sum to 1 stay, bit for bit: a placement read from a file keeps its digest.
     total = parts.sum()
     return parts if abs(total - 1) < 1e-12 else parts / total
-
-
-def parse_copies(
-    copies: Iterable[tuple[int, int, int]], owners: np.ndarray, num_ranks: int
-) -> np.ndarray:
-    """Return copies as sorted rows (layer, expert, rank): int32 [num_copies, 3]."""
-    given = [tuple(copy) for copy in copies]
-    for copy in given:
-        if len(copy) != 3:
-            raise ConfigError(
-                f"a copy is three numbers, its layer, its expert and its rank; got {copy!r:.100}"
-            )
-    rows = sorted({(int(layer), int(expert), int(rank)) for layer, expert, rank in given})
-    num_layers, num_experts = owners.shape
-    for layer, expert, rank in rows:
-        if not (0 <= layer < num_layers and 0 <= expert < num_experts and 0 <= rank < num_ranks):
-            raise ConfigError(
-                f"a copy of expert {expert} of layer {layer} on rank {rank} is outside "
-                f"{num_layers} x {num_experts} experts on {num_ranks} ranks"
-            )
-        if owners[layer, expert] == rank:
-            raise ConfigError(
-                f"rank {rank} owns expert {expert} of layer {layer}, and cannot have a copy, too"
-            )
-    return np.array(rows, np.int32).reshape(-1, 3)

@@ -16,7 +16,7 @@ PLACEMENT_FILE = Kind(
     "a placement of experts on ranks",
     lambda data: data.lstrip().startswith(b"{") and b'"moecache placement"' in data,
 )
-_FIELDS = ("num_ranks", "shares", "owners", "copies", "digest")
+_FIELDS = ("num_ranks", "shares", "owners", "digest")
 
 
 def write_fields(
@@ -24,7 +24,6 @@ def write_fields(
     num_ranks: int,
     shares: np.ndarray,
     owners: np.ndarray,
-    copies: np.ndarray,
     digest: str,
     *,
     force: bool,
@@ -34,14 +33,13 @@ def write_fields(
     text = (
         f'{{"kind": "moecache placement", "version": {VERSION},\n'
         f' "num_ranks": {num_ranks}, "shares": {json.dumps(shares.tolist())},\n'
-        f' "owners": [\n  {rows}],\n "copies": {json.dumps(copies.tolist())},\n'
-        f' "digest": "{digest}"}}\n'
+        f' "owners": [\n  {rows}],\n "digest": "{digest}"}}\n'
     )
     write_whole(path, text.encode(), PLACEMENT_FILE, force=force)
 
 
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of a placement's file, of which only the names are checked.
+    """Return the fields of a placement's file; only their names are checked.
 
     Raises
     ------

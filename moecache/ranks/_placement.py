@@ -2,25 +2,22 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from moecache.errors import ConfigError, FormatError
-from moecache.ranks._balance import deal, level, quotas
-from moecache.ranks._checks import check_ranks, check_sizes, parse_copies, parse_shares
+from moecache.ranks._balance import deal, quotas
+from moecache.ranks._checks import check_ranks, check_sizes, parse_shares
 from moecache.ranks._file import VERSION, read_fields, write_fields
 
 
 class Placement:
     """Which rank owns which expert of each layer. Cannot be changed.
 
-    Each expert has one owner. Other ranks may hold copies of it; `ranks_of` then says which of
-    its holders computes it in a step, the same on every rank. An expert is never computed by two
-    ranks in one step.
+    Each expert has one owner, which alone holds and computes it.
 
     Parameters
     ----------
@@ -28,18 +25,14 @@ class Placement:
         Rank of each expert, from 0.
     num_ranks : int
         From 1 to 4,096. Each must own an expert.
-    copies : iterable of (layer, expert, rank), optional
-        Ranks that hold an expert beside its owner.
     shares : sequence of float, length num_ranks, optional
-        What each rank can do of the whole. By default all the same. Scaled to a sum of 1.
+        Each rank's share of the work. By default all the same. Scaled to a sum of 1.
 
     Attributes
     ----------
     owners : ndarray of int32, shape [num_layers, num_experts]
         Read-only.
     num_ranks : int
-    copies : ndarray of int32, shape [num_copies, 3]
-        Rows (layer, expert, rank), sorted. Read-only.
     shares : ndarray of float64, shape [num_ranks]
         Read-only.
 
@@ -51,7 +44,6 @@ class Placement:
 
     owners: np.ndarray
     num_ranks: int
-    copies: np.ndarray
     shares: np.ndarray
 
     def __init__(
@@ -59,7 +51,6 @@ class Placement:
         owners: npt.ArrayLike,
         num_ranks: int,
         *,
-        copies: Iterable[tuple[int, int, int]] = (),
         shares: Sequence[float] | np.ndarray | None = None,
     ) -> None:
         ranks = np.array(owners)
@@ -80,7 +71,7 @@ class Placement:
                 f"rank {idle[0]} of {num_ranks} owns no expert; use fewer ranks, or give it a "
                 "larger share"
             )
-        self._set(ranks.astype(np.int32), num_ranks, parse_copies(copies, ranks, num_ranks), shares)
+        self._set(ranks.astype(np.int32), num_ranks, shares)
 
     @classmethod
     def even(cls, num_layers: int, num_experts: int, num_ranks: int) -> Self:
@@ -114,7 +105,7 @@ class Placement:
     ) -> Self:
         """Return a placement in which all ranks are used alike, in every layer.
 
-        Of each layer a rank owns its share of the experts, to the next whole number, and close
+        A rank owns its share of each layer's experts, to the next whole number, and close
         to its share of the uses. With even shares, the busiest rank of a layer is above the
         ranks' mean by less than the busiest expert's uses, and has no more than with `even`.
 
@@ -124,7 +115,7 @@ class Placement:
             How often each expert was used; not negative.
         num_ranks : int
         shares : sequence of float, length num_ranks, optional
-            What each rank can take of the whole, such as its bytes of memory. By default all
+            Each rank's room, such as its bytes of memory. By default all
             the same.
 
         Raises
@@ -159,76 +150,24 @@ class Placement:
         return self.owners.shape[1]
 
     def experts(self, rank: int, layer: int) -> np.ndarray:
-        """Return the experts of a layer that a rank holds, its copies among them.
+        """Return the experts of a layer that a rank owns.
 
         Returns
         -------
         ndarray of int32, increasing
         """
-        self._check_rank(rank)
-        return np.flatnonzero(self.holders(layer)[rank]).astype(np.int32)
-
-    def holders(self, layer: int) -> np.ndarray:
-        """Return which ranks hold which experts of a layer: bool [num_ranks, num_experts]."""
-        self._check_layer(layer)
-        held = np.arange(self.num_ranks)[:, None] == self.owners[layer]
-        _, experts, ranks = self._layer_copies(layer).T
-        held[ranks, experts] = True
-        return held
+        if not 0 <= layer < self.num_layers:
+            raise ConfigError(f"layer {layer} is not in [0, {self.num_layers})")
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigError(f"rank {rank} is not in [0, {self.num_ranks})")
+        return np.flatnonzero(self.owners[layer] == rank).astype(np.int32)
 
     def num_held(self) -> np.ndarray:
-        """Return how many experts each rank holds of each layer: int64 [num_ranks, num_layers]."""
-        keys = self.owners.T.astype(np.int64) * self.num_layers + np.arange(self.num_layers)
-        size = self.num_ranks * self.num_layers
-        held = np.bincount(keys.reshape(-1), minlength=size)
-        layers, _, ranks = self.copies.T.astype(np.int64)
-        held += np.bincount(ranks * self.num_layers + layers, minlength=size)
-        return held.reshape(self.num_ranks, self.num_layers)
-
-    def ranks_of(self, layer: int, experts: npt.ArrayLike) -> np.ndarray:
-        """Return the rank that computes each expert of a step.
-
-        The owner, where there are no copies. One that has copies goes to the holder with the
-        least to do so far for its share, and stays with its owner if that is among them. The
-        answer depends on the set of experts alone, so that every rank finds the same.
-
-        Parameters
-        ----------
-        layer : int
-        experts : array of integers, shape [n]
-            What the step uses of the layer, each once.
-
-        Returns
-        -------
-        ndarray of int32, shape [n]
-        """
-        self._check_layer(layer)
-        used = np.asarray(experts)
-        ranks = self.owners[layer, used]
-        others = self._others[layer]
-        if not others:
-            return ranks
-        places = {expert: place for place, expert in enumerate(used.tolist()) if expert in others}
-        fixed = np.ones(len(used), bool)
-        fixed[list(places.values())] = False
-        weights = (1 / self.shares).tolist()
-        work = (np.bincount(ranks[fixed], minlength=self.num_ranks) / self.shares).tolist()
-        moved = ranks.copy()
-        for expert in sorted(places):
-            place = places[expert]
-            holders = [int(ranks[place]), *others[expert]]
-            chosen = min(holders, key=lambda rank: work[rank] + weights[rank])
-            moved[place] = chosen
-            work[chosen] += weights[chosen]
-        # One after the other is not always best: never worse than without copies.
-        owned = np.bincount(ranks, minlength=self.num_ranks) / self.shares
-        return moved if max(work) <= owned.max() * (1 + 1e-12) else ranks
+        """Return how many experts each rank owns of each layer: int64 [num_ranks, num_layers]."""
+        return np.array([(self.owners == rank).sum(1) for rank in range(self.num_ranks)])
 
     def loads(self, counts: npt.ArrayLike) -> np.ndarray:
         """Return the uses that each rank can expect in each layer.
-
-        The uses of an expert with copies are parted so that its holders have as much to do for
-        their shares as can be.
 
         Parameters
         ----------
@@ -244,21 +183,11 @@ class Placement:
                 f"counts are {list(uses.shape)}, the placement is of {list(self.owners.shape)} "
                 "experts; use those of the same model"
             )
-        found = np.zeros((self.num_ranks, self.num_layers))
-        for layer, others in enumerate(self._others):
-            alone = uses[layer].copy()
-            alone[list(others)] = 0.0
-            found[:, layer] = np.bincount(self.owners[layer], alone, self.num_ranks)
-            for expert in sorted(others, key=lambda one: (-uses[layer, one], one)):
-                holders = np.array([self.owners[layer, expert], *others[expert]])
-                found[holders, layer] += level(
-                    uses[layer, expert], found[holders, layer], self.shares[holders]
-                )
-        return found
-
-    def with_copies(self, copies: Iterable[tuple[int, int, int]]) -> Self:
-        """Return the placement with other copies: rows (layer, expert, rank)."""
-        return type(self)(self.owners, self.num_ranks, copies=copies, shares=self.shares)
+        found = [
+            np.bincount(owners, row, self.num_ranks)
+            for owners, row in zip(self.owners, uses, strict=True)
+        ]
+        return np.stack(found, axis=1)
 
     @property
     def digest(self) -> str:
@@ -266,8 +195,7 @@ class Placement:
         found = hashlib.sha256(
             f"moecache placement {VERSION} {self.num_ranks} {self.owners.shape}".encode()
         )
-        for array in (self.owners.astype("<i4"), self.copies.astype("<i4")):
-            found.update(array.tobytes())
+        found.update(self.owners.astype("<i4").tobytes())
         found.update(self.shares.astype("<f8").tobytes())
         return found.hexdigest()
 
@@ -285,12 +213,9 @@ class Placement:
         ConfigError
             If something else is there.
         StoreError
-            If it cannot be written. What was there before still is.
+            If it cannot be written. The file that was there is kept.
         """
-        write_fields(
-            *(path, self.num_ranks, self.shares, self.owners, self.copies, self.digest),
-            force=force,
-        )
+        write_fields(path, self.num_ranks, self.shares, self.owners, self.digest, force=force)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -305,9 +230,7 @@ class Placement:
         """
         found = read_fields(path)
         try:
-            made = cls(
-                found["owners"], found["num_ranks"], copies=found["copies"], shares=found["shares"]
-            )
+            made = cls(found["owners"], found["num_ranks"], shares=found["shares"])
         except (ConfigError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"{path}: {error}") from error
         if made.digest != found["digest"]:
@@ -317,7 +240,7 @@ class Placement:
         return made
 
     def __eq__(self, other: object) -> bool:
-        """Return whether every expert is on the same ranks."""
+        """Return whether every expert is on the same rank."""
         if not isinstance(other, Placement):
             return NotImplemented
         return self.digest == other.digest
@@ -331,49 +254,24 @@ class Placement:
         raise AttributeError(f"a placement cannot be changed: make another to set {name!r}")
 
     def __repr__(self) -> str:
-        copies = f", {len(self.copies)} copies" if len(self.copies) else ""
         return (
             f"<Placement of {self.num_layers} x {self.num_experts} experts on "
-            f"{self.num_ranks} ranks{copies}>"
+            f"{self.num_ranks} ranks>"
         )
 
-    def __getstate__(self) -> tuple[np.ndarray, int, np.ndarray, np.ndarray]:
+    def __getstate__(self) -> tuple[np.ndarray, int, np.ndarray]:
         """Return what is pickled."""
-        return self.owners, self.num_ranks, self.copies, self.shares
+        return self.owners, self.num_ranks, self.shares
 
-    def __setstate__(self, state: tuple[np.ndarray, int, np.ndarray, np.ndarray]) -> None:
+    def __setstate__(self, state: tuple[np.ndarray, int, np.ndarray]) -> None:
         """Take what was pickled."""
         self._set(*state)
 
     def _set(
-        self,
-        owners: np.ndarray,
-        num_ranks: int,
-        copies: np.ndarray,
-        shares: Sequence[float] | np.ndarray | None,
+        self, owners: np.ndarray, num_ranks: int, shares: Sequence[float] | np.ndarray | None
     ) -> None:
         parts = parse_shares(shares, num_ranks)
-        for array in (owners, copies, parts):
+        for array in (owners, parts):
             array.flags.writeable = False
         # Past the __setattr__ that refuses every other write.
-        vars(self).update(owners=owners, num_ranks=int(num_ranks), copies=copies, shares=parts)
-
-    @cached_property
-    def _others(self) -> list[dict[int, list[int]]]:
-        """Which ranks beside the owner hold an expert, by layer."""
-        found: list[dict[int, list[int]]] = [{} for _ in range(self.num_layers)]
-        for layer, expert, rank in self.copies.tolist():
-            found[layer].setdefault(expert, []).append(rank)
-        return found
-
-    def _layer_copies(self, layer: int) -> np.ndarray:
-        first, last = np.searchsorted(self.copies[:, 0], (layer, layer + 1))
-        return self.copies[first:last]
-
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.num_layers:
-            raise ConfigError(f"layer {layer} is not in [0, {self.num_layers})")
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.num_ranks:
-            raise ConfigError(f"rank {rank} is not in [0, {self.num_ranks})")
+        vars(self).update(owners=owners, num_ranks=int(num_ranks), shares=parts)

@@ -1,4 +1,4 @@
-"""Share: what one rank has of the experts."""
+"""Share: the experts of one rank."""
 
 import os
 from functools import cached_property
@@ -34,12 +34,11 @@ class Share:
     """
 
     def __init__(self, placement: Placement, rank: int) -> None:
-        held = np.array([placement.holders(layer) for layer in range(placement.num_layers)])
         if not 0 <= rank < placement.num_ranks:
             raise ConfigError(f"rank {rank} is not in [0, {placement.num_ranks})")
         self.placement = placement
         self.rank = rank
-        self.held: np.ndarray = np.ascontiguousarray(held[:, rank])
+        self.held: np.ndarray = placement.owners == rank
         self.held.flags.writeable = False
 
     @cached_property
@@ -74,12 +73,8 @@ class Share:
         -------
         ndarray of int32, shape [ids.size]
         """
-        flat = ids.reshape(-1)
-        if not len(self.placement.copies):
-            ranks: np.ndarray = self.placement.owners[layer, flat]
-            return ranks
-        used, place = np.unique(flat, return_inverse=True)
-        return self.placement.ranks_of(layer, used)[place.reshape(-1)]
+        ranks: np.ndarray = self.placement.owners[layer, ids.reshape(-1)]
+        return ranks
 
     def of(self, layer: int, ids: np.ndarray, *, ignore_out_of_range: bool = False) -> np.ndarray:
         """Return a step's ids with -1 in the place of each that another rank computes.

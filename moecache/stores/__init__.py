@@ -1,10 +1,10 @@
-"""Where experts come from."""
+"""The stores from which experts come."""
 
 import os
 from collections.abc import Collection
 
 from moecache.errors import FormatError
-from moecache.stores._paths import find_path
+from moecache.stores._paths import find_path, is_file
 from moecache.stores._tensors import CheckpointStore
 from moecache.stores.base import ExpertStore, FileStore
 from moecache.stores.gguf import GgufStore
@@ -53,7 +53,7 @@ def open_store(
     """
     found = find_path(path)
     store = GgufStore if is_gguf(found) else SafetensorsStore
-    if store is SafetensorsStore and found.is_file() and found.suffix != ".safetensors":
+    if store is SafetensorsStore and is_file(found) and found.suffix != ".safetensors":
         raise FormatError(
             f"{path}: only .safetensors files, .gguf files and checkpoint directories are read"
         )

@@ -1,4 +1,4 @@
-"""What tells of a checkpoint's tensors: its files, their index and headers, its configuration."""
+"""The sources of facts about tensors: a checkpoint's files, index, headers, configuration."""
 
 import json
 import os
@@ -8,9 +8,10 @@ from typing import Any
 from moecache.errors import FormatError, StoreError
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import FORMAT_KEY, TensorEntry, check_layers, read_header, shown
+from moecache.stores._paths import is_directory, is_file, status_of
 
 INDEX_NAME = "model.safetensors.index.json"
-# What the families call the number of experts per token.
+# The families' names for the number of experts per token.
 _TOP_K_NAMES = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -27,15 +28,15 @@ _MOST_EXPERTS = 2**31
 
 def find_files(path: Path, weight_map: dict[str, str] | None) -> list[Path]:
     """Return the files that have the tensors."""
-    if not path.is_dir():
+    if not is_directory(path):
         return [path]
     if weight_map is not None:
         files = [path / name for name in sorted(set(weight_map.values()))]
         for file in files:
-            if not os.path.isfile(file):  # False, not an error, for impossible names
+            if not is_file(file):
                 raise FormatError(f"{path / INDEX_NAME}: shard {shown(file.name)} is missing")
         return files
-    if os.path.isfile(path / "model.safetensors"):
+    if is_file(path / "model.safetensors"):
         return [path / "model.safetensors"]
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -46,7 +47,7 @@ def find_files(path: Path, weight_map: dict[str, str] | None) -> list[Path]:
 def read_weight_map(path: Path) -> dict[str, str] | None:
     """Return which file has which tensor; None if there is no index."""
     index = path / INDEX_NAME
-    if not path.is_dir() or not os.path.lexists(index):
+    if not is_directory(path) or status_of(index, follow=False) is None:
         return None
     document = _read_json(index)
     weight_map = document.get("weight_map")
@@ -91,7 +92,7 @@ def merge_headers(
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return what a config.json has, nothing if there is none."""
-    return _read_json(path) if os.path.lexists(path) else {}
+    return {} if status_of(path, follow=False) is None else _read_json(path)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from moecache.stores._matrices import (
     squeezed,
 )
 
-# What compressed-tensors calls the ways to store weights that are read here.
+# compressed-tensors' names for the ways to store weights that are read here.
 _FORMATS = (
     *("pack-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
     *("mxfp4-pack-quantized", "mixed-precision"),

@@ -1,5 +1,6 @@
 """A file that is read by position, from any thread."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -13,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Version(NamedTuple):
-    """What tells a file from the one that another time has at its path."""
+    """The identity of a file: a later one at its path has another."""
 
     path: str
     device: int
@@ -24,7 +25,7 @@ class Version(NamedTuple):
 
 def version_of(path: str | Path, status: os.stat_result) -> Version:
     """Return the version of a file, given what the system says of it."""
-    return Version(*(str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    return Version(str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class ReadOnlyFile:
@@ -36,7 +37,7 @@ class ReadOnlyFile:
     Attributes
     ----------
     version : Version
-        Of the file when it was opened.
+        Version of the file when it was opened.
 
     Raises
     ------
@@ -55,7 +56,7 @@ class ReadOnlyFile:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             raise StoreError(f"{path}: cannot be opened: {error.strerror}") from error
-        status = os.fstat(self.descriptor)
+        status = self.status()
         if not stat.S_ISREG(status.st_mode):
             raise StoreError(f"{path}: is not a regular file")
         self._modified_ns = status.st_mtime_ns
@@ -64,7 +65,20 @@ class ReadOnlyFile:
     @property
     def nbytes(self) -> int:
         """Size of the file as it is now."""
-        return os.fstat(self.descriptor).st_size
+        return self.status().st_size
+
+    def status(self) -> os.stat_result:
+        """Return what the system says of the file as it is now.
+
+        Raises
+        ------
+        StoreError
+            If it says nothing.
+        """
+        try:
+            return os.fstat(self.descriptor)
+        except OSError as error:
+            raise StoreError(f"{self.path}: cannot be read: {error.strerror}") from error
 
     def read(self, offset: int, buffers: list[memoryview], what: str) -> None:
         """Fill `buffers`, one after the other, from `offset` on.
@@ -91,7 +105,7 @@ class ReadOnlyFile:
         self.check_unchanged()
 
     def has_byte(self, offset: int) -> bool:
-        """Return whether the file goes on at `offset`, whatever its size says.
+        """Return whether the file goes on at `offset`, even beyond its stated size.
 
         Raises
         ------
@@ -102,6 +116,18 @@ class ReadOnlyFile:
             return bool(os.pread(self.descriptor, 1, offset))
         except OSError as error:
             raise self.failure(error.errno or errno.EIO, offset, "it", 0) from error
+
+    def check_current(self) -> None:
+        """Raise a StoreError if the file at the path is not the one that was opened, as it was."""
+        now = None
+        # A file that is not there is an error when it is opened.
+        with contextlib.suppress(OSError):
+            now = version_of(self.path, os.stat(self.path))
+        if now != self.version:
+            raise StoreError(
+                f"{self.path}: was {_difference(self.version, now)} while the model was loaded, "
+                "which would be of two files; load it again"
+            )
 
     def check_unchanged(self) -> None:
         """Warn, once, if the file was written to since it was opened."""
@@ -137,4 +163,15 @@ class ReadOnlyFile:
     def __del__(self) -> None:
         """Close the descriptor."""
         if self.descriptor >= 0:
-            os.close(self.descriptor)
+            with contextlib.suppress(OSError):  # nothing was written
+                os.close(self.descriptor)
+
+
+def _difference(first: Version, now: Version | None) -> str:
+    if now is None:
+        return "removed"
+    if (now.device, now.inode) != (first.device, first.inode):
+        return "replaced by another file"
+    if now.nbytes != first.nbytes:
+        return f"changed from {first.nbytes} to {now.nbytes} bytes"
+    return "written to"

@@ -22,17 +22,17 @@ from moecache.stores._file import ReadOnlyFile
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 32
-# What a packed file calls the format of its experts, beside its tensors.
+# The key in a packed file's metadata that names the format of its experts.
 FORMAT_KEY = "moecache.format"
 # Models have less than 200.
 MAX_LAYERS = 4096
-# The layer in a name of experts' tensors. Each byte is looked at once, whatever the text is.
+# The layer in a name of experts' tensors. Each byte is looked at once, in any text.
 _LAYER = re.compile(rb'"([^"]{1,512}?)\.(?:experts|block_sparse_moe)\.')
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies in a file.
+    """The place of one tensor in a file.
 
     `dtype` is None for types smaller than a byte; `offset` counts from the
     start of the file.
@@ -62,7 +62,7 @@ class Tensors(dict[str, TensorEntry]):
 def read_header(path: Path, file: ReadOnlyFile | None = None) -> Tensors:
     """Return the tensors of a safetensors file.
 
-    Memory and time are bounded by the file's own size, whatever the header claims.
+    The file's own size bounds memory and time, not the header's claims.
 
     Parameters
     ----------

@@ -15,6 +15,7 @@ from moecache.layout import ExpertLayout
 from moecache.stores._header import MAX_LAYERS, TensorEntry, shown
 from moecache.stores._matrices import Matrix, Stored
 from moecache.stores._parts import PIECE_NAMES, Found, TensorPart, assemble
+from moecache.units import whole_number
 
 # Models have less than 100,000. A file with holes may claim any number, and each takes memory.
 MAX_EXPERTS = 2**20
@@ -30,24 +31,21 @@ _PIECES = {
     "down_proj": ("down", 0),
     "w2": ("down", 0),
     "fc2": ("down", 0),
-    "input_linear": ("gate_up", 0),
-    "output_linear": ("down", 0),
 }
+# GraniteMoe's, whose stacks have no "experts" in their names.
+_GRANITE_PIECES = {"input_linear": ("gate_up", 0), "output_linear": ("down", 0)}
+# A regular expression of the projections that stand behind "experts".
+PROJECTION = "|".join(_PIECES)
+_GRANITE_PROJECTION = "|".join(_GRANITE_PIECES)
+_KIND = r"(?P<kind>(?:[._]\w+)?)"
 _PER_EXPERT = re.compile(
-    r"(?P<layer>.+)\.experts\.(?P<expert>\d{1,7})"
-    r"\.(?P<piece>gate_up_proj|gate_proj|up_proj|down_proj|w[123]|w13|fc[12]|input_linear"
-    r"|output_linear)(?P<kind>(?:[._]\w+)?)",
+    rf"(?P<layer>.+)\.experts\.(?P<expert>\d{{1,7}})\."
+    rf"(?P<piece>{PROJECTION}|{_GRANITE_PROJECTION}){_KIND}",
     re.ASCII,
 )
-_STACKED = re.compile(
-    r"(?P<layer>.+)\.experts"
-    r"\.(?P<piece>gate_up_proj|gate_proj|up_proj|down_proj|w[123]|w13|fc[12])"
-    r"(?P<kind>(?:[._]\w+)?)",
-    re.ASCII,
-)
-# GraniteMoe has no "experts" in its names.
+_STACKED = re.compile(rf"(?P<layer>.+)\.experts\.(?P<piece>{PROJECTION}){_KIND}", re.ASCII)
 _GRANITE = re.compile(
-    r"(?P<layer>.+\.block_sparse_moe)\.(?P<piece>input_linear|output_linear)\.(?P<kind>weight)",
+    rf"(?P<layer>.+\.block_sparse_moe)\.(?P<piece>{_GRANITE_PROJECTION})\.(?P<kind>weight)",
     re.ASCII,
 )
 
@@ -108,7 +106,7 @@ def index_experts(
             later[layer] = group
         if chosen is not None and layer not in chosen:
             continue
-        role, place = _PIECES[piece]
+        role, place = (_PIECES | _GRANITE_PIECES)[piece]
         key = (role, place, _suffix(kind))
         found = layers.setdefault(layer, {})
         if len(layers) > MAX_LAYERS:  # of several files together, or with escapes in their names
@@ -132,6 +130,7 @@ def index_experts(
         layer_roles, layer_pieces = assemble(name, layers[name], num_experts)
         roles.append(layer_roles)
         pieces.append(layer_pieces)
+    top_k = whole_number(top_k, "top_k", -(2**31), 2**31)
     if top_k > num_experts > 0:
         raise ConfigError(f"top-{top_k} of layers that have {num_experts} experts is impossible")
     top_k = min(top_k, num_experts)

@@ -1,4 +1,4 @@
-"""Matrices among the tensors of a quantized checkpoint: what they are made of, and its checks."""
+"""Matrices among the tensors of a quantized checkpoint: their parts, and checks of these."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from moecache.errors import ConfigError, FormatError
-from moecache.formats import TILE_ROWS, Format, find_format, scaled_name
+from moecache.formats import TILE_ROWS, Format, GlobalFormat, find_format, scaled_name
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.layout import Role
 from moecache.stores._header import shown
@@ -22,7 +22,7 @@ _SCALES = {
     "float8_e8m0fnu": "e8m0",
 }
 Read = Callable[[str], np.ndarray]
-# What the configuration says of the quantization.
+# The quantization by the configuration.
 Said = Mapping[str, Any]
 
 
@@ -165,6 +165,9 @@ def _in_format(role: Role, name: str) -> Role:
         if known.form is not None and not known.form.group:  # one group, as wide as its bytes say
             scales = TILE_ROWS * known.form.scale_bytes
             columns = (nbytes - scales) // known.form.block_bytes * BLOCK_COLUMNS
+        elif known.form is not None and groups == 1 and isinstance(known, GlobalFormat):
+            factor, whole = (known.form.tile_bytes(size) for size in (0, BLOCK_COLUMNS))
+            columns = (nbytes - factor) // (whole - factor) * BLOCK_COLUMNS
         found = Role(role.name, (tiles * TILE_ROWS, columns), format=name, is_tiled=True)
     except ConfigError as error:
         raise FormatError(f"role {role.name!r}: {error}") from error

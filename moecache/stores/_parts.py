@@ -47,7 +47,7 @@ class Found:
     places: dict[int, tuple[int, int, str]] = field(default_factory=dict)
     num_stacked: int = 0
     example: str = ""
-    # Of codes: what matrix they are, and all its parts, themselves first.
+    # The matrix that codes belong to, and all its parts, the codes first.
     matrix: Matrix | None = None
     parts: list["Found"] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class Found:
 def assemble(
     layer: str, found: dict[tuple[str, int, str], Found], num_experts: int
 ) -> tuple[list[Role], list[TensorPart]]:
-    """Return the roles of a layer, and their parts, of what was found by role, place and suffix.
+    """Return the roles of a layer, and their parts, from the tensors by role, place and suffix.
 
     Raises
     ------
@@ -89,7 +89,15 @@ def assemble(
             stacked = group.num_stacked > 0
             pieces.append(
                 TensorPart(
-                    *(piece, name, start, nbytes, group.shape, files, offsets, sources, stacked),
+                    name=piece,
+                    role=name,
+                    start=start,
+                    nbytes=nbytes,
+                    shape=group.shape,
+                    files=files,
+                    offsets=offsets,
+                    sources=sources,
+                    stacked=stacked,
                     weight=sources[0],
                 )
             )
@@ -114,7 +122,7 @@ def _add_matrices(
     }
     mixed = _stacked_name(found) if len(matrices) > 1 == len(shapes) else ""
     if len(matrices) > 1 and not mixed:
-        # Of one shape, the checkpoint may be sound.
+        # A checkpoint whose matrices have one shape may be sound.
         kind = UnsupportedQuantizationError if len(shapes) == 1 else FormatError
         raise kind(
             f"gate and up of layer {shown(layer)} are not quantized alike, which is not supported: "
@@ -143,8 +151,15 @@ def _add_matrices(
             is_codes = group is codes
             pieces.append(
                 TensorPart(
-                    *(piece if is_codes else f"{piece}_{part}", name, start, nbytes, group.shape),
-                    *(files, offsets, sources, group.num_stacked > 0),
+                    name=piece if is_codes else f"{piece}_{part}",
+                    role=name,
+                    start=start,
+                    nbytes=nbytes,
+                    shape=group.shape,
+                    files=files,
+                    offsets=offsets,
+                    sources=sources,
+                    stacked=group.num_stacked > 0,
                     weight=matrix.weight_name(sources[0]) if is_codes else "",
                 )
             )

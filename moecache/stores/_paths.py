@@ -1,7 +1,9 @@
 """Checks of what is given as the path of a checkpoint."""
 
+import errno
 import os
 import re
+import stat
 from pathlib import Path
 
 from moecache.errors import ConfigError, StoreError
@@ -54,6 +56,38 @@ def find_path(path: object) -> Path:
             f"{name[:_SHOWN]}: cannot be opened: {error.strerror}; check the path"
         ) from error
     return Path(name)
+
+
+def status_of(path: str | Path, *, follow: bool = True) -> os.stat_result | None:
+    """Return what the system says of a path, or of a link there; None if nothing is there.
+
+    Unlike `os.path.exists`, which takes a file that cannot be looked at for none.
+
+    Raises
+    ------
+    StoreError
+        If that cannot be told.
+    """
+    try:
+        return os.stat(path, follow_symlinks=follow)
+    except ValueError:  # no file can have such a name
+        return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            return None
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def is_file(path: str | Path) -> bool:
+    """Return whether there is a regular file; StoreError if that cannot be told."""
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def is_directory(path: str | Path) -> bool:
+    """Return whether there is a directory; StoreError if that cannot be told."""
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def check_model(path: object) -> None:

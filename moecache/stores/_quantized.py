@@ -1,7 +1,7 @@
 """Which tensors of a quantized checkpoint are a matrix, and in which format.
 
-What `quantization_config` in config.json says is compared with the tensors that are there; where
-these disagree, that is an error.
+The `quantization_config` of config.json is compared with the tensors that are there; an error
+says where these disagree.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,12 +32,12 @@ from moecache.stores._matrices import (
     sizes,
 )
 
-# Of activations, and what the shapes say already.
+# Tensors about activations, and those that repeat the shapes.
 BESIDE = {
     *("_shape", "_input_scale", "_activation_scale", "_input_global_scale", "_output_scale"),
     *("_input_zero_point", "_output_zero_point", "_k_scale", "_v_scale"),
 }
-# The method of what `moecache pack --format` wrote.
+# The method that `moecache pack --format` writes.
 _PACKED = "moecache"
 
 
@@ -137,7 +137,7 @@ class Quantization:
     Parameters
     ----------
     config : dict
-        What config.json has; "quantization_config" is looked for, one level down, too.
+        The content of config.json; "quantization_config" is looked for, one level down, too.
 
     Attributes
     ----------
@@ -178,7 +178,7 @@ class Quantization:
             configuration says.
         """
         rest = {key: tensor for key, tensor in tensors.items() if key not in {"_bias", *BESIDE}}
-        # What `moecache pack` quantized is in tiles, which the file names the format of.
+        # `moecache pack` writes tiles, and the file names their format.
         if self.method in ("", _PACKED) or not rest:
             return None
         if set(rest) == {""} and rest[""].dtype.itemsize > 1:

@@ -1,4 +1,4 @@
-"""CheckpointStore: experts straight from a checkpoint's files, whatever form these have."""
+"""CheckpointStore: experts straight from a checkpoint's files of any form."""
 
 import errno
 import itertools
@@ -7,7 +7,8 @@ import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 class CheckpointStore(ABC):
     """Read experts from the files of a checkpoint, in place.
 
-    A `FileStore` that has the other tensors, too. What kind of files these are is the matter of its
+    A `FileStore` that has the other tensors, too. The kind of files is the matter of its
     subclasses, which set `_layout` and `_pieces`.
 
     Parameters
@@ -47,8 +48,9 @@ class CheckpointStore(ABC):
     Attributes
     ----------
     path : Path
+    mapped : bool
     config : dict
-        What config.json says of the model, or would say.
+        The model's config.json, or an equivalent.
     format : str
         The format that all experts were packed in, or "".
     """
@@ -69,7 +71,7 @@ class CheckpointStore(ABC):
         self.path = path
         self._files = files
         self._tensors = tensors
-        self._mapped = mapped
+        self.mapped = mapped
         self._ends = [0] * len(files)
         for number, entry in tensors.values():
             self._ends[number] = max(self._ends[number], entry.offset + entry.nbytes)
@@ -80,7 +82,7 @@ class CheckpointStore(ABC):
 
     @property
     def layout(self) -> ExpertLayout:
-        """What the experts look like."""
+        """The layout of the experts."""
         return self._layout
 
     @property
@@ -88,6 +90,40 @@ class CheckpointStore(ABC):
         """The open files, by number."""
         self._check_open()
         return self._files
+
+    def keep_layers(self, names: Collection[str]) -> None:
+        """Serve these layers alone from now on, numbered anew, in their order.
+
+        For a host that runs no others, before it asks for anything.
+
+        Raises
+        ------
+        ConfigError
+            If there is none of that name.
+        """
+        known = self._layout.layer_names
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"{self.path}: there is no layer {name!r} with experts")
+        kept = [layer for layer, name in enumerate(known) if name in names]
+        self._layout = replace(
+            self._layout,
+            layers=[self._layout.layers[layer] for layer in kept],
+            layer_names=[known[layer] for layer in kept],
+        )
+        self._pieces = [self._pieces[layer] for layer in kept]
+        self._runs = {}
+
+    def check_current(self) -> None:
+        """Compare the open files with what is at their paths now.
+
+        Raises
+        ------
+        StoreError
+            If one was replaced, written to or removed: a reader by its path has another.
+        """
+        for file in self.files:
+            file.check_current()
 
     @property
     @abstractmethod
@@ -102,7 +138,7 @@ class CheckpointStore(ABC):
     def sources(self, layer: int) -> dict[tuple[str, int], str]:
         """Return a tensor that holds each matrix of a layer's experts, by (role, first byte).
 
-        If each tensor holds one expert, it is the tensor of expert 0. What is quantized has the
+        If each tensor holds one expert, it is the tensor of expert 0. A quantized one has the
         name that it has where it is not.
         """
         self._check_open()
@@ -174,7 +210,7 @@ class CheckpointStore(ABC):
         runs = self.runs(layer, expert)
         target = destination_bytes(self._layout, layer, out)
         what = f"expert {expert} of layer {layer}"
-        if self._mapped:
+        if self.mapped:
             self._copy_mapped(runs, target, what)
             return
         for file, offset, spans in runs:

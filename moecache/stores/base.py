@@ -1,4 +1,4 @@
-"""ExpertStore: what a source of experts offers."""
+"""ExpertStore: the interface of a source of experts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -20,7 +20,7 @@ class ExpertStore(Protocol):
 
     @property
     def layout(self) -> ExpertLayout:
-        """What the experts look like."""
+        """The layout of the experts."""
 
     def read_into(self, layer: int, expert: int, out: Parts | np.ndarray) -> None:
         """Read one expert; blocks for the disk without holding the GIL.
@@ -45,8 +45,13 @@ class ExpertStore(Protocol):
     def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
         """Return one expert without copying, read-only, valid until `close`."""
 
-    def regions(self, layers: Iterable[int] | None = None) -> Sequence[tuple[int, int]]:
-        """Return (address, nbytes) of the layers' experts in memory, by layer in file order."""
+    def regions(
+        self, layers: Iterable[int] | None = None, *, held: np.ndarray | None = None
+    ) -> Sequence[tuple[int, int]]:
+        """Return (address, nbytes) of the layers' experts in memory, by layer in file order.
+
+        With `held`, bool [num_layers, num_experts], only of these experts.
+        """
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Hint that experts will be read soon; never fails because of the hint."""

@@ -18,7 +18,7 @@ class MemoryStore:
     ----------
     arrays : mapping of role to ndarray, shape [num_layers, num_experts, ...]
         Not copied.
-        Of a role with a format, the bytes of its parts: uint8 [num_layers, num_experts, ...].
+        A role with a format has the bytes of its parts: uint8 [num_layers, num_experts, ...].
     top_k : int, default 0
         Experts per token; 0 if not known.
     formats : mapping of role to (str, (int, int)), optional
@@ -59,7 +59,7 @@ class MemoryStore:
 
     @property
     def layout(self) -> ExpertLayout:
-        """What the experts look like."""
+        """The layout of the experts."""
         return self._layout
 
     def read_into(self, layer: int, expert: int, out: Parts | np.ndarray) -> None:
@@ -80,17 +80,22 @@ class MemoryStore:
             views[name].flags.writeable = False
         return views
 
-    def regions(self, layers: Iterable[int] | None = None) -> list[Region]:
-        """Return (address, nbytes) of each layer's stack of each role."""
+    def regions(
+        self, layers: Iterable[int] | None = None, *, held: np.ndarray | None = None
+    ) -> list[Region]:
+        """Return (address, nbytes) of each layer's stack of each role, or of the experts held."""
         if self._closed:
             raise StoreError("the store is closed")
         chosen = list(range(self._layout.num_layers) if layers is None else layers)
         for layer in chosen:
             self._layout.check(layer)
+        whole = [(layer, array[layer]) for layer in chosen for array in self._arrays.values()]
+        if held is None:
+            return [Region(stack.ctypes.data, stack.nbytes, stack) for _, stack in whole]
         return [
-            Region(array[layer].ctypes.data, array[layer].nbytes, array)
-            for layer in chosen
-            for array in self._arrays.values()
+            Region(stack[expert].ctypes.data, stack[expert].nbytes, stack)
+            for layer, stack in whole
+            for expert in np.flatnonzero(held[layer]).tolist()
         ]
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:

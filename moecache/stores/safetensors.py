@@ -21,7 +21,7 @@ from moecache.stores._checkpoint import (
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._index import index_experts, is_expert
 from moecache.stores._matrices import Matrix, UnsupportedQuantizationError, in_format
-from moecache.stores._paths import find_path
+from moecache.stores._paths import find_path, is_directory
 from moecache.stores._quantized import Quantization, trunk_matrices
 from moecache.stores._tensors import CheckpointStore
 
@@ -69,7 +69,7 @@ class SafetensorsStore(CheckpointStore):
         layers: Collection[str] | None = None,
     ) -> None:
         found = find_path(path)
-        directory = found if found.is_dir() else found.parent
+        directory = found if is_directory(found) else found.parent
         self.config = read_config(directory / "config.json")
         weight_map = read_weight_map(found)
         files = [ReadOnlyFile(file) for file in find_files(found, weight_map)]

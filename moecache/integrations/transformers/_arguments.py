@@ -1,14 +1,17 @@
-"""What `load` may be given, looked at before anything large is read."""
+"""Checks of `load`'s arguments, before anything large is read."""
 
 import difflib
 import inspect
+from dataclasses import fields
 from typing import Any
 
 import transformers
 
 from moecache.cuda import open_device, parse_device
 from moecache.errors import ConfigError
-from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES, SCOPES
+from moecache.policies.making import SCOPES
+from moecache.runtime.options import Options
+from moecache.settings import POLICIES, PREFETCH_MODES, READ_MODES
 
 # Arguments that `from_pretrained` takes, but not together with experts in slots.
 _REFUSED = {
@@ -28,9 +31,14 @@ _NAMES = {
     # Not "hints": a transformers model gives none.
     "prefetch": ("router", *(mode for mode in PREFETCH_MODES if mode != "hints")),
 }
+# Options of `moecache.open` that `load` takes; it finds the others by itself, or transformers has
+# them (dtype).
+OPTIONS = {field.name for field in fields(Options)} - {
+    *("memory", "device", "dtype", "top_k", "layers", "context_tokens", "host_bytes", "share"),
+}
 # Device maps that mean: where the slots are.
 AUTOMATIC = ("auto", "sequential")
-# What `from_pretrained` takes beside the arguments that it names.
+# Arguments that `from_pretrained` takes without naming them.
 _TAKEN = {
     *(
         "adapter_kwargs",
@@ -69,7 +77,7 @@ def check_keywords(
     if model_class is not None and not model_class.__module__.startswith("transformers."):
         return  # it may take anything
     calls = [load, transformers.PreTrainedModel.from_pretrained, model_class or object]
-    known = _TAKEN.union(*(inspect.signature(call).parameters for call in calls))
+    known = _TAKEN.union(OPTIONS, *(inspect.signature(call).parameters for call in calls))
     for name in from_pretrained:
         if name not in known and name[0] != "_" and not hasattr(config, name):
             near = difflib.get_close_matches(name, known - _REFUSED.keys(), 3)
@@ -79,8 +87,15 @@ def check_keywords(
             )
 
 
+def split_options(keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what of the arguments is for `moecache.open`, and what is for `from_pretrained`."""
+    options = {name: value for name, value in keywords.items() if name in OPTIONS}
+    return options, {name: value for name, value in keywords.items() if name not in OPTIONS}
+
+
 def check_names(**given: Any) -> None:
-    for name, value in given.items():
+    for name in _NAMES.keys() & given.keys():
+        value = given[name]
         is_name = isinstance(value, str) or (name == "trunk" and value is not None)
         if is_name and value not in _NAMES[name]:
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(_NAMES[name])}")

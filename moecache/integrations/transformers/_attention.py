@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-# What no query of one token needs; with it, attention is transformers' own.
+# Arguments that no query of one token needs; with one of them, attention is transformers' own.
 _OTHERS = ("position_bias", "cache", "softcap", "output_attentions")
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -59,7 +59,11 @@ def attend(
         or torch.compiler.is_compiling()
     ):
         return sdpa_attention_forward(
-            *(module, query, key, value, attention_mask),
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
             dropout=dropout,
             scaling=scaling,
             **options,
@@ -98,6 +102,6 @@ def _in_float32(
     return torch.matmul(scores.softmax(-1), value.float()).to(query.dtype)
 
 
-# What attention modules find in place of transformers' own: the same, but for one function.
+# Attention modules find this in place of transformers' own; it differs in one function.
 INTERFACE = AttentionInterface()
 INTERFACE["sdpa"] = attend

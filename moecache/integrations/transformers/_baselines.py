@@ -1,13 +1,13 @@
-"""What one would do without moecache: the contestants of `moecache bench --compare`."""
+"""The ways to run a model without moecache: contestants of `moecache bench --compare`."""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from moecache.errors import MissingDependencyError
+from moecache.integrations.transformers._damage import FILES, Damage
 from moecache.integrations.transformers._experts import find_experts
 from moecache.integrations.transformers._loading import find_config, find_model_class
 from moecache.sizing.host_memory import free_host_bytes
@@ -21,7 +21,9 @@ NO_ACCELERATE = (
 
 def load_resident(path: str, **options: Any) -> Any:
     """Return a model with all its weights in memory: `from_pretrained`, as it is."""
-    return find_model_class(find_config(path, {}, {})).from_pretrained(path, **options)
+    model_class = find_model_class(find_config(path, {}, {}))
+    with Damage(path, "load the model", *FILES):
+        return model_class.from_pretrained(path, **options)
 
 
 def load_disk_offload(path: str, folder: str, **options: Any) -> Any:
@@ -43,13 +45,15 @@ def load_disk_offload(path: str, folder: str, **options: Any) -> Any:
 
 def load_experts_on_disk(path: str, folder: str, **options: Any) -> Any:
     """Return a model whose `device_map` has its experts on "disk", and all else on the CPU."""
-    model_class = find_model_class(find_config(path, {}, {}))
-    config = transformers.AutoConfig.from_pretrained(path)
-    with torch.device("meta"):
+    config = find_config(path, {}, {})
+    model_class = find_model_class(config)
+    with torch.device("meta"), Damage(path, "build the model", "config.json"):
         skeleton = model_class(config)
-    return model_class.from_pretrained(
-        path, device_map=device_map(skeleton), offload_folder=folder, **options
-    )
+    places = device_map(skeleton)
+    with Damage(path, "load the model", *FILES):
+        return model_class.from_pretrained(
+            path, device_map=places, offload_folder=folder, **options
+        )
 
 
 def device_map(model: torch.nn.Module) -> dict[str, str]:
@@ -83,7 +87,7 @@ def lack_of_room(checkpoint_bytes: int, folder: Path | None) -> str | None:
     ----------
     checkpoint_bytes : int
     folder : Path, optional
-        Where it would be written to. By default it would be in memory.
+        The directory to write to. By default it would be in memory.
     """
     if folder is not None:
         free = shutil.disk_usage(folder).free

@@ -18,8 +18,9 @@ from moecache.integrations.transformers._slots import Regroup, interleaved, sepa
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.slots import CudaSlots
 from moecache.stores import CheckpointStore, GgufStore
+from moecache.stores._index import is_expert
 
-# What leaves experts as stores serve them: one after another, gate above up.
+# Conversions that leave experts as stores serve them: one after another, gate above up.
 _STACKING = ("MergeModulelist", "Concatenate", "ErnieFuseAndSplitTextVisionExperts")
 # A stack that was split: `...experts.7.gate_up_proj`.
 _SPLIT = re.compile(r"\.experts\.\d+\.")
@@ -42,7 +43,7 @@ class Binding:
     dtype : torch.dtype
         Type in which the model computes with the weights.
     has_output_rows : bool
-        Whether the store's matrices are [out, in], whatever the module's are.
+        Whether the store's matrices are [out, in]; the module's may differ.
     regroup : callable or None
         Makes the module's order of rows of the store's where gate and up alternate in one of them:
         `interleaved` or `separated`.
@@ -96,7 +97,11 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
     names = store.layout.layer_names
     return [
         Binding(
-            *(path, module, by_path[path], names[by_path[path]], _dtype(model, path, module)),
+            path,
+            module,
+            by_path[path],
+            names[by_path[path]],
+            _dtype(model, path, module),
             has_output_rows=_has_output_rows(store, by_path[path]),
             regroup=regroup.get(path),
         )
@@ -181,8 +186,28 @@ def check_family(model: nn.Module) -> dict[str, nn.Module]:
     )
 
 
+def check_shapes(model: transformers.PreTrainedModel, store: CheckpointStore) -> None:
+    """Raise FormatError if a weight of the trunk has another shape in a checkpoint.
+
+    transformers would give memory to the model's before it says so, however much that is.
+    """
+    targets = Targets(model)
+    weights = (*model.named_parameters(), *model.named_buffers())
+    wanted = {name: tuple(weight.shape) for name, weight in weights}
+    for name in store.tensor_names:
+        if name in store.trunk_matrices or is_expert(name):
+            continue
+        target, pattern = targets.rename(name)
+        stored = store._entry(name).shape
+        if pattern is None and target in wanted and wanted[target] != stored:
+            raise FormatError(
+                f"{store.path}: {name} is {list(stored)}, but the model of config.json wants "
+                f"{list(wanted[target])}; one of them is damaged, or of another model"
+            )
+
+
 class Targets:
-    """Where transformers puts the tensors of a checkpoint."""
+    """The places to which transformers brings the tensors of a checkpoint."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         modules = find_experts(model)
@@ -212,11 +237,16 @@ class Targets:
         # Modules of layers that `path_of` was asked for whose rows alternate in the checkpoint.
         self.separated: set[str] = set()
 
+    def rename(self, tensor: str) -> tuple[str, str | None]:
+        """Return the weight that a tensor is read into, and the pattern by which if in parts."""
+        target, pattern = self._rename(
+            tensor, self._renamings, self._converters, self._prefix, self._known
+        )
+        return target, pattern
+
     def parameter_of(self, weight: str) -> str | None:
         """Return the parameter that a weight of the trunk is read into; None if there is none."""
-        target, pattern = self._rename(
-            weight, self._renamings, self._converters, self._prefix, self._known
-        )
+        target, pattern = self.rename(weight)
         if target in self._known and pattern is not None:
             raise ConfigError(
                 f"{self._family} is not supported: {target} is put together from quantized "
@@ -229,9 +259,7 @@ class Targets:
         places: dict[str, list[int]] = {}
         path = None
         for (role, _), source in sorted(store.sources(layer).items()):
-            target, pattern = self._rename(
-                source, self._renamings, self._converters, self._prefix, self._known
-            )
+            target, pattern = self.rename(source)
             if pattern is not None:
                 target = self._of_group(source, target, pattern, store.layout.num_experts)
             if target not in self._known:

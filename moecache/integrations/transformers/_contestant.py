@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from moecache import kernels
-from moecache.errors import ConfigError, MoeCacheError, StoreError
-from moecache.integrations.transformers import _baselines, generation, load
+from moecache.errors import ConfigError, FormatError, MoeCacheError, StoreError
+from moecache.integrations.hub import look_up
+from moecache.integrations.transformers import _baselines, generation, load, streams
+from moecache.integrations.transformers._damage import Damage
 from moecache.integrations.transformers._gguf import find_model_config
-from moecache.integrations.transformers._joining import DEFAULT_TIMEOUT_S, begin
+from moecache.integrations.transformers._joining import DEFAULT_TIMEOUT_S, begin, join
+from moecache.integrations.transformers._loading import find_config
 from moecache.prefault.page_cache import evict
 from moecache.sizing.host_memory import peak_rss_bytes
 from moecache.stores import GgufStore, is_gguf, open_store
@@ -43,7 +45,7 @@ def main() -> int:
     task = json.load(sys.stdin)
     try:
         with generation.quiet(verbose=task["verbose"]):
-            found = _prepare(task) if task["kind"] == "prepare" else _measure(task)
+            found = _prepared(task) if task["kind"] == "prepare" else _measure(task)
     except (MoeCacheError, OSError, MemoryError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split()) or type(error).__name__
         found = {"error": text, "usage": isinstance(error, ConfigError)}
@@ -52,15 +54,26 @@ def main() -> int:
     return 1 if "error" in found else 0
 
 
+def _prepared(task: dict[str, Any]) -> dict[str, Any]:
+    """Return what `_prepare` does, once all ranks have it: an error of one is one on all."""
+    if task.get("ranks", 1) == 1:
+        return _prepare(task)
+    with join(True, torch.device("cpu"), DEFAULT_TIMEOUT_S) as ranks:
+        found = _prepare(task)
+        ranks.compare({"the prompt": str(found["prompt"])})
+        return found
+
+
 def _prepare(task: dict[str, Any]) -> dict[str, Any]:
     """Find the checkpoint's files and the prompts."""
     path = task["model"]
     check_model(path)
-    with generation.reading(path):
-        directory = path if Path(path).exists() else _download(path)
-        files, config = _look(directory)
+    directory = path if Path(path).exists() else _download(path)
+    files, config = _look(directory)
     length = task["prompt_tokens"]
     vocabulary = config.get_text_config().vocab_size
+    if not 0 < vocabulary < 2**31:
+        raise FormatError(f"{path}: vocab_size is {str(vocabulary)[:40]}; is config.json damaged?")
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and length + task["new_tokens"] > context:
         raise ConfigError(
@@ -71,12 +84,14 @@ def _prepare(task: dict[str, Any]) -> dict[str, Any]:
         tokenizer = generation.load_tokenizer(directory)
     except StoreError:
         tokenizer = None
+    # Seeds end at 63 bits.
+    other = task["seed"] + (1 if task["seed"] < 2**63 - 1 else -1)
     return {
         "directory": str(Path(directory).resolve()),
         "files": [str(file.resolve()) for file in files],
         "text": tokenizer is not None,
         "prompt": _tokens(tokenizer, _TOPICS, length, vocabulary, task["seed"]),
-        "warm_up_prompt": _tokens(tokenizer, _WARM_UP_TOPICS, length, vocabulary, task["seed"] + 1),
+        "warm_up_prompt": _tokens(tokenizer, _WARM_UP_TOPICS, length, vocabulary, other),
     }
 
 
@@ -86,7 +101,7 @@ def _look(path: str) -> tuple[list[Path], Any]:
         with open_store(path) as store:
             assert isinstance(store, GgufStore)
             return [file.path for file in store.files], find_model_config(store)
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = find_config(path, {}, {})
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise StoreError(f"{path}: has no safetensors files; save it with save_pretrained")
@@ -96,15 +111,16 @@ def _look(path: str) -> tuple[list[Path], Any]:
 def _download(name: str) -> str:
     import huggingface_hub
 
-    return huggingface_hub.snapshot_download(
-        name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
-    )
+    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
+    where = look_up(name)
+    with Damage(name, "download the model"):
+        return huggingface_hub.snapshot_download(name, allow_patterns=wanted, **where)
 
 
 def _tokens(
     tokenizer: Any, topics: Sequence[str], length: int, vocabulary: int, seed: int
 ) -> list[int]:
-    """Return so many tokens of prose, or random ones without a tokenizer."""
+    """Return `count` tokens of prose, or random ones without a tokenizer."""
     if tokenizer is None:
         generator = torch.Generator().manual_seed(seed)
         drawn: list[int] = torch.randint(vocabulary, (length,), generator=generator).tolist()
@@ -156,19 +172,18 @@ def _measure(task: dict[str, Any]) -> dict[str, Any]:
 def _loaded(task: dict[str, Any], folder: str) -> Iterator[Any]:
     path, kind = task["directory"], task["kind"]
     options = {} if task["dtype"] is None else {"dtype": task["dtype"]}
-    with generation.reading(path):
-        if kind == "moecache":
-            chosen = {key: task[key] for key in ("policy", "prefetch", "read", "compute")}
-            if task.get("ranks", 1) > 1:
-                begin(torch.device("cpu"), DEFAULT_TIMEOUT_S, f"moecache/bench/{task['group']}")
-                options["expert_parallel"] = True
-            model = load(path, task["memory"], **chosen, **options)
-        elif kind == "resident":
-            model = _baselines.load_resident(path, **options)
-        elif kind == "disk_offload":
-            model = _baselines.load_disk_offload(path, folder, **options)
-        else:
-            model = _baselines.load_experts_on_disk(path, folder, **options)
+    if kind == "moecache":
+        chosen = {key: task[key] for key in ("policy", "prefetch", "read", "compute")}
+        if task.get("ranks", 1) > 1:
+            begin(torch.device("cpu"), DEFAULT_TIMEOUT_S, f"moecache/bench/{task['group']}")
+            options["expert_parallel"] = True
+        model = load(path, task["memory"], **chosen, **options)
+    elif kind == "resident":
+        model = _baselines.load_resident(path, **options)
+    elif kind == "disk_offload":
+        model = _baselines.load_disk_offload(path, folder, **options)
+    else:
+        model = _baselines.load_experts_on_disk(path, folder, **options)
     with model.moecache if kind == "moecache" else contextlib.nullcontext():
         yield model
 
@@ -180,7 +195,7 @@ def _generate(model: Any, task: dict[str, Any], prompt: list[int], tokens: int) 
         if task["kind"] == "moecache":
             snapshots.append(model.moecache.stats())
 
-    times = generation.TokenTimes(on_first=note)
+    times = streams.TokenTimes(on_first=note)
     note()
     generation.continue_tokens(
         model,

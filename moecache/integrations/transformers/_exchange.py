@@ -12,11 +12,11 @@ import torch
 from moecache.errors import MoeCacheError
 from moecache.integrations.transformers._ranks import Ranks
 
-# A message begins with what became of the step, and a checksum of its ids.
+# A message begins with the step's outcome and a checksum of its ids.
 _HEADER = 16
 _OK, _FAILED = 0, 1
-# From so many bytes of rows on, what is resident is sent while misses are read: it takes one more
-# collective, whose latency is that of so many bytes at a gigabit per second.
+# From this many bytes of rows on, rows of resident experts are sent while misses are read. That
+# takes one more collective; at a gigabit per second its latency equals that of these bytes.
 EARLY_BYTES = 64 * 1024
 
 
@@ -24,7 +24,7 @@ class Exchange:
     """The rows of one step: those of this rank's experts, and then everybody's. A context manager.
 
     All ranks have the same ids, and so know which rows come from where. Nothing is added up on its
-    way: a row has the bits that its rank computed. Where there is much to send, the rows of the
+    way: a row has the bits that its rank computed. If there is much to send, the rows of the
     first wave go as soon as they are computed, while misses are read; a collective of one byte per
     row says before which these are.
 
@@ -69,7 +69,7 @@ class Exchange:
         self._sends: list[Any] = []
         self._masks: list[torch.Tensor] = []
         self._gathering: Any = None
-        # What is awaited: whose, which pairs, into which bytes, and the work.
+        # The awaited messages: sender, pairs, bytes to receive into, and the work.
         self._awaited: list[tuple[int, np.ndarray, torch.Tensor, Any]] = []
         self._done = np.zeros(len(self._pairs[ranks.rank]), bool)
         self._early: list[np.ndarray] | None = None  # of each rank, which rows went first

@@ -1,8 +1,7 @@
 """Experts modules of a model, with and without their weights."""
 
 import math
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -62,20 +61,6 @@ class OffloadedExperts(NotCopied, nn.Module):
                 "experts implementation 'moecache', get them back with model.moecache.detach()"
             )
         return super().__getattr__(name)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return those of the module; refuse to peft what it would leave out without an error."""
-        caller = sys._getframe(1)
-        if str(caller.f_globals.get("__name__", "")).startswith("peft."):
-            for target in caller.f_locals.get("target_names", ()):
-                if str(target).rpartition(".")[2] in self.__dict__.get(_WEIGHTS, ()):
-                    raise ExpertsNotResidentError(
-                        f"peft cannot adapt target_parameters {target!r}: experts are read from "
-                        "the checkpoint into slots, where nothing trains them; name modules that "
-                        "are no experts in target_modules, or get the experts back with "
-                        "model.moecache.detach() first"
-                    )
-        return super().named_parameters(*args, **kwargs)
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:

@@ -21,12 +21,12 @@ from moecache.integrations.transformers._experts import become, become_again
 from moecache.integrations.transformers._gates import gate_of
 from moecache.integrations.transformers._operators import operator
 from moecache.integrations.transformers._ranks import Ranks
-from moecache.kernels import SlotKernel, takes_int8
+from moecache.kernels import SlotKernel
 from moecache.kernels._kernels import Matrix
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import COMPUTE
 
-# With more rows torch's products are as fast, and what they cost is not the reading of weights.
+# With more rows torch's products are as fast: reading weights is no longer the main cost.
 MAX_ROWS = 8
 TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -49,34 +49,27 @@ def kernel_of(
 ) -> SlotKernel:
     """Return what computes the experts of a module in the runtime's slots.
 
-    `is_interleaved`: rows of gate and of up alternate there, whatever the module has.
+    `is_interleaved`: rows of gate and of up alternate in the slots, not always in the module.
 
     Raises
     ------
     ConfigError
-        If there is no kernel for them, or none in any layer that "fast-int8" would change.
+        If there is no kernel for them.
     """
     pool, family = runtime.pool, type(module).__name__
-    remedy = '"torch"'
     try:
         if is_transposed:
             raise ConfigError("their weights are stored transposed, [in, out]")
         gate = gate_of(module)
-        if compute == "fast-int8" and not any(
-            takes_int8(role.format) for roles in runtime.layout.layers for role in roles
-        ):
-            remedy = '"fast"'
-            raise ConfigError("activations of 8 bits are for experts of q8_0 and q4_0")
         return SlotKernel(
             lambda slot: runtime.expert(slot, layer),
             pool.num_slots,
             roles=runtime.layout.layers[layer],
             **gate,
             is_interleaved=is_interleaved,
-            activations="int8" if compute == "fast-int8" else "float",
         )
     except ConfigError as error:
-        raise no_kernel(family, compute, str(error), remedy) from error
+        raise no_kernel(family, compute, str(error)) from error
 
 
 def no_kernel(family: str, compute: str, problem: str, remedy: str = '"torch"') -> ConfigError:
@@ -132,9 +125,16 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor
     width = rows.shape[1]
     out = torch.empty((num_tokens, width), dtype=hidden.dtype)
     kernels.combine(
-        *(rows.data_ptr(), num_tokens, top_k, width),
-        *(weights.data_ptr(), TYPES[weights.dtype], top_k * weights.element_size()),
-        *(out.data_ptr(), TYPES[out.dtype], width * out.element_size()),
+        rows.data_ptr(),
+        num_tokens,
+        top_k,
+        width,
+        weights.data_ptr(),
+        TYPES[weights.dtype],
+        top_k * weights.element_size(),
+        out.data_ptr(),
+        TYPES[out.dtype],
+        width * out.element_size(),
     )
     return out
 
@@ -241,7 +241,7 @@ def _torch_functions() -> ModuleType:
 def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Return whether these are few rows that kernels take, and no gradient is asked.
 
-    Whatever does not fit together is torch's to refuse.
+    Torch itself refuses tensors that do not fit together.
     """
     shape, columns = weight.shape, given.shape[-1] if given.dim() else 0
     return (
@@ -296,8 +296,13 @@ def _linear(
     terms = (0, kind) if bias is None else (bias.data_ptr(), TYPES[bias.dtype])
     # Made for each call, as a weight may change between two; it takes a microsecond.
     Matrix(weight.data_ptr(), kind, rows, columns, columns * size).multiply(
-        *(given.data_ptr(), kind, input.numel() // columns, columns * size),
-        *(result.data_ptr(), kind, rows * size),
+        given.data_ptr(),
+        kind,
+        input.numel() // columns,
+        columns * size,
+        result.data_ptr(),
+        kind,
+        rows * size,
         *terms,
     )
     return result

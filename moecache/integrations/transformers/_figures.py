@@ -1,4 +1,4 @@
-"""What a model's report says of its products: bytes of weights, and how fast they were read."""
+"""The products in a model's report: bytes of weights, and how fast they were read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,13 +50,13 @@ def compute_stats(
         sizes[layer] = sum(role.nbytes if a is None else a.nbytes for role, a in roles)
         formats |= {r.format or str(r.dtype if a is None else a.dtype) for r, a in roles}
     is_fast, on_host = compute != "torch", isinstance(runtime.pool, HostSlots)
-    # What a GPU does at a time is not known to the host, which waits for none of it.
+    # The host does not time the GPU's work, as it waits for none of it.
     timed = {n: kernel for n, kernel in computed.items() if isinstance(kernel, SlotKernel)}
     busy_ns = sum(kernel.busy_ns for kernel in timed.values())
     bytes_computed = sum(sizes[layer] * kernel.num_computed for layer, kernel in timed.items())
     bytes_per_s = None
     if busy_ns:
-        bytes_per_s = bandwidth(runtime.profile_path, at_least=bytes_computed / (busy_ns / 1e9))
+        bytes_per_s = bandwidth(runtime.usage.path, at_least=bytes_computed / (busy_ns / 1e9))
     return ComputeStats(
         compute=compute,
         level=("" if not is_fast else kernels.level() if on_host else "cuda"),

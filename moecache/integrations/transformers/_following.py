@@ -1,4 +1,4 @@
-"""Rank 0 talks, the others follow: what a command of several processes is made of."""
+"""Rank 0 talks, the others follow: the parts of a command of several processes."""
 
 import contextlib
 import json
@@ -148,7 +148,7 @@ def announced(
 
 
 def gathered_figures(model: Any) -> list[dict[str, Any]]:
-    """Return the figures of all ranks, by rank; of one process without others, its own.
+    """Return the figures of all ranks, by rank; a process without others has its own alone.
 
     On rank 0 of a command; the others `follow`.
     """

@@ -14,7 +14,7 @@ from moecache.integrations.transformers._operators import number_of, numbered, o
 from moecache.integrations.transformers._slots import SlotLayer, SlotWeights, layer_of, pairs_of
 from moecache.runtime.steps import Wave
 
-# A multiple of what torch's element-wise kernels take at once, in any dtype.
+# A multiple of the elements that torch's element-wise kernels take at once, in any dtype.
 _VECTOR = 64
 
 
@@ -146,7 +146,7 @@ def _activated(
 ) -> torch.Tensor:
     """Return the activations of a wave's rows, each as it is at its place among all pairs.
 
-    What is left of whole vectors at the end of a tensor may be rounded otherwise.
+    Elements after the last whole vector of a tensor may be rounded otherwise.
     """
     place = torch.from_numpy(places).to(up.device)
     rows = up.new_zeros((num_pairs, up.shape[1]))

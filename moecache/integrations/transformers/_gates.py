@@ -1,4 +1,4 @@
-"""What stands between an expert's two products, by the names of the kernels."""
+"""The gate between an expert's two products, by the names of the kernels."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ _CLAMPED = {
     "Glm5NextTextExperts": "swiglu_limit",
     "HYV4Experts": "swiglu_limit",
 }
-# What these compute in float32 the kernels do anyway.
+# These compute in float32, as the kernels do for all.
 _USUAL = ("BeamExperts",)
 
 

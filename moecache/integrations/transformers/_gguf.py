@@ -14,7 +14,7 @@ from moecache.stores import GgufStore
 def find_model_config(store: GgufStore) -> transformers.PretrainedConfig:
     """Return the configuration of a file's model, in bfloat16 unless the file has float32 alone.
 
-    Embedding and head are said to be two matrices, whatever the file has: one that stays quantized
+    Embedding and head count as two matrices, even if the file has one: one that stays quantized
     has another order in either.
     """
     found = find_config(store.metadata, store.tensor_shapes)
@@ -43,7 +43,7 @@ def share_embedding(model: transformers.PreTrainedModel, weights: Sequence[Trunk
     both = [module._parameters.get("weight") for module in (one, other) if module is not None]
     is_same = one in read and read[one] == read.get(other)
     if is_same and len(both) == 2 and None not in both:
-        # What is saved later has one of them, and says so.
+        # A model saved later has one of them, and says so.
         model.config.get_text_config().tie_word_embeddings = True
         model.config.tie_word_embeddings = True
         other.weight = one.weight

@@ -1,7 +1,8 @@
 """Groups: connections among the ranks of one model, made and ended without anybody else."""
 
+import contextlib
 import secrets
-import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,8 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from moecache.integrations.transformers._deadlines import call_within
+
 # At the start ranks wait at least so long: another one may still read its weights.
 START_S = 300.0
+# One that waits looks for ranks that are gone so often.
+LOOK_S = 2.0
+# Ctrl-C ends a wait for a collective after so long.
+_SLICE_S = 0.25
 # Ending groups takes no time, unless somebody does not answer.
 _END_S = 5.0
 
@@ -51,6 +58,22 @@ def _common_name(group: Any, limit: timedelta, device: torch.device) -> str:
     return str(int(number))
 
 
+def wait_in_slices(work: Any, look: Callable[[], object] = bool) -> None:
+    """Wait for a collective; raise, as `look` does, what that raises every `LOOK_S` meanwhile.
+
+    torch itself would not let Ctrl-C come through before the time-out.
+    """
+    looked = time.monotonic()
+    while not work.is_completed():
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(seconds=_SLICE_S))
+        if time.monotonic() - looked > LOOK_S:
+            look()
+            looked = time.monotonic()
+    # Raises what it failed with.
+    work.wait()
+
+
 def let_go(groups: list[Any]) -> None:
     """End groups, whose list must have the last references."""
     within(groups.clear)
@@ -61,6 +84,5 @@ def within(end: Callable[[], object]) -> None:
 
     A group waits for what was begun and timed out, which nobody may ever answer.
     """
-    thread = threading.Thread(target=end, name="moecache-end", daemon=True)
-    thread.start()
-    thread.join(_END_S)
+    with contextlib.suppress(TimeoutError):
+        call_within(end, _END_S, "a group that ends")

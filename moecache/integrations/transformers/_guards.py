@@ -1,4 +1,4 @@
-"""What a model refuses while its experts are in no module: to be written or copied without them."""
+"""Guards of a model whose experts are in no module: it is not written or copied without them."""
 
 import functools
 import logging

@@ -45,12 +45,15 @@ def make_kernels(
         alternate = _is_interleaved(binding)
         if not isinstance(runtime.pool, CudaSlots):
             made[layer] = kernel_of(
-                *(module, runtime, layer, compute), is_transposed=turned, is_interleaved=alternate
+                module, runtime, layer, compute, is_transposed=turned, is_interleaved=alternate
             )
             continue
         try:
             made[layer] = device_kernel_of(
-                *(module, runtime, layer, binding.dtype, compute),
+                module,
+                runtime,
+                layer,
+                binding.dtype,
                 is_transposed=turned,
                 is_interleaved=alternate,
             )

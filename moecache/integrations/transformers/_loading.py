@@ -11,13 +11,16 @@ import transformers
 
 from moecache import kernels
 from moecache.cuda import parse_device
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, FormatError
+from moecache.integrations.hub import look_up
 from moecache.integrations.transformers._arguments import (
     AUTOMATIC,
     check_arguments,
     check_keywords,
     check_names,
+    split_options,
 )
+from moecache.integrations.transformers._damage import FILES, Damage, check_generation, check_sizes
 from moecache.integrations.transformers._fast import check_compute
 from moecache.integrations.transformers._gguf import (
     find_model_config,
@@ -29,42 +32,27 @@ from moecache.integrations.transformers._parallel import facts_of
 from moecache.integrations.transformers._quantizer import MoeCacheConfig
 from moecache.integrations.transformers._ranks import Ranks
 from moecache.integrations.transformers._slots import device_of
+from moecache.integrations.transformers._source import Source
+from moecache.layout import ExpertLayout
 from moecache.prefault.mappings import read_mappings, split
-from moecache.prefault.sweep import Progress
-from moecache.prefetch.predict import Predictor
 from moecache.ranks import Placement, Share
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
-from moecache.stores import GgufStore, is_gguf, open_store
+from moecache.stores import CheckpointStore, GgufStore
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
 from moecache.stores._quantized import Quantization
-from moecache.stores._versions import unchanged, versions_of
 
-# What torch's products take and keep; some of it is compiled for each number of rows. Measured were
-# 230 MiB after a prompt of 512, and 16 in decoding alone.
+# Memory that torch's products take and keep, partly for code compiled for each number of rows:
+# measured were 230 MiB after a prompt of 512, and 16 in decoding alone.
 _TORCH_BYTES = 256 * 2**20
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | CheckpointStore,
     memory: int | str | None = None,
     device: str = "cpu",
     *,
-    slots: int | None = None,
-    policy: str | None = None,
-    scope: str | None = None,
-    prefetch: str | Predictor | None = None,
-    read: str | None = None,
-    reserve: int | str | None = None,
-    lock: bool | None = None,
-    profile: str | os.PathLike[str] | None = None,
-    loader_threads: int | None = None,
-    prefault: str | None = None,
-    progress: Progress | None = None,
-    record_trace: str | os.PathLike[str] | None = None,
-    warmpin: int | str | None = None,
-    warmpin_after: int | None = None,
     compute: str | None = None,
     num_threads: int | None = None,
     trunk: str | None = None,
@@ -72,7 +60,7 @@ def load(
     expert_parallel: Any = None,
     placement: str | os.PathLike[str] | Placement | None = None,
     rank_timeout_s: float | None = None,
-    **from_pretrained: Any,
+    **keywords: Any,
 ) -> Any:
     """Load a mixture-of-experts model with its experts in a bounded amount of memory.
 
@@ -84,39 +72,30 @@ def load(
 
     Parameters
     ----------
-    path : str or Path
+    path : str, Path or CheckpointStore
         A checkpoint directory, a GGUF file (the first of a split one, or its directory), or a
-        name on the model hub.
+        name on the model hub. Or a checkpoint that is open: it is closed with the model, and
+        also on an error.
     memory : int or str, optional
-        Bytes for experts, such as "4GiB", or a share of them, "25%": what the trunk and
-        the KV cache take comes on top. By default MOECACHE_MEMORY, else what is free
+        Bytes for experts, such as "4GiB", or a share of them, "25%": the trunk and
+        the KV cache come on top. By default MOECACHE_MEMORY, else what is free
         when the trunk is loaded, less `reserve`.
     device : str, default "cpu"
-        Where trunk and slots are: "cpu", or a GPU, "cuda" or "cuda:1". There the slots hold
+        The device of trunk and slots: "cpu", or a GPU, "cuda" or "cuda:1". There the slots hold
         what the file holds: `dtype` must be the checkpoint's own, as it is by default.
-    prefetch : {"auto", "router", "echo", "last", "off"} or Predictor, optional
-        Which guesses are read before a layer asks. "router": those of the next layer's
-        own router, applied to this layer's input. "auto": the same, as long as tokens
-        are faster with it than without. The others as for `moecache.open`. By default
-        MOECACHE_PREFETCH, else "auto".
-    slots, policy, scope, read, reserve, lock, profile, loader_threads, prefault, progress, \
-record_trace, warmpin, warmpin_after
-        See `moecache.open`.
-    compute : {"torch", "fast", "fast-int8"}, optional
-        What multiplies; by default "torch", and "fast" where experts are in a format such as
+    compute : {"torch", "fast"}, optional
+        The multiplier; by default "torch", and "fast" where experts are in a format such as
         q4_0. "torch": transformers' own products, of such experts' values. "fast": moecache's
-        kernels, for experts and for the trunk's linear layers where there are up to 8 rows; with
-        AVX-512's products of bfloat16 at the speed at which weights can be read. Sums are float32
-        in an order of their own, and the activations between an expert's products are rounded once:
-        the output is that of the same model at any number of slots and threads, bit for bit,
-        but not transformers'. "fast-int8": the same with activations of 8 bits for experts of
-        q8_0 and q4_0, for processors without products of bfloat16; refused if none has these
-        formats. On a GPU "fast" is for the experts alone, see docs/cuda.md.
+        kernels, for experts and for the trunk's linear layers where there are up to 8 rows, near
+        the speed at which weights can be read. Weights of integers are multiplied by activations
+        of 15 bits, sums are float32 in an order of their own: the output is that of the same model
+        at any number of slots and threads, bit for bit, but not transformers'. On a GPU "fast" is
+        for the experts alone, see docs/cuda.md.
     num_threads : int, optional
         Threads of the kernels, of all models of the process. By default MOECACHE_THREADS, else
         the cores that the process may use.
     trunk : {"bf16", "native"}, optional
-        Of a quantized checkpoint, what becomes of the linear layers that are no experts': values
+        Form of a quantized checkpoint's linear layers that are no experts': values
         in the model's dtype; or, "native", they stay quantized, take as many bytes as in the file,
         and are computed by the kernels, for any number of rows. By default "native" for a GGUF
         file whose experts are computed by the kernels, else "bf16".
@@ -135,9 +114,14 @@ record_trace, warmpin, warmpin_after
     rank_timeout_s : float, default 60
         Seconds, from 1 to 86,400, after which a rank that does not answer is an error on all
         others. While ranks find each other and load, they wait 300 seconds at least.
-    **from_pretrained
-        Passed on, such as `dtype`, `attn_implementation` or `revision`. `device_map` "auto" and
-        "sequential" mean `device`.
+    **keywords
+        Options of `moecache.open` (`moecache.Options` says what each does): slots, policy, scope,
+        prefetch, read, reserve, lock, profile, loader_threads, prefault, progress, record_trace,
+        warmpin, warmpin_after. `prefetch` may also be "router": the guesses of the next layer's
+        own router, applied to this layer's input, are read before it asks; "auto" is the same, as
+        long as tokens are faster with it than without.
+        All others go to `from_pretrained`, such as `dtype`, `attn_implementation` or `revision`.
+        `device_map` "auto" and "sequential" mean `device`.
 
     Returns
     -------
@@ -155,73 +139,50 @@ record_trace, warmpin, warmpin_after
     TypeError
         If neither this nor `from_pretrained` has an argument.
     """
+    options, from_pretrained = split_options(keywords)
     ranks = None
     if expert_parallel:
         device = local_device(device)
         ranks = join(expert_parallel, torch.device(device), rank_timeout_s)
     elif placement is not None or rank_timeout_s is not None:
         raise ConfigError("placement and rank_timeout_s are for expert_parallel=True")
-    # What fails on one rank, the others are told.
-    with nullcontext() if ranks is None else ranks:
-        check_arguments(device, from_pretrained)
-        if from_pretrained.get("device_map") in AUTOMATIC:
-            del from_pretrained["device_map"]
+    # A failure on one rank is told to the others.
+    with nullcontext() if ranks is None else ranks, Source(path) as source:
         # Before the trunk is read, which may take minutes.
-        check_compute("torch" if compute is None else compute)
-        if compute == "fast-int8" and parse_device(device) is not None:
-            raise ConfigError(f'compute="fast-int8" multiplies in RAM, not on {device}; use "fast"')
-        if trunk == "native" and parse_device(device) is not None:
-            raise ConfigError(f'trunk="native" is computed in RAM, not on {device}; use "bf16"')
-        check_names(policy=policy, scope=scope, read=read, prefetch=prefetch, trunk=trunk)
+        on_host = parse_device(device) is None
+        _check(device, options, from_pretrained, compute=compute, trunk=trunk)
+        check_model(source.path)
         if num_threads is not None:
             kernels.use_threads(num_threads)
-        check_model(path)
-        on_host = parse_device(device) is None
-        given = path, on_host, model_class, from_pretrained
-        if is_gguf(Path(path)):
-            model = _make_of_gguf(*given, trunk, compute)
-        else:
-            model = _make(*given, trunk or "bf16", compute)
-        directory, versions, layers, dtype, usual = model.__dict__.pop("_moecache_source")
-        compute = compute or usual
+        make = _make_of_gguf if source.is_gguf else _make
+        model = make(source, model_class, from_pretrained, trunk, compute, on_host=on_host)
+        compute = compute or source.compute
         if expert_parallel and compute != "torch" and not on_host:
             raise ConfigError(
                 f'compute="fast" on {device} is for one process; with expert_parallel use "torch"'
             )
-        with unchanged(versions) as check:
-            share = None if ranks is None else _share_of(ranks, directory, layers, placement)
-            runtime = open(
-                directory,
-                memory,
-                device,
-                slots=slots,
-                policy=policy,
-                scope=scope,
-                dtype=dtype if on_host else None,
-                read=read,
-                reserve=reserve,
-                lock=lock,
-                profile=profile,
-                loader_threads=loader_threads,
-                # The predictor that the look-ahead replaces; it still guesses for the first layer.
-                prefetch="echo" if prefetch == "router" else prefetch,
-                prefault=prefault,
-                progress=progress,
-                record_trace=record_trace,
-                warmpin=warmpin,
-                warmpin_after=warmpin_after,
-                layers=layers,
-                host_bytes=_host_bytes(model, compute) if on_host else None,
-                share=share,
-            )
+        source.store.keep_layers(source.layers)
+        share = None if ranks is None else _share_of(ranks, source.store.layout, placement)
+        look_ahead = options.get("prefetch") == "router"
+        if look_ahead:
+            # The predictor that the look-ahead replaces; it still guesses for the first layer.
+            options["prefetch"] = "echo"
+        runtime = open(
+            source.take(),
+            memory,
+            device,
+            **options,
+            dtype=source.dtype if on_host else None,
+            host_bytes=_host_bytes(model, compute) if on_host else None,
+            share=share,
+        )
         try:
-            check(runtime.store)
             # After the slots, whose plan leaves room for it.
             model = model.to(device_of(runtime))
             Offload(
                 model,
                 runtime,
-                look_ahead=True if prefetch == "router" else None,
+                look_ahead=True if look_ahead else None,
                 compute=compute,
                 owned=True,
                 ranks=ranks,
@@ -234,70 +195,99 @@ record_trace, warmpin, warmpin_after
         return model
 
 
+def _check(
+    device: str,
+    options: dict[str, Any],
+    from_pretrained: dict[str, Any],
+    *,
+    compute: str | None,
+    trunk: str | None,
+) -> None:
+    """Refuse what cannot be used, before anything is read."""
+    check_arguments(device, from_pretrained)
+    if from_pretrained.get("device_map") in AUTOMATIC:
+        del from_pretrained["device_map"]
+    check_compute("torch" if compute is None else compute)
+    if trunk == "native" and parse_device(device) is not None:
+        raise ConfigError(f'trunk="native" is computed in RAM, not on {device}; use "bf16"')
+    check_names(trunk=trunk, **options)
+
+
 def _share_of(
-    ranks: Ranks,
-    directory: Any,
-    layers: Any,
-    placement: str | os.PathLike[str] | Placement | None,
+    ranks: Ranks, layout: ExpertLayout, placement: str | os.PathLike[str] | Placement | None
 ) -> Share | None:
     """Return this rank's share of a checkpoint's experts; `None` if it is the only rank."""
     if isinstance(placement, (str, os.PathLike)):
         placement = Placement.load(placement)
-    with open_store(directory, mapped=False, layers=layers) as store:
-        ranks.place(store.layout, placement)
+    ranks.place(layout, placement)
     return ranks.share
 
 
 def _make(
-    path: str | os.PathLike[str],
-    on_host: bool,
+    source: Source,
     model_class: Any,
     from_pretrained: dict[str, Any],
-    trunk: str,
+    trunk: str | None,
     compute: str | None,
+    *,
+    on_host: bool,
 ) -> Any:
     """Return the model of a checkpoint's directory without its experts."""
+    path = source.path
+    from_pretrained = {**from_pretrained, **look_up(path, **from_pretrained)}
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     config = find_config(path, hub, from_pretrained)
     check_keywords(load, model_class or find_model_class(config), config, from_pretrained)
     if _quantized_parts(config):
         if not on_host and Path(path).is_dir():
             # Before the trunk is read.
-            with open_store(path) as store:
-                check_on_device(store.layout, compute)
+            check_on_device(source.open().layout, compute)
         from_pretrained = _without_quantization(path, config, from_pretrained)
     if model_class is None:
         model_class = find_model_class(config)
-    return model_class.from_pretrained(
-        path, **{**from_pretrained, "quantization_config": MoeCacheConfig(trunk)}
+    if os.path.isdir(path):
+        # transformers goes on without one that is no JSON.
+        read_config(Path(path) / "generation_config.json")
+    kept = MoeCacheConfig(
+        trunk or "bf16",
+        source=source,
+        checks_shapes=not from_pretrained.get("ignore_mismatched_sizes", False),
     )
+    with Damage(path, "load the model", *FILES):
+        model = model_class.from_pretrained(
+            path, **{**from_pretrained, "quantization_config": kept}
+        )
+    check_generation(path, getattr(model, "generation_config", None))
+    return model
 
 
 def _make_of_gguf(
-    path: str | os.PathLike[str],
-    on_host: bool,
+    source: Source,
     model_class: Any,
     from_pretrained: dict[str, Any],
     trunk: str | None,
     compute: str | None,
+    *,
+    on_host: bool,
 ) -> Any:
     """Return the model of a GGUF file without its experts."""
     for name in ("config", *_HUB):
         if from_pretrained.get(name) is not None:
             raise ConfigError(f"{name} cannot be given to load with a GGUF file, which has it all")
     check_keywords(load, model_class, None, from_pretrained)
-    with open_store(path) as store:
-        if not on_host:
-            check_on_device(store.layout, compute)
-        assert isinstance(store, GgufStore)
-        config, versions = find_model_config(store), versions_of(store)
-        compute = compute or kernels.default_compute(store.layout)
-        if on_host and trunk is None and compute != "torch":
-            trunk = "native"
-    kept = MoeCacheConfig(trunk or "bf16", str(path), versions)
+    store = source.open()
+    assert isinstance(store, GgufStore)
+    if not on_host:
+        check_on_device(store.layout, compute)
+    config = find_model_config(store)
+    compute = compute or kernels.default_compute(store.layout)
+    if on_host and trunk is None and compute != "torch":
+        trunk = "native"
+    kept = MoeCacheConfig(trunk or "bf16", source=source)
     # transformers has nothing to read.
     given = {**from_pretrained, "config": config, "state_dict": {}, "quantization_config": kept}
-    return (model_class or find_model_class(config)).from_pretrained(None, **given)
+    with Damage(source.path, "build the model"):
+        return (model_class or find_model_class(config)).from_pretrained(None, **given)
 
 
 def find_config(
@@ -309,9 +299,19 @@ def find_config(
         return config
     if config is None and os.path.isdir(path):
         # transformers stumbles over what is no object there.
-        _check_quantization(path, read_config(Path(path) / "config.json"))
+        said = read_config(Path(path) / "config.json")
+        _check_quantization(path, said)
+        check_sizes(path, said)
     trusted = {"trust_remote_code": from_pretrained.get("trust_remote_code")}
-    return transformers.AutoConfig.from_pretrained(config or path, **hub, **trusted)
+    with Damage(config or path, "read the configuration", "config.json"):
+        found = transformers.AutoConfig.from_pretrained(config or path, **hub, **trusted)
+    names = found.architectures
+    if names is not None and not (isinstance(names, list) and all(type(n) is str for n in names)):
+        raise FormatError(
+            f"{Path(config or path) / 'config.json'}: architectures is {ascii(names)[:40]}, not a "
+            "list of names"
+        )
+    return found
 
 
 def find_model_class(config: Any) -> Any:
@@ -320,7 +320,7 @@ def find_model_class(config: Any) -> Any:
         return transformers.AutoModelForCausalLM  # code of the checkpoint's own
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
-        if found is not None:
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     return transformers.AutoModelForCausalLM
 
@@ -356,7 +356,7 @@ def _without_quantization(
     config = copy.deepcopy(config)
     for level in _quantized_parts(config):
         del level.quantization_config
-    # What transformers would take the dtype from are codes.
+    # The tensors from which transformers would take the dtype hold codes.
     usual = {} if config.dtype else {"dtype": torch.bfloat16}
     return {**usual, **from_pretrained, "config": config}
 

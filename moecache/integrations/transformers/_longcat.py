@@ -57,7 +57,7 @@ def _forward(
     weights = weights.gather(1, order)
     is_real = ids < experts.num_routed_experts
     tokens = is_real.any(dim=1).nonzero()[:, 0]
-    # Where there is none to be computed, another of the token's stands: the first is a real one.
+    # A copy of the token's first expert, which is a real one, stands for those without weights.
     asked = torch.where(is_real, ids, ids[:, :1])[tokens]
 
     def compute(wave: Wave, of_wave: list[SlotWeights], counts: list[int]) -> torch.Tensor:

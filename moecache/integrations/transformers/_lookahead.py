@@ -35,7 +35,7 @@ class RouterLookAhead:
     ) -> None:
         self._routers = list(routers)
         self._fallback = fallback
-        # What each router gets beside the hidden states, such as its layer's correction bias.
+        # Each router's arguments beside the hidden states, such as its layer's correction bias.
         self._others: list[tuple[Any, ...] | None] = [None] * len(self._routers)
         self._seen = threading.local()
         self._hooks = [
@@ -91,7 +91,7 @@ class RouterLookAhead:
             if torch.is_grad_enabled() and hidden.requires_grad:
                 outside(layer, arguments)
                 return None
-            # What the router takes is what the operator returns: it is called before.
+            # The router takes the operator's result, so the operator is called before it.
             return torch.ops.moecache.note(hidden, others, layer, given), *others
 
         return note
@@ -145,7 +145,7 @@ def find_routers(model: Any, paths: Sequence[str]) -> list[nn.Module | None]:
 
 
 def _likeliest(output: Any, n: int) -> np.ndarray:
-    """Return up to n experts, the chosen first, of what a router returned."""
+    """Return up to n experts of a router's result, the chosen first."""
     parts = output if isinstance(output, tuple) else (output,)
     chosen = [part for part in parts if not part.is_floating_point()]
     # The logits or probabilities of all experts, rather than those of the chosen ones.

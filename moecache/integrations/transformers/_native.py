@@ -25,7 +25,7 @@ _KIND = "_moecache_kind"
 
 
 class NativeValues(torch.Tensor):
-    """Values of a weight that stays quantized: what is written to them would change no layer."""
+    """Values of a weight that stays quantized: writing to them would change no layer."""
 
     @classmethod
     def __torch_function__(
@@ -35,7 +35,7 @@ class NativeValues(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Refuse to be written to, also by way of views; what is computed of it is torch's own."""
+        """Refuse to be written to, also by way of views; computed results are plain tensors."""
         # The functions of nn.init name all of their arguments.
         given: Any = next(iter((*args, *(kwargs or {}).values())), None)
         name = func.__name__
@@ -52,7 +52,7 @@ class NativeValues(torch.Tensor):
         return out
 
 
-# Python's own names of what writes in place, and what has such a name and writes nothing.
+# Python's names of methods that write in place; `_HARMLESS` are named alike and write nothing.
 _WRITING = {
     *("__setitem__", "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__"),
     *("__imod__", "__imul__", "__ior__", "__ipow__", "__irshift__", "__isub__", "__ixor__"),
@@ -127,7 +127,7 @@ class NativeLinear(NativeLayer):
 
 
 class NativeEmbedding(NativeLayer):
-    """An embedding that has its rows as in the file: the values of those that are asked for."""
+    """An embedding that keeps its rows as in the file, and dequantizes those asked for."""
 
     def values(self) -> torch.Tensor:
         """Return the values of the weight."""
@@ -247,8 +247,13 @@ def _operator(
     out = given.new_empty((*input.shape[:-1], rows))
     terms = None if bias is None else bias.to(given.dtype).contiguous()
     Matrix(_on_host(form).data_ptr(), name, rows, columns).multiply(
-        *(given.data_ptr(), kind, given.numel() // max(columns, 1), columns * size),
-        *(out.data_ptr(), kind, rows * size),
+        given.data_ptr(),
+        kind,
+        given.numel() // max(columns, 1),
+        columns * size,
+        out.data_ptr(),
+        kind,
+        rows * size,
         *((0, kind) if terms is None else (terms.data_ptr(), kind)),
     )
     return out.to(input.dtype)

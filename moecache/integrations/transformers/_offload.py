@@ -1,4 +1,4 @@
-"""Offload: what a model has as `model.moecache` while its experts are in slots."""
+"""Offload: `model.moecache` of a model whose experts are in slots."""
 
 import logging
 import weakref
@@ -104,10 +104,10 @@ class Offload(NotCopied):
         self._detached = False
         self._model = weakref.ref(model)
         prefetch = runtime.stats().prefetch
-        # What predicts without this model, and in which mode.
+        # The runtime's predictor without this model, and its mode.
         self._before = runtime.predictor, None if prefetch is None else prefetch.mode
         self._look_ahead: RouterLookAhead | None = None
-        # What may fail comes first, and an interrupt last: the model is changed as a whole.
+        # Calls that may fail come first, and interrupts wait: the model is changed as a whole.
         routers = self._routers(model, look_ahead)
         with uninterrupted():
             # Llama 4's and LongCat's that were patched; raises before anything was changed.
@@ -125,7 +125,6 @@ class Offload(NotCopied):
             self._agreements = [] if ranks is None else list(agree_before(model, ranks))
             self._hook = model.register_forward_pre_hook(SequenceHook(runtime), with_kwargs=True)
             guard(model, getattr(runtime.store, "path", Path()))
-            model.__dict__.pop("_moecache_source", None)
             self._start_look_ahead(routers)
             model.__dict__["moecache"] = self
 
@@ -247,7 +246,9 @@ class Offload(NotCopied):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close it."""
+        """Close it; other ranks are told of an error."""
+        if error is not None and self.ranks is not None and not self._released:
+            self.ranks.fail(error)
         self.close()
 
     def _release(self) -> None:
@@ -376,8 +377,8 @@ def attach(
     look_ahead : bool, optional
         Have the next layer's router name the experts that are read ahead. By default if
         the runtime's prefetch is "auto".
-    compute : {"torch", "fast", "fast-int8"}, optional
-        What multiplies; see `load`.
+    compute : {"torch", "fast"}, optional
+        The multiplier; see `load`.
 
     Returns
     -------

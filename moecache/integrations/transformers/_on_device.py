@@ -1,4 +1,4 @@
-"""DeviceKernel: `compute="fast"` where slots are on a GPU, by `moecache.cuda.CudaExperts`.
+"""DeviceKernel: `compute="fast"` where slots are on a GPU, by `moecache.compute.CudaExperts`.
 
 The hidden states, ids and weights stay on the device. Where every expert is resident the host sees
 none of them, so that `torch.cuda.graph` can hold a step.
@@ -7,7 +7,8 @@ none of them, so that `torch.cuda.graph` can hold a step.
 import torch
 from torch import nn
 
-from moecache.cuda import ACTIVATIONS, CudaExperts
+from moecache.compute import CudaExperts, on_device
+from moecache.cuda import ACTIVATIONS
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._gates import gate_of
 from moecache.runtime.runtime import ExpertRuntime
@@ -24,11 +25,11 @@ class DeviceKernel:
     experts : CudaExperts
         Also an attribute.
     layer : int
-        Of the runtime.
+        Number of the layer in the runtime.
     size : int
-        Of hidden states.
+        Width of hidden states.
     dtype : torch.dtype
-        Of the weights in the slots; of what is multiplied with them, where they are in a format.
+        Type of the weights in the slots, or of the operands of their products.
     """
 
     def __init__(self, experts: CudaExperts, layer: int, size: int, dtype: torch.dtype) -> None:
@@ -36,11 +37,11 @@ class DeviceKernel:
         self._layer = layer
         self._size = size
         self._dtype = dtype
-        # Where results go; None: to memory of the call.
+        # The place for results; None: memory of the call.
         self.place: torch.Tensor | None = None
 
     def new_place(self, num_tokens: int, device: torch.device) -> torch.Tensor:
-        """Return memory for the results of a step; what is there before is a number."""
+        """Return memory for the results of a step; it holds finite numbers before."""
         # A step that did not run leaves it to others, whose keys and values are masked by zeros.
         return torch.zeros((num_tokens, self._size), dtype=self._dtype, device=device)
 
@@ -70,7 +71,7 @@ class DeviceKernel:
         place = self.place
         out = torch.empty_like(given) if place is None else place
         self.experts(self._layer, given, chosen.contiguous(), shares.contiguous(), out=out)
-        # Models may add to what they get.
+        # Models may add to the tensor that they get.
         return (out if place is None else out.clone()).to(hidden.dtype)
 
 
@@ -79,7 +80,6 @@ def device_kernel_of(
     runtime: ExpertRuntime,
     layer: int,
     dtype: torch.dtype,
-    compute: str,
     *,
     is_transposed: bool,
     is_interleaved: bool,
@@ -91,8 +91,6 @@ def device_kernel_of(
     ConfigError
         With the reason, if the GPU's kernels do not compute them.
     """
-    if compute == "fast-int8":
-        raise ConfigError("activations of 8 bits are for processors, not for a GPU")
     if is_transposed:
         raise ConfigError("their weights are stored transposed, [in, out]")
     gate = gate_of(module)
@@ -102,7 +100,7 @@ def device_kernel_of(
     if activation not in ACTIVATIONS:
         raise ConfigError(f"there is no kernel for {activation} on a GPU")
     name = str(dtype).removeprefix("torch.")
-    experts = runtime.on_device(activation, is_interleaved=is_interleaved, dtype=name, **gate)
+    experts = on_device(runtime, activation, is_interleaved=is_interleaved, dtype=name, **gate)
     down = next(role for role in runtime.layout.layers[layer] if role.name == "down")
     return DeviceKernel(experts, layer, down.shape[0], dtype)
 

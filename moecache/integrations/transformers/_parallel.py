@@ -1,4 +1,4 @@
-"""Expert parallel: what ranks compare before they compute, and before each forward."""
+"""Expert parallel: the ranks' comparisons before they compute, and before each forward."""
 
 import hashlib
 import importlib.metadata
@@ -33,7 +33,7 @@ def facts_of(
     packages = ("moecache", "torch", "transformers")
     return {
         **{f"the version of {name}": importlib.metadata.version(name) for name in packages},
-        # What says more than the config's checksum, which has some of it, comes before it.
+        # Facts that say more come before the config's checksum, which covers some of them.
         "dtype": str(model.dtype),
         "the attention's implementation": str(model.config._attn_implementation),
         "the placement": "" if share is None else _named(share.placement),

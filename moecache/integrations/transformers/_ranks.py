@@ -14,16 +14,21 @@ import torch.distributed as dist
 
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.integrations.transformers._experts import NotCopied
-from moecache.integrations.transformers._groups import let_go, make_groups
+from moecache.integrations.transformers._groups import (
+    LOOK_S,
+    let_go,
+    make_groups,
+    wait_in_slices,
+)
 from moecache.integrations.transformers._heartbeat import SILENT_S, Heartbeat
 from moecache.layout import ExpertLayout
 from moecache.ranks import Placement, Share
 
-# One that waits for an order looks for ranks that are gone so often.
-LOOK_S = 2.0
+# A rank that loads is silent while one call into C keeps the GIL, such as to read a large tensor.
+LOADING_SILENT_S = 10.0
 
 
-class Stopped(Exception):  # noqa: N818 - no error: what was asked for
+class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
     """Ends a generation that nobody wants to go on; raised and caught here."""
 
 
@@ -33,11 +38,11 @@ class Ranks(NotCopied):
     Parameters
     ----------
     group : ProcessGroup
-        Whose processes take part.
+        The group of the processes that take part.
     timeout_s : float
-        After so many seconds without an answer a rank counts as gone.
+        Seconds without an answer after which a rank counts as gone.
     device : torch.device
-        Where rows are: on the CPU they go by gloo, on a GPU by NCCL.
+        The device of rows: on the CPU they go by gloo, on a GPU by NCCL.
 
     Attributes
     ----------
@@ -45,7 +50,7 @@ class Ranks(NotCopied):
     group : ProcessGroup
         For the rows.
     share : Share or None
-        What this rank has, once `place` was called; `None` if it has everything.
+        This rank's experts, once `place` was called; `None` if it has everything.
     num_exchanges, num_early, sent_bytes, waited_ns : int
         Steps whose rows went to others, how many of them went in two parts, how much this rank
         sent, and how long it waited for the others' rows at the end of its own.
@@ -60,9 +65,9 @@ class Ranks(NotCopied):
         self.num_early = 0
         self.sent_bytes = 0
         self.waited_ns = 0
-        # What the leading rank asks before each forward; see `Stopped`.
+        # The leading rank calls this before each forward; see `Stopped`.
         self.stop_wanted: Callable[[], bool] = bool
-        # Where this rank is: "forward", "between" forwards, or "left" what the others are at, too.
+        # This rank is in a "forward", "between" forwards, or has "left" the others' work.
         self.stage = "left"
         self._compared = False
         self._broken = ""
@@ -71,7 +76,7 @@ class Ranks(NotCopied):
         name, self._control, self.group = make_groups(group, timeout_s, device)
         self.is_on_host = isinstance(self.group, dist.ProcessGroupGloo)
         store = dist.distributed_c10d._get_default_store()
-        self._heartbeat = Heartbeat(store, name, self.rank, self.num_ranks)
+        self._heartbeat = Heartbeat(store, name, self.rank, self.num_ranks, timeout_s)
 
     def place(self, layout: ExpertLayout, placement: Placement | None) -> None:
         """Find this rank's share of a model: by a placement, or by default an even one."""
@@ -95,7 +100,8 @@ class Ranks(NotCopied):
             If a rank failed before it came here, or does not come.
         """
         self._compared = True
-        found = self.gather(dict(facts), "while the ranks were compared")
+        silent_s = max(self.timeout_s, LOADING_SILENT_S)
+        found = self.gather(dict(facts), "while the ranks were compared", silent_s)
         # All are there: from now on it is a step that is waited for.
         self._control._set_default_timeout(timedelta(seconds=self.timeout_s))
         failed = [
@@ -112,15 +118,26 @@ class Ranks(NotCopied):
                         f"{value!s:.200}; give all of them the same"
                     )
 
-    def gather(self, value: object, when: str = "for the others' figures") -> list[Any]:
-        """Return what each rank gave, of what JSON has, on every rank; waits for all of them."""
+    def gather(
+        self, value: object, when: str = "for the others' figures", silent_s: float | None = None
+    ) -> list[Any]:
+        """Return on every rank what each one gave, as JSON; waits for all of them.
+
+        With `silent_s` also looks meanwhile whether all still give signs of life: they may take
+        longer than one may be silent.
+        """
         self.check()
+
+        def look() -> None:
+            if silent_s is not None:
+                self.look(when, silent_s)
+
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         try:
-            sizes = self._gathered(torch.tensor([len(text)]))
+            sizes = self._gathered(torch.tensor([len(text)]), look)
             mine = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
             mine[: len(text)] = torch.from_numpy(text.copy())
-            found = self._gathered(mine)
+            found = self._gathered(mine, look)
         except RuntimeError as error:
             raise self.lost(when, error) from error
         return [
@@ -128,10 +145,12 @@ class Ranks(NotCopied):
             for one, size in zip(found, sizes, strict=True)
         ]
 
-    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _gathered(
+        self, mine: torch.Tensor, look: Callable[[], object] = bool
+    ) -> list[torch.Tensor]:
         """Return a tensor of each rank, all of one size and on the host."""
         found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        self._control.allgather([found], [mine]).wait()
+        wait_in_slices(self._control.allgather([found], [mine]), look)
         return found
 
     def fail(self, error: BaseException) -> None:
@@ -180,8 +199,8 @@ class Ranks(NotCopied):
     def leave(self, error: BaseException | None = None) -> None:
         """End a generation that a command began on every rank, so that none waits for this one.
 
-        After its last forward, or an error before the next one. What failed on all ranks has ended
-        it on all; after what failed in this one's forward they end, as rows are missing.
+        After its last forward, or an error before the next one. A failure of all ranks has ended
+        it on all; after one in this rank's forward they end, as rows are missing.
 
         Raises
         ------
@@ -240,7 +259,10 @@ class Ranks(NotCopied):
     def wait(self, work: Any) -> None:
         """Wait for what was begun."""
         try:
-            work.wait()
+            if self.is_on_host:
+                wait_in_slices(work)
+            else:
+                work.wait()
         except RuntimeError as error:
             raise self.lost("for the other ranks", error) from error
 
@@ -292,14 +314,16 @@ class Ranks(NotCopied):
             # An order's answer takes longer; one that waits for hours takes little of a core.
             time.sleep(min(0.05, 0.002 + (now - began) / 20))
 
-    def look(self, when: str = "for something to do") -> None:
-        """Raise MoeCacheError if a rank has ended, or gave no sign of life for `timeout_s`.
+    def look(self, when: str = "for something to do", silent_s: float | None = None) -> None:
+        """Raise MoeCacheError if a rank has ended, or gave no sign of life for `silent_s`.
+
+        By default for `timeout_s`, after which a store that does not answer is an error, too.
 
         To be called every few seconds, by one thread at a time.
         """
         self.check()
         try:
-            who = self._heartbeat.missing(self.timeout_s)
+            who = self._heartbeat.missing(self.timeout_s if silent_s is None else silent_s)
         except (RuntimeError, OSError) as error:
             raise self.lost(when, error) from error
         if who:
@@ -334,6 +358,7 @@ class Ranks(NotCopied):
         if reason and self.rank == 0:
             # The store may be in this process: the others ask there what became of it.
             self._heartbeat.wait_for_others(SILENT_S)
+        self._heartbeat.close()
 
     def _disconnect(self) -> None:
         """End all connections, so that whoever waits for this rank is told at once.

@@ -10,7 +10,7 @@ from moecache.integrations.transformers._on_device import is_captured
 from moecache.integrations.transformers._operators import number, numbered, operator
 from moecache.runtime.runtime import ExpertRuntime
 
-# What a model is given its tokens as; one of them, or its first argument.
+# The arguments that carry a model's tokens; without either, its first argument does.
 TOKENS = ("input_ids", "inputs_embeds")
 
 
@@ -42,7 +42,7 @@ class SequenceHook(NotCopied):
         if torch.is_grad_enabled() and tokens.requires_grad:
             _outside(self, held, tokens)
             return None
-        # What the model takes is what the operator returns: it is called before all else.
+        # The model takes the operator's result, so the operator is called before all else.
         tokens = torch.ops.moecache.begin_sequence(
             tokens, held if in_tensor else None, self._number
         )

@@ -1,4 +1,4 @@
-"""SlotLayer: where the weights of an experts module are, as tensors over slots."""
+"""SlotLayer: the weights of an experts module, as tensors over slots."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -63,9 +63,9 @@ class SlotLayer:
     regroup : callable, optional
         Makes the model's order of rows of a slot's where gate and up alternate in one of them.
     dtype : torch.dtype
-        What the values of weights in a format become for torch.
+        The type in which torch gets the values of weights in a format.
     kernel : SlotKernel or DeviceKernel, optional
-        What computes them; by default torch does.
+        The kernel that computes them; by default torch does.
     ranks : Ranks, optional
         The processes that experts are spread over, if they are.
     """
@@ -136,7 +136,7 @@ class SlotLayer:
     def _gathered(
         self, ranks: Ranks, ids: torch.Tensor, compute: Compute, width: int
     ) -> torch.Tensor | None:
-        """Return the rows of all ranks, of which this one computes those of its experts."""
+        """Return the rows of all ranks; this one computes those of its experts."""
         if not ids.numel():
             return None
         chosen = ids.cpu().numpy()
@@ -211,7 +211,7 @@ def values_of(
 def weights_in(
     runtime: ExpertRuntime, slot: int, layer: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Return tensors over the weights in a slot, by role; of a format, values as `dtype`."""
+    """Return tensors over the weights in a slot, by role; a format's values as `dtype`."""
     pool = runtime.pool
     if not isinstance(pool, CudaSlots):
         roles = {role.name: role for role in runtime.layout.layers[layer]}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from moecache.cuda import CudaExperts
+from moecache.compute import CudaExperts
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.integrations.transformers._experts import NotCopied
 from moecache.integrations.transformers._on_device import DeviceKernel
@@ -19,7 +19,7 @@ _MAX_ROWS = 4
 
 
 class TokenGraph(NotCopied):
-    """Computes single tokens by one CUDA graph, captured once, whatever experts have slots.
+    """Computes single tokens by one CUDA graph, captured once for any experts in slots.
 
     A step whose experts are in their slots costs the host nothing. Where one misses some, the
     steps behind it return at once; the experts are brought in, and the graph is issued again: the
@@ -96,7 +96,7 @@ class TokenGraph(NotCopied):
             try:
                 missed: int | None = self._experts.begin_token()
                 while missed is not None:
-                    # What is written again goes to the same places.
+                    # A graph writes to the same places again.
                     torch._foreach_copy_(self._lengths, self._kept)
                     self._replay()
                     missed = self._experts.end_token()

@@ -18,7 +18,7 @@ from moecache.layout import Role
 from moecache.stores import CheckpointStore
 
 _DIGITS = re.compile(r"\d+")
-# What stands beside a weight, or for one, and is not called so; in regular expressions.
+# Tensors beside a weight, or in place of one, under other names; in regular expressions.
 OTHER_TENSORS = r"qweight|qzeros|scales?|g_idx|qscale_weight|\w+_scale"
 _BESIDE = rf"\.(weight_\w+|{OTHER_TENSORS})$"
 
@@ -34,7 +34,7 @@ class TrunkWeight:
         Name of the parameter in it.
     source : Source
     dtype : torch.dtype
-        Of the parameter.
+        Type of the parameter.
     is_buffer : bool, default False
     """
 
@@ -88,7 +88,7 @@ def strip_quantized(
     for name, (matrix, _) in store.trunk_matrices.items():
         target = targets.parameter_of(name)
         if target is None or target in tied:
-            continue  # of a part that is not run, or what another weight is, too
+            continue  # belongs to a part that is not run, or shares another weight
         if target in tied.values():
             raise ConfigError(
                 f"{store.path}: {name} is quantized, and tied to another weight; that is not "
@@ -116,7 +116,7 @@ def take(module: nn.Module, leaf: str) -> torch.dtype:
     """Take a parameter or buffer from a module, as if it had been read; return its dtype."""
     dtype: torch.dtype = getattr(module, leaf).dtype
     delattr(module, leaf)
-    # Some models initialize what they find, whatever was read.
+    # Some models initialize every tensor that they find, also those that were read.
     module.__dict__[leaf] = torch.empty(0, dtype=dtype)
     if not module._non_persistent_buffers_set:
         # There is nothing to be initialized.

@@ -1,153 +1,29 @@
-"""Text in, text out: what the command line needs of transformers beside the model."""
+"""Text in, text out: the command line's use of transformers beside the model."""
 
 import contextlib
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers.generation.streamers import BaseStreamer
 
-from moecache.errors import ConfigError, MoeCacheError, StoreError
+from moecache.errors import ConfigError, StoreError
+from moecache.integrations.hub import look_up
 from moecache.integrations.transformers import gguf
+from moecache.integrations.transformers._damage import Damage, check_sizes
 from moecache.integrations.transformers._following import (
     announced,
 )
 from moecache.integrations.transformers._ranks import Stopped
-from moecache.stores import is_gguf, open_store
+from moecache.integrations.transformers.streams import TokenTimes
+from moecache.stores import CheckpointStore, GgufStore, is_gguf, open_store
+from moecache.stores._checkpoint import read_config
 
-# A prompt's last tokens: the text before a token decides how the token is written.
-_CONTEXT_TOKENS = 5
-_REPLACEMENT = "\ufffd"
-
-
-class TokenTimes(BaseStreamer):
-    """Notes when each token came; a streamer of `generate`.
-
-    Parameters
-    ----------
-    on_first : callable (), optional
-        Called once the first token is there: the prompt has been read by then.
-
-    Attributes
-    ----------
-    stamps_s : list of float
-        By `time.perf_counter`, one per token.
-    tokens : list of int
-    stopped : bool
-        Set it, in any thread, and no further token comes.
-    is_spread : bool
-        The model's experts are spread over ranks: all of them stop before the same forward.
-    """
-
-    def __init__(self, on_first: Callable[[], object] | None = None) -> None:
-        self.stamps_s: list[float] = []
-        self.tokens: list[int] = []
-        self.stopped = False
-        self.is_spread = False
-        self._on_first = on_first
-        self._begun_s: float | None = None
-        self._started_s = time.perf_counter()
-
-    @property
-    def prefill_s(self) -> float:
-        """Seconds from the prompt to the first token; 0.0 before it."""
-        if not self.stamps_s:
-            return 0.0
-        return self.stamps_s[0] - (self._started_s if self._begun_s is None else self._begun_s)
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds from the first token to the last."""
-        return self.stamps_s[-1] - self.stamps_s[0] if self.stamps_s else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second after the first, whose time the prompt took."""
-        return (len(self.stamps_s) - 1) / self.decode_s if self.decode_s > 0 else 0.0
-
-    def put(self, value: Any) -> None:
-        """Take the prompt, at the first call, and then each token."""
-        now = time.perf_counter()
-        if self._begun_s is None:
-            self._begun_s = now
-        else:
-            self.stamps_s.append(now)
-            if len(self.stamps_s) == 1 and self._on_first is not None:
-                self._on_first()
-            tokens = value.reshape(-1).tolist()
-            self.tokens += tokens
-            self.take(tokens)
-        self.check()
-
-    def take(self, tokens: list[int]) -> None:
-        """Do nothing with new tokens."""
-
-    def check(self) -> None:
-        """Raise `Stopped` if no further token is wanted."""
-        if self.stopped and not self.is_spread:
-            raise Stopped
-
-    def end(self) -> None:
-        """Do nothing."""
-
-
-class TextStream(TokenTimes):
-    """Hands out text as soon as it is certain, token by token.
-
-    Together it is what the tokenizer makes of all tokens at once: a character of several
-    tokens waits for the last of them, and spaces between words stay.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase
-    prompt : Tensor, int64 [1, tokens]
-    write : callable (str)
-    on_first : callable (), optional
-        As that of `TokenTimes`.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        prompt: torch.Tensor,
-        write: Callable[[str], None],
-        on_first: Callable[[], object] | None = None,
-    ) -> None:
-        super().__init__(on_first)
-        self._tokenizer = tokenizer
-        self._write = write
-        self._ids = prompt[0, -_CONTEXT_TOKENS:].tolist()
-        # Tokens before `_shown` are written; those from `_start` on are decoded with what follows.
-        self._start, self._shown = 0, len(self._ids)
-
-    def take(self, tokens: list[int]) -> None:
-        """Write what new tokens make certain."""
-        self._ids += tokens
-        self._advance(last=False)
-
-    def end(self) -> None:
-        """Write what is left: for a broken character, its replacement."""
-        self._advance(last=True)
-
-    def _advance(self, *, last: bool) -> None:
-        before = self._decode(self._ids[self._start : self._shown])
-        text = self._decode(self._ids[self._start :])
-        if len(text) > len(before) and (last or not text.endswith(_REPLACEMENT)):
-            self._start, self._shown = self._shown, len(self._ids)
-            self._write(text[len(before) :])
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+_TOKENIZER = "tokenizer_config.json"
 
 
 @contextlib.contextmanager
@@ -188,38 +64,40 @@ def quiet(*, verbose: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the model in what transformers says of a directory that it cannot make sense of."""
-    try:
-        yield
-    except MoeCacheError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        first = " ".join(str(error).split()) or type(error).__name__
-        raise StoreError(f"{path}: {first}") from error
+def opened(path: str) -> Iterator[str | CheckpointStore]:
+    """Yield a GGUF file opened, for tokenizer and `load` to be of the same one; else the path."""
+    if not is_gguf(Path(path)):
+        yield path
+        return
+    with open_store(path) as store:
+        yield store
 
 
-def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer of a checkpoint.
+def load_tokenizer(path: str | CheckpointStore) -> Any:
+    """Return the tokenizer of a checkpoint, which may be open already.
 
     Raises
     ------
     StoreError
-        If it has none that transformers can read.
+        If it has none that transformers can read; FormatError if it is damaged.
     ConfigError
         If it is of a kind that is not supported.
     """
-    if is_gguf(Path(path)):
+    if isinstance(path, CheckpointStore):
+        if isinstance(path, GgufStore):
+            return gguf.find_tokenizer(path.metadata)
+        path = str(path.path)
+    elif is_gguf(Path(path)):
         with open_store(path) as store:
-            return gguf.find_tokenizer(getattr(store, "metadata", {}))
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise StoreError(
-            f"{path}: has no tokenizer that transformers can read: {' '.join(str(error).split())}"
-        ) from error
+            return load_tokenizer(store)
+    where = look_up(path)
+    if os.path.isdir(path):
+        check_sizes(path, read_config(Path(path) / "config.json"))
+    with Damage(path, "read the tokenizer", "config.json", "tokenizer.json", _TOKENIZER):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **where)
+        known = set(tokenizer("0 a")["input_ids"]) - set(tokenizer.all_special_ids)
     # Without a tokenizer's files transformers makes one that knows no words.
-    if set(tokenizer("0 a")["input_ids"]) <= set(tokenizer.all_special_ids):
+    if not known:
         raise StoreError(
             f"{path}: has no tokenizer; is tokenizer.json missing? The published model has it"
         )
@@ -265,26 +143,46 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> torch.
     ConfigError
         If the tokenizer has no chat template, or the template refuses these messages.
     """
+    return _prompt_of(_apply_template(tokenizer, messages, tokenize=True)["input_ids"])
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """Return the text of which `encode_chat` makes tokens.
+
+    Raises
+    ------
+    ConfigError
+        As `encode_chat`.
+    """
+    return str(_apply_template(tokenizer, messages, tokenize=False))
+
+
+def _apply_template(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, tokenize: bool
+) -> Any:
     check_chat(tokenizer)
     try:
-        ids = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
+        return tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=tokenize, return_dict=True
+        )
+    except MemoryError:
+        raise
     except Exception as error:  # a template is a program of the model's, and raises what it likes
         raise ConfigError(
             f"the model's chat template failed: {' '.join(str(error).split())}; continue the "
             "text as it is, without a chat"
         ) from error
-    return _prompt_of(ids)
 
 
-def check_chat(tokenizer: Any) -> None:
-    """Raise a ConfigError if a tokenizer has no chat template."""
+def check_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]] = ()) -> None:
+    """Raise a ConfigError if a tokenizer has no chat template, or it fails with such messages."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
             "the model's tokenizer has no chat template: it is no chat model, or its "
             "chat_template.jinja is missing; continue the text as it is, without a chat"
         )
+    if messages:
+        _apply_template(tokenizer, messages, tokenize=True)
 
 
 def _prompt_of(ids: list[int]) -> torch.Tensor:
@@ -293,8 +191,15 @@ def _prompt_of(ids: list[int]) -> torch.Tensor:
     return torch.tensor([ids], dtype=torch.int64)
 
 
-def find_room(model: Any, prompt_tokens: int) -> int | None:
+def find_room(model: Any, prompt_tokens: int, *, at_least: bool = False) -> int | None:
     """Return how many tokens fit into the context after a prompt; `None` if it has no end.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    prompt_tokens : int
+    at_least : bool, default False
+        Whether the prompt may have more tokens than that, as the message then says.
 
     Raises
     ------
@@ -306,8 +211,8 @@ def find_room(model: Any, prompt_tokens: int) -> int | None:
         return None
     if context <= prompt_tokens:
         raise ConfigError(
-            f"the prompt of {prompt_tokens} tokens leaves no room for new ones; the model takes "
-            f"{context}"
+            f"the prompt of {'at least ' if at_least else ''}{prompt_tokens} tokens leaves no room "
+            f"for new ones; the model takes {context}"
         )
     return int(context - prompt_tokens)
 
@@ -350,7 +255,7 @@ def continue_tokens(
     temperature : float, optional
         0 takes the likeliest token; by default what generation_config.json says.
     top_p, top_k : float and int, optional
-        Draw among the likeliest tokens that together have this probability, or so many of them;
+        Draw among the likeliest tokens that together have this probability, or this many of them;
         by default what generation_config.json says.
     seed : int
 
@@ -360,6 +265,12 @@ def continue_tokens(
         If the prompt leaves no room for a token.
     """
     room = find_room(model, prompt.shape[1])
+    vocabulary = model.config.get_text_config().vocab_size
+    if prompt.max() >= vocabulary:
+        raise ConfigError(
+            f"the prompt has token {int(prompt.max())}, but the model knows {vocabulary} tokens; "
+            "its tokenizer is of another model"
+        )
     if room is not None:
         max_new_tokens = min(max_new_tokens, room)
     sampling: dict[str, Any] = {}
@@ -377,13 +288,18 @@ def continue_tokens(
             # "meta": weights are elsewhere, and brought when they are used.
             if model.device.type != "meta":
                 prompt = prompt.to(model.device)
-            model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=max_new_tokens,
-                streamer=streamer,
-                **sampling,
-            )
+            # A GGUF's model has no name of its own, and a resident one no store.
+            offload = getattr(model, "moecache", None)
+            store = None if offload is None else offload.runtime.store
+            name = getattr(store, "path", model.name_or_path)
+            with Damage(name, "generate with this model and its configuration"):
+                model.generate(
+                    input_ids=prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=max_new_tokens,
+                    streamer=streamer,
+                    **sampling,
+                )
     except Stopped:
         streamer.end()
     return max_new_tokens

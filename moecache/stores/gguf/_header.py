@@ -25,12 +25,12 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 2**18
 MAX_KEYS = 2**16
 MAX_DIMENSIONS = 4
-# What is read at once: a small header should not bring much of a file into memory.
+# Bytes read at once: a small header should not bring much of a file into memory.
 _LEAST_BYTES, _MOST_BYTES = 2**16, 2**20
 DEFAULT_ALIGNMENT = 32
 _MAGIC, _COUNTS = struct.Struct("<4sI"), struct.Struct("<QQ")
 _LENGTH, _NUMBER, _LIST = (struct.Struct(form) for form in ("<Q", "<I", "<IQ"))
-# Of a tensor with so many dimensions: its sizes, its type, its place.
+# The fields of a tensor by its number of dimensions: its sizes, its type, its place.
 _FIELDS = [struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMENSIONS + 1)]
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 # The other types of values, by their numbers.
@@ -53,7 +53,7 @@ class GgufEntry(TensorEntry):
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before a file's data."""
+    """The header before a file's data."""
 
     metadata: "Metadata"
     tensors: dict[str, GgufEntry]
@@ -61,7 +61,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a value of the metadata is: of its type, its number of elements, and these."""
+    """The places of a value of the metadata: its type, its number of elements, and these."""
 
     kind: int
     is_list: bool
@@ -72,7 +72,7 @@ class Place:
 
 
 class Metadata(Mapping[str, Any]):
-    """What a file says beside its tensors: numbers, strings, lists of these.
+    """A file's metadata: numbers, strings, lists of these.
 
     A list is made when it is first asked for, and kept.
 
@@ -141,7 +141,7 @@ def read_header(file: ReadOnlyFile) -> Header:
     """Return what a GGUF file has.
 
     Reads no byte of the tensors' data beyond twice the header, or 64 KiB. Memory and time are
-    bounded by the file's own size, whatever the header claims.
+    bounded by the file's own size, not by the header's claims.
 
     Raises
     ------
@@ -191,7 +191,7 @@ class _Reader:
         self.at += nbytes
 
     def skip_texts(self, count: int, what: str) -> None:
-        """Pass over strings: of each, only its length is looked at."""
+        """Pass over strings, and look only at the length of each."""
         data, at, length, left = self.data, self.at, _LENGTH.unpack_from, count
         while left:
             try:
@@ -199,19 +199,19 @@ class _Reader:
                     at += 8 + length(data, at)[0]
                 left = 0
             except (struct.error, OverflowError):
-                # What was read so far ends within a length, or before it.
+                # The bytes read so far end within a length, or before it.
                 self.at = at
                 self.have(8, what)
         self.at = at
         self.have(0, what)
 
     def have(self, nbytes: int, what: str, name: str = "") -> None:
-        """Read on until so many more bytes are there, of what has a name, maybe.
+        """Read on until `nbytes` bytes follow; `what` and `name` are for the error.
 
         Raises
         ------
         FormatError
-            If the file has not so many.
+            If the file has fewer.
         """
         end = self.at + nbytes
         if end <= len(self.data):
@@ -241,7 +241,7 @@ def _read(head: _Reader, file: ReadOnlyFile) -> Header:
             head.fail("is big-endian, which is not supported; convert the model again")
         head.fail(f"is of version {version}; supported are 2 and 3, so convert the model again")
     num_tensors, num_keys = head.take(_COUNTS, "its counts")
-    # An entry takes at least so many bytes.
+    # An entry takes at least `least` bytes.
     for count, most, least, what in (
         (num_tensors, MAX_TENSORS, 24, "tensors"),
         (num_keys, MAX_KEYS, 13, "metadata entries"),

@@ -1,6 +1,5 @@
 """The files of a GGUF model: one, or a split into several."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,16 +8,17 @@ from moecache.errors import ConfigError, FormatError, StoreError
 from moecache.stores._checkpoint import INDEX_NAME
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import shown
+from moecache.stores._paths import is_directory, is_file
 from moecache.stores.gguf._header import GgufEntry, Header
 
 _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
-# What stands beside a model and is none: the encoder of images, statistics of activations.
+# Files beside a model that are none: the encoder of images, statistics of activations.
 _BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
 
 def is_gguf(path: Path) -> bool:
     """Return whether a path is a GGUF file, or a directory that has these and no safetensors."""
-    if not path.is_dir():
+    if not is_directory(path):
         return path.suffix.lower() == ".gguf"
     files = _listed(path)
     endings = {file.suffix for file in files}
@@ -36,7 +36,7 @@ def find_parts(path: Path) -> list[Path]:
     FormatError
         If one of the files is not there.
     """
-    if path.is_dir():
+    if is_directory(path):
         models: dict[str, Path] = {}
         for file in _listed(path):
             if file.suffix == ".gguf" and not _BESIDE.search(file.name):
@@ -53,7 +53,7 @@ def find_parts(path: Path) -> list[Path]:
     files = []
     for number in range(1, int(match["count"]) + 1):
         files.append(path.with_name(f"{match['name']}-{number:05}-of-{match['count']}.gguf"))
-        if not os.path.isfile(files[-1]):  # False, not an error, for a name that is refused
+        if not is_file(files[-1]):
             raise FormatError(f"{path}: part {shown(files[-1].name)} is missing; download it")
     return files
 

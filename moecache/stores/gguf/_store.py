@@ -20,7 +20,7 @@ from moecache.stores.gguf._header import GgufEntry, Metadata, read_header
 from moecache.stores.gguf._parts import find_parts, merge_parts
 from moecache.stores.gguf._types import FILE_TYPES, GUESSED
 
-# What config.json calls what a KV cache depends on, and the metadata after the architecture's name.
+# Names of a KV cache's sizes in config.json, and in the metadata after the architecture's name.
 _CONFIG = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -53,12 +53,12 @@ class GgufStore(CheckpointStore):
     Attributes
     ----------
     metadata : mapping of str to number, str or list
-        What the file says of the model. Lists, such as the vocabulary, are made when they are
+        The file's metadata about the model. Lists, such as the vocabulary, are made when they are
         asked for.
     architecture : str
         Such as "qwen3moe"; "" if the file does not say.
     file_type : str
-        What it was quantized to, such as "Q4_K_M"; "" if the file does not say.
+        The name of its quantization, such as "Q4_K_M"; "" if the file does not say.
 
     Raises
     ------
@@ -124,14 +124,14 @@ class GgufStore(CheckpointStore):
 
     @property
     def quantization(self) -> str:
-        """What the weights are quantized to, such as "Q4_K_M" or "gguf"; "" if none are."""
+        """The name of the weights' quantization, such as "Q4_K_M" or "gguf"; "" if none are."""
         if not any(entry.type.is_quantized for _, entry in self._tensors.values()):
             return ""
         return self.file_type or "gguf"
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor, rows before columns, by its name; of experts always stacks."""
+        """The shape of each tensor, rows before columns, by its name; experts are always stacks."""
         shapes = {}
         for name, (_, entry) in self._tensors.items():
             stack = stack_name(name)
@@ -145,7 +145,7 @@ class GgufStore(CheckpointStore):
         return {entry.type.name for _, entry in self._tensors.values()}
 
     def read_tensor(self, name: str) -> np.ndarray:
-        """Return a copy of any tensor, in its stored dtype; of a quantized one float32 values.
+        """Return a copy of any tensor, in its stored dtype; a quantized one as float32 values.
 
         The shape has rows before columns: GGUF's own sizes the other way round.
         """
@@ -159,7 +159,8 @@ class GgufStore(CheckpointStore):
             return super().read_tensor(name)
         rows = math.prod(entry.shape[:-1])
         role = Role(
-            *(name, (rows, matrix.columns)),
+            name,
+            (rows, matrix.columns),
             format=matrix.format.name,
             is_tiled=matrix.is_tiled,
             matrices=rows // matrix.rows,

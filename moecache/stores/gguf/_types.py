@@ -39,7 +39,7 @@ class GgmlType:
 
     @property
     def format(self) -> str:
-        """Name of the format that a matrix of such blocks is in."""
+        """Name of the format of a matrix of these blocks."""
         return _FORMATS.get(self.name, self.name.lower())
 
     @property
@@ -76,7 +76,7 @@ def ggml_types() -> Mapping[int, GgmlType]:
     return MappingProxyType({row[0]: GgmlType(*row) for row in rows})
 
 
-# What `general.file_type` means (llama.h, `enum llama_ftype`).
+# The meaning of `general.file_type` (llama.h, `enum llama_ftype`).
 FILE_TYPES: Mapping[int, str] = MappingProxyType(
     dict(
         [

@@ -1,4 +1,4 @@
-"""What there is to know of an architecture of GGUF files, and of a parameter's origin."""
+"""An architecture of GGUF files, and the origin of a parameter."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from moecache.integrations.transformers.gguf._metadata import Metadata
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where the values of a model's parameter are in a GGUF file.
+    """The place of a model's parameter in a GGUF file.
 
     Without `rows` and `undo` they are the one tensor's own. There is never both.
 
@@ -23,7 +23,7 @@ class Source:
         For each row of the parameter, which row of the tensors, one below another, it is. A
         quantized matrix stays quantized under it.
     undo : callable or None
-        Makes the parameter's values, float32, of those of the tensors.
+        Makes the parameter's values, float32, from those of the tensors.
     """
 
     tensors: tuple[str, ...]
@@ -38,7 +38,7 @@ class Architecture:
     Parameters
     ----------
     prefix : str
-        What the names of its configuration and its model in transformers begin with.
+        The prefix of its configuration's and its model's names in transformers.
     settings : callable
         Returns what the configuration is given, by the file's metadata.
     names : mapping
@@ -46,12 +46,12 @@ class Architecture:
         package's map does not know transformers' name.
     source : callable or None
         Returns where a parameter is that is more than a renamed tensor, by its name without
-        "model.layers.3." and the number of the layer; `None` for others. What is in no layer has
-        its whole name, and number -1.
+        "model.layers.3." and the number of the layer; `None` for others. A parameter in no
+        layer has its whole name, and number -1.
     ignored : tuple of str
         Regular expressions of tensors that transformers computes, or does not run.
     config_suffix : str
-        What the name of the configuration ends with.
+        The suffix of the configuration's name.
     """
 
     prefix: str

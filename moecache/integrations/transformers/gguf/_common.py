@@ -1,4 +1,4 @@
-"""What the configurations of all architectures have in common."""
+"""The part that the configurations of all architectures have in common."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ def tokens(said: Metadata, vocabulary: int) -> dict[str, Any]:
 
 
 def head_dim(said: Metadata) -> int:
-    """Return the width of a head, of which keys and values have the same.
+    """Return the width of a head, the same for keys and values.
 
     Raises
     ------

@@ -62,7 +62,7 @@ def _qwen35moe(said: Metadata) -> dict[str, Any]:
     if sections is not None:
         if not isinstance(sections, list | tuple) or not all(type(n) is int for n in sections):
             raise said.unsupported("rope.dimension_sections", sections)
-        # Of a text: all sections have the token's position.
+        # In a text all sections have the token's position.
         settings["rope_parameters"]["mrope_section"] = list(sections[:3])
         settings["rope_parameters"]["mrope_interleaved"] = True
     return settings
@@ -178,7 +178,7 @@ def _value_heads(said: Metadata) -> np.ndarray | None:
 
 
 def _spread(order: np.ndarray, width: int) -> np.ndarray:
-    """Return the same of rows, of which each head has some."""
+    """Return the same for rows; each head has some of them."""
     return (order[:, None] * width + np.arange(width)).reshape(-1)
 
 

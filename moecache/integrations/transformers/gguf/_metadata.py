@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, read key by key and compared with its tensors."""
+"""A GGUF file's metadata, read key by key and compared with its tensors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -87,7 +87,7 @@ class Metadata:
         return value
 
     def number(self, key: str, default: Any = _MISSING) -> Any:
-        """Return a finite number; of a list of one value for each layer, that value."""
+        """Return a finite number, which may stand in a list of one value for all layers."""
         found = self.get(key, default)
         value = found
         if isinstance(value, Sequence) and not isinstance(value, str) and value:
@@ -116,7 +116,7 @@ class Metadata:
 
     @property
     def num_blocks(self) -> int:
-        """Number of the file's blocks, of which each has a tensor at least."""
+        """Number of the file's blocks; each has a tensor at least."""
         found = self.size("block_count", least=1)
         if found > len(self.tensors):
             raise ConfigError(

@@ -16,7 +16,7 @@ from moecache.integrations.transformers.gguf._common import (
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
-# What the tensor of a correction is called.
+# The name of a correction's tensor.
 _CORRECTION = "exp_probs_b.bias"
 
 
@@ -46,7 +46,7 @@ def _latent(said: Metadata) -> dict[str, Any]:
         parameters |= {"mscale": multiplier, "mscale_all_dim": multiplier}
     return {
         **settings,
-        # What llama.cpp computes with the keys themselves, without their heads, has one.
+        # The file says one head, as llama.cpp computes with the latent keys themselves.
         "num_key_value_heads": settings["num_attention_heads"],
         "intermediate_size": said.size("feed_forward_length"),
         "moe_intermediate_size": expert_width(said),

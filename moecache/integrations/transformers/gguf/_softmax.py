@@ -92,7 +92,7 @@ def _hunyuan(said: Metadata) -> dict[str, Any]:
     settings = plain_settings(said)
     return {
         **settings,
-        # Of the expert for all tokens, too.
+        # The expert for all tokens has the same width.
         "intermediate_size": expert_width(said),
         "num_experts": said.size("expert_count", least=1),
         "moe_topk": settings["num_experts_per_tok"],

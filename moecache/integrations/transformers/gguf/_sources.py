@@ -19,7 +19,7 @@ from moecache.integrations.transformers.gguf._metadata import Metadata
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)$")
-# Of q, k and v, which may be one tensor.
+# Names of q, k and v, which may be one tensor.
 _FUSED = re.compile(r"^blk\.\d+\.attn_([qkv])\.(weight|bias)$")
 
 
@@ -34,7 +34,7 @@ def find_sources(
     Parameters
     ----------
     model : Module
-        What transformers builds by `config`; its weights are not looked at.
+        A model that transformers built by `config`; its weights are not looked at.
     config : PretrainedConfig
         From `find_config`.
     metadata, tensors : mapping

@@ -27,7 +27,7 @@ class Split:
         Regular expressions, applied one after another: each match is a piece, and so is what
         is between two.
     takes_whole : bool
-        Whether a piece that is a token stays one, whatever the merges are.
+        Whether a piece that is a token stays one, even against the merges.
     adds_bos : bool
         Whether texts begin with a token of their own, if the file does not say it.
     """

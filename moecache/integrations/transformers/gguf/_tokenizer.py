@@ -81,7 +81,7 @@ class _Given:
 
 
 class _Vocabulary:
-    """What a file says of its tokens."""
+    """A file's metadata about its tokens."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
@@ -191,7 +191,7 @@ def _gemma(said: _Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _raw(said: _Vocabulary, merges: list[tuple[str, str]]) -> models.BPE:
-    """Return byte pairs over characters; what is no token becomes its bytes."""
+    """Return byte pairs over characters; a piece that is no token becomes its bytes."""
     unknown = said.special("unknown")
     return models.BPE(
         vocab=said.ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True

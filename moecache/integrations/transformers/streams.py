@@ -1,0 +1,138 @@
+"""Streamers of `generate`: when each token came, and its text."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from moecache.integrations.transformers._ranks import Stopped
+
+# A prompt's last tokens: the text before a token decides how the token is written.
+_CONTEXT_TOKENS = 5
+_REPLACEMENT = "\ufffd"
+
+
+class TokenTimes(BaseStreamer):
+    """Notes when each token came; a streamer of `generate`.
+
+    Parameters
+    ----------
+    on_first : callable (), optional
+        Called once the first token is there: the prompt has been read by then.
+
+    Attributes
+    ----------
+    stamps_s : list of float
+        By `time.perf_counter`, one per token.
+    tokens : list of int
+    stopped : bool
+        Set it, in any thread, and no further token comes.
+    is_spread : bool
+        The model's experts are spread over ranks: all of them stop before the same forward.
+    """
+
+    def __init__(self, on_first: Callable[[], object] | None = None) -> None:
+        self.stamps_s: list[float] = []
+        self.tokens: list[int] = []
+        self.stopped = False
+        self.is_spread = False
+        self._on_first = on_first
+        self._begun_s: float | None = None
+        self._started_s = time.perf_counter()
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds from the prompt to the first token; 0.0 before it."""
+        if not self.stamps_s:
+            return 0.0
+        return self.stamps_s[0] - (self._started_s if self._begun_s is None else self._begun_s)
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from the first token to the last."""
+        return self.stamps_s[-1] - self.stamps_s[0] if self.stamps_s else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second after the first, whose time the prompt took."""
+        return (len(self.stamps_s) - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, at the first call, and then each token."""
+        now = time.perf_counter()
+        if self._begun_s is None:
+            self._begun_s = now
+        else:
+            self.stamps_s.append(now)
+            if len(self.stamps_s) == 1 and self._on_first is not None:
+                self._on_first()
+            tokens = value.reshape(-1).tolist()
+            self.tokens += tokens
+            self.take(tokens)
+        self.check()
+
+    def take(self, tokens: list[int]) -> None:
+        """Do nothing with new tokens."""
+
+    def check(self) -> None:
+        """Raise `Stopped` if no further token is wanted."""
+        if self.stopped and not self.is_spread:
+            raise Stopped
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+class TextStream(TokenTimes):
+    """Hands out text as soon as it is certain, token by token.
+
+    Together it is what the tokenizer makes of all tokens at once: a character of several
+    tokens waits for the last of them, and spaces between words stay.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+    prompt : Tensor, int64 [1, tokens]
+    write : callable (str)
+    on_first : callable (), optional
+        As that of `TokenTimes`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: torch.Tensor,
+        write: Callable[[str], None],
+        on_first: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__(on_first)
+        self._tokenizer = tokenizer
+        self._write = write
+        self._ids = prompt[0, -_CONTEXT_TOKENS:].tolist()
+        # Tokens before `_shown` are written; those from `_start` on are decoded with later ones.
+        self._start, self._shown = 0, len(self._ids)
+
+    def take(self, tokens: list[int]) -> None:
+        """Write what new tokens make certain."""
+        self._ids += tokens
+        self._advance(last=False)
+
+    def end(self) -> None:
+        """Write what is left: for a broken character, its replacement."""
+        self._advance(last=True)
+
+    def _advance(self, *, last: bool) -> None:
+        before = self._decode(self._ids[self._start : self._shown])
+        text = self._decode(self._ids[self._start :])
+        if len(text) > len(before) and (last or not text.endswith(_REPLACEMENT)):
+            self._start, self._shown = self._shown, len(self._ids)
+            self._write(text[len(before) :])
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )

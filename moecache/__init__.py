@@ -3,10 +3,17 @@
 import importlib
 import typing
 
-from moecache import errors, experts, prefault, sizing, telemetry, units
+from moecache.commands import ctrl_c as _ctrl_c
+
+# The imports of a command take long enough to be interrupted.
+if _ctrl_c.is_command():
+    _ctrl_c.CTRL_C.catch()
+
+from moecache import compute, errors, prefault, sizing, telemetry, units
 from moecache._slru import SlruCache
 from moecache.cache._cache import ExpertCache
 from moecache.cache._profiler import AccessProfiler
+from moecache.compute import experts
 from moecache.errors import (
     CapacityError,
     ConfigError,
@@ -18,16 +25,16 @@ from moecache.errors import (
     SweepError,
 )
 from moecache.layout import ExpertLayout, Role
-from moecache.policies._arc import ArcCache
 from moecache.policies._echo import Echo
 from moecache.policies._echo_cache import EchoCache
-from moecache.policies._fifo import FifoCache, S3FifoCache, SieveCache
-from moecache.policies._lecar import LecarCache
 from moecache.policies._lfu import LfruCache, LfuCache
-from moecache.policies._lrfu import LrfuCache
 from moecache.policies._policy import LruCache
-from moecache.policies._stale import LeastStaleCache
-from moecache.policies._tinylfu import WTinyLfuCache
+from moecache.policies.replayed._arc import ArcCache
+from moecache.policies.replayed._fifo import FifoCache, S3FifoCache, SieveCache
+from moecache.policies.replayed._lecar import LecarCache
+from moecache.policies.replayed._lrfu import LrfuCache
+from moecache.policies.replayed._stale import LeastStaleCache
+from moecache.policies.replayed._tinylfu import WTinyLfuCache
 from moecache.prefetch.predict import Frequency, LastSelection, Predictor
 from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed, open_reader
@@ -103,6 +110,7 @@ __all__ = [
     "UploadStats",
     "WTinyLfuCache",
     "Wave",
+    "compute",
     "errors",
     "experts",
     "open",
@@ -127,3 +135,7 @@ if not typing.TYPE_CHECKING:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), "study"})
+
+
+# `moecache.__main__` catches it again: a program of the same name that imports this keeps its own.
+_ctrl_c.CTRL_C.release()

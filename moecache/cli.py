@@ -22,6 +22,7 @@ from moecache.commands import (
     trace,
     warm,
 )
+from moecache.commands.ctrl_c import CTRL_C, EXIT_CODE
 from moecache.commands.parser import CommandParser
 from moecache.commands.paths import printable
 from moecache.errors import ConfigError, MoeCacheError
@@ -31,9 +32,25 @@ from moecache.settings import let_idle_threads_sleep
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code.
 
-    0 is success, 1 failure, 2 wrong usage. Errors are one line on standard error.
+    0 is success, 1 failure, 2 wrong usage, 130 interrupted. Errors are one line on standard
+    error.
     """
-    arguments = _parser().parse_args(argv)
+    try:
+        return _run(argv)
+    except BrokenPipeError:
+        # The reader of the output closed it, as `head` does. Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit:
+        # After --help and --version, a reader that has gone shows here, not at exit.
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        raise
     let_idle_threads_sleep()
     logging.basicConfig(
         level=logging.INFO if arguments.verbose else logging.WARNING,
@@ -44,18 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code: int = arguments.run(arguments)
+        with CTRL_C.running():
+            code: int = arguments.run(arguments)
     except ConfigError as error:
         return _fail(error, 2)
     except BrokenPipeError:
-        # The reader of the output closed it, as `head` does. Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+    except SystemExit as error:
+        # Rich's answer to the same, which also takes care of the exit.
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
         return 0
     except (MoeCacheError, MemoryError, OSError) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
-        print("moecache: interrupted", file=sys.stderr)
-        return 130
+        CTRL_C.tell()
+        return EXIT_CODE
     return code
 
 

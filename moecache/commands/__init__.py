@@ -1,1 +1,1 @@
-"""What the command line does, a module per command."""
+"""The command line, a module per command."""

@@ -1,4 +1,4 @@
-"""What commands share: arguments of options, traces, lists, output files, options in errors."""
+"""Shared by commands: arguments of options, traces, lists, output files, options in errors."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from moecache.settings import OPTIONS
 from moecache.study.importers import load_any
 from moecache.traces.trace import Trace
 
-# What commands that take traces say of them.
+# The help text of every command that takes traces.
 TRACES_HELP = "a routing trace of a run, and no model: .npz, or what moecache trace convert reads"
 # Modes of prefetch that need neither hints nor routers.
 PLAIN_MODES = {"echo": "what ECHO foresees", "last": "the layer's last experts", "off": "none"}
@@ -40,7 +40,7 @@ def add_option(
     name : str
         Name of the option.
     more : str
-        What the command adds to the table's help.
+        The command's addition to the table's help.
     flag : str, optional
         By default -- and the name.
     modes : mapping of str to str, optional

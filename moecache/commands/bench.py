@@ -32,17 +32,19 @@ from moecache.commands.bench_table import print_bench
 from moecache.commands.contestants import Contestant, chosen, differing, run_process
 from moecache.commands.generate import add_model_options
 from moecache.commands.machine import describe_facts, machine_facts
-from moecache.commands.paths import map_file
-from moecache.commands.ranks import num_ranks, rank
+from moecache.commands.paths import check_format, map_file
+from moecache.commands.ranks import num_ranks, rank, telling
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.files import Kind, write_whole
 from moecache.kernels import default_compute
 from moecache.settings import COMPUTE, DEFAULT_POLICY, POLICIES
 from moecache.stores import open_store
 from moecache.stores._paths import check_model
-from moecache.units import format_bytes, parse_budget
+from moecache.units import check_seed, format_bytes, parse_budget
 
 JSON_VERSION = 1
+# The most tokens and runs; no model takes more.
+_MOST = 2**24
 _JSON_FILE = Kind(
     "a file of figures of moecache bench",
     lambda data: data.startswith(b'{\n "version": ') and b'\n "machine": ' in data,
@@ -121,10 +123,12 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run everything in turn, show the table; return the exit code."""
-    memories, policies, compute = _check(arguments)
-    check_model(arguments.model)
     if arguments.compare and num_ranks() > 1:
         raise ConfigError("--compare is for one process; leave it out under torchrun")
+    with telling():
+        memories, policies, compute = _check(arguments)
+        check_model(arguments.model)
+        check_format(arguments.model)
     if arguments.compare and importlib.util.find_spec("accelerate") is None:
         raise MissingDependencyError(
             "--compare needs accelerate; install it with: pip install 'moecache[transformers]'"
@@ -220,16 +224,20 @@ def _run_all(
 
 def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str], list[str]]:
     """Return memories, policies and ways to compute; refuse the rest before anything runs."""
-    for name, least in (("prompt_tokens", 1), ("new_tokens", 2), ("warm_up", 0), ("repeats", 1)):
-        if getattr(arguments, name) < least:
+    bounds = {
+        "prompt_tokens": (1, _MOST),
+        "new_tokens": (2, _MOST),
+        "warm_up": (0, _MOST),
+        "repeats": (1, _MOST),
+        "threads": (1, 256),
+    }
+    for name, (least, most) in bounds.items():
+        value = getattr(arguments, name)
+        if value is not None and not least <= value <= most:
             raise ConfigError(
-                f"--{name.replace('_', '-')} must be at least {least}, "
-                f"got {getattr(arguments, name)}"
+                f"--{name.replace('_', '-')} must be from {least} to {most}, got {value}"
             )
-    if arguments.seed < 0:
-        raise ConfigError(f"--seed must not be negative, got {arguments.seed}")
-    if arguments.threads is not None and arguments.threads < 1:
-        raise ConfigError(f"--threads must be at least 1, got {arguments.threads}")
+    check_seed(arguments.seed, "--seed")
     memories = split("--memories", arguments.memories)
     with naming("--memories"):
         for memory in memories:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from moecache.commands.arguments import check_outputs
+from moecache.commands.ctrl_c import CTRL_C
 from moecache.commands.example import write_text
 from moecache.commands.generate import (
     add_expert_options,
@@ -25,11 +26,13 @@ from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
 from moecache.units import format_bytes
 
+# Longer texts take minutes to tokenize, and exceed the context of every model.
+_MOST_CHARACTERS = 2**23
 _HELP = """\
 /reset   forget the conversation
 /stats   show all counters, layer by layer
 /help    show this
-Ctrl-C   stop the reply; what was said of it stays in the conversation
+Ctrl-C   stop the reply; its text so far stays in the conversation
 Ctrl-D   leave"""
 
 
@@ -73,19 +76,22 @@ def run(arguments: argparse.Namespace) -> int:
     from moecache.integrations.transformers import generation
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    with generation.quiet(verbose=arguments.verbose):
-        with generation.reading(arguments.model):
-            tokenizer = generation.load_tokenizer(arguments.model)
-        # Before the model, which takes minutes.
-        generation.check_chat(tokenizer)
-        with loaded(console, arguments) as model:
+    with (
+        generation.quiet(verbose=arguments.verbose),
+        generation.opened(arguments.model) as opened,
+    ):
+        tokenizer = generation.load_tokenizer(opened)
+        # Before the model, which takes minutes: a template may be damaged.
+        hello = [*_told(arguments), {"role": "user", "content": "Hello"}]
+        generation.check_chat(tokenizer, hello)
+        with loaded(console, arguments, opened) as model:
             console.print("/help shows what else can be typed; Ctrl-D leaves", style="dim")
             _Conversation(console, model, tokenizer, arguments).run()
     return 0
 
 
 class _Conversation:
-    """What was said so far, and how it goes on."""
+    """The conversation so far, and its continuation."""
 
     def __init__(
         self, console: Console, model: Any, tokenizer: Any, arguments: argparse.Namespace
@@ -103,6 +109,8 @@ class _Conversation:
         while True:
             kept, is_asked, note, told = len(self._messages), False, told, ""
             try:
+                # First here: until then a repeat of an interrupt would leave the loop.
+                CTRL_C.answer()
                 if note:
                     self._say(note)
                 line = self._read()
@@ -113,6 +121,8 @@ class _Conversation:
                 is_asked = True
                 if text.startswith("/"):
                     self._obey(text)
+                elif len(text) > _MOST_CHARACTERS:
+                    self._say(f"a line of {len(text)} characters is too long to be a question")
                 elif text:
                     self._reply(text)
             except KeyboardInterrupt:
@@ -141,11 +151,11 @@ class _Conversation:
         elif text == "/help":
             self._say(_HELP)
         else:
-            self._say(f"{printable(text.split(maxsplit=1)[0])} is none of /reset, /stats, /help")
+            self._say(f"{printable(text[:40])} is none of /reset, /stats, /help")
 
     def _reply(self, text: str) -> None:
         """Generate what follows; a reply that was stopped is one, a failed one never was."""
-        from moecache.integrations.transformers import generation
+        from moecache.integrations.transformers import generation, streams
 
         arguments, runtime = self._arguments, self._model.moecache.runtime
         parts: list[str] = []
@@ -159,7 +169,7 @@ class _Conversation:
                     parts.append(part)
                     line.write(part)
 
-                stream = generation.TextStream(self._tokenizer, ids, write)
+                stream = streams.TextStream(self._tokenizer, ids, write)
                 line.stamps_s = stream.stamps_s
                 try:
                     generation.continue_tokens(
@@ -181,11 +191,15 @@ class _Conversation:
         self._say(_figures(stream, runtime.stats() - before))
 
     def _reset(self) -> None:
-        system = self._arguments.system
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = _told(self._arguments)
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._console.print(text, style=style)
+
+
+def _told(arguments: argparse.Namespace) -> list[dict[str, str]]:
+    """Return the messages with which each conversation begins."""
+    return [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
 
 
 def _figures(stream: Any, stats: RuntimeStats) -> str:

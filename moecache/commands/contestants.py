@@ -1,4 +1,4 @@
-"""What `moecache bench` compares, each run in a process of its own."""
+"""The contestants of `moecache bench`, each run in a process of its own."""
 
 import contextlib
 import itertools
@@ -47,7 +47,7 @@ class Contestant:
     task : dict
         The part of the task that sets it apart.
     runs : list of dict
-        What each run measured.
+        The measurements of each run.
     left_out : str
         Why it was not run: it has no room, or no kernel.
     error : str
@@ -138,7 +138,7 @@ def chosen(
 def differing(contestants: list[Contestant]) -> list[str]:
     """Return the contestants that generated other tokens, in any run, than the first of its kind.
 
-    What is computed by kernels rounds otherwise than what torch computes.
+    The kernels round otherwise than torch.
     """
     names: list[str] = []
     firsts: dict[str, Any] = {}

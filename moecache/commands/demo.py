@@ -28,7 +28,7 @@ from moecache.commands.example import (
 )
 from moecache.commands.live import LiveView
 from moecache.commands.metrics import served
-from moecache.experts import combine, gated_rows
+from moecache.compute.experts import combine, gated_rows
 from moecache.kernels import SlotKernel
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.runtime.runtime import ExpertRuntime
@@ -64,6 +64,13 @@ def add_parser(commands: Any) -> None:
         help="what multiplies experts: NumPy, or moecache's kernels, over weights as the file has "
         "them (default: %(default)s)",
     )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        # Beside the one that stands before the command's name.
+        dest="counters",
+        help="show the counters, too: hits, bytes read, waits, read-ahead, memory of the process",
+    )
     parser.add_argument("--report", action="store_true", help="show hit rates layer by layer")
     parser.add_argument(
         "--live",
@@ -86,9 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_sampling(arguments, [arguments.prompt])
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     loop, directory = find_example(arguments.model)
-    console.print(
-        f"[dim]{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}[/]"
-    )
+    counters = arguments.counters or arguments.verbose
+    if counters:
+        versions = f"Python {platform.python_version()}, NumPy {np.__version__}"
+        console.print(f"[dim]{platform.machine()}, {versions}[/]")
     imports_bytes = peak_rss_bytes()
     with (
         open_store(directory) as store,
@@ -117,23 +125,20 @@ def run(arguments: argparse.Namespace) -> int:
         peak_bytes = peak_rss_bytes()
         trunk_bytes = model.nbytes
         del model
-        equal = _compare(loop, directory, arguments, offloaded, console)
+        resident = _generate_resident(loop, directory, arguments, len(offloaded.tokens), console)
+        equal = offloaded.equals(resident)
         if arguments.profile and shown:
             start = "cold" if runtime.warm_start is None else "warm"
             console.print(
                 f"{start} start hit rate {shown[-1]:.1%} of the prompt and the first "
                 f"{len(shown)} tokens"
             )
-        _print_figures(
-            console, arguments, runtime, offloaded, (peak_bytes, imports_bytes, trunk_bytes)
-        )
-        if equal:
-            console.print(
-                f"[bold green]output equals the fully resident run[/]: {len(offloaded.tokens)} "
-                "tokens, every logit bit by bit"
-            )
-        else:
-            console.print("[bold red]output differs from the fully resident run[/]")
+        if counters:
+            memory = peak_bytes, imports_bytes, trunk_bytes
+            _print_counters(console, arguments, runtime, offloaded, resident, memory)
+        if arguments.report:
+            console.print(runtime.report())
+        _print_summary(console, runtime, offloaded, resident, equal=equal)
         if url is not None:
             # The interrupt may come as soon as the line is there.
             with contextlib.suppress(KeyboardInterrupt):
@@ -245,20 +250,21 @@ def _generate(
         write_text(f"{''.join(parts)}\n" if shared else "\n")
 
 
-def _compare(
+def _generate_resident(
     loop: ModuleType,
     directory: Path,
     arguments: argparse.Namespace,
-    offloaded: Generation,
+    num_tokens: int,
     console: Console,
-) -> bool:
+) -> Generation:
+    """Generate with all experts in plain arrays."""
     with open_store(directory) as store:
         experts = resident_experts if arguments.compute == "numpy" else resident_kernels
         model = loop.NumpyMoe(store, experts(store))
         # One tick per token; `track` shows nothing when the console is no terminal.
         ticks = iter(
             track(
-                range(len(offloaded.tokens)),
+                range(num_tokens),
                 "all experts resident",
                 console=console,
                 transient=True,
@@ -268,31 +274,57 @@ def _compare(
         resident = generate(loop, model, arguments.prompt, arguments, lambda _: _advance(ticks))
         for _ in ticks:
             pass
-    console.print(
-        f"resident   {resident.tokens_per_s:7.0f} tokens/s decode, "
-        f"{len(os.fsencode(arguments.prompt)) / resident.prefill_s:7.0f} prefill"
-    )
-    return offloaded.equals(resident)
+    return resident
 
 
 def _advance(ticks: Iterator[int]) -> None:
     next(ticks, None)
 
 
-def _print_figures(
+def _print_summary(
+    console: Console,
+    runtime: ExpertRuntime,
+    offloaded: Generation,
+    resident: Generation,
+    *,
+    equal: bool,
+) -> None:
+    """Say in four lines what was shown."""
+    stats = runtime.stats()
+    slots = stats.capacity + stats.staging_slots
+    whole_bytes = stats.pool_bytes // slots * stats.total_experts
+    console.print(
+        f"text    {len(offloaded.tokens)} tokens, with at most {stats.capacity} of the model's "
+        f"{stats.total_experts} experts in memory at a time"
+    )
+    console.print(
+        f"speed   {offloaded.tokens_per_s:.0f} tokens/s this way, {resident.tokens_per_s:.0f} "
+        "with all of them in memory"
+    )
+    console.print(
+        f"memory  {format_bytes(stats.pool_bytes)} for experts this way, "
+        f"{format_bytes(whole_bytes)} for all of them"
+    )
+    if equal:
+        console.print("output  [bold green]equal, bit for bit[/], in every number of every token")
+    else:
+        console.print("output  [bold red]differs[/] from that with all experts in memory")
+
+
+def _print_counters(
     console: Console,
     arguments: argparse.Namespace,
     runtime: ExpertRuntime,
     offloaded: Generation,
+    resident: Generation,
     rss: tuple[int, int, int],
 ) -> None:
     stats = runtime.stats()
     peak_bytes, imports_bytes, trunk_bytes = rss
     rest = peak_bytes - imports_bytes - trunk_bytes - stats.pool_bytes
-    console.print(
-        f"offloaded  {offloaded.tokens_per_s:7.0f} tokens/s decode, "
-        f"{len(os.fsencode(arguments.prompt)) / offloaded.prefill_s:7.0f} prefill"
-    )
+    for name, run in (("resident", resident), ("offloaded", offloaded)):
+        prefill = len(os.fsencode(arguments.prompt)) / run.prefill_s
+        console.print(f"{name:10} {run.tokens_per_s:7.0f} tokens/s decode, {prefill:7.0f} prefill")
     console.print(
         f"experts    {stats.capacity} of {stats.total_experts} in memory, "
         f"and {stats.staging_slots} staging slots: {format_bytes(stats.pool_bytes)}; "
@@ -310,5 +342,3 @@ def _print_figures(
         f"trunk and KV cache {format_bytes(trunk_bytes)}, slots {format_bytes(stats.pool_bytes)}, "
         f"the rest {format_bytes(rest)}"
     )
-    if arguments.report:
-        console.print(runtime.report())

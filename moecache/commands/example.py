@@ -20,7 +20,7 @@ from moecache.files import find_examples
 
 @dataclass(frozen=True)
 class Generation:
-    """What one run produced, and how fast."""
+    """The text of one run, and its speed."""
 
     tokens: list[int]
     logits: list[np.ndarray]
@@ -137,7 +137,7 @@ def generate(
 
 def write_text(text: str) -> None:
     """Write to standard output at once, also into a pipe."""
-    # What the terminal's encoding lacks is shown as an escape, never an error.
+    # Characters that the terminal's encoding lacks become escapes, never an error.
     if sys.stdout is None:  # closed by the parent process
         return
     encoding = sys.stdout.encoding or "utf-8"

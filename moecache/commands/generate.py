@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,14 +25,14 @@ from moecache.commands.ranks import (
     rank,
     rank_options,
     rank_table,
+    telling,
 )
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import COMPUTE
 from moecache.stores._paths import check_model
-from moecache.stores._versions import unchanged, versions_at
 from moecache.telemetry import RuntimeStats
 from moecache.traces.trace import TRACE_FILE
-from moecache.units import format_bytes
+from moecache.units import check_seed, format_bytes
 
 
 def add_parser(commands: Any) -> None:
@@ -90,7 +89,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
         type=float,
         help="0 takes the likeliest token (default: what the model's generation_config.json says)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn (default: 0)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of what is drawn, from -2**63 to 2**63 - 1 (default: 0)",
+    )
 
 
 def add_expert_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -134,6 +138,7 @@ def add_model_options(parser: argparse._ActionsContainer) -> None:
     )
 
 
+@telling()
 def run(arguments: argparse.Namespace) -> int:
     """Load, generate, show the figures; return the exit code."""
     check_sampling(arguments)
@@ -143,26 +148,23 @@ def run(arguments: argparse.Namespace) -> int:
     check_format(arguments.model)
     if rank() > 0:
         return follow(arguments, loaded)
-    from moecache.integrations.transformers import _following, generation
+    from moecache.integrations.transformers import _following, generation, streams
 
-    versions = versions_at(Path(arguments.model))
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    with generation.quiet(verbose=arguments.verbose):
+    with generation.quiet(verbose=arguments.verbose), contextlib.ExitStack() as stack:
         prompt = _prompt(arguments)
-        with generation.reading(arguments.model):
-            tokenizer = generation.load_tokenizer(arguments.model)
+        opened = stack.enter_context(generation.opened(arguments.model))
+        tokenizer = generation.load_tokenizer(opened)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
         with (
-            unchanged(versions) as check,
-            loaded(console, arguments) as model,
+            loaded(console, arguments, opened) as model,
             _following.leading(model),
             _recorded(model, arguments),
         ):
             runtime = model.moecache.runtime
-            check(runtime.store)
             with LiveLine(console, runtime) as line:
-                stream = generation.TextStream(tokenizer, ids, line.write)
+                stream = streams.TextStream(tokenizer, ids, line.write)
                 line.stamps_s = stream.stamps_s
                 try:
                     generation.continue_tokens(
@@ -185,9 +187,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
-    """Load the model as the options say, with a bar on a terminal, and close it at the end."""
-    from moecache.integrations.transformers import generation, load
+def loaded(console: Console, arguments: argparse.Namespace, opened: Any = None) -> Iterator[Any]:
+    """Load the model as the options say, with a bar on a terminal, and close it at the end.
+
+    `opened` is what `generation.opened` gave, if it was asked.
+    """
+    from moecache.integrations.transformers import load
 
     columns = (
         TextColumn("{task.description}"),
@@ -195,12 +200,9 @@ def loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
         DownloadColumn(binary_units=True),
         TimeElapsedColumn(),
     )
-    with (
-        Progress(
-            *columns, console=console, transient=True, disable=not console.is_terminal
-        ) as progress,
-        generation.reading(arguments.model),
-    ):
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("loading", total=None)
 
         def show(done_bytes: int, total_bytes: int) -> None:
@@ -211,7 +213,7 @@ def loaded(console: Console, arguments: argparse.Namespace) -> Iterator[Any]:
         options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
         options |= rank_options(arguments)
         model = load(
-            arguments.model,
+            opened or arguments.model,
             arguments.memory,
             arguments.device,
             policy=arguments.policy,
@@ -242,13 +244,19 @@ def _recorded(model: Any, arguments: argparse.Namespace) -> Iterator[None]:
 
 def check_sampling(arguments: argparse.Namespace) -> None:
     """Refuse options of `add_sampling_options` that cannot be used."""
-    if arguments.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
+    check_max_new_tokens(arguments)
     temperature = arguments.temperature
     if temperature not in (None, 0) and not 0.01 <= temperature <= 100:
         raise ConfigError(f"--temperature must be 0 or between 0.01 and 100, got {temperature}")
-    if not 0 <= arguments.seed < 2**63:
-        raise ConfigError(f"--seed must be from 0 to 2**63 - 1, got {arguments.seed}")
+    check_seed(arguments.seed, "--seed")
+
+
+def check_max_new_tokens(arguments: argparse.Namespace) -> None:
+    """Refuse a number that torch cannot count to."""
+    if not 1 <= arguments.max_new_tokens < 2**31:
+        raise ConfigError(
+            f"--max-new-tokens must be from 1 to {2**31 - 1}, got {arguments.max_new_tokens}"
+        )
 
 
 def _prompt(arguments: argparse.Namespace) -> str:

@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _quantized(store: CheckpointStore) -> str:
-    """Return how the checkpoint is quantized, of which formats its experts and its trunk are."""
+    """Return how the checkpoint is quantized: the formats of its experts and of its trunk."""
     if not store.quantization:
         return ""
     layers = store.layout.layers

@@ -38,7 +38,7 @@ def render(
     total : Sample
         All that was counted so far.
     recent : Sample, optional
-        What was counted lately; without one, rates are those of `total`.
+        Recent counters; without them, rates are those of `total`.
     ascii_only : bool, default False
         Draw the heat strip in digits, tenths of the hit rate.
     note : str

@@ -72,7 +72,7 @@ class LiveLine:
             write_text(text)
             return
         *lines, pending = (self._pending + text).split("\n")
-        # Full rows are printed, too: what is redrawn must fit on the terminal.
+        # Full rows are printed, too: the part that is redrawn must fit on the terminal.
         *rows, last = _text(pending).wrap(self._console, self._console.width) or [Text()]
         # Set first: printing a row redraws the pending text as well.
         self._pending = last.plain if rows else pending

@@ -1,4 +1,4 @@
-"""What something was measured on."""
+"""The machine of a measurement."""
 
 import os
 import platform

@@ -78,7 +78,7 @@ def metrics_url(text: str) -> str:
         If it is no URL of http or https, or only a number: a process id is no address.
     """
     if "@" in text:
-        # The URL is not repeated: what stands before the @ may be a password.
+        # The URL is not repeated: the part before the @ may be a password.
         raise ConfigError(
             "a URL of metrics has no @: a user and a password cannot be given; write for example "
             "http://localhost:9100/metrics"

@@ -80,7 +80,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Pack, verify, or show the figures; return the exit code."""
-    # Here: what computes checksums takes 7 MiB, which no other command needs.
+    # Imported here: the checksum code takes 7 MiB, which no other command needs.
     from moecache import packing
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -168,7 +168,7 @@ def _bar(console: Console, word: str) -> Iterator[Callable[[int, int], None]]:
             nonlocal first
             now = time.perf_counter()
             if first is None:
-                # What an earlier run wrote was not written at this speed.
+                # An earlier run's bytes were not written at this speed.
                 first = (done, now)
                 bar.reset(task, total=total, completed=done)
                 return

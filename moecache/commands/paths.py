@@ -1,4 +1,4 @@
-"""What the commands are given as PATH: files, directories and checkpoints."""
+"""PATH arguments of the commands: files, directories and checkpoints."""
 
 import logging
 import mmap
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 def find_files(name: str) -> list[Path]:
     """Return a file itself, or all files below a directory that are not hidden.
 
-    Of a GGUF in parts, one part stands for all, as for `load`.
+    One part of a GGUF in parts stands for all, as for `load`.
 
-    What cannot be listed is logged as a warning.
+    Directories that cannot be listed are logged as a warning.
 
     Raises
     ------
@@ -112,7 +112,12 @@ def printable_lines(text: str) -> str:
 def check_format(model: str) -> None:
     """Raise, as `open_store` does, if a model on this machine has experts in no known format.
 
-    Before anything else is looked at: without it, a missing tokenizer would be found first.
+    Before anything else is looked at: without it, a missing tokenizer would be found first. For a
+    model that is not on this machine, raise StoreError unless the hub has it.
     """
     if os.path.exists(model):
         open_store(model).close()
+        return
+    from moecache.integrations.hub import look_up
+
+    look_up(model)

@@ -15,7 +15,6 @@ from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout
 from moecache.profiles.file import Profile, identity, read_profile
 from moecache.ranks import Placement
-from moecache.ranks._copies import add_copies, step_work
 from moecache.ranks._file import PLACEMENT_FILE
 from moecache.study.importers import load_any
 from moecache.study.statistics import expert_counts
@@ -23,6 +22,8 @@ from moecache.traces.trace import Trace
 from moecache.units import format_bytes, parse_bytes
 
 DEFAULT_OUTPUT = "placement.json"
+# Steps of a trace: enough to tell how much a step asks of the slowest rank, and quick.
+MAX_STEPS = 2048
 
 
 def add_parser(commands: Any) -> None:
@@ -38,7 +39,7 @@ def add_parser(commands: Any) -> None:
         "expect. docs/scale.md.",
         epilog="examples: moecache plan-ranks ./Qwen3-30B-A3B --ranks 4 | "
         "moecache plan-ranks ./Qwen3-30B-A3B --ranks 2 --trace run.npz --memory 8GiB,16GiB | "
-        "moecache plan-ranks --trace run.npz --ranks 2 --memory 12G,12G --copies 4",
+        "moecache plan-ranks --trace run.npz --ranks 2 --memory 12G,12G",
     )
     parser.add_argument(
         "path",
@@ -64,15 +65,6 @@ def add_parser(commands: Any) -> None:
         help="of each rank for experts, 8GiB,16GiB: shares go by it (default: all the same)",
     )
     parser.add_argument(
-        "--copies",
-        type=int,
-        metavar="N",
-        default=0,
-        help="in each layer, up to N copies of busy experts on further ranks whose memory holds "
-        "them beside their own, where the trace's steps would have waited less for the slowest "
-        "(needs --trace and --memory; default: %(default)s)",
-    )
-    parser.add_argument(
         "--output", metavar="FILE", default=DEFAULT_OUTPUT, help="default: %(default)s"
     )
     add_force(parser)
@@ -81,7 +73,7 @@ def add_parser(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class _Model:
-    """What is to be spread: uses [L, E], bytes of an expert by layer (or none), the trace."""
+    """The experts to be spread: uses [L, E], bytes of one by layer (or none), the trace."""
 
     counts: np.ndarray
     expert_bytes: np.ndarray | None
@@ -97,22 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
         inputs[arguments.trace] = "the trace"
     check_outputs(arguments, inputs, output=PLACEMENT_FILE)
     memory = _memory(arguments)
-    if arguments.copies < 0:
-        raise ConfigError(f"--copies must not be negative, got {arguments.copies}")
-    if arguments.copies and arguments.trace is None:
-        raise ConfigError("--copies needs --trace: only steps tell which experts are used together")
-    if arguments.copies and memory is None:
-        raise ConfigError("--copies needs --memory: a copy helps only where everything fits")
     model = _model(arguments)
     with naming("--ranks"):
         Placement.even(model.counts.shape[0], model.counts.shape[1], arguments.ranks)
     with naming("--ranks" if memory is None else "--memory"):
         placement = Placement.balanced(model.counts, arguments.ranks, memory)
-    if model.trace is not None and arguments.copies:
-        room = _room(placement, model, memory)
-        if max(room) <= 0:
-            console.print("no copies: no rank's memory holds more than the experts that it owns")
-        placement = add_copies(placement, model.trace, arguments.copies, room)
     placement.save(arguments.output, force=arguments.force)
     _show(console, placement, model, memory)
     console.print(
@@ -135,15 +116,6 @@ def _memory(arguments: argparse.Namespace) -> list[int] | None:
         if min(sizes) < 1:
             raise ConfigError(f"{arguments.memories!r} has a rank without memory")
     return sizes
-
-
-def _room(placement: Placement, model: _Model, memory: Sequence[int] | None) -> list[int]:
-    """Return how many experts each rank has room for beside its own."""
-    if model.expert_bytes is None:
-        raise ConfigError("--copies needs the size of an expert, which the trace lacks; give MODEL")
-    size = int(model.expert_bytes.max())
-    owned = (placement.num_held() @ model.expert_bytes).tolist()
-    return [(have - own) // size for have, own in zip(memory or (), owned, strict=True)]
 
 
 def _model(arguments: argparse.Namespace) -> _Model:
@@ -199,17 +171,16 @@ def _show(
     held = placement.num_held()
     loads = placement.loads(model.counts)
     total = max(1.0, float(loads.sum()))
-    # Of the time of the mean rank: 1 is a rank that has as much to do as it can take.
+    # Relative to the mean rank's time: 1 is a rank with as much to do as it can take.
     times = loads.sum(1) / total / placement.shares
     shown = Table("rank")
-    columns = ["memory"] * (memory is not None) + ["experts", "copies"]
+    columns = ["memory"] * (memory is not None) + ["experts"]
     columns += ["size"] * (model.expert_bytes is not None) + ["of uses", "of its share"]
     for column in columns:
         shown.add_column(column, justify="right", no_wrap=True)
-    copies = np.bincount(placement.copies[:, 2], minlength=num_ranks)
     for rank in range(num_ranks):
         cells = [] if memory is None else [format_bytes(memory[rank])]
-        cells += [str(int(held[rank].sum())), str(int(copies[rank]))]
+        cells += [str(int(held[rank].sum()))]
         if model.expert_bytes is not None:
             cells.append(format_bytes(int(held[rank] @ model.expert_bytes)))
         cells += [f"{loads[rank].sum() / total:.2%}", f"{times[rank]:.1%}"]
@@ -222,8 +193,8 @@ def _show(
             f"mean's uses; dealt in turn, {_slowest(even, model.counts):.2f}"
         )
     if model.trace is not None:
-        work, mean = step_work(placement, model.trace)
-        in_turn, _ = step_work(even, model.trace)
+        work, mean = _step_work(placement, model.trace)
+        in_turn, _ = _step_work(even, model.trace)
         console.print(
             f"in a step, the slowest computes {work:.2f} experts of a layer, the mean rank "
             f"{mean:.2f}; dealt in turn, the slowest {in_turn:.2f}"
@@ -235,3 +206,26 @@ def _slowest(placement: Placement, counts: np.ndarray) -> float:
     loads = placement.loads(counts) / (placement.shares[:, None] * placement.num_ranks)
     total = loads.mean(0).sum()
     return float(loads.max(0).sum() / total) if total else 1.0
+
+
+def _step_work(placement: Placement, trace: Trace) -> tuple[float, float]:
+    """Return what a step's slowest rank has to do in a layer on average, and the ranks' mean.
+
+    In experts: distinct ones that the rank computes, for an even share; of the trace's last steps.
+    """
+    steps = np.cumsum(np.diff(trace.step, prepend=-1) != 0) - 1
+    recent = steps > (steps[-1] if len(steps) else 0) - MAX_STEPS
+    token, layer, place = np.nonzero(recent[:, None, None] & (trace.experts >= 0))
+    # Each expert of a step's layer once.
+    step, layer, expert = np.unique(
+        np.stack([steps[token], layer, trace.experts[token, layer, place]]), axis=1
+    )
+    if not len(step):
+        return 0.0, 0.0
+    num_ranks = placement.num_ranks
+    _, row = np.unique(step * placement.num_layers + layer, return_inverse=True)
+    keys = row * num_ranks + placement.owners[layer, expert]
+    count = int(row.max()) + 1
+    work = np.bincount(keys, minlength=count * num_ranks).reshape(count, num_ranks)
+    slowest = (work / (placement.shares * num_ranks)).max(1).mean()
+    return float(slowest), len(step) / num_ranks / count

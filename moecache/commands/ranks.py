@@ -1,8 +1,9 @@
-"""What commands do under torchrun: rank 0 talks, the others follow."""
+"""Commands under torchrun: rank 0 talks, the others follow."""
 
 import argparse
 import contextlib
 import io
+import logging
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from moecache.commands.metrics import served
 from moecache.errors import ConfigError
 from moecache.settings import launched_ranks
 from moecache.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 
 def num_ranks() -> int:
@@ -62,10 +65,24 @@ def rank_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {}
 
 
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Tell the other ranks of an error that comes before this one has joined them."""
+    try:
+        yield
+    except Exception as error:
+        if num_ranks() > 1:
+            from moecache.integrations.transformers._joining import tell
+
+            logger.info("ranks.telling %s: %s", type(error).__name__, error)
+            tell(error)
+        raise
+
+
 def follow(arguments: argparse.Namespace, loaded: Any, metrics_port: int = 0) -> int:
     """Do what rank 0 does, and say nothing; return the exit code.
 
-    Signals are rank 0's: what ends it ends this one. Metrics are served meanwhile on the port that
+    Signals are rank 0's: its end ends this one. Metrics are served meanwhile on the port that
     comes as many after `metrics_port` as the rank says, unless that is 0.
     """
     from moecache.integrations.transformers import _following, generation

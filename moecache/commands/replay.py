@@ -24,9 +24,9 @@ from moecache.commands.paths import printable
 from moecache.commands.replay_tables import print_layers, print_table
 from moecache.errors import ConfigError, SweepError
 from moecache.files import Kind, write_whole
-from moecache.settings import POLICIES, SCOPES
+from moecache.policies.making import SCOPES
 from moecache.study import plots
-from moecache.study._arguments import BELADY, clip_capacity, total_experts
+from moecache.study._arguments import BELADY, POLICIES, clip_capacity, total_experts
 from moecache.study.advice import DEFAULT_POLICIES, expert_size, recommend
 from moecache.study.sweeps import sweep, sweep_error
 from moecache.study.table import CSV_FILE, PARQUET_FILE, Table
@@ -68,7 +68,9 @@ def add_parser(commands: Any) -> None:
         help="slots, or shares of all experts: 64,25%%,0.25 (default: 12.5%%,25%%,50%%)",
     )
     add_option(
-        *(size, "memory", "; a list, instead of a capacity: 2GiB,4GiB"),
+        size,
+        "memory",
+        "; a list, instead of a capacity: 2GiB,4GiB",
         metavar="LIST",
         instead="none",
     )
@@ -145,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         _plot(arguments, traces, policies, scopes, drawn)
     if failures:
-        # What went well is shown by now.
+        # Successful replays have been shown by now.
         given = "" if arguments.resume else "with --resume from the start, "
         remedy = f"{given}the same command repeats only what failed"
         raise sweep_error(drawn, failures, remedy) from failures[0][1]
@@ -256,7 +258,7 @@ def _slots(arguments: argparse.Namespace, trace: Trace, scopes: list[str]) -> li
 
 
 def _sizes(arguments: argparse.Namespace, traces: dict[str, Trace]) -> dict[str, int]:
-    """Return the bytes of an expert, of those traces where they are known."""
+    """Return the bytes of an expert for the traces where they are known."""
     sizes = {}
     for name, trace in traces.items():
         if arguments.expert_bytes is not None or "expert_bytes" in trace.metadata:

@@ -1,4 +1,4 @@
-"""What `moecache replay` shows: hit rates by policy and capacity, and by layer."""
+"""The tables of `moecache replay`: hit rates by policy and capacity, and by layer."""
 
 from collections.abc import Mapping
 

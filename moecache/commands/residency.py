@@ -1,4 +1,4 @@
-"""`moecache warm --status`: what is in memory, as figures and as a map."""
+"""`moecache warm --status`: the part in memory, as figures and as a map."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

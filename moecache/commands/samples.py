@@ -1,4 +1,4 @@
-"""What the live view shows: figures of a runtime here, or of one that serves its metrics."""
+"""Figures of the live view: those of a runtime here, or of one that serves its metrics."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ Key = TypeVar("Key", int, str)
 
 
 class Metric(Protocol):
-    """What prometheus_client's parser yields."""
+    """A sample as prometheus_client's parser yields it."""
 
     @property
     def samples(self) -> Iterable[Any]:

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from moecache.commands.arguments import check_outputs
-from moecache.commands.generate import add_expert_options, loaded
+from moecache.commands.generate import add_expert_options, check_max_new_tokens, loaded
 from moecache.commands.paths import check_format, printable
-from moecache.commands.ranks import follow, num_ranks, rank, rank_table
+from moecache.commands.ranks import follow, num_ranks, rank, rank_table, telling
 from moecache.errors import ConfigError
 from moecache.stores._paths import check_model
 
@@ -75,8 +75,12 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run, force=False)
 
 
+@telling()
 def run(arguments: argparse.Namespace) -> int:
-    """Load, serve until a signal comes; return the exit code."""
+    """Load, serve until a signal comes; return the exit code.
+
+    SIGINT and SIGTERM are ignored after that: the process is about to end.
+    """
     key = _check(arguments)
     from moecache.serving import check_serving
 
@@ -89,7 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     from moecache.serving.server import bind
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    with contextlib.closing(bind(arguments.host, arguments.port)) as bound:
+    with (
+        contextlib.ExitStack() as stack,
+        contextlib.closing(bind(arguments.host, arguments.port)) as bound,
+    ):
         # Imports torch, which takes seconds.
         from moecache.integrations.transformers import _following, generation
         from moecache.serving.app import build_app
@@ -97,9 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
         from moecache.serving.server import Server
 
         with generation.quiet(verbose=arguments.verbose):
-            with generation.reading(arguments.model):
-                tokenizer = generation.load_tokenizer(arguments.model)
-            with loaded(console, arguments) as model, _following.leading(model):
+            opened = stack.enter_context(generation.opened(arguments.model))
+            tokenizer = generation.load_tokenizer(opened)
+            with loaded(console, arguments, opened) as model, _following.leading(model):
                 engine = Engine(
                     model,
                     tokenizer,
@@ -120,6 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
                         watch=_following.watch(model),
                         verbose=arguments.verbose,
                     )
+                    stack.enter_context(server.signals_taken())
                     server.run([bound])
                     if server.error is not None:
                         raise server.error
@@ -133,8 +141,7 @@ def _check(arguments: argparse.Namespace) -> str | None:
     """Refuse what cannot be used, before anything is loaded; return the key."""
     if arguments.queue < 0:
         raise ConfigError(f"--queue must not be negative, got {arguments.queue}")
-    if arguments.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
+    check_max_new_tokens(arguments)
     check_outputs(arguments, {}, profile=None)
     key: str | None = arguments.api_key
     if key is not None and key.startswith("@"):

@@ -25,8 +25,8 @@ from moecache.commands.paths import printable
 from moecache.commands.simulate_ranks import add_options, cells, check_options, print_table
 from moecache.errors import ConfigError
 from moecache.files import Kind, write_whole
-from moecache.settings import DEFAULT_POLICY, DEFAULT_SCOPE, POLICIES
-from moecache.study._arguments import clip_capacity
+from moecache.settings import DEFAULT_POLICY, DEFAULT_SCOPE
+from moecache.study._arguments import POLICIES, clip_capacity
 from moecache.study._machine import (
     DEFAULT_BANDWIDTH,
     DEFAULT_COMPUTE_NS,
@@ -102,12 +102,6 @@ def add_parser(commands: Any) -> None:
         default=DEFAULT_EXPERT_SHARE,
         help="how much of that is the routed experts' (default: %(default)s)",
     )
-    machine.add_argument(
-        "--cpu-misses",
-        metavar="RATE",
-        help="have the CPU compute some missing experts, so many bytes of weights per second "
-        "(20GB/s), while others are read (default: all are read)",
-    )
     add_options(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="all figures, instead of the table")
@@ -137,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
             if several:
                 print_table(console, name, several)
     if arguments.csv:
-        # A line has no room for what each rank did.
+        # A line has no room for each rank's figures.
         lists = {key for key, value in rows[0].items() if isinstance(value, list)}
         rows = [{key: row[key] for key in row if key not in lists} for row in rows]
         _write_csv(arguments.csv, rows, force=arguments.force)
@@ -157,10 +151,6 @@ def _cells(
         latency_ns = parse_ns(arguments.latency)
     with naming("--compute"):
         compute_ns = parse_ns(arguments.compute)
-    with naming("--cpu-misses"):
-        cpu = None if arguments.cpu_misses is None else parse_bytes_per_s(arguments.cpu_misses)
-    if cpu is not None and arguments.ranks is not None:
-        raise ConfigError("--cpu-misses is of one machine; leave it or --ranks out")
     if not 0 <= arguments.expert_share <= 1:
         raise ConfigError(f"--expert-share must be in [0, 1], got {arguments.expert_share}")
     capacities = split("--capacity", arguments.capacity)
@@ -179,7 +169,6 @@ def _cells(
             expert_share=arguments.expert_share,
             expert_bytes=nbytes,
             scope=arguments.scope,
-            cpu_misses=cpu,
             progress=progress,
         )
 
@@ -190,7 +179,11 @@ def _cells(
             slots = [clip_capacity(text, trace, arguments.scope) for text in capacities]
         if arguments.ranks is not None:
             for one in cells(
-                *(arguments, trace, rates, policies, modes),
+                arguments,
+                trace,
+                rates,
+                policies,
+                modes,
                 latency_ns=latency_ns,
                 compute_ns=compute_ns,
                 expert_share=arguments.expert_share,
@@ -228,9 +221,6 @@ def _print_table(console: Console, name: str, timings: Sequence[Timing]) -> None
     for column in ("tokens\nper s", "waited", "of off", "hits"):
         shown.add_column(column, justify="right", no_wrap=True)
     causes = [cause for cause in first.bytes_read if any(one.bytes_read[cause] for one in timings)]
-    has_cpu = first.cpu_bandwidth is not None
-    if has_cpu:
-        shown.add_column("by the\nCPU", justify="right", no_wrap=True)
     for cause in causes:
         short = "ahead" if cause == "prefetch" else cause
         shown.add_column(f"{short}\nMiB", justify="right", no_wrap=True)
@@ -244,7 +234,6 @@ def _print_table(console: Console, name: str, timings: Sequence[Timing]) -> None
             f"{timing.stall_share:.1%}",
             f"{timing.stall_ns / off_ns:.1%}" if off_ns else "-",
             f"{timing.hit_rate:.1%}",
-            *([_share_of(timing.num_cpu_misses, timing.num_misses)] if has_cpu else ()),
             *(
                 _short(timing.bytes_read[cause] / 2**20 / max(1, timing.num_tokens))
                 for cause in causes
@@ -254,10 +243,6 @@ def _print_table(console: Console, name: str, timings: Sequence[Timing]) -> None
     if console.measure(shown, options=unlimited).maximum > console.width:
         shown.padding = (0, 1, 0, 0)
     console.print(shown)
-
-
-def _share_of(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
 
 
 def _short(figure: float) -> str:

@@ -146,7 +146,7 @@ def print_table(console: Console, name: str, timings: Sequence[RanksTiming]) -> 
     for network in dict.fromkeys(timing.network for timing in timings if timing.num_ranks > 1):
         console.print(network.describe())
     rows = [_row(timing) for timing in timings]
-    # What is the same for all stands above: a terminal of 80 columns has no room for it.
+    # Values common to all rows stand above: a terminal of 80 columns has no room for them.
     for column in ("policy", "ahead"):
         if len({row[column] for row in rows}) == 1:
             console.print(f"{column} {rows[0][column]}")

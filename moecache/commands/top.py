@@ -1,4 +1,4 @@
-"""`moecache top`: what a running server's cache does, from its Prometheus metrics."""
+"""`moecache top`: a running server's cache, from its Prometheus metrics."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""`moecache trace`: recorded routing: what is in it, from other programs, of the demo's model."""
+"""`moecache trace`: recorded routing, described, converted or recorded with the demo's model."""
 
 import argparse
 from pathlib import Path

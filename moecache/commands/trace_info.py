@@ -1,4 +1,4 @@
-"""`moecache trace info`: what a trace is, and what it says about caching."""
+"""`moecache trace info`: a trace's facts, and its consequences for caching."""
 
 import argparse
 import json

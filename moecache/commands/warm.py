@@ -29,7 +29,6 @@ from moecache.commands.residency import print_status
 from moecache.errors import ConfigError, StoreError
 from moecache.prefault.regions import Region
 from moecache.sizing.host_memory import total_host_bytes
-from moecache.stores._versions import versions_of
 from moecache.units import format_bytes
 
 # The kernel reads ahead at least this much for one hint, by its own default.
@@ -129,7 +128,7 @@ def _find_regions(
         if by_layer:
             store, chosen = open_experts(path, layers)
             with store:
-                files = tuple(version[1:3] for version in versions_of(store))
+                files = tuple(file.version[1:3] for file in store.files)
                 if files not in seen:
                     yield from store.regions(chosen)
                 seen.add(files)

@@ -1,4 +1,4 @@
-"""Answer: a text as a thread generates it, and what it took."""
+"""Answer: a text as a thread generates it, and its figures."""
 
 import asyncio
 import functools
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from moecache.integrations.transformers import generation
+from moecache.integrations.transformers import generation, streams
 from moecache.serving.requests import Asked
 from moecache.serving.stops import StopText
 from moecache.telemetry import RuntimeStats
@@ -22,7 +22,7 @@ _SIGN_OF_LIFE_S = 10.0
 
 @dataclass(frozen=True)
 class Cost:
-    """What an answer took.
+    """The figures of an answer.
 
     Attributes
     ----------
@@ -33,9 +33,9 @@ class Cost:
     queued_s, prefill_s, decode_s : float
         For other requests, for the prompt and the first token, and for the others.
     tokens_per_s : float
-        Of the tokens after the first.
+        Rate of the tokens after the first.
     waited_s : float
-        Of prefill and decode: until experts had been read. The rest was computed.
+        The part of prefill and decode spent waiting for experts. The rest was computation.
     bytes_read : int
         Into slots.
     num_hits, num_misses : int
@@ -95,7 +95,7 @@ class Answer:
         self.cost: Cost | None = None
         self.left = self._cut = False
         self.started_s = time.perf_counter()
-        self.stream = generation.TextStream(tokenizer, prompt, self._write, self._end_prefill)
+        self.stream = streams.TextStream(tokenizer, prompt, self._write, self._end_prefill)
         self._model = model
         self._prompt = prompt
         self._most_tokens = asked.max_tokens or most_tokens
@@ -126,7 +126,7 @@ class Answer:
         Raises
         ------
         Exception
-            Whatever the model raised.
+            Any error of the model.
         """
         while True:
             try:

@@ -1,6 +1,7 @@
 """The routes: OpenAI's protocol, health and metrics, and the page."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from importlib.resources import files
@@ -23,11 +24,10 @@ from moecache.serving.engine import Engine
 from moecache.serving.errors import RequestError, error_body
 from moecache.serving.guard import Guard
 from moecache.serving.replies import SIGN_OF_LIFE, Reply, event
-from moecache.serving.requests import read_request
 from moecache.serving.state import snapshot
 from moecache.telemetry import PrometheusCollector
 
-# What a model may raise; anything else is a mistake of this server's, and logged with its trace.
+# Errors that a model may raise; any other is a mistake of this server, logged with its trace.
 FAILURES = (MoeCacheError, OSError, MemoryError, RuntimeError, ValueError)
 _CUT_OFF = "the server ended before the answer did; ask again"
 # Nothing is loaded from elsewhere, and no other site shows the page in a frame.
@@ -53,7 +53,7 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
     ----------
     engine : Engine
     key : str, optional
-        What clients must send as `Authorization: Bearer`.
+        The key that clients must send as `Authorization: Bearer`.
     host : str, default "127.0.0.1"
         The address that is served.
     """
@@ -123,23 +123,20 @@ class _Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; one whose client leaves is not answered, and not generated on."""
         engine = self._engine
-        try:
-            async with self._bodies.held(scope, receive) as body:
-                asked = read_request(bytes(body), chat=self._chat, models=engine.names)
-                prompt = await engine.encode(asked)
-        except ClientDisconnect:
-            return
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            answer = await engine.begin(asked, prompt, gone)
+        with contextlib.ExitStack() as stack:
+            try:
+                async with self._bodies.held(scope, receive) as body:
+                    gone = asyncio.ensure_future(_disconnected(receive))
+                    stack.callback(gone.cancel)
+                    read = await engine.read(body, chat=self._chat, gone=gone)
+            except ClientDisconnect:
+                return
+            # Nothing is awaited in between, so the place in the queue is kept.
+            answer = None if read is None else await engine.begin(*read, gone)
             if answer is None:
                 return
-            try:
-                await self._send(answer, scope, receive, send)
-            finally:
-                answer.stop()
-        finally:
-            gone.cancel()
+            stack.callback(answer.stop)
+            await self._send(answer, scope, receive, send)
 
     async def _send(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
         reply = Reply(answer.asked, self._engine.names[0])
@@ -197,7 +194,7 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 
 class _Collector:
-    """What the server itself counts, as Prometheus has it."""
+    """The server's own counters, for Prometheus."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -14,7 +14,7 @@ from moecache.serving.errors import RequestError
 MOST_BYTES = 2 * 2**20
 MOST_HELD_BYTES = 32 * 2**20
 BODY_S = 20.0
-# A client that is still sending would not read the answer: what it sends is dropped for a while.
+# A client that is still sending would not read the answer: its bytes are dropped for a while.
 _DROP_S = 10.0
 
 
@@ -24,7 +24,7 @@ class Bodies:
     Attributes
     ----------
     held_bytes : int
-        What bodies take that are read, or used, at this moment.
+        Memory of the bodies that are read, or used, at this moment.
     """
 
     def __init__(self) -> None:

@@ -9,17 +9,20 @@ from typing import Any
 
 from moecache.errors import ConfigError
 from moecache.integrations.transformers import generation
+from moecache.integrations.transformers.token_bound import TokenBound
 from moecache.serving.answer import Answer
 from moecache.serving.errors import RequestError
-from moecache.serving.requests import Asked
+from moecache.serving.requests import Asked, read_request
 
-# Of Retry-After, whatever the queue.
+# The largest Retry-After, however long the queue is.
 _MOST_RETRY_S = 120
+# Tokenised within some 20 ms; 2 MiB take 2.6 s.
+_SMALL_BYTES = 64 * 1024
 
 
 @dataclass
 class Totals:
-    """What an engine did since it was made.
+    """The counters of an engine since it was made.
 
     Attributes
     ----------
@@ -40,7 +43,8 @@ class Totals:
 class Engine:
     """Answers requests with one model, one at a time; others wait in a queue with an end.
 
-    All methods are called in the event loop. The model computes in a thread of its own.
+    All methods are called in the event loop. The model computes in a thread of its own, and two
+    others read requests: one the small, one the big, so that nobody waits for another's long text.
 
     Parameters
     ----------
@@ -48,7 +52,7 @@ class Engine:
         As `load` returns it. The caller closes it, after `close`.
     tokenizer : PreTrainedTokenizerBase
     names : tuple of str
-        What clients may call the model; the first is its own.
+        Names by which clients may call the model; the first is its own.
     most_waiting : int, default 16
         Requests that may wait; more are refused.
     most_tokens : int, default 4096
@@ -74,11 +78,16 @@ class Engine:
         self.most_tokens = most_tokens
         self.totals = Totals()
         self._tokenizer = tokenizer
+        self._bound = TokenBound(tokenizer)
         # A tokenizer works for one thread at a time: prompts are read while another one decodes.
-        self._reader = copy.deepcopy(tokenizer)
-        self._encoding = ThreadPoolExecutor(1, "moecache-encode")
+        self._small, self._big = (
+            (ThreadPoolExecutor(1, f"moecache-read-{size}"), copy.deepcopy(tokenizer))
+            for size in ("small", "big")
+        )
         self._generating = ThreadPoolExecutor(1, "moecache-generate")
         self._answer: Answer | None = None
+        # Requests that have a place in the queue: those that are read, and those that wait.
+        self._reading: set[asyncio.Future[tuple[Asked, Any]]] = set()
         self._waiting: list[asyncio.Future[None]] = []
         self._reserved = False
         self._last_s = 1.0
@@ -91,40 +100,89 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
+        """Requests in the queue, also those whose prompt is still read."""
+        return len(self._reading) + len(self._waiting)
 
     @property
     def answer(self) -> Answer | None:
         """The answer that is being generated."""
         return self._answer
 
-    async def encode(self, asked: Asked) -> Any:
-        """Return the tokens of what was asked, int64 [1, tokens].
+    async def read(
+        self, body: bytes | bytearray, *, chat: bool, gone: "asyncio.Future[Any]"
+    ) -> tuple[Asked, Any] | None:
+        """Return what a request asks for and its tokens; `None` if the client left before.
+
+        The request takes its place in the queue first: if there is none, nothing is read.
+
+        Parameters
+        ----------
+        body : bytes or bytearray
+            JSON.
+        chat : bool
+            Whether this is a chat completion; else a completion.
+        gone : Future
+            Done once the client has left.
+
+        Returns
+        -------
+        tuple of Asked and Tensor
+            The tokens are int64 [1, tokens]. `begin` takes both, before anything is awaited.
 
         Raises
         ------
         RequestError
-            If the model takes no such prompt.
+            If too many wait, or the server is about to end, or the model takes no such request.
         """
+        self._check_room()
+        executor, tokenizer = self._big if len(body) > _SMALL_BYTES else self._small
         loop = asyncio.get_running_loop()
+        job = loop.run_in_executor(executor, self._read, tokenizer, body, chat)
+        self._reading.add(job)
         try:
-            return await loop.run_in_executor(self._encoding, self._encode, asked)
+            await asyncio.wait((job, gone), return_when=asyncio.FIRST_COMPLETED)
+            has_left = not job.done()
+        finally:
+            self._reading.discard(job)
+            job.cancel()
+        if has_left:
+            self.totals.left += 1
+            return None
+        if job.cancelled():
+            raise _ending()
+        return job.result()
+
+    def _read(self, tokenizer: Any, body: bytes | bytearray, chat: bool) -> tuple[Asked, Any]:
+        asked = read_request(body, chat=chat, models=self.names)
+        try:
+            if len(body) > _SMALL_BYTES:
+                self._check_length(tokenizer, asked)
+            if asked.messages is not None:
+                prompt = generation.encode_chat(tokenizer, asked.messages)
+            else:
+                prompt = generation.encode(tokenizer, asked.prompt or "")
+            generation.find_room(self.model, prompt.shape[1])
         except ConfigError as error:
             field_ = "messages" if asked.is_chat else "prompt"
             code = "context_length_exceeded" if "no room" in str(error) else None
             raise RequestError(400, str(error), param=field_, code=code) from error
+        return asked, prompt
 
-    def _encode(self, asked: Asked) -> Any:
+    def _check_length(self, tokenizer: Any, asked: Asked) -> None:
+        """Raise a ConfigError if the prompt is too long for any way to make tokens of it."""
+        if self._bound.most_letters is None:
+            return
         if asked.messages is not None:
-            prompt = generation.encode_chat(self._reader, asked.messages)
+            # Parts of the messages that a template leaves out take no tokens.
+            text = generation.render_chat(tokenizer, asked.messages)
         else:
-            prompt = generation.encode(self._reader, asked.prompt or "")
-        generation.find_room(self.model, prompt.shape[1])
-        return prompt
+            text = asked.prompt or ""
+        generation.find_room(self.model, self._bound.least(text), at_least=True)
 
     async def begin(self, asked: Asked, prompt: Any, gone: "asyncio.Future[Any]") -> Answer | None:
-        """Wait for the request's turn and begin to generate; `None` if the client left before.
+        """Wait for the turn of a request that was read, and begin to generate.
+
+        Returns `None` if the client left before.
 
         Parameters
         ----------
@@ -136,7 +194,7 @@ class Engine:
         Raises
         ------
         RequestError
-            If too many wait, or the server is about to end.
+            If the server is about to end.
         """
         begun_s = time.perf_counter()
         if not await self._turn(gone):
@@ -157,7 +215,9 @@ class Engine:
 
     async def _turn(self, gone: "asyncio.Future[Any]") -> bool:
         """Return once no other request is answered, false if the client has left."""
-        self._check_room()
+        if self.draining:
+            self.totals.refused += 1
+            raise _ending()
         if gone.done():
             return False
         if not self._reserved:
@@ -187,12 +247,13 @@ class Engine:
         if self.draining:
             self.totals.refused += 1
             raise _ending()
-        if self._reserved and len(self._waiting) >= self.most_waiting:
+        # One that is read while nothing is generated waits for nobody.
+        if self.num_waiting >= self.most_waiting + (not self._reserved):
             self.totals.refused += 1
-            retry_s = min(_MOST_RETRY_S, max(1, round(self._last_s * (1 + len(self._waiting)))))
+            retry_s = min(_MOST_RETRY_S, max(1, round(self._last_s * (1 + self.num_waiting))))
             raise RequestError(
                 503,
-                f"{len(self._waiting)} requests wait already; ask again in {retry_s} s",
+                f"{self.num_waiting} requests wait already; ask again in {retry_s} s",
                 code="queue_full",
                 headers={"Retry-After": str(retry_s)},
             )
@@ -222,8 +283,12 @@ class Engine:
     def drain(self) -> None:
         """Refuse what waits and what comes; the answer that is being generated goes on."""
         self.draining = True
+        # Jobs that were read meanwhile refuse themselves.
+        unread = [job for job in self._reading if not job.done()]
+        self.totals.refused += len(self._waiting) + len(unread)
+        for job in unread:
+            job.cancel()
         waiting, self._waiting = self._waiting, []
-        self.totals.refused += len(waiting)
         for each in waiting:
             each.set_exception(_ending())
 
@@ -236,7 +301,8 @@ class Engine:
     def close(self) -> None:
         """End the threads; waits for them."""
         self._generating.shutdown()
-        self._encoding.shutdown()
+        for executor, _ in (self._small, self._big):
+            executor.shutdown(cancel_futures=True)
 
 
 def _ending() -> RequestError:

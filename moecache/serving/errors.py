@@ -9,9 +9,9 @@ class RequestError(Exception):
     Parameters
     ----------
     status : int
-        Of HTTP.
+        The status of HTTP.
     message : str
-        What was asked, what was found, and the remedy.
+        The request, the finding, and the remedy.
     param : str, optional
         The field of the request that it is about.
     code : str, optional

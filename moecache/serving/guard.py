@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moecache.serving.errors import error_body
 
-# What shows nothing of the model: a page without figures, and whether the server is well.
+# Paths that show nothing of the model: a page without figures, and the server's health.
 _OPEN_PATHS = ("/", "/health")
 
 
@@ -24,7 +24,7 @@ class Guard:
     ----------
     app : ASGI application
     key : str, optional
-        What clients send as `Authorization: Bearer`.
+        The key that clients send as `Authorization: Bearer`.
     host : str
         The address that is served.
     """

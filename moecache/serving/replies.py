@@ -1,4 +1,4 @@
-"""What clients of OpenAI's protocol are sent: answers whole, and in parts."""
+"""Replies by OpenAI's protocol: answers whole, and in parts."""
 
 import dataclasses
 import json

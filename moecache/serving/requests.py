@@ -1,4 +1,4 @@
-"""Asked: what a client asks for, read from JSON that nobody vouches for."""
+"""Asked: a client's request, read from JSON that nobody vouches for."""
 
 import json
 import math
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from moecache.errors import ConfigError
 from moecache.serving.errors import RequestError
+from moecache.units import check_seed
 
-# What a completion has without max_tokens, by OpenAI's protocol.
+# The length of a completion without max_tokens, by OpenAI's protocol.
 _COMPLETION_TOKENS = 16
 _MOST_STOPS = 16
 _MOST_STOP_CHARACTERS = 1000
@@ -35,7 +37,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client asks for.
+    """A client's request.
 
     Attributes
     ----------
@@ -49,7 +51,7 @@ class Asked:
         `None`: as the model's generation_config.json says, and likewise:
     top_k : int or None
     seed : int
-        Of what is drawn: the client's, or a random one.
+        Seed of the draws: the client's, or a random one.
     stop : tuple of str
         The answer ends before the first of these.
     stream, include_usage : bool
@@ -73,12 +75,12 @@ class Asked:
         return self.messages is not None
 
 
-def read_request(body: bytes, *, chat: bool, models: tuple[str, ...]) -> Asked:
+def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]) -> Asked:
     """Return what a request asks for.
 
     Parameters
     ----------
-    body : bytes
+    body : bytes or bytearray
         JSON.
     chat : bool
         Whether this is a chat completion; else a completion.
@@ -115,7 +117,6 @@ def read_request(body: bytes, *, chat: bool, models: tuple[str, ...]) -> Asked:
     if chat:
         most = fields.whole("max_completion_tokens", 1) or most
     options = fields.table("stream_options")
-    seed = fields.whole("seed", -(2**63), 2**63 - 1)
     return Asked(
         messages=_messages(given) if chat else None,
         prompt=None if chat else _prompt(given),
@@ -123,7 +124,7 @@ def read_request(body: bytes, *, chat: bool, models: tuple[str, ...]) -> Asked:
         temperature=_temperature(fields),
         top_p=fields.number("top_p", 0, 1),
         top_k=fields.whole("top_k", 1),
-        seed=secrets.randbelow(2**31) if seed is None else seed,
+        seed=_seed(fields),
         stop=_stop(given.get("stop")),
         stream=fields.flag("stream"),
         include_usage=_Fields(options).flag("include_usage"),
@@ -154,15 +155,14 @@ class _Fields:
             _refuse(name, value, "an object")
         return value or {}
 
-    def whole(self, name: str, least: int, most: int | None = None) -> int | None:
+    def whole(self, name: str, least: int | None = None) -> int | None:
         value = self._given.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int):
             _refuse(name, value, "a whole number")
-        if value < least or (most is not None and value > most):
-            bounds = f"at least {least}" if most is None else f"between {least} and {most}"
-            raise RequestError(400, f"{name} must be {bounds}", param=name)
+        if least is not None and value < least:
+            raise RequestError(400, f"{name} must be at least {least}", param=name)
         return int(value)
 
     def number(self, name: str, least: float, most: float) -> float | None:
@@ -175,6 +175,16 @@ class _Fields:
         if not least <= value <= most or not math.isfinite(value):
             raise RequestError(400, f"{name} must be between {least} and {most}", param=name)
         return float(value)
+
+
+def _seed(fields: _Fields) -> int:
+    seed = fields.whole("seed")
+    if seed is None:
+        return secrets.randbelow(2**31)
+    try:
+        return check_seed(seed, "seed")
+    except ConfigError as error:
+        raise RequestError(400, str(error), param="seed") from error
 
 
 def _temperature(fields: _Fields) -> float | None:

@@ -5,10 +5,10 @@ import contextlib
 import json
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -20,7 +20,8 @@ from moecache.serving.errors import error_body
 MOST_CONNECTIONS = 128
 # For the head of a request, from its first byte or the connection on.
 HEAD_S = 10.0
-# Of a client that does not read what it is sent.
+HEAD_BYTES = 16 * 1024
+# Time for a client that does not read its answer.
 _UNREAD_S = 30.0
 _KEEP_ALIVE_S = 10
 _LAST_WORDS_S = 1.0
@@ -29,7 +30,8 @@ _WATCH_S = 2.0
 
 def _answer(status: bytes, message: str) -> bytes:
     body = json.dumps(error_body(int(status[:3]), message)).encode()
-    return b"HTTP/1.1 %s\r\nconnection: close\r\nretry-after: 5\r\n" % status + (
+    again = b"retry-after: 5\r\n" if status.startswith((b"408", b"503")) else b""
+    return b"HTTP/1.1 %s\r\nconnection: close\r\n%s" % (status, again) + (
         b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
     )
 
@@ -39,6 +41,11 @@ _FULL = _answer(
     b"503 Service Unavailable", f"more than {MOST_CONNECTIONS} connections; ask again in 5 s"
 )
 _SLOW = _answer(b"408 Request Timeout", f"no request came in {HEAD_S:.0f} s; send it again")
+_BROKEN = _answer(b"400 Bad Request", "what came is no request of HTTP/1.1; nothing was done")
+_LONG = _answer(
+    b"431 Request Header Fields Too Large",
+    f"the head of the request has more than {HEAD_BYTES} bytes; send fewer or shorter headers",
+)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -77,25 +84,25 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """Serves an application until it is asked to end.
 
-    SIGTERM and SIGINT have the answer that is being generated finished and refuse all others. A
-    second SIGINT ends that one, too.
+    Within `signals_taken`, SIGTERM and SIGINT have the answer that is being generated finished
+    and refuse all others. A second SIGINT ends that one, too; more change nothing.
 
     Parameters
     ----------
     app : Starlette
     engine : Engine
-        Of the same application; the caller closes it.
+        The engine of the same application; the caller closes it.
     on_ready : callable (), optional
         Called once clients are let in.
     watch : callable (), optional
-        Called every few seconds in a thread of its own; what it raises ends the server.
+        Called every few seconds in a thread of its own; its error ends the server.
     verbose : bool, default False
         Log each request, and what is wrong with some.
 
     Attributes
     ----------
     error : Exception or None
-        What `watch` raised.
+        The error that `watch` raised.
     """
 
     def __init__(
@@ -115,7 +122,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 loop="asyncio",
                 log_config=None,
-                # Whatever strangers send is no reason to write a line.
+                # A stranger's request is no reason to write a line.
                 log_level="info" if verbose else "error",
                 access_log=verbose,
                 server_header=False,
@@ -160,24 +167,64 @@ class Server(uvicorn.Server):
             await asyncio.wait(self.server_state.tasks, timeout=_LAST_WORDS_S)
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Have signals end the server; unlike uvicorn's, they are not raised again afterwards."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # signals are the main thread's
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+    def signals_taken(self) -> Iterator[None]:
+        """Have signals end the server, and not what is done before and after it has run.
+
+        Afterwards they are ignored: the process is about to end, with an exit code of its own.
+        """
+        for number in _SIGNALS:
+            signal.signal(number, self.handle_exit)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals as they are; uvicorn would take them, and raise them again afterwards."""
+        yield
+
+
+class _Requests(h11.Connection):
+    """The requests of a connection, whose heads have an end.
+
+    h11 compares with its bound only what is incomplete: a long head that comes in one read passes.
+
+    Attributes
+    ----------
+    is_head_long : bool
+        Why `next_event` raised.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, HEAD_BYTES)
+        self.is_head_long = False
+
+    def next_event(self) -> Any:
+        """Return what comes next; a RemoteProtocolError if it is no HTTP, or a head too long."""
+        if self.their_state is not h11.IDLE:
+            return super().next_event()
+        before = len(self.trailing_data[0])
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            self.is_head_long = error.error_status_hint == 431
+            raise
+        if before - len(self.trailing_data[0]) > HEAD_BYTES:
+            self.is_head_long = True
+            raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)
+        return event
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if its client is slow to ask, or to read."""
+    """A connection that is closed if its client is slow to ask, or to read, or speaks no HTTP."""
+
+    conn: _Requests
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.conn = _Requests()
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
 
@@ -195,9 +242,30 @@ class _Connection(H11Protocol):
             if timer is not None:
                 timer.cancel()
 
+    def data_received(self, data: bytes) -> None:
+        # Nothing is asked any more after a request with which the connection ends.
+        if self.conn.their_state is not h11.MUST_CLOSE:
+            super().data_received(data)
+
     def handle_events(self) -> None:
         super().handle_events()
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn passes it
+        """Close the connection, as what came is no HTTP; the application sends nothing on it.
+
+        h11 would refuse an error in the midst of an answer, and the answer behind an error.
+        """
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_LONG if self.conn.is_head_long else _BROKEN)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+    def shutdown(self) -> None:
+        if not self.transport.is_closing():
+            super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()

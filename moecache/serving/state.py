@@ -1,4 +1,4 @@
-"""What the page shows: every expert, and the counters, at one moment."""
+"""The page's data: every expert, and the counters, at one moment."""
 
 import base64
 import time
@@ -27,7 +27,7 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "states": base64 of a byte per expert, layer by layer, as
         `ExpertCache.expert_states` has them; "uses": base64 of how often each was used, uint32,
         little endian; counters since the start; "taken_s", a clock that never goes back;
-        "generating": what is generated now, or `None`.
+        "generating": the answer under way, or `None`.
     """
     runtime = engine.runtime
     stats: RuntimeStats = runtime.stats()

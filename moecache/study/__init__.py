@@ -1,7 +1,7 @@
 """Recorded routing: read it, record it, study it, replay it.
 
-`import moecache` leaves it for its first use. What needs more than NumPy is imported where it
-is used.
+`import moecache` leaves it for its first use. Modules that need more than NumPy are imported
+where they are used.
 """
 
 from moecache.study import plots

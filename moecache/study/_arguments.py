@@ -1,27 +1,21 @@
-"""What replays are asked for: policies by name or made by the caller, capacities, scopes."""
+"""Arguments of replays: policies by name or made by the caller, capacities, scopes."""
 
-import contextlib
 import math
 import re
-import weakref
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
-from moecache._slru import SlruCache
 from moecache.errors import CapacityError, ConfigError
-from moecache.policies._echo_cache import EchoCache
 from moecache.policies._policy import Policy
-from moecache.policies._python_policy import PythonPolicy
-from moecache.policies._stale import LeastStaleCache
-from moecache.settings import POLICIES, SCOPES
+from moecache.policies.making import SCOPES, Factory, is_factory, make_policies, policy_name
+from moecache.policies.registry import policy_names
 from moecache.traces.trace import Trace
 
 BELADY = "belady"
-
-Factory = Callable[..., Any]
+# Every policy that has a name, those for replays alone among them.
+POLICIES = policy_names(for_replays=True)
 
 
 def check_scope(scope: str) -> str:
@@ -111,30 +105,12 @@ def clip_capacity(capacity: float | str, trace: Trace, scope: str) -> int:
     return slots
 
 
-def policy_name(policy: str | Factory | object) -> str:
-    """Return what a policy is called in results."""
-    if isinstance(policy, str):
-        return policy
-    name = getattr(policy, "__name__", None)
-    if name is None:
-        # What functools.partial calls.
-        name = getattr(getattr(policy, "func", None), "__name__", None)
-    return str(name or type(policy).__name__)
-
-
 def check_name(policy: str) -> str:
     """Return a policy's name, or raise a ConfigError."""
     if policy not in POLICIES and policy != BELADY:
         known = ", ".join((*POLICIES, BELADY))
         raise ConfigError(f"policy {policy!r} is not one of {known}, a class, or an object")
     return policy
-
-
-def is_factory(policy: object) -> bool:
-    """Return whether a policy is made by calling it, anew for each replay."""
-    if isinstance(policy, (str, Policy)) or not callable(policy):
-        return False
-    return isinstance(policy, type) or not callable(getattr(policy, "victim", None))
 
 
 def check_factory(policy: object, who: str) -> None:
@@ -157,88 +133,5 @@ def make_partitions(
         If it does not fit the trace, the capacity or the scope, or is an object
         written in Python that was replayed before.
     """
-    if scope == "layer":
-        if not is_factory(policy):
-            raise ConfigError(
-                f"scope 'layer' needs a policy per layer, and {policy_name(policy)} is one object; "
-                "give a class or function instead, called as factory(capacity, num_keys=...)"
-            )
-        each, rest = divmod(capacity, trace.num_layers)
-        sizes = [each + (layer < rest) for layer in range(trace.num_layers)]
-        num_keys = trace.num_experts
-    else:
-        sizes = [capacity]
-        num_keys = total_experts(trace)
-    given = [
-        cast("Factory", policy)(size, num_keys=num_keys) if is_factory(policy) else policy
-        for size in sizes
-    ]
-    made = [_wrap(one, size, num_keys) for one, size in zip(given, sizes, strict=True)]
-    for part, size in zip(made, sizes, strict=True):
-        _check_fit(part, trace, size, num_keys)
-    # A compiled loop drives them: all of one kind, and each layer its own.
-    if len({id(one) for one in given}) < len(given) or len({type(part) for part in made}) > 1:
-        raise ConfigError(
-            f"{policy_name(policy)} must give each of {len(made)} layers a new policy, "
-            "all of one class"
-        )
-    scripts = [one for one in given if not isinstance(one, Policy)]
-    for script in scripts:
-        if id(script) in _replayed:
-            raise ConfigError(
-                f"this object of {type(script).__name__} was replayed before and has keys that the "
-                "next replay's cache has not; give a new one, or a class or function that makes it"
-            )
-    for script in scripts:
-        _remember(script)
-    return made
-
-
-def _wrap(given: object, size: int, num_keys: int) -> Policy:
-    if isinstance(given, Policy):
-        return given
-    try:
-        return PythonPolicy(size, num_keys=num_keys, script=given)
-    except TypeError as error:
-        raise ConfigError(str(error)) from error
-
-
-# Policies written in Python that were replayed, by id: they need not be hashable.
-_replayed: dict[int, "weakref.ref[object]"] = {}
-
-
-def _remember(script: object) -> None:
-    number = id(script)
-    # Nothing can be told of what has __slots__ without __weakref__.
-    with contextlib.suppress(TypeError):
-        # Bound, for at the interpreter's end the global may be gone before the object is.
-        _replayed[number] = weakref.ref(
-            script,
-            lambda _, known=_replayed: known.pop(number, None),  # type: ignore[misc]
-        )
-
-
-def _check_fit(part: Policy, trace: Trace, size: int, num_keys: int) -> None:
-    """Raise a ConfigError for a compiled policy that the trace would lead astray."""
-    name = type(part).__name__
-    if part.num_keys != num_keys or part.capacity != size:
-        raise ConfigError(
-            f"{name} holds {part.capacity} of {part.num_keys} keys, the replay needs {size} of "
-            f"{num_keys}; make it with that capacity and num_keys"
-        )
-    if part.num_pinned:
-        raise ConfigError(f"{name} has {part.num_pinned} pinned keys; unpin them first")
-    if isinstance(part, SlruCache) and part.strict:
-        raise ConfigError("a replay fills both segments as ExpertCache does; use strict=False")
-    if isinstance(part, LeastStaleCache) and part.num_experts != trace.num_experts:
-        raise ConfigError(
-            f"{name} has {part.num_experts} keys per layer, the trace {trace.num_experts}; "
-            f"make it with num_experts={trace.num_experts}"
-        )
-    if isinstance(part, EchoCache):
-        shape = (part.echo.num_layers, part.echo.num_experts)
-        if shape != (trace.num_layers, trace.num_experts):
-            raise ConfigError(
-                f"{name} is for {shape[0]} x {shape[1]} experts, the trace has "
-                f"{trace.num_layers} x {trace.num_experts}"
-            )
+    counts = np.zeros((trace.num_layers, trace.num_experts), np.uint64)
+    return make_policies(policy, scope, trace.num_layers, trace.num_experts, capacity, counts)

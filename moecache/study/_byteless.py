@@ -1,4 +1,4 @@
-"""A store and slots of experts that have sizes, but no bytes: what is simulated moves none."""
+"""A store and slots of experts that have sizes, but no bytes: simulations move none."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -26,7 +26,9 @@ class BytelessStore:
         """Raise: there are no bytes."""
         _refuse()
 
-    def regions(self, layers: Iterable[int] | None = None) -> list[tuple[int, int]]:
+    def regions(
+        self, layers: Iterable[int] | None = None, *, held: np.ndarray | None = None
+    ) -> list[tuple[int, int]]:
         """Return that nothing is in memory."""
         return []
 
@@ -44,7 +46,6 @@ class BytelessSlots:
     converts = False
     max_buffers = None
     max_buffers_ahead = None
-    reads_views = False
     uploads = UploadCounts()
 
     def __init__(self, layout: ExpertLayout, num_slots: int) -> None:

@@ -9,7 +9,7 @@ from moecache.units import format_bytes
 
 
 class Cells:
-    """What is known of a trace while a text file is read: 12 bytes per cell, 4 per id.
+    """The cells of a trace while a text file is read: 12 bytes per cell, 4 per id.
 
     A cell is a token's choices at one layer. Cells come in any order.
 

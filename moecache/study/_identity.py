@@ -1,4 +1,4 @@
-"""What identifies a policy: words that another process gives to the same one."""
+"""The identity of a policy: words that another process gives to the same one."""
 
 import functools
 import hashlib
@@ -29,7 +29,7 @@ def identify(policy: Any) -> str:
         arguments = [*parts[1:], *(f"{name}={value}" for name, value in named.items())]
         return f"{parts[0]}({', '.join(arguments)})"
     name = getattr(policy, "__qualname__", "<")
-    # What is made in a function, or bound to an object, depends on more than its source.
+    # A policy made in a function, or bound to an object, depends on more than its source.
     if "<" in name or getattr(policy, "__closure__", None) or _is_bound(policy):
         return ""
     source = _source(policy)

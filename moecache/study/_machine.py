@@ -1,6 +1,5 @@
 """Machine: the figures of a machine that is simulated, checked."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -8,9 +7,8 @@ from typing import Any, Self, TypeVar
 
 from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout
-from moecache.settings import POLICIES
 from moecache.sizing.planning import num_staging_slots
-from moecache.study._arguments import clip_capacity
+from moecache.study._arguments import POLICIES, clip_capacity
 from moecache.study._simulation import SimulatedHost
 from moecache.study.advice import expert_size
 from moecache.traces.trace import Trace
@@ -20,7 +18,7 @@ PREFETCH_MODES = ("off", "echo", "last", "auto")
 DEFAULT_BANDWIDTH = "25GB/s"
 DEFAULT_COMPUTE_NS = 150_000
 DEFAULT_EXPERT_SHARE = 0.5
-# A hundred thousand seconds: what is summed of them is counted in 64 bits.
+# A hundred thousand seconds: sums of them are counted in 64 bits.
 MAX_NS = 10**14
 MAX_EXPERT_BYTES = 2**50
 MAX_STAGING_SLOTS = 65_536
@@ -31,7 +29,7 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True)
 class Machine:
-    """What is simulated, as `simulate_time` describes it.
+    """The simulated machine, as `simulate_time` describes it.
 
     Attributes
     ----------
@@ -43,8 +41,6 @@ class Machine:
     latency_ns, compute_ns : int
     expert_share : float
     expert_bytes : int
-    cpu_bandwidth : float or None
-        Bytes of weights per second that the CPU computes of missing experts.
     """
 
     policy: str
@@ -57,7 +53,6 @@ class Machine:
     compute_ns: int
     expert_share: float
     expert_bytes: int
-    cpu_bandwidth: float | None = None
 
     @classmethod
     def parse(
@@ -75,7 +70,6 @@ class Machine:
         scope: str,
         staging_slots: int | None,
         max_slots: int | None = None,
-        cpu_misses: float | str | None = None,
     ) -> Self:
         """Return a machine from the arguments of `simulate_time`.
 
@@ -112,15 +106,19 @@ class Machine:
         latency_ns = parse("latency_ns", parse_ns, latency_ns)
         compute_ns = parse("compute_ns", parse_ns, compute_ns)
         _check_times(nbytes, rate, latency_ns=latency_ns, compute_ns=compute_ns)
-        cpu_rate = None
-        if cpu_misses is not None:
-            cpu_rate = parse("cpu_misses", parse_bytes_per_s, cpu_misses)
-            _check_times(nbytes, cpu_rate)
         if staging_slots is None:
             staging_slots = num_staging_slots(trace.top_k, slots)
         return cls(
-            *(policy, scope, prefetch, slots, staging_slots),
-            *(rate, latency_ns, compute_ns, expert_share, nbytes, cpu_rate),
+            policy=policy,
+            scope=scope,
+            prefetch=prefetch,
+            capacity=slots,
+            staging_slots=staging_slots,
+            bandwidth=rate,
+            latency_ns=latency_ns,
+            compute_ns=compute_ns,
+            expert_share=expert_share,
+            expert_bytes=nbytes,
         )
 
     def host(self, trace: Trace) -> SimulatedHost:
@@ -131,13 +129,15 @@ class Machine:
             top_k=trace.top_k,
             expert_bytes=self.expert_bytes,
         )
-        cpu_ns = None
-        if self.cpu_bandwidth is not None:
-            cpu_ns = math.ceil(self.expert_bytes * 1e9 / self.cpu_bandwidth)
         return SimulatedHost(
             layout,
-            *(self.capacity, self.staging_slots, self.policy, self.scope),
-            *(self.bandwidth, self.latency_ns, self.prefetch, cpu_ns),
+            slots=self.capacity,
+            staging_slots=self.staging_slots,
+            policy=self.policy,
+            scope=self.scope,
+            bandwidth=self.bandwidth,
+            latency_ns=self.latency_ns,
+            prefetch=self.prefetch,
         )
 
 

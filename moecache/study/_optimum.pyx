@@ -1,4 +1,4 @@
-"""What a trace allows: Belady's optimum, and LRU at every capacity in one pass."""
+"""Bounds of a trace: Belady's optimum, and LRU at every capacity in one pass."""
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -140,7 +140,7 @@ cdef class Accesses:
         self, int capacity, str scope, int32_t[:, ::1] hits_out not None,
         int32_t[:, ::1] misses_out not None,
     ) -> None:
-        """Evict whatever is used again the latest (Belady, IBM Systems Journal 5(2), 1966).
+        """Evict the expert that is used again the latest (Belady, IBM Systems Journal 5(2), 1966).
 
         Every miss of a step is admitted, as by any policy; a bulk step admits its layer's
         fair share, the experts that are used again the soonest, or, where it chooses, those

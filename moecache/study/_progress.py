@@ -35,7 +35,7 @@ class Reporter:
             self._bar.stop()
 
     def __call__(self, done: int) -> None:
-        """Tell that so many are done."""
+        """Tell how many are done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
         elif self._tell is not None:

@@ -1,4 +1,4 @@
-"""A whole trace through a policy, without the GIL: what ExpertCache does, less the slots."""
+"""A whole trace through a policy, without the GIL: ExpertCache's work, less the slots."""
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -8,9 +8,10 @@ from libc.stdlib cimport calloc, free, malloc
 import numpy as np
 
 from moecache.policies._ids cimport sort_by_uses
-from moecache.policies._policies cimport make_partitions
 from moecache.policies._policy cimport MAX_KEYS, MAX_SEQUENCES, Policy, hold, unhold
 from moecache.policies._python_policy cimport PythonPolicy
+
+from moecache.policies.making import make_policies
 
 cdef enum:
     SIGNALS_EVERY = 4096  # visits between two looks at Ctrl-C
@@ -99,7 +100,7 @@ def replay_policy(
         return
     counts = np.zeros((num_layers, num_experts), np.uint64)
     if isinstance(policy, str):
-        partitions = make_partitions(policy, scope, num_layers, num_experts, capacity, counts)
+        partitions = make_policies(policy, scope, num_layers, num_experts, capacity, counts)
     else:
         partitions = list(policy)
     if isinstance(partitions[0], PythonPolicy):

@@ -90,7 +90,7 @@ def without_unrouted(experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     layers = np.flatnonzero(routed)
     if len(layers) in (0, num_layers):
         return experts, np.arange(num_layers)
-    # The part of a piece that is kept is no longer than what was read so far.
+    # The part of a piece that is kept is no longer than the text read so far.
     places = experts.reshape(-1)
     width = len(layers) * top_k
     for start in pieces:

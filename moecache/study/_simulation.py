@@ -8,9 +8,7 @@ import numpy as np
 from moecache.cache._cache import ExpertCache
 from moecache.layout import ExpertLayout
 from moecache.loading.loader import SlotLoader
-from moecache.loading.split import MissSplit
 from moecache.prefetch.modes import make_prefetcher
-from moecache.runtime.splitting import make_split
 from moecache.runtime.steps import Wave, waves
 from moecache.study._byteless import BytelessSlots, BytelessStore
 from moecache.study.clock import VirtualClock
@@ -31,10 +29,8 @@ class SimulatedHost:
         Fills that cache with experts without bytes.
     prefetcher : Prefetcher or None
         Works whenever the device has nothing to do.
-    split : MissSplit or None
-        Which misses the CPU computes, each in `cpu_ns`.
     stalls_ns : list of int
-        Each wait for a wave, or for what the CPU computes.
+        Each wait for a wave.
     """
 
     def __init__(
@@ -47,7 +43,6 @@ class SimulatedHost:
         bandwidth: float,
         latency_ns: int,
         prefetch: str = "off",
-        cpu_ns: int | None = None,
     ) -> None:
         self.clock = VirtualClock()
         taking_in = TakingIn(self.clock)
@@ -64,10 +59,6 @@ class SimulatedHost:
         self.prefetcher = make_prefetcher(self.loader, store, self.cache, prefetch, threaded=False)
         if self.prefetcher is not None:
             self.device.idle = self.prefetcher.run_one
-        self.split: MissSplit | None = None
-        if cpu_ns is not None:
-            self.split = make_split(self.loader, self.cache, self.prefetcher)
-        self._cpu_ns = cpu_ns or 0
         self.stalls_ns: list[int] = []
 
     def run(self, trace: Trace, compute_ns: int, expert_share: float) -> Generator[int, None, None]:
@@ -89,7 +80,7 @@ class SimulatedHost:
         ----------
         trace : Trace
         compute_ns : int
-            What one row computes in one layer.
+            Time of one row's computation in one layer.
         expert_share : float
             How much of that is the routed experts' work.
         mine : array of bool, shape [num_tokens, num_layers, top_k], optional
@@ -136,34 +127,19 @@ class SimulatedHost:
         bulk: bool,
         sequences: np.ndarray | None,
     ) -> None:
-        clock, split = self.clock, self.split
+        clock = self.clock
         done = spent_ns = 0
-        asked_ns = cpu_until_ns = clock.now_ns
-        elsewhere = None
-        if split is not None:
-            if bulk:
-                split.skip()
-            else:
-                elsewhere = split.choose(layer, ids)
-
-        def take(experts: list[int]) -> None:
-            nonlocal cpu_until_ns
-            assert split is not None
-            split.note_cpu(len(experts) * self._cpu_ns, len(experts))
-            cpu_until_ns += len(experts) * self._cpu_ns
-
+        asked_ns = clock.now_ns
         parts: Generator[Wave, None, None] = waves(
             self.loader,
             self.cache,
             layer,
             ids,
             observe=None if self.prefetcher is None else self.prefetcher.step,
-            # What the trace admitted, which need not go by the number of rows.
+            # The trace says what it admitted, which need not go by the number of rows.
             bulk=bulk,
             ignore_out_of_range=True,
             sequences=sequences,
-            elsewhere=elsewhere,
-            take=take,
         )
         for wave in parts:
             if clock.now_ns > asked_ns:
@@ -174,6 +150,3 @@ class SimulatedHost:
             clock.advance(until_ns - spent_ns)
             spent_ns = until_ns
             asked_ns = clock.now_ns
-        if clock.now_ns < cpu_until_ns:
-            self.stalls_ns.append(cpu_until_ns - clock.now_ns)
-            clock.advance(cpu_until_ns - clock.now_ns)

@@ -1,4 +1,4 @@
-"""Where a sweep's cells run: in this process, in others, or on a Dask cluster."""
+"""The workers of a sweep's cells: this process, others, or a Dask cluster."""
 
 import contextlib
 import os

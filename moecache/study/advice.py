@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from moecache.errors import CapacityError, ConfigError
+from moecache.policies.making import policy_name
 from moecache.study._arguments import (
     BELADY,
     check_factory,
     check_scope,
     cycle_slots,
-    policy_name,
     total_experts,
 )
 from moecache.study.curves import miss_ratio_curve
@@ -27,10 +27,10 @@ _HOW = "(second half of the trace, warmed on the first)"
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to set, and what to expect of it.
+    """Settings to choose, and their expected effect.
 
     Hit rates are of the trace's second half, after a cache that started empty has
-    seen the first: what to expect once it is warm, of requests like those. Those called
+    seen the first: those to expect of similar requests once it is warm. Those called
     `whole` are of the whole trace, and to be compared with each other alone.
 
     Attributes
@@ -141,8 +141,8 @@ def recommend(
 ) -> Recommendation:
     """Return which policy suits requests like a trace's, and what the memory buys.
 
-    Every policy and scope replays the trace, from an empty cache; what counts is the
-    second half of the steps. One trace says little of other requests: take one that is
+    Every policy and scope replays the trace, from an empty cache; the
+    second half of the steps counts. One trace says little of other requests: take one that is
     like yours, of some hundred tokens.
 
     Parameters

@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class Timeline(Protocol):
-    """What happens at times of its own."""
+    """A source of events at times of its own."""
 
     def prepare(self) -> None:
         """Begin what can be begun now; called before any time passes."""
@@ -43,7 +43,7 @@ class VirtualClock:
         self._timelines.append(timeline)
 
     def advance(self, ns: int) -> None:
-        """Let time pass. What is due meanwhile happens in order, each at its time."""
+        """Let time pass. Events that are due meanwhile happen in order, each at its time."""
         if ns < 0:
             raise ValueError(f"time cannot go back by {-ns} ns")
         until = self.now_ns + ns

@@ -33,7 +33,7 @@ class MissRatioCurve:
     total_experts: int
 
     def hit_rate(self, capacity: float | str) -> float:
-        """Return LRU's hit rate with so many slots, or that share of all experts.
+        """Return LRU's hit rate with a number of slots, or a share of all experts.
 
         Between two capacities of the curve (scope "layer"), a straight line.
         """

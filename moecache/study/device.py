@@ -84,7 +84,7 @@ class SimulatedDevice:
         self._expert_bytes = expert_bytes
         self._transfers: dict[Read, _Transfer] = {}  # begun, and not finished
         self._done: deque[tuple[Read, Exception | None]] = deque()
-        self._num_demands = 0  # of what is begun
+        self._num_demands = 0  # among the reads that have begun
         self._num_begun = 0
         self._num_announced = 0
         # Heaps: those in their latency by its end, those that wait for the link by their order.
@@ -296,7 +296,7 @@ class SimulatedDevice:
 
 
 class _Transfer:
-    """A read under way: what is left of it, and when its turn is."""
+    """A read under way: the part that is left, and its turn."""
 
     __slots__ = ("error", "is_dropped", "is_ready", "left_bytes", "order", "read", "urgent")
 
@@ -315,7 +315,7 @@ class _Transfer:
 class TakingIn:
     """A timeline on which a loader takes in what has arrived, when it arrives.
 
-    Follow the clock with it before the device is made: what arrived is in its slot before
+    Follow the clock with it before the device is made: an arrived read is in its slot before
     more time passes.
 
     Parameters

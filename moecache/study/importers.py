@@ -192,7 +192,7 @@ def from_routed_experts(
     routed_experts : array of integers, shape [tokens, layers, top_k]
     num_experts : int
     prompt_tokens : int, default 0
-        So many rows are the prompt: phase prefill, one step.
+        Number of rows of the prompt: phase prefill, one step.
     **metadata
         As for `Trace`.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moecache.errors import ConfigError
 from moecache.units import format_bytes_per_s, format_ns, parse_ns
 
-# What 1538 bytes on an Ethernet cable carry of TCP: a frame's payload of 1500 without IP's and
+# TCP's share of 1538 bytes on an Ethernet cable: a frame's payload of 1500 without IP's and
 # TCP's headers with timestamps (52), beside Ethernet's header, checksum, preamble and gap (38).
 TCP_SHARE = 1448 / 1538
 # Gbit/s of the cable, and from one program's send to the other's receive, through the kernel
@@ -43,13 +43,13 @@ class Network:
     latency_ns : int
         From one program's send to the other's receive.
     message_ns : int
-        What a rank's processor takes for each message that it sends, and receives one for.
+        Time of a rank's processor for each message that it sends, and receives one for.
 
     Notes
     -----
     A message of n bytes takes latency + n / bandwidth (Hockney 1994, Parallel Computing 20), and
     a processor's time of its own, which does not pass at the same time for several (the overhead
-    o of LogP: Culler and others 1993, PPoPP). Of R ranks each sends its part to R - 1 others and
+    o of LogP: Culler and others 1993, PPoPP). Each of R ranks sends its part to R - 1 others and
     receives theirs, over one link: latency + (R - 1) message_ns + n / bandwidth, where n is the
     most that any rank sends or receives.
     """
@@ -66,8 +66,8 @@ class Network:
         Parameters
         ----------
         given : str or Network
-            A name of `NETWORKS`, such as "10GbE", whose bandwidth is what TCP leaves of it; or
-            "40Gbit/s:5us:1us": what a program gets, after how long, and what it takes for each
+            A name of `NETWORKS`, such as "10GbE", whose bandwidth is TCP's share of it; or
+            "40Gbit/s:5us:1us": a program's bandwidth, its latency, and its own time for each
             message. Without a latency, that of the fastest name that is not faster; without the
             last, 10 us.
 

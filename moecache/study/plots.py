@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from moecache.errors import ConfigError, MissingDependencyError
-from moecache.study._arguments import BELADY, cycle_slots, policy_name, total_experts
+from moecache.policies.making import policy_name
+from moecache.study._arguments import BELADY, cycle_slots, total_experts
 from moecache.study.curves import miss_ratio_curve
 from moecache.study.replay import Replay, replay
 from moecache.study.statistics import expert_counts

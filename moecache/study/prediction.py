@@ -29,7 +29,7 @@ class Recall:
         `at_k` of each layer; 0.0 where nothing was scored.
     ahead : str
     num_scored : int
-        Experts used, of those tokens that were scored.
+        Experts used by the tokens that were scored.
     """
 
     at_k: float

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from moecache.units import format_bytes, format_ns, parse_bytes
 
 DEFAULT_NETWORK = "10GbE"
 DEFAULT_ROW_BYTES = 4096
-# What a message of rows begins with, and what ranks compare before each step.
+# The header of a message of rows, and of the comparison before each step.
 HEADER_BYTES = 16
 AGREE_BYTES = 24
 MAX_ROW_BYTES = 2**30
@@ -40,8 +39,8 @@ class RanksTiming:
     Attributes
     ----------
     ranks : tuple of Timing
-        Of each rank: what it computed, read and waited for its own experts. All have the
-        same `total_ns`; what is neither computing nor stall is `network_ns` and its `waited_ns`.
+        Times of each rank: for computing, reading and waiting for its own experts. All have the
+        same `total_ns`; the rest beside computing and stall is `network_ns` and its `waited_ns`.
     network : Network
     row_bytes : int
         Bytes of one row, the output of one expert for one token.
@@ -195,8 +194,8 @@ def simulate_ranks(
     placement : Placement, optional
         By default `Placement.even`.
     capacity, bandwidth, latency_ns, compute_ns : as for `simulate_time`, or a list for each rank
-        Of one machine. Shares of the capacity are of all experts. A rank has no more slots than
-        experts.
+        Figures of one machine. Shares of the capacity are of all experts. A rank has no more
+        slots than experts.
     expert_share, expert_bytes, scope, staging_slots, progress
         As for `simulate_time`.
 
@@ -243,7 +242,7 @@ def simulate_ranks(
 
 
 class _Run:
-    """All ranks in step: what each did, and what they waited for each other."""
+    """All ranks in step: the work of each, and their waits for each other."""
 
     def __init__(
         self,
@@ -328,16 +327,6 @@ def pair_ranks(trace: Trace, placement: Placement) -> np.ndarray:
     """
     layers = np.arange(trace.num_layers)[None, :, None]
     ranks = np.where(trace.experts >= 0, placement.owners[layers, trace.experts], -1)
-    if not len(placement.copies):
-        return ranks.astype(np.int32, copy=False)
-    copied = np.unique(placement.copies[:, 0]).tolist()
-    for start, stop in pairwise(step_bounds(trace).tolist()):
-        for layer in copied:
-            ids = trace.experts[start:stop, layer]
-            used, places = np.unique(ids, return_inverse=True)
-            found = np.full(len(used), -1, np.int32)
-            found[used >= 0] = placement.ranks_of(layer, used[used >= 0])
-            ranks[start:stop, layer] = found[places].reshape(ids.shape)
     return ranks.astype(np.int32, copy=False)
 
 

@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from moecache.errors import ConfigError
 from moecache.policies._policy import Policy
+from moecache.policies.making import policy_name
 from moecache.study._arguments import (
     BELADY,
     check_name,
     clip_capacity,
     make_partitions,
-    policy_name,
     total_experts,
 )
 from moecache.study._optimum import Accesses
@@ -26,13 +26,13 @@ from moecache.units import parse_bytes
 
 PHASES = {"prefill": PREFILL, "decode": DECODE}
 MIXED = 2
-# What ECHO tells apart, and what the optimum does where a batch admits what is worth it.
+# Sequences that ECHO tells apart, and the optimum's mode in which a batch admits by worth.
 MAX_SEQUENCES, CHOOSING = 64, 2
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Replay:
-    """What a cache would have found of a trace.
+    """The hits and misses that a cache would have had with a trace.
 
     An access is an expert that a step asks of a layer, once however many of the
     step's rows ask for it. Every access that is no hit moved an expert.
@@ -48,7 +48,7 @@ class Replay:
     phase : ndarray of uint8, shape [num_steps]
         0 if all rows of the step are prefill, 1 if all are decode, 2 if it has both.
     seconds : float
-        What the replay took.
+        Duration of the replay.
     """
 
     policy: str
@@ -215,7 +215,7 @@ def replay(
     ConfigError
         If an argument cannot be used.
     Exception
-        What a policy written in Python raises ends the replay.
+        An error of a policy written in Python ends the replay.
     """
     slots = clip_capacity(capacity, trace, scope)
     bounds = step_bounds(trace)

@@ -1,4 +1,4 @@
-"""What a trace says about caching, before any cache is simulated.
+"""Statistics of a trace for caching, before any cache is simulated.
 
 Every figure is per layer: layers differ more than models do. Padding is left out.
 """
@@ -101,7 +101,7 @@ class TraceStatistics:
         return "\n".join(f"{name:<12} {text}" for name, text in facts.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it in lists and numbers, None for NaN: what JSON can hold."""
+        """Return all of it in lists and numbers for JSON, None for NaN."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
     def to_json(self) -> str:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from moecache.errors import CapacityError, ConfigError, SweepError
+from moecache.policies.making import policy_name
 from moecache.study._arguments import (
     BELADY,
     check_factory,
     check_name,
     check_scope,
     clip_capacity,
-    policy_name,
     total_experts,
 )
 from moecache.study._identity import identify
@@ -77,7 +77,7 @@ def sweep(
     resume : path, optional
         A file that keeps finished cells, and gives them to the next sweep that asks for the
         same: by the trace's routing, policy, scope, slots and version of moecache.
-        A class or function of a module counts as the same while its source is; what it
+        A class or function of a module counts as the same while its source is; the code that it
         calls is not looked at. A partial counts by its function and arguments, if these
         are plain values. Methods, lambdas and what is made in a function are replayed
         every time; a warning in the log names them. Made if need be; a sweep may be

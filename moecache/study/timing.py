@@ -59,13 +59,7 @@ class Timing:
     link_busy_ns : int
         While the device transferred.
     prefetch_stats : PrefetchStats or None
-        What was read ahead, and came of it; None with prefetch "off".
-    cpu_bandwidth : float or None
-        Bytes of weights per second that the CPU computes of missing experts; None: none.
-    num_cpu_misses : int
-        Misses that it computed.
-    cpu_reason : str
-        Whether that goes on at the end, and what was found.
+        The reads ahead and their use; None with prefetch "off".
     """
 
     policy: str
@@ -89,9 +83,6 @@ class Timing:
     bytes_read: Mapping[str, int]
     link_busy_ns: int
     prefetch_stats: PrefetchStats | None = None
-    cpu_bandwidth: float | None = None
-    num_cpu_misses: int = 0
-    cpu_reason: str = ""
 
     @property
     def tokens_per_s(self) -> float:
@@ -115,9 +106,8 @@ class Timing:
         An infinite `bandwidth` is None: JSON has no such number.
         """
         row = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("bandwidth", "cpu_bandwidth"):
-            if row[name] is not None and math.isinf(row[name]):
-                row[name] = None
+        if math.isinf(self.bandwidth):
+            row["bandwidth"] = None
         del row["bytes_read"], row["prefetch_stats"]
         stats = self.prefetch_stats
         read = {f"bytes_{cause}": count for cause, count in self.bytes_read.items()}
@@ -167,7 +157,6 @@ class Timing:
                 if self.prefetch_stats is None
                 else [("ahead", self.prefetch_stats.describe().replace("\n", ";"))]
             ),
-            *([("cpu", self.cpu_reason)] if self.cpu_bandwidth is not None else ()),
         ]
 
 
@@ -184,7 +173,6 @@ def simulate_time(
     expert_bytes: int | str | None = None,
     scope: str = "global",
     staging_slots: int | None = None,
-    cpu_misses: float | str | None = None,
     progress: bool | Progress = False,
 ) -> Timing:
     """Return how long a trace takes on a machine of these figures.
@@ -206,10 +194,10 @@ def simulate_time(
     bandwidth : int, float or str, default "25GB/s"
         Bytes per second of the device, infinity for no time at all.
     latency_ns : int or str, default 10,000
-        From a read's beginning to its first byte; "80us", at most 10**14. Of reads that
-        are begun together it passes at the same time.
+        From a read's beginning to its first byte; "80us", at most 10**14. For reads that
+        begin together it passes at the same time.
     compute_ns : int or str, default 150,000
-        What one row computes in one layer; "150us", at most 10**14. Several rows take so
+        Time of one row's computation in one layer; "150us", at most 10**14. Several rows take as
         much each.
     expert_share : float, default 0.5
         How much of that is the routed experts' work; the rest passes before the router
@@ -219,10 +207,6 @@ def simulate_time(
     scope : {"global", "layer"}, default "global"
     staging_slots : int, optional
         Slots beside the cache, at most 65,536; by default as many as `moecache.open` makes.
-    cpu_misses : int, float or str, optional
-        Bytes of weights per second, "20GB/s", at which the CPU computes some of the experts that
-        are missing in steps that decode, while the others come over the link: see
-        `CudaExperts`. By default every missing expert is read.
     progress : bool or callable (done, total), default False
         True shows a bar on standard error; told after each step.
 
@@ -245,7 +229,6 @@ def simulate_time(
         expert_bytes=expert_bytes,
         scope=scope,
         staging_slots=staging_slots,
-        cpu_misses=cpu_misses,
     )
     host = machine.host(trace)
     with Reporter(progress, trace.num_steps, "simulating") as report:
@@ -255,7 +238,7 @@ def simulate_time(
 
 
 def timing_of(host: SimulatedHost, machine: Machine, trace: Trace, *, other_ns: int = 0) -> Timing:
-    """Return what a host took for a trace, of which `other_ns` it neither computed nor read."""
+    """Return a host's times for a trace; in `other_ns` it neither computed nor read."""
     stalls = host.stalls_ns
     profiler = host.cache.profiler
     return Timing(
@@ -282,7 +265,4 @@ def timing_of(host: SimulatedHost, machine: Machine, trace: Trace, *, other_ns: 
         ),
         link_busy_ns=host.device.busy_ns,
         prefetch_stats=None if host.prefetcher is None else PrefetchStats.of(host.prefetcher),
-        cpu_bandwidth=machine.cpu_bandwidth,
-        num_cpu_misses=0 if host.split is None else host.split.num_cpu,
-        cpu_reason="" if host.split is None else host.split.describe(),
     )

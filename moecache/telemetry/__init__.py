@@ -1,4 +1,4 @@
-"""What a runtime did: snapshots, their difference, text, HTML, JSON and Prometheus.
+"""A runtime's figures: snapshots, their difference, text, HTML, JSON and Prometheus.
 
 The runtime counts, and nothing else: a snapshot is made when the caller asks for one.
 """

@@ -7,17 +7,17 @@ from moecache.units import format_bytes
 
 @dataclass(frozen=True)
 class ComputeStats:
-    """What computes a model's experts, and how near that comes to the memory's bandwidth.
+    """The multiplier of a model's experts, and how near it comes to the memory's bandwidth.
 
     Attributes
     ----------
-    compute : {"torch", "fast", "fast-int8"}
+    compute : {"torch", "fast"}
     level : str
         Instructions of the kernels, "cuda" for those of a GPU; empty with "torch".
     num_threads : int
         0 on a GPU.
     formats : tuple of str
-        Of the experts' matrices in their slots.
+        Formats of the experts' matrices in their slots.
     expert_bytes, trunk_bytes : int
         Weights that one token multiplies: those of its experts, and of the linear layers of
         the trunk. 0: not known.
@@ -25,7 +25,7 @@ class ComputeStats:
         Weights of experts that the kernels multiplied with a single token, and the time that
         took. Prompts, which use a weight for many tokens, do not count.
     bytes_per_s : float or None
-        What this machine reads from memory; `None` if nobody has measured it.
+        This machine's reads from memory; `None` if nobody has measured them.
     left_to_torch : str
         How many layers torch computes although kernels were asked for, and why.
     """
@@ -62,9 +62,8 @@ class ComputeStats:
         """Return it as one line."""
         who = "torch" if self.compute == "torch" else f"kernels: {self.level}"
         threads = f", {self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
-        small = ", activations of 8 bits" if self.compute == "fast-int8" else ""
         threads = threads if self.num_threads else ""
-        parts = [f"computed by {who}{threads}{small}", " and ".join(self.formats)]
+        parts = [f"computed by {who}{threads}", " and ".join(self.formats)]
         if self.left_to_torch:
             parts.insert(1, self.left_to_torch)
         weights = f"{format_bytes(self.bytes_per_token)} of weights per token"

@@ -1,4 +1,4 @@
-"""RuntimeCounters: what a runtime counted, and what follows from it."""
+"""RuntimeCounters: a runtime's counters, and figures that follow from them."""
 
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -122,7 +122,7 @@ class RuntimeCounters:
 
     @property
     def bytes_read(self) -> int:
-        """From the store into slots, for whatever cause."""
+        """Bytes from the store into slots, for any cause."""
         return self.bytes_demand + self.bytes_bulk + self.bytes_prefetch + self.bytes_warm_start
 
     @property
@@ -158,8 +158,8 @@ class RuntimeCounters:
     def __sub__(self, earlier: "RuntimeCounters") -> Self:
         """Return what was counted between two snapshots of one runtime.
 
-        What is no counter (experts resident, pinned, in flight, slots) is as in the later
-        one. If the profiler was reset in between, its figures are those since then.
+        Figures that are no counters (experts resident, pinned, in flight, slots) are those of
+        the later one. If the profiler was reset in between, its figures are those since then.
 
         Raises
         ------

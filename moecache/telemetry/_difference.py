@@ -1,4 +1,4 @@
-"""The difference of two snapshots: what was counted in between."""
+"""The difference of two snapshots: the counts in between."""
 
 import dataclasses
 from collections.abc import Collection
@@ -22,7 +22,7 @@ def subtracted(
     counters : collection of str
         Fields that hold an int, or a tuple of them.
     others : object
-        What else changes.
+        Other changes.
     """
     changes = {name: _less(getattr(later, name), getattr(earlier, name)) for name in counters}
     return dataclasses.replace(later, **changes, **others)

@@ -1,4 +1,4 @@
-"""PrefetchStats: what reading ahead of the router did, and what it was worth."""
+"""PrefetchStats: the reads ahead of the router, and their worth."""
 
 from dataclasses import dataclass
 from typing import Final, Self
@@ -21,7 +21,7 @@ class PrefetchStats:
     Attributes
     ----------
     mode : {"off", "echo", "last", "hints", "auto"}
-        What was asked for.
+        The mode that was asked for.
     active : bool
         Whether experts are read ahead now.
     reason : str
@@ -33,16 +33,16 @@ class PrefetchStats:
     num_issued : int
         Experts read ahead, or being so.
     num_useful, num_late, num_wrong, num_failed : int
-        Of those: used from their slot; asked for while they were being read; evicted
+        Fates of those: used from their slot; asked for while they were being read; evicted
         unused; not read.
     num_cancelled : int
-        Of those: taken back before they were read, as their layer came without them.
+        Those taken back before they were read, as their layer came without them.
     num_advised : int
         Experts without a slot, whose pages alone the kernel was asked to read.
     in_flight : int
         Experts being read ahead.
     num_used : int
-        Experts that steps used and that had been predicted about: what recall is a share of.
+        Experts that steps used and that had been predicted about: the base of recall.
     num_predicted_k, num_found_k : int
         Experts predicted, as many as a step uses, and how many of them were used.
     num_predicted_2k, num_found_2k : int

@@ -23,7 +23,7 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 
 
 class Source(Protocol):
-    """What is collected from: an `ExpertRuntime`."""
+    """The source of the figures: an `ExpertRuntime`."""
 
     @property
     def closed(self) -> bool:
@@ -129,7 +129,7 @@ def _checked(labels: object) -> dict[str, str]:
             )
         if name in _OWN_LABELS:
             raise ConfigError(f"label {name!r} is one of moecache's own; choose another name")
-    # What is no Unicode would fail in the middle of a scrape.
+    # Text that is no Unicode would fail in the middle of a scrape.
     return {
         name: str(value).encode(errors="backslashreplace").decode()
         for name, value in labels.items()

@@ -18,7 +18,7 @@ JSON_VERSION: Final = 1
 
 @dataclass(frozen=True)
 class RuntimeStats(RuntimeCounters):
-    """What a runtime counted so far, or with `later - earlier` over an interval.
+    """The counters of a runtime so far, or with `later - earlier` over an interval.
 
     `RuntimeCounters` has the fields.
     """

@@ -44,5 +44,5 @@ def stall_percentile_ns(histogram: Sequence[int], percent: float) -> int:
 def count_by_doublings(histogram: Sequence[int]) -> list[tuple[float, int]]:
     """Return (seconds, stalls of less than that) for doublings from a microsecond to 17 s."""
     counted = list(accumulate(histogram, initial=0))
-    # Eight buckets to a doubling, of which the first starts at 8 ns.
+    # Each doubling has eight buckets; the first starts at 8 ns.
     return [(2**power / 1e9, counted[8 * (power - 2)]) for power in DOUBLINGS]

@@ -1,11 +1,10 @@
 """Fixtures that several test files share."""
 
-import contextlib
 import gc
 import os
 import random
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,8 @@ from moecache.cuda import open_device
 from moecache.errors import MoeCacheError
 from moecache.settings import PREFIX
 from moecache.stores import open_store
-from tests.helpers import families, offloading, pages
+from tests.helpers import families, offloading
+from tests.helpers.budgets import BUDGETS, DEFAULT, Budgets
 from tests.helpers.fake_device import FakeDevice
 
 ROOT = Path(__file__).parents[1]
@@ -35,8 +35,8 @@ MACHINE = (
     *("test_memory_limit", "test_opening_prefault", "test_prefault", "test_reading_interrupts"),
     *("test_sweep", "test_telemetry_memory"),
 )
-# Those that expect pages to be in memory.
-PAGE_CACHE = ("test_prefault", "test_opening_prefault")
+# Files whose tests take many seconds and little of a processor: they wait for other processes.
+WAITING = ("test_ranks", "test_cli_ranks", "test_bench_ranks", "test_cuda_token_mutants")
 
 try:
     from hypothesis import HealthCheck, settings
@@ -58,9 +58,20 @@ else:
     settings.register_profile("damage", max_examples=100_000)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--budgets`."""
+    parser.addoption(
+        "--budgets",
+        action="store_true",
+        help="show each file's processor time; fail if one passes its budget",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Draw the seed of hypothesis before it does, one for all processes, so that it can be told."""
+    if config.getoption("budgets"):
+        config.pluginmanager.register(Budgets())
     if config.getoption("hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
 
@@ -78,24 +89,15 @@ def pytest_terminal_summary(
         terminalreporter.write_line(pytest_report_header(config))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Run a test of the page cache again if the system took pages meanwhile, which it may."""
-    taken = pages.num_taken()
-    try:
-        return (yield)
-    except AssertionError:
-        if not pyfuncitem.path.name.startswith(PAGE_CACHE):
-            raise
-        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-        for _ in range(9):
-            before, taken = taken, pages.num_taken()
-            if before == taken:
-                raise
-            with contextlib.suppress(AssertionError):
-                pyfuncitem.obj(**arguments)
-                return True
-        raise
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In several processes, begin with what takes longest: in the end none waits for another."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[bool, float]:
+    file = item.nodeid.split("::", maxsplit=1)[0]
+    return not item.path.name.startswith((*MACHINE, *WAITING)), -BUDGETS.get(file, DEFAULT)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -104,12 +106,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
-        """Begins with what has most tests."""
+        """Takes files as they were collected."""
 
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", maxsplit=1)[0]
             return "machine" if Path(file).name.startswith(MACHINE) else file
 
+    config.option.loadscopereorder = False
     return ByFile(config, log)
 
 

@@ -91,7 +91,7 @@ def test_ids_that_are_no_hits_are_not_counted() -> None:
         cache.count_hits(0, np.zeros((1, 1, 2)))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["echo", "lru"])
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_frozen_cache_changes_no_entry_of_its_table(policy: str, scope: str) -> None:
     """It claims what is free, and nothing else."""

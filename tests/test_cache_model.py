@@ -1,6 +1,5 @@
 """ExpertCache does what its plain-Python oracle does, under every policy and both scopes."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from hypothesis.stateful import (
 
 from moecache.cache._cache import ExpertCache
 from moecache.errors import CapacityError
-from moecache.settings import POLICIES
+from moecache.study._arguments import POLICIES
 from tests.helpers.examples import num_examples
 from tests.helpers.oracles import OracleCache, OracleSlot
 
@@ -100,7 +99,6 @@ class CacheMachine(RuleBasedStateMachine):
         share=st.sampled_from([-1, -1, -1, 0, 1, 2, 5]),
         foreign=st.booleans(),
         names=st.sampled_from([None, [0, 0], [0, 1], [1, 2]]),
-        away=st.lists(st.integers(0, 9), max_size=4),
     )
     def acquire(
         self,
@@ -110,7 +108,6 @@ class CacheMachine(RuleBasedStateMachine):
         share: int,
         foreign: bool,
         names: list[int] | None,
-        away: Sequence[int] = (),
     ) -> None:
         """Lease a step, or fail alike and change nothing."""
         layer %= self.layers
@@ -121,23 +118,15 @@ class CacheMachine(RuleBasedStateMachine):
         misses = np.full(len(ids) + 1, -7, np.int32)
         rows = 2 if np.ndim(as_form(ids, form)) == 2 else 1
         sequences = None if rows == 1 else names
-        elsewhere = [self.experts[i % len(self.experts)] for i in away]
-        options = {"elsewhere": np.array(elsewhere, np.int64)} if elsewhere else {}
         before = self.visible()
         try:
             expected, first = self.oracle.acquire(
-                layer,
-                ids,
-                rows=rows,
-                share=share,
-                drop=foreign,
-                sequences=sequences,
-                elsewhere=elsewhere,
+                layer, ids, rows=rows, share=share, drop=foreign, sequences=sequences
             )
         except CapacityError:
             with pytest.raises(CapacityError):
                 self.cache.acquire(
-                    layer, as_form(ids, form), slots, misses, ignore_out_of_range=foreign, **options
+                    layer, as_form(ids, form), slots, misses, ignore_out_of_range=foreign
                 )
             assert self.visible() == before
             assert (slots == -7).all()
@@ -151,7 +140,6 @@ class CacheMachine(RuleBasedStateMachine):
             share=share,
             ignore_out_of_range=foreign,
             sequences=sequences,
-            **options,
         )
         assert num_misses == len(first)
         assert misses[:num_misses].tolist() == first

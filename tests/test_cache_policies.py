@@ -100,6 +100,8 @@ def test_a_pinned_expert_stays(policy: str) -> None:
     cache.check()
     cache.unpin(0, 0)
     assert not cache.is_pinned(0, 0)
+    # Used once more: the latest key leaves first by some policies, the oldest by others.
+    serve(cache, 0, 0)
     serve(cache, 0, *[e for e in range(1, 16) for _ in range(3)] * 3)
 
     assert 0 not in resident(cache)
@@ -137,10 +139,9 @@ def test_pins_count_as_no_room() -> None:
     assert cache.claim(0, 2) == -1
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_claim_takes_a_free_slot(policy: str) -> None:
+def test_a_claim_takes_a_free_slot() -> None:
     """And is neither a hit nor a miss, nor leased."""
-    cache = ExpertCache(1, 4, 2, policy=policy)
+    cache = ExpertCache(1, 4, 2)
 
     slot = cache.claim(0, 3)
 

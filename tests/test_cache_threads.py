@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 
 from moecache.cache._cache import ExpertCache
-from moecache.settings import POLICIES
 
 NUM_THREADS = 4
 NUM_STEPS = 600
@@ -80,7 +79,7 @@ class Worker:
 
 @pytest.mark.usefixtures("eager_switches")
 @pytest.mark.parametrize("scope", ["global", "layer"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["echo", "lru"])
 def test_threads_leave_a_cache_that_adds_up(policy: str, scope: str) -> None:
     """The invariants hold at any moment, and no access is lost or counted twice."""
     cache = ExpertCache(NUM_LAYERS, NUM_EXPERTS, CAPACITY, policy=policy, scope=scope)

@@ -1,16 +1,19 @@
 """The command line: what it prints, where, and its exit codes."""
 
 import argparse
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from moecache import cli
+from moecache import cli, errors
 from moecache.commands import demo
 from moecache.settings import OPTIONS
 
@@ -29,7 +32,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module", name="demonstrated")
 def _demonstrated() -> subprocess.CompletedProcess[str]:
     """Return a demo of 60 tokens."""
-    return run("demo", "--max-new-tokens", "60", "--report")
+    return run("demo", "--max-new-tokens", "60", "--verbose", "--report")
 
 
 def test_demo_streams_text_and_proves_that_it_is_exact(
@@ -41,8 +44,10 @@ def test_demo_streams_text_and_proves_that_it_is_exact(
     assert done.stdout.startswith(demo.DEFAULT_PROMPT)
     assert len(done.stdout) > len(demo.DEFAULT_PROMPT) + 40
     for text in (
-        "output equals the fully resident run: 60 tokens",
-        "tokens/s",
+        "text    60 tokens, with at most 60 of the model's 256 experts in memory",
+        "tokens/s this way,",
+        "memory  6.00 MiB for experts this way, 24.0 MiB for all of them",
+        "output  equal, bit for bit",
         "hit rate",
         "read,",
         "60 of 256 in memory",
@@ -57,9 +62,9 @@ def test_demo_is_exact_whatever_the_threads_of_the_blas(
 ) -> None:
     """A prompt's products are large enough to be split among four of them."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")
-    done = run("demo", "--prompt", prompt[:200].decode(), "--max-new-tokens", "2")
+    done = run("demo", "--prompt", prompt[:200].decode(), "--max-new-tokens", "1")
     assert done.returncode == 0, done.stderr
-    assert "output equals the fully resident run: 2 tokens" in done.stderr
+    assert "equal, bit for bit" in done.stderr
 
 
 def test_demo_starts_warm_with_a_profile(
@@ -111,7 +116,7 @@ def test_demo_by_kernels_is_exact_too(capsys: pytest.CaptureFixture[str]) -> Non
     for memory in ("500KiB", "100%"):
         argv = ["demo", "--max-new-tokens", "25", "--compute", "fast", "--memory", memory]
         assert cli.main(argv) == 0
-        assert "every logit bit by bit" in capsys.readouterr().err
+        assert "equal, bit for bit" in capsys.readouterr().err
 
 
 def test_a_mismatch_exits_with_1(
@@ -121,7 +126,10 @@ def test_a_mismatch_exits_with_1(
     honest = demo.combine
     monkeypatch.setattr(demo, "combine", lambda rows, weights: honest(rows, weights) * 1.0000001)
     assert cli.main(["demo", "--max-new-tokens", "3"]) == 1
-    assert "differs" in capsys.readouterr().err
+    shown = capsys.readouterr().err.splitlines()
+    # Nothing but the four lines; counters are for those who ask.
+    assert [line.split()[0] for line in shown] == ["text", "speed", "memory", "output"]
+    assert "differs" in shown[-1]
 
 
 def test_inspect_shows_layout_and_plan(
@@ -260,6 +268,63 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path: Path)
         [sys.executable, "-c", code, "inspect", "x"], capture_output=True, text=True, check=False
     )
     assert (child.returncode, child.stderr) == (130, "moecache: interrupted\n")
+
+
+def test_any_number_of_interrupts_is_one(tmp_path: Path) -> None:
+    """Also while it is told, and as the interpreter ends: neither a traceback nor a signal."""
+    (tmp_path / "rich.py").write_text("import time; print('begun', flush=True); time.sleep(60)")
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
+        "runpy.run_module('moecache', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, "serve", "x"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline() == "begun\n"
+        while child.poll() is None:
+            child.send_signal(signal.SIGINT)
+            time.sleep(0.0005)
+        assert (child.returncode, child.stderr.read()) == (130, "moecache: interrupted\n")
+
+
+ERRORS = [one for one in vars(errors).values() if isinstance(one, type)]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_the_exit_code_of_each_error_is_that_of_the_documentation(
+    kind: type[errors.MoeCacheError],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whatever the command."""
+
+    def fail(_: argparse.Namespace) -> int:
+        raise kind("it failed", *(([], []) if kind is errors.SweepError else ()))
+
+    page = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
+    codes = [int(row.split("|")[1]) for row in rows if f"`{kind.__name__}`" in row]
+    monkeypatch.setattr("moecache.commands.inspect.run", fail)
+    assert [cli.main(["inspect", "x"])] == codes
+    assert capsys.readouterr().err == "moecache: it failed\n"
+
+
+def test_a_reader_that_closes_the_output_is_no_failure(tiny_moe: Path) -> None:
+    """As `head` does; rich ends the program with 1 then, without a word."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as output:
+        child = subprocess.run(
+            [sys.executable, "-m", "moecache", "inspect", str(tiny_moe)],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (child.returncode, child.stderr) == (0, "")
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -172,17 +172,18 @@ def test_what_does_not_fit_is_left_out(
 
 
 def test_a_way_to_compute_that_has_no_kernel_is_left_out(
-    tiny_moe: Path, in_process: list[dict[str, Any]], capsys: Captured
+    tmp_path: Path, in_process: list[dict[str, Any]], capsys: Captured
 ) -> None:
     """So that all ways can be asked for, whatever the model; alone it is a failure."""
-    options = ("--memories", "25%", "--repeats", "2", "--compute")
-    assert cli.main(["bench", str(tiny_moe), *SHORT, *options, "fast-int8,fast"]) == 0
+    write_checkpoint(FAMILIES["gpt_oss"], tmp_path, "bfloat16")
+    options = ("--memories", "50%", "--repeats", "2", "--sample", "--compute")
+    assert cli.main(["bench", str(tmp_path), *SHORT, *options, "fast,torch"]) == 0
     shown = capsys.readouterr()
-    assert "moecache 25% echo fast-int8: " in shown.err
-    assert 'use "fast"' in shown.err
+    assert "moecache 50% echo fast: " in shown.err
+    assert 'use "torch"' in shown.err
     ways = [task.get("compute") for task in in_process]
-    assert ways == [None, "fast-int8", "fast", "fast"]
-    assert cli.main(["bench", str(tiny_moe), *SHORT, *options, "fast-int8"]) == 1
+    assert ways == [None, "fast", "torch", "torch"]
+    assert cli.main(["bench", str(tmp_path), *SHORT, *options, "fast"]) == 1
 
 
 def test_compare_without_accelerate_runs_nothing(
@@ -222,9 +223,12 @@ def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (("--memories", "25%,,50%"), "has an empty entry"),
         (("--memories", "lots"), "--memories: 'lots' is not a size"),
         (("--policies", "best"), "'best' is not one of all"),
-        (("--repeats", "0"), "--repeats must be at least 1, got 0"),
-        (("--new-tokens", "1"), "--new-tokens must be at least 2, got 1"),
-        (("--threads", "0"), "--threads must be at least 1, got 0"),
+        (("--repeats", "0"), "--repeats must be from 1 to 16777216, got 0"),
+        (("--new-tokens", "1"), "--new-tokens must be from 2 to 16777216, got 1"),
+        (("--warm-up", "9" * 30), f"--warm-up must be from 0 to 16777216, got {'9' * 30}"),
+        (("--threads", "0"), "--threads must be from 1 to 256, got 0"),
+        (("--threads", "9" * 30), "--threads must be from 1 to 256, got 9"),
+        (("--seed", str(2**63)), f"--seed must be from -2**63 to 2**63 - 1, got {2**63}"),
         (("--json", "/no/such/file.json"), "there is no directory /no/such"),
         (("--json", ""), "--json is empty"),
     ],

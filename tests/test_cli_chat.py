@@ -94,6 +94,20 @@ def test_commands_are_obeyed_and_no_part_of_the_conversation(
     assert asked == []
 
 
+def test_a_line_that_no_model_takes_is_told_at_once(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    asked: list[list[tuple[str, str]]],
+) -> None:
+    """It would take minutes to become tokens; a command with more behind it is shown whole."""
+    assert talk(model, monkeypatch, f"{'x' * (2**23 + 1)}\n/reset now\n") == 0
+    shown = capsys.readouterr()
+    assert "a line of 8388609 characters is too long" in shown.err
+    assert "/reset now is none of /reset" in shown.err
+    assert asked == []
+
+
 def test_a_conversation_that_is_too_long_is_told_and_goes_on(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

@@ -153,10 +153,17 @@ def test_an_interrupt_keeps_the_text_and_closes_the_model(
 @pytest.mark.parametrize(
     ("model", "prompt", "options", "code", "message"),
     [
-        ("", "x", ("--max-new-tokens", "0"), 2, "--max-new-tokens must be at least 1, got 0"),
+        (
+            "",
+            "x",
+            ("--max-new-tokens", "0"),
+            2,
+            "--max-new-tokens must be from 1 to 2147483647, got",
+        ),
+        ("", "x", ("--max-new-tokens", "9" * 30), 2, "--max-new-tokens must be from 1 to 2147"),
         ("", "x", ("--temperature", "-1"), 2, "must be 0 or between 0.01 and 100"),
-        ("", "x", ("--seed", "-1"), 2, "--seed must be from 0 to"),
-        ("", "x", ("--seed", str(2**63)), 2, "--seed must be from 0 to"),
+        ("", "x", ("--seed", str(-(2**63) - 1)), 2, "--seed must be from -2**63 to"),
+        ("", "x", ("--seed", str(2**63)), 2, "--seed must be from -2**63 to"),
         ("", "", (), 2, "the prompt is empty"),
         ("", "x\udcff", (), 2, "no UTF-8"),
         ("", "x" * 1024, (), 2, "leaves no room for new ones; the model takes 1024"),
@@ -211,7 +218,7 @@ def test_transformers_is_as_talkative_as_before(tiny_moe: Path) -> None:
 @pytest.mark.parametrize("text", ["plain words", "  indented\n\n  twice ", "é€😀 ü", "tab\tend\n"])
 def test_streamed_parts_are_the_whole_text(tiny_moe: Path, text: str) -> None:
     """A character of several tokens comes with its last; no part is empty."""
-    from moecache.integrations.transformers.generation import TextStream
+    from moecache.integrations.transformers.streams import TextStream
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_moe)
     parts: list[str] = []

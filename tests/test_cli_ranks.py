@@ -2,8 +2,12 @@
 
 import http.client
 import json
+import os
 import re
+import shutil
 import signal
+import socket
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -104,6 +108,82 @@ def test_a_server_ends_when_an_idle_rank_is_gone(tiny_moe: Path, tmp_path: Path)
     finally:
         for one in (first, other, third):
             one.kill()
+
+
+@pytest.mark.parametrize(
+    ("command", "victim"),
+    [
+        (("generate", "MODEL", PROMPT, *FEW), 0),
+        (("generate", "MODEL", PROMPT, *FEW), 1),
+        (("bench", "MODEL"), 1),
+    ],
+)
+def test_a_rank_whose_file_is_cut_is_named(
+    tiny_moe: Path, tmp_path: Path, command: tuple[str, ...], victim: int
+) -> None:
+    """Before it has joined the others, which do not wait until nobody can come any more."""
+    cut = tmp_path / "cut"
+    shutil.copytree(tiny_moe, cut)
+    file = max(cut.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size // 2)
+    given = [(command[0], str(path), *command[2:]) for path in (tiny_moe, cut)]
+    each = given if victim else given[::-1]
+    both = ranks.start_command(tmp_path / "run", *each[0], last=each[1])
+    try:
+        # Much less than the 300 seconds that ranks have to start.
+        assert [one.wait(100) for one in both] == [1, 1], both[0].err + both[1].err
+        assert both[victim].err.startswith(f"moecache: {file}: ")
+        assert re.search(
+            rf"moecache: the model was not loaded on all ranks; rank {victim}: it failed: "
+            rf"FormatError: {re.escape(str(file))}",
+            " ".join(both[1 - victim].err.split()),
+        )
+    finally:
+        for one in both:
+            one.kill()
+
+
+def test_ranks_that_wait_for_orders_end_when_rank_0_is_stopped(
+    tiny_moe: Path, tmp_path: Path
+) -> None:
+    """Though it keeps the store, which then does not answer anybody."""
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    path = write_chat_model(tiny_moe, tmp_path / "m")
+    served = ("serve", str(path), "--port", "0", "--memory", "50%", "--rank-timeout", "2")
+    first, other = ranks.start_command(tmp_path, *served)
+    try:
+        first.wait_for("/v1")
+        first.signal(signal.SIGSTOP)
+        assert other.wait(60) == 1, other.err
+        assert re.search(
+            r"moecache: rank 1 waited in vain for what to do next: rank 0 or the launcher, which "
+            r"keeps the ranks' store, is stopped, .* has not answered for \d+ s; start all",
+            other.err,
+        ), other.err
+    finally:
+        first.kill()
+        other.kill()
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_the_others(tiny_moe: Path, tmp_path: Path) -> None:
+    """Which may not have been started."""
+    port = ranks.free_port()
+    alone = ranks.Rank(tmp_path, 0, 2, port, (None, ("generate", str(tiny_moe), PROMPT, *FEW)))
+    try:
+        until = time.monotonic() + 60
+        while not _is_open(port):
+            assert time.monotonic() < until, alone.err
+            time.sleep(0.05)
+        alone.signal(signal.SIGINT)
+        assert alone.wait(60) == 130, alone.err
+    finally:
+        alone.kill()
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_ctrl_c_on_rank_0_ends_all(tiny_moe: Path, tmp_path: Path) -> None:

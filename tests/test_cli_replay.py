@@ -11,8 +11,8 @@ import pytest
 
 from moecache import cli
 from moecache.commands.arguments import check_output
-from moecache.settings import POLICIES
 from moecache.study import Replay, Trace, _workers, load_any, plots, recommend, replay, sweep
+from moecache.study._arguments import POLICIES
 from tests.helpers.routing import random_trace
 
 ROOT = Path(__file__).parents[1]

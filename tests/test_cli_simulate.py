@@ -55,28 +55,6 @@ def test_the_table_has_the_speed_and_what_it_waited_for(
     assert shown.err == ""
 
 
-def test_what_the_cpu_computes_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a share of the misses, and in the figures; a rate that is none is named."""
-    trace = str(tmp_path / "long.npz")
-    random_trace(shape=(120, 4, 3)).save(trace)
-    options = ["--expert-bytes", "6MB", "--prefetch", "off", "--cpu-misses"]
-    assert cli.main(["simulate", trace, *options, "20GB/s"]) == 0
-    timing = simulate_time(load_any(trace), expert_bytes="6MB", cpu_misses="20GB/s")
-    assert timing.num_cpu_misses > 0
-    (row,) = cells_of(capsys.readouterr().out)
-    assert row[6] == f"{timing.num_cpu_misses / timing.num_misses:.1%}"
-    assert timing.cpu_reason in timing.describe()
-
-    assert cli.main(["simulate", trace, *options, "20GB/s", "--json"]) == 0
-    (figures,) = json.loads(capsys.readouterr().out)
-    assert figures["num_cpu_misses"] == timing.num_cpu_misses
-    assert figures["cpu_bandwidth"] == 20e9
-    assert cli.main(["simulate", trace, *options, "fast"]) == 2
-    assert "--cpu-misses" in capsys.readouterr().err
-    assert cli.main(["simulate", trace, *options, "20GB/s", "--ranks", "2"]) == 2
-    assert "is of one machine" in capsys.readouterr().err
-
-
 def test_every_mode_is_shown_by_default(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each beside what is waited without."""
     assert cli.main(["simulate", trace, "--expert-bytes", "6MB"]) == 0

@@ -530,7 +530,7 @@ def test_demo_live_draws_on_its_terminal(capsys: pytest.CaptureFixture[str]) -> 
     for text in (together, drawn):
         assert "by layer" in text
         assert "moecache, echo" in text
-        assert "output equals the fully resident run" in text
+        assert "equal, bit for bit" in text
     assert plain in together.replace("\r\n", "\n")
     assert nothing == ""
     assert out == plain

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from moecache.compute import on_device
 from moecache.cuda.device import dtype_of, is_in_host_memory
 from moecache.errors import MoeCacheError
 from tests.helpers.fake_device import FakeArray, FakeDevice
@@ -121,9 +122,9 @@ def test_ids_may_be_a_tensor_in_host_memory(capacity: int) -> None:
     device = Device()
     hidden, ids, weights = make_step(TYPES["float32"], 1)
     with make_runtime(device, TYPES["float32"], capacity) as runtime:
-        runtime.fill_slots().wait()
+        runtime.usage.fill().wait()
         x, w = on(device, hidden, weights)
-        compute = runtime.on_device()
+        compute = on_device(runtime)
         wanted = compute(0, x, ids, w)
         for kind in (torch.int32, torch.int64):
             assert np.array_equal(compute(0, x, torch.tensor(ids, dtype=kind), w), wanted)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import moecache
+from moecache.compute import on_device
 from moecache.cuda import parse_device
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.slots import CudaSlots
@@ -48,7 +49,7 @@ def test_threads_in_one_stream_do_not_share_intermediate_results(gpu: Any, capac
     """Every thread's default stream is the same one."""
     steps = [make_step(FP32, size, size) for size in (1, 2, 9)]
     with make_runtime(gpu, FP32, capacity) as runtime:
-        compute = runtime.on_device()
+        compute = on_device(runtime)
         arrays = [(*on(gpu, hidden, weights), ids) for hidden, ids, weights in steps]
         wanted = [bits(gpu, compute(0, x, ids, w)) for x, w, ids in arrays]
         wrong: list[int] = []
@@ -71,7 +72,7 @@ def test_a_runtime_may_be_closed_beside_a_step(seed: int) -> None:
     hidden, ids, weights = make_step(FP32, 2, seed)
     runtime = make_runtime(device, FP32, 4, loader_threads=1)
     x, w = on(device, hidden, weights)
-    compute = runtime.on_device()
+    compute = on_device(runtime)
     close_beside(runtime, lambda turn: compute(turn % LAYERS, x, ids, w), 0.002 * seed)
     device.run()
     assert device.used_bytes == device.pinned_bytes == 0
@@ -190,11 +191,11 @@ def test_a_runtime_that_is_dropped_gives_everything_back(closes: bool, loader_th
         runtime = make_runtime(device, FP32, 5, loader_threads=loader_threads)
         hidden, ids, weights = make_step(FP32, 2)
         x, w = on(device, hidden, weights)
-        runtime.on_device()(0, x, ids, w)
+        on_device(runtime)(0, x, ids, w)
         if closes:
             runtime.close()
         else:
-            runtime.on_device().close()
+            on_device(runtime).close()
         del runtime
         until = time.monotonic() + 30
         while device.used_bytes or threading.active_count() > num_threads:
@@ -210,8 +211,8 @@ def test_filled_slots_can_be_captured_at_once(seed: int) -> None:
     device = FakeDevice(eager=False, seed=seed)
     hidden, ids, weights = make_step(FP32, 1)
     with make_runtime(device, FP32) as runtime:
-        assert runtime.fill_slots().wait(30)
-        compute = runtime.on_device()
+        assert runtime.usage.fill().wait(30)
+        compute = on_device(runtime)
         x, w, chosen = on(device, hidden, weights, ids)
         out = device.empty(x.shape, FP32, device.current_stream())
         compute(0, x, chosen, w, out=out)
@@ -249,9 +250,9 @@ def test_ids_of_the_host_may_be_any_integers(dtype: Any, capacity: int, num_toke
     hidden, ids, weights = make_step(FP32, num_tokens)
     with make_runtime(device, FP32, capacity) as runtime:
         x, w = on(device, hidden, weights)
-        compute = runtime.on_device()
+        compute = on_device(runtime)
         wanted = bits(device, compute(0, x, ids, w))
-        runtime.fill_slots().wait()
+        runtime.usage.fill().wait()
         other = ids.tolist() if dtype is list else ids.astype(dtype)
         assert np.array_equal(bits(device, compute(0, x, other, w)), wanted)
         for wrong in (ids.astype(np.float32), ids.astype(str), ids[:, :0]):
@@ -265,7 +266,7 @@ def test_a_step_whose_experts_are_all_leased_is_one_launch() -> None:
     hidden, ids, weights = make_step(FP32, 1)
     with make_runtime(device, FP32, 5) as runtime:
         x, w = on(device, hidden, weights)
-        compute = runtime.on_device()
+        compute = on_device(runtime)
         wanted = bits(device, compute(0, x, ids, w))
         device.num_launches.clear()
         assert np.array_equal(bits(device, compute(0, x, ids, w)), wanted)
@@ -323,7 +324,7 @@ def test_an_activation_is_a_name() -> None:
     with make_runtime(FakeDevice(), FP32) as runtime:
         for activation in (["silu"], None, np.tanh):
             with pytest.raises(ConfigError, match="must be a name"):
-                runtime.on_device(activation)  # type: ignore[arg-type]
+                on_device(runtime, activation)  # type: ignore[arg-type]
 
 
 def test_slots_take_what_was_planned_and_give_it_back(gpu: Any) -> None:
@@ -348,5 +349,5 @@ def test_hidden_states_may_be_their_own_result(gpu: Any) -> None:
     with make_runtime(gpu, FP32, 5) as runtime:
         x, w = on(gpu, hidden, weights)
         assert x.shape == (3, HIDDEN)
-        wanted = bits(gpu, runtime.on_device()(0, x, ids, w))
-        assert np.array_equal(bits(gpu, runtime.on_device()(0, x, ids, w, out=x)), wanted)
+        wanted = bits(gpu, on_device(runtime)(0, x, ids, w))
+        assert np.array_equal(bits(gpu, on_device(runtime)(0, x, ids, w, out=x)), wanted)

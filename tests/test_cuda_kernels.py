@@ -1,12 +1,13 @@
 """The CUDA kernels, their very source run on the CPU, against NumPy."""
 
+import itertools
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from moecache.experts import silu
+from moecache.compute.experts import silu
 from tests.helpers.cuda_emulator import COMPILER, EmulatedKernels, address_of
 from tests.helpers.cuda_layers import (
     ACTIVATIONS,
@@ -21,6 +22,8 @@ from tests.helpers.cuda_layers import (
     relative_error,
     starts_at_guard,
 )
+from tests.helpers.nightly import some
+from tests.helpers.pairs import pairwise
 
 # Tokens, top_k, experts, hidden, width: ragged rows, whole chunks, more than lanes take at once.
 SIZES = [
@@ -34,6 +37,14 @@ SIZES = [
 ]
 
 every_type = pytest.mark.parametrize("suffix", DTYPES)
+every_size = pytest.mark.parametrize(
+    ("sizes", "suffix"),
+    some(
+        itertools.product(SIZES, DTYPES),
+        lambda case: SIZES.index(case[0]) % len(DTYPES) == list(DTYPES).index(case[1]),
+    ),
+    ids=str,
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +60,7 @@ def bits(array: np.ndarray) -> bytes:
     return array.tobytes()
 
 
-@every_type
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@every_size
 def test_decode_is_the_routed_feed_forward(
     kernels: EmulatedKernels, suffix: str, sizes: Sizes
 ) -> None:
@@ -76,8 +86,7 @@ def test_decode_knows_every_activation(
     assert relative_error(layer.decode(kernels), layer.expected()) < TOLERANCES[suffix]
 
 
-@every_type
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@every_size
 def test_decode_equals_its_parts(kernels: EmulatedKernels, suffix: str, sizes: Sizes) -> None:
     """Bit for bit, whatever the grid and however pairs are split into lists."""
     layer = Layer(suffix, sizes)
@@ -121,9 +130,9 @@ def test_a_barrier_serves_any_number_of_launches(kernels: EmulatedKernels, start
     assert barrier[0] == (start + 4) % 2**32 << 32
 
 
-@every_type
-@pytest.mark.parametrize("ids_dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("top_k", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("suffix", "ids_dtype", "top_k"), pairwise(list(DTYPES), (np.int32, np.int64), (1, 3, 4))
+)
 def test_experts_that_are_not_there_make_their_tokens_nan(
     kernels: EmulatedKernels, suffix: str, ids_dtype: type[np.signedinteger], top_k: int
 ) -> None:

@@ -81,16 +81,9 @@ def test_what_is_generated_is_what_it_is_in_ram(
 
 
 @pytest.mark.parametrize("read", ["direct", "buffered", "mmap"])
-@pytest.mark.parametrize("register", ["off", "host"])
-def test_every_way_of_reading_fills_slots(
-    fake_cuda: FakeDevice, tiny_moe: Path, read: str, register: str
-) -> None:
-    """Straight into the buffers, or copied there, or from the mapped file itself."""
-    if register == "host" and read != "mmap":
-        with pytest.raises(ConfigError, match="it does not go with read="):
-            moecache.open(tiny_moe, "25%", "cuda", read=read, register=register)
-        return
-    with moecache.open(tiny_moe, "25%", "cuda", read=read, register=register) as runtime:
+def test_every_way_of_reading_fills_slots(fake_cuda: FakeDevice, tiny_moe: Path, read: str) -> None:
+    """Straight into the buffers, or copied there."""
+    with moecache.open(tiny_moe, "25%", "cuda", read=read) as runtime:
         for layer, expert in itertools.product(range(runtime.layout.num_layers), range(6)):
             wanted = {
                 role.name: np.empty(role.shape, role.dtype) for role in runtime.layout.layers[layer]
@@ -100,34 +93,7 @@ def test_every_way_of_reading_fills_slots(
                 found = runtime.expert(int(lease.slots[0]), layer)
                 for name, array in wanted.items():
                     assert np.array_equal(fake_cuda.to_host(found[name]), array)
-        assert runtime.pool.reads_views == (register == "host")
     assert fake_cuda.pinned_bytes == 0
-
-
-def test_experts_that_cannot_be_registered_go_through_buffers(
-    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With a warning, and read as they would be without."""
-    device = FakeDevice(max_pinned_bytes=2**20)
-    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: device)
-    with moecache.open(tiny_moe, "25%", "cuda", register="host") as runtime:
-        with runtime.lease(0, np.arange(4)):
-            pass
-        assert not runtime.pool.reads_views
-        assert runtime.stats().reading is not None
-    assert "cuda.not_registered" in caplog.text
-    monkeypatch.setattr("moecache.runtime.plan.free_host_bytes", lambda: 1000)
-    with moecache.open(tiny_moe, "25%", "cuda", register="host") as runtime:
-        assert not runtime.pool.reads_views
-    assert "the file of 12.0 MiB is too large to be pinned" in caplog.text
-
-
-def test_register_is_for_a_gpu(tiny_moe: Path, fake_cuda: FakeDevice) -> None:
-    """And one of its modes."""
-    with pytest.raises(ConfigError, match='give device="cuda"'):
-        moecache.open(tiny_moe, "25%", register="host")
-    with pytest.raises(ConfigError, match="is not one of off, host"):
-        moecache.open(tiny_moe, "25%", "cuda", register="device")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import moecache
+from moecache.compute import on_device
+from moecache.compute._residency import residency_of
 from moecache.loading.load import Cause
 from moecache.prefetch.break_even import BreakEven
 from moecache.slots import CudaSlots, UploadCounts
@@ -120,7 +122,7 @@ def results_on(device: FakeDevice, prefetch: str) -> list[np.ndarray]:
         for number in range(12):
             hidden, ids, weights = make_step(FP32, 1, number % 5)
             x, w = on(device, hidden, weights)
-            outs += [runtime.on_device()(layer, x, ids, w) for layer in range(LAYERS)]
+            outs += [on_device(runtime)(layer, x, ids, w) for layer in range(LAYERS)]
             time.sleep(0.001)
         device.run()
         runtime.cache.check()
@@ -156,11 +158,11 @@ def test_free_slots_are_filled_from_the_first_layer_on() -> None:
     device = FakeDevice(eager=False)
     pool = CudaSlots(store.layout, 10, 2, device)
     with moecache.ExpertRuntime(store, pool, moecache.ExpertCache(3, 8, 10)) as runtime:
-        filling = runtime.fill_slots()
+        filling = runtime.usage.fill()
         assert filling.wait(30)
         assert pool.uploads.in_flight_bytes == 0
         assert (runtime.cache.slot_table[0] >= 0).all()
         stats = runtime.stats()
         assert (stats.num_resident, stats.num_hits, stats.num_misses) == (10, 0, 0)
-        assert not runtime.begin_resident_step()
-        assert runtime.fill_slots().wait(30)
+        assert not residency_of(runtime).begin_step(runtime)
+        assert runtime.usage.fill().wait(30)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from moecache import ExpertCache, ExpertRuntime
+from moecache.compute import on_device
 from moecache.cuda._launches import tiles_of
 from moecache.slots import CudaSlots
 from tests.helpers.cuda_layers import ACTIVATIONS
@@ -36,7 +37,10 @@ def computed(
 ) -> tuple[np.ndarray, FakeDevice, RandomStore]:
     """Return what a device with some slots computes of a step, the device, and the experts."""
     store = RandomStore(
-        *("fp8[16x32,f32]", "int8[1x*,f32]", SIZE, WIDTH),
+        "fp8[16x32,f32]",
+        "int8[1x*,f32]",
+        SIZE,
+        WIDTH,
         num_layers=LAYERS,
         num_experts=EXPERTS,
         top_k=TOP_K,
@@ -47,9 +51,9 @@ def computed(
     pool = CudaSlots(store.layout, capacity, 2, device)
     with ExpertRuntime(store, pool, cache) as runtime:
         if capacity == EXPERTS:
-            runtime.fill_slots().wait()
+            runtime.usage.fill().wait()
         x, w = on(device, hidden, weights)
-        found = runtime.on_device()(0, x, ids, w)
+        found = on_device(runtime)(0, x, ids, w)
         device.run()
         return bits(device, found).view(BF16).reshape(hidden.shape), device, store
 

@@ -262,39 +262,6 @@ def test_where_nothing_can_be_pinned_it_goes_on(caplog: pytest.LogCaptureFixture
     assert "ulimit -l" in record.getMessage()
 
 
-def test_registered_experts_pass_through_no_buffer() -> None:
-    """They are copied from where they are mapped, pieces and all."""
-    device = FakeDevice()
-    mapped = np.zeros(4096 * 4, np.uint8)
-    start = -mapped.ctypes.data % 4096
-    gate = mapped[start : start + 60].view(np.float32).reshape(3, 5)
-    up = mapped[start + 60 + 64 : start + 120 + 64].view(np.float32).reshape(3, 5)
-    down = mapped[start + 4096 : start + 4096 + 30].view(BF16).reshape(5, 3)
-    for part in (gate, up, down):
-        part[...] = 7
-    with CudaSlots(LAYOUT, 2, device=device) as pool:
-        assert pool.register([(mapped.ctypes.data + start, 8192)]) == 8192
-        assert pool.reads_views
-        pool.upload(1, 0, {"gate": gate, "up": up, "down": down})
-        assert len(device.copies) == 3
-        assert_holds(pool, 1, 7)
-        assert pool.uploads.pinned_bytes == 8192
-        # What is elsewhere goes the usual way.
-        pool.upload(0, 0, expert(3))
-        assert_holds(pool, 0, 3)
-    assert device.pinned_bytes == 0
-
-
-def test_a_region_that_cannot_be_registered_leaves_none() -> None:
-    """All of them or none."""
-    device = FakeDevice(max_pinned_bytes=8192)
-    with CudaSlots(LAYOUT, 2, device=device) as pool:
-        with pytest.raises(MoeCacheError, match="can be pinned"):
-            pool.register([(4096 * 1000, 4096), (4096 * 2000, 8192)])
-        assert device.pinned_bytes == 0
-        assert not pool.reads_views
-
-
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [

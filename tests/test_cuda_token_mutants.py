@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-import moecache.cuda._steps as original
+import moecache.compute._steps as original
 from moecache.cuda import Stream
 from moecache.errors import CapacityError, MoeCacheError
 from tests.helpers.cuda_tokens import EXPERTS, LAYERS, Model, expected, inputs, make_runtime
@@ -54,14 +54,17 @@ MUTANTS = {
         "while not device.is_done(self._event) and not self.has_stalled:",
         "while False:",
     ),
-    "the cache is not frozen": ("        runtime.freeze()\n", ""),
-    "the cache stays frozen": ("            runtime.thaw()\n", ""),
+    "the cache is not frozen": ("        self._residency.freeze(runtime)\n", ""),
+    "the cache stays frozen": ("            self._residency.thaw(runtime)\n", ""),
     "the table is taken for up to date": ("if changes == self._changes:", "if self._changes >= 0:"),
     "a row that was not copied is taken for copied": (
         "self._table[row] = UNKNOWN\n",
         "pass\n",
     ),
-    "the policy is not told": ("runtime.count_hits(first + start,", "len(str(first + start)),("),
+    "the policy is not told": (
+        "runtime.steps.count_hits(first + start,",
+        "len(str(first + start)),(",
+    ),
     "a step that missed is counted twice": ("self._counted = layer + 1", "self._counted = layer"),
     "tokens are not told apart": (
         "self._token = self._token % (2**31 - 1) + 1",
@@ -84,11 +87,11 @@ def mutated(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> Iterator[Non
     """Exchange a piece of the module's text."""
     source = inspect.getsource(original)
     assert source.count(old) == 1, old
-    module = types.ModuleType("moecache.cuda._mutant")
+    module = types.ModuleType("moecache.compute._mutant")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)
         exec(compile(source.replace(old, new), "mutant", "exec"), module.__dict__)
-        patch.setattr("moecache.cuda.experts.TokenSteps", module.__dict__["TokenSteps"])
+        patch.setattr("moecache.compute.cuda_experts.TokenSteps", module.__dict__["TokenSteps"])
         yield
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache.cuda import experts
+from moecache.compute import cuda_experts
+from moecache.compute._residency import residency_of
 from moecache.errors import CapacityError, ConfigError, MoeCacheError, StoreError
 from tests.helpers.cuda_tokens import (
     EXPERTS,
@@ -22,6 +23,7 @@ from tests.helpers.cuda_tokens import (
 )
 from tests.helpers.examples import num_examples
 from tests.helpers.fake_device import FakeDevice
+from tests.helpers.nightly import some
 from tests.helpers.runtimes import close_beside
 
 ALL = LAYERS * EXPERTS
@@ -217,7 +219,7 @@ def test_other_arrays_in_the_same_places_are_other_steps() -> None:
     """A launch is issued again for the same places, shapes and types alone."""
     device = FakeDevice()
     with make_runtime(device, ALL) as runtime:
-        runtime.fill_slots().wait()
+        runtime.usage.fill().wait()
         model = Model(runtime)
         wide = model.ids[0]
         wide[...] = [[3, 1]]
@@ -367,7 +369,7 @@ def test_an_expert_that_cannot_be_read_ends_the_token(
         assert_same([model.token(hidden) for hidden in TOKENS], wanted)
 
 
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("eager", some([True, False], lambda eager: not eager))
 def test_any_call_of_the_device_may_fail(wanted: list[np.ndarray], eager: bool) -> None:
     """The token that it hits fails, the next one is right, and everything is given back."""
     failed = number = 0
@@ -461,11 +463,11 @@ def test_a_miss_beside_another_frozen_token_says_so() -> None:
         model = Model(runtime)
         for hidden in TOKENS[:4]:
             model.token(hidden)
-        runtime.freeze()
+        residency_of(runtime).freeze(runtime)
         with pytest.raises(CapacityError, match="another token of this runtime is open"):
             for hidden in inputs(20, seed=9):
                 model.token(hidden)
-        runtime.thaw()
+        residency_of(runtime).thaw(runtime)
         assert runtime.cache.evicts
 
 
@@ -473,7 +475,7 @@ def test_close_beside_a_long_wait_frees_nothing_that_is_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The call that waits ends with an error, and frees it."""
-    monkeypatch.setattr(experts, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(cuda_experts, "_CLOSE_TIMEOUT_S", 0.05)
     device = FakeDevice(eager=False)
     runtime = make_runtime(device, ALL)
     model = Model(runtime)

@@ -9,10 +9,9 @@ import io
 import json
 import math
 import random
-import resource
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from moecache import packing
+from moecache import kernels, packing
 from moecache.errors import MoeCacheError
 from moecache.profiles.file import ModelUsage, read_profile, update_profile
 from moecache.slots import HostSlots
@@ -31,6 +30,7 @@ from moecache.study.advice import expert_size
 from tests.helpers.checkpoints import read_expert, write_checkpoint
 from tests.helpers.damage import (
     Spoil,
+    bounded_memory,
     spoil,
     spoil_behind_length,
     spoil_gguf,
@@ -39,12 +39,9 @@ from tests.helpers.damage import (
     spoil_npz,
 )
 from tests.helpers.examples import num_examples
-from tests.helpers.gguf_files import string, u32, write_raw
+from tests.helpers.gguf_files import string, u32, write_gguf, write_raw
 from tests.helpers.quantized import SCHEMES, write_experts
 from tests.helpers.traces import random_trace
-
-# Address space a document may cost; what traces of this size may ask for is 64 MiB.
-MAX_BYTES = 512 * 2**20
 
 
 class Kind(NamedTuple):
@@ -241,6 +238,49 @@ def make_quantized(directory: Path, scheme: str, file: str) -> Kind:
     return Kind([path.read_bytes()], path, how, use_quantized)
 
 
+def make_packed(directory: Path, form: str) -> Kind:
+    """Return the file of a packed checkpoint whose experts are in compute form."""
+    if form == "packed gguf":
+        pytest.importorskip("gguf")
+        model = write_gguf(directory / "m.gguf", num_experts=2).path
+        out = packing.pack(model, directory / "out", compute_form=True).path
+        path = out / "m-00001-of-00002.gguf"
+        how: Spoil = spoil_gguf
+    else:
+        write_experts(SCHEMES["int4"], directory / "model", num_layers=1, num_experts=2)
+        plain = packing.pack(directory / "model", directory / "plain", format="bf16").path
+        out = packing.pack(plain, directory / "out", format=form).path
+        path, how = out / "experts.safetensors", spoil_behind_length
+    whole = path.read_bytes()
+
+    def spoil_any(rng: random.Random, document: bytes) -> bytes:
+        if rng.random() < 0.5:
+            return how(rng, document)
+        damaged = bytearray(document)
+        for _ in range(rng.randrange(1, 20)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        return bytes(damaged)
+
+    def use(path: Path) -> None:
+        # Checksums tell; what is computed all the same is what the bytes say.
+        with suppress(MoeCacheError) if path.read_bytes() != whole else nullcontext():
+            packing.verify(path.parent)
+            assert path.read_bytes() == whole
+        use_quantized(path)
+        with open_store(path.parent) as store, HostSlots(store.layout, 1) as pool:
+            roles = store.layout.layers[0]
+            parts = pool.buffers(0, 0)
+            store.read_into(0, 0, parts)
+            pool.upload(0, 0, parts)
+            kernel = kernels.SlotKernel(lambda slot: pool.expert(slot, 0), 1, roles=roles)
+            inputs = np.ones((1, kernel.hidden_size), np.float32)
+            ids = np.zeros(1, np.int64)
+            rows = np.empty_like(inputs)
+            kernel.compute(inputs, ids.astype(np.int32), np.array([0, 1]), ids, 1, rows)
+
+    return Kind([whole], path, spoil_any, use)
+
+
 def make_gguf(directory: Path, experts: str) -> Kind:
     """Return a GGUF file of experts, of all in one or each by itself, or a part that has them."""
     texts = b"".join(string(f"token {n}") for n in range(9))
@@ -301,18 +341,6 @@ def use_store(path: Path) -> None:
             read_expert(store, layer, 0)
 
 
-@contextmanager
-def bounded_memory() -> Iterator[None]:
-    """Let this process map so many bytes more, and no more."""
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + MAX_BYTES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning:zipfile")
 @pytest.mark.parametrize(
     "make",
@@ -333,6 +361,7 @@ def bounded_memory() -> Iterator[None]:
             partial(make_gguf, experts=experts)
             for experts in ("gguf stack", "gguf single", "gguf part")
         ),
+        *(partial(make_packed, form=form) for form in ("q8_0", "nvfp4", "packed gguf")),
         *(
             partial(make_quantized, scheme=scheme, file=file)
             for scheme in ("fp8", "int4", "mxfp4", "nvfp4", "gptq_ordered")

@@ -10,6 +10,7 @@ from moecache.cache._cache import ExpertCache
 from moecache.policies._echo import Echo
 from moecache.study._optimum import Accesses
 from moecache.study._replay import replay_policy
+from tests.helpers.nightly import some
 from tests.helpers.real_traces import FRACTIONS, NAMES, NUM_EXPERTS, load
 
 # Hit rates at each fraction of all experts, global scope, a triple per trace.
@@ -62,8 +63,11 @@ def hits(
     return found
 
 
+every_name = pytest.mark.parametrize("name", some(NAMES, lambda name: name == "nvmoe-olmoe"))
+
+
 @pytest.mark.parametrize("index", range(3), ids=["12.5%", "25%", "50%"])
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 @pytest.mark.parametrize("policy", TABLE)
 def test_the_published_hit_rates_are_reached_and_the_optimum_is_not(
     policy: str, name: str, index: int
@@ -80,7 +84,7 @@ def test_the_published_hit_rates_are_reached_and_the_optimum_is_not(
     assert FRACTIONS[index] == 0.5 or found.sum() < 0.97 * optimum.sum()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_the_next_layer_is_predicted_as_well_as_published(name: str) -> None:
     """The first layer from the last token's last; the first tokens are not scored."""
     experts = load(name)
@@ -106,7 +110,7 @@ def test_the_next_layer_is_predicted_as_well_as_published(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 16])
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_a_batch_is_foreseen_better_than_its_last_row(name: str, size: int) -> None:
     """The union of the next layer, among as many guesses as it has experts."""
     experts = load(name)
@@ -129,7 +133,7 @@ def test_a_batch_is_foreseen_better_than_its_last_row(name: str, size: int) -> N
 
 
 @pytest.mark.parametrize("policy", TABLE)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_a_replay_is_the_same_alone_and_beside_others(name: str, policy: str) -> None:
     """Four threads at once, each with its own policy."""
     experts = load(name)
@@ -167,7 +171,7 @@ def test_expert_cache_and_replay_hit_alike(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", TABLE)
-@pytest.mark.parametrize("name", NAMES)
+@every_name
 def test_other_futures_change_no_hit_before_them(name: str, policy: str) -> None:
     """Whether the later tokens come in another order, use other experts, or never come."""
     experts = load(name)

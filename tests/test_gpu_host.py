@@ -16,7 +16,7 @@ def test_host_time_is_measured_against_no_device(
     """Every way and policy has a figure, and the bounds say what they compare."""
     out = tmp_path / "host.json"
     arguments = ["--layers", "3", "--experts", "16", "--runs", "5", "--json", str(out)]
-    assert gpu_host.main(arguments) == 0
+    assert gpu_host.host(arguments) == 0
     figures = json.loads(out.read_text())
     for policy in ("echo", "lru"):
         assert set(figures[policy]) == {

@@ -27,12 +27,12 @@ if arguments[0] == "-c":
     else:
         print("3.11 13000 13000 14.0 2.0 none none")
     sys.exit()
-if arguments[0].endswith("gpu_report.py"):
+if arguments[:2] == ["bench/gpu.py", "report"]:
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
 with open(os.environ["NOTES"], "a") as notes:
     notes.write(json.dumps(arguments) + "\\n")
-name = arguments[1].rpartition("_")[2] if arguments[0] == "-m" else "build"
+name = arguments[2] if arguments[0] == "-m" else "build"
 try:
     if name in os.environ.get("SLOW", "").split():
         print("slow", flush=True)
@@ -164,7 +164,7 @@ def test_quick_leaves_sanitizers_but_one_out(stand: Stand) -> None:
     stand.run("--quick", SUFFIX=".none")
     report = stand.report()
     assert list(report["stages"])[-1] == "memcheck"
-    assert "--runs" in next(note for note in stand.notes() if "bench.gpu_resident" in note)
+    assert "--runs" in next(note for note in stand.notes() if "resident" in note)
     assert report["quick"] == "1"
 
 
@@ -206,8 +206,8 @@ def test_traces_that_are_given_are_used(stand: Stand, tmp_path: Path) -> None:
     assert "has no bigmoe-qwen.npz" in done.stderr
     (traces / "bigmoe-qwen.npz").touch()
     stand.run("--only", "decode,resident,upload", "--traces", str(traces))
-    given = [note[1] for note in stand.notes() if str(traces / "bigmoe-qwen.npz") in note]
-    assert given == ["bench.gpu_decode", "bench.gpu_resident"]
+    given = [note[1:3] for note in stand.notes() if str(traces / "bigmoe-qwen.npz") in note]
+    assert given == [["bench.gpu", "decode"], ["bench.gpu", "resident"]]
 
 
 def test_a_package_or_a_gpu_that_lacks_is_said(stand: Stand) -> None:

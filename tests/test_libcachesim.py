@@ -18,13 +18,14 @@ import numpy.typing as npt
 import pytest
 
 from bench.traces import write_oracle_general
-from moecache.policies._arc import ArcCache
-from moecache.policies._fifo import FifoCache, S3FifoCache, SieveCache
-from moecache.policies._lecar import LecarCache
 from moecache.policies._lfu import LfuCache
 from moecache.policies._policy import LruCache
-from moecache.policies._tinylfu import WTinyLfuCache
+from moecache.policies.replayed._arc import ArcCache
+from moecache.policies.replayed._fifo import FifoCache, S3FifoCache, SieveCache
+from moecache.policies.replayed._lecar import LecarCache
+from moecache.policies.replayed._tinylfu import WTinyLfuCache
 from moecache.study import Trace, replay
+from tests.helpers.nightly import some
 from tests.helpers.oracle_policies import OracleLfu
 from tests.helpers.oracle_queues import OracleS3Fifo
 from tests.test_traces import NUM_EXPERTS, load
@@ -59,6 +60,8 @@ def trace(name: str) -> npt.NDArray[np.int64]:
 
 TRACES = ("zipf-0.7", "zipf-1.0", "loop", "zipf-loops", "nvmoe-olmoe", "bigmoe-gemma")
 CAPACITIES = (20, 100, 300)
+DAILY = ("zipf-loops", "bigmoe-gemma")
+every_trace = pytest.mark.parametrize("name", some(TRACES, lambda name: name in DAILY))
 
 
 def hits(policy: Any, keys: npt.NDArray[np.int64]) -> int:
@@ -89,7 +92,7 @@ def make(kind: Any, capacity: int) -> Any:
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("name", TRACES)
+@every_trace
 @pytest.mark.parametrize(
     ("kind", "theirs"),
     [
@@ -143,7 +146,7 @@ class FillingS3Fifo(OracleS3Fifo):
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("name", TRACES)
+@every_trace
 @pytest.mark.parametrize(
     ("variant", "theirs"),
     [(InCacheLfu, libcachesim.LFU), (FillingS3Fifo, libcachesim.S3FIFO)],
@@ -189,7 +192,7 @@ def test_other_variants_hit_nearly_as_often(policy: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("name", TRACES)
+@every_trace
 def test_belady_hits_as_often(name: str, capacity: int, tmp_path: Path) -> None:
     """To the last hit, from a trace that says when each key comes again."""
     keys = trace(name)

@@ -85,6 +85,11 @@ def test_regions_are_the_stacks_of_each_layer(arrays: dict[str, np.ndarray]) -> 
     assert len(store.regions()) == NUM_LAYERS * 2
     assert sum(nbytes for _, nbytes in store.regions()) == store.layout.total_bytes
     assert store.regions([1]) == [(a[1].ctypes.data, a[1].nbytes) for a in arrays.values()]
+    held = np.zeros((NUM_LAYERS, store.layout.num_experts), bool)
+    held[1, 2] = True
+    assert store.regions(held=held) == [
+        (a[1, 2].ctypes.data, a[1, 2].nbytes) for a in arrays.values()
+    ]
 
 
 @pytest.mark.parametrize("layer", [-1, NUM_LAYERS])

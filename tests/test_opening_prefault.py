@@ -16,7 +16,7 @@ import moecache
 from moecache._prefault import address_of, resident_pages
 from moecache.prefault import BackgroundSweep, Region, merge, warm
 from moecache.prefault.sweep import Sweeper
-from moecache.runtime import opening
+from moecache.runtime import opening, plan
 from moecache.runtime.opening import _cut_to
 from moecache.runtime.steps import reading
 from moecache.slots import HostSlots
@@ -28,6 +28,7 @@ from tests.helpers.pages import (
     evict,
     mapped_in,
     num_cached,
+    undisturbed,
     wait_until,
 )
 
@@ -51,7 +52,7 @@ def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
             evict(path)
         return store
 
-    monkeypatch.setattr(opening, "open_store", open_cold)
+    monkeypatch.setattr(plan, "open_store", open_cold)
     return model
 
 
@@ -67,6 +68,7 @@ def all_cached(runtime: moecache.ExpertRuntime) -> bool:
     return all(resident_pages(*span) * PAGE == span[1] for span in ranges)
 
 
+@undisturbed
 def test_by_default_a_model_that_fits_is_read_before_open_returns(model: Checkpoint) -> None:
     """Everything has a slot; nothing of the mapping counts as this process's memory."""
     with moecache.open(model.path) as runtime:
@@ -79,6 +81,7 @@ def test_by_default_a_model_that_fits_is_read_before_open_returns(model: Checkpo
     assert report.done_bytes == report.num_bytes
 
 
+@undisturbed
 def test_with_fewer_slots_than_experts_it_goes_on_in_the_background(
     model: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +103,7 @@ def test_with_fewer_slots_than_experts_it_goes_on_in_the_background(
 
 
 @pytest.mark.parametrize("mode", ["background", "force"])
+@undisturbed
 def test_the_mode_says_whether_open_waits(
     model: Checkpoint, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
@@ -218,6 +222,7 @@ def test_with_little_room_only_the_first_regions_are_read(
     assert (num_bytes > 0) == (share > 0)
 
 
+@undisturbed
 def test_forced_it_does_not_ask_for_room(
     model: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,7 +324,7 @@ def test_closing_the_runtime_cancels_the_sweep(
 ) -> None:
     """It has stopped when close returns."""
     # Its thread yields to all others: on a busy machine it may have to wait for a core.
-    monkeypatch.setattr("moecache.runtime.runtime.CLOSE_TIMEOUT_S", 60)
+    monkeypatch.setattr("moecache.runtime._closing.CLOSE_TIMEOUT_S", 60)
     with open("/dev/zero", "rb") as zero:
 
         def read_on(self: Sweeper, part: object) -> None:

@@ -186,6 +186,7 @@ def damage(scheme: str, directory: Path, suffix: str, value: float) -> None:
         ("mxfp8", ".weight_scale_inv", 255, "scales are infinite or NaN"),
         ("nvfp4", ".weight_global_scale", np.inf, "scales are infinite or NaN"),
         ("awq", ".scales", np.nan, "scales are infinite or NaN"),
+        ("int4", ".weight_scale", 3e38, "largest code, 8, times 3.004e[+]38 is infinite"),
     ],
 )
 def test_damage_that_only_the_parts_show_names_the_tensor(
@@ -209,14 +210,14 @@ def test_a_matrix_of_the_trunk_that_is_damaged_is_named(tmp_path: Path) -> None:
         packing.pack(tmp_path / "model", tmp_path / "out", format="bf16")
 
 
-def test_a_scale_may_make_a_value_infinite(tmp_path: Path) -> None:
-    """That is what the publisher's tensors mean; the rest is as good as ever."""
-    damage("int4", tmp_path / "model", ".weight_scale", 3e38)
+def test_a_value_that_float32_has_may_be_infinite_in_bfloat16(tmp_path: Path) -> None:
+    """A scale may be as large as float32 allows; the rest is as good as ever."""
+    damage("fp8", tmp_path / "model", ".weight_scale_inv", 3.4e38 / 448)
     packing.pack(tmp_path / "model", tmp_path / "out", format="bf16")
     with SafetensorsStore(tmp_path / "out") as store:
         found = store.read_tensor(f"{LAST_EXPERT}.weight").astype(np.float32)
-    assert np.isinf(found[0]).any()
-    assert np.isfinite(found[1:]).all()
+    assert np.isinf(found[:16]).any()
+    assert np.isfinite(found[16:]).all()
 
 
 def test_names_that_would_be_there_twice_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which rank owns which expert: shares, balance, copies, files."""
+"""Which rank owns which expert: shares, balance, files."""
 
 import json
 import pickle
@@ -109,58 +109,21 @@ def test_one_rank_owns_everything() -> None:
 
     assert placement == Placement.even(2, 3, 1)
     assert placement.experts(0, 1).tolist() == [0, 1, 2]
-    assert placement.ranks_of(1, [2, 0]).tolist() == [0, 0]
 
 
-def test_a_rank_holds_what_it_owns_and_its_copies() -> None:
+def test_a_rank_holds_what_it_owns() -> None:
     """By layer, in order."""
-    placement = Placement([[0, 0, 1, 1], [1, 0, 1, 0]], 2, copies=[(1, 2, 0), (0, 0, 1)])
+    placement = Placement([[0, 0, 1, 1], [1, 0, 1, 1]], 2)
 
     assert placement.experts(0, 0).tolist() == [0, 1]
-    assert placement.experts(1, 0).tolist() == [0, 2, 3]
-    assert placement.experts(0, 1).tolist() == [1, 2, 3]
-    assert placement.num_held().tolist() == [[2, 3], [3, 2]]
-    assert placement.copies.tolist() == [[0, 0, 1], [1, 2, 0]]
-
-
-@settings(max_examples=num_examples(80))
-@given(given_uses=uses(), seed=st.integers(0, 2**32))
-def test_one_holder_computes_each_expert(given_uses: tuple[np.ndarray, int], seed: int) -> None:
-    """Whatever the order of the ids, and with no more for the busiest rank than without copies."""
-    counts, num_ranks = given_uses
-    rng = np.random.default_rng(seed)
-    placement = Placement.even(*counts.shape, num_ranks)
-    copies = rng.integers(0, (*counts.shape, num_ranks), (12, 3)).tolist()
-    copied = placement.with_copies(row for row in copies if placement.owners[*row[:2]] != row[2])
-    layer = int(rng.integers(len(counts)))
-    used = rng.permutation(counts.shape[1])[: int(rng.integers(counts.shape[1])) + 1]
-
-    ranks = copied.ranks_of(layer, used)
-
-    assert copied.holders(layer)[ranks, used].all()
-    order = np.argsort(used)
-    assert copied.ranks_of(layer, used[order]).tolist() == ranks[order].tolist()
-    without = np.bincount(placement.ranks_of(layer, used), minlength=num_ranks)
-    assert np.bincount(ranks, minlength=num_ranks).max() <= without.max()
-
-
-def test_copies_level_the_expected_load() -> None:
-    """A busy expert's uses go where there is least to do, in proportion to the shares."""
-    counts = [[90, 10, 10, 10]]
-    placement = Placement([[0, 1, 1, 0]], 2)
-
-    assert placement.loads(counts).tolist() == [[100], [20]]
-    assert placement.with_copies([(0, 0, 1)]).loads(counts).tolist() == [[60], [60]]
-    three = Placement([[0, 1, 2]], 3, copies=[(0, 0, 1), (0, 0, 2)])
-    assert np.allclose(three.loads([[30, 100, 0]]), [[15], [100], [15]])
+    assert placement.experts(1, 1).tolist() == [0, 2, 3]
+    assert placement.num_held().tolist() == [[2, 1], [2, 3]]
+    assert placement.loads([[90, 10, 5, 0], [1, 2, 3, 4]]).tolist() == [[100, 2], [5, 8]]
 
 
 def test_a_file_gives_back_the_placement(tmp_path: Path) -> None:
     """Bit for bit, shares that no decimal fraction has among it."""
-    placement = Placement.balanced(
-        np.random.default_rng(1).random((3, 9)), 3, [0.1, 0.7, 1 / 3]
-    ).with_copies([])
-    placement = placement.with_copies([(2, 4, (placement.owners[2, 4] + 1) % 3)])
+    placement = Placement.balanced(np.random.default_rng(1).random((3, 9)), 3, [0.1, 0.7, 1 / 3])
     path = tmp_path / "placement.json"
     placement.save(path)
 
@@ -186,7 +149,6 @@ def test_a_file_of_another_kind_is_kept(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"owners": [[0, 0, 1, 1]]}, "digest differs"),
-        ({"copies": [[0, 0, 1]]}, "digest differs"),
         ({"owners": [[0, 1], [0]]}, "placement.json"),
         ({"owners": "all"}, "owners must be integers"),
         ({"owners": [[0, 1, 2, 7]]}, "from 0 to 1"),
@@ -194,8 +156,6 @@ def test_a_file_of_another_kind_is_kept(tmp_path: Path) -> None:
         ({"num_ranks": 10**30}, "from 1 to 4,096"),
         ({"shares": [1, float("nan")]}, "positive numbers"),
         ({"shares": None}, "digest|placement.json"),
-        ({"copies": 3}, "placement.json"),
-        ({"copies": [[0, 10**40, 1]]}, "outside"),
         ({"version": 2}, "of version 2"),
         ({"kind": "cake"}, "is no placement"),
     ],
@@ -241,10 +201,7 @@ def test_what_is_no_json_is_no_placement(tmp_path: Path, text: str) -> None:
         (lambda: Placement.balanced([["a"]], 1), "counts must be numbers"),
         (lambda: Placement.balanced([[1, -1]], 1), "not negative"),
         (lambda: Placement.balanced([[1, np.nan]], 1), "finite"),
-        (lambda: Placement([[0, 1]], 2, copies=[(0, 1)]), "a copy is three numbers"),
         (lambda: Placement([[0, 0]], 2), "rank 1 of 2 owns no expert; use fewer ranks"),
-        (lambda: Placement([[0, 1]], 2, copies=[(0, 0, 0)]), "rank 0 owns expert 0"),
-        (lambda: Placement([[0, 1]], 2, copies=[(1, 0, 0)]), "outside"),
         (lambda: Placement.even(1, 2, 2).experts(2, 0), "rank 2 is not in"),
         (lambda: Placement.even(1, 2, 2).experts(0, 1), "layer 1 is not in"),
         (lambda: Placement.even(1, 2, 2).loads([[1]]), "the placement is of"),
@@ -263,4 +220,4 @@ def test_a_placement_cannot_be_changed() -> None:
         placement.num_ranks = 3
     with pytest.raises(ValueError, match="read-only"):
         placement.owners[0, 0] = 1
-    assert repr(placement.with_copies([(0, 0, 1)])).endswith("on 2 ranks, 1 copies>")
+    assert repr(placement).endswith("1 x 2 experts on 2 ranks>")

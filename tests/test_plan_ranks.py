@@ -1,4 +1,4 @@
-"""`moecache plan-ranks`: what it shows and writes; and which copies help the slowest rank."""
+"""`moecache plan-ranks`: what it shows and writes."""
 
 from pathlib import Path
 
@@ -8,17 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecache import cli
-from moecache.errors import ConfigError
+from moecache.commands.plan_ranks import _step_work
 from moecache.profiles.file import ModelUsage, identity, update_profile
 from moecache.ranks import Placement
-from moecache.ranks._copies import add_copies, step_work
 from moecache.stores import open_store
 from moecache.study import Trace, load_any
 from moecache.study.statistics import expert_counts
 from moecache.units import format_bytes
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.examples import num_examples
-from tests.helpers.routing import random_trace, traces
+from tests.helpers.routing import traces
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "examples" / "traces" / "tiny_moe.npz")
@@ -48,7 +47,7 @@ def work_of(placement: Placement, trace: Trace) -> tuple[float, float]:
             used = np.unique(trace.experts[trace.step == step, layer])
             used = used[used >= 0]
             if len(used):
-                ranks = placement.ranks_of(layer, used)
+                ranks = placement.owners[layer, used]
                 work = np.bincount(ranks, minlength=placement.num_ranks) / placement.shares
                 slowest.append(work.max() / placement.num_ranks)
                 mean.append(len(used) / placement.num_ranks)
@@ -57,8 +56,8 @@ def work_of(placement: Placement, trace: Trace) -> tuple[float, float]:
 
 @settings(max_examples=num_examples(60))
 @given(trace=traces(), data=st.data())
-def test_copies_never_make_the_slowest_rank_slower(trace: Trace, data: st.DataObject) -> None:
-    """And what is said of steps is what `ranks_of` has the ranks do, share by share."""
+def test_the_slowest_rank_of_a_step_is_found(trace: Trace, data: st.DataObject) -> None:
+    """Step by step and layer by layer, share by share."""
     num_ranks = data.draw(st.integers(1, trace.num_experts))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     shares = 0.2 + rng.random(num_ranks)
@@ -67,41 +66,7 @@ def test_copies_never_make_the_slowest_rank_slower(trace: Trace, data: st.DataOb
     )
     placement = Placement(owners, num_ranks, shares=shares)
 
-    copied = add_copies(placement, trace, 3)
-
-    assert np.bincount(copied.copies[:, 0], minlength=trace.num_layers).max(initial=0) <= 3
-    assert np.allclose(step_work(copied, trace), work_of(copied, trace))
-    assert np.allclose(step_work(placement, trace), work_of(placement, trace))
-    assert step_work(copied, trace)[0] <= step_work(placement, trace)[0] * (1 + 1e-12)
-
-
-def test_a_copy_goes_where_two_busy_experts_meet() -> None:
-    """Experts 0 and 1 are always used together and have one owner: one of them gets a copy."""
-    trace = Trace(np.tile([0, 1], (20, 1, 1)), num_experts=4)
-    copied = add_copies(Placement([[0, 0, 1, 1]], 2), trace, 5)
-    assert copied.copies.tolist() == [[0, 0, 1]]
-    assert step_work(copied, trace) == (1.0, 1.0)
-    assert len(add_copies(copied, trace, 0).copies) == 0
-    assert step_work(copied, Trace(np.full((1, 1, 1), -1), num_experts=4)) == (0.0, 0.0)
-
-
-def test_ranks_without_room_get_no_copies() -> None:
-    """And no layer takes the room of a later one."""
-    trace = random_trace(shape=(80, 4, 6), n=24)
-    copied = add_copies(Placement.even(4, 24, 3), trace, 6, room=[4, -1, 1])
-    assert set(np.unique(copied.copies[:, 2])) <= {0, 2}
-    for rank, room in ((0, 4), (2, 1)):
-        layers = copied.copies[copied.copies[:, 2] == rank, 0]
-        assert all((layers <= layer).sum() <= room * (layer + 1) // 4 for layer in range(4))
-    assert len(copied.copies) > 2
-
-
-def test_copies_are_of_the_same_model() -> None:
-    """A trace of other experts is refused, and a negative number."""
-    with pytest.raises(ConfigError, match="use one of the same model"):
-        add_copies(Placement.even(4, 12, 2), random_trace(), 1)
-    with pytest.raises(ConfigError, match="must not be negative"):
-        add_copies(Placement.even(4, 24, 2), random_trace(), -1)
+    assert np.allclose(_step_work(placement, trace), work_of(placement, trace))
 
 
 def test_a_trace_alone_is_enough(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,37 +81,16 @@ def test_a_trace_alone_is_enough(place: Path, capsys: pytest.CaptureFixture[str]
     for rank, row in enumerate(cells_of(shown)):
         size = ["1.00 GiB", "1.00 GiB", "2.00 GiB"][rank]
         held = [64, 64, 128][rank]
-        assert row[:4] == [str(rank), size, str(held), "0"]
-        assert row[4] == ["3.00 MiB", "3.00 MiB", "6.00 MiB"][rank]
-        assert row[5] == f"{loads[rank] / loads.sum():.2%}"
-    slowest, mean = step_work(placement, trace)
+        assert row[:3] == [str(rank), size, str(held)]
+        assert row[3] == ["3.00 MiB", "3.00 MiB", "6.00 MiB"][rank]
+        assert row[4] == f"{loads[rank] / loads.sum():.2%}"
+    slowest, mean = work_of(placement, trace)
     assert f"the slowest computes {slowest:.2f} experts of a layer, the mean rank {mean:.2f}" in (
         " ".join(shown.split())
     )
     assert "on 3 ranks, by their uses in the trace" in shown
     assert "expert_parallel=True, placement='placement.json'" in shown
     assert max(len(line) for line in shown.splitlines() if line.startswith("│")) <= 80
-
-
-def test_copies_are_chosen_by_steps(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No more than were asked for in each layer, and shown by rank."""
-    options = ["--trace", TINY, "--ranks", "4", "--copies", "2", "--output", "four.json"]
-    options += ["--memory", "4MiB,4MiB,4MiB,4MiB"]
-    assert cli.main(["plan-ranks", *options]) == 0
-    rows = cells_of(capsys.readouterr().out)
-    placement = Placement.load(place / "four.json")
-    assert 0 < len(placement.copies) <= 16
-    assert sum(int(row[3]) for row in rows) == len(placement.copies)
-    trace = load_any(TINY)
-    without = placement.with_copies([])
-    assert step_work(placement, trace)[0] < step_work(without, trace)[0]
-    assert placement.num_held().sum(1).max() <= 2**22 // 49152
-
-    # Its own 64 experts take 3 MiB of each rank.
-    options[-1] = "3MiB,3MiB,3MiB,3MiB"
-    assert cli.main(["plan-ranks", *options]) == 0
-    assert "no copies: no rank's memory holds more than the experts" in capsys.readouterr().out
-    assert len(Placement.load(place / "four.json").copies) == 0
 
 
 def test_a_model_and_what_a_profile_noted_of_it(
@@ -161,7 +105,7 @@ def test_a_model_and_what_a_profile_noted_of_it(
     with open_store(model) as store:
         size = store.layout.total_bytes // 2
         name = identity(store.layout)
-    assert [row[3] for row in cells_of(shown)] == [format_bytes(size)] * 2
+    assert [row[2] for row in cells_of(shown)] == [format_bytes(size)] * 2
 
     counts = np.array([[90, 1, 1, 1, 1, 80], [1, 1, 70, 1, 60, 1]], np.uint64)
     assert cli.main(["plan-ranks", str(model), "--ranks", "2", "--profile", "usage"]) == 2
@@ -192,9 +136,6 @@ def test_a_model_and_what_a_profile_noted_of_it(
         (["--ranks=2", f"--trace={TINY}", "--memory=8G,0"], 2, "--memory: '8G,0' has a rank"),
         (["--ranks=2", f"--trace={TINY}", "--memory=8G,much"], 2, "--memory: 'much' is not"),
         (["--ranks=2", f"--trace={TINY}", "--memory=1P,1"], 2, "--memory: rank 1 of 2 owns no"),
-        (["--ranks=2", f"--trace={TINY}", "--copies=-1"], 2, "--copies must not be negative"),
-        (["--ranks=2", "--copies=1"], 2, "--copies needs --trace"),
-        (["--ranks=2", f"--trace={TINY}", "--copies=1"], 2, "--copies needs --memory"),
         (["--ranks=2", f"--trace={TINY}", "--output=no/x"], 2, "--output: there is no directory"),
         (["--ranks=2", "--trace=none.npz"], 1, "none.npz: "),
         (["none", "--ranks=2"], 1, "none: "),

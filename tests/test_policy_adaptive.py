@@ -5,9 +5,9 @@ import math
 import pytest
 
 from moecache.errors import CapacityError
-from moecache.policies._arc import ArcCache
-from moecache.policies._lecar import LecarCache
 from moecache.policies._policy import LruCache, Policy
+from moecache.policies.replayed._arc import ArcCache
+from moecache.policies.replayed._lecar import LecarCache
 
 
 def access(policy: Policy, keys: list[int]) -> list[int]:

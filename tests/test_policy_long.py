@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from moecache.policies._arc import ArcCache
-from moecache.policies._fifo import FifoCache, S3FifoCache, SieveCache
-from moecache.policies._lecar import LecarCache
-from moecache.policies._lrfu import LrfuCache
-from moecache.policies._stale import LeastStaleCache
-from moecache.policies._tinylfu import WTinyLfuCache
+from moecache.policies.replayed._arc import ArcCache
+from moecache.policies.replayed._fifo import FifoCache, S3FifoCache, SieveCache
+from moecache.policies.replayed._lecar import LecarCache
+from moecache.policies.replayed._lrfu import LrfuCache
+from moecache.policies.replayed._stale import LeastStaleCache
+from moecache.policies.replayed._tinylfu import WTinyLfuCache
 from tests.helpers.oracle_ghosts import OracleArc, OracleLecar
 from tests.helpers.oracle_policies import OracleLru
 from tests.helpers.oracle_queues import OracleFifo, OracleS3Fifo, OracleSieve, OracleWTinyLfu

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from moecache.errors import CapacityError
-from moecache.policies._arc import ArcCache
-from moecache.policies._fifo import FifoCache, S3FifoCache, SieveCache
-from moecache.policies._lecar import LecarCache
 from moecache.policies._lfu import LfruCache, LfuCache
-from moecache.policies._lrfu import LrfuCache
 from moecache.policies._policy import LruCache, Policy
-from moecache.policies._stale import LeastStaleCache
-from moecache.policies._tinylfu import WTinyLfuCache
+from moecache.policies.replayed._arc import ArcCache
+from moecache.policies.replayed._fifo import FifoCache, S3FifoCache, SieveCache
+from moecache.policies.replayed._lecar import LecarCache
+from moecache.policies.replayed._lrfu import LrfuCache
+from moecache.policies.replayed._stale import LeastStaleCache
+from moecache.policies.replayed._tinylfu import WTinyLfuCache
 from tests.helpers.examples import num_examples
 from tests.helpers.oracle_ghosts import OracleArc, OracleLecar
 from tests.helpers.oracle_policies import OracleLfru, OracleLfu, OracleLru

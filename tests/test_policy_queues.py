@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from moecache.policies._arc import ArcCache
-from moecache.policies._fifo import FifoCache, S3FifoCache, SieveCache
 from moecache.policies._policy import LruCache, Policy
-from moecache.policies._tinylfu import WTinyLfuCache
+from moecache.policies.replayed._arc import ArcCache
+from moecache.policies.replayed._fifo import FifoCache, S3FifoCache, SieveCache
+from moecache.policies.replayed._tinylfu import WTinyLfuCache
 
 
 def access(policy: Policy, keys: list[int]) -> list[int]:

@@ -7,9 +7,9 @@ import pytest
 
 from moecache.cache._cache import ExpertCache
 from moecache.policies._lfu import LfuCache
-from moecache.policies._lrfu import LrfuCache
 from moecache.policies._policy import LruCache, Policy
-from moecache.policies._stale import LeastStaleCache
+from moecache.policies.replayed._lrfu import LrfuCache
+from moecache.policies.replayed._stale import LeastStaleCache
 
 
 def access(policy: Policy, keys: list[int]) -> list[int]:

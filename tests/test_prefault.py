@@ -19,13 +19,13 @@ from tests.helpers.pages import (
     MIB,
     PAGE,
     anonymous,
-    assert_resident_after,
     came_in,
     evict,
     mapped,
     mapped_in,
     num_cached,
     pages_of,
+    undisturbed,
     write_cold,
     write_file,
 )
@@ -44,6 +44,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("method", "keep_mapped", "threads"), pairwise(METHODS, (True, False), (1, 2, 4, None))
 )
+@undisturbed
 def test_all_that_was_asked_for_is_resident_afterwards(
     tmp_path: Path, method: str, keep_mapped: bool, threads: int | None
 ) -> None:
@@ -56,25 +57,16 @@ def test_all_that_was_asked_for_is_resident_afterwards(
         regions = [(other + MIB + 7, MIB), (start, 40 * MIB), (start + 47 * MIB, MIB + 5)]
         expected = [MIB // PAGE + 1, 40 * MIB // PAGE, MIB // PAGE + 1]
 
-        def sweep() -> None:
-            report = warm(regions, method=method, keep_mapped=keep_mapped, threads=threads)
-            assert report.ran
-            assert report.done_bytes == report.num_bytes == sum(expected) * PAGE
-            # No more than there are chunks.
-            assert 1 <= report.num_threads <= min(threads or 2, 2)
-
-        def look() -> bool:
-            table = mapped_in(start, nbytes)[: 40 * MIB // PAGE]
-            # Under "read" nothing goes through the mapping.
-            if not keep_mapped or method == "read":
-                assert not table.any()
-            elif not table.all():
-                return False
-            return expected == [
-                resident_pages(at - at % PAGE, size + at % PAGE) for at, size in regions
-            ]
-
-        assert_resident_after(sweep, look)
+        report = warm(regions, method=method, keep_mapped=keep_mapped, threads=threads)
+        assert report.ran
+        assert report.done_bytes == report.num_bytes == sum(expected) * PAGE
+        # No more than there are chunks.
+        assert 1 <= report.num_threads <= min(threads or 2, 2)
+        table = mapped_in(start, nbytes)[: 40 * MIB // PAGE]
+        # Under "read" nothing goes through the mapping.
+        assert table.all() if keep_mapped and method != "read" else not table.any()
+        found = [resident_pages(at - at % PAGE, size + at % PAGE) for at, size in regions]
+        assert found == expected
 
 
 def test_the_report_says_what_was_asked_for_and_done(tmp_path: Path) -> None:
@@ -96,6 +88,7 @@ def test_the_report_says_what_was_asked_for_and_done(tmp_path: Path) -> None:
     assert report.describe().startswith("4.00 MiB in ")
 
 
+@undisturbed
 def test_what_was_in_memory_before_is_in_the_report(tmp_path: Path) -> None:
     """A part of it, in pages."""
     path = write_cold(tmp_path / "file", 8 * MIB)
@@ -113,6 +106,7 @@ def test_what_was_in_memory_before_is_in_the_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["populate", "touch"])
+@undisturbed
 def test_a_file_that_is_resident_and_mapped_is_recognised(tmp_path: Path, method: str) -> None:
     """A second sweep does nothing; a file that is merely in the page cache is swept."""
     with mapped(write_file(tmp_path / "file", 3 * MIB + 1)) as mapping:
@@ -127,6 +121,7 @@ def test_a_file_that_is_resident_and_mapped_is_recognised(tmp_path: Path, method
 
 
 @pytest.mark.parametrize("page", [0, 100, 766])
+@undisturbed
 def test_one_page_that_is_not_mapped_is_reason_to_sweep(tmp_path: Path, page: int) -> None:
     """Wherever it is."""
     with mapped(write_file(tmp_path / "file", 3 * MIB)) as mapping:
@@ -137,6 +132,7 @@ def test_one_page_that_is_not_mapped_is_reason_to_sweep(tmp_path: Path, page: in
 
 
 @pytest.mark.parametrize("options", [{"keep_mapped": False}, {"method": "read"}])
+@undisturbed
 def test_for_the_page_cache_alone_resident_is_enough(
     tmp_path: Path, options: dict[str, object]
 ) -> None:
@@ -148,6 +144,7 @@ def test_for_the_page_cache_alone_resident_is_enough(
 
 
 @pytest.mark.parametrize("method", METHODS)
+@undisturbed
 def test_without_keep_mapped_nothing_counts_as_this_processs_memory(
     tmp_path: Path, method: str
 ) -> None:
@@ -164,6 +161,7 @@ def test_without_keep_mapped_nothing_counts_as_this_processs_memory(
     assert came_in(path, 6 * MIB), report
 
 
+@undisturbed
 def test_pages_that_are_mapped_already_stay_so_without_keep_mapped(tmp_path: Path) -> None:
     """Pages that the caller had mapped stay mapped."""
     with mapped(write_cold(tmp_path / "file", 2 * MIB)) as mapping:
@@ -216,6 +214,7 @@ def test_nothing_to_sweep_is_a_report() -> None:
         assert (report.ran, report.reason, report.num_bytes) == (False, "empty", 0)
 
 
+@undisturbed
 def test_two_mappings_of_one_file_are_both_swept(tmp_path: Path) -> None:
     """They share page cache, not page tables."""
     path = write_cold(tmp_path / "file", MIB)
@@ -251,6 +250,7 @@ def test_what_progress_raises_ends_the_sweep_and_reaches_the_caller(tmp_path: Pa
         warm(mapping, progress=stop, **OPTIONS)
 
 
+@undisturbed
 def test_a_thread_that_cannot_be_started_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +321,7 @@ def test_of_a_file_of_somebody_else_nothing_is_known_and_it_is_swept(
 
 
 @pytest.mark.parametrize("writable", [True, False])
+@undisturbed
 def test_without_cachestat_mincore_is_believed_of_own_files_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
 ) -> None:
@@ -336,6 +337,7 @@ def test_without_cachestat_mincore_is_believed_of_own_files_alone(
     assert report.ran is not writable
 
 
+@undisturbed
 def test_without_populate_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Linux 5.14; asking for it is an error then."""
     monkeypatch.setattr(sweep, "can_populate", lambda: False)
@@ -351,6 +353,7 @@ def test_without_populate_files_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     assert came_in(path, 3 * MIB + 1)
 
 
+@undisturbed
 def test_without_a_list_of_mappings_they_are_populated_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +366,7 @@ def test_without_a_list_of_mappings_they_are_populated_all_the_same(
     assert came_in(path, MIB)
 
 
+@undisturbed
 def test_what_page_cache_the_kernel_dropped_meanwhile_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

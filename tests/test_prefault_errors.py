@@ -17,6 +17,7 @@ from tests.helpers.pages import (
     mapped,
     mapped_in,
     num_cached,
+    undisturbed,
     wait_until,
     write_cold,
 )
@@ -77,6 +78,7 @@ def test_memory_that_may_not_be_read_is_an_entry() -> None:
     ("method", "number"),
     [pytest.param("populate", errno.EFAULT, marks=needs_populate), ("read", errno.EFAULT)],
 )
+@undisturbed
 def test_a_file_that_is_too_short_is_an_entry_and_what_it_has_comes_in(
     tmp_path: Path, method: str, number: int
 ) -> None:
@@ -93,6 +95,7 @@ def test_a_file_that_is_too_short_is_an_entry_and_what_it_has_comes_in(
         assert num_cached(path) * PAGE == -(-size // PAGE) * PAGE
 
 
+@undisturbed
 def test_a_read_of_the_last_page_of_a_file_is_no_failure(tmp_path: Path) -> None:
     """Ranges are whole pages, files need not be."""
     path = write_cold(tmp_path / "file", 3 * PAGE + 1)
@@ -114,6 +117,7 @@ def test_a_read_of_the_last_page_of_a_file_is_no_failure(tmp_path: Path) -> None
         ("beyond", errno.EINVAL),
     ],
 )
+@undisturbed
 def test_a_failed_read_is_an_entry_with_its_number(
     tmp_path: Path, pipe: int, kind: str, number: int
 ) -> None:
@@ -188,6 +192,7 @@ def test_without_memory_for_the_table_nothing_is_done() -> None:
     assert sweep.done_bytes == PAGE_SIZE
 
 
+@undisturbed
 def test_pieces_are_read_ahead_of_the_sweep_up_to_the_last(tmp_path: Path) -> None:
     """Also behind a piece so large that nothing else is hinted beside it."""
     # None of them is read by the sweep itself: what is in memory was hinted.
@@ -201,7 +206,7 @@ def test_pieces_are_read_ahead_of_the_sweep_up_to_the_last(tmp_path: Path) -> No
         failed = Sweep().run(pieces, "read")
 
     assert [number for _, _, _, number in failed] == [errno.EBADF] * 4
-    wait_until(lambda: all(num_cached(path) for path in paths[1:]), timeout=5)
+    wait_until(lambda: all(num_cached(path) for path in paths[1:]), timeout=60)
 
 
 def protect(address: int, nbytes: int, protection: int) -> None:

@@ -25,6 +25,7 @@ from tests.helpers.pages import (
     num_descriptors,
     pages_of,
     run_child,
+    undisturbed,
     write_cold,
     write_file,
 )
@@ -54,6 +55,7 @@ def warm_to_failure(regions: object, **options: object) -> str:
 @pytest.mark.parametrize("method", SAFE)
 @pytest.mark.parametrize("keep_mapped", [True, False])
 @pytest.mark.parametrize("size", [0, 1, 10 * PAGE, 10 * PAGE + 100])
+@undisturbed
 def test_a_file_cut_short_before_the_sweep_is_a_store_error(
     tmp_path: Path, method: str, keep_mapped: bool, size: int
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_file_cut_short_before_the_sweep_is_a_store_error(
 
 @pytest.mark.parametrize("method", SAFE)
 @pytest.mark.parametrize("keep_mapped", [True, False])
+@undisturbed
 def test_a_file_cut_short_when_the_sweep_has_just_begun_is_a_store_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, keep_mapped: bool
 ) -> None:
@@ -255,6 +258,7 @@ def test_a_file_that_lost_its_name_is_swept_through_the_mapping(
     ],
 )
 @pytest.mark.parametrize("method", SAFE)
+@undisturbed
 def test_files_of_any_name_are_found(tmp_path: Path, name: str, method: str) -> None:
     """Read through their descriptor, so found by the name in the kernel's list."""
     path = write_cold(tmp_path / name, 64 * PAGE)
@@ -308,6 +312,7 @@ def test_a_memfd_cut_short_is_a_store_error() -> None:
         os.close(descriptor)
 
 
+@undisturbed
 def test_random_regions_are_swept_or_a_clear_error(tmp_path: Path) -> None:
     """Thousands of a mapping whose file was cut: unaligned, overlapping, empty, past its end."""
     rng, total, there = random.Random(3), 512 * PAGE, 300 * PAGE

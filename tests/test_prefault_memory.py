@@ -9,7 +9,16 @@ import pytest
 from moecache import _prefault
 from moecache._prefault import OWN_MEMORY, Sweep, address_of, can_populate
 from moecache.prefault import warm
-from tests.helpers.pages import MIB, PAGE, anonymous, came_in, mapped, mapped_in, write_cold
+from tests.helpers.pages import (
+    MIB,
+    PAGE,
+    anonymous,
+    came_in,
+    mapped,
+    mapped_in,
+    undisturbed,
+    write_cold,
+)
 
 WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -106,6 +115,7 @@ def test_advice_does_not_split_a_mapping(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", _prefault.METHODS)
+@undisturbed
 def test_what_is_read_once_more_is_counted_and_can_be_switched_off(
     tmp_path: Path, method: str
 ) -> None:

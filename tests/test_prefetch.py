@@ -186,7 +186,7 @@ def test_closing_is_bounded_while_a_read_hangs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread is left behind with a warning, and ends with its read."""
-    monkeypatch.setattr("moecache.runtime.runtime.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("moecache.runtime._closing.CLOSE_TIMEOUT_S", 0.1)
     gate = Gate()
     runtime = make_runtime("hints", store=WrappedStore(numbered_store(), gate))
     runtime.hint(0, [0])

@@ -132,7 +132,7 @@ def test_layers_are_series_only_if_asked_for(runtime: moecache.ExpertRuntime) ->
 
 def test_labels_are_on_every_series(runtime: moecache.ExpertRuntime) -> None:
     """Also on those that have labels of their own."""
-    runtime._prefetcher = Reads()  # type: ignore[assignment]
+    runtime._figures._prefetcher = Reads()  # type: ignore[assignment]
     collector = PrometheusCollector(runtime, per_layer=True, labels={"model": 'a "b"\nc'})
 
     found = scrape(collector)
@@ -172,7 +172,7 @@ def test_values_of_labels_are_made_text(runtime: moecache.ExpertRuntime) -> None
 
 def test_what_is_read_ahead_is_exposed(runtime: moecache.ExpertRuntime) -> None:
     """Each count under its own name."""
-    runtime._prefetcher = Reads()  # type: ignore[assignment]
+    runtime._figures._prefetcher = Reads()  # type: ignore[assignment]
 
     found = scrape(PrometheusCollector(runtime))
 
@@ -212,7 +212,7 @@ def test_reads_of_the_files_are_exposed(tiny_moe: Path) -> None:
 
 def test_names_follow_the_conventions(runtime: moecache.ExpertRuntime) -> None:
     """Counters end in _total, sizes and times in their unit; promtool asks for no more."""
-    runtime._prefetcher = Reads()  # type: ignore[assignment]
+    runtime._figures._prefetcher = Reads()  # type: ignore[assignment]
     for metric in PrometheusCollector(runtime, per_layer=True).collect():
         assert metric.name.startswith("moecache_")
         assert metric.documentation.endswith(".")
@@ -226,7 +226,7 @@ def test_every_metric_is_documented(tiny_moe: Path, fake_cuda: FakeDevice) -> No
     """docs/telemetry.md names each as it is exposed, and none that is not."""
     text = (ROOT / "docs" / "telemetry.md").read_text()
     with moecache.open(tiny_moe, "25%", "cuda", prefault="off") as runtime:
-        runtime._prefetcher = Reads()  # type: ignore[assignment]
+        runtime._figures._prefetcher = Reads()  # type: ignore[assignment]
         metrics = list(PrometheusCollector(runtime, per_layer=True).collect())
     exposed = {metric.name + ("_total" if metric.type == "counter" else "") for metric in metrics}
     table = [line for line in text.splitlines() if line.startswith("| `moecache_")]

@@ -6,7 +6,9 @@ from types import ModuleType
 
 import moecache
 
-IMPORTED_SUBMODULES = {"errors", "experts", "prefault", "sizing", "study", "telemetry", "units"}
+IMPORTED_SUBMODULES = {
+    *("compute", "errors", "experts", "prefault", "sizing", "study", "telemetry", "units"),
+}
 
 
 def test_all_lists_the_public_names() -> None:

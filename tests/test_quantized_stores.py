@@ -6,6 +6,7 @@ Values are compared with those that `tests/helpers/quantized.py` reads on its ow
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -290,12 +291,75 @@ def test_scales_that_are_no_numbers_fill_no_slot(
     with moecache.open(tmp_path, slots=2) as runtime:
         for _ in range(2):
             with (
-                pytest.raises(FormatError, match=r"of an expert of layer 1: .*(infinite|g_idx)"),
+                pytest.raises(
+                    FormatError, match=rf"expert {spoilt} of layer 1: .*(infinite|g_idx)"
+                ),
                 runtime.lease(1, np.array([spoilt, 3])),
             ):
                 pass
         with runtime.lease(1, np.array([1, 2] if spoilt != 1 else [2, 3])):
             pass
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ending", "good", "bad", "said"),
+    [
+        ("fp8", "weight_scale_inv", 7.59e35, 3e38, "448, times 3e[+]38 .*, and 7.596e[+]35 is the"),
+        ("fp8_bf16", "weight_scale_inv", 7.56e35, 7.62e35, "code, 448, times"),
+        ("mxfp8", "weight_scale_inv", 246, 247, "times 1.329e[+]36 .* 6.646e[+]35 is"),
+        ("channels", "weight_scale", 7.56e35, -3e38, "code, 448, times"),
+        ("int4", "weight_scale", 4.2e37, 3.38e38, "code, 8, times 3.376e[+]38 .* 4.237e[+]37 is"),
+        ("int8", "weight_scale", 2.6e36, 2.7e36, "code, 128, times"),
+        ("int3", "weight_scale", -8.4e37, -8.6e37, "code, 4, times"),
+        ("mxfp4", "down_proj_scales", 252, 254, "code, 6, times 1.701e[+]38"),
+        ("nvfp4", "weight_global_scale", 8e-36, 7e-36, "number of the whole matrix, 7e-36: "),
+        ("modelopt", "weight_scale_2", 1.2e35, 1.3e35, "number of the whole matrix, 1.3e"),
+    ],
+)
+def test_scales_that_make_codes_infinite_fill_no_slot(
+    scheme: str, ending: str, good: float, bad: float, said: str, tmp_path: Path
+) -> None:
+    """As infinite ones do not, whatever the codes; the message has file, expert and scales."""
+    tensors, _ = write_experts(SCHEMES[scheme], tmp_path)
+    experts, trunk = (
+        next((key for key in tensors if key.startswith(path) and key.endswith(ending)), "")
+        for path in ("model.layers.1.mlp.experts", "model.layers.1.self_attn.q_proj")
+    )
+    for scale in (good, bad):
+        for name in filter(None, (experts, trunk)):
+            # Of NVFP4 all scales are the largest: the number of the matrix decides.
+            if name + "_scale" in tensors or scheme in ("nvfp4", "modelopt"):
+                tensors[re.sub("(_global_scale|_scale_2)$", "_scale", name)][0] = 448
+            tensors[name][(0,) * tensors[name].ndim] = scale
+        save_tensors(tensors, tmp_path)
+        is_good = scale == good
+        with moecache.open(tmp_path, slots=2) as runtime, open_store(tmp_path) as store:
+            with (
+                nullcontext()
+                if is_good
+                else pytest.raises(
+                    FormatError, match=rf"model.safetensors: expert 0 of layer 1: .*{said}"
+                ),
+                runtime.lease(1, np.array([0, 3])),
+            ):
+                pass
+            with runtime.lease(1, np.array([1, 2])):
+                pass
+            for matrix in store.trunk_matrices:
+                is_sound = is_good or not trunk.startswith(matrix)
+                with nullcontext() if is_sound else pytest.raises(FormatError, match=matrix):
+                    assert np.isfinite(store.read_matrix(matrix)).all()
+
+
+def test_an_fp8_code_that_is_no_number_is_a_value(tmp_path: Path) -> None:
+    """The file's own: its row is NaN."""
+    tensors, _ = write_experts(SCHEMES["fp8"], tmp_path)
+    tensors[EXPERT].view(np.uint8)[5, 7] = 0x7F
+    save_tensors(tensors, tmp_path)
+    with moecache.open(tmp_path, slots=2) as runtime, runtime.lease(1, np.array([2])):
+        pass
+    with open_store(tmp_path) as store:
+        assert np.argwhere(np.isnan(experts_of(store, 1, 2)["down"])).tolist() == [[5, 7]]
 
 
 def test_inspect_says_how_a_checkpoint_is_quantized(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moecache
+from moecache.compute._residency import residency_of
 from moecache.errors import ConfigError
 from moecache.ranks import Placement, Share
 from moecache.stores import open_store
@@ -17,13 +18,11 @@ from tests.helpers.checkpoints import NUM_EXPERTS, NUM_LAYERS, write_checkpoint
 
 @given(st.data())
 def test_every_pair_is_computed_by_one_rank(data: st.DataObject) -> None:
-    """Whatever the placement, its copies and the step: the shares of the ranks are all of it."""
+    """Whatever the placement and the step: the shares of the ranks are all of it."""
     num_ranks = data.draw(st.integers(1, 4))
     num_experts = data.draw(st.integers(num_ranks, 9))
-    placement = Placement.even(2, num_experts, num_ranks)
-    if data.draw(st.booleans()) and num_ranks > 1:
-        owner = int(placement.owners[1, 0])
-        placement = placement.with_copies([(1, 0, (owner + 1) % num_ranks)])
+    uses = np.random.default_rng(data.draw(st.integers(0, 2**16))).random((2, num_experts))
+    placement = Placement.balanced(uses, num_ranks)
     shape = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 4)))
     seed = data.draw(st.integers(0, 2**16))
     ids = np.random.default_rng(seed).integers(0, num_experts, shape)
@@ -35,7 +34,7 @@ def test_every_pair_is_computed_by_one_rank(data: st.DataObject) -> None:
     for share, part in zip(shares, parts, strict=True):
         assert share.held[1][part[part >= 0]].all()
         assert (share.ranks_of(1, ids) == shares[0].ranks_of(1, ids)).all()
-    assert sum(share.num_experts for share in shares) == 2 * num_experts + len(placement.copies)
+    assert sum(share.num_experts for share in shares) == 2 * num_experts
 
 
 def test_a_share_refuses_what_no_rank_has() -> None:
@@ -87,14 +86,14 @@ def test_a_runtime_with_a_share_holds_nothing_else(
                     with runtime.lease(layer, ids[:1]) as lease:
                         computed = share.ranks_of(layer, ids[:1]) == rank
                         assert ((lease.slots >= 0).reshape(-1) == computed).all()
-            runtime.fill_slots().wait()
+            runtime.usage.fill().wait()
             stats, resident = runtime.stats(), runtime.cache.slot_table >= 0
             assert not (resident & ~share.held).any()
             assert stats.prefetch is not None
             assert stats.prefetch.num_predictor_errors == 0
             if scope == "global" and "memory" in memory:
                 assert stats.num_misses == share.num_experts  # each was read once, all in prompts
-                assert runtime.begin_resident_step()
+                assert residency_of(runtime).begin_step(runtime)
 
 
 def test_a_profile_is_warm_for_the_share_alone(path: Path, tmp_path: Path) -> None:
@@ -120,7 +119,7 @@ def test_a_placement_of_another_model_is_refused(path: Path) -> None:
 
 
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
-    """Logits of prompts of 1 and 300 and a batch of 3, and 64 tokens: by torch and by kernels."""
+    """Logits of prompts of 1 and 300 and a batch of 3, and 16 tokens: by torch and by kernels."""
     torch = pytest.importorskip("torch")
     from tests.helpers import families, ranks
     from tests.helpers.ranks_at_work import whole
@@ -133,15 +132,12 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
         whole(path, expected, ("torch", "fast"))
     finally:
         torch.set_num_threads(threads)
-    # One rank has two thirds of the experts, and copies of some of the other's.
+    # One rank has two thirds of the experts.
     placed = tmp_path / "placement.json"
     with open_store(path) as store:
         layout = store.layout
     counts = np.arange(layout.total_experts).reshape(layout.num_layers, -1)
-    placement = Placement.balanced(counts, 2, [2, 1])
-    placement.with_copies(
-        (layer, int(placement.experts(1, layer)[-1]), 0) for layer in range(layout.num_layers)
-    ).save(placed)
+    Placement.balanced(counts, 2, [2, 1]).save(placed)
     ways = {
         "all": {"memory": "100%"},
         "a quarter": {"memory": "25%", "prefetch": "router"},
@@ -150,7 +146,8 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     }
     found = ranks.call(
         "tests.helpers.ranks_at_work:compared",
-        *(2, tmp_path / "run"),
+        2,
+        tmp_path / "run",
         path=path,
         expected=expected,
         options=ways,

@@ -15,6 +15,7 @@ import moecache
 from moecache.reader._reader import ENGINES, HAS_FAULTS, Reader, inject_fault
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
 from tests.helpers.pages import MIB, num_descriptors, write_file
+from tests.helpers.pairs import pairwise
 from tests.helpers.readers import (
     Failure,
     Order,
@@ -115,9 +116,7 @@ def failures(outcomes: dict[Order, Failure | None]) -> list[int]:
     return [failure[0] for failure in outcomes.values() if failure is not None]
 
 
-@pytest.mark.parametrize("count", NUM_LOADS)
-@pytest.mark.parametrize("name", RETRIED)
-@pytest.mark.parametrize("times", [1, 5])
+@pytest.mark.parametrize(("name", "times", "count"), pairwise(RETRIED, (1, 5), NUM_LOADS))
 def test_what_passes_is_tried_again(
     reader: Reader, contents: list[bytes], name: str, times: int, count: int
 ) -> None:
@@ -129,7 +128,7 @@ def test_what_passes_is_tried_again(
     assert reader.num_retries == times
 
 
-@pytest.mark.parametrize("count", NUM_LOADS)
+@pytest.mark.parametrize("count", [1, 64])
 @pytest.mark.parametrize("name", [*RETRIED, "EIO", "EINVAL", "EOPNOTSUPP", "ESTALE", "EBADF"])
 def test_what_does_not_pass_is_every_loads_error(
     reader: Reader, contents: list[bytes], name: str, count: int
@@ -155,9 +154,9 @@ def test_an_error_of_the_disk_is_one_loads_error_at_most(
     assert failures(outcomes) == [errno.ESTALE] * (skip < count)
 
 
-@pytest.mark.parametrize("count", NUM_LOADS)
-@pytest.mark.parametrize("name", ["EINVAL", "EOPNOTSUPP"])
-@pytest.mark.parametrize("times", [1, 5])
+@pytest.mark.parametrize(
+    ("name", "times", "count"), pairwise(("EINVAL", "EOPNOTSUPP"), (1, 5), NUM_LOADS)
+)
 def test_a_direct_read_that_is_refused_goes_through_the_page_cache(
     reader: Reader, contents: list[bytes], name: str, times: int, count: int
 ) -> None:
@@ -171,9 +170,7 @@ def test_a_direct_read_that_is_refused_goes_through_the_page_cache(
     assert reader.direct or failures(outcomes) == [error] * min(times, count)
 
 
-@pytest.mark.parametrize("count", NUM_LOADS)
-@pytest.mark.parametrize("shift", [None, 1])
-@pytest.mark.parametrize("times", [1, 3, 20])
+@pytest.mark.parametrize(("times", "shift", "count"), pairwise((1, 3, 20), (None, 1), NUM_LOADS))
 def test_short_reads_are_continued(
     reader: Reader, contents: list[bytes], times: int, shift: int | None, count: int
 ) -> None:

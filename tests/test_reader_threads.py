@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from moecache.reader._reader import ENGINES, Reader
+from tests.helpers.examples import num_examples
 from tests.helpers.pages import MIB, wait_until, write_file
 from tests.helpers.readers import (
     Failure,
@@ -65,9 +66,9 @@ class Caller(threading.Thread):
         self.problems: list[object] = []
 
     def run(self) -> None:
-        """Read 40 times."""
+        """Read many times."""
         try:
-            for _ in range(40):
+            for _ in range(num_examples(40)):
                 self.read_some()
         except BaseException as error:  # noqa: BLE001 - the main thread reports it
             self.problems.append(error)

@@ -15,6 +15,7 @@ import moecache
 from moecache.runtime import opening
 from tests.helpers.checkpoints import Checkpoint, same_parts, write_checkpoint
 from tests.helpers.leaks import nothing_left
+from tests.helpers.nightly import some
 from tests.helpers.pairs import pairwise
 from tests.helpers.readings import (
     all_experts,
@@ -143,8 +144,9 @@ def test_a_file_replaced_while_decoding_is_not_looked_at(
     ("read", "loader_threads", "dtype"),
     pairwise(["direct", "buffered"], [0, 2], [None, np.float32]),
 )
+@pytest.mark.parametrize("rounds", some([4, 20], lambda rounds: rounds == 4))
 def test_a_runtime_closed_while_others_step_ends_their_steps_with_an_error(
-    model: Checkpoint, read: str, loader_threads: int, dtype: type | None
+    model: Checkpoint, read: str, loader_threads: int, dtype: type | None, rounds: int
 ) -> None:
     """No hang, no crash, no wrong expert; a step that comes too late gets an error."""
     problems: list[object] = []
@@ -168,7 +170,7 @@ def test_a_runtime_closed_while_others_step_ends_their_steps_with_an_error(
         except BaseException as error:  # noqa: BLE001 - the main thread reports it
             problems.append(error)
 
-    for round_ in range(10):
+    for round_ in range(rounds):
         runtime = moecache.open(
             model.path,
             slots=4,
@@ -185,7 +187,7 @@ def test_a_runtime_closed_while_others_step_ends_their_steps_with_an_error(
         for thread in threads:
             thread.start()
         started.wait()
-        threading.Event().wait(round_ * 1e-3)
+        threading.Event().wait(0.01 * round_ / rounds)
         runtime.close()
         for thread in threads:
             thread.join(30)
@@ -216,7 +218,7 @@ def test_a_forked_child_is_refused_and_the_parents_reads_go_on(
     next(step)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(60)
         try:
             next(runtime.waves(1, np.array([[1, 2]])))
         except moecache.MoeCacheError as error:

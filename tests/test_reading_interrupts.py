@@ -12,6 +12,7 @@ import moecache
 from moecache.reader._reader import ENGINES
 from moecache.runtime import opening
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
+from tests.helpers.nightly import some
 from tests.helpers.pairs import pairwise
 from tests.helpers.readings import all_experts, force_engine, same_converted
 
@@ -79,12 +80,13 @@ def assert_nothing_lost(runtime: moecache.ExpertRuntime, model: Checkpoint) -> N
     with runtime.lease(1, np.arange(6)):
         pass
     runtime.cache.check()
-    assert not runtime._pool._lent
+    assert not runtime.pool._lent
     assert not runtime._loader._loads
     assert not runtime._loader._num_queued
     assert not runtime._loader._num_reading
 
 
+READS = list(itertools.product(ENGINES, (False, True)))
 STAGES = [
     ("pool", "buffers", False),
     ("pool", "buffers", True),
@@ -99,12 +101,16 @@ STAGES = [
     ("pool", "upload", False),
     ("pool", "upload", True),
 ]
-MOMENTS = list(itertools.product(STAGES, (1, 2), ("waves", "lease", "bulk")))
+WAYS = ("waves", "lease", "bulk")
 
 
 @pytest.mark.parametrize(
     ("stage", "nth", "way", "runtime"),
-    [(*moment, reads) for moment, *reads in pairwise(MOMENTS, ENGINES, (False, True))],
+    some(
+        pairwise(STAGES, (1, 2), WAYS, READS),
+        # Each stage in two of the four ways to read.
+        lambda case: (STAGES.index(case[0]) + READS.index(case[3])) % 2 == 0,
+    ),
     indirect=["runtime"],
     ids=str,
 )

@@ -10,7 +10,6 @@ import pytest
 
 from moecache.errors import CapacityError, ConfigError
 from moecache.prefetch.predict import LastSelection
-from moecache.settings import POLICIES
 from moecache.study import (
     Replay,
     Trace,
@@ -21,6 +20,7 @@ from moecache.study import (
     replay,
     sweep,
 )
+from moecache.study._arguments import POLICIES
 from moecache.study.replay import sequence_begins, step_bounds
 from tests.helpers.routing import ScriptedLru, random_trace
 

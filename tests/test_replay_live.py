@@ -8,9 +8,11 @@ import pytest
 
 import moecache
 from moecache.commands.demo import resident_experts
-from moecache.settings import POLICIES, SCOPES
+from moecache.policies.making import SCOPES
+from moecache.policies.registry import Part, maker, policy_names
 from moecache.stores import open_store
 from moecache.study import Trace
+from moecache.study._arguments import POLICIES
 from moecache.study.replay import replay
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.pairs import pairwise
@@ -112,10 +114,18 @@ def small_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(path, num_layers=8, num_experts=32, config=config).path
 
 
-def opened(small_moe: Path, path: Path, **options: object) -> moecache.ExpertRuntime:
-    """Open 8 layers of 32 experts, top-4, and record."""
+def opened(
+    small_moe: Path, path: Path, *, policy: str = "echo", **options: object
+) -> moecache.ExpertRuntime:
+    """Open 8 layers of 32 experts, top-4, and record; policies for replays come as functions."""
+
+    def make(capacity: int, *, num_keys: int) -> object:
+        return maker(policy)(Part(capacity, num_keys, 8, 32, None, np.zeros(num_keys), {}))
+
+    make.__name__ = policy
     return moecache.open(
         small_moe,
+        policy=policy if policy in policy_names() else make,
         prefault="off",
         record_trace=path,
         warmpin=0,

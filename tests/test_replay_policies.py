@@ -13,10 +13,10 @@ from moecache.policies._echo import Echo
 from moecache.policies._echo_cache import EchoCache
 from moecache.policies._lfu import LfruCache
 from moecache.policies._policy import LruCache
-from moecache.policies._stale import LeastStaleCache
-from moecache.settings import POLICIES, SCOPES
+from moecache.policies.making import SCOPES, _used
+from moecache.policies.replayed._stale import LeastStaleCache
 from moecache.study import Trace, concatenate, miss_ratio_curve, replay
-from moecache.study._arguments import _replayed
+from moecache.study._arguments import POLICIES
 from tests.helpers.examples import num_examples
 from tests.helpers.routing import (
     ScriptedLru,
@@ -147,7 +147,7 @@ def test_an_object_in_python_is_replayed_once(kind: type) -> None:
 
     assert replay(trace, script, 40).num_hits == replay(trace, "lru", 40).num_hits
 
-    again = "was replayed before.*; give a new one, or a class or function"
+    again = "was in a cache before.*; give a new one, or a class or function"
     with pytest.raises(ConfigError, match=again):
         replay(trace, script, 40)
     with pytest.raises(ConfigError, match=again):
@@ -170,12 +170,12 @@ def test_a_policy_that_is_gone_leaves_nothing_behind() -> None:
     script = ScriptedLru(24, num_keys=96)
     gone = weakref.ref(script)
     replay(random_trace(), script, 24)
-    assert id(script) in _replayed
+    assert id(script) in _used
     number = id(script)
     del script
     gc.collect()
     assert gone() is None
-    assert number not in _replayed
+    assert number not in _used
 
 
 class Raises(ScriptedLru):
@@ -225,14 +225,14 @@ def test_what_a_python_policy_does_wrong_ends_the_replay(
         ("best", "global", "policy 'best' is not one of arc, .*, belady"),
         (object(), "global", "object has no access"),
         (ScriptedLru(24, num_keys=96), "layer", "is one object; give a class or function"),
-        (LruCache(9, num_keys=96), "global", "9 of 96 keys, the replay needs 24 of 96"),
-        (LruCache(24, num_keys=24), "global", "24 of 24 keys, the replay needs 24 of 96"),
+        (LruCache(9, num_keys=96), "global", "9 of 96 keys, the cache 24 of 96"),
+        (LruCache(24, num_keys=24), "global", "24 of 24 keys, the cache 24 of 96"),
         (SlruCache(6, 18, num_keys=96, strict=True), "global", "use strict=False"),
         (LeastStaleCache(24, num_keys=96), "global", "make it with num_experts=24"),
         (
             EchoCache(24, num_keys=96, echo=Echo(2, 48)),
             "global",
-            "is for 2 x 48 experts, the trace has 4 x 24",
+            "is for 2 x 48 experts, the cache for 4 x 24",
         ),
     ],
 )

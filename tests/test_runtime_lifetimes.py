@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import moecache
+from moecache.errors import MoeCacheError
 from tests.helpers.runtimes import drain, expected, make_runtime
 from tests.helpers.stores import Gate, WrappedStore, nothing, numbered_store
 
@@ -343,7 +344,7 @@ def test_a_forked_child_can_drop_what_it_inherited() -> None:
                 waves.close()
                 lease.close()
                 os._exit(0)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
         if done[0] == 0:
@@ -459,3 +460,26 @@ def test_a_lease_waits_for_reads_that_closed_steps_left() -> None:
         with runtime.lease(1, np.arange(6)) as lease:
             assert (lease.slots >= 0).all()
         runtime.cache.check()
+
+
+def test_what_works_in_the_slots_is_closed_before_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest first, and once nothing fills slots; an error of one leaves none out."""
+    runtime = make_runtime(6)
+    ended: list[str] = []
+
+    def fail() -> None:
+        ended.append("second")
+        raise MoeCacheError("the second")
+
+    for part, name in ((runtime.pool, "pool"), (runtime._loader, "loader")):
+        close = part.close
+        monkeypatch.setattr(
+            part, "close", lambda name=name, close=close: (ended.append(name), close())
+        )
+    runtime.closing(lambda: ended.append("first"))
+    runtime.closing(fail)
+    with pytest.raises(MoeCacheError, match="the second"):
+        runtime.close()
+    assert ended == ["loader", "second", "first", "pool"]
+    with pytest.raises(MoeCacheError, match="the runtime is closed"):
+        runtime.closing(fail)

@@ -30,7 +30,7 @@ def test_curves_are_drawn_of_warm_rates(tmp_path: Path, capsys: pytest.CaptureFi
                 parts = ("computing", "reads", "slower ranks", "network")
                 assert sum(cell[part] for part in parts) == pytest.approx(1)
                 assert min(cell[part] for part in parts) >= 0
-        assert len(found["placements"][name]) == 3
+        assert len(found["placements"][name]) == 2
     assert set(found["batches"]) == {"one machine", *scale.NETWORKS}
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "machines" in capsys.readouterr().out

@@ -154,6 +154,17 @@ def test_temperature_0_needs_no_seed(client: Any) -> None:
     assert again.choices[0].message.content == drawn.choices[0].message.content
 
 
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1])
+def test_any_seed_of_64_bits_is_taken_by_server_and_command_line(
+    client: Any, generated: Any, seed: int
+) -> None:
+    """And gives the same text in both."""
+    expected = generated("--chat", "--max-new-tokens", str(NUM_TOKENS), "--seed", str(seed))
+    found = chat(client, seed=seed)
+    assert found.choices[0].message.content.rstrip("\n") == expected.rstrip("\n")
+    assert found.moecache["seed"] == seed
+
+
 def test_a_token_that_ends_the_text_is_the_reason_stop(served: Served, client: Any) -> None:
     """Even as the last of as many as were asked for; it is no text."""
     config = served.engine.model.generation_config
@@ -224,11 +235,11 @@ def test_a_generation_that_is_stopped_ends_within_its_prompt(served: Served) -> 
     """Before the next layer's experts are asked for: a long prompt takes minutes."""
     import torch
 
-    from moecache.integrations.transformers import generation
+    from moecache.integrations.transformers import generation, streams
 
     model = served.engine.model
     prompt = torch.arange(40, 240)[None]
-    stream = generation.TokenTimes()
+    stream = streams.TokenTimes()
     with generation.check_between_layers(model, stream):
         third = model.get_submodule(model.moecache.paths[2])
         hook = third.register_forward_hook(lambda *_: setattr(stream, "stopped", True))

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moecache.errors import CapacityError, ConfigError
-from moecache.settings import POLICIES, SCOPES
+from moecache.policies.making import SCOPES
 from moecache.study import Timing, Trace, replay, simulate_time
+from moecache.study._arguments import POLICIES
 from moecache.study._machine import PREFETCH_MODES
 from tests.helpers.examples import num_examples
 from tests.helpers.routing import random_trace, traces

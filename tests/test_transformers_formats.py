@@ -67,17 +67,6 @@ def test_kernels_multiply_by_default_and_alike_at_every_number_of_slots(packed: 
         torch.testing.assert_close(found[1], logits(model), rtol=1e-3, atol=1e-4)
 
 
-def test_activations_of_8_bits_are_a_choice(packed: Path) -> None:
-    """Here they mean something, and are alike at every number of slots, too."""
-    found = []
-    for slots in (1, 1000):
-        model = load_in_slots(packed, memory=None, slots=slots, compute="fast-int8")
-        with model.moecache as offload:
-            found.append(logits(model))
-            assert "activations of 8 bits" in offload.report()
-    assert torch.equal(*found)
-
-
 def test_gradients_are_those_of_the_values(packed: Path) -> None:
     """Backward reads the experts again, and dequantizes them again."""
     model = load_in_slots(packed, memory=None, slots=2)

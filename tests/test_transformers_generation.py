@@ -126,7 +126,7 @@ def test_fewer_slots_than_a_token_has_experts_change_nothing(
 
 @pytest.mark.parametrize(
     ("path", "prefetch", "policy"),
-    pairwise(NAMES, ("off", "router", "echo"), ("lru", "lecar")),
+    pairwise(NAMES, ("off", "router", "echo"), ("lru", "lfu")),
     indirect=["path"],
     scope="module",
 )

@@ -12,6 +12,7 @@ from moecache.errors import ConfigError, MoeCacheError
 from tests.helpers.gguf_members import MODELS
 from tests.helpers.gguf_models import GgufModel, build_from, read_gguf, write_gguf
 from tests.helpers.gguf_tokenizers import byte_level
+from tests.helpers.nightly import some
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -24,6 +25,8 @@ PROMPTS = [
 ]
 # Multiples of a block, so that nearly all can be quantized.
 HIDDEN, WIDTH = 64, 32
+# Each kind of experts, and of attention.
+DAILY = {"qwen3moe", "gpt-oss", "deepseek2 v3", "granitemoe", "qwen3next", "gemma4"}
 MIXED = {"exps.weight": "Q4_0", "attn_q.": "Q8_0", "token_embd": "Q8_0", "output.": "Q4_0"}
 
 
@@ -68,9 +71,9 @@ def test_a_model_in_few_slots_has_the_bits_of_the_whole_one(name: str, tmp_path:
     assert all(map(torch.equal, logits(model), wanted))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, lambda name: name in DAILY))
 def test_kernels_have_the_same_bits_at_any_number_of_slots(name: str, tmp_path: Path) -> None:
-    """And, the trunk quantized as in the file, nearly those of torch."""
+    """And, the trunk quantized as in the file, nearly those of torch: activations have 15 bits."""
     path = write(tmp_path / "model.gguf", sized(name), MIXED)
     found = []
     for memory in ("100%", "25%"):
@@ -80,7 +83,8 @@ def test_kernels_have_the_same_bits_at_any_number_of_slots(name: str, tmp_path: 
     assert all(map(torch.equal, *found))
     wanted = logits(build_from(*read_gguf(path)))
     for one, other in zip(found[0], wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+        error = (one - other).square().mean().sqrt()
+        assert error < 1e-3 * other.square().mean().sqrt(), name
 
 
 def test_an_embedding_that_is_the_head_too_is_one_tensor(tmp_path: Path) -> None:
@@ -94,7 +98,7 @@ def test_an_embedding_that_is_the_head_too_is_one_tensor(tmp_path: Path) -> None
             shared = model.lm_head.weight is model.model.embed_tokens.weight
         assert shared == (trunk == "bf16")
         for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+            torch.testing.assert_close(one, other, rtol=0, atol=5e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])

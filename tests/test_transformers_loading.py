@@ -1,6 +1,7 @@
 """Where `load` finds a model, as which class, and models of unusual routing."""
 
 import dataclasses
+import importlib
 import os
 import shutil
 import threading
@@ -161,7 +162,7 @@ def test_a_plan_leaves_room_for_what_a_loaded_model_will_still_take(
         plans.append(plan)
         return opening.open_with(plan, store)
 
-    monkeypatch.setattr("moecache.runtime.plan.open_with", open_with)
+    monkeypatch.setattr(importlib.import_module("moecache.runtime.open"), "open_with", open_with)
     for compute in ("torch", "fast"):
         model = load_in_slots(qwen3_moe, compute=compute)
         with model.moecache:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moecache.errors import CapacityError, ConfigError, MoeCacheError
+from moecache.errors import CapacityError, ConfigError
 from tests.helpers.families import FAMILIES
 from tests.helpers.leaks import nothing_left
 from tests.helpers.offloading import load_in_slots
@@ -251,22 +251,3 @@ def test_an_argument_that_nothing_takes_is_named_before_anything_is_read(
         TypeError, match=f"no argument '{name}', and from_pretrained has none{remedy}"
     ):
         load_in_slots(qwen3_moe, **options)
-
-
-_PEFT = """
-def inject(model, target_names):  # as peft's BaseTuner._inject_parameters
-    for _, module in model.named_modules():
-        for _ in module.named_parameters(recurse=False):
-            pass
-"""
-
-
-def test_experts_that_peft_shall_adapt_are_refused_with_the_reason(qwen3_moe: Path) -> None:
-    """It would find no such parameter; those of the trunk are as ever."""
-    found: dict[str, Any] = {"__name__": "peft.tuners.tuners_utils"}
-    exec(_PEFT, found)
-    model = load_in_slots(qwen3_moe)
-    with model.moecache:
-        found["inject"](model, ["q_proj.weight"])
-        with pytest.raises(MoeCacheError, match=r"peft cannot adapt .*'mlp\.experts\.down_proj'"):
-            found["inject"](model, ["mlp.experts.down_proj"])

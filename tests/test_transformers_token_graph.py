@@ -12,6 +12,7 @@ import pytest
 
 from moecache.errors import CapacityError, ConfigError, MoeCacheError, StoreError
 from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.nightly import some
 from tests.helpers.tensor_device import opened
 
 torch = pytest.importorskip("torch")
@@ -80,13 +81,16 @@ def tokens(model: Any, rows: int, number: int) -> Any:
 
 @pytest.mark.parametrize(
     ("memory", "rows", "prefetch"),
-    [
-        ("25%", 1, "off"),
-        ("25%", 1, "router"),
-        ("50%", 3, "echo"),
-        ("100%", 1, "router"),
-        ("100%", 4, "off"),
-    ],
+    some(
+        [
+            ("25%", 1, "off"),
+            ("25%", 1, "router"),
+            ("50%", 3, "echo"),
+            ("100%", 1, "router"),
+            ("100%", 4, "off"),
+        ],
+        lambda case: case in {("25%", 1, "router"), ("50%", 3, "echo"), ("100%", 4, "off")},
+    ),
 )
 def test_logits_are_those_of_eager(
     gpu: str, path: Path, memory: str, rows: int, prefetch: str

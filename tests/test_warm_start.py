@@ -13,7 +13,6 @@ import moecache
 from moecache.commands.demo import resident_experts
 from moecache.errors import StoreError
 from moecache.profiles.file import ModelUsage, identity, read_profile, update_profile
-from moecache.profiles.usage import usage_of, valuable_keys
 from moecache.settings import POLICIES
 from tests.helpers.checkpoints import Checkpoint, write_checkpoint
 from tests.helpers.pages import wait_until
@@ -108,7 +107,7 @@ def test_the_second_run_hits_as_often_as_a_warm_one(
     before, text = texts
     with moecache.open(tiny_moe, **options) as runtime:
         feed(runtime, before)
-        runtime.save_profile(tmp_path / "p")
+        runtime.usage.save(tmp_path / "p")
         first = feed(runtime, text)
     with moecache.open(tiny_moe, profile=tmp_path / "p", **options) as runtime:
         assert runtime.warm_start is not None
@@ -198,67 +197,6 @@ def test_another_policy_takes_what_it_can(
     assert not caplog.records
 
 
-def usage(
-    counts: list[list[int]], there: list[int], echo: dict[str, np.ndarray] | None = None
-) -> ModelUsage:
-    """Return a usage of 2 layers."""
-    return ModelUsage("lru", np.array(counts, np.uint64), np.array(there, np.int32), echo or {})
-
-
-def test_residents_come_first_then_the_most_used() -> None:
-    """As many as there is room; what was never used is left out; ties by key."""
-    kept = usage([[5, 0, 1, 1], [9, 2, 0, 3]], [2, 1, 7])
-
-    def keys(capacity: int, scope: str = "global") -> list[int]:
-        return valuable_keys(kept, moecache.ExpertCache(2, 4, capacity, policy="lru", scope=scope))
-
-    assert keys(8) == [7, 2, 1, 4, 0, 5, 3]
-    assert keys(4) == [7, 2, 1, 4]
-    assert keys(1) == [7]
-    assert keys(4, "layer") == [7, 2, 1, 4]
-    assert keys(2, "layer") == [7, 2]
-    assert keys(3, "layer") == [7, 2, 1]
-
-
-def test_echos_values_say_who_is_worth_more() -> None:
-    """By ECHO's values, rather than by how often an expert was used."""
-    values = np.array([[0.1, 0.9, 0.3, 0], [0.2, 0.5, 0.5, 0]], np.float32)
-    kept = usage([[5, 1, 1, 0], [9, 2, 2, 0]], [0, 4], {"values": values})
-    cache = moecache.ExpertCache(2, 4, 8)
-
-    assert valuable_keys(kept, cache) == [4, 0, 1, 5, 6, 2]
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [
-        usage([[1, 2, 3]] * 2, []),
-        usage([[1, 2, 3, 4]] * 3, []),
-        usage([[1, 2, 3, 4]] * 2, [8]),
-        usage([[1, 2, 3, 4]] * 2, [-1]),
-        ModelUsage("lru", np.ones((2, 4), np.uint64), np.zeros((1, 1), np.int32)),
-        ModelUsage("lru", np.ones((2, 4), np.uint64), np.zeros(1, np.float32)),
-        usage([[1, 2, 3, 4]] * 2, [], {"values": np.zeros((4, 2), np.float32)}),
-    ],
-)
-def test_a_usage_of_other_shapes_is_refused(kept: ModelUsage) -> None:
-    """Before anything is done with it."""
-    with pytest.raises(ValueError, match=r"its (counts|residents) are"):
-        valuable_keys(kept, moecache.ExpertCache(2, 4, 4))
-
-
-def test_counts_of_earlier_runs_fade() -> None:
-    """They count half as much with every run; no number is too large."""
-    cache = moecache.ExpertCache(1, 3, 2, policy="lru")
-    cache.profiler.record_hit(0, 1)
-
-    found = usage_of(
-        cache, ModelUsage("lru", np.array([[9, 2, 2**64 - 1]], np.uint64), np.zeros(0, np.int32))
-    )
-
-    assert found.counts.tolist() == [[4, 2, 2**39]]
-
-
 def with_profile(
     path: Path, runtime: moecache.ExpertRuntime, keys: list[int]
 ) -> moecache.ExpertRuntime:
@@ -267,7 +205,7 @@ def with_profile(
     counts.flat[keys] = np.arange(len(keys), 0, -1)
     kept = ModelUsage("lru", counts, np.array(keys, np.int32))
     update_profile(path, models={identity(runtime.layout): kept})
-    runtime.use_profile(path)
+    runtime.usage.use(path)
     return runtime
 
 
@@ -394,7 +332,7 @@ def test_the_next_profile_cancels_the_warm_start_of_the_last(tmp_path: Path, sec
         assert first is not None
         assert gate.entered.acquire(timeout=30)
         with pytest.raises(moecache.ConfigError, match="profile must be a path"):
-            runtime.use_profile(3)  # type: ignore[arg-type]
+            runtime.usage.use(3)  # type: ignore[arg-type]
         assert runtime.warm_start is first
         assert not first.done
 
@@ -405,7 +343,7 @@ def test_the_next_profile_cancels_the_warm_start_of_the_last(tmp_path: Path, sec
         # What is being read is waited for.
         opener = threading.Thread(target=open_the_gate)
         opener.start()
-        runtime.use_profile(tmp_path / ("p" if second == "the same" else "nothing"))
+        runtime.usage.use(tmp_path / ("p" if second == "the same" else "nothing"))
         opener.join()
 
         assert first.done
@@ -416,6 +354,25 @@ def test_the_next_profile_cancels_the_warm_start_of_the_last(tmp_path: Path, sec
             assert runtime.warm_start.wait(30)
         else:
             assert runtime.warm_start is None
+
+
+def test_a_profile_cancels_what_fills_free_slots(tmp_path: Path) -> None:
+    """Two would take each other's slots, and `close` would know the later one alone."""
+    gate = Gate()
+    with make_runtime(20, store=WrappedStore(numbered_store(), gate)) as runtime:
+        first = runtime.usage.fill()
+        assert gate.entered.acquire(timeout=30)
+        opener = threading.Thread(
+            target=lambda: (wait_until(lambda: first._cancelled), gate.opened.set())
+        )
+        opener.start()
+        runtime.usage.use(tmp_path / "nothing")
+        gate.opened.set()
+        opener.join()
+
+        assert first._cancelled
+        assert first.done
+        assert runtime.warm_start is None
 
 
 def test_without_threads_it_starts_cold(
@@ -502,7 +459,7 @@ def test_counts_of_another_kind_are_one_warning(
     with opened(model.path, policy=policy, profile=path) as runtime:
         assert runtime.warm_start is None
         use(runtime)
-        runtime.save_profile(tmp_path / "other")
+        runtime.usage.save(tmp_path / "other")
 
     (record,) = caplog.records
     assert f"profile.ignored {path}: is damaged: its counts are" in record.getMessage()
@@ -519,7 +476,7 @@ def test_a_file_that_is_no_profile_is_left_alone(
     with opened(model.path, profile=path) as runtime:
         use(runtime)
         with pytest.raises(moecache.FormatError, match=str(path)):
-            runtime.save_profile(path)
+            runtime.usage.save(path)
     assert path.read_bytes() == content
     assert len(caplog.records) == 1
 
@@ -532,7 +489,7 @@ def test_a_path_that_cannot_be_written_is_a_warning_on_close(
     with opened(model.path, profile=path) as runtime:
         use(runtime)
         with pytest.raises(StoreError, match="cannot be written"):
-            runtime.save_profile(path)
+            runtime.usage.save(path)
     (record,) = caplog.records
     assert f"profile.not_written {path}: cannot be written" in record.getMessage()
 
@@ -553,15 +510,15 @@ def test_a_profile_is_saved_when_it_is_asked_for(model: Checkpoint, tmp_path: Pa
     """Anywhere, as often as wanted; not after the end."""
     with opened(model.path) as runtime:
         use(runtime)
-        runtime.save_profile(tmp_path / "one")
+        runtime.usage.save(tmp_path / "one")
         first = (tmp_path / "one").read_bytes()
-        runtime.save_profile(tmp_path / "one")
+        runtime.usage.save(tmp_path / "one")
         assert (tmp_path / "one").read_bytes() == first
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "one"]
     with pytest.raises(moecache.MoeCacheError, match="closed"):
-        runtime.save_profile(tmp_path / "one")
+        runtime.usage.save(tmp_path / "one")
     with pytest.raises(moecache.MoeCacheError, match="closed"):
-        runtime.use_profile(tmp_path / "one")
+        runtime.usage.use(tmp_path / "one")
 
 
 def test_the_environment_names_a_profile_too(

@@ -130,7 +130,7 @@ def with_pins(
     """Return a small runtime that pins; 3 layers of 8 experts."""
     made = make_runtime(capacity, policy=policy, **options)
     return moecache.ExpertRuntime(
-        made.store, made._pool, made.cache, warmpin=warmpin, warmpin_after=after
+        made.store, made.pool, made.cache, warmpin=warmpin, warmpin_after=after
     )
 
 

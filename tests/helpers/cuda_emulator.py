@@ -1,12 +1,10 @@
 """CUDA kernels on the CPU: the source that a GPU runs, compiled by g++ over a header."""
 
 import ctypes
-import hashlib
 import os
 import re
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from moecache.cuda._sources import source_of
+from tests.helpers.built import built
 
 HEADER = Path(__file__).with_suffix(".h")
 COMPILER = "g++"
@@ -105,8 +104,13 @@ class EmulatedModule:
         address = ctypes.c_size_t()
         with self._lock:
             result = self._library.launch_kernel(
-                *(encoded, grid, block, pointers, int(cooperative)),
-                *(ctypes.c_uint64(seed), ctypes.byref(address)),
+                encoded,
+                grid,
+                block,
+                pointers,
+                int(cooperative),
+                ctypes.c_uint64(seed),
+                ctypes.byref(address),
             )
         if result < 0:
             raise RuntimeError(f"{name}: threads wait for others that never arrive")
@@ -155,24 +159,16 @@ def address_of(array: np.ndarray) -> np.uint64:
 
 def _built(source: str, flags: list[str]) -> Path:
     """Return the library of a source, compiled unless some run before this has."""
-    key = hashlib.sha256("\0".join([source, HEADER.read_text(), *flags]).encode()).hexdigest()
-    folder = Path(tempfile.gettempdir()) / f"moecache-emulator-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise RuntimeError(f"{folder} belongs to another user; remove it")
-    library = folder / f"{key[:32]}.so"
-    if library.exists():
-        return library
-    included = f'#include "{HEADER}"\n{source}\n'
-    expanded = _compiler_output([*flags, f"-D__global__={MARK}", "-E", "-P"], included)
-    found = re.findall(rf'{NAMESPACE}extern "C" {MARK}\s+void\s+(\w+)\s*\(', expanded)
-    entries = ",\n".join(f'{{"{name}", emulator::wrap(&{space}::{name})}}' for space, name in found)
-    registry = f"const std::map<std::string, emulator::Kernel> emulator::kernels = {{\n{entries}}};"
-    descriptor, made = tempfile.mkstemp(dir=folder, suffix=".so")
-    os.close(descriptor)
-    _compiler_output([*flags, "-o", made], f"{included}{registry}\n")
-    os.replace(made, library)
-    return library
+
+    def make(library: Path) -> None:
+        included = f'#include "{HEADER}"\n{source}\n'
+        expanded = _compiler_output([*flags, f"-D__global__={MARK}", "-E", "-P"], included)
+        found = re.findall(rf'{NAMESPACE}extern "C" {MARK}\s+void\s+(\w+)\s*\(', expanded)
+        entries = ",\n".join(f'{{"{name}", emulator::wrap(&{at}::{name})}}' for at, name in found)
+        kernels = f"std::map<std::string, emulator::Kernel> emulator::kernels = {{\n{entries}}};"
+        _compiler_output([*flags, "-o", str(library)], f"{included}const {kernels}\n")
+
+    return built(".so", [source, HEADER.read_text(), *flags], make)
 
 
 def _compiler_output(flags: list[str], text: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from moecache import ExpertCache, ExpertRuntime
+from moecache.compute import on_device
 from moecache.slots import CudaSlots
 from moecache.stores.memory import MemoryStore
 from tests.helpers.fake_device import FakeDevice
@@ -51,7 +52,7 @@ class Model:
     def __init__(
         self, runtime: ExpertRuntime, num_tokens: int = 1, top_k: int = TOP_K, seed: int = 0
     ) -> None:
-        self.compute = runtime.on_device()
+        self.compute = on_device(runtime)
         self.device: Any = runtime.pool.device
         rng = np.random.default_rng(seed)
         self.routers = rng.normal(size=(LAYERS, HIDDEN, EXPERTS)).astype(FP32)

@@ -4,10 +4,15 @@ import io
 import json
 import random
 import re
+import resource
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+# Address space a document may cost; what traces of this size may ask for is 64 MiB.
+MAX_BYTES = 512 * 2**20
 Rng = random.Random
 Spoil = Callable[[Rng, bytes], bytes]
 
@@ -58,6 +63,18 @@ _LENGTHS = (
 _FIELD = re.compile(rb"[^\0]\0{7}|[^\0].\0{6}|[^\0]..\0{5}", re.DOTALL)
 _EDGES = (0, 1, 2, 7, 8, 9, 31, 32, 99, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**63, 2**64 - 1)
 _NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?")
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Let this process map so many bytes more, and no more."""
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MAX_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def spoil(rng: Rng, document: bytes) -> bytes:

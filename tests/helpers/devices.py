@@ -38,7 +38,7 @@ class FaultyDevice(SimulatedDevice):
         found: list[tuple[Read, Exception | None]] = []
         super().take(found)
         for read, error in found:
-            if error is None and self.store is not None and read.parts is not None:
+            if error is None and self.store is not None:
                 try:
                     self.store.read_into(read.layer, read.expert, read.parts)
                 except Exception as caught:  # noqa: BLE001

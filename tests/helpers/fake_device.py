@@ -197,7 +197,7 @@ class FakeDevice:
     def trim(self) -> None:
         """Do nothing: nothing is kept."""
 
-    def pin(self, address: int, num_bytes: int, *, read_only: bool = False) -> None:
+    def pin(self, address: int, num_bytes: int) -> None:
         """Pin pages."""
         self._call()
         assert address not in self._pinned, "pinned twice"

@@ -31,7 +31,9 @@ def block_parts(name: str, rows: int, columns: int, seed: int) -> dict[str, np.n
     for at in known.numbers_at:
         numbers = (rng.standard_normal((*blocks.shape[:2], 1)) / 64).astype(np.float16)
         blocks[..., at : at + 2] = numbers.view(np.uint8)
-    if not known.numbers_at:
+    if name == "iq1_m":  # the number is in the highest bits of the last four
+        blocks[..., 55] = blocks[..., 55] & 15 | 0x20
+    elif not known.numbers_at:
         blocks[..., 0] = rng.integers(110, 130, blocks.shape[:2])
     return parts
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moecache.cuda._sources import OPTIONS, source_of
+from tests.helpers.built import built
 
 
 def _tool(name: str) -> str | None:
@@ -57,18 +59,26 @@ def disassembler() -> str | None:
 def compiled(kernel: str, arch: int) -> tuple[dict[str, MachineCode], bytes]:
     """Return what ptxas says of every kernel of a source, by name, and the file that it makes."""
     assert NVCC is not None
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "kernels.cu").write_text(source_of(kernel).text)
-        command = [NVCC, *OPTIONS, "-cubin", "-Xptxas", "-v", f"-arch=sm_{arch}"]
-        command += ["-o", os.fspath(folder / "out"), os.fspath(folder / "kernels.cu")]
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        found = {
-            match[1]: MachineCode(int(match[4]), int(match[2]) + int(match[3]))
-            for match in _FOUND.finditer(run.stderr)
-        }
-        return found, (folder / "out").read_bytes()
+    source = source_of(kernel).text
+    command = [NVCC, *OPTIONS, "-cubin", "-Xptxas", "-v", f"-arch=sm_{arch}"]
+    version = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True)
+
+    def make(archive: Path) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            file, out = Path(name) / "kernels.cu", Path(name) / "out"
+            file.write_text(source)
+            words = [*command, "-o", os.fspath(out), os.fspath(file)]
+            run = subprocess.run(words, capture_output=True, text=True, check=False)
+            assert run.returncode == 0, run.stderr
+            archive.write_bytes(pickle.dumps((run.stderr, out.read_bytes())))
+
+    archive = built(".pickle", [*command, version.stdout, source], make)
+    said, code = pickle.loads(archive.read_bytes())
+    found = {
+        match[1]: MachineCode(int(match[4]), int(match[2]) + int(match[3]))
+        for match in _FOUND.finditer(said)
+    }
+    return found, code
 
 
 def instructions(kernel: str, arch: int) -> list[str]:

@@ -119,7 +119,9 @@ def _with_images(
     kind = others.pop("config_suffix", "Config")
     interface = others.pop("has_interface", True)
     return _of(
-        *(name, prefix, settings),
+        name,
+        prefix,
+        settings,
         model_suffix=suffix,
         config_suffix=kind,
         has_interface=interface,
@@ -183,7 +185,8 @@ _MEMBERS = (
     _of("flint", "Flint"),
     _of("glm4_moe_lite", "Glm4MoeLite", _LATENT),
     _with_images(
-        *("glm4v_moe", "Glm4vMoe"),
+        "glm4v_moe",
+        "Glm4vMoe",
         {"head_dim": 16, "rope_parameters": {**_MULTIMODAL_ROPE, "mrope_section": [2, 1, 1]}},
     ),
     _with_images(
@@ -285,7 +288,8 @@ _MEMBERS = (
     ),
     _of("openai_privacy_filter", "OpenAIPrivacyFilter", model_suffix="ForTokenClassification"),
     _with_images(
-        *("qwen3_omni_moe", "Qwen3OmniMoe"),
+        "qwen3_omni_moe",
+        "Qwen3OmniMoe",
         {"rope_parameters": {**_MULTIMODAL_ROPE, "mrope_section": [4, 2, 2]}},
         {**VISION, "deepstack_visual_indexes": [0]},
         audio_config={

@@ -74,7 +74,6 @@ class OracleCache:
         share: int = -1,
         drop: bool = False,
         sequences: Sequence[int] | None = None,
-        elsewhere: Sequence[int] = (),
     ) -> tuple[list[OracleSlot | None], list[int]]:
         """Return the stay of each id, and what misses_out is to hold."""
         bad = [e for e in ids if not 0 <= e < self.num_experts]
@@ -88,7 +87,7 @@ class OracleCache:
         # Stable: ties stay in the order they came.
         missing = sorted((e for e in uses if e not in hits), key=lambda e: -uses[e])
         joined = [e for e in missing if self._state(layer, e) == "filling"]
-        wanted = [e for e in missing if e not in joined and e not in elsewhere]
+        wanted = [e for e in missing if e not in joined]
         leased = {self._local(layer, e) for e in hits}
         free_later = [k for k in part.unblocked(part.keys()) if k not in leased]
         room = self._room_left(layer) + len(free_later)
@@ -109,7 +108,7 @@ class OracleCache:
             came = [e for e in uses if e in missing]
             missing = sorted(came, key=lambda e: -float(reuse[e]))
             joined = [e for e in missing if e in joined]
-            wanted = [e for e in missing if e not in joined and e not in elsewhere]
+            wanted = [e for e in missing if e not in joined]
             if self._room_left(layer) == 0:
                 admitted = len(wanted)
         for expert in hits + joined:
@@ -121,9 +120,6 @@ class OracleCache:
             self.num_foreseen_late += slot.foreseen and expert in joined
             slot.foreseen = False
             slot.leases += 1
-        for expert in missing:
-            if expert in elsewhere and expert not in joined:
-                self._count(layer, expert, hit=False)
         for expert in wanted:
             self._count(layer, expert, hit=False)
             if expert in wanted[:admitted] and chooses and self._room_left(layer) == 0:
@@ -134,8 +130,7 @@ class OracleCache:
                 self._take(layer, expert, accessed=True).leases = 1
         first = [ids.index(e) for e in wanted[:admitted]]
         first += [~ids.index(e) for e in joined]
-        without = [e for e in missing if e not in joined and e not in wanted[:admitted]]
-        first += [ids.index(e) for e in without]
+        first += [ids.index(e) for e in wanted[admitted:]]
         return [self.slots.get((layer, e)) for e in ids], first
 
     def claim(

@@ -57,12 +57,8 @@ def fp8(block: tuple[int, int] = (16, 32), scale: str = "f32") -> Scheme:
         codes, scales = tensors[name].astype(np.float32), tensors[f"{name}_scale_inv"]
         if scales.dtype == np.uint8:
             scales = np.exp2(scales.astype(np.float32) - 127)
-        values = np.empty_like(codes)
-        for row in range(codes.shape[0]):
-            for column in range(codes.shape[1]):
-                scale = np.float32(scales[row // block[0], column // block[1]])
-                values[row, column] = codes[row, column] * scale
-        return values
+        scales = scales.astype(np.float32).repeat(block[0], axis=0).repeat(block[1], axis=1)
+        return codes * scales[: codes.shape[0], : codes.shape[1]]
 
     config = {"quant_method": "fp8", "weight_block_size": list(block), "fmt": "e4m3"}
     config["activation_scheme"] = "dynamic"

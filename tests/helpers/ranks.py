@@ -1,19 +1,25 @@
 """Processes that a model's experts are spread over, as torchrun would start them."""
 
+import contextlib
 import importlib
 import multiprocessing
 import os
 import pickle
+import random
+import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.helpers.ranks_imports"])
+# Not seeded: processes that test side by side draw different ports.
+_DICE = random.SystemRandom()
 
 
 class Rank:
@@ -86,12 +92,73 @@ class Rank:
             self.process.join()
 
 
+class Network:
+    """A port that leads to another one, until packets are lost: connections stay, and are silent.
+
+    A context manager.
+
+    Parameters
+    ----------
+    port : int
+        Where it leads to. Somebody must listen there.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._to = ("127.0.0.1", port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._lost = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def lose(self) -> None:
+        """Let nothing through from now on."""
+        self._lost.set()
+
+    def __enter__(self) -> Self:
+        """Return this."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all connections."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as sockets:
+            sockets.register(self._listener, selectors.EVENT_READ)
+            while not self._ended.is_set():
+                for key, _ in sockets.select(0.05):
+                    one = key.fileobj
+                    assert isinstance(one, socket.socket)
+                    if self._lost.is_set():
+                        self._ended.wait()
+                    elif one is self._listener:
+                        near, far = one.accept()[0], socket.create_connection(self._to)
+                        sockets.register(near, selectors.EVENT_READ, far)
+                        sockets.register(far, selectors.EVENT_READ, near)
+                    elif data := one.recv(65536):
+                        key.data.sendall(data)
+                    else:
+                        sockets.unregister(one)
+                        key.data.shutdown(socket.SHUT_WR)
+            for key in list(sockets.get_map().values()):
+                assert isinstance(key.fileobj, socket.socket)
+                key.fileobj.close()
+
+
 def free_port() -> int:
-    """Return a port that nobody listens at now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+    """Return a port that nobody listens at now, nor at the next one.
+
+    It is below those that the kernel deals out, so that no connection is given it meanwhile.
+    """
+    while True:
+        port = _DICE.randrange(20_000, 32_000, 2)
+        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", port))
+            other.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def start(
@@ -109,10 +176,13 @@ def start(
     ]
 
 
-def start_command(folder: Path, *arguments: str, num_ranks: int = 2) -> list[Rank]:
-    """Begin a command of moecache on as many ranks."""
-    port = free_port()
-    return [Rank(folder, rank, num_ranks, port, (None, arguments)) for rank in range(num_ranks)]
+def start_command(
+    folder: Path, *arguments: str, num_ranks: int = 2, last: tuple[str, ...] | None = None
+) -> list[Rank]:
+    """Begin a command of moecache on as many ranks; the `last` may be given something else."""
+    port, given = free_port(), [arguments] * num_ranks
+    given[-1] = last or arguments
+    return [Rank(folder, rank, num_ranks, port, (None, given[rank])) for rank in range(num_ranks)]
 
 
 def call(

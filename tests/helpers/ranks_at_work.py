@@ -18,7 +18,7 @@ def outputs(model: Any) -> dict[str, Any]:
             ids = torch.randint(0, 100, shape)
             found[name] = model(input_ids=ids, use_cache=False).logits
         short = torch.randint(0, 100, (1, 5))
-        found["tokens"] = model.generate(short, max_new_tokens=64, do_sample=False)
+        found["tokens"] = model.generate(short, max_new_tokens=16, do_sample=False)
         batch = torch.randint(0, 100, (3, 5))
         found["batch tokens"] = model.generate(batch, max_new_tokens=12, do_sample=False)
     return found

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +86,7 @@ def going_on(path: Path, rank: int) -> list[str]:
     """Return what becomes of texts of a command's ranks, of which some fail."""
     import torch
 
-    from moecache.integrations.transformers import _following, generation
+    from moecache.integrations.transformers import _following, generation, streams
 
     model = load_in_slots(path, expert_parallel=True, rank_timeout_s=60)
     waves, steps = model.moecache.runtime.waves, iter(range(10_000))
@@ -108,7 +109,7 @@ def going_on(path: Path, rank: int) -> list[str]:
         _following.follow(model)
         return [str(len(list(steps)) > 0)]
 
-    class Bad(generation.TokenTimes):
+    class Bad(streams.TokenTimes):
         fails_at = 3
 
         def put(self, value: Any) -> None:
@@ -120,19 +121,20 @@ def going_on(path: Path, rank: int) -> list[str]:
         fails_at = 8
 
     found = []
-    kinds = [generation.TokenTimes, Bad, Worse, generation.TokenTimes, generation.TokenTimes]
+    kinds = [streams.TokenTimes, Bad, Worse, streams.TokenTimes, streams.TokenTimes]
     with _following.leading(model):
-        for kind in [*kinds, generation.TokenTimes]:
+        for kind in [*kinds, streams.TokenTimes]:
             times, began = kind(), time.monotonic()
             error = said(
                 lambda times=times: generation.continue_tokens(  # type: ignore[misc]
                     model, torch.arange(9)[None], times, max_new_tokens=8, temperature=0
                 )
             )
-            assert time.monotonic() - began < 30
+            assert time.monotonic() - began < 50
             found.append(error or str(times.tokens))
-        store = model.moecache.ranks._heartbeat._store
-        found.append(str([store.check([f"order/{number}"]) for number in range(6)]))
+        heartbeat = model.moecache.ranks._heartbeat
+        posted = [heartbeat.posted(f"order/{number}") for number in range(6)]
+        found.append(str([order is not None for order in posted]))
     return found
 
 
@@ -177,3 +179,41 @@ def forever(path: Path, timeout_s: float, ready: Path) -> dict[str, Any]:
                 return {"error": str(error), "again": again, "seconds": took}
             last = time.monotonic()
             assert last - began < 100, "nothing went wrong"
+
+
+def idle(path: Path, timeout_s: float, ready: Path, rank: int, port: int) -> dict[str, Any]:
+    """Wait for orders, that never come, with a store as torchrun has it; return how that ends."""
+    from moecache.integrations.transformers import _following
+
+    os.environ.update(  # noqa: TID251
+        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
+    )
+    model = load_in_slots(path, expert_parallel=True, rank_timeout_s=timeout_s)
+    ranks = model.moecache.ranks
+    ready.touch()
+    began = time.monotonic()
+
+    def wait() -> None:
+        while rank == 0 and time.monotonic() - began < 100:
+            ranks.look()
+            time.sleep(0.2)
+        _following.follow(model)
+
+    error = said(wait)
+    return {"error": error, "again": said(wait), "closed": said(model.moecache.close)}
+
+
+def stops_while_loading(path: Path, rank: int, victim: int) -> str:
+    """Stop one rank before what all compare, and return the error of another one."""
+    from moecache.integrations.transformers import _loading, _ranks
+
+    _ranks.LOADING_SILENT_S = 2.0
+    facts_of = _loading.facts_of
+
+    def stop(*given: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return facts_of(*given, **named)
+
+    if rank == victim:
+        _loading.facts_of = stop
+    return said(lambda: load_in_slots(path, expert_parallel=True, rank_timeout_s=2))

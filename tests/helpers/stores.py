@@ -34,9 +34,11 @@ class WrappedStore:
         """Return one expert."""
         return self.inner.view(layer, expert)
 
-    def regions(self, layers: Iterable[int] | None = None) -> list[tuple[int, int]]:
+    def regions(
+        self, layers: Iterable[int] | None = None, *, held: np.ndarray | None = None
+    ) -> Sequence[tuple[int, int]]:
         """Return the experts' regions."""
-        return self.inner.regions(layers)
+        return self.inner.regions(layers, held=held)
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Pass the hint on."""

@@ -4,17 +4,18 @@ VENV ?= $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)
 BIN := $(abspath $(VENV))/bin
 # cython-lint starts pycodestyle by its bare name.
 export PATH := $(BIN):$(PATH)
-SOURCES := $(wildcard moecache/*.pyx moecache/*.pxd moecache/*/*.pyx moecache/*/*.pxd)
-STUBBED := $(subst /,.,$(basename $(wildcard moecache/*.pyi moecache/*/*.pyi)))
+SOURCES := $(wildcard $(foreach ext,pyx pxd,moecache/*.$(ext) moecache/*/*.$(ext) moecache/*/*/*.$(ext)))
+STUBBED := $(subst /,.,$(basename $(wildcard moecache/*.pyi moecache/*/*.pyi moecache/*/*/*.pyi)))
 PROJECT := pyproject.toml setup.py constraints.txt
-# More extras to install, such as EXTRAS=transformers; CI does.
-EXTRAS ?=
+# All that tests use. Other targets install what EXTRAS names, by default nothing.
+TESTED := transformers,study,notebooks,prometheus,serve
+EXTRAS ?= $(if $(filter test nightly,$(MAKECMDGOALS)),$(TESTED))
 comma := ,
 # Part of the stamps' names: other extras are another installation.
 stamp = $(VENV)/.moecache-$1$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 install = PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --editable
 
-.PHONY: demo build prepare test check dist docs debug sanitize bench bench-small gpu notebooks clean
+.PHONY: demo build prepare test nightly check dist docs debug sanitize arm bench bench-small gpu notebooks clean
 
 demo: build ## generate text with the tiny model, a quarter of its experts in memory
 	$(BIN)/moecache demo
@@ -27,7 +28,11 @@ prepare: $(call stamp,dev) ## install all that the other targets need
 # process compiles, the others and their children load.
 test: $(call stamp,test) ## run all tests
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-		$(BIN)/python -m pytest -q -n 2
+		$(BIN)/python -m pytest -q -n 2 --budgets
+
+nightly: $(call stamp,test) ## more cases of what tests show, too long for each change
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+		$(BIN)/python -m pytest -q -n 2 -m nightly
 
 check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/ruff check .
@@ -65,14 +70,15 @@ dist: $(call stamp,dev) ## source distribution and wheel, in dist; the wheel ins
 	cd build && installed/bin/python -c "from moecache.study import example_trace as e; print(e())"
 
 # A copy of the package beside the release build, for the tests of the compiled core.
-# Whole traces, the pre-fault's pure functions and how processes start take minutes there and touch
-# no memory that the others do not. Nor do most of the examples of hypothesis, which the release
-# build runs all.
-CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_prefault_gate.py \
+# Whole traces, long comparisons with oracles, the pre-fault's pure functions and how processes start
+# take minutes there and touch no memory that the others do not. Nor do most of the examples of
+# hypothesis, which the release build runs all.
+CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_echo_oracle.py \
+	tests/test_policy_long.py tests/test_replay_policies.py tests/test_prefault_gate.py \
 	tests/test_kernels_startup.py, $(wildcard tests/test_policy*.py \
 	tests/test_slru*.py tests/test_profiler.py tests/test_cache*.py tests/test_echo*.py \
 	tests/test_prefault*.py tests/test_reader*.py tests/test_route_log.py tests/test_replay.py \
-	tests/test_replay_policies.py tests/test_foresight.py tests/test_engines.py \
+	tests/test_foresight.py tests/test_engines.py \
 	tests/test_interrupts.py tests/test_kernels*.py))
 # The first line fails if another build than the one just made would be tested.
 CHECK_BUILD = PYTHONPATH=build/$@ $(BIN)/python -c "import moecache.cache._cache as c; assert 'build/$@' in c.__file__, c"
@@ -88,8 +94,38 @@ sanitize: $(call stamp,dev) ## the compiled core under ASan and UBSan
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 		PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 $(RUN_CORE_TESTS) --hypothesis-profile=brief
 
+# The kernels and their tests in C, which need no Python. Any compiler and runner will do:
+# make arm ARM_CC="python -m ziglang cc -target aarch64-linux-musl" ARM_RUN=qemu-aarch64
+# Of these processors the first has dotprod, the other one does not.
+# The arithmetic is setup.py's; -O2 compiles in half of the time.
+ARM_CC ?= aarch64-linux-gnu-gcc
+ARM_RUN ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
+KERNELS_C = -O2 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra \
+	-Imoecache/kernels tests/kernels_c/test_kernels.c -o $@ -pthread -lm
+KERNELS_H = $(wildcard moecache/kernels/*.h tests/kernels_c/*)
+
+arm: ## the kernels for ARM under qemu-user: every bit as on this machine
+	@for tool in $(firstword $(ARM_CC)) $(firstword $(ARM_RUN)); do \
+		command -v $$tool > /dev/null || { echo "make arm needs $$tool; install it with:" \
+		"apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"; exit 1; }; done
+	$(MAKE) build/arm/here build/arm/there
+	build/arm/here > build/arm/here.txt
+	QEMU_CPU=cortex-a76 $(ARM_RUN) build/arm/there neon > build/arm/neon.txt
+	diff build/arm/here.txt build/arm/neon.txt
+	QEMU_CPU=cortex-a53 $(ARM_RUN) build/arm/there generic > build/arm/generic.txt
+	diff build/arm/here.txt build/arm/generic.txt
+	@echo "$$(wc -l < build/arm/neon.txt) checksums are equal here and on ARM"
+
+build/arm/here: $(KERNELS_H)
+	mkdir -p $(@D)
+	$(CC) $(KERNELS_C)
+
+build/arm/there: $(KERNELS_H)
+	mkdir -p $(@D)
+	$(ARM_CC) $(KERNELS_C)
+
 clean:
-	rm -rf build dist *.egg-info moecache/*.c moecache/*/*.c moecache/*.so moecache/*/*.so .venv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist *.egg-info $$(find moecache -name '*.c' -o -name '*.so') .venv .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

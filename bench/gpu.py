@@ -1,205 +1,61 @@
-"""What the benchmarks of a GPU share: the link's own speed, runtimes from parts, bounds, JSON.
+"""All that is measured on a GPU, and the report of it: what bench/gpu.sh runs.
 
-The device is an argument everywhere, so that tests run all of it on one that they made.
+    python -m bench.gpu upload|decode|resident|mxfp4|memory|host [--json OUT] [options]
+    python bench/gpu.py report --work DIR --out FILE --stage NAME... [--fact KEY=VALUE]...
+
+A measurement is a function (argv, device) of the module beside this one that has its name in
+`MEASUREMENTS`. Its device is an argument, so that tests run all of it on one that they made. The
+report puts what the stages of bench/gpu.sh left into one JSON, and says whether all went well; a
+stage leaves NAME.status (exit code, seconds, seconds allowed), NAME.log, and maybe NAME.json or
+NAME.xml. It needs Python alone, so that there is one of a build that failed, too: this file
+imports nothing else before something is measured.
 """
 
+from __future__ import annotations
+
 import argparse
+import importlib
 import json
-import os
+import sys
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
-from bench.machine import describe_machine
-from moecache import ExpertCache, ExpertRuntime
-from moecache.cuda import Device, Stream, open_device
-from moecache.errors import MoeCacheError
-from moecache.reader.disk import open_reader
-from moecache.sizing import num_staging_slots
-from moecache.slots import CudaSlots
-from moecache.slots._memory import aligned_rows
-from moecache.stores import ExpertStore, FileStore
+    from moecache.cuda import Device
 
 NUM_RUNS = 20
-# Bytes of the copy by which the others are measured.
-COPY_BYTES = 2**30
+MEASUREMENTS = {
+    "upload": "bench.gpu_copies",
+    "decode": "bench.gpu_decode",
+    "resident": "bench.gpu_decode",
+    "mxfp4": "bench.gpu_decode",
+    "memory": "bench.gpu_copies",
+    "host": "bench.gpu_host",
+}
+# Exit codes of `timeout`, and of a process that it had to kill.
+TIMED_OUT = (124, 137)
+TAIL_CHARACTERS = 2000
+COUNTS = ("tests", "failures", "errors", "skipped")
 
 T = TypeVar("T")
 
 
-class PinnedCopy:
-    """One large copy from pinned memory: what the link can do. A context manager.
-
-    Parameters
-    ----------
-    device : Device
-    num_bytes : int
-    """
-
-    def __init__(self, device: Device, num_bytes: int = COPY_BYTES) -> None:
-        self._device = device
-        self._num_bytes = num_bytes
-        self._undo = ExitStack()
-        with ExitStack() as undo:
-            self._source = aligned_rows(1, num_bytes)[0]
-            self._source[:] = 1  # zeros that were never written are all the same page
-            device.pin(self._source.ctypes.data, num_bytes)
-            undo.callback(device.unpin, self._source.ctypes.data)
-            self._target = device.allocate(num_bytes)
-            undo.callback(device.free, self._target)
-            self._stream = device.create_stream()
-            undo.callback(device.destroy_stream, self._stream)
-            self._timer = Timer(device)
-            undo.callback(self._timer.close)
-            self._undo = undo.pop_all()
-        self.bytes_per_s()
-
-    def bytes_per_s(self) -> float:
-        """Copy once and return the rate by the device's own clock."""
-
-        def copy() -> None:
-            self._device.copy_in(
-                self._target.address, self._source.ctypes.data, self._num_bytes, self._stream
-            )
-
-        return self._num_bytes / (self._timer.time_ns(copy, self._stream) / 1e9)
-
-    def __enter__(self) -> Self:
-        """Return the copy."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give everything back."""
-        self._undo.close()
-
-
-class DeviceCopy:
-    """One large copy inside the device: what its memory can do. A context manager.
-
-    Parameters
-    ----------
-    device : Device
-    stream : Stream
-        The calling thread's current one whenever this is used.
-    num_bytes : int
-    """
-
-    def __init__(self, device: Device, stream: Stream, num_bytes: int = COPY_BYTES) -> None:
-        self._device = device
-        self._stream = stream
-        self._timer = Timer(device)
-        words = num_bytes // 16
-        self._num_bytes = 16 * words
-        with ExitStack() as undo:
-            undo.callback(self._timer.close)
-            memories = [device.allocate(self._num_bytes) for _ in range(2)]
-            for memory in memories:
-                undo.callback(device.free, memory)
-            kind = np.dtype(np.complex128)  # the widest word that a thread can copy
-            self._arrays = [device.array(memory, 0, (words,), kind) for memory in memories]
-            undo.callback(self._arrays.clear)
-            undo.callback(device.synchronize, stream)
-            self._undo = undo.pop_all()
-        self.bytes_per_s()
-
-    def bytes_per_s(self) -> float:
-        """Copy once; return the bytes read and written per second, by the device's own clock."""
-        source, target = self._arrays
-
-        def copy() -> None:
-            target[...] = source
-
-        return 2 * self._num_bytes / (self._timer.time_ns(copy, self._stream) / 1e9)
-
-    def __enter__(self) -> Self:
-        """Return the copy."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give everything back."""
-        self._undo.close()
-
-
-class Timer:
-    """Times work in a stream by the device's own clock; `close` gives its events back."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._undo = ExitStack()
-        with ExitStack() as undo:
-            self._events = []
-            for _ in range(2):
-                self._events.append(device.create_event(timing=True))
-                undo.callback(device.destroy_event, self._events[-1])
-            self._undo = undo.pop_all()
-
-    def time_ns(self, work: Callable[[], None], stream: Stream) -> int:
-        """Issue work in a stream, wait for it, and return what it took there."""
-        device, (start, end) = self._device, self._events
-        device.record(start, stream)
-        work()
-        device.record(end, stream)
-        device.wait_for(end)
-        return device.elapsed_ns(start, end)
-
-    def close(self) -> None:
-        """Give the events back."""
-        self._undo.close()
-
-
-def open_runtime(
-    device: Device,
-    store: ExpertStore,
-    capacity: int,
-    *,
-    policy: str = "lru",
-    prefetch: str = "off",
-    loader_threads: int = 8,
-    registered: bool = False,
-    staging: int | None = None,
-) -> ExpertRuntime:
-    """Return a runtime whose slots are on a device; it closes the store.
-
-    As `moecache.open` makes it, but for any device and any store: files are read through the page
-    cache, unless they are `registered`; what is in memory is copied by threads, likewise.
-
-    Raises
-    ------
-    MoeCacheError
-        If the experts cannot be registered.
-    """
-    layout = store.layout
-    capacity = min(capacity, layout.total_experts)
-    if capacity == layout.total_experts:
-        staging = 0
-    elif staging is None:
-        staging = num_staging_slots(layout.top_k, capacity)
-    with ExitStack() as undo:
-        undo.callback(store.close)
-        pool = CudaSlots(layout, capacity, staging, device)
-        undo.callback(pool.close)
-        reader = None
-        if registered:
-            pool.register(store.regions())
-        elif isinstance(store, FileStore):
-            reader = open_reader(store, direct=False)
-            undo.callback(reader.close)
-        cache = ExpertCache(layout.num_layers, layout.num_experts, capacity, policy=policy)
-        runtime = ExpertRuntime(
-            store, pool, cache, loader_threads=loader_threads, reader=reader, prefetch=prefetch
-        )
-        undo.pop_all()
-    return runtime
-
-
-def rss_bytes() -> int:
-    """Return how much of this process is in RAM."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a measurement, or make the report; return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="bench.gpu", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("what", choices=[*MEASUREMENTS, "report"])
+    what = parser.parse_args(given[:1]).what
+    if what == "report":
+        return report(given[1:])
+    code: int = getattr(importlib.import_module(MEASUREMENTS[what]), what)(given[1:])
+    return code
 
 
 def bound(
@@ -247,6 +103,13 @@ def run_benchmark(
     device: Device | None,
 ) -> int:
     """Measure, print and write the figures; return 1 if a bound does not hold, 2 without a GPU."""
+    # Not with this file, of which a report needs a part that imports nothing.
+    from rich.console import Console
+
+    from bench.machine import describe_machine
+    from moecache.cuda import open_device
+    from moecache.errors import MoeCacheError
+
     console = Console(width=140, highlight=False)
     console.print(describe_machine())
     try:
@@ -270,3 +133,90 @@ def turns(contestants: Sequence[T], run: int) -> list[T]:
     """Return the order of the contestants in a run: each goes first once in a while."""
     first = run % len(contestants)
     return [*contestants[first:], *contestants[:first]]
+
+
+def read_stage(work: Path, name: str) -> dict[str, Any]:
+    """Return what became of a stage: its status, its figures, and the end of its log if need be.
+
+    The status is "ok", "bounds missed", "failed", "timed out" or "left out".
+    """
+    status, log = work / f"{name}.status", work / f"{name}.log"
+    tail = log.read_text(errors="replace")[-TAIL_CHARACTERS:] if log.is_file() else ""
+    if not status.is_file():
+        return {"status": "left out", "note": tail.strip()}
+    code, seconds, limit = status.read_text().split()
+    stage: dict[str, Any] = {
+        "exit_code": int(code),
+        "seconds": float(seconds),
+        "limit_s": float(limit),
+    }
+    result, tests = work / f"{name}.json", work / f"{name}.xml"
+    if result.is_file():
+        stage["result"] = json.loads(result.read_text())
+    if tests.is_file():
+        stage["tests"] = count_tests(tests)
+    if stage["exit_code"] in TIMED_OUT:
+        stage["status"] = "timed out"
+    elif "result" in stage and stage["exit_code"] in {0, 1}:
+        held = all(one["holds"] for one in stage["result"]["bounds"])
+        stage["status"] = "ok" if held else "bounds missed"
+    elif stage["exit_code"] or ("tests" in stage and not stage["tests"]["passed"]):
+        stage["status"] = "failed"
+    else:
+        stage["status"] = "ok"
+    if stage["status"] in {"failed", "timed out"}:
+        stage["log_tail"] = tail
+    return stage
+
+
+def count_tests(path: Path) -> dict[str, int]:
+    """Return how many tests of a JUnit file ran, and how many of them passed."""
+    # The file is from our own run of pytest.
+    suites = ET.parse(path).getroot().iter("testsuite")  # noqa: S314
+    found = dict.fromkeys(COUNTS, 0)
+    for suite in suites:
+        for key in COUNTS:
+            found[key] += int(suite.get(key, 0))
+    found["passed"] = found["tests"] - found["failures"] - found["errors"] - found["skipped"]
+    return found
+
+
+def merge(work: Path, stages: Sequence[str], facts: dict[str, str]) -> dict[str, Any]:
+    """Return the report: facts of the machine, the stages, and all bounds in one list."""
+    read = {name: read_stage(work, name) for name in stages}
+    bounds = [
+        {"stage": name, **one}
+        for name, stage in read.items()
+        for one in stage.get("result", {}).get("bounds", ())
+    ]
+    return {
+        **facts,
+        "ok": all(stage["status"] in {"ok", "left out"} for stage in read.values()),
+        "num_bounds": len(bounds),
+        "num_bounds_held": sum(one["holds"] for one in bounds),
+        "bounds": bounds,
+        "stages": read,
+    }
+
+
+def report(argv: Sequence[str]) -> int:
+    """Write the report and print a line per stage; return 1 if one failed or missed a bound."""
+    parser = argparse.ArgumentParser(prog="gpu.py report")
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--stage", action="append", default=[], metavar="NAME")
+    parser.add_argument("--fact", action="append", default=[], metavar="KEY=VALUE")
+    arguments = parser.parse_args(argv)
+    facts = {key: value for key, _, value in (fact.partition("=") for fact in arguments.fact)}
+    made = merge(arguments.work, arguments.stage, facts)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(made, indent=1) + "\n")
+    for name, stage in made["stages"].items():
+        note = stage.get("note") or stage.get("tests") or ""
+        print(f"{name:10} {stage['status']:14} {stage.get('seconds', 0):7.1f} s  {note}".rstrip())
+    print(f"bounds kept: {made['num_bounds_held']} of {made['num_bounds']}; {arguments.out}")
+    return 0 if made["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

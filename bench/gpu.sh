@@ -11,9 +11,9 @@ usage() {
 usage: bench/gpu.sh [--quick] [--only STAGE,...] [--python PYTHON] [--traces DIR] [--prebuilt]
                     [--limit SECONDS] [OUT.json]
 
-Builds in place, runs `pytest -m gpu`, bench/gpu_upload.py, bench/gpu_decode.py,
-bench/gpu_resident.py, bench/gpu_mxfp4.py and bench/gpu_memory.py, then compute-sanitizer's memcheck,
-initcheck, synccheck and racecheck over a short selection of the tests. Writes one JSON, by default
+Builds in place, runs `pytest -m gpu` and the measurements upload, decode, resident, mxfp4 and
+memory of bench/gpu.py, then compute-sanitizer's memcheck, initcheck, synccheck and racecheck over
+a short selection of the tests. Writes one JSON, by default
 gpu-MACHINE-DATE.json in $OUT if that is set, else in bench/results; logs go to $OUT/logs or
 build/gpu. A stage that fails or takes too long does not stop those after it: it is interrupted
 (SIGINT), so that what it has done so far is written, and 20 seconds later it is killed.
@@ -205,7 +205,9 @@ run() {
 cat >"$work/pytest.ini" <<END
 [pytest]
 addopts = --import-mode=importlib -ra -q -p no:cacheprovider
-markers = gpu: needs a GPU that CuPy can use
+markers =
+    gpu: needs a GPU that CuPy can use
+    nightly: one more case of what other tests show
 END
 pytest=("$python" -m pytest -c "$work/pytest.ini" --rootdir "$PWD" -m gpu)
 
@@ -265,7 +267,7 @@ fi
 for name in upload decode resident mxfp4 memory; do
     if wanted "$name"; then
         read -r -a chosen <<<"${options[$name]-}"
-        run "$name" "${limit[$name]}" "$python" -m "bench.gpu_$name" \
+        run "$name" "${limit[$name]}" "$python" -m bench.gpu "$name" \
             --json "$work/$name.json" ${chosen[@]+"${chosen[@]}"}
     fi
 done
@@ -283,7 +285,7 @@ for tool in "${SANITIZERS[@]}"; do
     fi
 done
 
-report=("$python" bench/gpu_report.py --work "$work" --out "$out")
+report=("$python" bench/gpu.py report --work "$work" --out "$out")
 for stage in "${stages[@]}"; do report+=(--stage "$stage"); done
 for fact in "${facts[@]}"; do report+=(--fact "$fact"); done
 "${report[@]}"

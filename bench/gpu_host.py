@@ -6,13 +6,12 @@ for a launch comes on top. "echo", the default policy, learns of every layer, an
 nothing: the difference is what learning takes. Processor time of the calling thread, the median of
 many tokens.
 
-    python -m bench.gpu_host [--layers 48] [--experts 128] [--runs 200] [--json OUT]
+    python -m bench.gpu host [--layers 48] [--experts 128] [--runs 200] [--json OUT]
 """
 
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,8 @@ from rich.console import Console
 from bench.gpu import bound, show_bounds
 from bench.machine import describe_machine
 from moecache import ExpertCache, ExpertRuntime
-from moecache.cuda import CudaExperts, DeviceArray, Graph, Memory, Stream
+from moecache.compute import CudaExperts, on_device
+from moecache.cuda import DeviceArray, Graph, Memory, Stream
 from moecache.cuda.device import dtype_of
 from moecache.slots import CudaSlots
 from moecache.stores.memory import MemoryStore
@@ -163,8 +163,8 @@ class Loop:
             CudaSlots(store.layout, capacity, 0, device),
             ExpertCache(*shape, capacity, policy=policy),
         )
-        self.runtime.fill_slots().wait()
-        self.compute: CudaExperts = self.runtime.on_device()
+        self.runtime.usage.fill().wait()
+        self.compute: CudaExperts = on_device(self.runtime)
         self.num_layers = num_layers
         torch = _torch()
         self.x = torch.zeros((1, HIDDEN))
@@ -220,7 +220,7 @@ def measure(loop: Loop, runs: int) -> dict[str, Any]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def host(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, default=48)
@@ -251,7 +251,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = {"machine": describe_machine(), **figures}
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

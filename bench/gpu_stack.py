@@ -2,6 +2,8 @@
 
 Every way gets a token's hidden state, ids and routing weights by the same small copy into a place
 of its own, computes all layers in one stream, and leaves each layer's output in another place.
+Token decoders need no slot for every expert: the device takes a token's steps by itself (see
+`CudaExperts.begin_token`), and a layer that misses an expert is computed again when it is there.
 """
 
 import hashlib
@@ -14,14 +16,17 @@ from typing import Any, Self
 import ml_dtypes
 import numpy as np
 
-from bench.gpu import open_runtime
-from moecache import ExpertRuntime
+from moecache import ExpertCache, ExpertRuntime
+from moecache.compute import on_device
 from moecache.cuda import Device, DeviceArray, Memory, Stream
 from moecache.formats import find_format
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
+from moecache.reader.disk import open_reader
+from moecache.sizing import num_staging_slots
+from moecache.slots import CudaSlots
 from moecache.slots._memory import aligned_rows
-from moecache.stores import MemoryStore
+from moecache.stores import ExpertStore, FileStore, MemoryStore
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _ALIGNMENT = 256
@@ -63,7 +68,7 @@ class StackSize:
 
     @property
     def gate(self) -> dict[str, Any]:
-        """What `ExpertRuntime.on_device` takes."""
+        """What `compute.on_device` takes."""
         if self.format == "bf16":
             return {}
         return {"activation": "swiglu", "is_interleaved": True, "alpha": 1.702, "limit": 7.0}
@@ -259,7 +264,7 @@ class Decoder:
 
     def compute(self) -> None:
         """Compute all layers of the token whose inputs are on the device."""
-        experts = self.runtime.on_device(**self._inputs.size.gate)
+        experts = on_device(self.runtime, **self._inputs.size.gate)
         for layer, (ids, weights, out) in enumerate(self._layers):
             experts(layer, self._hidden, ids, weights, out=out)
 
@@ -319,6 +324,124 @@ class GraphDecoder(Decoder):
         self._device.replay(self._graph, self._stream)
 
 
+class TokenDecoder(Decoder):
+    """A decoder that issues a token's layers one by one, and waits at its end; see `Decoder`."""
+
+    def __init__(
+        self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
+    ) -> None:
+        super().__init__(name, device, inputs, stream, runtime)
+        self._num_stalls = 0
+        with ExitStack() as undo:
+            undo.callback(self._undo.close)
+            self._experts = on_device(runtime, **inputs.size.gate)
+            undo.pop_all()
+
+    @property
+    def num_stalls(self) -> int:
+        """How often a token had to go on from a layer that missed an expert."""
+        return self._num_stalls
+
+    def compute(self) -> None:
+        """Compute all layers of the token whose inputs are on the device, and wait for them."""
+        first: int | None = self._experts.begin_token()
+        while first is not None:
+            self._issue(first)
+            first = self._experts.end_token()
+            self._num_stalls += first is not None
+
+    def host_ns(self) -> int:
+        """Compute as `compute` does; return what the host takes beside waiting for the device."""
+        waited = 0
+        start = time.perf_counter_ns()
+        first: int | None = self._experts.begin_token()
+        while first is not None:
+            self._issue(first)
+            before = time.perf_counter_ns()
+            self.finish()
+            waited += time.perf_counter_ns() - before
+            first = self._experts.end_token()
+            self._num_stalls += first is not None
+        return time.perf_counter_ns() - start - waited
+
+    def _issue(self, first: int) -> None:
+        """Issue the layers from one on, until one is known to miss an expert."""
+        experts, hidden = self._experts, self._hidden
+        for layer in range(first, len(self._layers)):
+            ids, weights, out = self._layers[layer]
+            experts(layer, hidden, ids, weights, out=out)
+            if experts.has_stalled:
+                break
+
+
+class TokenGraphDecoder(TokenDecoder):
+    """A token decoder whose layers are one graph, issued again after a miss; see `TokenDecoder`.
+
+    Raises
+    ------
+    CapacityError
+        If there are fewer slots than experts of a layer's step.
+    """
+
+    def __init__(
+        self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
+    ) -> None:
+        super().__init__(name, device, inputs, stream, runtime)
+        with ExitStack() as undo:
+            undo.callback(self._undo.close)
+            self._experts.begin_token()
+            undo.callback(self._experts.end_token)
+            device.begin_capture(stream)
+            try:
+                super()._issue(0)
+            finally:
+                self._graph = device.end_capture(stream)
+            undo.pop_all()
+        self._experts.end_token()
+
+    def _issue(self, first: int) -> None:
+        """Replay the graph; layers before the first one return at once."""
+        del first
+        self._device.replay(self._graph, self._stream)
+
+
+def open_runtime(
+    device: Device,
+    store: ExpertStore,
+    capacity: int,
+    *,
+    policy: str = "lru",
+    prefetch: str = "off",
+    loader_threads: int = 8,
+    staging: int | None = None,
+) -> ExpertRuntime:
+    """Return a runtime whose slots are on a device; it closes the store.
+
+    As `moecache.open` makes it, but for any device and any store: files are read through the page
+    cache; what is in memory is copied by threads, likewise.
+    """
+    layout = store.layout
+    capacity = min(capacity, layout.total_experts)
+    if capacity == layout.total_experts:
+        staging = 0
+    elif staging is None:
+        staging = num_staging_slots(layout.top_k, capacity)
+    with ExitStack() as undo:
+        undo.callback(store.close)
+        pool = CudaSlots(layout, capacity, staging, device)
+        undo.callback(pool.close)
+        reader = None
+        if isinstance(store, FileStore):
+            reader = open_reader(store, direct=False)
+            undo.callback(reader.close)
+        cache = ExpertCache(layout.num_layers, layout.num_experts, capacity, policy=policy)
+        runtime = ExpertRuntime(
+            store, pool, cache, loader_threads=loader_threads, reader=reader, prefetch=prefetch
+        )
+        undo.pop_all()
+    return runtime
+
+
 def open_stack(
     device: Device,
     size: StackSize,
@@ -326,29 +449,21 @@ def open_stack(
     *,
     policy: str = "lru",
     prefetch: str = "off",
-    registered: bool = False,
     loader_threads: int = 8,
 ) -> ExpertRuntime:
-    """Return a runtime for a stack, with everything resident if there is a slot for each expert.
-
-    Raises
-    ------
-    MoeCacheError
-        If the experts cannot be registered.
-    """
+    """Return a runtime for a stack, with everything resident if there is a slot for each expert."""
     runtime = open_runtime(
         device,
         SharedStore(size),
         capacity,
         policy=policy,
         prefetch=prefetch,
-        registered=registered,
         loader_threads=loader_threads,
         # Even with next to no slots a token's experts follow each other without a gap.
         staging=size.top_k,
     )
     if runtime.cache.capacity == size.num_layers * size.num_experts:
-        runtime.fill_slots().wait()
+        runtime.usage.fill().wait()
         while runtime.pool.uploads.in_flight_bytes:
             time.sleep(0.001)
     return runtime

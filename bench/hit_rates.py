@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import describe_machine
-from moecache.settings import POLICIES
+from moecache.policies.registry import policy_names
 from moecache.study import Trace, interleave
 from moecache.study.curves import miss_ratio_curve
 from moecache.study.prediction import recall
@@ -179,7 +179,11 @@ def main(argv: list[str] | None = None) -> int:
     """Print the tables; return 1 if a published figure is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--traces", type=Path, default=TRACES, metavar="DIR")
-    parser.add_argument("--policy", default=",".join((*POLICIES, "belady")), metavar="NAME,...")
+    parser.add_argument(
+        "--policy",
+        default=",".join((*policy_names(for_replays=True), "belady")),
+        metavar="NAME,...",
+    )
     parser.add_argument(
         "--batch", type=int, action="append", metavar="N", help="sequences side by side (4, 16)"
     )

@@ -296,7 +296,7 @@ def _reads(model: str, slots: int, rank: int) -> dict[str, Any]:
     import moecache
 
     options = {**LOAD, "slots": slots}
-    with moecache.open(model, policy="fifo", **options) as runtime:
+    with moecache.open(model, policy=moecache.FifoCache, **options) as runtime:
         layout = runtime.layout
         order = np.random.default_rng(rank).permutation(layout.num_experts)
         spans: dict[int, list[float]] = {1: [], MANY: []}

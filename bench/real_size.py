@@ -82,7 +82,9 @@ def write(arguments: argparse.Namespace) -> None:
         return torch.empty(shape, dtype=torch.bfloat16).normal_(std=std, generator=generator)
 
     config = qwen3_moe.make_config(
-        *(arguments.layers, arguments.experts, arguments.top_k),
+        arguments.layers,
+        arguments.experts,
+        arguments.top_k,
         hidden=arguments.hidden,
         width=NARROW,
         vocabulary=arguments.vocabulary,

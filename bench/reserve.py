@@ -97,7 +97,7 @@ def child(task: dict[str, Any]) -> None:
     import torch
 
     from moecache.integrations.transformers import load
-    from moecache.integrations.transformers.generation import TokenTimes
+    from moecache.integrations.transformers.streams import TokenTimes
     from moecache.runtime import opening
 
     group = Path(task["join"]).parent

@@ -1,9 +1,8 @@
 """Tokens per second from one machine to a rack, simulated on recorded routing.
 
 Puts the traces of a folder, by default ../shared/traces beside the checkout, through 1 to 16
-machines and several networks; through placements that are planned on a trace's first half, with
-copies and without; and through batches. All rates are of the second half, whose caches the first
-half has warmed.
+machines and several networks; through placements that are planned on a trace's first half; and
+through batches. All rates are of the second half, whose caches the first half has warmed.
 
     python -m bench.scale [--traces DIR] [--json OUT] [--plot PNG]
 """
@@ -19,7 +18,6 @@ from rich.table import Table
 
 from bench.hit_rates import TRACES, as_batch, load
 from moecache.ranks import Placement
-from moecache.ranks._copies import add_copies
 from moecache.study import RanksTiming, Trace, simulate_ranks
 from moecache.study.statistics import expert_counts
 
@@ -44,7 +42,6 @@ RANKS = (1, 2, 4, 8, 16)
 BATCHES = (1, 2, 4, 8, 16)
 CAPACITY = 0.125
 PLACED_RANKS, BATCH_RANKS = 4, 8
-COPIES = 4
 
 
 def warm(trace: Trace, num_ranks: int, **options: Any) -> dict[str, float]:
@@ -105,11 +102,9 @@ def placements(trace: Trace, model: Model) -> dict[str, dict[str, Any]]:
     sizes = {"expert_bytes": model.expert_bytes, "row_bytes": model.row_bytes}
     known = trace[: len(trace) // 2]
     shape = (trace.num_layers, trace.num_experts)
-    balanced = Placement.balanced(expert_counts(known), PLACED_RANKS)
     named = {
         "in turn": Placement.even(*shape, PLACED_RANKS),
-        "by usage": balanced,
-        f"by usage, {COPIES} copies a layer": add_copies(balanced, known, COPIES),
+        "by usage": Placement.balanced(expert_counts(known), PLACED_RANKS),
     }
     return {
         name: {

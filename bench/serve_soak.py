@@ -121,7 +121,7 @@ def _with_template(source: Path, directory: Path) -> Path:
 
 def _generate(path: Path) -> dict[tuple[str, int], str]:
     """Return what the model answers to each question with each seed, asked alone."""
-    from moecache.integrations.transformers import generation, load
+    from moecache.integrations.transformers import generation, load, streams
 
     texts = {}
     with generation.quiet(verbose=False):
@@ -132,7 +132,7 @@ def _generate(path: Path) -> dict[tuple[str, int], str]:
                 for seed in range(3):
                     ids = generation.encode(tokenizer, question, chat=True)
                     parts: list[str] = []
-                    stream = generation.TextStream(tokenizer, ids, parts.append)
+                    stream = streams.TextStream(tokenizer, ids, parts.append)
                     generation.continue_tokens(
                         model, ids, stream, max_new_tokens=NUM_TOKENS, temperature=0.8, seed=seed
                     )

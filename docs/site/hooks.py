@@ -1,4 +1,4 @@
-"""MkDocs hooks: README.md is the first page, and links to other files of the repository work.
+"""MkDocs hooks: README.md is the first page, every decision has its page, links out of docs/ work.
 
 Pages link to each other and to the repository's files as they do where the repository is browsed.
 Files outside docs/ that a page links to are copied into the site, below `repository/`.
@@ -13,6 +13,15 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(\]\()(?!https?:|#)([^)#\s]+)")
+
+
+def on_config(config: Any) -> Any:
+    """List every decision in the navigation, the index first."""
+    pages = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    for section in config.nav:
+        if "Decisions" in section:
+            section["Decisions"] += [f"decisions/{page}" for page in pages]
+    return config
 
 
 def on_files(files: Files, *, config: Any) -> Files:

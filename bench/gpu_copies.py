@@ -1,20 +1,23 @@
-"""How fast misses reach a GPU, and what a storm of reads ahead does to a look-up.
+"""Copies to a GPU: how fast misses are, what reads ahead do to look-ups, and what memory is lost.
 
-Experts of 1.5, 6 and 13 MB in bfloat16, every one a miss: from a file whose pages are warm and
-from memory, each through pinned buffers and, registered, without. By the host's clock, from the
-first request until the last copy is done, as a share of one large copy from pinned memory, which
-the device times in the same run.
+`upload`: experts of 1.5, 6 and 13 MB in bfloat16, every one a miss, from a file whose pages are
+warm and from memory, through pinned buffers. By the host's clock, from the first request until the
+last copy is done, as a share of one large copy from pinned memory, which the device times in the
+same run. Then the time of a look-up of experts that are resident, beside the same while a thread
+asks for reads ahead of other layers as fast as they are taken: the ratio of the two p99.
 
-Then the time of a look-up of experts that are resident, beside the same while a thread asks for
-reads ahead of other layers as fast as they are taken: the ratio of the two p99.
+`memory`: free memory of the device, and RAM in use, before and after 100,000 evictions of small
+experts, one token in a hundred computed, and 50 runtimes.
 
-    python -m bench.gpu_upload [--runs 20] [--bytes 1GiB] [--directory DIR] [--json OUT]
+    python -m bench.gpu upload [--runs 20] [--bytes 1GiB] [--directory DIR] [--json OUT]
+    python -m bench.gpu memory [--evictions 100000] [--rounds 50] [--json OUT]
 """
 
 import argparse
+import gc
 import json
+import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -28,17 +31,22 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.gpu import PinnedCopy, bound, open_runtime, parser_of, run_benchmark, turns
+from bench.gpu import bound, parser_of, run_benchmark, turns
+from bench.gpu_stack import Decoder, Inputs, StackSize, open_runtime, open_stack
+from bench.traces import routing_trace
 from moecache import ExpertRuntime
-from moecache.cuda import Device
+from moecache.cuda import Device, Stream
 from moecache.errors import MoeCacheError
+from moecache.slots._memory import aligned_rows
 from moecache.stores import ExpertStore, MemoryStore, open_store
 from moecache.units import format_bytes, format_bytes_per_s, parse_bytes
 
+# Bytes of the copy by which the others are measured.
+COPY_BYTES = 2**30
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # (name, hidden size, width)
 SIZES = (("1.5 MB", 512, 512), ("6 MB", 1024, 1024), ("13 MB", 2048, 1056))
-WAYS = ("file", "file, registered", "memory", "memory, registered")
+WAYS = ("file", "memory")
 # Of one large copy, by size: at 6 MB the host has 110 us and more for each expert, on any link of
 # 55 GB/s or less; at 1.5 MB it has a quarter of that, which is what a miss costs it. No bound at
 # 13 MB: it says nothing that 6 MB does not.
@@ -51,6 +59,132 @@ GROUP = 16
 TOP_K = 8
 # The one policy by which a read ahead may take the place of what an earlier sequence used.
 STORM_POLICY = "least-stale"
+MEMORY_SIZE = StackSize(num_layers=4, num_experts=64, top_k=8, hidden=256, width=128)
+# Growth of RAM that is allowed: what an allocator keeps, and the interpreter's own.
+MOST_RSS_BYTES = 16 * 2**20
+WARM_SHARE = 0.1
+WARM_ROUNDS = 5
+COMPUTE_EVERY = 100
+
+
+class PinnedCopy:
+    """One large copy from pinned memory: what the link can do. A context manager.
+
+    Parameters
+    ----------
+    device : Device
+    num_bytes : int
+    """
+
+    def __init__(self, device: Device, num_bytes: int = COPY_BYTES) -> None:
+        self._device = device
+        self._num_bytes = num_bytes
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            self._source = aligned_rows(1, num_bytes)[0]
+            self._source[:] = 1  # zeros that were never written are all the same page
+            device.pin(self._source.ctypes.data, num_bytes)
+            undo.callback(device.unpin, self._source.ctypes.data)
+            self._target = device.allocate(num_bytes)
+            undo.callback(device.free, self._target)
+            self._stream = device.create_stream()
+            undo.callback(device.destroy_stream, self._stream)
+            self._timer = Timer(device)
+            undo.callback(self._timer.close)
+            self._undo = undo.pop_all()
+        self.bytes_per_s()
+
+    def bytes_per_s(self) -> float:
+        """Copy once and return the rate by the device's own clock."""
+
+        def copy() -> None:
+            self._device.copy_in(
+                self._target.address, self._source.ctypes.data, self._num_bytes, self._stream
+            )
+
+        return self._num_bytes / (self._timer.time_ns(copy, self._stream) / 1e9)
+
+    def __enter__(self) -> Self:
+        """Return the copy."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give everything back."""
+        self._undo.close()
+
+
+class DeviceCopy:
+    """One large copy inside the device: what its memory can do. A context manager.
+
+    Parameters
+    ----------
+    device : Device
+    stream : Stream
+        The calling thread's current one whenever this is used.
+    num_bytes : int
+    """
+
+    def __init__(self, device: Device, stream: Stream, num_bytes: int = COPY_BYTES) -> None:
+        self._device = device
+        self._stream = stream
+        self._timer = Timer(device)
+        words = num_bytes // 16
+        self._num_bytes = 16 * words
+        with ExitStack() as undo:
+            undo.callback(self._timer.close)
+            memories = [device.allocate(self._num_bytes) for _ in range(2)]
+            for memory in memories:
+                undo.callback(device.free, memory)
+            kind = np.dtype(np.complex128)  # the widest word that a thread can copy
+            self._arrays = [device.array(memory, 0, (words,), kind) for memory in memories]
+            undo.callback(self._arrays.clear)
+            undo.callback(device.synchronize, stream)
+            self._undo = undo.pop_all()
+        self.bytes_per_s()
+
+    def bytes_per_s(self) -> float:
+        """Copy once; return the bytes read and written per second, by the device's own clock."""
+        source, target = self._arrays
+
+        def copy() -> None:
+            target[...] = source
+
+        return 2 * self._num_bytes / (self._timer.time_ns(copy, self._stream) / 1e9)
+
+    def __enter__(self) -> Self:
+        """Return the copy."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give everything back."""
+        self._undo.close()
+
+
+class Timer:
+    """Times work in a stream by the device's own clock; `close` gives its events back."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            self._events = []
+            for _ in range(2):
+                self._events.append(device.create_event(timing=True))
+                undo.callback(device.destroy_event, self._events[-1])
+            self._undo = undo.pop_all()
+
+    def time_ns(self, work: Callable[[], None], stream: Stream) -> int:
+        """Issue work in a stream, wait for it, and return what it took there."""
+        device, (start, end) = self._device, self._events
+        device.record(start, stream)
+        work()
+        device.record(end, stream)
+        device.wait_for(end)
+        return device.elapsed_ns(start, end)
+
+    def close(self) -> None:
+        """Give the events back."""
+        self._undo.close()
 
 
 def write_experts(path: Path, num_experts: int, hidden: int, width: int) -> None:
@@ -120,9 +254,7 @@ def uploads(
         write_experts(path, num_experts, hidden, width)
         open_ways: dict[str, Callable[[], ExpertStore]] = {
             "file": lambda path=path: open_store(path, top_k=TOP_K),  # type: ignore[misc]
-            "file, registered": lambda path=path: open_store(path, top_k=TOP_K, mapped=True),  # type: ignore[misc]
             "memory": lambda n=num_experts, h=hidden, w=width: memory_store(n, h, w),  # type: ignore[misc]
-            "memory, registered": lambda n=num_experts, h=hidden, w=width: memory_store(n, h, w),  # type: ignore[misc]
         }
         with ExitStack() as stack:
             link = stack.enter_context(PinnedCopy(device, copy_bytes))
@@ -134,9 +266,7 @@ def uploads(
                 rows.append(row)
                 try:
                     runtimes[way] = stack.enter_context(
-                        open_runtime(
-                            device, open_ways[way](), 2 * group, registered="registered" in way
-                        )
+                        open_runtime(device, open_ways[way](), 2 * group)
                     )
                 except (MoeCacheError, MemoryError) as error:
                     row["refused"] = str(error)
@@ -264,7 +394,7 @@ def look_ups(
     }
 
 
-def measure(device: Device, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_upload(device: Device, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run both parts; return figures and bounds."""
     total_bytes = parse_bytes(arguments.bytes)
     with tempfile.TemporaryDirectory(prefix="moecache-gpu-", dir=arguments.directory) as name:
@@ -300,7 +430,7 @@ def measure(device: Device, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"runs": arguments.runs, "uploads": rows, "look_ups": storm, "bounds": bounds}
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show_upload(found: dict[str, Any], console: Console) -> None:
     """Print a row for each size and way, and the look-ups."""
     table = Table("experts", "way", "of the link", "rate", "while copying", "link", "pinned")
     for row in found["uploads"]:
@@ -308,7 +438,9 @@ def show(found: dict[str, Any], console: Console) -> None:
             table.add_row(row["size"], row["way"], "refused")
             continue
         table.add_row(
-            *(row["size"], row["way"], f"{row['share']:.3f}"),
+            row["size"],
+            row["way"],
+            f"{row['share']:.3f}",
             format_bytes_per_s(statistics.median(row["bytes_per_s"])),
             format_bytes_per_s(row["busy_bytes_per_s"]),
             format_bytes_per_s(statistics.median(row["link_bytes_per_s"])),
@@ -323,13 +455,13 @@ def show(found: dict[str, Any], console: Console) -> None:
     )
 
 
-def main(
+def upload(
     argv: Sequence[str] | None = None,
     device: Device | None = None,
     sizes: Sequence[tuple[str, int, int]] = SIZES,
 ) -> int:
-    """Measure and print; 1 if a bound is not kept, 2 without a GPU."""
-    parser = parser_of(__doc__)
+    """How fast misses reach a GPU; 1 if a bound is not kept, 2 without a GPU."""
+    parser = parser_of(upload.__doc__)
     parser.add_argument("--bytes", default="1GiB", help="bytes of experts, copied in each run")
     parser.add_argument("--copy-bytes", default="1GiB", help="bytes of the copy that is the limit")
     parser.add_argument("--look-ups", type=int, default=5000, help="in each run")
@@ -337,8 +469,132 @@ def main(
     parser.add_argument("--directory", type=Path, metavar="DIR", help="for the file of experts")
     arguments = parser.parse_args(argv)
     arguments.sizes = sizes
-    return run_benchmark(measure, show, arguments, device)
+    return run_benchmark(measure_upload, show_upload, arguments, device)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def evict(
+    device: Device, decoder: Decoder, num_evictions: int, size: StackSize
+) -> tuple[int, int, int]:
+    """Go through all experts until so many were evicted; return that, device and host bytes."""
+    runtime = decoder.runtime
+    until = runtime.cache.num_evictions + num_evictions
+    step = 0
+    while runtime.cache.num_evictions < until:
+        layer, place = step % size.num_layers, step // size.num_layers
+        first = place * size.top_k % size.num_experts
+        ids = (first + np.arange(size.top_k, dtype=np.int32)) % size.num_experts
+        runtime.lease(layer, ids).close()
+        if step % COMPUTE_EVERY == 0:
+            decoder.step(step // COMPUTE_EVERY % decoder.num_tokens)
+        step += 1
+    decoder.finish()
+    return runtime.cache.num_evictions, device.free_bytes(), rss_bytes()
+
+
+def evictions(device: Device, size: StackSize, num_evictions: int) -> dict[str, Any]:
+    """Return what is free, and how much RAM is in use, before and after so many evictions."""
+    trace = _small_trace(size)
+    with Inputs(device, size, trace) as inputs:
+        stream = device.create_stream()
+        try:
+            with (
+                device.using(stream),
+                open_stack(device, size, size.num_layers * size.num_experts // 4) as runtime,
+                Decoder("evicting", device, inputs, stream, runtime) as decoder,
+            ):
+                warm = max(1, int(WARM_SHARE * num_evictions))
+                before, free_before, rss_before = evict(device, decoder, warm, size)
+                after, free_after, rss_after = evict(device, decoder, num_evictions, size)
+        finally:
+            device.destroy_stream(stream)
+    return {
+        "num_evictions": after - before,
+        "device_bytes_lost": free_before - free_after,
+        "rss_bytes_grown": rss_after - rss_before,
+    }
+
+
+def rounds(device: Device, size: StackSize, num_rounds: int) -> dict[str, Any]:
+    """Return what is lost over so many runtimes that are opened, used and closed."""
+    trace = _small_trace(size)
+    free_before = rss_before = 0
+    for number in range(WARM_ROUNDS + num_rounds):
+        if number == WARM_ROUNDS:
+            free_before, rss_before = device.free_bytes(), rss_bytes()
+        # By turns all resident and not: each has scratch memory of its own.
+        _use_once(device, size, trace, size.num_layers * size.num_experts // (1 + number % 2))
+        gc.collect()
+    return {
+        "num_rounds": num_rounds,
+        "device_bytes_lost": free_before - device.free_bytes(),
+        "rss_bytes_grown": rss_bytes() - rss_before,
+    }
+
+
+def _use_once(device: Device, size: StackSize, trace: np.ndarray, capacity: int) -> None:
+    """Open a runtime, decode and close it; what refers to its memory is gone at the end."""
+    stream = device.create_stream()
+    try:
+        with (
+            Inputs(device, size, trace) as inputs,
+            device.using(stream),
+            open_stack(device, size, capacity, policy="echo") as runtime,
+            Decoder("opened", device, inputs, stream, runtime) as decoder,
+        ):
+            for token in range(inputs.num_tokens):
+                decoder.step(token)
+            decoder.finish()
+    finally:
+        device.destroy_stream(stream)
+
+
+def _small_trace(size: StackSize) -> np.ndarray:
+    return routing_trace(
+        4, num_layers=size.num_layers, num_experts=size.num_experts, top_k=size.top_k
+    )
+
+
+def rss_bytes() -> int:
+    """Return how much of this process is in RAM."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure_memory(device: Device, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run both parts; return figures and bounds."""
+    size: StackSize = arguments.size
+    evicted = evictions(device, size, arguments.evictions)
+    opened = rounds(device, size, arguments.rounds)
+    bounds = []
+    for found, what in (
+        (evicted, f"{evicted['num_evictions']} evictions"),
+        (opened, f"{opened['num_rounds']} runtimes"),
+    ):
+        lost = float(found["device_bytes_lost"])
+        bounds.append(bound(f"device bytes lost after {what}", "<=", 0.0, lost))
+        grown = found["rss_bytes_grown"] / MOST_RSS_BYTES
+        note = f"{format_bytes(MOST_RSS_BYTES)} are 1"
+        bounds.append(bound(f"RAM grown after {what}", "<=", 1.0, grown, note))
+    return {"evictions": evicted, "rounds": opened, "bounds": bounds}
+
+
+def show_memory(found: dict[str, Any], console: Console) -> None:
+    """Print what was lost."""
+    for name in ("evictions", "rounds"):
+        part = found[name]
+        console.print(
+            f"{name}: {part[f'num_{name}']}, device bytes lost {part['device_bytes_lost']}, "
+            f"RAM grown by {part['rss_bytes_grown']} bytes"
+        )
+
+
+def memory(
+    argv: Sequence[str] | None = None, device: Device | None = None, size: StackSize = MEMORY_SIZE
+) -> int:
+    """Whether memory of GPU and host stays the same; 1 if it does not, 2 without a GPU."""
+    parser = parser_of(memory.__doc__, runs=False)
+    parser.add_argument("--evictions", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=50)
+    arguments = parser.parse_args(argv)
+    arguments.size = size
+    return run_benchmark(measure_memory, show_memory, arguments, device)

@@ -13,7 +13,16 @@ from moecache import kernels
 from moecache.errors import ConfigError, FormatError
 from moecache.formats import FORMATS, Format, GroupedFormat, ScaledFormat, find_format
 from moecache.layout import Role
-from tests.helpers.kernels import BF16, BLOCKED, DTYPES, SCALED, computing, fitting
+from tests.helpers.kernels import (
+    BF16,
+    BLOCKED,
+    DTYPES,
+    SCALED,
+    computing,
+    fitting,
+    product_error,
+    rounding,
+)
 from tests.helpers.kernels_forms import form_of
 
 # Integers of every width that has a form, straddling words or not.
@@ -257,12 +266,13 @@ def test_fp4_has_any_groups_and_scales_that_only_its_format_knows(
         out = np.empty((21, columns), np.float32)
         kernels.expand(np.asarray(matrix.owner), known.name, 21, columns, out)
         found = kernels.products(inputs, matrix)
+        exact = known.dequantize(parts)
+        bound = product_error(inputs, exact, known.name)
 
-    exact = known.dequantize(parts)
     assert out.tobytes() == exact.tobytes()
-    wide = inputs.astype(np.float64)
-    bound = 2.0**-7 * (np.abs(wide) @ np.abs(exact).T)
-    assert (np.abs(found.astype(np.float64) - wide @ exact.T) <= bound).all()
+    expected = inputs.astype(np.float64) @ exact.T.astype(np.float64)
+    bound += rounding(np.abs(expected) + bound, dtype)
+    assert (np.abs(found.astype(np.float64) - expected) <= bound).all()
 
 
 @pytest.mark.parametrize("name", ["q8_0", "fp8[16x32,f32]"])

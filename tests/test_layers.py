@@ -13,7 +13,7 @@ ROOMS = (
     *("formats", "layout", "kernels"),
     *("cache", "sizing", "prefault", "cuda", "stores", "slots", "traces"),
     *("ranks", "reader", "packing", "loading", "profiles", "prefetch", "telemetry", "runtime"),
-    *("compute", "study", "integrations", "serving", "commands", "cli", "__main__"),
+    *("compute", "decoding", "study", "integrations", "serving", "commands", "cli", "__main__"),
 )
 # Compiled modules that stay where they were published.
 PLACES = {"_slru": "policies", "_prefault": "prefault"}

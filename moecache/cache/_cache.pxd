@@ -94,6 +94,10 @@ cdef class ExpertCache:
     cdef void lease_hits(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, int32_t* out
     ) noexcept
+    cdef bint lease_resident(
+        self, int layer, const int32_t* ids, Py_ssize_t n, int32_t* out
+    ) except -1
+    cdef void end_leases(self, const int32_t* slots, Py_ssize_t n) noexcept
     cdef void use_hits(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, bint leased
     ) noexcept

@@ -290,9 +290,6 @@ cdef class ExpertCache:
         """
         cdef Py_ssize_t i, n = cnp.PyArray_SIZE(slots)
         cdef const int32_t* data = int32_data(slots, n, "slots", False)
-        cdef Slot* slot
-        # Looked up once: a list item per slot costs as much as the rest.
-        cdef Policy part = self.part(0)
         with cython.critical_section(self):
             if self.scripted:
                 self.enter()
@@ -302,23 +299,7 @@ cdef class ExpertCache:
                         raise ValueError(f"slot {data[i]} is not in [0, {self.capacity})")
                     if data[i] >= 0 and self.slots[data[i]].leases == 0:
                         raise ValueError(f"slot {data[i]} is not leased; was it released twice?")
-                self.call += 1
-                for i in range(n):
-                    if data[i] < 0:
-                        continue
-                    slot = &self.slots[data[i]]
-                    if slot.seen == self.call:
-                        continue
-                    slot.seen = self.call
-                    slot.leases -= 1
-                    if slot.leases == 0:
-                        if slot.state == RESIDENT:
-                            if not self.is_global:
-                                part = <Policy>self.partitions[slot.partition]
-                            unhold(part, self.local_key(slot.key))
-                        elif slot.state == ABANDONED:
-                            self.abandoned[slot.partition] -= 1
-                            self.free_slot(data[i])
+                self.end_leases(data, n)
             finally:
                 if self.scripted:
                     self.leave()
@@ -853,6 +834,46 @@ cdef class ExpertCache:
             expert = id_at(ids, wide, i)
             out[i] = table[expert] if 0 <= expert < self.num_experts else -1
         self.use_hits(layer, ids, wide, n, True)
+
+    cdef bint lease_resident(
+        self, int layer, const int32_t* ids, Py_ssize_t n, int32_t* out
+    ) except -1:
+        """Do what `acquire` does for one token if all of its experts are resident; else nothing.
+
+        For compiled code that has the layer's number checked and calls `end_leases` afterwards.
+        Policies written in Python are asked by `acquire` alone.
+        """
+        with cython.critical_section(self):
+            if self.scripted or self.count_missing(layer, ids, False, n, n, False):
+                return False
+            self.part(layer).begin_step(layer, ids, False, 1, n, NULL)
+            if self.route_log is not None:
+                self.route_log.append(layer, ids, False, 1, n, False, NULL)
+            self.lease_hits(layer, ids, False, n, out)
+            return True
+
+    cdef void end_leases(self, const int32_t* slots, Py_ssize_t n) noexcept:
+        cdef Slot* slot
+        cdef Py_ssize_t i
+        # Looked up once: a list item per slot costs as much as the rest.
+        cdef Policy part = self.part(0)
+        self.call += 1
+        for i in range(n):
+            if slots[i] < 0:
+                continue
+            slot = &self.slots[slots[i]]
+            if slot.seen == self.call:
+                continue
+            slot.seen = self.call
+            slot.leases -= 1
+            if slot.leases == 0:
+                if slot.state == RESIDENT:
+                    if not self.is_global:
+                        part = <Policy>self.partitions[slot.partition]
+                    unhold(part, self.local_key(slot.key))
+                elif slot.state == ABANDONED:
+                    self.abandoned[slot.partition] -= 1
+                    self.free_slot(slots[i])
 
     cdef void use_hits(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, bint leased,

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from moecache.kernels._products cimport (
+from moecache.kernels._jobs cimport (
     MC_BF16,
     MC_BLOCK,
     MC_DIVIDED,
@@ -14,39 +14,44 @@ from moecache.kernels._products cimport (
     MC_F16,
     MC_F32,
     MC_IN_STEPS,
-    MC_MAX_LEVELS,
     MC_NUM_CODES,
     MC_NUM_ORDERS,
     MC_TILE,
     MC_TIMES,
     MC_X_F32,
     MC_X_PLANES,
-    mc_after_fork,
     mc_code_names,
-    mc_combine,
-    mc_compute_experts,
-    mc_convert,
-    mc_expand,
-    mc_expansion,
     mc_experts,
     mc_file,
     mc_input_columns,
     mc_input_row_bytes,
     mc_input_type,
     mc_is_coded,
-    mc_is_late,
     mc_level,
-    mc_levels,
     mc_matrix,
     mc_order,
     mc_order_names,
     mc_product,
-    mc_products,
     mc_rows,
     mc_sum,
+    mc_tile_of,
+    mc_work,
+)
+from moecache.kernels._products cimport (
+    MC_MAX_LEVELS,
+    mc_after_fork,
+    mc_combine,
+    mc_compute_experts,
+    mc_convert,
+    mc_expand,
+    mc_expansion,
+    mc_is_late,
+    mc_levels,
+    mc_now_ns,
+    mc_products,
+    mc_share,
     mc_share_from,
     mc_shared_bytes,
-    mc_tile_of,
     mc_waking_bytes,
 )
 
@@ -143,6 +148,36 @@ def share_from(int64_t shared_bytes, int64_t waking_bytes):
     return before
 
 
+cdef const mc_level *level_in_use() noexcept nogil:
+    return _level
+
+
+cdef void convert(
+    const uint8_t *given, int given_type, int wanted, const mc_matrix *matrix, uint8_t *out
+) noexcept nogil:
+    mc_convert(_level, given, given_type, wanted, matrix, out)
+
+
+cdef void run_product(mc_product *product) noexcept nogil:
+    mc_products(product, _num_threads)
+
+
+cdef void run_experts(mc_experts *experts) noexcept nogil:
+    mc_compute_experts(experts, _num_threads)
+
+
+cdef void run_sum(mc_sum *sum) noexcept nogil:
+    mc_combine(sum, _num_threads)
+
+
+cdef void run_items(mc_work work, void *job, int64_t num_items, int64_t num_bytes) noexcept nogil:
+    mc_share(_num_threads, work, job, num_items, num_bytes)
+
+
+cdef int64_t now_ns() noexcept nogil:
+    return mc_now_ns()
+
+
 @cython.final
 cdef class Matrix:
     """A weight matrix [rows, columns] in memory, as the kernels read it.
@@ -164,9 +199,6 @@ cdef class Matrix:
     ----------
     rows, columns : int
     """
-
-    cdef mc_matrix matrix
-    cdef readonly object owner
 
     def __cinit__(
         self, uintptr_t address, str name, int64_t rows, int64_t columns, row_bytes=None,
@@ -311,11 +343,6 @@ cdef class Experts:
     owner : object
         Kept alive.
     """
-
-    cdef mc_experts experts
-    cdef readonly object owner
-    cdef Matrix up
-    cdef Matrix down
 
     def __cinit__(
         self, Matrix up not None, int64_t up_slot_bytes, Matrix down not None,

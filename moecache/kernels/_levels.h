@@ -10,6 +10,7 @@
 #define TOKENS 2
 #define PLANES_MANY 2
 #include "_level.h"
+#include "_attention.h"
 #include "_values.h"
 #include "_codes.h"
 #include "_forms.h"
@@ -48,6 +49,7 @@ BEGIN("avx2,fma,f16c")
 #define LOOK_UP(table, at) (vu) _mm256_shuffle_epi8((__m256i)(table), (__m256i)(at))
 #define DOT_AVX2
 #include "_level.h"
+#include "_attention.h"
 #include "_values.h"
 #include "_codes.h"
 #include "_forms.h"
@@ -94,6 +96,7 @@ BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 #define DOT_VNNI(sum, w, x) \
     (vi) _mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(w), (__m512i)(x))
 #include "_level.h"
+#include "_attention.h"
 #include "_values.h"
 #include "_codes.h"
 #include "_forms.h"
@@ -135,6 +138,7 @@ static inline uint32x4_t mc_four_bytes(const uint8_t *raw)
 #define LOOK_UP(table, at) (vu) vqtbl1q_u8((uint8x16_t)(table), (uint8x16_t)(at))
 #define DOT_NEON
 #include "_level.h"
+#include "_attention.h"
 #include "_values.h"
 #include "_codes.h"
 #include "_forms.h"

@@ -197,6 +197,16 @@ typedef struct {
     float alpha, limit; /* of MC_SWIGLU; the limit of MC_CLAMPED_SILU, too */
 } mc_activation;
 
+/* Keys and values of a head, at positions [first, last) of which at least one is seen. */
+typedef struct {
+    const uint8_t *keys, *values; /* of position 0 */
+    int64_t key_step, value_step; /* bytes from a position to the next */
+    int64_t width, value_width;   /* numbers of a key, and of a value */
+    int64_t first, last;
+    int type; /* MC_F32, MC_F16 or MC_BF16 */
+    float scale; /* of the products */
+} mc_attention;
+
 /* Writes the products of rows [row, row + 16) with `num` inputs: out[i * 16 + r], fp32.
  * Rows beyond the matrix have any value. An input is `columns` numbers, padded with zeros to a whole
  * block if weights are codes, or the same columns as `mc_planes`. */
@@ -231,6 +241,9 @@ typedef struct {
     void (*expand)(
         const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes);
     uint32_t (*read)(const uint8_t *at, int64_t num);
+    /* `scores` has room for as many as positions are seen; a sink of -INFINITY is none. */
+    void (*attend)(
+        const mc_attention *a, const float *query, float sink, float *scores, float *out);
 } mc_level;
 
 /* A level's functions, where LEVEL is defined. */
@@ -244,6 +257,7 @@ typedef struct {
                             [MC_BF16] = LEVEL(tile_bf16), [MC_E4M3] = LEVEL(tile_e4m3)},          \
         .planes = MC_PLANES, .activate = LEVEL(activate), .quantize = LEVEL(quantize),            \
         .form = LEVEL(form), .expand = LEVEL(expand), .read = LEVEL(read),                        \
+        .attend = LEVEL(attend),                                                                  \
     }
 
 static inline int mc_is_coded(const mc_matrix *matrix) { return matrix->codes >= MC_I8; }

@@ -2,6 +2,7 @@
 #ifndef MOECACHE_PRODUCTS_H
 #define MOECACHE_PRODUCTS_H
 
+#include "_jobs.h"
 #include "_levels.h"
 #include "_threads.h"
 
@@ -9,13 +10,6 @@
 #define MC_CHUNK 64
 /* Weights of an item: a thread takes the next one every few microseconds. */
 #define MC_ITEM_BYTES (128 * 1024)
-
-/* Rows of fp32 or bf16. */
-typedef struct {
-    uint8_t *data;
-    int64_t row_bytes;
-    int type;
-} mc_rows;
 
 static void mc_to_f32(const uint8_t *from, int type, int64_t num, float *to)
 {
@@ -98,16 +92,6 @@ static int64_t mc_tiles_per_item(const mc_matrix *matrix)
 
 static inline int64_t mc_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* out[i] = matrix @ inputs[i] + bias */
-typedef struct {
-    const mc_level *level;
-    mc_matrix matrix;
-    mc_rows bias, out;
-    const uint8_t *const *inputs;
-    int input_type;
-    int64_t num_inputs, tiles_per_item;
-} mc_product;
-
 static void mc_product_item(void *job, int64_t item)
 {
     const mc_product *p = job;
@@ -165,39 +149,12 @@ static void mc_expand(mc_expansion *expansion, int num_threads)
              4 * mc_read_bytes(&expansion->matrix, 1));
 }
 
-/* Matrices of a role in slots: the same shape, one after the other. */
-typedef struct {
-    mc_matrix first; /* of slot 0 */
-    int64_t slot_bytes;
-    mc_rows bias; /* a row for each slot, or none */
-} mc_slots;
-
 static inline mc_matrix mc_in_slot(const mc_slots *slots, int64_t slot)
 {
     mc_matrix matrix = slots->first;
     matrix.data += slot * slots->slot_bytes;
     return matrix;
 }
-
-/* rows[pairs[i]] = down(act(gate(x)) * up(x)) of the expert in slots[e], for
- * i in [offsets[e], offsets[e + 1]). */
-typedef struct {
-    const mc_level *level;
-    mc_slots up, down;
-    mc_activation activation;
-    int is_gated, is_interleaved;
-    int64_t width, up_row; /* rows of gate; the first one of up */
-    const int32_t *slots;
-    const int64_t *offsets, *pairs;
-    int64_t num_experts;
-    const uint8_t *const *inputs; /* of each i */
-    int input_type;
-    mc_rows hidden; /* scratch: activations of each i */
-    int hidden_type; /* input type of `down`; MC_X_PLANES is made of fp32, in its place */
-    const uint8_t **hidden_inputs;
-    mc_rows out;
-    int64_t tiles_per_item, items_per_expert;
-} mc_experts;
 
 /* Rows [row, row + num) of gate and of up, for a chunk of inputs, to fp32. */
 static void mc_gate_and_up(
@@ -297,13 +254,6 @@ static void mc_down_item(void *job, int64_t item)
         }
     }
 }
-
-/* out[t] = sum over j of weights[t, j] * rows[t * top_k + j], in the order of j. */
-typedef struct {
-    const float *rows;
-    mc_rows weights, out;
-    int64_t num_tokens, top_k, columns;
-} mc_sum;
 
 #define MC_SUM_COLUMNS 1024
 

@@ -4,6 +4,8 @@
 #ifndef MOECACHE_THREADS_H
 #define MOECACHE_THREADS_H
 
+#include "_jobs.h"
+
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
@@ -29,8 +31,6 @@ static inline void mc_share_from(int64_t shared_bytes, int64_t waking_bytes)
     mc_shared_bytes = shared_bytes;
     mc_waking_bytes = waking_bytes;
 }
-
-typedef void (*mc_work)(void *job, int64_t item);
 
 static struct {
     pthread_mutex_t turn; /* held by the thread whose job it is */

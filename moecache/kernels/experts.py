@@ -37,6 +37,8 @@ class SlotKernel:
     Attributes
     ----------
     hidden_size : int
+    experts : Experts
+        The same for compiled code.
     num_computed, busy_ns : int
         Experts computed for a single token, and the time that took, as `count` was told.
 
@@ -87,7 +89,7 @@ class SlotKernel:
                 raise ConfigError(f"{role} {list(array.shape)} is not [{rows}]")
             return array.ctypes.data, _distance(array, second[role]), type_of(array)
 
-        self._experts = Experts(
+        self.experts = Experts(
             up,
             _distance(first[wide], second[wide]),
             down,
@@ -105,7 +107,7 @@ class SlotKernel:
         )
         self.num_computed = self.busy_ns = 0
         # With the addresses of torch's tensors no array is made for a call.
-        self.compute_at = self._experts.compute
+        self.compute_at = self.experts.compute
 
     def count(self, num_experts: int, busy_ns: int) -> None:
         """Note that experts were computed for a single token, and how long it took."""

@@ -141,6 +141,18 @@ class StepSource:
         self._cache.count_hits(first, ids, sequences=sequences)
         self._look_at_pins()
 
+    def observer(self) -> Observe | None:
+        """Return what is told of each step; `None` if it would not look, as nothing is read."""
+        cache = self._cache
+        if cache.num_resident == cache.num_layers * cache.num_experts:
+            return None
+        return self._observe
+
+    def count_leased(self, num: int) -> None:
+        """Count steps whose experts were all there, and were leased by compiled code."""
+        self.count_resident(num)
+        self._look_at_pins()
+
     def begin_batch(self, size: int) -> None:
         """Say that `size` sequences begin side by side; see `ExpertRuntime.begin_sequence`."""
         self._batch = self._batch.following(size)

@@ -73,6 +73,12 @@ class RouterLookAhead:
         for hook in hooks:
             hook.remove()
 
+    def follow(self, layer: int, hidden: torch.Tensor) -> None:
+        """Take what a layer's router got, float32 [num_tokens, hidden_size], as its hook does."""
+        router = self._routers[layer]
+        weight = None if router is None else next(router.parameters(), None)
+        self._note(layer, (hidden if weight is None else hidden.to(weight.dtype),))
+
     def _of_fallback(self, layer: int, n: int) -> Prediction:
         if self._fallback is None:
             return np.empty(0, np.int32), None

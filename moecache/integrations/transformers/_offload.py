@@ -15,6 +15,7 @@ from torch import nn
 from moecache.errors import CapacityError, MoeCacheError
 from moecache.integrations.transformers import _llama4, _longcat
 from moecache.integrations.transformers._binding import Binding, bind_to
+from moecache.integrations.transformers._decoding import Decoder, install, uninstall
 from moecache.integrations.transformers._experts import (
     ROLES,
     NotCopied,
@@ -78,6 +79,8 @@ class Offload(NotCopied):
         Closed with this if `load` opened it.
     ranks : Ranks or None
         The processes that the experts are spread over, with `load(expert_parallel=)`.
+    decoder : Decoder or None
+        What computes tokens in the place of the model's forward; none where torch computes.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class Offload(NotCopied):
             follow_streams(runtime)
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
             self._agreements = [] if ranks is None else list(agree_before(model, ranks))
+            self.decoder: Decoder | None = self._start_decoder(model)
             self._hook = model.register_forward_pre_hook(SequenceHook(runtime), with_kwargs=True)
             guard(model, getattr(runtime.store, "path", Path()))
             self._start_look_ahead(routers)
@@ -254,6 +258,9 @@ class Offload(NotCopied):
     def _release(self) -> None:
         self._released = True
         self._hook.remove()
+        model, decoder, self.decoder = self._model(), self.decoder, None
+        if model is not None and decoder is not None:
+            uninstall(model)
         for agreement in self._agreements:
             agreement.remove()
         slow_down(self._linears)
@@ -272,6 +279,17 @@ class Offload(NotCopied):
             self.ranks.close()
         if self._owned:
             self.runtime.close()
+
+    def _start_decoder(self, model: transformers.PreTrainedModel) -> Decoder | None:
+        """Have a token be one call where kernels compute in RAM, and all experts are here."""
+        is_here = self.ranks is None or self.ranks.share is None
+        if self._compute == "torch" or isinstance(self.runtime.pool, CudaSlots) or not is_here:
+            return None
+        if "forward" in model.__dict__:
+            return None  # somebody follows it
+        decoder = Decoder(model, self.runtime, self._layers, self.paths, lambda: self._look_ahead)
+        install(model, decoder)
+        return decoder
 
     def _strip(self) -> list[SlotLayer]:
         views: dict[Any, dict[int, SlotWeights]] = {}

@@ -1,0 +1,1 @@
+"""The decode step: a token as one call, over experts in slots."""

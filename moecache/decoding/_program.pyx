@@ -1,0 +1,772 @@
+"""Program: a recipe bound to memory; a token is one call while its experts hit."""
+
+cimport cython
+cimport numpy as cnp
+from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memset
+
+from moecache.cache._cache cimport ExpertCache
+from moecache.decoding._steps cimport (
+    MC_SIGMOID,
+    MC_SOFTMAX,
+    MC_SOFTMAX_OF_CHOSEN,
+    mc_add,
+    mc_attend_item,
+    mc_heads,
+    mc_norm,
+    mc_route,
+    mc_router,
+    mc_store,
+    mc_turn,
+)
+from moecache.kernels._jobs cimport (
+    MC_BF16,
+    MC_F32,
+    MC_X_F32,
+    MC_X_PLANES,
+    mc_activation,
+    mc_experts,
+    mc_input_columns,
+    mc_input_row_bytes,
+    mc_input_type,
+    mc_matrix,
+    mc_product,
+    mc_rows,
+    mc_sum,
+)
+from moecache.kernels._kernels cimport (
+    Experts,
+    Matrix,
+    convert,
+    level_in_use,
+    now_ns,
+    run_experts,
+    run_items,
+    run_product,
+    run_sum,
+)
+
+import numpy as np
+
+from moecache.errors import ConfigError
+from moecache.kernels._kernels import ACTIVATIONS, INPUTS
+from moecache.kernels.matrices import type_of
+
+cnp.import_array()
+
+# Rows of a call: more are a prompt, which torch multiplies as fast.
+cdef enum:
+    ROWS = 16
+MAX_ROWS = ROWS
+_SCORES = {
+    "softmax": MC_SOFTMAX, "sigmoid": MC_SIGMOID, "softmax of the chosen": MC_SOFTMAX_OF_CHOSEN,
+}
+_TYPES = {"f32": MC_F32, "bf16": MC_BF16}
+
+
+cdef struct Linear:
+    mc_matrix matrix
+    mc_rows bias
+    bint is_there
+
+
+cdef struct Norm:
+    const uint8_t *weight
+    int type
+    int64_t width
+    float epsilon
+
+
+cdef struct Layer:
+    Norm attention_norm
+    Norm forward_norm
+    Norm query_norm
+    Norm key_norm
+    Linear query
+    Linear key
+    Linear value
+    Linear out
+    int64_t num_heads
+    int64_t num_kv_heads
+    int64_t width
+    int64_t value_width
+    int64_t rotary_width
+    float scale
+    float clip
+    bint is_interleaved
+    const float *sinks
+    Linear gate
+    Linear up
+    Linear down
+    Linear weight
+    mc_activation activation
+    Linear router
+    mc_router choice
+    mc_experts experts
+    bint has_experts
+    int number
+
+
+@cython.final
+cdef class KeyValues:
+    """Keys and values of a layer, [batch, heads, capacity, width] each.
+
+    Parameters
+    ----------
+    keys, values : int
+        Addresses.
+    type : {"f32", "bf16"}
+    shape : (int, int, int, int)
+        Batch, heads, capacity, width of the keys.
+    value_width : int
+    owner : object
+        Kept alive.
+    """
+
+    cdef uint8_t *keys
+    cdef uint8_t *values
+    cdef int type
+    cdef int64_t batch, heads, capacity, width, value_width
+    cdef readonly object owner
+
+    def __cinit__(
+        self, uintptr_t keys, uintptr_t values, str type, tuple shape, int64_t value_width, owner
+    ):
+        self.keys, self.values, self.type = <uint8_t *>keys, <uint8_t *>values, _TYPES[type]
+        self.batch, self.heads, self.capacity, self.width = shape
+        self.value_width, self.owner = value_width, owner
+
+
+@cython.final
+cdef class Program:
+    """Computes a decoder's logits for a few tokens, as a recipe says.
+
+    A call begins with `begin`; while `run` returns a layer, its experts are to be computed from
+    `normed` into `rows` by the caller, as some of them are not resident. What is read stays as it
+    is until the next call. Not for two threads at once.
+
+    Hidden states, norms, sums and logits are float32; a row's bits depend neither on the other rows
+    nor on threads nor on where experts are.
+
+    Parameters
+    ----------
+    recipe : Recipe
+    cache : ExpertCache
+
+    Attributes
+    ----------
+    hidden : ndarray of float32, shape [16, hidden_size]
+        Embeddings of the tokens; to be filled in before `begin`.
+    normed : ndarray of float32, shape [16, hidden_size]
+        Input of the experts that are asked for.
+    ids : ndarray of int32, shape [16, top_k]
+        The router's choice.
+    rows : ndarray of float32, shape [16 * top_k, hidden_size]
+        Results of each (token, choice) pair, before their sum.
+    busy_ns : ndarray of int64, shape [num_layers]
+        The time that each layer's experts took in this call, where all of them were resident; 0
+        where not.
+
+    Raises
+    ------
+    ConfigError
+        If matrices do not fit together.
+    MemoryError
+    """
+
+    cdef Layer *layers
+    cdef int64_t num_layers, hidden_size, top_k
+    cdef Norm norm
+    cdef Linear head
+    cdef ExpertCache cache
+    cdef object recipe
+    cdef list owners
+    cdef readonly cnp.ndarray hidden, normed, ids, rows, busy_ns
+    cdef cnp.ndarray _work
+    # Parts of `_work`, each for 16 rows.
+    cdef float *queries
+    cdef float *keys
+    cdef float *values
+    cdef float *mixed
+    cdef float *wide
+    cdef float *second
+    cdef float *added
+    cdef float *logits
+    cdef float *scratch
+    cdef float *weights
+    cdef float *scores
+    cdef int64_t num_scores
+    cdef uint8_t *converted
+    cdef int64_t converted_bytes
+    cdef uint8_t *expert_hidden
+    # The call.
+    cdef int64_t at, num_rows, each, length
+    cdef int64_t begins[ROWS]
+    cdef const float *cos
+    cdef const float *sin
+    cdef list pages
+    cdef object kept
+    cdef object observe
+
+    def __cinit__(self, recipe, ExpertCache cache not None):
+        cdef int64_t i
+        self.recipe, self.cache, self.owners = recipe, cache, []
+        self.scores = NULL
+        self.num_layers, self.hidden_size = len(recipe.layers), recipe.hidden_size
+        self.layers = <Layer *>calloc(max(1, self.num_layers), sizeof(Layer))
+        if self.layers == NULL:
+            raise MemoryError("no memory for a program")
+        self.top_k = max([layer.router.top_k for layer in recipe.layers if layer.router] or [1])
+        for i in range(self.num_layers):
+            self._bind(&self.layers[i], recipe.layers[i])
+        self._bind_norm(&self.norm, recipe.norm, self.hidden_size)
+        self._bind_linear(&self.head, recipe.head, self.hidden_size)
+        self._reserve()
+
+    def __dealloc__(self):
+        free(self.layers)
+        free(self.scores)
+
+    cdef int _bind_norm(self, Norm *norm, given, int64_t multiple_of) except -1:
+        cdef cnp.ndarray weight
+        if given is None:
+            return 0
+        weight = given.weight
+        norm.weight, norm.width = <const uint8_t *>self._own(weight), weight.size
+        norm.type, norm.epsilon = _TYPES[type_of(weight)], given.epsilon
+        if norm.width == 0 or multiple_of % norm.width:
+            raise ConfigError(f"a norm of {norm.width} numbers does not fit {multiple_of}")
+        return 0
+
+    cdef void *_own(self, cnp.ndarray array) except NULL:
+        if not cnp.PyArray_IS_C_CONTIGUOUS(array):
+            raise ConfigError("weights of a program must be contiguous")
+        self.owners.append(array)
+        return cnp.PyArray_DATA(array)
+
+    cdef int _bind_linear(self, Linear *linear, given, int64_t columns, int64_t rows=0) except -1:
+        cdef Matrix matrix
+        cdef cnp.ndarray bias
+        if given is None:
+            return 0
+        matrix = given.matrix
+        linear.matrix, linear.is_there = matrix.matrix, True
+        if matrix.columns != columns or (rows and matrix.rows != rows):
+            raise ConfigError(
+                f"a matrix of {matrix.rows} x {matrix.columns} is not one of "
+                f"{rows or 'some'} x {columns}"
+            )
+        self.owners.append(matrix)
+        if given.bias is not None:
+            bias = given.bias
+            if bias.size != matrix.rows:
+                raise ConfigError(f"a bias of {bias.size} numbers does not fit {matrix.rows} rows")
+            linear.bias.data = <uint8_t *>self._own(bias)
+            linear.bias.type = INPUTS.index(type_of(bias))
+        return 0
+
+    cdef int _bind(self, Layer *layer, given) except -1:
+        cdef int64_t hidden = self.hidden_size, width
+        cdef cnp.ndarray array
+        cdef Experts experts
+        a, forward, router = given.attention, given.forward, given.router
+        self._bind_norm(&layer.attention_norm, given.attention_norm, hidden)
+        self._bind_norm(&layer.forward_norm, given.forward_norm, hidden)
+        layer.num_heads, layer.num_kv_heads = a.num_heads, a.num_kv_heads
+        layer.width, layer.value_width = a.width, a.value_width
+        layer.rotary_width, layer.scale = a.rotary_width, a.scale
+        layer.is_interleaved, layer.clip = a.is_interleaved, a.clip or 0.0
+        if (
+            layer.num_kv_heads < 1 or layer.num_heads % layer.num_kv_heads
+            or not 0 <= layer.rotary_width <= layer.width or layer.rotary_width % 2
+        ):
+            raise ConfigError(
+                f"{a.num_heads} heads do not share {a.num_kv_heads}, or {a.rotary_width} of "
+                f"{a.width} numbers cannot be turned"
+            )
+        self._bind_linear(&layer.query, a.query, hidden, layer.num_heads * layer.width)
+        self._bind_linear(&layer.key, a.key, hidden, layer.num_kv_heads * layer.width)
+        self._bind_linear(&layer.value, a.value, hidden, layer.num_kv_heads * layer.value_width)
+        self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
+        self._bind_norm(&layer.query_norm, a.query_norm, layer.num_heads * layer.width)
+        self._bind_norm(&layer.key_norm, a.key_norm, layer.num_kv_heads * layer.width)
+        if a.sinks is not None:
+            array = a.sinks
+            if type_of(array) != "f32" or array.size != layer.num_heads:
+                raise ConfigError(f"{array.size} sinks are not one for each of {a.num_heads} heads")
+            layer.sinks = <const float *>self._own(array)
+        if forward is not None:
+            width = forward.gate.matrix.rows
+            self._bind_linear(&layer.gate, forward.gate, hidden)
+            self._bind_linear(&layer.up, forward.up, hidden, width)
+            self._bind_linear(&layer.down, forward.down, width, hidden)
+            self._bind_linear(&layer.weight, forward.weight, hidden, 1)
+            layer.activation.kind = ACTIVATIONS.index(forward.activation)
+        layer.number = given.number
+        layer.has_experts = router is not None
+        if router is None:
+            return 0
+        self._bind_linear(&layer.router, router.linear, hidden)
+        experts = given.experts
+        self.owners.append(experts)
+        layer.experts = experts.experts
+        layer.choice.num_experts = router.linear.matrix.rows
+        layer.choice.top_k = router.top_k
+        layer.choice.num_groups = router.num_groups
+        layer.choice.num_kept = router.num_kept_groups
+        layer.choice.kind = _SCORES[router.scores]
+        layer.choice.is_normalized = router.is_normalized
+        layer.choice.least, layer.choice.scale = router.least, router.scale
+        if (
+            not 1 <= router.top_k <= layer.choice.num_experts
+            or layer.choice.num_experts != self.cache.num_experts
+            or not 0 <= layer.number < self.cache.num_layers
+            or router.top_k != self.top_k
+            or experts.experts.down.first.rows != hidden
+            or experts.experts.up.first.columns != hidden
+            or not 1 <= router.num_kept_groups <= router.num_groups <= 64
+            or layer.choice.num_experts % router.num_groups
+            or (router.num_groups > 1 and layer.choice.num_experts < 2 * router.num_groups)
+        ):
+            raise ConfigError(f"the router of layer {given.number} does not fit its experts")
+        if router.correction is not None:
+            array = router.correction
+            if type_of(array) != "f32" or array.size != layer.choice.num_experts:
+                raise ConfigError(f"{array.size} corrections do not fit the experts")
+            layer.choice.correction = <const float *>self._own(array)
+        return 0
+
+    cdef int64_t _room(self, Linear *linear) noexcept:
+        # Bytes of an input in whatever type a level multiplies it.
+        if not linear.is_there:
+            return 0
+        return max(
+            mc_input_row_bytes(MC_X_F32, mc_input_columns(&linear.matrix)),
+            mc_input_row_bytes(MC_X_PLANES, (linear.matrix.columns + 31) & ~31),
+        )
+
+    cdef int _reserve(self) except -1:
+        """Allocate what 16 rows need."""
+        cdef int64_t i, sizes[10], total = 0, most = 0, expert_row = 0
+        cdef float *base
+        cdef float **parts[10]
+        cdef Layer *layer
+        parts[0], parts[1], parts[2] = &self.queries, &self.keys, &self.values
+        parts[3], parts[4], parts[5] = &self.mixed, &self.wide, &self.second
+        parts[6], parts[7], parts[8] = &self.added, &self.logits, &self.scratch
+        parts[9] = &self.weights
+        memset(sizes, 0, sizeof(sizes))
+        for i in range(self.num_layers):
+            layer = &self.layers[i]
+            sizes[0] = max(sizes[0], layer.query.matrix.rows)
+            sizes[1] = max(sizes[1], layer.key.matrix.rows)
+            sizes[2] = max(sizes[2], layer.value.matrix.rows)
+            sizes[3] = max(sizes[3], layer.out.matrix.columns)
+            sizes[4] = max(sizes[4], layer.gate.matrix.rows)
+            sizes[7] = max(sizes[7], layer.choice.num_experts)
+            most = max(most, self._room(&layer.query), self._room(&layer.out))
+            most = max(most, self._room(&layer.gate), self._room(&layer.down))
+            most = max(most, self._room(&layer.router))
+            if layer.has_experts:
+                most = max(most, 4 * mc_input_columns(&layer.experts.up.first))
+                most = max(most, mc_input_row_bytes(
+                    MC_X_PLANES, (layer.experts.up.first.columns + 31) & ~31
+                ))
+                expert_row = max(
+                    expert_row,
+                    4 * ((layer.experts.down.first.columns + 63) & ~63),
+                    mc_input_row_bytes(
+                        MC_X_PLANES, (layer.experts.down.first.columns + 31) & ~31
+                    ),
+                )
+        most = max(most, self._room(&self.head))
+        # Activations come in multiples of 16.
+        sizes[4] = (sizes[4] + 15) & ~15
+        sizes[5] = sizes[4]
+        sizes[6] = self.hidden_size
+        sizes[8] = sizes[7]
+        sizes[9] = self.top_k
+        for i in range(10):
+            sizes[i] = (sizes[i] + 15) & ~15
+            total += sizes[i] * ROWS
+        self.converted_bytes = (most + 63) & ~63
+        expert_row = (expert_row + 63) & ~63
+        shape = ROWS, self.hidden_size
+        self.hidden, self.normed = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self.ids = np.zeros((ROWS, self.top_k), np.int32)
+        self.rows = np.zeros((ROWS * self.top_k, self.hidden_size), np.float32)
+        self.busy_ns = np.zeros(self.num_layers, np.int64)
+        self._work = np.zeros(
+            total * 4 + ROWS * self.converted_bytes + self.top_k * expert_row + 64, np.uint8
+        )
+        base = <float *>((<uintptr_t>cnp.PyArray_DATA(self._work) + 63) & ~<uintptr_t>63)
+        for i in range(10):
+            parts[i][0] = base
+            base += sizes[i] * ROWS
+        self.converted = <uint8_t *>base
+        self.expert_hidden = self.converted + ROWS * self.converted_bytes
+        return 0
+
+    def begin(
+        self, list pages not None, int64_t length, int64_t each, cnp.ndarray begins not None,
+        cnp.ndarray cos not None, cnp.ndarray sin not None, observe=None
+    ):
+        """Begin a call for tokens whose embeddings are in `hidden`, row after row of the batch.
+
+        Parameters
+        ----------
+        pages : list of KeyValues
+            One for each layer, with room for the new tokens.
+        length : int
+            Positions that are there, of each sequence.
+        each : int
+            New tokens of each sequence.
+        begins : ndarray of int64, shape [batch]
+            The first position that a sequence sees; those before it are padding.
+        cos, sin : ndarray of float32, shape [batch * each, rotary_width]
+            Of the tokens' positions.
+        observe : callable (layer, ids, sequences), optional
+            Told of each resident step, as `StepSource`'s is.
+
+        Raises
+        ------
+        ConfigError
+            If these do not fit.
+        MemoryError
+        """
+        cdef int64_t i, batch = begins.size, num = batch * each
+        cdef KeyValues page
+        cdef Layer *layer
+        cdef float *scores
+        if not 1 <= num <= ROWS or each < 1 or len(pages) != self.num_layers:
+            raise ConfigError(f"{num} rows and {len(pages)} layers' pages are no call")
+        if begins.dtype != np.int64 or cos.dtype != np.float32 or sin.dtype != np.float32:
+            raise ConfigError("begins are int64, angles float32")
+        if not (
+            cnp.PyArray_IS_C_CONTIGUOUS(begins) and cnp.PyArray_IS_C_CONTIGUOUS(cos)
+            and cnp.PyArray_IS_C_CONTIGUOUS(sin)
+        ):
+            raise ConfigError("begins and angles must be contiguous")
+        for i in range(batch):
+            self.begins[i] = (<const int64_t *>cnp.PyArray_DATA(begins))[i]
+            if not 0 <= self.begins[i] <= length:
+                raise ConfigError(f"a sequence that begins at {self.begins[i]} of {length}")
+        most = 0
+        for i in range(self.num_layers):
+            page, layer = pages[i], &self.layers[i]
+            if (
+                page.batch != batch or page.heads != layer.num_kv_heads
+                or page.width != layer.width or page.value_width != layer.value_width
+                or page.capacity < length + each
+            ):
+                raise ConfigError(
+                    f"keys and values [{page.batch}, {page.heads}, {page.capacity}, {page.width}] "
+                    f"have no room for {each} tokens after {length} of {batch} sequences"
+                )
+            if cos.size != num * layer.rotary_width or sin.size != cos.size:
+                raise ConfigError(f"{cos.size} angles are not {num} times {layer.rotary_width}")
+            most = max(most, num * layer.num_kv_heads)
+        if most * (length + each) > self.num_scores or self.scores == NULL:
+            # Half as many again: a conversation goes on.
+            i = most * (length + each) * 3 // 2 + 1024
+            scores = <float *>malloc(<size_t>i * sizeof(float))
+            if scores == NULL:
+                raise MemoryError(f"no memory for attention to {length + each} positions")
+            free(self.scores)
+            self.scores, self.num_scores = scores, i
+        self.pages, self.kept, self.observe = pages, (cos, sin), observe
+        self.cos = <const float *>cnp.PyArray_DATA(cos)
+        self.sin = <const float *>cnp.PyArray_DATA(sin)
+        self.num_rows, self.each, self.length = num, each, length
+        self.busy_ns.fill(0)
+        self.at = 0
+        self._attention()
+
+    def run(self):
+        """Compute on, up to a layer whose experts are not all there, or to the end.
+
+        Returns
+        -------
+        int
+            Number of the runtime's layer: compute the experts of `ids`, from `normed` into `rows`,
+            then call `resume`. -1 at the end: `logits` returns the result.
+        """
+        cdef Layer *layer
+        while self.at < self.num_layers:
+            layer = &self.layers[self.at]
+            if layer.has_experts:
+                if self.num_rows > 1 or not self._resident(layer):
+                    return layer.number
+            self.resume()
+        return -1
+
+    def resume(self):
+        """Take the experts' results, and go on to the next layer's choice."""
+        cdef Layer *layer = &self.layers[self.at]
+        with nogil:
+            self._add_forward(layer)
+        self.at += 1
+        if self.at < self.num_layers:
+            self._attention()
+
+    def logits_of(self, int64_t num):
+        """Return the logits after the last `num` tokens of each sequence.
+
+        Returns
+        -------
+        ndarray of float32, shape [batch, num, vocabulary]
+        """
+        cdef int64_t i, batch = self.num_rows // self.each, rows = self.head.matrix.rows
+        cdef int64_t hidden = self.hidden_size, first
+        cdef const float *source = <const float *>cnp.PyArray_DATA(self.hidden)
+        cdef float *normed = <float *>cnp.PyArray_DATA(self.normed)
+        cdef cnp.ndarray out
+        if not 1 <= num <= self.each:
+            raise ConfigError(f"logits of {num} of {self.each} tokens")
+        out = np.empty((batch, num, rows), np.float32)
+        with nogil:
+            for i in range(batch * num):
+                first = (i // num) * self.each + self.each - num + i % num
+                _norm(&self.norm, source + first * hidden, normed + i * hidden)
+            self._multiply(
+                &self.head, normed, hidden, batch * num, <float *>cnp.PyArray_DATA(out), rows
+            )
+        self.pages, self.kept, self.observe = None, None, None
+        return out
+
+    cdef void _multiply(
+        self, const Linear *linear, const float *given, int64_t step, int64_t num, float *out,
+        int64_t out_step
+    ) noexcept nogil:
+        """Write num rows' products; inputs are `step` numbers apart."""
+        cdef mc_product product
+        cdef const uint8_t *inputs[ROWS]
+        memset(&product, 0, sizeof(product))
+        product.level = level_in_use()
+        product.matrix = linear.matrix
+        product.out.data = <uint8_t *>out
+        product.out.row_bytes = out_step * 4
+        product.out.type = MC_X_F32
+        product.bias = linear.bias
+        product.num_inputs = num
+        product.input_type = mc_input_type(product.level, MC_X_F32, &linear.matrix)
+        self._take(&linear.matrix, product.input_type, given, step, num, inputs)
+        product.inputs = inputs
+        run_product(&product)
+
+    cdef void _take(
+        self, const mc_matrix *matrix, int wanted, const float *given, int64_t step, int64_t num,
+        const uint8_t **inputs
+    ) noexcept nogil:
+        """Point to rows as a matrix is multiplied by them."""
+        cdef int64_t i
+        cdef uint8_t *to = self.converted
+        for i in range(num):
+            if wanted == MC_X_F32 and mc_input_columns(matrix) == matrix.columns:
+                inputs[i] = <const uint8_t *>(given + i * step)
+                continue
+            convert(<const uint8_t *>(given + i * step), MC_X_F32, wanted, matrix, to)
+            inputs[i] = to
+            to += self.converted_bytes
+
+    cdef void _norms(
+        self, const Norm *norm, float *rows, int64_t num, int64_t width
+    ) noexcept nogil:
+        """Norm rows in place, in parts of the norm's own width."""
+        cdef int64_t i
+        if norm.weight == NULL:
+            return
+        for i in range(num * width // norm.width):
+            _norm(norm, rows + i * norm.width, rows + i * norm.width)
+
+    cdef int _attention(self) except -1:
+        """Add a layer's attention to `hidden`, norm it, and have its router choose."""
+        cdef Layer *layer = &self.layers[self.at]
+        cdef KeyValues page = self.pages[self.at]
+        with nogil:
+            self._attend(layer, page.keys, page.values, page.capacity, page.type)
+            self._choose(layer)
+        return 0
+
+    cdef void _attend(
+        self, const Layer *layer, uint8_t *keys, uint8_t *values, int64_t capacity, int type
+    ) noexcept nogil:
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i, j, place
+        cdef int64_t queries = layer.num_heads * layer.width
+        cdef int64_t wide = layer.num_kv_heads * layer.width
+        cdef int64_t value_wide = layer.num_kv_heads * layer.value_width
+        cdef int64_t mixed = layer.num_heads * layer.value_width
+        cdef int64_t size = 4 if type == MC_F32 else 2
+        cdef int64_t most = self.length + self.each
+        cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
+        cdef float *normed = <float *>cnp.PyArray_DATA(self.normed)
+        cdef const float *cos
+        cdef const float *sin
+        cdef mc_heads heads
+        for i in range(num):
+            _norm(&layer.attention_norm, x + i * hidden, normed + i * hidden)
+        self._multiply(&layer.query, normed, hidden, num, self.queries, queries)
+        self._multiply(&layer.key, normed, hidden, num, self.keys, wide)
+        self._multiply(&layer.value, normed, hidden, num, self.values, value_wide)
+        self._norms(&layer.query_norm, self.queries, num, queries)
+        self._norms(&layer.key_norm, self.keys, num, wide)
+        if layer.clip > 0:
+            _clip(self.queries, num * queries, layer.clip)
+            _clip(self.keys, num * wide, layer.clip)
+            _clip(self.values, num * value_wide, layer.clip)
+        for i in range(num):
+            cos = self.cos + i * layer.rotary_width
+            sin = self.sin + i * layer.rotary_width
+            for j in range(layer.num_heads):
+                mc_turn(self.queries + i * queries + j * layer.width, cos, sin,
+                        layer.rotary_width, layer.is_interleaved)
+            for j in range(layer.num_kv_heads):
+                mc_turn(self.keys + i * wide + j * layer.width, cos, sin,
+                        layer.rotary_width, layer.is_interleaved)
+                place = ((i // self.each) * layer.num_kv_heads + j) * capacity
+                place += self.length + i % self.each
+                mc_store(self.keys + i * wide + j * layer.width, layer.width, type,
+                         keys + place * layer.width * size)
+                mc_store(self.values + i * value_wide + j * layer.value_width, layer.value_width,
+                         type, values + place * layer.value_width * size)
+        memset(&heads, 0, sizeof(heads))
+        heads.level = level_in_use()
+        heads.first.keys, heads.first.values = keys, values
+        heads.first.key_step = layer.width * size
+        heads.first.value_step = layer.value_width * size
+        heads.first.width, heads.first.value_width = layer.width, layer.value_width
+        heads.first.type, heads.first.scale = type, layer.scale
+        heads.num_heads, heads.num_kv_heads = layer.num_heads, layer.num_kv_heads
+        heads.rows_per_sequence, heads.length = self.each, self.length
+        heads.key_head = capacity * layer.width * size
+        heads.value_head = capacity * layer.value_width * size
+        heads.begins, heads.queries, heads.sinks = self.begins, self.queries, layer.sinks
+        heads.scores, heads.most, heads.out = self.scores, most, self.mixed
+        # Exponentials and two passes: some four times as long as reading it.
+        run_items(
+            mc_attend_item, &heads, num * layer.num_kv_heads,
+            4 * num * most * layer.num_kv_heads * (layer.width + layer.value_width) * size
+        )
+        self._multiply(&layer.out, self.mixed, mixed, num, self.added, hidden)
+        mc_add(x, self.added, num * hidden, 1.0)
+
+    cdef void _choose(self, const Layer *layer) noexcept nogil:
+        """Write the norm before the feed-forward, and the router's choice."""
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i
+        cdef int64_t experts = layer.choice.num_experts
+        cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
+        cdef float *normed = <float *>cnp.PyArray_DATA(self.normed)
+        cdef int32_t *ids = <int32_t *>cnp.PyArray_DATA(self.ids)
+        for i in range(num):
+            _norm(&layer.forward_norm, x + i * hidden, normed + i * hidden)
+        if not layer.has_experts:
+            return
+        self._multiply(&layer.router, normed, hidden, num, self.logits, experts)
+        for i in range(num):
+            mc_route(&layer.choice, self.logits + i * experts, self.scratch,
+                     ids + i * self.top_k, self.weights + i * self.top_k)
+
+    cdef bint _resident(self, Layer *layer) except -1:
+        """Compute a token's experts if they are all in their slots."""
+        cdef int32_t slots[512]
+        cdef int32_t *ids = <int32_t *>cnp.PyArray_DATA(self.ids)
+        cdef int64_t k = self.top_k, began
+        if k > 512 or not self.cache.lease_resident(layer.number, ids, k, slots):
+            return False
+        try:
+            if self.observe is not None:
+                self.observe(layer.number, self.ids[:1], None)
+            began = now_ns()
+            with nogil:
+                self._compute(layer, slots)
+        finally:
+            self.cache.end_leases(slots, k)
+        (<int64_t *>cnp.PyArray_DATA(self.busy_ns))[self.at] = max(1, now_ns() - began)
+        return True
+
+    cdef void _compute(self, const Layer *layer, const int32_t *slots) noexcept nogil:
+        cdef mc_experts e = layer.experts
+        cdef int64_t offsets[513]
+        cdef int64_t i, k = self.top_k, filled, written
+        cdef const uint8_t *inputs[512]
+        cdef const uint8_t *hidden[512]
+        e.level = level_in_use()
+        for i in range(k):
+            offsets[i] = i
+        offsets[k] = k
+        e.slots, e.offsets, e.pairs, e.num_experts = slots, offsets, offsets, k
+        e.out.data = <uint8_t *>cnp.PyArray_DATA(self.rows)
+        e.out.row_bytes = self.hidden_size * 4
+        e.out.type = MC_X_F32
+        e.input_type = mc_input_type(e.level, MC_X_F32, &e.up.first)
+        e.hidden_type = mc_input_type(e.level, MC_X_F32, &e.down.first)
+        e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_PLANES else e.hidden_type
+        self._take(
+            &e.up.first, e.input_type, <const float *>cnp.PyArray_DATA(self.normed),
+            self.hidden_size, 1, inputs
+        )
+        filled = mc_input_row_bytes(e.hidden.type, mc_input_columns(&e.down.first))
+        filled = max(filled, mc_input_row_bytes(e.hidden_type, mc_input_columns(&e.down.first)))
+        e.hidden.row_bytes = (filled + 63) & ~63
+        written = mc_input_row_bytes(e.hidden.type, e.width)
+        e.hidden.data = self.expert_hidden
+        for i in range(k):
+            inputs[i] = inputs[0]
+            hidden[i] = self.expert_hidden + i * e.hidden.row_bytes
+            memset(<uint8_t *>hidden[i] + written, 0, <size_t>(e.hidden.row_bytes - written))
+        e.inputs, e.hidden_inputs = inputs, hidden
+        run_experts(&e)
+
+    cdef void _add_forward(self, const Layer *layer) noexcept nogil:
+        """Add the experts' sum and the feed-forward of all tokens to `hidden`."""
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i, width
+        cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
+        cdef float *normed = <float *>cnp.PyArray_DATA(self.normed)
+        cdef mc_sum job
+        cdef float weight
+        if layer.has_experts:
+            job.rows = <const float *>cnp.PyArray_DATA(self.rows)
+            job.num_tokens, job.top_k, job.columns = num, self.top_k, hidden
+            job.weights.data, job.weights.type = <uint8_t *>self.weights, MC_X_F32
+            job.weights.row_bytes = self.top_k * 4
+            job.out.data, job.out.type = <uint8_t *>self.added, MC_X_F32
+            job.out.row_bytes = hidden * 4
+            run_sum(&job)
+            mc_add(x, self.added, num * hidden, 1.0)
+        if not layer.gate.is_there:
+            return
+        width = layer.gate.matrix.rows
+        self._multiply(&layer.gate, normed, hidden, num, self.wide, width)
+        self._multiply(&layer.up, normed, hidden, num, self.second, width)
+        level_in_use().activate(
+            self.wide, self.second, (num * width + 15) & ~15, &layer.activation
+        )
+        self._multiply(&layer.down, self.wide, width, num, self.added, hidden)
+        for i in range(num):
+            weight = 1.0
+            if layer.weight.is_there:
+                self._multiply(&layer.weight, normed + i * hidden, hidden, 1, &weight, 1)
+                weight = _sigmoid(weight)
+            mc_add(x + i * hidden, self.added + i * hidden, hidden, weight)
+
+
+cdef void _norm(const Norm *norm, const float *x, float *out) noexcept nogil:
+    mc_norm(x, norm.weight, norm.type, norm.width, norm.epsilon, out)
+
+
+cdef extern from "<math.h>" nogil:
+    float expf(float x)
+
+
+cdef float _sigmoid(float x) noexcept nogil:
+    return 1.0 / (1.0 + expf(-x))
+
+
+cdef void _clip(float *values, int64_t num, float bound) noexcept nogil:
+    cdef int64_t i
+    for i in range(num):
+        if values[i] > bound:
+            values[i] = bound
+        elif values[i] < -bound:
+            values[i] = -bound

@@ -1,0 +1,52 @@
+"""Declarations of the header beside this file."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t
+
+from moecache.kernels._jobs cimport mc_attention, mc_level
+
+
+cdef extern from "_steps.h" nogil:
+    enum:
+        MC_SOFTMAX
+        MC_SIGMOID
+        MC_SOFTMAX_OF_CHOSEN
+
+    ctypedef struct mc_heads:
+        const mc_level *level
+        mc_attention first
+        int64_t num_heads
+        int64_t num_kv_heads
+        int64_t rows_per_sequence
+        int64_t key_head
+        int64_t value_head
+        int64_t length
+        const int64_t *begins
+        const float *queries
+        const float *sinks
+        float *scores
+        int64_t most
+        float *out
+
+    ctypedef struct mc_router:
+        int64_t num_experts
+        int64_t top_k
+        int64_t num_groups
+        int64_t num_kept
+        int kind
+        int is_normalized
+        float least
+        float scale
+        const float *correction
+
+    void mc_norm(
+        const float *x, const uint8_t *weight, int type, int64_t num, float eps, float *out
+    )
+    void mc_turn(
+        float *head, const float *cos, const float *sin, int64_t width, int is_interleaved
+    )
+    void mc_store(const float *given, int64_t num, int type, uint8_t *to)
+    void mc_add(float *to, const float *given, int64_t num, float scale)
+    void mc_attend_item(void *job, int64_t item)
+    void mc_route(
+        const mc_router *r, float *logits, float *scratch, int32_t *ids, float *weights
+    )

@@ -1,0 +1,325 @@
+"""A token as one call: a model's forward computed by a program, where it has a recipe for it."""
+
+import functools
+import inspect
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from moecache.decoding._program import MAX_ROWS, Program
+from moecache.errors import ConfigError
+from moecache.integrations.transformers._fast import is_transformed
+from moecache.integrations.transformers._lookahead import RouterLookAhead
+from moecache.integrations.transformers._pages import pages_of
+from moecache.integrations.transformers._slots import SlotLayer
+from moecache.integrations.transformers.recipes import NoRecipeError, Reading, read_recipe
+from moecache.kernels import SlotKernel
+from moecache.runtime.runtime import ExpertRuntime
+
+if TYPE_CHECKING:
+    import transformers
+
+logger = logging.getLogger(__name__)
+
+# Arguments of a forward that a step takes; another that is given has it computed by transformers.
+_TAKEN = (
+    *("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"),
+    "logits_to_keep",
+)
+_ANSWERS = ("output_attentions", "output_hidden_states", "output_router_logits")
+# Positions whose angles are computed at once, where they depend on nothing else.
+_POSITIONS = 1024
+_STATIC = ("default", "linear", "llama3", "yarn")
+
+
+class Decoder:
+    """Computes a few new tokens behind a cache by a program, in the place of a model's forward.
+
+    What it does not take is computed as before: prompts, caches of other kinds, gradients, hooks,
+    arguments that a step does not know.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    runtime : ExpertRuntime
+    layers : sequence of SlotLayer
+        The model's experts, with their kernels.
+    paths : sequence of str
+        The experts modules, in the same order.
+    look_ahead : callable
+        Returns the predictor that follows the model's routers, or `None`.
+
+    Attributes
+    ----------
+    reason : str
+        Why the model has no recipe; empty if it has one, or was not asked yet.
+    num_steps : int
+        Calls that a program computed.
+    """
+
+    def __init__(
+        self,
+        model: "transformers.PreTrainedModel",
+        runtime: ExpertRuntime,
+        layers: Sequence[SlotLayer],
+        paths: Sequence[str],
+        look_ahead: Callable[[], RouterLookAhead | None],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._runtime = runtime
+        self._layers = {layer.layer: layer for layer in layers}
+        self._paths = dict(zip(paths, layers, strict=True))
+        self._look_ahead = look_ahead
+        self._lock = threading.Lock()
+        self._reading: Reading | None = None
+        self._program: Program | None = None
+        self._hidden = torch.empty(0)
+        self._rotary: _Rotary | None = None
+        self.reason = ""
+        self.num_steps = 0
+
+    def step(self, named: dict[str, Any]) -> MoeCausalLMOutputWithPast | None:
+        """Return a forward's result; `None` if it is not one that a program computes."""
+        ids, cache = named.get("input_ids"), named.get("past_key_values")
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or cache is None:
+            return None
+        batch, each = ids.shape
+        if not 1 <= batch * each <= MAX_ROWS or ids.device.type != "cpu":
+            return None
+        length = cache.get_seq_length()
+        if not isinstance(length, int) or length < 1 or not self._is_plain(named):
+            return None
+        begins = _begins(named.get("attention_mask"), batch, length, each)
+        positions = _positions(named.get("position_ids"), batch, length, each)
+        if begins is None or positions is None or not self._is_ready():
+            return None
+        wanted = named.get("logits_to_keep", 0)
+        if not isinstance(wanted, int):
+            return None
+        with self._lock:
+            logits = self._compute(ids, cache, length, begins, positions, min(wanted, each) or each)
+        if logits is None:
+            return None
+        self.num_steps += 1
+        return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    def _is_plain(self, named: dict[str, Any]) -> bool:
+        """Return whether a call asks for logits alone, and for no gradients."""
+        model: Any = self._model()
+        others = {k: v for k, v in named.items() if k not in (*_TAKEN, "return_dict")}
+        return not (
+            torch.is_grad_enabled()
+            or model is None
+            or model.training
+            or named.get("use_cache") is False
+            or not named.get("return_dict", True)
+            or any(value is not None and value is not False for value in others.values())
+            or any(getattr(model.config, name, False) for name in _ANSWERS)
+            or torch.is_autocast_enabled("cpu")
+            or is_transformed()
+        )
+
+    def _is_ready(self) -> bool:
+        """Return whether there is a program of the model as it is now."""
+        if self._reading is not None and self._reading.weights.are_current():
+            return True
+        model: Any = self._model()
+        if self.reason or model is None:
+            return False
+        hooked = self._look_ahead()
+        hooks = {} if hooked is None else dict.fromkeys(self._paths, 1)
+        kernels = {
+            path: (layer.layer, layer.kernel)
+            for path, layer in self._paths.items()
+            if isinstance(layer.kernel, SlotKernel)
+        }
+        try:
+            reading = read_recipe(model, kernels, hooks)
+            self._program = Program(reading.recipe, self._runtime.cache)
+        except (NoRecipeError, ConfigError) as error:
+            # Once for a model; one whose modules were changed may be asked again and again.
+            if self._reading is None:
+                self.reason = str(error)
+                logger.info("transformers.no_recipe model=%s: %s", type(model).__name__, error)
+            return False
+        self._reading = reading
+        self._hidden = torch.from_numpy(self._program.hidden)
+        self._rotary = _Rotary(reading.rotary)
+        return True
+
+    def _compute(
+        self,
+        ids: torch.Tensor,
+        cache: Any,
+        length: int,
+        begins: np.ndarray,
+        positions: np.ndarray,
+        num_logits: int,
+    ) -> torch.Tensor | None:
+        program, reading, rotary = self._program, self._reading, self._rotary
+        assert program is not None
+        assert reading is not None
+        assert rotary is not None
+        each = ids.shape[1]
+        pages = pages_of(cache, each)
+        if pages is None or len(pages) != len(reading.recipe.layers):
+            return None
+        self._hidden[: ids.numel()] = reading.embedding(ids).view(ids.numel(), -1)
+        cos, sin = rotary.angles(positions)
+        observe = self._observer(program)
+        program.begin(pages, length, each, begins, cos, sin, observe)
+        missed = program.run()
+        while missed >= 0:
+            self._wait_for(missed, program, ids.numel())
+            program.resume()
+            missed = program.run()
+        logits = torch.from_numpy(program.logits_of(num_logits))
+        for layer in cache.layers:
+            layer.grow(each)
+        self._count(program, reading)
+        return logits
+
+    def _wait_for(self, number: int, program: Program, num_rows: int) -> None:
+        """Compute a layer's experts as they arrive."""
+        layer = self._layers[number]
+        kernel = layer.kernel
+        assert isinstance(kernel, SlotKernel)
+        hidden, rows, ids = program.normed, program.rows, program.ids[:num_rows]
+        self._note(number, program, num_rows)
+        waves = self._runtime.waves(number, ids)
+        try:
+            for wave in waves:
+                began = time.perf_counter_ns()
+                kernel.compute_at(
+                    wave.slots,
+                    wave.offsets,
+                    wave.pairs,
+                    ids.shape[1],
+                    hidden.ctypes.data,
+                    "f32",
+                    num_rows,
+                    hidden.strides[0],
+                    rows.ctypes.data,
+                    "f32",
+                    rows.strides[0],
+                )
+                if num_rows == 1:
+                    kernel.count(len(wave.slots), time.perf_counter_ns() - began)
+                layer.num_products += len(wave.slots)
+        finally:
+            # A traceback that the caller keeps would keep the leases as well.
+            waves.close()
+
+    def _observer(self, program: Program) -> Callable[[int, np.ndarray, None], object] | None:
+        """Return what is told of resident steps; nothing is where nothing more can be read."""
+        observe = self._runtime.steps.observer()
+        if observe is None:
+            return None
+
+        def tell(layer: int, ids: np.ndarray, sequences: None) -> None:
+            self._note(layer, program, 1)
+            observe(layer, ids, sequences)
+
+        return tell
+
+    def _note(self, layer: int, program: Program, num_rows: int) -> None:
+        """Let the next layer's router foresee what it will choose."""
+        look_ahead = self._look_ahead()
+        if look_ahead is not None and self._runtime.steps.observer() is not None:
+            look_ahead.follow(layer, torch.from_numpy(program.normed[:num_rows]))
+
+    def _count(self, program: Program, reading: Reading) -> None:
+        num_resident = 0
+        for busy_ns, made in zip(program.busy_ns.tolist(), reading.recipe.layers, strict=True):
+            if busy_ns and made.router is not None:
+                layer = self._layers[made.number]
+                layer.num_products += made.router.top_k
+                assert isinstance(layer.kernel, SlotKernel)
+                layer.kernel.count(made.router.top_k, busy_ns)
+                num_resident += 1
+        if num_resident:
+            self._runtime.steps.count_leased(num_resident)
+
+
+class _Rotary:
+    """Angles of positions, from a model's own module; kept where they depend on nothing else."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._is_static = getattr(module, "rope_type", None) in _STATIC
+        self._cos = self._sin = np.empty((0, 0), np.float32)
+
+    def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return cosines and sines, float32 [num_positions, width] each."""
+        if not self._is_static:
+            return self._compute(positions)
+        most = int(positions.max())
+        if most >= len(self._cos):
+            num = (most // _POSITIONS + 1) * _POSITIONS
+            self._cos, self._sin = self._compute(np.arange(num))
+        return self._cos[positions], self._sin[positions]
+
+    def _compute(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        like = torch.empty((1, 1, 1), dtype=torch.float32)
+        cos, sin = self._module(like, torch.from_numpy(positions)[None])
+        return cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
+
+
+def _begins(mask: Any, batch: int, length: int, each: int) -> np.ndarray | None:
+    """Return the first position that each sequence sees; `None` if a mask hides others, too."""
+    if mask is None:
+        return np.zeros(batch, np.int64)
+    if not isinstance(mask, torch.Tensor) or mask.shape != (batch, length + each):
+        return None
+    seen = mask.numpy() != 0
+    num_hidden = (length + each) - seen.sum(1)
+    # Padding on the left, and nothing else.
+    if num_hidden.max() > length or any(
+        seen[row, :num].any() for row, num in enumerate(num_hidden.tolist())
+    ):
+        return None
+    return num_hidden.astype(np.int64)
+
+
+def _positions(given: Any, batch: int, length: int, each: int) -> np.ndarray | None:
+    """Return each row's position; `None` if they are of another form."""
+    if given is None:
+        return np.tile(np.arange(length, length + each), batch)
+    if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] != each:
+        return None
+    if given.shape[0] not in (1, batch):
+        return None
+    positions = given.expand(batch, each).reshape(-1).numpy()
+    return positions if positions.dtype == np.int64 and positions.min() >= 0 else None
+
+
+def install(model: Any, decoder: Decoder) -> None:
+    """Have a decoder compute what it can of a model's forward."""
+    own = type(model).forward
+    signature = inspect.signature(own)
+    names = list(signature.parameters)[1:]
+    reference = weakref.ref(model)
+
+    @functools.wraps(own)
+    def forward(*given: Any, **named: Any) -> Any:
+        model = reference()
+        if torch.compiler.is_compiling():
+            return own(model, *given, **named)
+        found = decoder.step({**dict(zip(names, given, strict=False)), **named})
+        return own(model, *given, **named) if found is None else found
+
+    shown: Any = forward
+    shown.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+    model.__dict__["forward"] = forward
+
+
+def uninstall(model: Any) -> None:
+    """Give a model its own forward back."""
+    model.__dict__.pop("forward", None)

@@ -1,0 +1,145 @@
+"""Parts of recipes, read from modules: their weights where they lie."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import nn
+
+from moecache.decoding.recipe import FeedForward, Linear, Norm
+from moecache.integrations.transformers._fast import TYPES, FastLinear
+from moecache.integrations.transformers._native import _KIND, FORM, NativeLinear
+from moecache.kernels._kernels import Matrix
+
+_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+}
+
+
+# Hooks that transformers leaves on modules once hidden states or attentions were asked for; they
+# note nothing else, and forwards that ask for these are no steps.
+_HARMLESS = "transformers.utils.output_capturing"
+
+
+class NoRecipeError(Exception):
+    """Why a model has no recipe."""
+
+
+class Weights:
+    """The weights that a recipe was read from, to see whether they are still those of the model.
+
+    Modules may be replaced, given other weights, or followed by hooks, all of which a program
+    would not see.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []
+        self._hooks: list[tuple[dict[Any, Any], int]] = []
+        self._children: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
+
+    def tensor(self, module: nn.Module, name: str) -> torch.Tensor:
+        """Return a parameter or buffer of a module, and remember it.
+
+        Raises
+        ------
+        NoRecipeError
+            If it is not in memory, contiguous, and of float32 or bfloat16.
+        """
+        held = module._parameters if name in module._parameters else module._buffers
+        found: Any = held.get(name)
+        if not isinstance(found, torch.Tensor) or found.device.type != "cpu":
+            raise NoRecipeError(f"{name} of {type(module).__name__} is not in memory")
+        if not found.is_contiguous():
+            raise NoRecipeError(f"{name} of {type(module).__name__} is not contiguous")
+        self._tensors.append((held, name, found, found.data_ptr()))
+        return found
+
+    def values(self, module: nn.Module, name: str) -> np.ndarray:
+        """Return a parameter or buffer as an array over the same memory."""
+        found = self.tensor(module, name)
+        if found.dtype not in TYPES:
+            raise NoRecipeError(f"{name} of {type(module).__name__} is {found.dtype}")
+        plain = found.detach()
+        if found.dtype == torch.bfloat16:
+            array: np.ndarray = plain.view(torch.int16).numpy()
+            return array.view(ml_dtypes.bfloat16)
+        return plain.numpy()
+
+    def uses(self, module: nn.Module, num_hooks: int = 0) -> None:
+        """Remember that nobody follows what a module computes, but for some hooks of our own.
+
+        Raises
+        ------
+        NoRecipeError
+            If somebody does.
+        """
+        for hooks, allowed in ((module._forward_hooks, 0), (module._forward_pre_hooks, num_hooks)):
+            if _count(hooks) > allowed:
+                raise NoRecipeError(f"{type(module).__name__} has hooks")
+            self._hooks.append((hooks, allowed))
+        if "forward" in module.__dict__:
+            raise NoRecipeError(f"the forward of a {type(module).__name__} was replaced")
+        if module._modules:
+            self._children.append((module._modules, list(module._modules.items())))
+
+    def are_current(self) -> bool:
+        """Return whether all of it is as it was."""
+        for held, name, tensor, address in self._tensors:
+            if held.get(name) is not tensor or tensor.data_ptr() != address:
+                return False
+        if any(len(hooks) > num and _count(hooks) > num for hooks, num in self._hooks):
+            return False
+        return all(list(held.items()) == children for held, children in self._children)
+
+    def linear(self, module: nn.Module, name: str = "") -> Linear:
+        """Return a linear layer of a module, or a module that is one."""
+        inner: Any = getattr(module, name) if name else module
+        self.uses(inner)
+        forward = type(inner).forward
+        if forward is NativeLinear.forward:
+            kind, rows, columns, _ = inner.__dict__[_KIND]
+            form = self.tensor(inner, FORM)
+            matrix = Matrix(form.data_ptr(), kind, rows, columns, None, form)
+        elif forward in (FastLinear.forward, nn.Linear.forward):
+            matrix = self.matrix(inner, "weight")
+        else:
+            raise NoRecipeError(f"{name} is a {type(inner).__name__}, no plain linear layer")
+        has_bias = getattr(inner, "bias", None) is not None
+        return Linear(matrix, self.values(inner, "bias") if has_bias else None)
+
+    def matrix(self, module: nn.Module, name: str) -> Matrix:
+        """Return a weight [outputs, inputs] of numbers."""
+        weight = self.tensor(module, name)
+        if weight.dtype not in TYPES or weight.dim() != 2:
+            raise NoRecipeError(f"{name} of {type(module).__name__} is {weight.dtype}")
+        rows, columns = weight.shape
+        return Matrix(weight.data_ptr(), TYPES[weight.dtype], rows, columns, None, weight)
+
+    def norm(self, module: Any) -> Norm:
+        """Return a root mean square norm."""
+        self.uses(module)
+        if not type(module).__name__.endswith("RMSNorm"):
+            raise NoRecipeError(f"{type(module).__name__} is no root mean square norm")
+        return Norm(self.values(module, "weight"), module.variance_epsilon)
+
+    def feed_forward(self, module: Any) -> FeedForward:
+        """Return a feed-forward of gate_proj, up_proj and down_proj."""
+        self.uses(module)
+        activation = _ACTIVATIONS.get(type(module.act_fn).__name__)
+        if activation is None:
+            raise NoRecipeError(f"{type(module).__name__} computes {type(module.act_fn).__name__}")
+        return FeedForward(
+            self.linear(module, "gate_proj"),
+            self.linear(module, "up_proj"),
+            self.linear(module, "down_proj"),
+            activation,
+        )
+
+
+def _count(hooks: Mapping[Any, Any]) -> int:
+    return sum(getattr(hook, "__module__", "") != _HARMLESS for hook in hooks.values())

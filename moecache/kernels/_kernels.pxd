@@ -1,0 +1,35 @@
+"""What other compiled code asks of the kernels."""
+
+from libc.stdint cimport int64_t, uint8_t
+
+from moecache.kernels._jobs cimport (
+    mc_experts,
+    mc_level,
+    mc_matrix,
+    mc_product,
+    mc_sum,
+    mc_work,
+)
+
+
+cdef class Matrix:
+    cdef mc_matrix matrix
+    cdef readonly object owner
+
+
+cdef class Experts:
+    cdef mc_experts experts
+    cdef readonly object owner
+    cdef Matrix up
+    cdef Matrix down
+
+
+cdef const mc_level *level_in_use() noexcept nogil
+cdef void convert(
+    const uint8_t *given, int given_type, int wanted, const mc_matrix *matrix, uint8_t *out
+) noexcept nogil
+cdef void run_product(mc_product *product) noexcept nogil
+cdef void run_experts(mc_experts *experts) noexcept nogil
+cdef void run_sum(mc_sum *sum) noexcept nogil
+cdef void run_items(mc_work work, void *job, int64_t num_items, int64_t num_bytes) noexcept nogil
+cdef int64_t now_ns() noexcept nogil

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Self
 
 import numpy as np
 
@@ -8,24 +9,30 @@ from moecache.decoding.recipe import Recipe
 MAX_ROWS: int
 
 class KeyValues:
-    owner: object
-    def __init__(
-        self,
+    @property
+    def owner(self) -> object: ...
+    def __new__(
+        cls,
         keys: int,
         values: int,
         type: str,  # noqa: A002 - as the dtypes of kernels are named
         shape: tuple[int, ...],
         value_width: int,
         owner: object,
-    ) -> None: ...
+    ) -> Self: ...
 
 class Program:
-    hidden: np.ndarray
-    normed: np.ndarray
-    ids: np.ndarray
-    rows: np.ndarray
-    busy_ns: np.ndarray
-    def __init__(self, recipe: Recipe, cache: ExpertCache) -> None: ...
+    @property
+    def hidden(self) -> np.ndarray: ...
+    @property
+    def normed(self) -> np.ndarray: ...
+    @property
+    def ids(self) -> np.ndarray: ...
+    @property
+    def rows(self) -> np.ndarray: ...
+    @property
+    def busy_ns(self) -> np.ndarray: ...
+    def __new__(cls, recipe: Recipe, cache: ExpertCache) -> Self: ...
     def begin(
         self,
         pages: list[KeyValues],

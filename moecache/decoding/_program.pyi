@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import Self
+from typing import Self, final
 
 import numpy as np
 
@@ -8,6 +8,7 @@ from moecache.decoding.recipe import Recipe
 
 MAX_ROWS: int
 
+@final
 class KeyValues:
     @property
     def owner(self) -> object: ...
@@ -21,6 +22,7 @@ class KeyValues:
         owner: object,
     ) -> Self: ...
 
+@final
 class Program:
     @property
     def hidden(self) -> np.ndarray: ...

@@ -17,10 +17,10 @@ def num_threads() -> int: ...
 def share_from(shared_bytes: int, waking_bytes: int) -> tuple[int, int]: ...
 def use_threads(number: int) -> None: ...
 
-@final
 # Functions for other compiled code.
 __pyx_capi__: dict[str, object]
 
+@final
 class Matrix:
     def __new__(
         cls,

@@ -50,7 +50,8 @@ from moecache.kernels._kernels cimport (
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.kernels._kernels import ACTIVATIONS, INPUTS
+from moecache.kernels._kernels import ACTIVATIONS as _ACTIVATIONS
+from moecache.kernels._kernels import INPUTS as _INPUTS
 from moecache.kernels.matrices import type_of
 
 cnp.import_array()
@@ -263,7 +264,7 @@ cdef class Program:
             if bias.size != matrix.rows:
                 raise ConfigError(f"a bias of {bias.size} numbers does not fit {matrix.rows} rows")
             linear.bias.data = <uint8_t *>self._own(bias)
-            linear.bias.type = INPUTS.index(type_of(bias))
+            linear.bias.type = _INPUTS.index(type_of(bias))
         return 0
 
     cdef int _bind(self, Layer *layer, given) except -1:
@@ -302,7 +303,7 @@ cdef class Program:
             self._bind_linear(&layer.up, forward.up, hidden, width)
             self._bind_linear(&layer.down, forward.down, width, hidden)
             self._bind_linear(&layer.weight, forward.weight, hidden, 1)
-            layer.activation.kind = ACTIVATIONS.index(forward.activation)
+            layer.activation.kind = _ACTIVATIONS.index(forward.activation)
         layer.number = given.number
         layer.has_experts = router is not None
         if router is None:
@@ -466,7 +467,7 @@ cdef class Program:
                 )
             if cos.size != num * layer.rotary_width or sin.size != cos.size:
                 raise ConfigError(f"{cos.size} angles are not {num} times {layer.rotary_width}")
-            most = max(most, num * layer.num_kv_heads)
+            most = max(most, 4 * num * layer.num_kv_heads)
         if most * (length + each) > self.num_scores or self.scores == NULL:
             # Half as many again: a conversation goes on.
             i = most * (length + each) * 3 // 2 + 1024

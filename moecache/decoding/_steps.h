@@ -82,7 +82,7 @@ typedef struct {
     const int64_t *begins;        /* of each sequence: the first position that is seen */
     const float *queries;         /* [rows, num_heads, width] */
     const float *sinks;           /* [num_heads], or NULL */
-    float *scores;                /* [rows, num_kv_heads, most] */
+    float *scores;                /* [rows, num_kv_heads, 4, most] */
     int64_t most;
     float *out; /* [rows, num_heads, value_width] */
 } mc_heads;
@@ -99,12 +99,10 @@ static void mc_attend_item(void *job, int64_t item)
     a.values += place * h->value_head;
     a.first = h->begins[sequence];
     a.last = h->length + row % h->rows_per_sequence + 1;
-    for (int64_t i = 0; i < each; i++) {
-        int64_t head = shared * each + i, at = row * h->num_heads + head;
-        h->level->attend(
-            &a, h->queries + at * a.width, h->sinks ? h->sinks[head] : -INFINITY,
-            h->scores + item * h->most, h->out + at * a.value_width);
-    }
+    int64_t head = shared * each, at = row * h->num_heads + head;
+    h->level->attend(
+        &a, h->queries + at * a.width, each, h->sinks ? h->sinks + head : NULL,
+        h->scores + item * 4 * h->most, h->most, h->out + at * a.value_width);
 }
 
 /* How a router chooses: scores of all, then those of the chosen. */

@@ -1,93 +1,186 @@
-/* Attention of one query over the keys and values of a head: included once for each level.
+/* Attention of a few queries over the keys and values that they share: included once for each level.
  *
  * The order of every sum depends on the widths and on how many positions are seen, on nothing else. */
 
-/* The product of a query with one key. */
-INLINE float LEVEL(dot)(const float *query, const uint8_t *key, int64_t width, int type)
+/* Queries that are multiplied by a key that was read once. */
+#define QUERIES 4
+
+/* The sums of LANES registers, each by halves as `total` does it, as the lanes of one. */
+INLINE vf LEVEL(totals)(vf *sums)
 {
-    int64_t bytes = type == MC_F32 ? 4 : 2, k = 0;
-    vf sums[2] = {{0}};
-    for (; k + 2 * LANES <= width; k += 2 * LANES)
-        for (int i = 0; i < 2; i++)
-            sums[i] = LEVEL(fma)(
-                LEVEL(load)(key + (k + i * LANES) * bytes, type),
-                LEVEL(load)((const uint8_t *)(query + k + i * LANES), MC_F32), sums[i]);
-    for (; k + LANES <= width; k += LANES)
-        sums[0] = LEVEL(fma)(
-            LEVEL(load)(key + k * bytes, type), LEVEL(load)((const uint8_t *)(query + k), MC_F32),
-            sums[0]);
-    if (k < width)
-        sums[0] = LEVEL(fma)(
-            LEVEL(load_tail)(key + k * bytes, width - k, type),
-            LEVEL(load_tail)((const uint8_t *)(query + k), width - k, MC_F32), sums[0]);
-    return LEVEL(total)(sums[0] + sums[1]);
+#define HALVES(n)                                                                            \
+    for (int i = 0; i < (n); i++) {                                                          \
+        vf a = sums[i], b = sums[i + (n)];                                                   \
+        sums[i] = __builtin_shufflevector(a, b, LOW) + __builtin_shufflevector(a, b, HIGH);  \
+    }
+#if LANES == 16
+#define LOW 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define HIGH 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+    HALVES(8)
+#undef LOW
+#undef HIGH
+#define LOW 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
+#define HIGH 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
+    HALVES(4)
+#undef LOW
+#undef HIGH
+#define LOW 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+    HALVES(2)
+#undef LOW
+#undef HIGH
+#define LOW 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
+#define HIGH 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
+#elif LANES == 8
+#define LOW 0, 1, 2, 3, 8, 9, 10, 11
+#define HIGH 4, 5, 6, 7, 12, 13, 14, 15
+    HALVES(4)
+#undef LOW
+#undef HIGH
+#define LOW 0, 1, 8, 9, 4, 5, 12, 13
+#define HIGH 2, 3, 10, 11, 6, 7, 14, 15
+    HALVES(2)
+#undef LOW
+#undef HIGH
+#define LOW 0, 8, 2, 10, 4, 12, 6, 14
+#define HIGH 1, 9, 3, 11, 5, 13, 7, 15
+#else
+#define LOW 0, 1, 4, 5
+#define HIGH 2, 3, 6, 7
+    HALVES(2)
+#undef LOW
+#undef HIGH
+#define LOW 0, 4, 2, 6
+#define HIGH 1, 5, 3, 7
+#endif
+    HALVES(1)
+#undef LOW
+#undef HIGH
+#undef HALVES
+    return sums[0];
 }
 
-/* out[c] = sum over t of shares[t] * values[t][c], for `num` times LANES columns. */
+/* scores[q][t] = scale * (query q . key t), for `num` queries. */
+INLINE void LEVEL(score)(
+    const mc_attention *a, const float *queries, int num, float *scores, int64_t step, int type)
+{
+    int64_t bytes = type == MC_F32 ? 4 : 2, length = a->last - a->first;
+    const uint8_t *key = a->keys + a->first * a->key_step;
+    for (int64_t t = 0; t < length; t += LANES) {
+        int64_t there = length - t < LANES ? length - t : LANES;
+        vf sums[QUERIES][LANES];
+        for (int64_t p = 0; p < LANES; p++) {
+            vf own[QUERIES] = {{0}};
+            int64_t k = 0;
+#define STEP(LOAD, ...)                                                                          \
+    {                                                                                            \
+        vf values = LOAD(key + k * bytes, ##__VA_ARGS__, type);                                  \
+        for (int q = 0; q < num; q++)                                                            \
+            own[q] = LEVEL(fma)(                                                                 \
+                values,                                                                          \
+                LOAD((const uint8_t *)(queries + q * a->width + k), ##__VA_ARGS__, MC_F32),      \
+                own[q]);                                                                         \
+    }
+            for (; p < there && k + LANES <= a->width; k += LANES)
+                STEP(LEVEL(load))
+            if (p < there && k < a->width)
+                STEP(LEVEL(load_tail), a->width - k)
+#undef STEP
+            for (int q = 0; q < num; q++)
+                sums[q][p] = own[q];
+            if (p < there)
+                key += a->key_step;
+        }
+        for (int q = 0; q < num; q++) {
+            vf some = LEVEL(totals)(sums[q]) * a->scale;
+            memcpy(scores + q * step + t, &some, (size_t)there * 4);
+        }
+    }
+}
+
+/* Makes shares of a query's scores: their softmax. A sink takes its share and has no value. */
+INLINE void LEVEL(soften)(float *scores, int64_t num, float sink)
+{
+    float most = sink;
+    for (int64_t t = 0; t < num; t++)
+        /* A NaN stays the largest: it reaches all of the row. */
+        if (!(scores[t] <= most))
+            most = scores[t];
+    vf sum = {0};
+    for (int64_t t = 0; t < num; t += LANES) {
+        int64_t there = num - t < LANES ? num - t : LANES;
+        vf part = {0};
+        memcpy(&part, scores + t, (size_t)there * 4);
+        part = LEVEL(exp)(part - most);
+        memset((char *)&part + there * 4, 0, (size_t)(LANES - there) * 4);
+        memcpy(scores + t, &part, (size_t)there * 4);
+        sum += part;
+    }
+    vf own = LEVEL(exp)(LEVEL(all)(sink - most));
+    float turns = 1.0f / (LEVEL(total)(sum) + (sink > -INFINITY ? own[0] : 0.0f));
+    for (int64_t t = 0; t < num; t++)
+        scores[t] *= turns;
+}
+
+/* out[q][c] = sum over t of shares[q][t] * value t[c], for `num` queries and `registers` times LANES
+ * columns, or for the `rest` of them. */
 INLINE void LEVEL(mix)(
-    const mc_attention *a, const float *shares, int64_t column, int num, int64_t rest, int type,
-    float *out)
+    const mc_attention *a, const float *shares, int64_t step, int num, int64_t column,
+    int registers, int64_t rest, int type, float *out)
 {
     int64_t bytes = type == MC_F32 ? 4 : 2;
     const uint8_t *value = a->values + a->first * a->value_step + column * bytes;
-    vf sums[4] = {{0}};
-    for (int64_t t = 0; t < a->last - a->first; t++, value += a->value_step) {
-        vf share = LEVEL(all)(shares[t]);
-        for (int i = 0; i < num; i++)
-            sums[i] = LEVEL(fma)(
-                share,
-                rest ? LEVEL(load_tail)(value, rest, type)
-                     : LEVEL(load)(value + i * LANES * bytes, type),
-                sums[i]);
-    }
-    memcpy(out + column, sums, rest ? (size_t)rest * 4 : (size_t)num * sizeof *sums);
+    vf sums[QUERIES][2] = {{{0}}};
+    for (int64_t t = 0; t < a->last - a->first; t++, value += a->value_step)
+        for (int i = 0; i < registers; i++) {
+            vf some = rest ? LEVEL(load_tail)(value, rest, type)
+                           : LEVEL(load)(value + i * LANES * bytes, type);
+            for (int q = 0; q < num; q++)
+                sums[q][i] = LEVEL(fma)(some, LEVEL(all)(shares[q * step + t]), sums[q][i]);
+        }
+    for (int q = 0; q < num; q++)
+        memcpy(out + q * a->value_width + column, sums[q],
+               (size_t)(rest ? rest : registers * LANES) * 4);
+}
+
+INLINE void LEVEL(attend_some)(
+    const mc_attention *a, const float *queries, int num, const float *sinks, float *scores,
+    int64_t step, int type, float *out)
+{
+    int64_t c = 0;
+    LEVEL(score)(a, queries, num, scores, step, type);
+    for (int q = 0; q < num; q++)
+        LEVEL(soften)(scores + q * step, a->last - a->first, sinks ? sinks[q] : -INFINITY);
+    for (; c + 2 * LANES <= a->value_width; c += 2 * LANES)
+        LEVEL(mix)(a, scores, step, num, c, 2, 0, type, out);
+    for (; c + LANES <= a->value_width; c += LANES)
+        LEVEL(mix)(a, scores, step, num, c, 1, 0, type, out);
+    if (c < a->value_width)
+        LEVEL(mix)(a, scores, step, num, c, 1, a->value_width - c, type, out);
 }
 
 INLINE void LEVEL(attend_as)(
-    const mc_attention *a, const float *query, float sink, float *scores, float *out, int type)
+    const mc_attention *a, const float *queries, int64_t num, const float *sinks, float *scores,
+    int64_t step, int type, float *out)
 {
-    int64_t num = a->last - a->first;
-    float most = sink;
-    for (int64_t t = 0; t < num; t++) {
-        float score =
-            LEVEL(dot)(query, a->keys + (a->first + t) * a->key_step, a->width, type) * a->scale;
-        scores[t] = score;
-        /* A NaN stays the largest: it reaches all of the row. */
-        if (!(score <= most))
-            most = score;
-    }
-    vf sum = {0};
-    for (int64_t t = 0; t < num; t += LANES) {
-        vf part = {0};
-        memcpy(&part, scores + t, (size_t)(num - t < LANES ? num - t : LANES) * 4);
-        part = LEVEL(exp)(part - most);
-        if (num - t < LANES)
-            memset((float *)&part + (num - t), 0, (size_t)(LANES - (num - t)) * 4);
-        memcpy(scores + t, &part, (size_t)(num - t < LANES ? num - t : LANES) * 4);
-        sum += part;
-    }
-    /* A sink takes its share and has no value. */
-    vf own = LEVEL(exp)(LEVEL(all)(sink - most));
-    float total = LEVEL(total)(sum) + (sink > -INFINITY ? own[0] : 0.0f), turns = 1.0f / total;
-    for (int64_t t = 0; t < num; t++)
-        scores[t] *= turns;
-    int64_t c = 0;
-    for (; c + 4 * LANES <= a->value_width; c += 4 * LANES)
-        LEVEL(mix)(a, scores, c, 4, 0, type, out);
-    for (; c + LANES <= a->value_width; c += LANES)
-        LEVEL(mix)(a, scores, c, 1, 0, type, out);
-    if (c < a->value_width)
-        LEVEL(mix)(a, scores, c, 1, a->value_width - c, type, out);
+    int64_t q = 0;
+    for (; q + QUERIES <= num; q += QUERIES)
+        LEVEL(attend_some)(a, queries + q * a->width, QUERIES, sinks ? sinks + q : NULL, scores,
+                           step, type, out + q * a->value_width);
+    for (; q < num; q++)
+        LEVEL(attend_some)(a, queries + q * a->width, 1, sinks ? sinks + q : NULL, scores, step,
+                           type, out + q * a->value_width);
 }
 
-/* Writes the values' mean, weighted by the softmax of their keys' products; see `mc_attention`. */
+/* Writes the values' means for some queries, weighted by the softmax of their keys' products; see
+ * `mc_attention`. */
 static void LEVEL(attend)(
-    const mc_attention *a, const float *query, float sink, float *scores, float *out)
+    const mc_attention *a, const float *queries, int64_t num, const float *sinks, float *scores,
+    int64_t step, float *out)
 {
     if (a->type == MC_F32)
-        LEVEL(attend_as)(a, query, sink, scores, out, MC_F32);
-    else if (a->type == MC_F16)
-        LEVEL(attend_as)(a, query, sink, scores, out, MC_F16);
+        LEVEL(attend_as)(a, queries, num, sinks, scores, step, MC_F32, out);
     else
-        LEVEL(attend_as)(a, query, sink, scores, out, MC_BF16);
+        LEVEL(attend_as)(a, queries, num, sinks, scores, step, MC_BF16, out);
 }
+#undef QUERIES

@@ -85,7 +85,8 @@ cdef extern from "_jobs.h" nogil:
         uint8_t *(*form)(const mc_file *, int64_t, uint8_t *, int *) noexcept nogil
         uint32_t (*read)(const uint8_t *, int64_t) noexcept nogil
         void (*attend)(
-            const mc_attention *, const float *query, float sink, float *scores, float *out
+            const mc_attention *, const float *queries, int64_t num, const float *sinks,
+            float *scores, int64_t step, float *out
         ) noexcept nogil
 
     ctypedef void (*mc_work)(void *job, int64_t item) noexcept nogil

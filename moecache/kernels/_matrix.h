@@ -203,7 +203,7 @@ typedef struct {
     int64_t key_step, value_step; /* bytes from a position to the next */
     int64_t width, value_width;   /* numbers of a key, and of a value */
     int64_t first, last;
-    int type; /* MC_F32, MC_F16 or MC_BF16 */
+    int type; /* MC_F32 or MC_BF16 */
     float scale; /* of the products */
 } mc_attention;
 
@@ -241,9 +241,11 @@ typedef struct {
     void (*expand)(
         const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes);
     uint32_t (*read)(const uint8_t *at, int64_t num);
-    /* `scores` has room for as many as positions are seen; a sink of -INFINITY is none. */
+    /* Of `num` queries, one after the other; `sinks`, one each, may be NULL. `scores` has room for
+     * four times `step` numbers, and `step` are at least as many as the positions that are seen. */
     void (*attend)(
-        const mc_attention *a, const float *query, float sink, float *scores, float *out);
+        const mc_attention *a, const float *queries, int64_t num, const float *sinks,
+        float *scores, int64_t step, float *out);
 } mc_level;
 
 /* A level's functions, where LEVEL is defined. */

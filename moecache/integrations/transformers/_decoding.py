@@ -17,7 +17,7 @@ from moecache.decoding._program import MAX_ROWS, Program
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._fast import is_transformed
 from moecache.integrations.transformers._lookahead import RouterLookAhead
-from moecache.integrations.transformers._pages import pages_of
+from moecache.integrations.transformers._pages import Pages
 from moecache.integrations.transformers._slots import SlotLayer
 from moecache.integrations.transformers.recipes import NoRecipeError, Reading, read_recipe
 from moecache.kernels import SlotKernel
@@ -78,6 +78,7 @@ class Decoder:
         self._paths = dict(zip(paths, layers, strict=True))
         self._look_ahead = look_ahead
         self._lock = threading.Lock()
+        self._pages = Pages()
         self._reading: Reading | None = None
         self._program: Program | None = None
         self._hidden = torch.empty(0)
@@ -168,7 +169,7 @@ class Decoder:
         assert reading is not None
         assert rotary is not None
         each = ids.shape[1]
-        pages = pages_of(cache, each)
+        pages = self._pages.of(cache, length, each)
         if pages is None or len(pages) != len(reading.recipe.layers):
             return None
         self._hidden[: ids.numel()] = reading.embedding(ids).view(ids.numel(), -1)
@@ -181,8 +182,7 @@ class Decoder:
             program.resume()
             missed = program.run()
         logits = torch.from_numpy(program.logits_of(num_logits))
-        for layer in cache.layers:
-            layer.grow(each)
+        self._pages.grow(each)
         self._count(program, reading)
         return logits
 

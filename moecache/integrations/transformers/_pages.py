@@ -1,5 +1,7 @@
 """GrowingLayer: keys and values of a layer of transformers' cache, with room for more tokens."""
 
+import weakref
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from moecache.decoding._program import KeyValues
 # Positions that are allocated at once, at least; an eighth of those that are there beyond them.
 _PAGE = 256
 _TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_KEYS, _VALUES = attrgetter("_keys"), attrgetter("_values")
+_NUM_KEYS, _NUM_VALUES = attrgetter("_num_keys"), attrgetter("_num_values")
 
 
 class GrowingLayer(DynamicLayer):
@@ -108,18 +112,68 @@ def _begins(some: torch.Tensor, held: torch.Tensor) -> bool:
     )
 
 
-def pages_of(cache: Cache, num_tokens: int) -> list[KeyValues] | None:
-    """Return a cache's layers as the decode step takes them, with room for more tokens.
+class Pages:
+    """A cache's layers as the decode step takes them; those of the last cache are kept."""
 
-    Returns
-    -------
-    list of KeyValues, or None
-        `None` if a layer is of another kind, empty, or of another type than float32 and bfloat16.
-    """
+    def __init__(self) -> None:
+        self._cache: weakref.ref[Cache] | None = None
+        self._layers: list[GrowingLayer] = []
+        self._held: list[torch.Tensor] = []
+        self._found: list[KeyValues] = []
+        self._room = 0
+
+    def of(self, cache: Cache, length: int, num_tokens: int) -> list[KeyValues] | None:
+        """Return a cache's layers, with room for more tokens.
+
+        Returns
+        -------
+        list of KeyValues, or None
+            `None` if a layer is of another kind, of another length, or of another type than
+            float32 and bfloat16.
+        """
+        if not self._is_last(cache, length, num_tokens):
+            self._cache = None
+            layers = _layers_of(cache, length)
+            if layers is None:
+                return None
+            for layer in layers:
+                layer.reserve(layer._keys, layer._values, length + num_tokens)
+            self._layers = layers
+            self._held = [tensor for layer in layers for tensor in (layer._keys, layer._values)]
+            self._room = min(tensor.shape[2] for tensor in self._held)
+            self._found = [_key_values(layer) for layer in layers]
+            # Its memory goes when the cache does.
+            self._cache = weakref.ref(cache, self._forget)
+        return self._found
+
+    def grow(self, num_tokens: int) -> None:
+        """Take in tokens that were written to the last cache."""
+        for layer in self._layers:
+            layer._num_keys += num_tokens
+            layer._num_values += num_tokens
+
+    def _forget(self, gone: object) -> None:
+        if self._cache is gone:
+            self._cache, self._layers, self._held, self._found = None, [], [], []
+
+    def _is_last(self, cache: Cache, length: int, num_tokens: int) -> bool:
+        if self._cache is None or self._cache() is not cache or cache.layers != self._layers:
+            return False
+        layers = self._layers
+        return (
+            length + num_tokens <= self._room
+            and all(map(is_, map(_KEYS, layers), self._held[::2]))
+            and all(map(is_, map(_VALUES, layers), self._held[1::2]))
+            and {length} == {*map(_NUM_KEYS, layers), *map(_NUM_VALUES, layers)}
+        )
+
+
+def _layers_of(cache: Cache, length: int) -> list[GrowingLayer] | None:
+    """Return layers that can be written to, `None` if not all of them can."""
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return None
-    found = []
-    for layer in cache.layers:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         if type(layer) is DynamicLayer and layer.is_initialized:
             _adopt(layer)
         if type(layer) is not GrowingLayer or not layer.is_initialized:
@@ -127,21 +181,23 @@ def pages_of(cache: Cache, num_tokens: int) -> list[KeyValues] | None:
         keys, values = layer._keys, layer._values
         if keys is None or keys.dtype not in _TYPES or values.dtype is not keys.dtype:
             return None
-        if keys.device.type != "cpu" or keys.requires_grad or not layer.get_seq_length():
+        if keys.device.type != "cpu" or keys.requires_grad or values.requires_grad:
             return None
-        layer.reserve(keys, values, layer.get_seq_length() + num_tokens)
-        keys, values = layer._keys, layer._values
-        found.append(
-            KeyValues(
-                keys.data_ptr(),
-                values.data_ptr(),
-                _TYPES[keys.dtype],
-                tuple(keys.shape),
-                values.shape[3],
-                (keys, values),
-            )
-        )
-    return found
+        if {layer._num_keys, layer._num_values} != {length}:
+            return None
+    return layers
+
+
+def _key_values(layer: GrowingLayer) -> KeyValues:
+    keys, values = layer._keys, layer._values
+    return KeyValues(
+        keys.data_ptr(),
+        values.data_ptr(),
+        _TYPES[keys.dtype],
+        tuple(keys.shape),
+        values.shape[3],
+        (keys, values),
+    )
 
 
 def _adopt(layer: Any) -> None:

@@ -1,6 +1,8 @@
 """Parts of recipes, read from modules: their weights where they lie."""
 
 from collections.abc import Mapping
+from itertools import chain
+from operator import gt, is_
 from typing import Any
 
 import ml_dtypes
@@ -38,9 +40,16 @@ class Weights:
     """
 
     def __init__(self) -> None:
-        self._tensors: list[tuple[dict[str, Any], str, torch.Tensor, int]] = []
-        self._hooks: list[tuple[dict[Any, Any], int]] = []
-        self._children: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
+        # Lists beside each other: what a token looks at goes through functions in C.
+        self._holders: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._hooks: list[dict[Any, Any]] = []
+        self._allowed: list[int] = []
+        self._num_hooks = 0
+        self._modules: list[dict[str, Any]] = []
+        self._children: list[Any] = []
 
     def tensor(self, module: nn.Module, name: str) -> torch.Tensor:
         """Return a parameter or buffer of a module, and remember it.
@@ -56,7 +65,10 @@ class Weights:
             raise NoRecipeError(f"{name} of {type(module).__name__} is not in memory")
         if not found.is_contiguous():
             raise NoRecipeError(f"{name} of {type(module).__name__} is not contiguous")
-        self._tensors.append((held, name, found, found.data_ptr()))
+        self._holders.append(held)
+        self._names.append(name)
+        self._tensors.append(found)
+        self._addresses.append(found.data_ptr())
         return found
 
     def values(self, module: nn.Module, name: str) -> np.ndarray:
@@ -81,20 +93,33 @@ class Weights:
         for hooks, allowed in ((module._forward_hooks, 0), (module._forward_pre_hooks, num_hooks)):
             if _count(hooks) > allowed:
                 raise NoRecipeError(f"{type(module).__name__} has hooks")
-            self._hooks.append((hooks, allowed))
+            self._hooks.append(hooks)
+            self._allowed.append(allowed)
+            self._num_hooks += len(hooks)
         if "forward" in module.__dict__:
             raise NoRecipeError(f"the forward of a {type(module).__name__} was replaced")
         if module._modules:
-            self._children.append((module._modules, list(module._modules.items())))
+            self._modules.append(module._modules)
+            self._children += module._modules.values()
 
     def are_current(self) -> bool:
         """Return whether all of it is as it was."""
-        for held, name, tensor, address in self._tensors:
-            if held.get(name) is not tensor or tensor.data_ptr() != address:
-                return False
-        if any(len(hooks) > num and _count(hooks) > num for hooks, num in self._hooks):
+        held = map(dict.get, self._holders, self._names)
+        if not all(map(is_, held, self._tensors)):
             return False
-        return all(list(held.items()) == children for held, children in self._children)
+        if list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses:
+            return False
+        children = chain.from_iterable(map(dict.values, self._modules))
+        if sum(map(len, self._modules)) != len(self._children):
+            return False
+        if not all(map(is_, children, self._children)):
+            return False
+        num_hooks = sum(map(len, self._hooks))
+        if num_hooks > self._num_hooks:
+            if any(map(gt, map(_count, self._hooks), self._allowed)):
+                return False
+            self._num_hooks = num_hooks
+        return True
 
     def linear(self, module: nn.Module, name: str = "") -> Linear:
         """Return a linear layer of a module, or a module that is one."""

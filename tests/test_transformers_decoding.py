@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecache.errors import StoreError
+import moecache
+from moecache.errors import MoeCacheError, StoreError
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.kernels import computing
 from tests.helpers.more_families import MORE_FAMILIES
@@ -316,6 +318,42 @@ def test_the_own_forward_is_back_when_the_cache_is_closed(checkpoint: Path) -> N
     model = load_in_slots(checkpoint, compute="torch")
     with model.moecache:
         assert "forward" not in model.__dict__
+
+
+def test_a_closed_runtime_is_an_error_of_the_token(checkpoint: Path) -> None:
+    """Slots are gone then, also where every expert was resident."""
+    from moecache.integrations.transformers import attach
+
+    whole = load_whole(FAMILIES["qwen3_moe"], checkpoint)
+    runtime = moecache.open(checkpoint, memory="100%", dtype="float32")
+    attach(whole, runtime, compute="fast")
+    with torch.no_grad():
+        cache = whole(input_ids=prompt(), use_cache=True).past_key_values
+        whole(input_ids=torch.tensor([[3]]), past_key_values=cache)
+        assert num_steps(whole) == 1
+        runtime.close()
+        with pytest.raises(MoeCacheError, match="closed"):
+            whole(input_ids=torch.tensor([[3]]), past_key_values=cache)
+        assert cache.get_seq_length() == 9
+
+
+def test_the_report_says_how_tokens_are_computed(tmp_path: Path, model: Any) -> None:
+    """And why not by a call, where a family has no recipe."""
+    decode(model, num=3)
+    assert "tokens are one call each; 3 were" in model.moecache.report()
+    path = write_checkpoint(FAMILIES["deepseek_v3"], tmp_path, "float32")
+    other = load_in_slots(path, compute="fast")
+    with other.moecache:
+        decode(other, num=2)
+        assert "go through the model's modules: " in other.moecache.report()
+
+
+def test_two_threads_have_the_bits_of_one(model: Any) -> None:
+    """Each with a cache of its own."""
+    expected = decode(model)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: torch.no_grad()(decode)(model), range(4)))
+    assert all(torch.equal(other, expected) for other in found)
 
 
 @settings(deadline=None, max_examples=60)

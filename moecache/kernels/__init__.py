@@ -2,8 +2,8 @@
 
 The order of every sum depends on the number of columns alone, so that a token's result has the same
 bits alone and among others, with any number of threads, wherever the weights are. Products of
-integers have the same bits on every level of instructions ("generic", "avx2", "avxvnni", "avx512");
-those of floats differ in their last bits.
+integers have the same bits on every level of instructions ("generic", "avx2", "avxvnni",
+"avx512vnni", "avx512", "neon"); those of floats differ in their last bits.
 """
 
 from moecache.kernels._kernels import (

@@ -23,6 +23,7 @@ BUDGETS = {
     "tests/test_cuda_tokens.py": 10,
     "tests/test_transformers_cuda_fast.py": 10,
     "tests/test_cli_bench.py": 9,
+    "tests/test_transformers_decoding.py": 9,
     "tests/test_transformers_families.py": 9,
     "tests/test_transformers_quantized.py": 9,
     "tests/test_cli_chat.py": 7,

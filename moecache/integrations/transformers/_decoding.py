@@ -86,6 +86,12 @@ class Decoder:
         self.reason = ""
         self.num_steps = 0
 
+    def describe(self) -> str:
+        """Return a line that says how tokens are computed."""
+        if self.reason:
+            return f"tokens go through the model's modules: {self.reason}"
+        return f"tokens are one call each; {self.num_steps} were"
+
     def step(self, named: dict[str, Any]) -> MoeCausalLMOutputWithPast | None:
         """Return a forward's result; `None` if it is not one that a program computes."""
         ids, cache = named.get("input_ids"), named.get("past_key_values")
@@ -168,6 +174,7 @@ class Decoder:
         assert program is not None
         assert reading is not None
         assert rotary is not None
+        self._runtime.steps.check_usable()
         each = ids.shape[1]
         pages = self._pages.of(cache, length, each)
         if pages is None or len(pages) != len(reading.recipe.layers):

@@ -182,8 +182,11 @@ class Offload(NotCopied):
         return (
             f"trunk {trunk}, slots {format_bytes(stats.pool_bytes)} for experts of "
             f"{format_bytes(experts)} in {len(self._bindings)} layers\n"
-            f"{self.compute_stats().describe()}\n{self.runtime.report()}"
+            f"{self.compute_stats().describe()}\n{self._describe_decoding()}{self.runtime.report()}"
         )
+
+    def _describe_decoding(self) -> str:
+        return "" if self.decoder is None else f"{self.decoder.describe()}\n"
 
     def detach(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Give the model all its experts back, as if it had been loaded without a cache.

@@ -209,6 +209,7 @@ cdef class Program:
     cdef list pages
     cdef object kept
     cdef object observe
+    cdef bint is_spread
 
     def __cinit__(self, recipe, ExpertCache cache not None):
         cdef int64_t i
@@ -411,7 +412,8 @@ cdef class Program:
 
     def begin(
         self, list pages not None, int64_t length, int64_t each, cnp.ndarray begins not None,
-        cnp.ndarray cos not None, cnp.ndarray sin not None, observe=None
+        cnp.ndarray cos not None, cnp.ndarray sin not None, observe=None, *,
+        bint is_spread=False
     ):
         """Begin a call for tokens whose embeddings are in `hidden`, row after row of the batch.
 
@@ -429,6 +431,8 @@ cdef class Program:
             Of the tokens' positions.
         observe : callable (layer, ids, sequences), optional
             Told of each resident step, as `StepSource`'s is.
+        is_spread : bool, default False
+            Whether some experts are elsewhere, so that every layer's are the caller's to compute.
 
         Raises
         ------
@@ -477,6 +481,7 @@ cdef class Program:
             free(self.scores)
             self.scores, self.num_scores = scores, i
         self.pages, self.kept, self.observe = pages, (cos, sin), observe
+        self.is_spread = is_spread
         self.cos = <const float *>cnp.PyArray_DATA(cos)
         self.sin = <const float *>cnp.PyArray_DATA(sin)
         self.num_rows, self.each, self.length = num, each, length
@@ -497,7 +502,7 @@ cdef class Program:
         while self.at < self.num_layers:
             layer = &self.layers[self.at]
             if layer.has_experts:
-                if self.num_rows > 1 or not self._resident(layer):
+                if self.is_spread or self.num_rows > 1 or not self._resident(layer):
                     return layer.number
             self.resume()
         return -1

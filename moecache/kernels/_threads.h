@@ -13,8 +13,10 @@
 #include <time.h>
 
 #define MC_MAX_THREADS 256
-/* Looks at a counter before a thread sleeps: some microseconds. */
-#define MC_LOOKS 400
+/* The time that a thread looks at a counter before it sleeps, and how often it looks at the clock meanwhile:
+ * longer than what a token computes alone between two products. */
+#define MC_AWAKE_NS 20000
+#define MC_LOOKS 16
 /* Weights that are worth a second thread: one that is awake, and one that has to be woken. Less takes as long
  * as telling it. */
 static int64_t mc_shared_bytes = 256 * 1024, mc_waking_bytes = 2 * 1024 * 1024;
@@ -106,11 +108,14 @@ static void *mc_worker(void *unused)
     uint64_t seen = 0;
     (void)unused;
     for (;;) {
-        for (int i = 0; i < MC_LOOKS; i++) {
-            if (__atomic_load_n(&mc_pool.number, __ATOMIC_ACQUIRE) != seen)
-                break;
-            mc_relax();
-        }
+        for (int64_t until_ns = mc_now_ns() + MC_AWAKE_NS; mc_now_ns() < until_ns;)
+            for (int i = 0; i < MC_LOOKS; i++) {
+                if (__atomic_load_n(&mc_pool.number, __ATOMIC_ACQUIRE) != seen) {
+                    until_ns = 0;
+                    break;
+                }
+                mc_relax();
+            }
         pthread_mutex_lock(&mc_pool.lock);
         __atomic_sub_fetch(&mc_pool.num_awake, 1, __ATOMIC_RELAXED);
         while (mc_pool.number == seen)
@@ -202,7 +207,8 @@ static void mc_share(int num_threads, mc_work work, void *job, int64_t num_items
     if (mc_pool.num_joined) {
         int64_t since_ns = mc_now_ns(), now_ns;
         pthread_mutex_unlock(&mc_pool.lock);
-        for (int i = 0; i < MC_LOOKS && __atomic_load_n(&mc_pool.num_joined, __ATOMIC_ACQUIRE); i++)
+        while (__atomic_load_n(&mc_pool.num_joined, __ATOMIC_ACQUIRE)
+               && mc_now_ns() < since_ns + MC_AWAKE_NS)
             mc_relax();
         pthread_mutex_lock(&mc_pool.lock);
         while (mc_pool.num_joined)

@@ -4,7 +4,6 @@ import functools
 import inspect
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,12 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moecache.decoding._program import MAX_ROWS, Program
 from moecache.errors import ConfigError
-from moecache.integrations.transformers._fast import is_transformed
+from moecache.integrations.transformers._fast import fast_rows, is_transformed
 from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._pages import Pages
 from moecache.integrations.transformers._slots import SlotLayer
 from moecache.integrations.transformers.recipes import NoRecipeError, Reading, read_recipe
+from moecache.interrupts import uninterrupted
 from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
 
@@ -77,6 +77,7 @@ class Decoder:
         self._layers = {layer.layer: layer for layer in layers}
         self._paths = dict(zip(paths, layers, strict=True))
         self._look_ahead = look_ahead
+        self._is_spread = any(layer.ranks is not None for layer in layers)
         self._lock = threading.Lock()
         self._pages = Pages()
         self._reading: Reading | None = None
@@ -182,47 +183,30 @@ class Decoder:
         self._hidden[: ids.numel()] = reading.embedding(ids).view(ids.numel(), -1)
         cos, sin = rotary.angles(positions)
         observe = self._observer(program)
-        program.begin(pages, length, each, begins, cos, sin, observe)
+        program.begin(pages, length, each, begins, cos, sin, observe, is_spread=self._is_spread)
         missed = program.run()
         while missed >= 0:
             self._wait_for(missed, program, ids.numel())
             program.resume()
             missed = program.run()
         logits = torch.from_numpy(program.logits_of(num_logits))
-        self._pages.grow(each)
+        # All layers or none: a cache whose layers differ in length is no cache.
+        with uninterrupted():
+            self._pages.grow(each)
         self._count(program, reading)
         return logits
 
     def _wait_for(self, number: int, program: Program, num_rows: int) -> None:
-        """Compute a layer's experts as they arrive."""
+        """Compute a layer's experts as they arrive, from the disk or from other ranks."""
         layer = self._layers[number]
         kernel = layer.kernel
         assert isinstance(kernel, SlotKernel)
-        hidden, rows, ids = program.normed, program.rows, program.ids[:num_rows]
+        hidden = torch.from_numpy(program.normed[:num_rows])
+        ids = torch.from_numpy(program.ids[:num_rows])
         self._note(number, program, num_rows)
-        waves = self._runtime.waves(number, ids)
-        try:
-            for wave in waves:
-                began = time.perf_counter_ns()
-                kernel.compute_at(
-                    wave.slots,
-                    wave.offsets,
-                    wave.pairs,
-                    ids.shape[1],
-                    hidden.ctypes.data,
-                    "f32",
-                    num_rows,
-                    hidden.strides[0],
-                    rows.ctypes.data,
-                    "f32",
-                    rows.strides[0],
-                )
-                if num_rows == 1:
-                    kernel.count(len(wave.slots), time.perf_counter_ns() - began)
-                layer.num_products += len(wave.slots)
-        finally:
-            # A traceback that the caller keeps would keep the leases as well.
-            waves.close()
+        rows, num_experts = fast_rows(self._runtime, number, kernel, hidden, ids, layer.ranks)
+        program.rows[: len(rows)] = rows.numpy()
+        layer.num_products += num_experts
 
     def _observer(self, program: Program) -> Callable[[int, np.ndarray, None], object] | None:
         """Return what is told of resident steps; nothing is where nothing more can be read."""

@@ -284,9 +284,8 @@ class Offload(NotCopied):
             self.runtime.close()
 
     def _start_decoder(self, model: transformers.PreTrainedModel) -> Decoder | None:
-        """Have a token be one call where kernels compute in RAM, and all experts are here."""
-        is_here = self.ranks is None or self.ranks.share is None
-        if self._compute == "torch" or isinstance(self.runtime.pool, CudaSlots) or not is_here:
+        """Have a token be one call where kernels compute in RAM."""
+        if self._compute == "torch" or isinstance(self.runtime.pool, CudaSlots):
             return None
         if "forward" in model.__dict__:
             return None  # somebody follows it

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moecache.decoding._program import MAX_ROWS, Program
@@ -96,7 +97,7 @@ class Decoder:
     def step(self, named: dict[str, Any]) -> MoeCausalLMOutputWithPast | None:
         """Return a forward's result; `None` if it is not one that a program computes."""
         ids, cache = named.get("input_ids"), named.get("past_key_values")
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or cache is None:
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not isinstance(cache, Cache):
             return None
         batch, each = ids.shape
         if not 1 <= batch * each <= MAX_ROWS or ids.device.type != "cpu":
@@ -106,12 +107,12 @@ class Decoder:
             return None
         begins = _begins(named.get("attention_mask"), batch, length, each)
         positions = _positions(named.get("position_ids"), batch, length, each)
-        if begins is None or positions is None or not self._is_ready():
-            return None
         wanted = named.get("logits_to_keep", 0)
-        if not isinstance(wanted, int):
+        if begins is None or positions is None or not isinstance(wanted, int) or wanted < 0:
             return None
         with self._lock:
+            if not self._is_ready():
+                return None
             logits = self._compute(ids, cache, length, begins, positions, min(wanted, each) or each)
         if logits is None:
             return None

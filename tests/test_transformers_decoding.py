@@ -25,7 +25,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
 ]
 
-NAMES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1")
+NAMES = (
+    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1", "deepseek_v2"),
+    *("deepseek_v3", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "phimoe"),
+    "qwen3_vl_moe",
+)
 NUM_TOKENS = 10
 
 
@@ -341,7 +345,7 @@ def test_the_report_says_how_tokens_are_computed(tmp_path: Path, model: Any) -> 
     """And why not by a call, where a family has no recipe."""
     decode(model, num=3)
     assert "tokens are one call each; 3 were" in model.moecache.report()
-    path = write_checkpoint(FAMILIES["deepseek_v3"], tmp_path, "float32")
+    path = write_checkpoint(FAMILIES["lfm2_moe"], tmp_path, "float32")
     other = load_in_slots(path, compute="fast")
     with other.moecache:
         decode(other, num=2)
@@ -362,7 +366,7 @@ def test_a_growing_layer_is_transformers_own(data: st.DataObject) -> None:
     """Whatever is done to a cache: its tensors are those of a DynamicLayer."""
     from transformers.cache_utils import DynamicLayer
 
-    from moecache.integrations.transformers._pages import GrowingLayer
+    from moecache.integrations.transformers._cache_layers import GrowingLayer
 
     layers = DynamicLayer(), GrowingLayer()
     for seed in range(data.draw(st.integers(1, 12))):
@@ -402,15 +406,15 @@ def test_a_growing_layer_is_transformers_own(data: st.DataObject) -> None:
 
 
 def test_angles_are_those_of_the_rotary_module(model: Any) -> None:
-    """Kept or not, at any position."""
+    """Kept or not, at any position; one for each pair."""
     from moecache.integrations.transformers._decoding import _Rotary
 
     module = model.model.rotary_emb
     positions = np.array([0, 5, 1023, 1024, 3000])
+    expected = module(torch.empty((1, 1, 1)), torch.from_numpy(positions)[None])
+    width = expected[0].shape[-1]
     for is_static in (True, False):
-        rotary = _Rotary(module)
+        rotary = _Rotary(module, width)
         rotary._is_static = is_static
-        cos, sin = rotary.angles(positions)
-        expected = module(torch.empty((1, 1, 1)), torch.from_numpy(positions)[None])
-        assert torch.equal(torch.from_numpy(cos), expected[0][0])
-        assert torch.equal(torch.from_numpy(sin), expected[1][0])
+        for found, whole in zip(rotary.angles(positions), expected, strict=True):
+            assert torch.equal(torch.from_numpy(found), whole[0, :, : width // 2])

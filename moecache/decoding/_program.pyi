@@ -20,6 +20,7 @@ class KeyValues:
         shape: tuple[int, ...],
         value_width: int,
         owner: object,
+        dropped: int = 0,
     ) -> Self: ...
 
 @final

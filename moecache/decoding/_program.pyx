@@ -8,12 +8,18 @@ from libc.string cimport memset
 
 from moecache.cache._cache cimport ExpertCache
 from moecache.decoding._steps cimport (
+    MC_PAIRED_HALVES,
+    MC_PAIRED_NEIGHBOURS,
+    MC_PAIRED_NEIGHBOURS_TO_HALVES,
     MC_SIGMOID,
     MC_SOFTMAX,
     MC_SOFTMAX_OF_CHOSEN,
+    MC_SPARSEMIXER,
     mc_add,
     mc_attend_item,
     mc_heads,
+    mc_latent_item,
+    mc_layer_norm,
     mc_norm,
     mc_route,
     mc_router,
@@ -34,6 +40,7 @@ from moecache.kernels._jobs cimport (
     mc_product,
     mc_rows,
     mc_sum,
+    mc_work,
 )
 from moecache.kernels._kernels cimport (
     Experts,
@@ -49,6 +56,7 @@ from moecache.kernels._kernels cimport (
 
 import numpy as np
 
+from moecache.decoding.recipe import LatentAttention
 from moecache.errors import ConfigError
 from moecache.kernels._kernels import ACTIVATIONS as _ACTIVATIONS
 from moecache.kernels._kernels import INPUTS as _INPUTS
@@ -62,6 +70,11 @@ cdef enum:
 MAX_ROWS = ROWS
 _SCORES = {
     "softmax": MC_SOFTMAX, "sigmoid": MC_SIGMOID, "softmax of the chosen": MC_SOFTMAX_OF_CHOSEN,
+    "sparsemixer": MC_SPARSEMIXER,
+}
+_PAIRS = {
+    "halves": MC_PAIRED_HALVES, "neighbours": MC_PAIRED_NEIGHBOURS,
+    "neighbours to halves": MC_PAIRED_NEIGHBOURS_TO_HALVES,
 }
 _TYPES = {"f32": MC_F32, "bf16": MC_BF16}
 
@@ -74,6 +87,7 @@ cdef struct Linear:
 
 cdef struct Norm:
     const uint8_t *weight
+    const uint8_t *bias
     int type
     int64_t width
     float epsilon
@@ -89,14 +103,26 @@ cdef struct Layer:
     Linear value
     Linear out
     int64_t num_heads
-    int64_t num_kv_heads
     int64_t width
     int64_t value_width
     int64_t rotary_width
+    int64_t window
+    int pairs
     float scale
     float clip
-    bint is_interleaved
+    bint has_late_norms
     const float *sinks
+    # Heads of the cache, and numbers of what it holds of each.
+    int64_t num_kv_heads
+    int64_t held
+    int64_t value_held
+    # Of latent attention.
+    bint is_latent
+    Linear low
+    Norm low_norm
+    const uint8_t *expand
+    int expand_type
+    float residual
     Linear gate
     Linear up
     Linear down
@@ -123,17 +149,21 @@ cdef class KeyValues:
     value_width : int
     owner : object
         Kept alive.
+    dropped : int, default 0
+        Positions before those that are held: no longer seen, as a window has passed them.
     """
 
     cdef uint8_t *keys
     cdef uint8_t *values
     cdef int type
-    cdef int64_t batch, heads, capacity, width, value_width
+    cdef int64_t batch, heads, capacity, width, value_width, dropped
     cdef readonly object owner
 
     def __cinit__(
-        self, uintptr_t keys, uintptr_t values, str type, tuple shape, int64_t value_width, owner
+        self, uintptr_t keys, uintptr_t values, str type, tuple shape, int64_t value_width, owner,
+        int64_t dropped=0
     ):
+        self.dropped = dropped
         self.keys, self.values, self.type = <uint8_t *>keys, <uint8_t *>values, _TYPES[type]
         self.batch, self.heads, self.capacity, self.width = shape
         self.value_width, self.owner = value_width, owner
@@ -196,6 +226,7 @@ cdef class Program:
     cdef float *logits
     cdef float *scratch
     cdef float *weights
+    cdef float *latents
     cdef float *scores
     cdef int64_t num_scores
     cdef uint8_t *converted
@@ -239,6 +270,10 @@ cdef class Program:
         norm.type, norm.epsilon = _TYPES[type_of(weight)], given.epsilon
         if norm.width == 0 or multiple_of % norm.width:
             raise ConfigError(f"a norm of {norm.width} numbers does not fit {multiple_of}")
+        if given.bias is not None:
+            if given.bias.size != norm.width or type_of(given.bias) != type_of(weight):
+                raise ConfigError(f"a norm's bias is not one of {norm.width} {type_of(weight)}")
+            norm.bias = <const uint8_t *>self._own(given.bias)
         return 0
 
     cdef void *_own(self, cnp.ndarray array) except NULL:
@@ -270,34 +305,15 @@ cdef class Program:
 
     cdef int _bind(self, Layer *layer, given) except -1:
         cdef int64_t hidden = self.hidden_size, width
-        cdef cnp.ndarray array
         cdef Experts experts
         a, forward, router = given.attention, given.forward, given.router
         self._bind_norm(&layer.attention_norm, given.attention_norm, hidden)
         self._bind_norm(&layer.forward_norm, given.forward_norm, hidden)
-        layer.num_heads, layer.num_kv_heads = a.num_heads, a.num_kv_heads
-        layer.width, layer.value_width = a.width, a.value_width
-        layer.rotary_width, layer.scale = a.rotary_width, a.scale
-        layer.is_interleaved, layer.clip = a.is_interleaved, a.clip or 0.0
-        if (
-            layer.num_kv_heads < 1 or layer.num_heads % layer.num_kv_heads
-            or not 0 <= layer.rotary_width <= layer.width or layer.rotary_width % 2
-        ):
-            raise ConfigError(
-                f"{a.num_heads} heads do not share {a.num_kv_heads}, or {a.rotary_width} of "
-                f"{a.width} numbers cannot be turned"
-            )
-        self._bind_linear(&layer.query, a.query, hidden, layer.num_heads * layer.width)
-        self._bind_linear(&layer.key, a.key, hidden, layer.num_kv_heads * layer.width)
-        self._bind_linear(&layer.value, a.value, hidden, layer.num_kv_heads * layer.value_width)
-        self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
-        self._bind_norm(&layer.query_norm, a.query_norm, layer.num_heads * layer.width)
-        self._bind_norm(&layer.key_norm, a.key_norm, layer.num_kv_heads * layer.width)
-        if a.sinks is not None:
-            array = a.sinks
-            if type_of(array) != "f32" or array.size != layer.num_heads:
-                raise ConfigError(f"{array.size} sinks are not one for each of {a.num_heads} heads")
-            layer.sinks = <const float *>self._own(array)
+        layer.residual = given.scale
+        if isinstance(a, LatentAttention):
+            self._bind_latents(layer, a)
+        else:
+            self._bind_attention(layer, a)
         if forward is not None:
             width = forward.gate.matrix.rows
             self._bind_linear(&layer.gate, forward.gate, hidden)
@@ -319,7 +335,9 @@ cdef class Program:
         layer.choice.num_kept = router.num_kept_groups
         layer.choice.kind = _SCORES[router.scores]
         layer.choice.is_normalized = router.is_normalized
-        layer.choice.least, layer.choice.scale = router.least, router.scale
+        layer.choice.num_best, layer.choice.jitter = router.num_best, router.jitter
+        layer.choice.least, layer.choice.floor = router.least, router.floor
+        layer.choice.scale = router.scale
         if (
             not 1 <= router.top_k <= layer.choice.num_experts
             or layer.choice.num_experts != self.cache.num_experts
@@ -329,14 +347,73 @@ cdef class Program:
             or experts.experts.up.first.columns != hidden
             or not 1 <= router.num_kept_groups <= router.num_groups <= 64
             or layer.choice.num_experts % router.num_groups
-            or (router.num_groups > 1 and layer.choice.num_experts < 2 * router.num_groups)
+            or not 1 <= router.num_best <= 2
+            or (router.num_groups > 1
+                and layer.choice.num_experts < router.num_best * router.num_groups)
+            or (layer.choice.kind == MC_SPARSEMIXER and router.top_k > 2)
         ):
             raise ConfigError(f"the router of layer {given.number} does not fit its experts")
-        if router.correction is not None:
-            array = router.correction
-            if type_of(array) != "f32" or array.size != layer.choice.num_experts:
-                raise ConfigError(f"{array.size} corrections do not fit the experts")
-            layer.choice.correction = <const float *>self._own(array)
+        layer.choice.correction = self._floats(router.correction, layer.choice.num_experts)
+        return 0
+
+    cdef const float *_floats(self, given, int64_t num) except? NULL:
+        if given is None:
+            return NULL
+        if type_of(given) != "f32" or given.size != num:
+            raise ConfigError(f"{given.size} {given.dtype} are not {num} float32")
+        return <const float *>self._own(given)
+
+    cdef int _bind_attention(self, Layer *layer, a) except -1:
+        cdef int64_t hidden = self.hidden_size
+        layer.num_heads, layer.num_kv_heads = a.num_heads, a.num_kv_heads
+        layer.width, layer.value_width = a.width, a.value_width
+        layer.held, layer.value_held = a.width, a.value_width
+        self._bind_rotation(layer, a, a.width)
+        layer.clip, layer.window = a.clip or 0.0, a.window or 0
+        layer.has_late_norms = a.has_late_norms
+        if layer.num_kv_heads < 1 or layer.num_heads % layer.num_kv_heads or layer.window < 0:
+            raise ConfigError(f"{a.num_heads} heads do not share {a.num_kv_heads}")
+        self._bind_linear(&layer.query, a.query, hidden, layer.num_heads * layer.width)
+        self._bind_linear(&layer.key, a.key, hidden, layer.num_kv_heads * layer.width)
+        self._bind_linear(&layer.value, a.value, hidden, layer.num_kv_heads * layer.value_width)
+        self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
+        self._bind_norm(&layer.query_norm, a.query_norm, layer.num_heads * layer.width)
+        self._bind_norm(&layer.key_norm, a.key_norm, layer.num_kv_heads * layer.width)
+        layer.sinks = self._floats(a.sinks, layer.num_heads)
+        return 0
+
+    cdef int _bind_rotation(self, Layer *layer, a, int64_t most) except -1:
+        layer.scale, layer.pairs = a.scale, _PAIRS[a.rotation.pairs]
+        layer.rotary_width = a.rotation.width
+        if not 0 <= layer.rotary_width <= min(most, 512) or layer.rotary_width % 2:
+            raise ConfigError(f"{layer.rotary_width} of {most} numbers cannot be turned")
+        return 0
+
+    cdef int _bind_latents(self, Layer *layer, a) except -1:
+        cdef int64_t hidden = self.hidden_size, more = a.rotation.width, rank = a.norm.weight.size
+        cdef cnp.ndarray expand = a.expand
+        layer.is_latent, layer.num_kv_heads, layer.num_heads = True, 1, a.num_heads
+        layer.width, layer.value_width = a.width, a.value_width
+        layer.held, layer.value_held = rank, more
+        self._bind_rotation(layer, a, more)
+        if a.num_heads < 1 or rank > 1024 or (
+            (<object>expand).shape != (a.num_heads, a.width + a.value_width, rank)
+        ):
+            raise ConfigError(
+                f"{(<object>expand).shape} does not expand latents of {rank}, at most 1024, to "
+                f"{a.num_heads} keys of {a.width} and values of {a.value_width}"
+            )
+        if a.low is not None:
+            self._bind_linear(&layer.low, a.low, hidden)
+            self._bind_norm(&layer.low_norm, a.low_norm, layer.low.matrix.rows)
+        self._bind_linear(
+            &layer.query, a.query, layer.low.matrix.rows if layer.low.is_there else hidden,
+            a.num_heads * (a.width + more)
+        )
+        self._bind_linear(&layer.key, a.compressed, hidden, rank + more)
+        self._bind_linear(&layer.out, a.out, a.num_heads * a.value_width, hidden)
+        self._bind_norm(&layer.key_norm, a.norm, rank)
+        layer.expand, layer.expand_type = <const uint8_t *>self._own(expand), _TYPES[type_of(expand)]
         return 0
 
     cdef int64_t _room(self, Linear *linear) noexcept:
@@ -350,14 +427,14 @@ cdef class Program:
 
     cdef int _reserve(self) except -1:
         """Allocate what 16 rows need."""
-        cdef int64_t i, sizes[10], total = 0, most = 0, expert_row = 0
+        cdef int64_t i, sizes[11], total = 0, most = 0, expert_row = 0
         cdef float *base
-        cdef float **parts[10]
+        cdef float **parts[11]
         cdef Layer *layer
         parts[0], parts[1], parts[2] = &self.queries, &self.keys, &self.values
         parts[3], parts[4], parts[5] = &self.mixed, &self.wide, &self.second
         parts[6], parts[7], parts[8] = &self.added, &self.logits, &self.scratch
-        parts[9] = &self.weights
+        parts[9], parts[10] = &self.weights, &self.latents
         memset(sizes, 0, sizeof(sizes))
         for i in range(self.num_layers):
             layer = &self.layers[i]
@@ -365,11 +442,13 @@ cdef class Program:
             sizes[1] = max(sizes[1], layer.key.matrix.rows)
             sizes[2] = max(sizes[2], layer.value.matrix.rows)
             sizes[3] = max(sizes[3], layer.out.matrix.columns)
-            sizes[4] = max(sizes[4], layer.gate.matrix.rows)
+            sizes[4] = max(sizes[4], layer.gate.matrix.rows, layer.low.matrix.rows)
             sizes[7] = max(sizes[7], layer.choice.num_experts)
             most = max(most, self._room(&layer.query), self._room(&layer.out))
             most = max(most, self._room(&layer.gate), self._room(&layer.down))
             most = max(most, self._room(&layer.router))
+            if layer.is_latent:
+                sizes[10] = max(sizes[10], layer.num_heads * (layer.held + layer.value_held))
             if layer.has_experts:
                 most = max(most, 4 * mc_input_columns(&layer.experts.up.first))
                 most = max(most, mc_input_row_bytes(
@@ -389,7 +468,7 @@ cdef class Program:
         sizes[6] = self.hidden_size
         sizes[8] = sizes[7]
         sizes[9] = self.top_k
-        for i in range(10):
+        for i in range(11):
             sizes[i] = (sizes[i] + 15) & ~15
             total += sizes[i] * ROWS
         self.converted_bytes = (most + 63) & ~63
@@ -403,7 +482,7 @@ cdef class Program:
             total * 4 + ROWS * self.converted_bytes + self.top_k * expert_row + 64, np.uint8
         )
         base = <float *>((<uintptr_t>cnp.PyArray_DATA(self._work) + 63) & ~<uintptr_t>63)
-        for i in range(10):
+        for i in range(11):
             parts[i][0] = base
             base += sizes[i] * ROWS
         self.converted = <uint8_t *>base
@@ -427,7 +506,7 @@ cdef class Program:
             New tokens of each sequence.
         begins : ndarray of int64, shape [batch]
             The first position that a sequence sees; those before it are padding.
-        cos, sin : ndarray of float32, shape [batch * each, rotary_width]
+        cos, sin : ndarray of float32, shape [batch * each, rotary_width / 2]
             Of the tokens' positions.
         observe : callable (layer, ids, sequences), optional
             Told of each resident step, as `StepSource`'s is.
@@ -462,16 +541,19 @@ cdef class Program:
             page, layer = pages[i], &self.layers[i]
             if (
                 page.batch != batch or page.heads != layer.num_kv_heads
-                or page.width != layer.width or page.value_width != layer.value_width
-                or page.capacity < length + each
+                or page.width != layer.held or page.value_width != layer.value_held
+                or page.dropped < 0 or page.capacity < length - page.dropped + each
+                or page.dropped > (max(0, length - layer.window + 1) if layer.window else 0)
             ):
                 raise ConfigError(
                     f"keys and values [{page.batch}, {page.heads}, {page.capacity}, {page.width}] "
                     f"have no room for {each} tokens after {length} of {batch} sequences"
                 )
-            if cos.size != num * layer.rotary_width or sin.size != cos.size:
-                raise ConfigError(f"{cos.size} angles are not {num} times {layer.rotary_width}")
-            most = max(most, 4 * num * layer.num_kv_heads)
+            if layer.rotary_width and (
+                2 * cos.size != num * layer.rotary_width or sin.size != cos.size
+            ):
+                raise ConfigError(f"{cos.size} angles are not {num} x {layer.rotary_width} / 2")
+            most = max(most, 4 * num * layer.num_kv_heads * _parts(layer))
         if most * (length + each) > self.num_scores or self.scores == NULL:
             # Half as many again: a conversation goes on.
             i = most * (length + each) * 3 // 2 + 1024
@@ -590,72 +672,140 @@ cdef class Program:
         """Add a layer's attention to `hidden`, norm it, and have its router choose."""
         cdef Layer *layer = &self.layers[self.at]
         cdef KeyValues page = self.pages[self.at]
+        cdef mc_heads heads
+        cdef int64_t size = 4 if page.type == MC_F32 else 2
+        memset(&heads, 0, sizeof(heads))
+        heads.level = level_in_use()
+        heads.first.keys, heads.first.key_step = page.keys, layer.held * size
+        heads.first.values, heads.first.value_step = page.values, layer.value_held * size
+        heads.first.more = page.keys
+        heads.first.width, heads.first.value_width = layer.held, layer.value_held
+        heads.first.type, heads.first.scale = page.type, layer.scale
+        heads.key_head = page.capacity * heads.first.key_step
+        heads.value_head = page.capacity * heads.first.value_step
+        heads.num_heads, heads.num_kv_heads = layer.num_heads, layer.num_kv_heads
+        heads.parts, heads.rows_per_sequence = _parts(layer), self.each
+        heads.length, heads.dropped, heads.window = self.length, page.dropped, layer.window
+        heads.begins, heads.sinks, heads.scores = self.begins, layer.sinks, self.scores
+        heads.most, heads.out = self.length + self.each, self.mixed
         with nogil:
-            self._attend(layer, page.keys, page.values, page.capacity, page.type)
+            self._attend(layer, &heads, page.keys, page.values)
             self._choose(layer)
         return 0
 
     cdef void _attend(
-        self, const Layer *layer, uint8_t *keys, uint8_t *values, int64_t capacity, int type
+        self, const Layer *layer, mc_heads *heads, uint8_t *keys, uint8_t *values
     ) noexcept nogil:
-        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i, j, place
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i
+        cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
+        cdef float *normed = <float *>cnp.PyArray_DATA(self.normed)
+        for i in range(num):
+            _norm(&layer.attention_norm, x + i * hidden, normed + i * hidden)
+        if layer.is_latent:
+            self._latents(layer, heads, keys, values)
+        else:
+            self._grouped(layer, heads, keys, values)
+        self._multiply(
+            &layer.out, self.mixed, layer.num_heads * layer.value_width, num, self.added, hidden
+        )
+        mc_add(x, self.added, num * hidden, layer.residual)
+
+    cdef void _grouped(
+        self, const Layer *layer, mc_heads *heads, uint8_t *keys, uint8_t *values
+    ) noexcept nogil:
+        """Write what grouped queries make of their positions to `mixed`."""
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i, j
         cdef int64_t queries = layer.num_heads * layer.width
         cdef int64_t wide = layer.num_kv_heads * layer.width
         cdef int64_t value_wide = layer.num_kv_heads * layer.value_width
-        cdef int64_t mixed = layer.num_heads * layer.value_width
-        cdef int64_t size = 4 if type == MC_F32 else 2
-        cdef int64_t most = self.length + self.each
-        cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
-        cdef float *normed = <float *>cnp.PyArray_DATA(self.normed)
-        cdef const float *cos
-        cdef const float *sin
-        cdef mc_heads heads
-        for i in range(num):
-            _norm(&layer.attention_norm, x + i * hidden, normed + i * hidden)
+        cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
         self._multiply(&layer.query, normed, hidden, num, self.queries, queries)
         self._multiply(&layer.key, normed, hidden, num, self.keys, wide)
         self._multiply(&layer.value, normed, hidden, num, self.values, value_wide)
-        self._norms(&layer.query_norm, self.queries, num, queries)
-        self._norms(&layer.key_norm, self.keys, num, wide)
+        if not layer.has_late_norms:
+            self._norms(&layer.query_norm, self.queries, num, queries)
+            self._norms(&layer.key_norm, self.keys, num, wide)
         if layer.clip > 0:
             _clip(self.queries, num * queries, layer.clip)
             _clip(self.keys, num * wide, layer.clip)
             _clip(self.values, num * value_wide, layer.clip)
         for i in range(num):
-            cos = self.cos + i * layer.rotary_width
-            sin = self.sin + i * layer.rotary_width
             for j in range(layer.num_heads):
-                mc_turn(self.queries + i * queries + j * layer.width, cos, sin,
-                        layer.rotary_width, layer.is_interleaved)
+                self._turn(layer, i, self.queries + i * queries + j * layer.width)
             for j in range(layer.num_kv_heads):
-                mc_turn(self.keys + i * wide + j * layer.width, cos, sin,
-                        layer.rotary_width, layer.is_interleaved)
-                place = ((i // self.each) * layer.num_kv_heads + j) * capacity
-                place += self.length + i % self.each
-                mc_store(self.keys + i * wide + j * layer.width, layer.width, type,
-                         keys + place * layer.width * size)
-                mc_store(self.values + i * value_wide + j * layer.value_width, layer.value_width,
-                         type, values + place * layer.value_width * size)
-        memset(&heads, 0, sizeof(heads))
-        heads.level = level_in_use()
-        heads.first.keys, heads.first.values = keys, values
-        heads.first.key_step = layer.width * size
-        heads.first.value_step = layer.value_width * size
-        heads.first.width, heads.first.value_width = layer.width, layer.value_width
-        heads.first.type, heads.first.scale = type, layer.scale
-        heads.num_heads, heads.num_kv_heads = layer.num_heads, layer.num_kv_heads
-        heads.rows_per_sequence, heads.length = self.each, self.length
-        heads.key_head = capacity * layer.width * size
-        heads.value_head = capacity * layer.value_width * size
-        heads.begins, heads.queries, heads.sinks = self.begins, self.queries, layer.sinks
-        heads.scores, heads.most, heads.out = self.scores, most, self.mixed
+                self._turn(layer, i, self.keys + i * wide + j * layer.width)
+        if layer.has_late_norms:
+            self._norms(&layer.query_norm, self.queries, num, queries)
+            self._norms(&layer.key_norm, self.keys, num, wide)
+        for i in range(num):
+            for j in range(layer.num_kv_heads):
+                self._hold(
+                    heads, i, j, self.keys + i * wide + j * layer.width,
+                    self.values + i * value_wide + j * layer.value_width, keys, values
+                )
+        heads.queries = self.queries
+        self._run_heads(mc_attend_item, heads)
+
+    cdef void _latents(
+        self, const Layer *layer, mc_heads *heads, uint8_t *keys, uint8_t *values
+    ) noexcept nogil:
+        """Write what queries make of their positions' latents to `mixed`."""
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i, j
+        cdef int64_t rank = layer.held, more = layer.value_held, head = layer.width + more
+        cdef int64_t queries = layer.num_heads * head, low
+        cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
+        cdef float *row
+        if layer.low.is_there:
+            low = layer.low.matrix.rows
+            self._multiply(&layer.low, normed, hidden, num, self.wide, low)
+            for i in range(num):
+                _norm(&layer.low_norm, self.wide + i * low, self.wide + i * low)
+            self._multiply(&layer.query, self.wide, low, num, self.queries, queries)
+        else:
+            self._multiply(&layer.query, normed, hidden, num, self.queries, queries)
+        self._multiply(&layer.key, normed, hidden, num, self.keys, rank + more)
+        for i in range(num):
+            row = self.keys + i * (rank + more)
+            _norm(&layer.key_norm, row, row)
+            self._turn(layer, i, row + rank)
+            self._hold(heads, i, 0, row, row + rank, keys, values)
+            for j in range(layer.num_heads):
+                self._turn(layer, i, self.queries + i * queries + j * head + layer.width)
+        # Latents are keys and values; what the cache holds as values is the keys' second part.
+        heads.first.more, heads.first.more_step = heads.first.values, heads.first.value_step
+        heads.first.more_width, heads.more_head = more, heads.value_head
+        heads.first.values, heads.first.value_step = heads.first.keys, heads.first.key_step
+        heads.first.value_width, heads.value_head = rank, heads.key_head
+        heads.expand, heads.expand_type = layer.expand, layer.expand_type
+        heads.content, heads.out_width = layer.width, layer.value_width
+        heads.given, heads.queries = self.queries, self.latents
+        self._run_heads(mc_latent_item, heads)
+
+    cdef void _turn(self, const Layer *layer, int64_t row, float *head) noexcept nogil:
+        cdef int64_t half = layer.rotary_width // 2
+        mc_turn(
+            head, self.cos + row * half, self.sin + row * half, layer.rotary_width, layer.pairs
+        )
+
+    cdef void _hold(
+        self, const mc_heads *heads, int64_t row, int64_t head, const float *key,
+        const float *value, uint8_t *keys, uint8_t *values
+    ) noexcept nogil:
+        """Write a row's key and value behind those that the cache holds."""
+        cdef int64_t place = self.length - heads.dropped + row % self.each
+        cdef int64_t at = (row // self.each) * heads.num_kv_heads + head
+        mc_store(key, heads.first.width, heads.first.type,
+                 keys + at * heads.key_head + place * heads.first.key_step)
+        mc_store(value, heads.first.value_width, heads.first.type,
+                 values + at * heads.value_head + place * heads.first.value_step)
+
+    cdef void _run_heads(self, mc_work work, mc_heads *heads) noexcept nogil:
+        cdef int64_t seen = self.length + self.each - heads.dropped
+        cdef int64_t items = self.num_rows * heads.num_kv_heads * heads.parts
         # Exponentials and two passes: some four times as long as reading it.
         run_items(
-            mc_attend_item, &heads, num * layer.num_kv_heads,
-            4 * num * most * layer.num_kv_heads * (layer.width + layer.value_width) * size
+            work, heads, items, 4 * items * seen * (heads.first.key_step + heads.first.value_step)
         )
-        self._multiply(&layer.out, self.mixed, mixed, num, self.added, hidden)
-        mc_add(x, self.added, num * hidden, 1.0)
 
     cdef void _choose(self, const Layer *layer) noexcept nogil:
         """Write the norm before the feed-forward, and the router's choice."""
@@ -739,7 +889,7 @@ cdef class Program:
             job.out.data, job.out.type = <uint8_t *>self.added, MC_X_F32
             job.out.row_bytes = hidden * 4
             run_sum(&job)
-            mc_add(x, self.added, num * hidden, 1.0)
+            mc_add(x, self.added, num * hidden, layer.residual)
         if not layer.gate.is_there:
             return
         width = layer.gate.matrix.rows
@@ -754,11 +904,21 @@ cdef class Program:
             if layer.weight.is_there:
                 self._multiply(&layer.weight, normed + i * hidden, hidden, 1, &weight, 1)
                 weight = _sigmoid(weight)
-            mc_add(x + i * hidden, self.added + i * hidden, hidden, weight)
+            mc_add(x + i * hidden, self.added + i * hidden, hidden, weight * layer.residual)
 
 
 cdef void _norm(const Norm *norm, const float *x, float *out) noexcept nogil:
-    mc_norm(x, norm.weight, norm.type, norm.width, norm.epsilon, out)
+    if norm.bias == NULL:
+        mc_norm(x, norm.weight, norm.type, norm.width, norm.epsilon, out)
+    else:
+        mc_layer_norm(x, norm.weight, norm.bias, norm.type, norm.width, norm.epsilon, out)
+
+
+cdef int64_t _parts(const Layer *layer) noexcept nogil:
+    """Return in how many parts the heads that share keys are computed."""
+    if not layer.is_latent:
+        return 1
+    return layer.num_heads // 4 if layer.num_heads % 4 == 0 else layer.num_heads
 
 
 cdef extern from "<math.h>" nogil:

@@ -39,17 +39,49 @@ static void mc_norm(
             out[i] = x[i] * turns * mc_bf16_to_float(((const uint16_t *)weight)[i]);
 }
 
-/* Turns the first `width` numbers of a head by a position's angles: number i and number i + width / 2
- * are a pair, or, interleaved, numbers 2 i and 2 i + 1. Angles are [width]. */
-static void mc_turn(float *head, const float *cos, const float *sin, int64_t width, int is_interleaved)
+/* (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias; float32 or bfloat16 both; `out` may be `x`. */
+static void mc_layer_norm(
+    const float *x, const uint8_t *weight, const uint8_t *bias, int type, int64_t num, float eps,
+    float *out)
+{
+    double sum = 0, squares = 0;
+    for (int64_t i = 0; i < num; i++)
+        sum += x[i];
+    double mean = sum / (double)num;
+    for (int64_t i = 0; i < num; i++)
+        squares += (x[i] - mean) * (x[i] - mean);
+    float turns = 1.0f / sqrtf((float)(squares / (double)num) + eps);
+    for (int64_t i = 0; i < num; i++) {
+        float some = (float)(x[i] - mean) * turns;
+        if (type == MC_F32)
+            out[i] = some * ((const float *)weight)[i] + ((const float *)bias)[i];
+        else
+            out[i] = some * mc_bf16_to_float(((const uint16_t *)weight)[i])
+                     + mc_bf16_to_float(((const uint16_t *)bias)[i]);
+    }
+}
+
+/* Which numbers of a head are a pair: i and i + width / 2; or neighbours, which are written where they
+ * were, or as halves. */
+enum { MC_PAIRED_HALVES, MC_PAIRED_NEIGHBOURS, MC_PAIRED_NEIGHBOURS_TO_HALVES };
+
+/* Turns the first `width` numbers of a head by a position's angles, [width / 2], at most 512. */
+static void mc_turn(float *head, const float *cos, const float *sin, int64_t width, int pairs)
 {
     int64_t half = width / 2;
+    float second[256];
     for (int64_t i = 0; i < half; i++) {
-        int64_t a = is_interleaved ? 2 * i : i, b = is_interleaved ? 2 * i + 1 : i + half;
+        int64_t a = pairs == MC_PAIRED_HALVES ? i : 2 * i, b = pairs == MC_PAIRED_HALVES ? i + half : 2 * i + 1;
         float x = head[a], y = head[b];
-        head[a] = x * cos[a] - y * sin[a];
-        head[b] = y * cos[b] + x * sin[b];
+        float low = x * cos[i] - y * sin[i], high = y * cos[i] + x * sin[i];
+        head[pairs == MC_PAIRED_NEIGHBOURS_TO_HALVES ? i : a] = low;
+        if (pairs == MC_PAIRED_NEIGHBOURS_TO_HALVES)
+            second[i] = high;
+        else
+            head[b] = high;
     }
+    if (pairs == MC_PAIRED_NEIGHBOURS_TO_HALVES)
+        memcpy(head + half, second, (size_t)half * sizeof *second);
 }
 
 /* Rounds to the type of a cache. */
@@ -77,40 +109,97 @@ typedef struct {
     const mc_level *level;
     mc_attention first; /* that of row 0 and head 0 */
     int64_t num_heads, num_kv_heads, rows_per_sequence;
-    int64_t key_head, value_head; /* bytes from a head to the next */
-    int64_t length;               /* positions before the first of the new ones */
-    const int64_t *begins;        /* of each sequence: the first position that is seen */
-    const float *queries;         /* [rows, num_heads, width] */
-    const float *sinks;           /* [num_heads], or NULL */
-    float *scores;                /* [rows, num_kv_heads, 4, most] */
+    int64_t parts; /* of the heads that share keys, each computed by itself */
+    int64_t key_head, value_head, more_head; /* bytes from a head of the cache to the next */
+    int64_t length;        /* positions before the first of the new ones */
+    int64_t dropped;       /* of them the first ones are no longer there */
+    int64_t window;        /* positions that a row sees, its own among them; 0: all */
+    const int64_t *begins; /* of each sequence: the first position that is seen */
+    float *queries;        /* [rows, num_heads, width and more_width] */
+    const float *sinks;    /* [num_heads], or NULL */
+    float *scores;         /* [rows, num_kv_heads, parts, 4, most] */
     int64_t most;
     float *out; /* [rows, num_heads, value_width] */
+    /* Of latent attention: a matrix [num_heads, content + out_width, width], whose first rows of a
+     * head make a query of its content, and whose others make of the sum of latents what it gives. */
+    const uint8_t *expand;
+    int expand_type;
+    int64_t content, out_width;
+    const float *given; /* [rows, num_heads, content and more_width] */
 } mc_heads;
 
-/* The heads of a row that share keys and values. */
-static void mc_attend_item(void *job, int64_t item)
+/* The keys that a row sees. */
+static mc_attention mc_seen(const mc_heads *h, int64_t row, int64_t shared)
 {
-    const mc_heads *h = job;
-    int64_t row = item / h->num_kv_heads, shared = item % h->num_kv_heads;
-    int64_t sequence = row / h->rows_per_sequence, each = h->num_heads / h->num_kv_heads;
-    int64_t place = sequence * h->num_kv_heads + shared;
+    int64_t sequence = row / h->rows_per_sequence;
+    int64_t place = sequence * h->num_kv_heads + shared, first = h->begins[sequence];
     mc_attention a = h->first;
     a.keys += place * h->key_head;
     a.values += place * h->value_head;
-    a.first = h->begins[sequence];
+    a.more += place * h->more_head;
     a.last = h->length + row % h->rows_per_sequence + 1;
-    int64_t head = shared * each, at = row * h->num_heads + head;
+    if (h->window && a.last - h->window > first)
+        first = a.last - h->window;
+    a.first = first - h->dropped;
+    a.last -= h->dropped;
+    return a;
+}
+
+/* The heads of a row that share keys and values, or a part of them. */
+static void mc_attend_item(void *job, int64_t item)
+{
+    const mc_heads *h = job;
+    int64_t row = item / h->parts / h->num_kv_heads, shared = item / h->parts % h->num_kv_heads;
+    int64_t each = h->num_heads / h->num_kv_heads / h->parts;
+    int64_t head = (shared * h->parts + item % h->parts) * each, at = row * h->num_heads + head;
+    mc_attention a = mc_seen(h, row, shared);
+    int64_t whole = a.width + a.more_width;
     h->level->attend(
-        &a, h->queries + at * a.width, each, h->sinks ? h->sinks + head : NULL,
+        &a, h->queries + at * whole, each, h->sinks ? h->sinks + head : NULL,
         h->scores + item * 4 * h->most, h->most, h->out + at * a.value_width);
 }
 
+/* The same of latents, which are keys and values both: DeepSeek-AI, DeepSeek-V2, 2024. Products with
+ * the matrix that would expand them to keys are taken into the query, and those that would expand them
+ * to values come after the sum. */
+static void mc_latent_item(void *job, int64_t item)
+{
+    const mc_heads *h = job;
+    int64_t each = h->num_heads / h->parts, head = item % h->parts * each, row = item / h->parts;
+    int64_t rank = h->first.width, more = h->first.more_width, size = h->expand_type == MC_F32 ? 4 : 2;
+    float mixed[4 * 1024];
+    mc_attention rows = {.key_step = rank * size, .value_step = rank * size, .width = rank,
+                         .value_width = rank, .type = h->expand_type, .scale = 1};
+    for (int64_t i = 0; i < each; i++) {
+        int64_t at = row * h->num_heads + head + i;
+        const float *given = h->given + at * (h->content + more);
+        float *query = h->queries + at * (rank + more);
+        rows.values = h->expand + (head + i) * (h->content + h->out_width) * rows.key_step;
+        rows.last = h->content;
+        h->level->mix(&rows, given, query);
+        memcpy(query + rank, given + h->content, (size_t)more * sizeof *query);
+    }
+    mc_attention a = mc_seen(h, row, 0);
+    h->level->attend(
+        &a, h->queries + (row * h->num_heads + head) * (rank + more), each, NULL,
+        h->scores + item * 4 * h->most, h->most, mixed);
+    for (int64_t i = 0; i < each; i++) {
+        rows.keys = rows.more = h->expand
+            + ((head + i) * (h->content + h->out_width) + h->content) * rows.key_step;
+        rows.last = h->out_width;
+        h->level->score(
+            &rows, mixed + i * rank, h->out + (row * h->num_heads + head + i) * h->out_width);
+    }
+}
+
 /* How a router chooses: scores of all, then those of the chosen. */
-enum { MC_SOFTMAX, MC_SIGMOID, MC_SOFTMAX_OF_CHOSEN };
+enum { MC_SOFTMAX, MC_SIGMOID, MC_SOFTMAX_OF_CHOSEN, MC_SPARSEMIXER };
 typedef struct {
     int64_t num_experts, top_k, num_groups, num_kept; /* groups that experts may be chosen from */
+    int64_t num_best;                                 /* of a group, whose scores are its own */
     int kind, is_normalized;
-    float least, scale; /* added to the sum of weights; multiplies the weights */
+    float least, floor, scale; /* added to the sum of weights; its least; multiplies the weights */
+    float jitter;
     const float *correction; /* added to scores for the choice alone, or NULL */
 } mc_router;
 
@@ -147,11 +236,38 @@ static void mc_softmax(float *values, int64_t num)
         values[i] /= sum;
 }
 
+/* One expert after the other: the largest logit's share among those that are near it, relative to
+ * the larger of the two; Liu et al., GRIN, 2024. */
+static void mc_sparsemixer(const mc_router *r, const float *logits, int32_t *ids, float *weights)
+{
+    for (int64_t k = 0; k < r->top_k; k++) {
+        int64_t best = -1;
+        float sum = 0;
+#define IS_TAKEN(i) ((k > 0 && ids[0] == (i)) || (k > 1 && ids[1] == (i)))
+        for (int64_t i = 0; i < r->num_experts; i++)
+            if (!IS_TAKEN(i) && (best < 0 || logits[i] > logits[best]))
+                best = i;
+        for (int64_t i = 0; i < r->num_experts; i++) {
+            float size = fabsf(logits[i]), most = logits[best];
+            if (IS_TAKEN(i) || (most - logits[i]) / (size > most ? size : most) > 2 * r->jitter)
+                continue;
+            sum += expf(logits[i] - most);
+        }
+#undef IS_TAKEN
+        ids[k] = (int32_t)best;
+        weights[k] = 1.0f / sum;
+    }
+}
+
 /* A token's experts and their weights. `logits` [num_experts] and `scratch`, as long, are written to. */
 static void mc_route(
     const mc_router *r, float *logits, float *scratch, int32_t *ids, float *weights)
 {
     float *choice = logits;
+    if (r->kind == MC_SPARSEMIXER) {
+        mc_sparsemixer(r, logits, ids, weights);
+        return;
+    }
     if (r->kind == MC_SOFTMAX)
         mc_softmax(logits, r->num_experts);
     else if (r->kind == MC_SIGMOID)
@@ -163,15 +279,16 @@ static void mc_route(
         choice = scratch;
     }
     if (r->num_kept < r->num_groups) {
-        /* A group's score is the sum of its two largest. */
+        /* A group's score is the sum of its largest ones. */
         int64_t size = r->num_experts / r->num_groups;
         if (choice == logits)
             choice = memcpy(scratch, logits, (size_t)r->num_experts * sizeof *scratch);
         float best[64] = {0};
         int32_t kept[64], two[2];
         for (int64_t g = 0; g < r->num_groups; g++) {
-            mc_top(choice + g * size, size, 2, two);
-            best[g] = choice[g * size + two[0]] + choice[g * size + two[1]];
+            mc_top(choice + g * size, size, r->num_best, two);
+            for (int64_t n = 0; n < r->num_best; n++)
+                best[g] += choice[g * size + two[n]];
         }
         mc_top(best, r->num_groups, r->num_kept, kept);
         for (int64_t g = 0; g < r->num_groups; g++) {
@@ -186,6 +303,8 @@ static void mc_route(
     float sum = r->least;
     for (int64_t k = 0; k < r->top_k; k++)
         sum += weights[k] = logits[ids[k]];
+    if (sum < r->floor)
+        sum = r->floor;
     if (r->kind == MC_SOFTMAX_OF_CHOSEN)
         mc_softmax(weights, r->top_k);
     for (int64_t k = 0; k < r->top_k; k++)

@@ -10,6 +10,12 @@ cdef extern from "_steps.h" nogil:
         MC_SOFTMAX
         MC_SIGMOID
         MC_SOFTMAX_OF_CHOSEN
+        MC_SPARSEMIXER
+
+    enum:
+        MC_PAIRED_HALVES
+        MC_PAIRED_NEIGHBOURS
+        MC_PAIRED_NEIGHBOURS_TO_HALVES
 
     ctypedef struct mc_heads:
         const mc_level *level
@@ -17,36 +23,51 @@ cdef extern from "_steps.h" nogil:
         int64_t num_heads
         int64_t num_kv_heads
         int64_t rows_per_sequence
+        int64_t parts
         int64_t key_head
         int64_t value_head
+        int64_t more_head
         int64_t length
+        int64_t dropped
+        int64_t window
         const int64_t *begins
-        const float *queries
+        float *queries
         const float *sinks
         float *scores
         int64_t most
         float *out
+        const uint8_t *expand
+        int expand_type
+        int64_t content
+        int64_t out_width
+        const float *given
 
     ctypedef struct mc_router:
         int64_t num_experts
         int64_t top_k
         int64_t num_groups
         int64_t num_kept
+        int64_t num_best
         int kind
         int is_normalized
         float least
+        float floor
         float scale
+        float jitter
         const float *correction
 
     void mc_norm(
         const float *x, const uint8_t *weight, int type, int64_t num, float eps, float *out
     )
-    void mc_turn(
-        float *head, const float *cos, const float *sin, int64_t width, int is_interleaved
+    void mc_layer_norm(
+        const float *x, const uint8_t *weight, const uint8_t *bias, int type, int64_t num,
+        float eps, float *out
     )
+    void mc_turn(float *head, const float *cos, const float *sin, int64_t width, int pairs)
     void mc_store(const float *given, int64_t num, int type, uint8_t *to)
     void mc_add(float *to, const float *given, int64_t num, float scale)
     void mc_attend_item(void *job, int64_t item)
+    void mc_latent_item(void *job, int64_t item)
     void mc_route(
         const mc_router *r, float *logits, float *scratch, int32_t *ids, float *weights
     )

@@ -29,15 +29,35 @@ class Norm:
     ----------
     weight : ndarray of float32 or bfloat16
     epsilon : float
+    bias : ndarray like weight, optional
+        If given, the mean of x is subtracted first and this is added: Ba et al., LayerNorm, 2016.
     """
 
     weight: np.ndarray
     epsilon: float
+    bias: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary positions: Su et al., RoFormer, 2021.
+
+    Parameters
+    ----------
+    width : int
+        Numbers of a head that are turned by the position.
+    pairs : {"halves", "neighbours", "neighbours to halves"}
+        Which of them are turned together: those that are half of `width` apart, or neighbours,
+        which are written back where they were, or as halves.
+    """
+
+    width: int
+    pairs: str = "halves"
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention with rotary positions.
+    """Grouped-query attention: Ainslie et al., 2023.
 
     Parameters
     ----------
@@ -47,16 +67,18 @@ class Attention:
         Numbers of a head's query or key, and of its value.
     scale : float
         Multiplies the products of queries and keys.
+    rotation : Rotation
+        Of the first numbers of queries and keys; of none if its width is 0.
     query_norm, key_norm : Norm, optional
         Of each head, or of all of them at once: as wide as its weight is.
-    rotary_width : int
-        Numbers of a head that are turned by the position, from the first one on.
-    is_interleaved : bool, default False
-        Whether pairs are neighbours; else they are half of `rotary_width` apart.
+    has_late_norms : bool, default False
+        Whether these norms come after the rotation.
     clip : float, optional
         Bound of the absolute values of queries, keys and values, before they are turned.
     sinks : ndarray of float32, shape [num_heads], optional
         A logit beside those of the positions, that has no value.
+    window : int, optional
+        Positions that a token sees, its own among them; all without it.
     """
 
     query: Linear
@@ -68,12 +90,53 @@ class Attention:
     width: int
     value_width: int
     scale: float
-    rotary_width: int
+    rotation: Rotation
     query_norm: Norm | None = None
     key_norm: Norm | None = None
-    is_interleaved: bool = False
+    has_late_norms: bool = False
     clip: float | None = None
     sinks: np.ndarray | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Attention to latents that keys and values are expanded from: DeepSeek-AI, DeepSeek-V2, 2024.
+
+    A head's query has two parts: the content, and what is turned by the position.
+
+    Parameters
+    ----------
+    query : Linear [num_heads * (width + rotation.width), inputs]
+        Of hidden states, or of what `low` makes of them.
+    compressed : Linear [rank + rotation.width, hidden_size]
+        A position's latent, and the part of its key that is turned, which all heads share.
+    norm : Norm
+        Of the latent.
+    expand : ndarray of float32 or bfloat16, shape [num_heads, width + value_width, rank]
+        Makes a head's key and value of a latent.
+    out : Linear
+    num_heads : int
+    width, value_width : int
+        Numbers of the content of a head's query, and of its value.
+    scale : float
+    rotation : Rotation
+    low : Linear, optional
+    low_norm : Norm, optional
+    """
+
+    query: Linear
+    compressed: Linear
+    norm: Norm
+    expand: np.ndarray
+    out: Linear
+    num_heads: int
+    width: int
+    value_width: int
+    scale: float
+    rotation: Rotation
+    low: Linear | None = None
+    low_norm: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -84,18 +147,25 @@ class Router:
     ----------
     linear : Linear [num_experts, hidden_size]
     top_k : int
-    scores : {"softmax", "sigmoid", "softmax of the chosen"}
-        What is made of the logits; the largest are chosen, and are the experts' weights.
+    scores : {"softmax", "sigmoid", "softmax of the chosen", "sparsemixer"}
+        What is made of the logits; the largest are chosen, and are the experts' weights. The last
+        is Liu et al., GRIN, 2024, of two experts.
     correction : ndarray of float32, shape [num_experts], optional
         Added to the scores for the choice alone.
     num_groups, num_kept_groups : int, default 1
-        Only experts of the best groups are chosen; a group's score is the sum of its two best.
+        Only experts of the best groups are chosen.
+    num_best : int, default 2
+        A group's score is the sum of so many of its best.
     is_normalized : bool, default False
         Whether weights are divided by their sum.
     least : float, default 0
         Added to that sum.
+    floor : float, default 0
+        Least of that sum.
     scale : float, default 1
         Multiplies the weights.
+    jitter : float, default 0
+        Of "sparsemixer".
     """
 
     linear: Linear
@@ -104,9 +174,12 @@ class Router:
     correction: np.ndarray | None = None
     num_groups: int = 1
     num_kept_groups: int = 1
+    num_best: int = 2
     is_normalized: bool = False
     least: float = 0.0
+    floor: float = 0.0
     scale: float = 1.0
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,12 +204,12 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer: x + attention(norm(x)), then x + experts(norm(x)).
+    """A decoder layer: x + scale * attention(norm(x)), then x + scale * experts(norm(x)).
 
     Parameters
     ----------
     attention_norm : Norm
-    attention : Attention
+    attention : Attention or LatentAttention
     forward_norm : Norm
     forward : FeedForward, optional
         Of every token: instead of experts, or the shared ones beside them.
@@ -145,15 +218,17 @@ class Layer:
         Kernel of the layer's slots.
     number : int, default -1
         The layer's number in the runtime; -1 if it has no experts.
+    scale : float, default 1
     """
 
     attention_norm: Norm
-    attention: Attention
+    attention: Attention | LatentAttention
     forward_norm: Norm
     forward: FeedForward | None = None
     router: Router | None = None
     experts: Experts | None = None
     number: int = -1
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -167,9 +242,15 @@ class Recipe:
     norm : Norm
         Before the head.
     head : Linear [vocabulary, hidden_size]
+    embedding_scale : float, default 1
+        Multiplies embeddings.
+    logits_scale : float, default 1
+        Divides logits.
     """
 
     hidden_size: int
     layers: tuple[Layer, ...]
     norm: Norm
     head: Linear
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0

@@ -65,31 +65,43 @@ INLINE void LEVEL(score)(
     const mc_attention *a, const float *queries, int num, float *scores, int64_t step, int type)
 {
     int64_t bytes = type == MC_F32 ? 4 : 2, length = a->last - a->first;
+    int64_t whole = a->width + a->more_width;
     const uint8_t *key = a->keys + a->first * a->key_step;
+    const uint8_t *more = a->more + a->first * a->more_step;
     for (int64_t t = 0; t < length; t += LANES) {
         int64_t there = length - t < LANES ? length - t : LANES;
         vf sums[QUERIES][LANES];
         for (int64_t p = 0; p < LANES; p++) {
             vf own[QUERIES] = {{0}};
-            int64_t k = 0;
 #define STEP(LOAD, ...)                                                                          \
     {                                                                                            \
-        vf values = LOAD(key + k * bytes, ##__VA_ARGS__, type);                                  \
+        vf values = LOAD(from + k * bytes, ##__VA_ARGS__, type);                                 \
         for (int q = 0; q < num; q++)                                                            \
             own[q] = LEVEL(fma)(                                                                 \
                 values,                                                                          \
-                LOAD((const uint8_t *)(queries + q * a->width + k), ##__VA_ARGS__, MC_F32),      \
-                own[q]);                                                                         \
+                LOAD((const uint8_t *)(query + q * whole + k), ##__VA_ARGS__, MC_F32), own[q]);  \
     }
-            for (; p < there && k + LANES <= a->width; k += LANES)
-                STEP(LEVEL(load))
-            if (p < there && k < a->width)
-                STEP(LEVEL(load_tail), a->width - k)
+#define PART(FROM, QUERY, WIDTH)                                                                 \
+    {                                                                                            \
+        const uint8_t *from = FROM;                                                              \
+        const float *query = QUERY;                                                              \
+        int64_t k = 0;                                                                           \
+        for (; k + LANES <= (WIDTH); k += LANES)                                                 \
+            STEP(LEVEL(load))                                                                    \
+        if (k < (WIDTH))                                                                         \
+            STEP(LEVEL(load_tail), (WIDTH) - k)                                                  \
+    }
+            if (p < there) {
+                PART(key, queries, a->width)
+                if (a->more_width)
+                    PART(more, queries + a->width, a->more_width)
+                key += a->key_step;
+                more += a->more_step;
+            }
+#undef PART
 #undef STEP
             for (int q = 0; q < num; q++)
                 sums[q][p] = own[q];
-            if (p < there)
-                key += a->key_step;
         }
         for (int q = 0; q < num; q++) {
             vf some = LEVEL(totals)(sums[q]) * a->scale;
@@ -143,32 +155,39 @@ INLINE void LEVEL(mix)(
                (size_t)(rest ? rest : registers * LANES) * 4);
 }
 
+/* The values' sums for `num` queries, weighted by their shares. */
+INLINE void LEVEL(mix_all)(
+    const mc_attention *a, const float *shares, int64_t step, int num, int type, float *out)
+{
+    int64_t c = 0;
+    for (; c + 2 * LANES <= a->value_width; c += 2 * LANES)
+        LEVEL(mix)(a, shares, step, num, c, 2, 0, type, out);
+    for (; c + LANES <= a->value_width; c += LANES)
+        LEVEL(mix)(a, shares, step, num, c, 1, 0, type, out);
+    if (c < a->value_width)
+        LEVEL(mix)(a, shares, step, num, c, 1, a->value_width - c, type, out);
+}
+
 INLINE void LEVEL(attend_some)(
     const mc_attention *a, const float *queries, int num, const float *sinks, float *scores,
     int64_t step, int type, float *out)
 {
-    int64_t c = 0;
     LEVEL(score)(a, queries, num, scores, step, type);
     for (int q = 0; q < num; q++)
         LEVEL(soften)(scores + q * step, a->last - a->first, sinks ? sinks[q] : -INFINITY);
-    for (; c + 2 * LANES <= a->value_width; c += 2 * LANES)
-        LEVEL(mix)(a, scores, step, num, c, 2, 0, type, out);
-    for (; c + LANES <= a->value_width; c += LANES)
-        LEVEL(mix)(a, scores, step, num, c, 1, 0, type, out);
-    if (c < a->value_width)
-        LEVEL(mix)(a, scores, step, num, c, 1, a->value_width - c, type, out);
+    LEVEL(mix_all)(a, scores, step, num, type, out);
 }
 
 INLINE void LEVEL(attend_as)(
     const mc_attention *a, const float *queries, int64_t num, const float *sinks, float *scores,
     int64_t step, int type, float *out)
 {
-    int64_t q = 0;
+    int64_t q = 0, whole = a->width + a->more_width;
     for (; q + QUERIES <= num; q += QUERIES)
-        LEVEL(attend_some)(a, queries + q * a->width, QUERIES, sinks ? sinks + q : NULL, scores,
+        LEVEL(attend_some)(a, queries + q * whole, QUERIES, sinks ? sinks + q : NULL, scores,
                            step, type, out + q * a->value_width);
     for (; q < num; q++)
-        LEVEL(attend_some)(a, queries + q * a->width, 1, sinks ? sinks + q : NULL, scores, step,
+        LEVEL(attend_some)(a, queries + q * whole, 1, sinks ? sinks + q : NULL, scores, step,
                            type, out + q * a->value_width);
 }
 
@@ -182,5 +201,22 @@ static void LEVEL(attend)(
         LEVEL(attend_as)(a, queries, num, sinks, scores, step, MC_F32, out);
     else
         LEVEL(attend_as)(a, queries, num, sinks, scores, step, MC_BF16, out);
+}
+
+/* Of one query, the products with keys, and the sum of values whose shares are given. */
+static void LEVEL(score_one)(const mc_attention *a, const float *query, float *scores)
+{
+    if (a->type == MC_F32)
+        LEVEL(score)(a, query, 1, scores, 0, MC_F32);
+    else
+        LEVEL(score)(a, query, 1, scores, 0, MC_BF16);
+}
+
+static void LEVEL(mix_one)(const mc_attention *a, const float *shares, float *out)
+{
+    if (a->type == MC_F32)
+        LEVEL(mix_all)(a, shares, 0, 1, MC_F32, out);
+    else
+        LEVEL(mix_all)(a, shares, 0, 1, MC_BF16, out);
 }
 #undef QUERIES

@@ -68,10 +68,13 @@ cdef extern from "_jobs.h" nogil:
     ctypedef struct mc_attention:
         const uint8_t *keys
         const uint8_t *values
+        const uint8_t *more
         int64_t key_step
         int64_t value_step
+        int64_t more_step
         int64_t width
         int64_t value_width
+        int64_t more_width
         int64_t first
         int64_t last
         int type
@@ -88,6 +91,8 @@ cdef extern from "_jobs.h" nogil:
             const mc_attention *, const float *queries, int64_t num, const float *sinks,
             float *scores, int64_t step, float *out
         ) noexcept nogil
+        void (*score)(const mc_attention *, const float *query, float *scores) noexcept nogil
+        void (*mix)(const mc_attention *, const float *shares, float *out) noexcept nogil
 
     ctypedef void (*mc_work)(void *job, int64_t item) noexcept nogil
 

@@ -197,11 +197,12 @@ typedef struct {
     float alpha, limit; /* of MC_SWIGLU; the limit of MC_CLAMPED_SILU, too */
 } mc_activation;
 
-/* Keys and values of a head, at positions [first, last) of which at least one is seen. */
+/* Keys and values of a head, at positions [first, last) of which at least one is seen. A key may lie
+ * in two parts; a query is then as long as both, one behind the other. */
 typedef struct {
-    const uint8_t *keys, *values; /* of position 0 */
-    int64_t key_step, value_step; /* bytes from a position to the next */
-    int64_t width, value_width;   /* numbers of a key, and of a value */
+    const uint8_t *keys, *values, *more;     /* of position 0 */
+    int64_t key_step, value_step, more_step; /* bytes from a position to the next */
+    int64_t width, value_width, more_width;  /* numbers of a key, of a value, of a key's second part */
     int64_t first, last;
     int type; /* MC_F32 or MC_BF16 */
     float scale; /* of the products */
@@ -246,6 +247,9 @@ typedef struct {
     void (*attend)(
         const mc_attention *a, const float *queries, int64_t num, const float *sinks,
         float *scores, int64_t step, float *out);
+    /* Parts of it, for one query: its products with keys; the sum of values that have these shares. */
+    void (*score)(const mc_attention *a, const float *query, float *scores);
+    void (*mix)(const mc_attention *a, const float *shares, float *out);
 } mc_level;
 
 /* A level's functions, where LEVEL is defined. */
@@ -259,7 +263,7 @@ typedef struct {
                             [MC_BF16] = LEVEL(tile_bf16), [MC_E4M3] = LEVEL(tile_e4m3)},          \
         .planes = MC_PLANES, .activate = LEVEL(activate), .quantize = LEVEL(quantize),            \
         .form = LEVEL(form), .expand = LEVEL(expand), .read = LEVEL(read),                        \
-        .attend = LEVEL(attend),                                                                  \
+        .attend = LEVEL(attend), .score = LEVEL(score_one), .mix = LEVEL(mix_one),                \
     }
 
 static inline int mc_is_coded(const mc_matrix *matrix) { return matrix->codes >= MC_I8; }

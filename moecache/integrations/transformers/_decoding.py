@@ -127,6 +127,10 @@ class Decoder:
             torch.is_grad_enabled()
             or model is None
             or model.training
+            or (
+                named.get("position_ids") is None
+                and getattr(model.model, "rope_deltas", None) is not None
+            )
             or named.get("use_cache") is False
             or not named.get("return_dict", True)
             or any(value is not None and value is not False for value in others.values())
@@ -160,7 +164,7 @@ class Decoder:
             return False
         self._reading = reading
         self._hidden = torch.from_numpy(self._program.hidden)
-        self._rotary = _Rotary(reading.rotary)
+        self._rotary = _Rotary(reading.rotary, reading.rotary_width)
         return True
 
     def _compute(
@@ -181,7 +185,10 @@ class Decoder:
         pages = self._pages.of(cache, length, each)
         if pages is None or len(pages) != len(reading.recipe.layers):
             return None
-        self._hidden[: ids.numel()] = reading.embedding(ids).view(ids.numel(), -1)
+        hidden = self._hidden[: ids.numel()]
+        hidden.copy_(reading.embedding(ids).view(ids.numel(), -1))
+        if reading.recipe.embedding_scale != 1:
+            hidden.mul_(reading.recipe.embedding_scale)
         cos, sin = rotary.angles(positions)
         observe = self._observer(program)
         program.begin(pages, length, each, begins, cos, sin, observe, is_spread=self._is_spread)
@@ -191,6 +198,8 @@ class Decoder:
             program.resume()
             missed = program.run()
         logits = torch.from_numpy(program.logits_of(num_logits))
+        if reading.recipe.logits_scale != 1:
+            logits.div_(reading.recipe.logits_scale)
         # All layers or none: a cache whose layers differ in length is no cache.
         with uninterrupted():
             self._pages.grow(each)
@@ -243,13 +252,13 @@ class Decoder:
 class _Rotary:
     """Angles of positions, from a model's own module; kept where they depend on nothing else."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, module: Any, width: int) -> None:
+        self._module, self._width = module, width
         self._is_static = getattr(module, "rope_type", None) in _STATIC
         self._cos = self._sin = np.empty((0, 0), np.float32)
 
     def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return cosines and sines, float32 [num_positions, width] each."""
+        """Return cosines and sines, float32 [num_positions, width / 2] each."""
         if not self._is_static:
             return self._compute(positions)
         most = int(positions.max())
@@ -260,8 +269,11 @@ class _Rotary:
 
     def _compute(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         like = torch.empty((1, 1, 1), dtype=torch.float32)
-        cos, sin = self._module(like, torch.from_numpy(positions)[None])
-        return cos[0].contiguous().numpy(), sin[0].contiguous().numpy()
+        found = self._module(like, torch.from_numpy(positions)[None])
+        # A pair has one angle: twice if the module says it for each number, once as a complex one.
+        pair = (found.real, found.imag) if isinstance(found, torch.Tensor) else found
+        cos, sin = (part.reshape(len(positions), -1)[:, : self._width // 2] for part in pair)
+        return cos.float().contiguous().numpy(), sin.float().contiguous().numpy()
 
 
 def _begins(mask: Any, batch: int, length: int, each: int) -> np.ndarray | None:
@@ -284,12 +296,18 @@ def _positions(given: Any, batch: int, length: int, each: int) -> np.ndarray | N
     """Return each row's position; `None` if they are of another form."""
     if given is None:
         return np.tile(np.arange(length, length + each), batch)
-    if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] != each:
+    if not isinstance(given, torch.Tensor) or given.dtype != torch.int64:
         return None
-    if given.shape[0] not in (1, batch):
+    if given.dim() == 3 and given.shape[0] in (1, 3, 4):
+        # Time, height and width of a picture, after the place in the text; text has one for all.
+        planes = given[-3:].numpy()
+        if (planes != planes[:1]).any():
+            return None
+        given = given[-1]
+    if given.dim() != 2 or given.shape[1] != each or given.shape[0] not in (1, batch):
         return None
-    positions = given.expand(batch, each).reshape(-1).numpy()
-    return positions if positions.dtype == np.int64 and positions.min() >= 0 else None
+    positions: np.ndarray = given.expand(batch, each).reshape(-1).numpy()
+    return positions if positions.min() >= 0 else None
 
 
 def install(model: Any, decoder: Decoder) -> None:

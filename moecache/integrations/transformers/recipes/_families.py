@@ -1,10 +1,10 @@
 """The families that have a recipe: a row for each, of the classes that it is made of.
 
-Their attention is grouped-query with q_proj, k_proj, v_proj, o_proj and rotary positions in halves;
-their layers are x + attention(norm(x)), then x + mlp(norm(x)). What differs is said here.
+Their layers are x + attention(norm(x)), then x + block(norm(x)); attention has q_proj, k_proj,
+v_proj and o_proj, or DeepSeek's latents. What differs is said here. Attributes are named by paths.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,36 +13,83 @@ class Family:
 
     Parameters
     ----------
-    scores : {"softmax", "sigmoid"}
-        What its router makes of logits.
+    block, router : str
+        Attributes of a layer's block, and of its router in it.
+    router_weight : str
+        Attribute of a router that has its weight; or that is a linear layer and has it.
+    scores : str
+        What its router makes of logits, as `Router` says it.
     is_normalized : bool or str
         Whether weights are divided by their sum; or the attribute of the router that says so.
     least : float
         Added to that sum.
+    floor : str, optional
+        Attribute of the router that has that sum's least.
+    correction : str, optional
+        Attribute of the block that has what is added to scores for the choice.
     has_groups : bool, default False
-        Whether routers have `num_group`, `topk_group` and a correction bias.
+        Whether routers have `num_group`, `topk_group` and `routed_scaling_factor`.
+    num_best : int
+        Of a group, whose scores are its own.
     shared : str, optional
-        Attribute of a block that has the experts of all tokens.
+        Attribute of a block that has the experts of all tokens; it may be `None`.
     shared_weight : str, optional
         Attribute of a block that has their weight.
+    norms : (str, str)
+        Attributes of attention that have the norms of queries and keys, if it has them.
+    has_late_norms : bool, default False
+        Whether these come after the rotation.
+    pairs : str
+        What a rotation turns together, as `Rotation` says it.
+    is_latent : bool, default False
+        Whether attention is DeepSeek's. If its configuration has `rope_interleave`, that says
+        whether pairs are neighbours.
     clip : str, optional
         Attribute of the configuration that has the bound of queries, keys and values.
+    sinks : str, optional
+        Attribute of attention that has the logits beside those of positions.
+    residual, embedding, logits : str, optional
+        Attributes of a layer, of the inner model and of the configuration that scale what is added
+        to hidden states, embeddings, and (by division) logits.
     """
 
+    block: str = "mlp"
+    router: str = "gate"
+    router_weight: str = "weight"
     scores: str = "softmax"
     is_normalized: bool | str = "norm_topk_prob"
     least: float = 0.0
+    floor: str | None = None
+    correction: str | None = None
     has_groups: bool = False
+    num_best: int = 2
     shared: str | None = None
     shared_weight: str | None = None
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+    has_late_norms: bool = False
+    pairs: str = "halves"
+    is_latent: bool = False
     clip: str | None = None
+    sinks: str | None = None
+    residual: str | None = None
+    embedding: str | None = None
+    logits: str | None = None
 
 
-_SIGMOID = Family(scores="sigmoid", least=1e-20, has_groups=True, shared="shared_experts")
+_SIGMOID = Family(
+    scores="sigmoid",
+    least=1e-20,
+    correction="gate.e_score_correction_bias",
+    has_groups=True,
+    shared="shared_experts",
+)
 
 # By the classes of attention and of the block of experts, and the file of `transformers.models`.
 FAMILIES = {
     ("qwen3_moe", "Qwen3MoeAttention", "Qwen3MoeSparseMoeBlock"): Family(),
+    ("qwen3_vl_moe", "Qwen3VLMoeTextAttention", "Qwen3VLMoeTextSparseMoeBlock"): Family(
+        is_normalized=True
+    ),
     ("qwen2_moe", "Qwen2MoeAttention", "Qwen2MoeSparseMoeBlock"): Family(
         shared="shared_expert", shared_weight="shared_expert_gate"
     ),
@@ -50,4 +97,46 @@ FAMILIES = {
     ("olmoe", "OlmoeAttention", "OlmoeSparseMoeBlock"): Family(clip="clip_qkv"),
     ("glm4_moe", "Glm4MoeAttention", "Glm4MoeMoE"): _SIGMOID,
     ("dots1", "Dots1Attention", "Dots1MoE"): _SIGMOID,
+    # Kimi K2 is one, too.
+    ("deepseek_v3", "DeepseekV3Attention", "DeepseekV3MoE"): replace(_SIGMOID, is_latent=True),
+    ("deepseek_v2", "DeepseekV2Attention", "DeepseekV2Moe"): Family(
+        is_normalized=False,
+        has_groups=True,
+        num_best=1,
+        shared="shared_experts",
+        pairs="neighbours",
+        is_latent=True,
+    ),
+    ("gpt_oss", "GptOssAttention", "GptOssMLP"): Family(
+        router="router", scores="softmax of the chosen", is_normalized=False, sinks="sinks"
+    ),
+    ("minimax_m2", "MiniMaxM2Attention", "MiniMaxM2SparseMoeBlock"): Family(
+        scores="sigmoid", is_normalized=True, correction="e_score_correction_bias"
+    ),
+    ("ernie4_5_moe", "Ernie4_5_MoeAttention", "Ernie4_5_MoeSparseMoeBlock"): Family(
+        is_normalized=True,
+        floor="norm_min",
+        correction="gate.moe_statics.e_score_correction_bias",
+        shared="shared_experts",
+        pairs="neighbours",
+    ),
+    ("hunyuan_v1_moe", "HunYuanMoEV1Attention", "HunYuanMoEV1Moe"): Family(
+        router_weight="wg",
+        is_normalized=True,
+        shared="shared_mlp",
+        norms=("query_layernorm", "key_layernorm"),
+        has_late_norms=True,
+    ),
+    ("granitemoe", "GraniteMoeAttention", "GraniteMoeMoE"): Family(
+        block="block_sparse_moe",
+        router="router",
+        scores="softmax of the chosen",
+        is_normalized=False,
+        residual="residual_multiplier",
+        embedding="embedding_multiplier",
+        logits="logits_scaling",
+    ),
+    ("phimoe", "PhimoeAttention", "PhimoeSparseMoeBlock"): Family(
+        router="router", scores="sparsemixer", is_normalized=False
+    ),
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import chain
-from operator import gt, is_
+from operator import attrgetter, gt, is_
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +15,7 @@ from moecache.integrations.transformers._fast import TYPES, FastLinear
 from moecache.integrations.transformers._native import _KIND, FORM, NativeLinear
 from moecache.kernels._kernels import Matrix
 
+_VERSION = attrgetter("_version")
 _ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
@@ -45,6 +46,8 @@ class Weights:
         self._names: list[str] = []
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
+        self._copied: list[torch.Tensor] = []
+        self._versions: list[int] = []
         self._hooks: list[dict[Any, Any]] = []
         self._allowed: list[int] = []
         self._num_hooks = 0
@@ -82,6 +85,15 @@ class Weights:
             return array.view(ml_dtypes.bfloat16)
         return plain.numpy()
 
+    def floats(self, module: nn.Module, name: str) -> np.ndarray:
+        """Return a parameter or buffer as float32: a copy if it is of another dtype."""
+        array = self.values(module, name)
+        if array.dtype == np.float32:
+            return array
+        self._copied.append(self._tensors[-1])
+        self._versions.append(self._tensors[-1]._version)
+        return array.astype(np.float32)
+
     def uses(self, module: nn.Module, num_hooks: int = 0) -> None:
         """Remember that nobody follows what a module computes, but for some hooks of our own.
 
@@ -109,6 +121,8 @@ class Weights:
             return False
         if list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses:
             return False
+        if list(map(_VERSION, self._copied)) != self._versions:
+            return False
         children = chain.from_iterable(map(dict.values, self._modules))
         if sum(map(len, self._modules)) != len(self._children):
             return False
@@ -130,12 +144,16 @@ class Weights:
             kind, rows, columns, _ = inner.__dict__[_KIND]
             form = self.tensor(inner, FORM)
             matrix = Matrix(form.data_ptr(), kind, rows, columns, None, form)
-        elif forward in (FastLinear.forward, nn.Linear.forward):
+        elif self.is_plain(inner):
             matrix = self.matrix(inner, "weight")
         else:
             raise NoRecipeError(f"{name} is a {type(inner).__name__}, no plain linear layer")
         has_bias = getattr(inner, "bias", None) is not None
         return Linear(matrix, self.values(inner, "bias") if has_bias else None)
+
+    def is_plain(self, module: nn.Module) -> bool:
+        """Return whether a module is a linear layer whose weight is numbers."""
+        return type(module).forward in (FastLinear.forward, nn.Linear.forward)
 
     def matrix(self, module: nn.Module, name: str) -> Matrix:
         """Return a weight [outputs, inputs] of numbers."""
@@ -146,11 +164,14 @@ class Weights:
         return Matrix(weight.data_ptr(), TYPES[weight.dtype], rows, columns, None, weight)
 
     def norm(self, module: Any) -> Norm:
-        """Return a root mean square norm."""
+        """Return a root mean square norm, or a layer norm."""
         self.uses(module)
+        weight = self.values(module, "weight")
+        if type(module) is nn.LayerNorm and module.bias is not None:
+            return Norm(weight, module.eps, self.values(module, "bias"))
         if not type(module).__name__.endswith("RMSNorm"):
             raise NoRecipeError(f"{type(module).__name__} is no root mean square norm")
-        return Norm(self.values(module, "weight"), module.variance_epsilon)
+        return Norm(weight, module.variance_epsilon)
 
     def feed_forward(self, module: Any) -> FeedForward:
         """Return a feed-forward of gate_proj, up_proj and down_proj."""

@@ -1,18 +1,29 @@
 """Reading a model's recipe from its modules."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from moecache.decoding.recipe import Attention, Layer, Linear, Recipe, Router
+from moecache.decoding.recipe import (
+    Attention,
+    LatentAttention,
+    Layer,
+    Linear,
+    Recipe,
+    Rotation,
+    Router,
+)
 from moecache.integrations.transformers.recipes._families import FAMILIES, Family
 from moecache.integrations.transformers.recipes._parts import NoRecipeError, Weights
 from moecache.kernels import SlotKernel
 
 __all__ = ["NoRecipeError", "Reading", "read_recipe"]
+
+_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 
 @dataclass(frozen=True)
@@ -25,12 +36,15 @@ class Reading:
     weights : Weights
     embedding, rotary : Module
         What makes hidden states of tokens, and angles of positions.
+    rotary_width : int
+        Numbers of a head that these angles turn.
     """
 
     recipe: Recipe
     weights: Weights
     embedding: nn.Module
     rotary: nn.Module
+    rotary_width: int
 
 
 def read_recipe(
@@ -43,7 +57,7 @@ def read_recipe(
     Parameters
     ----------
     model : PreTrainedModel
-        A causal language model.
+        A causal language model, or the text part of one that reads images.
     kernels : mapping of str to (int, SlotKernel)
         By path of the experts module: its layer in the runtime, and what computes it.
     num_router_hooks : mapping of str to int
@@ -56,114 +70,213 @@ def read_recipe(
     """
     weights = Weights()
     inner: Any = getattr(model, "model", None)
-    if type(model).__name__.removesuffix("ForCausalLM") == type(model).__name__ or inner is None:
+    if not type(model).__name__.endswith(_MODELS) or inner is None:
         raise NoRecipeError(f"{type(model).__name__} has no recipe")
+    if hasattr(inner, "language_model"):
+        weights.uses(inner)
+        inner = inner.language_model
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
     missing = [part for part in parts if not hasattr(inner, part)]
     if missing or not hasattr(model, "lm_head"):
         raise NoRecipeError(f"{type(model).__name__} has no {', '.join(missing) or 'lm_head'}")
     for module in (inner, inner.layers, inner.embed_tokens, inner.rotary_emb):
         weights.uses(module)
-    layers = []
-    for index, layer in enumerate(inner.layers):
-        kinds = getattr(model.config, "layer_types", None)
-        has_window = getattr(model.config, "sliding_window", None) if kinds is None else False
-        if has_window or (kinds is not None and kinds[index] != "full_attention"):
-            raise NoRecipeError("its attention does not see all positions")
-        path = f"model.layers.{index}.mlp.experts"
-        layers.append(_layer(weights, layer, kernels.get(path), num_router_hooks.get(path, 0)))
-    if len(layers) != model.config.num_hidden_layers:
-        raise NoRecipeError("not all of its layers are run")
+    frequencies = getattr(inner.rotary_emb, "inv_freq", None)
+    if frequencies is None or len(inner.layers) != inner.config.num_hidden_layers:
+        raise NoRecipeError("its positions are no rotary ones, or not all of its layers are run")
+    found = {
+        id(model.get_submodule(path)): (*kernel, num_router_hooks.get(path, 0))
+        for path, kernel in kernels.items()
+    }
+    families = [_family_of(layer, found) for layer in inner.layers]
+    if not families or any(family != families[0] for family in families):
+        raise NoRecipeError("its layers are not of one family")
+    reader = _Reader(weights, families[0], 2 * frequencies.numel(), found)
+    family, config = families[0], inner.config
     recipe = Recipe(
-        model.config.hidden_size,
-        tuple(layers),
+        config.hidden_size,
+        tuple(reader.layer(index, layer) for index, layer in enumerate(inner.layers)),
         weights.norm(inner.norm),
         weights.linear(model, "lm_head"),
+        float(getattr(inner, family.embedding)) if family.embedding else 1.0,
+        float(getattr(config, family.logits)) if family.logits else 1.0,
     )
-    return Reading(recipe, weights, inner.embed_tokens, inner.rotary_emb)
+    return Reading(recipe, weights, inner.embed_tokens, inner.rotary_emb, reader.rotary_width)
 
 
-def _layer(
-    weights: Weights, layer: Any, kernel: tuple[int, SlotKernel] | None, num_hooks: int
-) -> Layer:
-    attention, block = layer.self_attn, layer.mlp
-    for module in (layer, attention):
-        weights.uses(module)
-    family = _family_of(attention, block, has_experts=kernel is not None)
-    common = (
-        weights.norm(layer.input_layernorm),
-        _attention(weights, attention, family),
-        weights.norm(layer.post_attention_layernorm),
-    )
-    if kernel is None:
-        return Layer(*common, weights.feed_forward(block))
-    number, computing = kernel
-    weights.uses(block)
-    weights.uses(block.experts)
-    shared = None
-    if family.shared is not None:
-        shared = weights.feed_forward(getattr(block, family.shared))
-    if shared is not None and family.shared_weight is not None:
-        weight = weights.linear(block, family.shared_weight)
-        shared = type(shared)(shared.gate, shared.up, shared.down, shared.activation, weight)
-    router = _router(weights, block.gate, family, num_hooks)
-    return Layer(*common, shared, router, computing.experts, number)
-
-
-def _family_of(attention: Any, block: Any, *, has_experts: bool) -> Family:
+def _family_of(layer: Any, kernels: Mapping[int, Any]) -> Family:
+    attention = layer.self_attn
     place = type(attention).__module__.split(".")
     kind = type(attention).__name__
     for (name, attending, routing), family in FAMILIES.items():
         if place[:3] != ["transformers", "models", name] or kind != attending:
             continue
-        if not has_experts or type(block).__name__ == routing:
+        block = getattr(layer, family.block, None)
+        has_experts = id(getattr(block, "experts", None)) in kernels
+        if block is not None and (not has_experts or type(block).__name__ == routing):
             return family
-    raise NoRecipeError(f"{kind} with {type(block).__name__} has no recipe")
+    raise NoRecipeError(f"{kind} of {type(layer).__name__} has no recipe")
 
 
-def _attention(weights: Weights, module: Any, family: Family) -> Attention:
-    config = module.config
-    norms = [
-        weights.norm(getattr(module, name))
-        if isinstance(getattr(module, name, None), nn.Module)
-        else None
-        for name in ("q_norm", "k_norm")
-    ]
-    partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-    width = module.head_dim
-    value = weights.linear(module, "v_proj")
-    num_kv_heads = config.num_key_value_heads
-    return Attention(
-        weights.linear(module, "q_proj"),
-        weights.linear(module, "k_proj"),
-        value,
-        weights.linear(module, "o_proj"),
-        num_heads=config.num_attention_heads,
-        num_kv_heads=num_kv_heads,
-        width=width,
-        value_width=value.matrix.rows // num_kv_heads,
-        scale=module.scaling,
-        rotary_width=int(width * partial),
-        query_norm=norms[0],
-        key_norm=norms[1],
-        clip=None if family.clip is None else getattr(config, family.clip),
-    )
+class _Reader:
+    """Reads layers of one family.
+
+    Parameters
+    ----------
+    weights : Weights
+    family : Family
+    rotary_width : int
+    kernels : mapping of int to (int, SlotKernel, int)
+        By identity of the experts module: its layer in the runtime, its kernel, hooks of our own.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        family: Family,
+        rotary_width: int,
+        kernels: Mapping[int, tuple[int, SlotKernel, int]],
+    ) -> None:
+        self._weights, self._family, self._kernels = weights, family, kernels
+        self.rotary_width = rotary_width
+
+    def layer(self, index: int, layer: Any) -> Layer:
+        """Return the recipe of a decoder layer."""
+        weights, family = self._weights, self._family
+        attention, block = layer.self_attn, getattr(layer, family.block)
+        for module in (layer, attention):
+            weights.uses(module)
+        read = self._latents if family.is_latent else self._attention
+        made = Layer(
+            weights.norm(layer.input_layernorm),
+            read(index, attention),
+            weights.norm(layer.post_attention_layernorm),
+            scale=float(getattr(layer, family.residual)) if family.residual else 1.0,
+        )
+        kernel = self._kernels.get(id(getattr(block, "experts", None)))
+        if kernel is None:
+            return replace(made, forward=weights.feed_forward(block))
+        number, computing, num_hooks = kernel
+        weights.uses(block)
+        weights.uses(block.experts)
+        shared = None
+        if family.shared is not None and getattr(block, family.shared) is not None:
+            shared = weights.feed_forward(getattr(block, family.shared))
+            if family.shared_weight is not None:
+                shared = replace(shared, weight=weights.linear(block, family.shared_weight))
+        return replace(
+            made,
+            forward=shared,
+            router=self._router(block, num_hooks),
+            experts=computing.experts,
+            number=number,
+        )
+
+    def _attention(self, index: int, module: Any) -> Attention:
+        weights, family, config = self._weights, self._family, module.config
+        norms = [
+            weights.norm(getattr(module, name))
+            if isinstance(getattr(module, name, None), nn.Module)
+            else None
+            for name in family.norms
+        ]
+        query, key, value = (weights.linear(module, f"{name}_proj") for name in "qkv")
+        num_kv_heads, width = config.num_key_value_heads, module.head_dim
+        return Attention(
+            query,
+            key,
+            value,
+            weights.linear(module, "o_proj"),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=num_kv_heads,
+            width=width,
+            value_width=value.matrix.rows // num_kv_heads,
+            scale=module.scaling,
+            rotation=Rotation(self.rotary_width, family.pairs),
+            query_norm=norms[0],
+            key_norm=norms[1],
+            has_late_norms=family.has_late_norms,
+            clip=None if family.clip is None else getattr(config, family.clip),
+            sinks=None if family.sinks is None else weights.floats(module, family.sinks),
+            window=_window(config, index),
+        )
+
+    def _latents(self, index: int, module: Any) -> LatentAttention:
+        weights, config = self._weights, module.config
+        if _window(config, index) is not None:
+            raise NoRecipeError("its latent attention has a window")
+        has_low = module.q_lora_rank is not None
+        weights.uses(module.kv_b_proj)
+        if not weights.is_plain(module.kv_b_proj):
+            raise NoRecipeError('its kv_b_proj stays quantized: trunk="bf16" has a recipe')
+        expand = weights.values(module.kv_b_proj, "weight")
+        heads, pairs = config.num_attention_heads, self._family.pairs
+        if hasattr(config, "rope_interleave"):
+            pairs = "neighbours to halves" if config.rope_interleave else "halves"
+        return LatentAttention(
+            weights.linear(module, "q_b_proj" if has_low else "q_proj"),
+            weights.linear(module, "kv_a_proj_with_mqa"),
+            weights.norm(module.kv_a_layernorm),
+            expand.reshape(heads, -1, expand.shape[1]),
+            weights.linear(module, "o_proj"),
+            num_heads=heads,
+            width=module.qk_nope_head_dim,
+            value_width=module.v_head_dim,
+            scale=module.scaling,
+            rotation=Rotation(module.qk_rope_head_dim, pairs),
+            low=weights.linear(module, "q_a_proj") if has_low else None,
+            low_norm=weights.norm(module.q_a_layernorm) if has_low else None,
+        )
+
+    def _router(self, block: Any, num_hooks: int) -> Router:
+        weights, family = self._weights, self._family
+        module = getattr(block, family.router)
+        weights.uses(module, num_hooks)
+        has_sum, has_groups = family.is_normalized, family.has_groups
+        if getattr(module, "topk_method", "") == "greedy":
+            has_groups = False
+        elif getattr(module, "topk_method", "group_limited_greedy") != "group_limited_greedy":
+            raise NoRecipeError(f"its router chooses by {module.topk_method}")
+        weight = getattr(module, family.router_weight)
+        if isinstance(weight, nn.Module):
+            linear = weights.linear(weight)
+        else:
+            bias = getattr(module, "bias", None)
+            linear = Linear(
+                weights.matrix(module, "weight"),
+                None if bias is None else weights.values(module, "bias"),
+            )
+        correction: np.ndarray | None = None
+        if family.correction is not None:
+            where, _, name = family.correction.rpartition(".")
+            holder = attrgetter(where)(block) if where else block
+            correction = weights.floats(holder, name).reshape(-1)
+        return Router(
+            linear,
+            module.top_k,
+            family.scores,
+            correction,
+            module.num_group if has_groups else 1,
+            module.topk_group if has_groups else 1,
+            family.num_best,
+            is_normalized=getattr(module, has_sum) if isinstance(has_sum, str) else has_sum,
+            least=family.least,
+            floor=0.0 if family.floor is None else getattr(module, family.floor),
+            scale=module.routed_scaling_factor if family.has_groups else 1.0,
+            jitter=getattr(module, "router_jitter_noise", 0.0),
+        )
 
 
-def _router(weights: Weights, module: Any, family: Family, num_hooks: int) -> Router:
-    weights.uses(module, num_hooks)
-    has_sum = family.is_normalized
-    correction: np.ndarray | None = None
-    if family.has_groups:
-        correction = np.asarray(weights.values(module, "e_score_correction_bias"), np.float32)
-    return Router(
-        Linear(weights.matrix(module, "weight")),
-        module.top_k,
-        family.scores,
-        correction,
-        module.num_group if family.has_groups else 1,
-        module.topk_group if family.has_groups else 1,
-        is_normalized=getattr(module, has_sum) if isinstance(has_sum, str) else has_sum,
-        least=family.least,
-        scale=module.routed_scaling_factor if family.has_groups else 1.0,
-    )
+def _window(config: Any, index: int) -> int | None:
+    """Return how many positions a layer's tokens see; `None` if it is all of them."""
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if kinds is None or kinds[index] == "sliding_attention":
+        if window is None and kinds is None:
+            return None
+        if not isinstance(window, int) or window < 2:
+            raise NoRecipeError(f"a layer has a window of {window}")
+        return window
+    if kinds[index] != "full_attention":
+        raise NoRecipeError(f"a layer has {kinds[index]}")
+    return None

@@ -1,0 +1,217 @@
+"""Recipes of families: whatever their configuration says, near transformers' own forward."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import quantized
+from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.kernels import computing
+from tests.helpers.offloading import generated, load_in_slots, load_whole, prompt
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+# What a checkpoint of the family may say otherwise than the smallest one.
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.1, 1.2, 1.3, 1.4],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 12,
+}
+VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "whole queries": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
+    "yarn": (
+        "deepseek_v3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "no groups": ("deepseek_v2", {"topk_method": "greedy", "q_lora_rank": None}),
+    "window": ("mixtral", {"sliding_window": 6}),
+    "window of 2": ("mixtral", {"sliding_window": 2}),
+    "scales": (
+        "granitemoe",
+        {
+            "residual_multiplier": 0.3,
+            "embedding_multiplier": 7.0,
+            "logits_scaling": 4.0,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "no shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "use_bias": True}),
+    "long rope": ("phimoe", {"rope_parameters": _LONG_ROPE, "head_dim": 8}),
+    "part of the head": (
+        "minimax_m2",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+}
+
+
+def decode(model: Any, ids: Any, num: int, **named: Any) -> Any:
+    """Return the logits after a prompt and after each of some tokens, a call each."""
+    out = model(input_ids=ids, use_cache=True, **named)
+    found = [out.logits[:, -1].float()]
+    for i in range(num):
+        token = torch.full((len(ids), 1), 7 + 3 * i)
+        out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+        found.append(out.logits[:, -1].float())
+    return torch.stack(found, 1)
+
+
+def assert_near(model: Any, whole: Any, bound: float) -> list[Any]:
+    """Compare logits, of one token and of several at a time; return the model's."""
+    found = []
+    with torch.no_grad():
+        for length in (1, 3, 21):
+            ids = (torch.arange(2 * length).reshape(2, length) * 7) % 90 + 3
+            before = model.moecache.decoder.num_steps
+            found.append(decode(model, ids, 18))
+            assert model.moecache.decoder.num_steps == before + 18, model.moecache.decoder.reason
+            expected = decode(whole, ids, 18)
+            assert (found[-1] - expected).norm() < bound * expected.norm()
+        cache = model(input_ids=prompt(), use_cache=True).past_key_values
+        alone, found_alone = copy.deepcopy(cache), []
+        tokens = torch.tensor([[3, 9, 27, 81]])
+        for i in range(4):
+            out = model(input_ids=tokens[:, i : i + 1], past_key_values=alone)
+            found_alone.append(out.logits[0, -1])
+        together = model(input_ids=tokens, past_key_values=cache).logits[0]
+        assert torch.equal(together, torch.stack(found_alone))
+    return found
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_decodes_as_its_own_forward_does(tmp_path: Path, name: str) -> None:
+    """In float32; greedy tokens are equal."""
+    kind, given_settings = VARIANTS[name]
+    family = FAMILIES[kind]
+    family = replace(family, settings={**family.settings, **given_settings})
+    path = write_checkpoint(family, tmp_path, "float32")
+    whole = load_whole(family, path)
+    model = load_in_slots(path, "50%", compute="fast")
+    with model.moecache:
+        assert_near(model, whole, 3e-6)
+        assert generated(model, num_tokens=24).tolist() == generated(whole, num_tokens=24).tolist()
+
+
+def test_gpt_oss_decodes_as_its_own_forward_does(tmp_path: Path) -> None:
+    """From MXFP4, with sinks, biases and a window; the same bits at any number of slots."""
+    family = quantized.GPT_OSS
+    published, plain = quantized.write_quantized(family, quantized.mxfp4(), tmp_path)
+    whole = load_whole(family, plain, "float32")
+    found = []
+    for slots, threads in ((1, 1), (4, 2), (1000, 2)):
+        with computing(threads=threads):
+            model = load_in_slots(published, None, slots=slots, dtype=torch.float32)
+            with model.moecache:
+                found.append(assert_near(model, whole, 1e-3))
+                assert generated(model).tolist() == generated(whole).tolist()
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True)
+    )
+
+
+def test_a_window_may_be_looked_back_from(tmp_path: Path) -> None:
+    """Prompt lookup takes tokens back, beams reorder: the tokens are those of the modules."""
+    published, _ = quantized.write_quantized(quantized.GPT_OSS, quantized.mxfp4(), tmp_path)
+    ids = torch.tensor([[5, 17, 99, 3] * 5])
+    found: list[list[Any]] = []
+    for is_own in (False, True):
+        model = load_in_slots(published, "50%", dtype=torch.float32)
+        with model.moecache, torch.no_grad():
+            if is_own:
+                del model.__dict__["forward"]
+            found.append(
+                [
+                    generated(model, ids, num_tokens=30, **options).tolist()
+                    for options in ({}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 3})
+                ]
+            )
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_a_sliding_layer_is_transformers_own(data: st.DataObject) -> None:
+    """Whatever is done to a cache, tokens of a program between: the same keys, values and masks."""
+    from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+
+    from moecache.integrations.transformers._pages import Pages
+
+    window = data.draw(st.sampled_from([2, 3, 8, 300]))
+    own = DynamicSlidingWindowLayer(window)
+    cache = DynamicCache()
+    cache.layers = [DynamicSlidingWindowLayer(window)]
+    pages = Pages()
+    if data.draw(st.booleans()):
+        for layer in (own, cache.layers[0]):
+            layer.activate_past_recording()
+    for seed in range(data.draw(st.integers(1, 12))):
+        layers = own, cache.layers[0]
+        what = data.draw(
+            st.sampled_from(["update", "write", "write", "crop", "reorder", "repeat", "copy"])
+        )
+        rows = len(own.keys) if own.is_initialized else 0
+        num = data.draw(st.sampled_from([1, 2, 7, 255, 300]))
+        generator = torch.Generator().manual_seed(seed)
+        keys = torch.randn((rows or 2, 2, num, 3), generator=generator)
+        if what == "update" or not rows:
+            results = [layer.update(keys, keys[..., :2] + 1) for layer in layers]
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        elif what == "write":
+            length = own.get_seq_length()
+            found = pages.of(cache, length, num)
+            assert found is not None
+            ours: Any = cache.layers[0]
+            for part, new in zip(ours.parts, (keys, keys[..., :2] + 1), strict=True):
+                part.held[:, :, part.start + part.num : part.start + part.num + num] = new
+            pages.grow(num)
+            own.update(keys, keys[..., :2] + 1)
+        elif what == "crop" and (own.record_past or own.get_seq_length() < window):
+            num = data.draw(st.integers(0, own.get_seq_length() - 1))
+            if own.keys.shape[2] - num >= min(own.get_seq_length() - num, window - 1):
+                for layer in layers:
+                    layer.crop(-num)
+        elif what == "reorder":
+            chosen = st.lists(st.integers(0, rows - 1), min_size=1, max_size=3)
+            order = torch.tensor(data.draw(chosen))
+            for layer in layers:
+                layer.reorder_cache(order)
+        elif what == "repeat" and rows < 5:
+            for layer in layers:
+                layer.batch_repeat_interleave(2)
+        elif what == "copy":
+            cache = copy.deepcopy(cache)
+        layers = own, cache.layers[0]
+        assert own.get_seq_length() == layers[1].get_seq_length()
+        assert own.get_mask_sizes(3) == layers[1].get_mask_sizes(3)
+        assert torch.equal(own.keys, layers[1].keys)
+        assert torch.equal(own.values, layers[1].values)

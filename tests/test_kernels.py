@@ -17,6 +17,7 @@ from tests.helpers.kernels import (
     BLOCKED,
     DTYPES,
     F32,
+    LEVELS,
     NAMES,
     computing,
     draw_inputs,
@@ -34,7 +35,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 NUM_INPUTS = (1, 2, 3, 4, 5, 7, 9, 63, 64, 65, 200)
 
 
-@pytest.fixture(name="level", params=kernels.levels(), scope="module")
+@pytest.fixture(name="level", params=LEVELS, scope="module")
 def _level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Compute with each level that this processor has."""
     with computing(request.param):

@@ -14,6 +14,7 @@ from tests.helpers.kernels import (
     BLOCKED,
     DTYPES,
     F32,
+    LEVELS,
     SCALED,
     Experts,
     computing,
@@ -27,7 +28,7 @@ few = settings(max_examples=max(1, settings().max_examples // 2))
 formats = st.sampled_from((*BLOCKED, *SCALED))
 
 
-@pytest.fixture(name="level", params=kernels.levels(), autouse=True, scope="module")
+@pytest.fixture(name="level", params=LEVELS, autouse=True, scope="module")
 def _level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Compute with each level that this processor has."""
     with computing(request.param):

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from moecache import kernels
 from moecache.errors import ConfigError
+from moecache.layout import Role
 from tests.helpers.kernels import (
     ACTIVATIONS,
     BF16,
     DTYPES,
     F32,
+    LEVELS,
     U32,
     Experts,
     computing,
@@ -31,7 +33,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 GRID = np.concatenate([np.linspace(-100, 100, 801), np.linspace(-4, 4, 257)]).astype(np.float32)
 
 
-@pytest.fixture(name="level", params=kernels.levels(), autouse=True, scope="module")
+@pytest.fixture(name="level", params=LEVELS, autouse=True, scope="module")
 def _level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Compute with each level that this processor has."""
     with computing(request.param):
@@ -341,6 +343,8 @@ def _expert(**roles: Any) -> Callable[[int], dict[str, np.ndarray]]:
         ({}, {"activation": "mish"}, "'mish' has no kernel; silu, "),
         ({"gate_up": None, "up": np.ones((3, 4), np.float32)}, {"activation": "swiglu"}, "gate"),
         ({"gate_up": None, "up": np.ones((3, 4), np.float32)}, {"is_interleaved": True}, "gate"),
+        ({}, {"activation": "swiglu", "limit": float("nan")}, "cannot be limited to nan"),
+        ({"down": np.ones(8, np.uint8)}, {"roles": [Role("down", (4, 32), format="q8_0")]}, "8 by"),
     ],
 )
 def test_what_is_no_feed_forward_is_refused(
@@ -349,3 +353,18 @@ def test_what_is_no_feed_forward_is_refused(
     """The message has roles and shapes."""
     with pytest.raises(ConfigError, match=message):
         kernels.SlotKernel(_expert(**roles), 2, **options)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"down": np.ones((4, 3), np.float16)},
+        {"gate_up": np.ones((8, 4), np.float32)},
+        {"down_bias": np.ones(4, np.float32)},
+    ],
+)
+def test_slots_that_hold_something_else_are_refused(other: dict[str, np.ndarray]) -> None:
+    """All are read by the addresses of one."""
+    first, second = _expert(), _expert(**other)
+    with pytest.raises(ConfigError, match=r"not every slot has|in one slot and"):
+        kernels.SlotKernel(lambda slot: second(slot) if slot else first(slot), 2)

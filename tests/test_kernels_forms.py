@@ -17,6 +17,7 @@ from tests.helpers.kernels import (
     BF16,
     BLOCKED,
     DTYPES,
+    LEVELS,
     SCALED,
     computing,
     fitting,
@@ -29,7 +30,7 @@ from tests.helpers.kernels_forms import form_of
 NAMES = (*BLOCKED, *SCALED, "int2[1x32,f16]", "int3[1x64,bf16]", "int5[4x32,f32]", "int7[1x*,bf16]")
 
 
-@pytest.fixture(name="level", params=kernels.levels(), autouse=True, scope="module")
+@pytest.fixture(name="level", params=LEVELS, autouse=True, scope="module")
 def _level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Compute with each level that this processor has."""
     with computing(request.param):

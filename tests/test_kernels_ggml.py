@@ -15,6 +15,7 @@ from tests.helpers.formats import CODE_BOOKS
 from tests.helpers.kernels import (
     DTYPES,
     F32,
+    LEVELS,
     computing,
     draw_inputs,
     product_error,
@@ -30,7 +31,7 @@ every_format = pytest.mark.parametrize("name", NAMES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@pytest.fixture(name="level", params=kernels.levels(), autouse=True, scope="module")
+@pytest.fixture(name="level", params=LEVELS, autouse=True, scope="module")
 def _level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Compute with each level that this processor has."""
     with computing(request.param):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import moecache
-from moecache import kernels
+from tests.helpers.kernels import LEVELS
 
 # A child imports the build that is tested here.
 PACKAGE = Path(moecache.__file__).parents[1]
@@ -221,7 +221,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize("level", kernels.levels())
+@pytest.mark.parametrize("level", LEVELS)
 def test_no_byte_beyond_an_array_is_touched(level: str) -> None:
     """Of weights, inputs, biases, waves and outputs, in ragged columns and rows too."""
     done = run(level, "products", "experts", "coded_experts", "combine")

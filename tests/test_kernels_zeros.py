@@ -14,6 +14,7 @@ from tests.helpers.kernels import (
     BF16,
     DTYPES,
     F32,
+    LEVELS,
     U32,
     computing,
     draw_inputs,
@@ -39,7 +40,7 @@ every_format = pytest.mark.parametrize("name", NAMES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@pytest.fixture(name="level", params=kernels.levels(), autouse=True, scope="module")
+@pytest.fixture(name="level", params=LEVELS, autouse=True, scope="module")
 def _level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Compute with each level that this processor has."""
     with computing(request.param):

@@ -123,6 +123,7 @@ static struct {
 
 static void mc_fill_tables(void)
 {
+    uint64_t floats = mc_own_floats();
     for (int i = 0; i < 128; i++) {
         /* Exponents of few bits become those of fp32 by a product with a power of two. */
         uint16_t size = mc_float_to_bf16(mc_bits_to_float((uint32_t)i << 20) * 0x1p120f);
@@ -131,6 +132,7 @@ static void mc_fill_tables(void)
         mc_sizes.low[i] = (uint8_t)size;
         mc_sizes.high[i] = (uint8_t)(size >> 8);
     }
+    mc_restore_floats(floats);
 }
 
 /* 16 rows with `num` inputs: as in `_codes.h`, but two columns at a time, and 16 columns as two sums that

@@ -12,21 +12,20 @@ typedef struct {
     int group;
 } LEVEL(blocks);
 
-INLINE LEVEL(blocks) LEVEL(blocks_of)(int order)
-{
-    switch (order) {
-    case MC_Q4_1: return (LEVEL(blocks)){MC_U4, 32, 0, 1, 32};
-    case MC_Q5_0: return (LEVEL(blocks)){MC_I5, 32, 0, 0, 32};
-    case MC_Q5_1: return (LEVEL(blocks)){MC_U5, 32, 0, 1, 32};
-    case MC_Q2_K: return (LEVEL(blocks)){MC_U4, 256, 80, 1, 16};
-    case MC_Q3_K: return (LEVEL(blocks)){MC_I4, 256, 108, 0, 16};
-    case MC_Q4_K: return (LEVEL(blocks)){MC_U4, 256, 0, 1, 32};
-    case MC_Q5_K: return (LEVEL(blocks)){MC_U5, 256, 0, 1, 32};
-    case MC_Q6_K: return (LEVEL(blocks)){MC_I6, 256, 208, 0, 16};
-    case MC_SUPER16: return (LEVEL(blocks)){MC_IQ4, 256, 0, 0, 16};
-    default: return (LEVEL(blocks)){MC_IQ4, 256, 0, 0, 32}; /* IQ4_XS, SUPER32 */
-    }
-}
+/* An order without a row here has no columns, and no kernel is made of it. */
+static const LEVEL(blocks) LEVEL(all_blocks)[MC_NUM_ORDERS] = {
+    [MC_Q4_1] = {MC_U4, 32, 0, 1, 32},
+    [MC_Q5_0] = {MC_I5, 32, 0, 0, 32},
+    [MC_Q5_1] = {MC_U5, 32, 0, 1, 32},
+    [MC_Q2_K] = {MC_U4, 256, 80, 1, 16},
+    [MC_Q3_K] = {MC_I4, 256, 108, 0, 16},
+    [MC_Q4_K] = {MC_U4, 256, 0, 1, 32},
+    [MC_Q5_K] = {MC_U5, 256, 0, 1, 32},
+    [MC_Q6_K] = {MC_I6, 256, 208, 0, 16},
+    [MC_IQ4_XS] = {MC_IQ4, 256, 0, 0, 32},
+    [MC_SUPER32] = {MC_IQ4, 256, 0, 0, 32},
+    [MC_SUPER16] = {MC_IQ4, 256, 0, 0, 16},
+};
 
 INLINE v16 LEVEL(load16)(const uint8_t *at)
 {
@@ -71,7 +70,8 @@ INLINE v16 LEVEL(lowest)(const uint8_t *block, int s, int order)
     case MC_Q6_K: return LEVEL(halves_of)(block + s / 4 * 64 + s % 2 * 32, s % 4 / 2 * 4, 15);
     case MC_SUPER32: return LEVEL(load16)(block + 10 + 16 * s);
     case MC_SUPER16: return LEVEL(load16)(block + 18 + 16 * s);
-    default: return LEVEL(load16)(block + 8 + 16 * s);
+    case MC_IQ4_XS: return LEVEL(load16)(block + 8 + 16 * s);
+    default: __builtin_trap(); /* never taken for another */
     }
 }
 
@@ -81,7 +81,8 @@ INLINE v16 LEVEL(above)(const uint8_t *block, int s, int order)
     case MC_Q5_0: return LEVEL(fifths)(block + 2);
     case MC_Q5_1: return LEVEL(fifths)(block + 4);
     case MC_Q5_K: return LEVEL(halves_of)(block + 16, s, 1);
-    default: return LEVEL(halves_of)(block + 128 + s / 4 * 32, s % 4 * 2, 3);
+    case MC_Q6_K: return LEVEL(halves_of)(block + 128 + s / 4 * 32, s % 4 * 2, 3);
+    default: __builtin_trap();
     }
 }
 
@@ -100,7 +101,7 @@ INLINE void LEVEL(integers)(const uint8_t *block, int order, uint8_t *to)
         for (int i = 0; i < 8; i++)
             to[i] = (uint8_t)(((block[4 + i / 2] >> i % 2 * 4 & 15)
                                | (block[2 + i / 4] >> i % 4 * 2 & 3) << 4) - 32);
-    } else {
+    } else if (order == MC_Q3_K || order == MC_Q4_K || order == MC_Q5_K) {
         uint32_t one, two, both, parts[4];
         const uint8_t *at = block + (order == MC_Q3_K ? 96 : 4);
         memcpy(&one, at, 4);
@@ -122,6 +123,8 @@ INLINE void LEVEL(integers)(const uint8_t *block, int order, uint8_t *to)
         parts[3] = (both >> 4 & 0x0f0f0f0f) | (two >> 2 & 0x30303030);
         memcpy(to, parts, 8);
         memcpy(to + 16, parts + 2, 8);
+    } else {
+        __builtin_trap();
     }
 }
 
@@ -144,7 +147,7 @@ INLINE uint8_t *LEVEL(form_blocks)(
     const mc_file *file, int64_t row, uint8_t *out, int *wrong, int order)
 {
     static const uint8_t nothing[256];
-    LEVEL(blocks) kind = LEVEL(blocks_of)(order);
+    LEVEL(blocks) kind = LEVEL(all_blocks)[order];
     v4 too_large = {0};
     int64_t num_rows = file->rows - row < MC_TILE ? file->rows - row : MC_TILE;
     int is_super = kind.columns == MC_SUPER, pair = MC_BLOCK / kind.group;

@@ -42,7 +42,9 @@ from moecache.kernels._products cimport (
     mc_after_fork,
     mc_combine,
     mc_compute_experts,
+    mc_conversion,
     mc_convert,
+    mc_convert_all,
     mc_expand,
     mc_expansion,
     mc_is_late,
@@ -529,17 +531,19 @@ cdef class _Inputs:
         cdef bint by_pairs = pairs == NULL or self.num < num_tokens
         cdef int64_t i, token, num_rows = self.num if by_pairs else num_tokens
         cdef int64_t nbytes = mc_input_row_bytes(wanted, mc_input_columns(matrix))
+        cdef mc_conversion conversion
+        cdef int threads = _num_threads
         if given != wanted or mc_input_columns(matrix) != matrix.columns:
             self.scratch = <uint8_t *>malloc(max(1, num_rows * nbytes))
             if self.scratch == NULL:
                 raise MemoryError(f"no memory for {num_rows} inputs of {matrix.columns} numbers")
+            conversion.level, conversion.matrix, conversion.inputs = _level, matrix, inputs
+            conversion.row_bytes, conversion.num, conversion.top_k = row_bytes, num_rows, top_k
+            conversion.pairs = pairs if by_pairs else NULL
+            conversion.given, conversion.wanted = given, wanted
+            conversion.out, conversion.out_bytes = self.scratch, nbytes
             with nogil:
-                for i in range(num_rows):
-                    token = pairs[i] // top_k if by_pairs and pairs != NULL else i
-                    mc_convert(
-                        _level, inputs + token * row_bytes, given, wanted, matrix,
-                        self.scratch + i * nbytes
-                    )
+                mc_convert_all(&conversion, threads)
             inputs, row_bytes = self.scratch, nbytes
             if by_pairs:
                 pairs = NULL

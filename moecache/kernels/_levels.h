@@ -162,7 +162,7 @@ static int mc_has_dots(void)
 #endif
 
 /* The most levels that a processor has. */
-#define MC_MAX_LEVELS 4
+#define MC_MAX_LEVELS 5
 
 /* The levels that this processor has, the best one last; returns how many. */
 static int mc_levels(const mc_level **levels)
@@ -187,16 +187,17 @@ static int mc_levels(const mc_level **levels)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
         && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
         && __builtin_cpu_supports("avx512vnni")) {
-        static mc_level best;
-        best = mc_avx512;
-        best.name = "avx512vnni";
+        static mc_level without, best;
+        without = best = mc_avx512;
+        without.name = "avx512vnni";
+        levels[num++] = &without;
         if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi")) {
             mc_fill_tables();
             best.name = "avx512";
             best.tiles[MC_X_BF16][MC_BF16] = mc_tile_bf16_dp;
             best.tiles[MC_X_BF16][MC_E4M3] = mc_tile_e4m3_dp;
+            levels[num++] = &best;
         }
-        levels[num++] = &best;
     }
 #endif
 #ifdef MC_ARM

@@ -19,23 +19,23 @@
 #define MC_SUPER 256
 
 /* Codes of weights, a row each: name, what Python calls it, bits, what is added to a stored integer, whether
- * they are integers (or a table of such), and in which unit these count. I have half of their range added, U
+ * they are integers (2: a table of such), and in which unit these count. I have half of their range added, U
  * are as they are, E2M1 and E4M3 are OCP's FP4 and FP8, IQ an index of a table. A new one needs a row here and
  * its forms in `MC_FORMS`. */
 #define MC_CODES(X)                 \
     X(I8, "i8", 8, 0, 1, 1.0f)      \
     X(I4, "i4", 4, 8, 1, 1.0f)      \
     X(E4M3, "e4m3", 8, 0, 0, 1.0f)  \
-    X(E2M1, "e2m1", 4, 0, 1, 0.5f)  \
+    X(E2M1, "e2m1", 4, 0, 2, 0.5f)  \
     X(U4, "u4", 4, 0, 1, 1.0f)      \
-    X(IQ4, "iq4", 4, 0, 1, 1.0f)    \
+    X(IQ4, "iq4", 4, 0, 2, 1.0f)    \
     X(I5, "i5", 5, 16, 1, 1.0f)     \
     X(U5, "u5", 5, 0, 1, 1.0f)      \
     X(I6, "i6", 6, 32, 1, 1.0f)     \
-    X(IQ1, "iq1", 4, 0, 1, 0.125f)  \
-    X(IQ2, "iq2", 4, 0, 1, 0.125f)  \
-    X(IQ3, "iq3", 4, 0, 1, 1.0f)    \
-    X(IQ3X, "iq3x", 4, 0, 1, 0.25f)
+    X(IQ1, "iq1", 4, 0, 2, 0.125f)  \
+    X(IQ2, "iq2", 4, 0, 2, 0.125f)  \
+    X(IQ3, "iq3", 4, 0, 2, 1.0f)    \
+    X(IQ3X, "iq3x", 4, 0, 2, 0.25f)
 
 /* What codes of 4 bits mean, in their unit; NULL: a number. A table's first entry is 0 or what a file's zero
  * bytes mean. Those of IQ1 to IQ3 are the products of ggml's code books and signs; of IQ1 with its delta. */
@@ -90,8 +90,9 @@ enum { MC_PAIRS = 256, MC_ZEROS = 512, MC_OFFSETS = 1024, MC_SUPERS = 2048, MC_F
     X(IQ3X, super, MC_SUPERS)
 
 /* 32 columns of an input for weights that are integers: column i is scale * (128 * high[i] + low[i]), the
- * nearest of 15 bits, ties to even; the scale is max|x| / 16256 times the unit of the codes. A block with an infinity or a NaN has a scale of NaN and zeros. A block with max|x| < 2^-109, whose
- * scale would be denormal, is all zero. For weights of less than 8 bits each 8 columns are in the order 0, 4,
+ * nearest of 15 bits, ties to even; the scale is max|x| / 16256 times the unit of the codes. A block with an
+ * infinity or a NaN has a scale of NaN and zeros. A block with max|x| < 2^-109, whose scale would be denormal
+ * in some unit, is all zero. For weights of less than 8 bits each 8 columns are in the order 0, 4,
  * 1, 5, 2, 6, 3, 7: that of the low and high nibbles of a row's 4 bytes, see `kernels/forms.py`. */
 typedef struct {
     float scale;
@@ -381,6 +382,8 @@ static inline int mc_flags(const mc_matrix *matrix)
 /* What multiplies a matrix with inputs of a type; NULL: nothing does. */
 static inline mc_tile mc_tile_of(const mc_level *level, int type, const mc_matrix *matrix)
 {
+    if (mc_is_integer(matrix->codes) == 2 && !mc_table(matrix->codes))
+        return NULL;
     if (type == MC_X_PLANES)
         return level->planes[matrix->codes][mc_flags(matrix) >> 8];
     return level->tiles[type][matrix->codes];
@@ -427,6 +430,35 @@ static inline float mc_f16_to_float(uint16_t bits)
     if (rest >= 0x0f800000) /* infinities and NaN */
         value = mc_bits_to_float(rest + 0x70000000);
     return mc_bits_to_float(mc_float_to_bits(value) | sign);
+}
+
+/* How a thread rounds and whether it takes denormals as zeros: torch's `set_flush_denormal` sets it for one
+ * thread. Results shall not depend on which thread computes them: all do it as IEEE 754 says. */
+static inline uint64_t mc_own_floats(void)
+{
+    uint64_t before = 0;
+#if defined(__x86_64__)
+    before = __builtin_ia32_stmxcsr();
+    if (before & 0xe040) /* flush to zero, a rounding, denormals are zeros */
+        __builtin_ia32_ldmxcsr((unsigned)before & ~0xe040u);
+#elif defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    if (before)
+        __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
+#endif
+    return before;
+}
+
+static inline void mc_restore_floats(uint64_t before)
+{
+#if defined(__x86_64__)
+    if (before & 0xe040)
+        __builtin_ia32_ldmxcsr((unsigned)before);
+#elif defined(__aarch64__)
+    if (before)
+        __asm__ volatile("msr fpcr, %0" : : "r"(before));
+#endif
+    (void)before;
 }
 
 #endif

@@ -31,6 +31,20 @@ cdef extern from "_products.h" nogil:
         const mc_level *level, const uint8_t *inputs, int given, int wanted,
         const mc_matrix *matrix, uint8_t *out
     )
+    ctypedef struct mc_conversion:
+        const mc_level *level
+        const mc_matrix *matrix
+        const uint8_t *inputs
+        int64_t row_bytes
+        int64_t num
+        int64_t top_k
+        const int64_t *pairs
+        int given
+        int wanted
+        uint8_t *out
+        int64_t out_bytes
+
+    void mc_convert_all(mc_conversion *conversion, int num_threads)
     void mc_expand(mc_expansion *expansion, int num_threads)
     void mc_products(mc_product *product, int num_threads)
     void mc_compute_experts(mc_experts *experts, int num_threads)

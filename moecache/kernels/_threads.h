@@ -107,6 +107,7 @@ static void *mc_worker(void *unused)
 {
     uint64_t seen = 0;
     (void)unused;
+    mc_own_floats(); /* a thread begins with those of the one that started it */
     for (;;) {
         for (int64_t until_ns = mc_now_ns() + MC_AWAKE_NS; mc_now_ns() < until_ns;)
             for (int i = 0; i < MC_LOOKS; i++) {
@@ -171,10 +172,19 @@ static void mc_start_workers(int num)
     pthread_attr_destroy(&attributes);
 }
 
+static void mc_share_as_set(int num_threads, mc_work work, void *job, int64_t num_items, int64_t bytes);
+
 /* Do `work` for every item below `num_items`, with at most `num_threads` threads, this one
  * included; returns when all is done. Alone if another thread's job is under way, or if it takes no
  * longer than `bytes` of weights, read once, that are too few. */
 static void mc_share(int num_threads, mc_work work, void *job, int64_t num_items, int64_t bytes)
+{
+    uint64_t floats = mc_own_floats();
+    mc_share_as_set(num_threads, work, job, num_items, bytes);
+    mc_restore_floats(floats);
+}
+
+static void mc_share_as_set(int num_threads, mc_work work, void *job, int64_t num_items, int64_t bytes)
 {
     int is_awake = __atomic_load_n(&mc_pool.num_awake, __ATOMIC_RELAXED) > 0;
     if (num_items < num_threads)

@@ -60,8 +60,11 @@ class SlotKernel:
         limit: float = 7.0,
     ) -> None:
         num_slots = whole_number(num_slots, "num_slots", 1, 2**31 - 1)
+        if activation in ("swiglu", "clamped_silu") and not limit >= 0:
+            raise ConfigError(f"activations cannot be limited to {limit}")
         first, second = expert(0), expert(min(1, num_slots - 1))
         _check_roles(first)
+        _check_alike(first, second)
         is_gated = "gate_up" in first
         wide = "gate_up" if is_gated else "up"
         known = {role.name: role for role in roles}
@@ -138,6 +141,7 @@ class SlotKernel:
         ConfigError
             If shapes or dtypes do not fit.
         """
+        top_k = whole_number(top_k, "top_k", 1, 2**31 - 1)
         wanted = [(len(hidden), self.hidden_size), (len(hidden) * top_k, self.hidden_size)]
         for name, array, shape in zip(("hidden", "rows"), (hidden, rows), wanted, strict=True):
             if array.shape != shape or not array.flags.c_contiguous:
@@ -170,20 +174,39 @@ def _check_roles(roles: Mapping[str, np.ndarray]) -> None:
         )
 
 
+def _check_alike(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> None:
+    """Raise ConfigError if two slots do not hold the same, as all are read by one's addresses."""
+    for name in first.keys() | second.keys():
+        one, two = first.get(name), second.get(name)
+        if one is None or two is None:
+            raise ConfigError(f"not every slot has {name}")
+        if (one.shape, one.dtype, one.strides) != (two.shape, two.dtype, two.strides):
+            raise ConfigError(
+                f"{name} is {one.dtype} {list(one.shape)} in one slot and {two.dtype} "
+                f"{list(two.shape)} in another"
+            )
+
+
 def _matrix(name: str, array: np.ndarray, role: Role | None) -> tuple[Matrix, tuple[int, ...]]:
     """Return what the kernels read, and the shape without what fills up tiles."""
     if role is not None and role.format:
-        if find_format(role.format).form is None:
+        form = find_format(role.format).form
+        if form is None:
             raise ConfigError(f"{name} is {role.format}, which has no compute form")
         rows, columns = role.matrix_shape
         height = tiled_rows(rows) * (role.matrices - 1) + rows
+        if array.nbytes < form.nbytes(height, columns) or not array.flags.c_contiguous:
+            raise ConfigError(
+                f"{name} has {array.nbytes} bytes; {height} x {columns} of {role.format} are "
+                f"{form.nbytes(height, columns)}, one after the other"
+            )
         matrix = Matrix(array.ctypes.data, role.format, height, columns, None, array)
         return matrix, role.shape
     if array.ndim != 2 or not array.flags.c_contiguous:
         raise ConfigError(f"{name} {list(array.shape)} is no contiguous matrix [rows, columns]")
     rows, columns = array.shape
-    form = format_of(array.dtype).name
-    matrix = Matrix(array.ctypes.data, form, rows, columns, array.strides[0], array)
+    plain = format_of(array.dtype).name
+    matrix = Matrix(array.ctypes.data, plain, rows, columns, array.strides[0], array)
     return matrix, array.shape
 
 

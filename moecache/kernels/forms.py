@@ -100,6 +100,8 @@ def tile(raw: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray) -
             f"a {rows} x {columns} matrix in {name} takes {wanted[0]} bytes, tiled {wanted[1]}; "
             f"got {raw.nbytes} and {out.nbytes}"
         )
+    if np.may_share_memory(raw, out):
+        raise ValueError("a matrix cannot be tiled into the memory that it is in")
     _tiler(known, form, rows, columns).tile(raw, out)
 
 

@@ -9,6 +9,7 @@
 #undef PICK
 #undef LOOK_UP
 #undef PLANES_MANY
+#undef PLANES_FEWER
 #undef INLINE
 #undef SHARED
 #undef vf

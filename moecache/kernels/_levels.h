@@ -9,6 +9,7 @@
 #define LANES 4
 #define TOKENS 2
 #define PLANES_MANY 2
+#define PLANES_FEWER 1
 #include "_level.h"
 #include "_attention.h"
 #include "_values.h"
@@ -39,6 +40,7 @@ BEGIN("avx2,fma,f16c")
 #define LANES 8
 #define TOKENS 2
 #define PLANES_MANY 2
+#define PLANES_FEWER 1
 #define FMA(a, b, c) (vf) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #define F16C(raw) (vf) _mm256_cvtph_ps((__m128i)(raw))
 #define WIDEN(raw) (vu) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(raw)))
@@ -66,6 +68,7 @@ BEGIN("avx2,fma,f16c,avxvnni")
 #define LEVEL(name) mc_avxvnni_##name
 #define LANES 8
 #define PLANES_MANY 3
+#define PLANES_FEWER 1
 #define FMA(a, b, c) (vf) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #define F16C(raw) (vf) _mm256_cvtph_ps((__m128i)(raw))
 #define WIDEN(raw) (vu) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(raw)))
@@ -87,6 +90,7 @@ BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 #define LANES 16
 #define TOKENS 4
 #define PLANES_MANY 6
+#define PLANES_FEWER 2
 #define FMA(a, b, c) (vf) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #define F16C(raw) (vf) _mm512_cvtph_ps((__m256i)(raw))
 #define WIDEN(raw) (vu) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(raw)))
@@ -132,6 +136,7 @@ static inline uint32x4_t mc_four_bytes(const uint8_t *raw)
 #define LANES 4
 #define TOKENS 4
 #define PLANES_MANY 4
+#define PLANES_FEWER 1
 #define FMA(a, b, c) (vf) vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b))
 #define F16C(raw) (vf) vcvt_f32_f16((float16x4_t)(raw))
 #define WIDEN(raw) (vu) mc_four_bytes(raw)

@@ -260,7 +260,7 @@ INLINE void LEVEL(planes)(
 }
 
 #define MC_PLANES_TILE(codes, suffix, flags)                                                   \
-    MC_TILE_BY(LEVEL(tile_##codes##_##suffix), LEVEL(planes), PLANES_MANY, 1, MC_##codes | (flags))
+    MC_TILE_BY(LEVEL(tile_##codes##_##suffix), LEVEL(planes), PLANES_MANY, PLANES_FEWER, MC_##codes | (flags))
 MC_FORMS(MC_PLANES_TILE)
 #undef MC_PLANES_TILE
 

@@ -158,6 +158,43 @@ def test_a_window_may_be_looked_back_from(tmp_path: Path) -> None:
     assert found[0][0] == found[0][1]
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "minimax_m2", "phimoe"])
+def test_a_program_foresees_what_the_routers_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of one token and of two: the same experts are likeliest, the chosen ones first."""
+    from moecache.integrations.transformers._lookahead import RouterLookAhead
+
+    path = write_checkpoint(FAMILIES[name], tmp_path, "float32")
+    top_k = FAMILIES[name].top_k
+    predict = RouterLookAhead.predict
+    foreseen: list[Any] = []
+
+    def noting(self: Any, layer: int, n: int) -> Any:
+        found = predict(self, layer, n)
+        if layer > 0:
+            ids = found[0].tolist()
+            foreseen.append((layer, n, sorted(ids[:top_k]) if n < 3 * top_k else [], sorted(ids)))
+        return found
+
+    monkeypatch.setattr(RouterLookAhead, "predict", noting)
+    seen = []
+    for is_own in (False, True):
+        model = load_in_slots(path, "25%", compute="fast", prefetch="router")
+        with model.moecache, torch.no_grad():
+            if is_own:
+                del model.__dict__["forward"]
+            for rows in (1, 2):
+                ids = prompt().expand(rows, -1) + torch.arange(rows)[:, None]
+                cache = model(input_ids=ids, use_cache=True).past_key_values
+                foreseen.clear()
+                for i in range(6):
+                    model(input_ids=torch.full((rows, 1), 7 + i), past_key_values=cache)
+                seen.append(list(foreseen))
+                assert len(foreseen) >= 6
+    assert seen[:2] == seen[2:]
+
+
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_a_sliding_layer_is_transformers_own(data: st.DataObject) -> None:

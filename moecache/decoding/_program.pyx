@@ -23,7 +23,9 @@ from moecache.decoding._steps cimport (
     mc_norm,
     mc_route,
     mc_router,
+    mc_softmax,
     mc_store,
+    mc_top,
     mc_turn,
 )
 from moecache.kernels._jobs cimport (
@@ -589,6 +591,67 @@ cdef class Program:
             self.resume()
         return -1
 
+    def foresee(self, int number, int64_t n):
+        """Return up to n experts that a layer's router would choose of what this layer's got.
+
+        Hidden states change little from layer to layer. To be called while the experts of a step
+        are looked up: by `observe`, or while `run` waits for a layer.
+
+        Parameters
+        ----------
+        number : int
+            The runtime's number of a layer behind this one.
+        n : int
+
+        Returns
+        -------
+        ndarray of int32, or None
+            The likeliest first; `None` if there is no such layer.
+        """
+        cdef Layer *layer = NULL
+        cdef int64_t i, e, k = self.top_k, num = self.num_rows
+        cdef float *sums
+        cdef cnp.ndarray out
+        for i in range(self.at + 1, self.num_layers):
+            if self.layers[i].has_experts and self.layers[i].number == number:
+                layer = &self.layers[i]
+                break
+        if layer == NULL or n < 1 or k > 512 or self.at >= self.num_layers:
+            return None
+        e = layer.choice.num_experts
+        out = np.empty(min(n, e), np.int32)
+        cdef float[::1] scores = np.zeros(e, np.float32)
+        sums = &scores[0]
+        with nogil:
+            self._foresee(layer, sums, min(n, e), <int32_t *>cnp.PyArray_DATA(out))
+        return out
+
+    cdef void _foresee(
+        self, const Layer *layer, float *sums, int64_t n, int32_t *out
+    ) noexcept nogil:
+        cdef int64_t i, j, num = self.num_rows, k = self.top_k, e = layer.choice.num_experts
+        cdef int32_t ids[ROWS * 512]
+        cdef float weights[512]
+        cdef float *row
+        self._multiply(
+            &layer.router, <const float *>cnp.PyArray_DATA(self.normed), self.hidden_size, num,
+            self.logits, e
+        )
+        for i in range(num):
+            row = self.logits + i * e
+            for j in range(e):
+                self.scratch[j] = row[j]
+            if num > 1:
+                mc_softmax(self.scratch, e)
+            for j in range(e):
+                sums[j] += self.scratch[j]
+            mc_route(&layer.choice, row, self.scratch, ids + i * k, weights)
+        if num * k <= n:
+            for i in range(num * k):
+                if ids[i] >= 0:
+                    sums[ids[i]] = INFINITY
+        mc_top(sums, e, n, out)
+
     def resume(self):
         """Take the experts' results, and go on to the next layer's choice."""
         cdef Layer *layer = &self.layers[self.at]
@@ -923,6 +986,7 @@ cdef int64_t _parts(const Layer *layer) noexcept nogil:
 
 cdef extern from "<math.h>" nogil:
     float expf(float x)
+    float INFINITY
 
 
 cdef float _sigmoid(float x) noexcept nogil:

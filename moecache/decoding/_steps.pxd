@@ -68,6 +68,8 @@ cdef extern from "_steps.h" nogil:
     void mc_add(float *to, const float *given, int64_t num, float scale)
     void mc_attend_item(void *job, int64_t item)
     void mc_latent_item(void *job, int64_t item)
+    void mc_top(const float *scores, int64_t num_scores, int64_t num, int32_t *out)
+    void mc_softmax(float *values, int64_t num)
     void mc_route(
         const mc_router *r, float *logits, float *scratch, int32_t *ids, float *weights
     )

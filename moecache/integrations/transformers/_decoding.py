@@ -213,7 +213,7 @@ class Decoder:
         assert isinstance(kernel, SlotKernel)
         hidden = torch.from_numpy(program.normed[:num_rows])
         ids = torch.from_numpy(program.ids[:num_rows])
-        self._note(number, program, num_rows)
+        self._note(number, program)
         rows, num_experts = fast_rows(self._runtime, number, kernel, hidden, ids, layer.ranks)
         program.rows[: len(rows)] = rows.numpy()
         layer.num_products += num_experts
@@ -225,16 +225,16 @@ class Decoder:
             return None
 
         def tell(layer: int, ids: np.ndarray, sequences: None) -> None:
-            self._note(layer, program, 1)
+            self._note(layer, program)
             observe(layer, ids, sequences)
 
         return tell
 
-    def _note(self, layer: int, program: Program, num_rows: int) -> None:
+    def _note(self, layer: int, program: Program) -> None:
         """Let the next layer's router foresee what it will choose."""
         look_ahead = self._look_ahead()
         if look_ahead is not None and self._runtime.steps.observer() is not None:
-            look_ahead.follow(layer, torch.from_numpy(program.normed[:num_rows]))
+            look_ahead.follow(layer, program.foresee)
 
     def _count(self, program: Program, reading: Reading) -> None:
         num_resident = 0

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,10 @@ from moecache.prefetch.predict import Prediction, Predictor
 from moecache.prefetch.prefetcher import MAX_ROWS
 
 logger = logging.getLogger(__name__)
+
+
+# Applies a layer's router; returns up to n experts, the likeliest first, or `None`.
+Foresee = Callable[[int, int], np.ndarray | None]
 
 
 class RouterLookAhead:
@@ -55,6 +59,9 @@ class RouterLookAhead:
         router = self._routers[layer]
         if inputs is None or inputs[0] != layer - 1 or router is None:
             return self._of_fallback(layer, n)
+        if not isinstance(inputs[1], torch.Tensor):
+            foreseen = inputs[1](layer, n)
+            return self._of_fallback(layer, n) if foreseen is None else (foreseen, None)
         others = self._others[layer]
         if others is None:
             return self._of_fallback(layer, n)
@@ -73,11 +80,9 @@ class RouterLookAhead:
         for hook in hooks:
             hook.remove()
 
-    def follow(self, layer: int, hidden: torch.Tensor) -> None:
-        """Take what a layer's router got, float32 [num_tokens, hidden_size], as its hook does."""
-        router = self._routers[layer]
-        weight = None if router is None else next(router.parameters(), None)
-        self._note(layer, (hidden if weight is None else hidden.to(weight.dtype),))
+    def follow(self, layer: int, foresee: Foresee) -> None:
+        """Take what applies routers to what a layer's router got, in the place of its hook."""
+        self._seen.inputs = (layer, foresee)
 
     def _of_fallback(self, layer: int, n: int) -> Prediction:
         if self._fallback is None:

@@ -42,6 +42,7 @@ from rich.table import Table
 from bench.gpu import bound, parser_of, run_benchmark, turns
 from bench.gpu_copies import DeviceCopy, PinnedCopy, Timer
 from bench.gpu_stack import (
+    TRACE,
     Decoder,
     GraphDecoder,
     Inputs,
@@ -50,17 +51,12 @@ from bench.gpu_stack import (
     TokenGraphDecoder,
     check_bits,
     open_stack,
+    read_trace,
 )
-from bench.hit_rates import TRACES
-from bench.traces import routing_trace
 from moecache.cuda import Device, Stream
 from moecache.errors import MoeCacheError
-from moecache.study import Trace
 from moecache.units import format_bytes, format_bytes_per_s, parse_bytes
 
-# Beside the checkout or, where it was copied with what it needs, in it.
-PLACES = (TRACES, Path(__file__).parents[1] / "shared" / "traces")
-TRACE = next((place for place in PLACES if place.is_dir()), TRACES) / "bigmoe-qwen.npz"
 RESIDENT, GRAPH = "all resident", "all resident, graph"
 # Groups of ways that are open at once, beside the one with everything resident: the share of the
 # experts that have slots (0: one slot), and further options. No group has more slots than a stack.
@@ -95,18 +91,6 @@ MOST_HOST_US = {"": 10.0, ", graph": 1.0, ", tokens": 10.0, ", token graph": 1.0
 GPT_OSS_20B = StackSize(
     num_layers=24, num_experts=32, top_k=4, hidden=2880, width=2880, format="mxfp4"
 )
-
-
-def read_trace(path: Path, size: StackSize, num_tokens: int) -> tuple[np.ndarray, str]:
-    """Return routing [num_tokens, num_layers, top_k] and where it is from."""
-    if path.is_file():
-        trace = Trace.load(path).whole_tokens()
-        if trace.num_experts == size.num_experts and trace.num_layers >= size.num_layers:
-            return trace.experts[:, : size.num_layers], path.name
-    drawn = routing_trace(
-        num_tokens, num_layers=size.num_layers, num_experts=size.num_experts, top_k=size.top_k
-    )
-    return drawn, "synthetic: Zipf's law, four in ten kept"
 
 
 def fit(device: Device, size: StackSize, spare_bytes: int) -> StackSize:
@@ -352,9 +336,13 @@ def show_decode(found: dict[str, Any], console: Console) -> None:
     )
     for name, way in found["ways"].items():
         table.add_row(
-            *(name, f"{way['tokens_per_s']:.2f}", f"{way['of_resident']:.3f}"),
-            *(f"{way['of_link']:.3f}", format_bytes(round(way["bytes_per_token"]))),
-            *(f"{way['stall_ns_per_token'] / 1e6:.3f} ms", f"{way['hit_rate']:.3f}"),
+            name,
+            f"{way['tokens_per_s']:.2f}",
+            f"{way['of_resident']:.3f}",
+            f"{way['of_link']:.3f}",
+            format_bytes(round(way["bytes_per_token"])),
+            f"{way['stall_ns_per_token'] / 1e6:.3f} ms",
+            f"{way['hit_rate']:.3f}",
         )
     console.print(table)
     rate = found["ways"][RESIDENT]["link_bytes_per_s"]
@@ -544,14 +532,24 @@ def show_resident(found: dict[str, Any], console: Console) -> None:
     stack = {key: value for key, value in found["stack"].items() if key != "bytes"}
     console.print(f"{StackSize(**stack).describe()}; routing of {found['routing']}", markup=False)
     table = Table(
-        *("slots", "tokens/s", "of resident", "device us/layer", "host us/layer", "hits"),
-        *("stalls/token", "waited/token"),
+        "slots",
+        "tokens/s",
+        "of resident",
+        "device us/layer",
+        "host us/layer",
+        "hits",
+        "stalls/token",
+        "waited/token",
     )
     for name, way in found["ways"].items():
         table.add_row(
-            *(name, f"{way['tokens_per_s']:.2f}", f"{way['of_resident']:.3f}"),
-            *(f"{way['device_us_per_layer']:.1f}", f"{way['host_us_per_layer']:.1f}"),
-            *(f"{way['hit_rate']:.3f}", f"{way['stalls_per_token']:.2f}"),
+            name,
+            f"{way['tokens_per_s']:.2f}",
+            f"{way['of_resident']:.3f}",
+            f"{way['device_us_per_layer']:.1f}",
+            f"{way['host_us_per_layer']:.1f}",
+            f"{way['hit_rate']:.3f}",
+            f"{way['stalls_per_token']:.2f}",
             f"{way['stall_ns_per_token'] / 1e6:.3f} ms",
         )
     console.print(table)

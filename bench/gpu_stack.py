@@ -11,11 +11,14 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
 
+from bench.hit_rates import TRACES
+from bench.traces import routing_trace
 from moecache import ExpertCache, ExpertRuntime
 from moecache.compute import on_device
 from moecache.cuda import Device, DeviceArray, Memory, Stream
@@ -27,9 +30,13 @@ from moecache.sizing import num_staging_slots
 from moecache.slots import CudaSlots
 from moecache.slots._memory import aligned_rows
 from moecache.stores import ExpertStore, FileStore, MemoryStore
+from moecache.study import Trace
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _ALIGNMENT = 256
+# Beside the checkout or, where it was copied with what it needs, in it.
+PLACES = (TRACES, Path(__file__).parents[1] / "shared" / "traces")
+TRACE = next((place for place in PLACES if place.is_dir()), TRACES) / "bigmoe-qwen.npz"
 
 
 @dataclass(frozen=True)
@@ -511,3 +518,15 @@ def _allocated(undo: ExitStack, device: Device, num_bytes: int) -> Memory:
     memory = device.allocate(num_bytes)
     undo.callback(device.free, memory)
     return memory
+
+
+def read_trace(path: Path, size: StackSize, num_tokens: int) -> tuple[np.ndarray, str]:
+    """Return routing [num_tokens, num_layers, top_k] and where it is from."""
+    if path.is_file():
+        trace = Trace.load(path).whole_tokens()
+        if trace.num_experts == size.num_experts and trace.num_layers >= size.num_layers:
+            return trace.experts[:, : size.num_layers], path.name
+    drawn = routing_trace(
+        num_tokens, num_layers=size.num_layers, num_experts=size.num_experts, top_k=size.top_k
+    )
+    return drawn, "synthetic: Zipf's law, four in ten kept"

@@ -290,11 +290,19 @@ class _Layer:
 
         def work(number: int) -> None:
             kernels.use_level(level or best)
+            slots, offsets, pairs = self.step(number, len(hidden))
             self.kernel.compute(
-                *self.step(number, len(hidden)),
+                slots,
+                offsets,
+                pairs,
                 TOP_K,
-                *(hidden.ctypes.data, "bf16", len(hidden), hidden.strides[0]),
-                *(rows.ctypes.data, "f32", rows.strides[0]),
+                inputs=hidden.ctypes.data,
+                input_type="bf16",
+                num_tokens=len(hidden),
+                input_row_bytes=hidden.strides[0],
+                out=rows.ctypes.data,
+                out_type="f32",
+                out_row_bytes=rows.strides[0],
             )
             kernels.use_level(best)
 

@@ -50,8 +50,13 @@ def raw_product(matrix: object, inputs: np.ndarray, out: np.dtype = F32) -> np.n
     types = {F32: "f32", BF16: "bf16"}
     result = np.full((len(inputs), matrix.rows), np.nan, out)  # type: ignore[attr-defined]
     matrix.multiply(  # type: ignore[attr-defined]
-        *(inputs.ctypes.data, types[inputs.dtype], len(inputs), inputs.strides[0]),
-        *(result.ctypes.data, types[out], result.strides[0]),
+        inputs=inputs.ctypes.data,
+        input_type=types[inputs.dtype],
+        num=len(inputs),
+        input_row_bytes=inputs.strides[0],
+        out=result.ctypes.data,
+        out_type=types[out],
+        out_row_bytes=result.strides[0],
     )
     return result
 

@@ -15,9 +15,16 @@ def combine(rows: np.ndarray, weights: np.ndarray, dtype: np.dtype) -> np.ndarra
     around = np.full((num_tokens + 2, rows.shape[1] + 1), 42, dtype)
     out = around[1:-1, :-1]
     kernels.combine(
-        *(rows.ctypes.data, num_tokens, top_k, rows.shape[1]),
-        *(weights.ctypes.data, TYPES[weights.dtype], weights.strides[0]),
-        *(out.ctypes.data, TYPES[dtype], out.strides[0]),
+        rows=rows.ctypes.data,
+        num_tokens=num_tokens,
+        top_k=top_k,
+        columns=rows.shape[1],
+        weights=weights.ctypes.data,
+        weight_type=TYPES[weights.dtype],
+        weight_row_bytes=weights.strides[0],
+        out=out.ctypes.data,
+        out_type=TYPES[dtype],
+        out_row_bytes=out.strides[0],
     )
     assert (around[[0, -1]] == 42).all()
     assert (around[:, -1] == 42).all()

@@ -56,8 +56,13 @@ def raw_product(matrix: _kernels.Matrix, inputs: np.ndarray) -> np.ndarray:
     kind = "bf16" if inputs.dtype == BF16 else "f32"
     out = np.full((len(inputs), matrix.rows), np.nan, np.float32)
     matrix.multiply(
-        *(inputs.ctypes.data, kind, len(inputs), inputs.strides[0]),
-        *(out.ctypes.data, "f32", out.strides[0]),
+        inputs=inputs.ctypes.data,
+        input_type=kind,
+        num=len(inputs),
+        input_row_bytes=inputs.strides[0],
+        out=out.ctypes.data,
+        out_type="f32",
+        out_row_bytes=out.strides[0],
     )
     return out
 

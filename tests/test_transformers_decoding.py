@@ -253,6 +253,20 @@ def test_a_weight_that_is_replaced_is_read_again(model: Any) -> None:
     assert num_steps(model) == 4
 
 
+def test_a_hook_that_was_there_first_may_go(model: Any) -> None:
+    """What is no plain model at its first token is looked at again, and the report says so."""
+    seen: list[Any] = []
+    hook = model.model.layers[1].self_attn.register_forward_hook(lambda *_: seen.append(1))
+    decode(model, num=3)
+    assert num_steps(model) == 0
+    assert len(seen) == 4
+    assert "has hooks" in model.moecache.report()
+    hook.remove()
+    decode(model, num=8)
+    assert num_steps(model) >= 4
+    assert "tokens are one call each" in model.moecache.report()
+
+
 def test_a_step_that_fails_leaves_the_cache_as_it_was(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moecache.decoding.families import has_recipe
 from tests.helpers import quantized
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.kernels import computing
@@ -72,6 +73,8 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+VARIANTS_OF = {"qwen2_moe", "qwen3_moe", "olmoe", *(name for name, _ in VARIANTS.values())}
 
 
 def decode(model: Any, ids: Any, num: int, **named: Any) -> Any:
@@ -156,6 +159,26 @@ def test_a_window_may_be_looked_back_from(tmp_path: Path) -> None:
             )
     assert found[0] == found[1]
     assert found[0][0] == found[0][1]
+
+
+def test_inspect_knows_the_families(
+    qwen3_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the type of transformers' configurations, or the architecture of GGUF files."""
+    from moecache.cli import main
+
+    known = {*VARIANTS_OF, "glm4_moe", "dots1", "hunyuan_v1_moe", "gpt_oss", "qwen3_vl_moe"}
+    for name, family in FAMILIES.items():
+        found = has_recipe(family.config().model_type)
+        assert found == (name.removesuffix("_hub") in known), name
+    for architecture in ("qwen3moe", "gpt-oss", "deepseek2", "llama", "minimax-m2", "ernie4_5-moe"):
+        assert has_recipe(architecture)
+    assert not has_recipe("lfm2moe")
+    assert main(["inspect", str(qwen3_moe), "--memory", "10MiB"]) == 0
+    assert "tokens of qwen3_moe: one compiled call each" in capsys.readouterr().out
+    path = write_checkpoint(FAMILIES["lfm2_moe"], tmp_path, "float32")
+    assert main(["inspect", str(path), "--memory", "10MiB"]) == 0
+    assert "the model's modules: no recipe" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "minimax_m2", "phimoe"])

@@ -13,6 +13,7 @@ from moecache import kernels
 from moecache.commands.arguments import add_option
 from moecache.commands.paths import printable
 from moecache.cuda import check_experts
+from moecache.decoding.families import has_recipe
 from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout, Role
 from moecache.profiles.bandwidth import bandwidth
@@ -92,6 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(_plan_table(planned))
     gpu = planned.gpu
     console.print(printable(_compute(planned, measures=arguments.bandwidth)))
+    if gpu is None and kind:
+        way = "one compiled call each" if has_recipe(kind) else "the model's modules: no recipe"
+        console.print(f"tokens of {kind}: {way}")
     left = (free_host_bytes() if gpu is None else gpu.free_bytes()) - planned.slots_bytes
     room = planned.headroom
     needed = room.nbytes - room.spare_bytes

@@ -19,7 +19,12 @@ from moecache.integrations.transformers._fast import fast_rows, is_transformed
 from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._pages import Pages
 from moecache.integrations.transformers._slots import SlotLayer
-from moecache.integrations.transformers.recipes import NoRecipeError, Reading, read_recipe
+from moecache.integrations.transformers.recipes import (
+    NoRecipeError,
+    Reading,
+    UnknownFamilyError,
+    read_recipe,
+)
 from moecache.interrupts import uninterrupted
 from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
@@ -38,6 +43,10 @@ _ANSWERS = ("output_attentions", "output_hidden_states", "output_router_logits")
 # Positions whose angles are computed at once, where they depend on nothing else.
 _POSITIONS = 1024
 _STATIC = ("default", "linear", "llama3", "yarn")
+
+
+# Calls after which a model that had no recipe for its hooks or adapters is asked again, at most.
+_MOST_CALLS = 64
 
 
 class Decoder:
@@ -60,7 +69,7 @@ class Decoder:
     Attributes
     ----------
     reason : str
-        Why the model has no recipe; empty if it has one, or was not asked yet.
+        Why the model has no recipe, or had none when it was asked last; empty if it has one.
     num_steps : int
         Calls that a program computed.
     """
@@ -85,6 +94,9 @@ class Decoder:
         self._program: Program | None = None
         self._hidden = torch.empty(0)
         self._rotary: _Rotary | None = None
+        # Calls until a model that has no recipe as it is now is asked again.
+        self._calls_left, self._pause = 0, 1
+        self._is_unknown = False
         self.reason = ""
         self.num_steps = 0
 
@@ -142,9 +154,11 @@ class Decoder:
     def _is_ready(self) -> bool:
         """Return whether there is a program of the model as it is now."""
         if self._reading is not None and self._reading.weights.are_current():
+            self.reason = ""
             return True
         model: Any = self._model()
-        if self.reason or model is None:
+        self._calls_left -= 1
+        if self._is_unknown or self._calls_left > 0 or model is None:
             return False
         hooked = self._look_ahead()
         hooks = {} if hooked is None else dict.fromkeys(self._paths, 1)
@@ -157,12 +171,14 @@ class Decoder:
             reading = read_recipe(model, kernels, hooks)
             self._program = Program(reading.recipe, self._runtime.cache)
         except (NoRecipeError, ConfigError) as error:
-            # Once for a model; one whose modules were changed may be asked again and again.
-            if self._reading is None:
+            self._is_unknown = isinstance(error, (UnknownFamilyError, ConfigError))
+            # Reading takes as long as a token or two; hooks and adapters may stay or go.
+            self._calls_left, self._pause = self._pause, min(2 * self._pause, _MOST_CALLS)
+            if self.reason != str(error):
                 self.reason = str(error)
                 logger.info("transformers.no_recipe model=%s: %s", type(model).__name__, error)
             return False
-        self._reading = reading
+        self._reading, self.reason, self._pause = reading, "", 1
         self._hidden = torch.from_numpy(self._program.hidden)
         self._rotary = _Rotary(reading.rotary, reading.rotary_width)
         return True

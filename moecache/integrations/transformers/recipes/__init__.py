@@ -4,6 +4,11 @@ A family is named by the classes of its attention and of its block of experts, a
 a module that merely looks like another is not guessed to be one.
 """
 
-from moecache.integrations.transformers.recipes._reading import NoRecipeError, Reading, read_recipe
+from moecache.integrations.transformers.recipes._reading import (
+    NoRecipeError,
+    Reading,
+    UnknownFamilyError,
+    read_recipe,
+)
 
-__all__ = ["NoRecipeError", "Reading", "read_recipe"]
+__all__ = ["NoRecipeError", "Reading", "UnknownFamilyError", "read_recipe"]

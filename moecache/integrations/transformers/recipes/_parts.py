@@ -30,7 +30,11 @@ _HARMLESS = "transformers.utils.output_capturing"
 
 
 class NoRecipeError(Exception):
-    """Why a model has no recipe."""
+    """Why a model has no recipe, as it is now."""
+
+
+class UnknownFamilyError(NoRecipeError):
+    """Why models of its kind have none."""
 
 
 class Weights:

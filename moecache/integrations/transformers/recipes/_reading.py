@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from moecache.decoding.families import FAMILIES, Family
 from moecache.decoding.recipe import (
     Attention,
     LatentAttention,
@@ -17,11 +18,14 @@ from moecache.decoding.recipe import (
     Rotation,
     Router,
 )
-from moecache.integrations.transformers.recipes._families import FAMILIES, Family
-from moecache.integrations.transformers.recipes._parts import NoRecipeError, Weights
+from moecache.integrations.transformers.recipes._parts import (
+    NoRecipeError,
+    UnknownFamilyError,
+    Weights,
+)
 from moecache.kernels import SlotKernel
 
-__all__ = ["NoRecipeError", "Reading", "read_recipe"]
+__all__ = ["NoRecipeError", "Reading", "UnknownFamilyError", "read_recipe"]
 
 _MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
@@ -71,26 +75,28 @@ def read_recipe(
     weights = Weights()
     inner: Any = getattr(model, "model", None)
     if not type(model).__name__.endswith(_MODELS) or inner is None:
-        raise NoRecipeError(f"{type(model).__name__} has no recipe")
+        raise UnknownFamilyError(f"{type(model).__name__} has no recipe")
     if hasattr(inner, "language_model"):
         weights.uses(inner)
         inner = inner.language_model
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
     missing = [part for part in parts if not hasattr(inner, part)]
     if missing or not hasattr(model, "lm_head"):
-        raise NoRecipeError(f"{type(model).__name__} has no {', '.join(missing) or 'lm_head'}")
+        raise UnknownFamilyError(f"{type(model).__name__} has no {', '.join(missing) or 'lm_head'}")
     for module in (inner, inner.layers, inner.embed_tokens, inner.rotary_emb):
         weights.uses(module)
     frequencies = getattr(inner.rotary_emb, "inv_freq", None)
     if frequencies is None or len(inner.layers) != inner.config.num_hidden_layers:
-        raise NoRecipeError("its positions are no rotary ones, or not all of its layers are run")
+        raise UnknownFamilyError(
+            "its positions are no rotary ones, or not all of its layers are run"
+        )
     found = {
         id(model.get_submodule(path)): (*kernel, num_router_hooks.get(path, 0))
         for path, kernel in kernels.items()
     }
     families = [_family_of(layer, found) for layer in inner.layers]
     if not families or any(family != families[0] for family in families):
-        raise NoRecipeError("its layers are not of one family")
+        raise UnknownFamilyError("its layers are not of one family")
     reader = _Reader(weights, families[0], 2 * frequencies.numel(), found)
     family, config = families[0], inner.config
     recipe = Recipe(
@@ -115,7 +121,7 @@ def _family_of(layer: Any, kernels: Mapping[int, Any]) -> Family:
         has_experts = id(getattr(block, "experts", None)) in kernels
         if block is not None and (not has_experts or type(block).__name__ == routing):
             return family
-    raise NoRecipeError(f"{kind} of {type(layer).__name__} has no recipe")
+    raise UnknownFamilyError(f"{kind} of {type(layer).__name__} has no recipe")
 
 
 class _Reader:
@@ -204,7 +210,7 @@ class _Reader:
     def _latents(self, index: int, module: Any) -> LatentAttention:
         weights, config = self._weights, module.config
         if _window(config, index) is not None:
-            raise NoRecipeError("its latent attention has a window")
+            raise UnknownFamilyError("its latent attention has a window")
         has_low = module.q_lora_rank is not None
         weights.uses(module.kv_b_proj)
         if not weights.is_plain(module.kv_b_proj):
@@ -236,7 +242,7 @@ class _Reader:
         if getattr(module, "topk_method", "") == "greedy":
             has_groups = False
         elif getattr(module, "topk_method", "group_limited_greedy") != "group_limited_greedy":
-            raise NoRecipeError(f"its router chooses by {module.topk_method}")
+            raise UnknownFamilyError(f"its router chooses by {module.topk_method}")
         weight = getattr(module, family.router_weight)
         if isinstance(weight, nn.Module):
             linear = weights.linear(weight)
@@ -275,8 +281,8 @@ def _window(config: Any, index: int) -> int | None:
         if window is None and kinds is None:
             return None
         if not isinstance(window, int) or window < 2:
-            raise NoRecipeError(f"a layer has a window of {window}")
+            raise UnknownFamilyError(f"a layer has a window of {window}")
         return window
     if kinds[index] != "full_attention":
-        raise NoRecipeError(f"a layer has {kinds[index]}")
+        raise UnknownFamilyError(f"a layer has {kinds[index]}")
     return None

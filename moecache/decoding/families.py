@@ -1,4 +1,4 @@
-"""The families that have a recipe: a row for each, of the classes that it is made of.
+"""The families that have a recipe: a row for each, of transformers' classes that it is made of.
 
 Their layers are x + attention(norm(x)), then x + block(norm(x)); attention has q_proj, k_proj,
 v_proj and o_proj, or DeepSeek's latents. What differs is said here. Attributes are named by paths.
@@ -140,3 +140,18 @@ FAMILIES = {
         router="router", scores="sparsemixer", is_normalized=False
     ),
 }
+
+# Of transformers' `model_type` and of GGUF's architecture, without what separates their parts.
+_MODEL_TYPES = {name.replace("_", "") for name, _, _ in FAMILIES}
+_MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama"}
+
+
+def has_recipe(model_type: str) -> bool:
+    """Return whether models of a type decode by a program, as their configurations usually are.
+
+    Parameters
+    ----------
+    model_type : str
+        As in transformers' `config.json`, or the architecture in a GGUF file.
+    """
+    return "".join(filter(str.isalnum, model_type)) in _MODEL_TYPES

@@ -221,6 +221,37 @@ static void mc_gate_and_up(
     }
 }
 
+/* Gate and up of a run of tiles, one after the other: they lie far apart, and a processor foresees only what
+ * follows. Zen 4 takes a fifth less time for 24 tiles than for one and one. For few inputs. */
+#define MC_RUN 24
+#define MC_RUN_INPUTS 2
+
+static void mc_up_run(
+    const mc_experts *e, const mc_matrix *matrix, int64_t slot, int64_t first, int64_t last,
+    const uint8_t *const *inputs, int64_t count, uint8_t *out)
+{
+    mc_tile tile = mc_tile_of(e->level, e->input_type, matrix);
+    float both[2][MC_RUN * MC_RUN_INPUTS * MC_TILE];
+    int64_t size = count * MC_TILE;
+    memset(both, 0, sizeof both);
+    for (int part = 0; part < 1 + e->is_gated; part++)
+        for (int64_t row = first, n = 0; row < last; row += MC_TILE, n++) {
+            int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
+            float *at = both[part] + n * size;
+            tile(matrix, row + part * e->up_row, inputs, count, at);
+            for (int64_t i = 0; i < count; i++)
+                mc_add_bias(at + i * MC_TILE, &e->up.bias, slot, row + part * e->width, num);
+        }
+    e->level->activate(
+        both[0], e->is_gated ? both[1] : NULL, mc_ceil(last - first, MC_TILE) * size,
+        &e->activation);
+    for (int64_t row = first, n = 0; row < last; row += MC_TILE, n++)
+        for (int64_t i = 0; i < count; i++)
+            mc_from_f32(both[0] + n * size + i * MC_TILE, last - row < MC_TILE ? last - row : MC_TILE,
+                        e->hidden.type,
+                        out + i * e->hidden.row_bytes + row * mc_input_bytes(e->hidden.type));
+}
+
 static void mc_up_item(void *job, int64_t item)
 {
     const mc_experts *e = job;
@@ -230,6 +261,14 @@ static void mc_up_item(void *job, int64_t item)
     int64_t last = first + e->tiles_per_item * MC_TILE;
     if (last > e->width)
         last = e->width;
+    int64_t begin = e->offsets[expert], all = e->offsets[expert + 1] - begin;
+    if (all <= MC_RUN_INPUTS && !e->is_interleaved) {
+        for (int64_t row = first; row < last; row += MC_RUN * MC_TILE)
+            mc_up_run(e, &matrix, slot, row,
+                      last < row + MC_RUN * MC_TILE ? last : row + MC_RUN * MC_TILE,
+                      e->inputs + begin, all, e->hidden.data + begin * e->hidden.row_bytes);
+        return;
+    }
     for (int64_t row = first; row < last; row += MC_TILE) {
         int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
         for (int64_t t = e->offsets[expert]; t < e->offsets[expert + 1]; t += MC_CHUNK) {
@@ -325,6 +364,12 @@ static void mc_compute_experts(mc_experts *e, int num_threads)
     int64_t num = e->offsets[e->num_experts];
     /* Gate and up: an item has tiles of both. */
     e->tiles_per_item = mc_ceil(mc_tiles_per_item(&e->up.first), 1 + e->is_gated);
+    /* Runs are worth larger items, as long as there are enough of them for all threads. */
+    if (num <= MC_RUN_INPUTS * e->num_experts) {
+        int64_t run = e->num_experts * mc_ceil(e->width, MC_TILE) / (16 * num_threads);
+        run = run < MC_RUN ? run : MC_RUN;
+        e->tiles_per_item = run > e->tiles_per_item ? run : e->tiles_per_item;
+    }
     e->items_per_expert = mc_ceil(e->width, e->tiles_per_item * MC_TILE);
     mc_share(num_threads, mc_up_item, e, e->num_experts * e->items_per_expert,
              mc_read_bytes(&e->up.first, num));

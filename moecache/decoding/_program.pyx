@@ -415,7 +415,8 @@ cdef class Program:
         self._bind_linear(&layer.key, a.compressed, hidden, rank + more)
         self._bind_linear(&layer.out, a.out, a.num_heads * a.value_width, hidden)
         self._bind_norm(&layer.key_norm, a.norm, rank)
-        layer.expand, layer.expand_type = <const uint8_t *>self._own(expand), _TYPES[type_of(expand)]
+        layer.expand = <const uint8_t *>self._own(expand)
+        layer.expand_type = _TYPES[type_of(expand)]
         return 0
 
     cdef int64_t _room(self, Linear *linear) noexcept:
@@ -609,7 +610,7 @@ cdef class Program:
             The likeliest first; `None` if there is no such layer.
         """
         cdef Layer *layer = NULL
-        cdef int64_t i, e, k = self.top_k, num = self.num_rows
+        cdef int64_t i, e, k = self.top_k
         cdef float *sums
         cdef cnp.ndarray out
         for i in range(self.at + 1, self.num_layers):

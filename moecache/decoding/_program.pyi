@@ -48,6 +48,16 @@ class Program:
         *,
         is_spread: bool = False,
     ) -> None: ...
+    def begin_together(
+        self,
+        caches: list[list[KeyValues]],
+        lengths: np.ndarray,
+        cos: np.ndarray,
+        sin: np.ndarray,
+        observe: Callable[[int, np.ndarray, None], object] | None = None,
+        *,
+        is_spread: bool = False,
+    ) -> None: ...
     def run(self) -> int: ...
     def foresee(self, number: int, n: int) -> np.ndarray | None: ...
     def resume(self) -> None: ...

@@ -18,6 +18,7 @@ from moecache.decoding._steps cimport (
     mc_add,
     mc_attend_item,
     mc_heads,
+    mc_held,
     mc_latent_item,
     mc_layer_norm,
     mc_norm,
@@ -175,7 +176,7 @@ cdef class KeyValues:
 cdef class Program:
     """Computes a decoder's logits for a few tokens, as a recipe says.
 
-    A call begins with `begin`; while `run` returns a layer, its experts are to be computed from
+    A call begins with `begin` or `begin_together`; while `run` returns a layer, its experts are to be computed from
     `normed` into `rows` by the caller, as some of them are not resident. What is read stays as it
     is until the next call. Not for two threads at once.
 
@@ -190,7 +191,7 @@ cdef class Program:
     Attributes
     ----------
     hidden : ndarray of float32, shape [16, hidden_size]
-        Embeddings of the tokens; to be filled in before `begin`.
+        Embeddings of the tokens; to be filled in before a call begins.
     normed : ndarray of float32, shape [16, hidden_size]
         Input of the experts that are asked for.
     ids : ndarray of int32, shape [16, top_k]
@@ -235,11 +236,13 @@ cdef class Program:
     cdef int64_t converted_bytes
     cdef uint8_t *expert_hidden
     # The call.
-    cdef int64_t at, num_rows, each, length
-    cdef int64_t begins[ROWS]
+    cdef int64_t at, num_rows, each, longest
+    # Of each layer: what its rows see, and of which type it is.
+    cdef mc_held *held
+    cdef int *types
     cdef const float *cos
     cdef const float *sin
-    cdef list pages
+    cdef list caches
     cdef object kept
     cdef object observe
     cdef bint is_spread
@@ -247,10 +250,12 @@ cdef class Program:
     def __cinit__(self, recipe, ExpertCache cache not None):
         cdef int64_t i
         self.recipe, self.cache, self.owners = recipe, cache, []
-        self.scores = NULL
+        self.scores, self.held, self.types = NULL, NULL, NULL
         self.num_layers, self.hidden_size = len(recipe.layers), recipe.hidden_size
         self.layers = <Layer *>calloc(max(1, self.num_layers), sizeof(Layer))
-        if self.layers == NULL:
+        self.held = <mc_held *>calloc(max(1, self.num_layers) * ROWS, sizeof(mc_held))
+        self.types = <int *>calloc(max(1, self.num_layers), sizeof(int))
+        if self.layers == NULL or self.held == NULL or self.types == NULL:
             raise MemoryError("no memory for a program")
         self.top_k = max([layer.router.top_k for layer in recipe.layers if layer.router] or [1])
         for i in range(self.num_layers):
@@ -262,6 +267,8 @@ cdef class Program:
     def __dealloc__(self):
         free(self.layers)
         free(self.scores)
+        free(self.held)
+        free(self.types)
 
     cdef int _bind_norm(self, Norm *norm, given, int64_t multiple_of) except -1:
         cdef cnp.ndarray weight
@@ -522,12 +529,52 @@ cdef class Program:
             If these do not fit.
         MemoryError
         """
-        cdef int64_t i, batch = begins.size, num = batch * each
-        cdef KeyValues page
+        cdef cnp.ndarray lengths = np.array([length], np.int64)
+        self._begin([pages], lengths, begins.size, each, begins, cos, sin)
+        self.observe, self.is_spread = observe, is_spread
+        self._attention()
+
+    def begin_together(
+        self, list caches not None, cnp.ndarray lengths not None, cnp.ndarray cos not None,
+        cnp.ndarray sin not None, observe=None, *, bint is_spread=False
+    ):
+        """Begin a call for one new token of each of some sequences with caches of their own.
+
+        Parameters
+        ----------
+        caches : list of list of KeyValues
+            Of each sequence one for each layer, of a batch of 1, with room for the new token.
+        lengths : ndarray of int64, shape [num_sequences]
+            Positions that are there, of each sequence.
+        cos, sin : ndarray of float32, shape [num_sequences, rotary_width / 2]
+            Of the tokens' positions.
+        observe, is_spread
+            As `begin`'s.
+
+        Raises
+        ------
+        ConfigError
+            If these do not fit, or two sequences have one cache.
+        MemoryError
+        """
+        cdef cnp.ndarray begins = np.zeros(len(caches), np.int64)
+        self._begin(caches, lengths, 1, 1, begins, cos, sin)
+        self.observe, self.is_spread = observe, is_spread
+        self._attention()
+
+    cdef int _begin(
+        self, list caches, cnp.ndarray lengths, int64_t batch, int64_t each, cnp.ndarray begins,
+        cnp.ndarray cos, cnp.ndarray sin
+    ) except -1:
+        """Check and note a call's rows: `each` for each of `batch` sequences of each cache."""
+        cdef int64_t i, j, num, longest = 0, most = 0
         cdef Layer *layer
         cdef float *scores
-        if not 1 <= num <= ROWS or each < 1 or len(pages) != self.num_layers:
-            raise ConfigError(f"{num} rows and {len(pages)} layers' pages are no call")
+        if not 1 <= each <= ROWS or not 1 <= batch <= ROWS or not 1 <= len(caches) <= ROWS:
+            raise ConfigError(f"{len(caches)} caches, {batch} rows, {each} tokens are no call")
+        num = len(caches) * batch * each
+        if num > ROWS or any([len(pages) != self.num_layers for pages in caches]):
+            raise ConfigError(f"{num} rows and {len(caches[0])} layers' pages are no call")
         if begins.dtype != np.int64 or cos.dtype != np.float32 or sin.dtype != np.float32:
             raise ConfigError("begins are int64, angles float32")
         if not (
@@ -535,11 +582,58 @@ cdef class Program:
             and cnp.PyArray_IS_C_CONTIGUOUS(sin)
         ):
             raise ConfigError("begins and angles must be contiguous")
+        if (
+            lengths.dtype != np.int64 or lengths.size != len(caches)
+            or not cnp.PyArray_IS_C_CONTIGUOUS(lengths)
+        ):
+            raise ConfigError(f"{lengths.size} {lengths.dtype} are no lengths of {len(caches)}")
+        for i in range(len(caches)):
+            self._check_cache(
+                caches[i], (<const int64_t *>cnp.PyArray_DATA(lengths))[i], batch, each,
+                <const int64_t *>cnp.PyArray_DATA(begins) + i * batch
+            )
+            longest = max(longest, (<const int64_t *>cnp.PyArray_DATA(lengths))[i])
+            for j in range(i):
+                _check_apart(caches[j], caches[i])
+        for i in range(self.num_layers):
+            layer = &self.layers[i]
+            if layer.rotary_width and (
+                2 * cos.size != num * layer.rotary_width or sin.size != cos.size
+            ):
+                raise ConfigError(f"{cos.size} angles are not {num} x {layer.rotary_width} / 2")
+            most = max(most, 4 * num * layer.num_kv_heads * _parts(layer))
+        if most * (longest + each) > self.num_scores or self.scores == NULL:
+            # Half as many again: a conversation goes on.
+            i = most * (longest + each) * 3 // 2 + 1024
+            scores = <float *>malloc(<size_t>i * sizeof(float))
+            if scores == NULL:
+                raise MemoryError(f"no memory for attention to {longest + each} positions")
+            free(self.scores)
+            self.scores, self.num_scores = scores, i
+        for i in range(self.num_layers):
+            self._note_rows(
+                i, caches, <const int64_t *>cnp.PyArray_DATA(lengths), batch, each,
+                <const int64_t *>cnp.PyArray_DATA(begins)
+            )
+        self.caches, self.kept = caches, (cos, sin)
+        self.cos = <const float *>cnp.PyArray_DATA(cos)
+        self.sin = <const float *>cnp.PyArray_DATA(sin)
+        self.num_rows, self.each, self.longest = num, each, longest
+        self.busy_ns.fill(0)
+        self.at = 0
+        return 0
+
+    cdef int _check_cache(
+        self, list pages, int64_t length, int64_t batch, int64_t each, const int64_t *begins
+    ) except -1:
+        cdef int64_t i
+        cdef KeyValues page
+        cdef Layer *layer
+        if length < 0:
+            raise ConfigError(f"a cache of {length} positions")
         for i in range(batch):
-            self.begins[i] = (<const int64_t *>cnp.PyArray_DATA(begins))[i]
-            if not 0 <= self.begins[i] <= length:
-                raise ConfigError(f"a sequence that begins at {self.begins[i]} of {length}")
-        most = 0
+            if not 0 <= begins[i] <= length:
+                raise ConfigError(f"a sequence that begins at {begins[i]} of {length}")
         for i in range(self.num_layers):
             page, layer = pages[i], &self.layers[i]
             if (
@@ -552,27 +646,32 @@ cdef class Program:
                     f"keys and values [{page.batch}, {page.heads}, {page.capacity}, {page.width}] "
                     f"have no room for {each} tokens after {length} of {batch} sequences"
                 )
-            if layer.rotary_width and (
-                2 * cos.size != num * layer.rotary_width or sin.size != cos.size
-            ):
-                raise ConfigError(f"{cos.size} angles are not {num} x {layer.rotary_width} / 2")
-            most = max(most, 4 * num * layer.num_kv_heads * _parts(layer))
-        if most * (length + each) > self.num_scores or self.scores == NULL:
-            # Half as many again: a conversation goes on.
-            i = most * (length + each) * 3 // 2 + 1024
-            scores = <float *>malloc(<size_t>i * sizeof(float))
-            if scores == NULL:
-                raise MemoryError(f"no memory for attention to {length + each} positions")
-            free(self.scores)
-            self.scores, self.num_scores = scores, i
-        self.pages, self.kept, self.observe = pages, (cos, sin), observe
-        self.is_spread = is_spread
-        self.cos = <const float *>cnp.PyArray_DATA(cos)
-        self.sin = <const float *>cnp.PyArray_DATA(sin)
-        self.num_rows, self.each, self.length = num, each, length
-        self.busy_ns.fill(0)
-        self.at = 0
-        self._attention()
+        return 0
+
+    cdef int _note_rows(
+        self, int64_t at, list caches, const int64_t *lengths, int64_t batch, int64_t each,
+        const int64_t *begins
+    ) except -1:
+        """Note what a layer's rows see."""
+        cdef Layer *layer = &self.layers[at]
+        cdef mc_held *held = self.held + at * ROWS
+        cdef int64_t i, sequence, token, size
+        cdef KeyValues page
+        for i in range(len(caches)):
+            page = (<list>caches[i])[at]
+            self.types[at] = page.type
+            size = 4 if page.type == MC_F32 else 2
+            for sequence in range(batch):
+                for token in range(each):
+                    held.key_head = page.capacity * layer.held * size
+                    held.value_head = page.capacity * layer.value_held * size
+                    held.keys = page.keys + sequence * page.heads * held.key_head
+                    held.values = page.values + sequence * page.heads * held.value_head
+                    held.position = lengths[i] + token
+                    held.begin = begins[i * batch + sequence]
+                    held.dropped = page.dropped
+                    held += 1
+        return 0
 
     def run(self):
         """Compute on, up to a layer whose experts are not all there, or to the end.
@@ -684,7 +783,7 @@ cdef class Program:
             self._multiply(
                 &self.head, normed, hidden, batch * num, <float *>cnp.PyArray_DATA(out), rows
             )
-        self.pages, self.kept, self.observe = None, None, None
+        self.caches, self.kept, self.observe = None, None, None
         return out
 
     cdef void _multiply(
@@ -735,48 +834,38 @@ cdef class Program:
     cdef int _attention(self) except -1:
         """Add a layer's attention to `hidden`, norm it, and have its router choose."""
         cdef Layer *layer = &self.layers[self.at]
-        cdef KeyValues page = self.pages[self.at]
         cdef mc_heads heads
-        cdef int64_t size = 4 if page.type == MC_F32 else 2
+        cdef int64_t size = 4 if self.types[self.at] == MC_F32 else 2
         memset(&heads, 0, sizeof(heads))
-        heads.level = level_in_use()
-        heads.first.keys, heads.first.key_step = page.keys, layer.held * size
-        heads.first.values, heads.first.value_step = page.values, layer.value_held * size
-        heads.first.more = page.keys
+        heads.level, heads.held = level_in_use(), self.held + self.at * ROWS
+        heads.first.key_step, heads.first.value_step = layer.held * size, layer.value_held * size
         heads.first.width, heads.first.value_width = layer.held, layer.value_held
-        heads.first.type, heads.first.scale = page.type, layer.scale
-        heads.key_head = page.capacity * heads.first.key_step
-        heads.value_head = page.capacity * heads.first.value_step
+        heads.first.type, heads.first.scale = self.types[self.at], layer.scale
         heads.num_heads, heads.num_kv_heads = layer.num_heads, layer.num_kv_heads
-        heads.parts, heads.rows_per_sequence = _parts(layer), self.each
-        heads.length, heads.dropped, heads.window = self.length, page.dropped, layer.window
-        heads.begins, heads.sinks, heads.scores = self.begins, layer.sinks, self.scores
-        heads.most, heads.out = self.length + self.each, self.mixed
+        heads.parts, heads.window = _parts(layer), layer.window
+        heads.sinks, heads.scores = layer.sinks, self.scores
+        heads.most, heads.out = self.longest + self.each, self.mixed
         with nogil:
-            self._attend(layer, &heads, page.keys, page.values)
+            self._attend(layer, &heads)
             self._choose(layer)
         return 0
 
-    cdef void _attend(
-        self, const Layer *layer, mc_heads *heads, uint8_t *keys, uint8_t *values
-    ) noexcept nogil:
+    cdef void _attend(self, const Layer *layer, mc_heads *heads) noexcept nogil:
         cdef int64_t hidden = self.hidden_size, num = self.num_rows, i
         cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
         cdef float *normed = <float *>cnp.PyArray_DATA(self.normed)
         for i in range(num):
             _norm(&layer.attention_norm, x + i * hidden, normed + i * hidden)
         if layer.is_latent:
-            self._latents(layer, heads, keys, values)
+            self._latents(layer, heads)
         else:
-            self._grouped(layer, heads, keys, values)
+            self._grouped(layer, heads)
         self._multiply(
             &layer.out, self.mixed, layer.num_heads * layer.value_width, num, self.added, hidden
         )
         mc_add(x, self.added, num * hidden, layer.residual)
 
-    cdef void _grouped(
-        self, const Layer *layer, mc_heads *heads, uint8_t *keys, uint8_t *values
-    ) noexcept nogil:
+    cdef void _grouped(self, const Layer *layer, mc_heads *heads) noexcept nogil:
         """Write what grouped queries make of their positions to `mixed`."""
         cdef int64_t hidden = self.hidden_size, num = self.num_rows, i, j
         cdef int64_t queries = layer.num_heads * layer.width
@@ -805,14 +894,12 @@ cdef class Program:
             for j in range(layer.num_kv_heads):
                 self._hold(
                     heads, i, j, self.keys + i * wide + j * layer.width,
-                    self.values + i * value_wide + j * layer.value_width, keys, values
+                    self.values + i * value_wide + j * layer.value_width
                 )
         heads.queries = self.queries
         self._run_heads(mc_attend_item, heads)
 
-    cdef void _latents(
-        self, const Layer *layer, mc_heads *heads, uint8_t *keys, uint8_t *values
-    ) noexcept nogil:
+    cdef void _latents(self, const Layer *layer, mc_heads *heads) noexcept nogil:
         """Write what queries make of their positions' latents to `mixed`."""
         cdef int64_t hidden = self.hidden_size, num = self.num_rows, i, j
         cdef int64_t rank = layer.held, more = layer.value_held, head = layer.width + more
@@ -832,14 +919,12 @@ cdef class Program:
             row = self.keys + i * (rank + more)
             _norm(&layer.key_norm, row, row)
             self._turn(layer, i, row + rank)
-            self._hold(heads, i, 0, row, row + rank, keys, values)
+            self._hold(heads, i, 0, row, row + rank)
             for j in range(layer.num_heads):
                 self._turn(layer, i, self.queries + i * queries + j * head + layer.width)
         # Latents are keys and values; what the cache holds as values is the keys' second part.
-        heads.first.more, heads.first.more_step = heads.first.values, heads.first.value_step
-        heads.first.more_width, heads.more_head = more, heads.value_head
-        heads.first.values, heads.first.value_step = heads.first.keys, heads.first.key_step
-        heads.first.value_width, heads.value_head = rank, heads.key_head
+        heads.first.more_step, heads.first.more_width = heads.first.value_step, more
+        heads.first.value_step, heads.first.value_width = heads.first.key_step, rank
         heads.expand, heads.expand_type = layer.expand, layer.expand_type
         heads.content, heads.out_width = layer.width, layer.value_width
         heads.given, heads.queries = self.queries, self.latents
@@ -853,22 +938,24 @@ cdef class Program:
 
     cdef void _hold(
         self, const mc_heads *heads, int64_t row, int64_t head, const float *key,
-        const float *value, uint8_t *keys, uint8_t *values
+        const float *value
     ) noexcept nogil:
         """Write a row's key and value behind those that the cache holds."""
-        cdef int64_t place = self.length - heads.dropped + row % self.each
-        cdef int64_t at = (row // self.each) * heads.num_kv_heads + head
+        cdef const mc_held *held = &heads.held[row]
+        cdef int64_t place = held.position - held.dropped
         mc_store(key, heads.first.width, heads.first.type,
-                 keys + at * heads.key_head + place * heads.first.key_step)
+                 held.keys + head * held.key_head + place * heads.first.key_step)
         mc_store(value, heads.first.value_width, heads.first.type,
-                 values + at * heads.value_head + place * heads.first.value_step)
+                 held.values + head * held.value_head + place * heads.first.value_step)
 
     cdef void _run_heads(self, mc_work work, mc_heads *heads) noexcept nogil:
-        cdef int64_t seen = self.length + self.each - heads.dropped
-        cdef int64_t items = self.num_rows * heads.num_kv_heads * heads.parts
+        cdef int64_t i, seen = 0, items = heads.num_kv_heads * heads.parts
+        for i in range(self.num_rows):
+            seen += heads.held[i].position + 1 - heads.held[i].dropped
         # Exponentials and two passes: some four times as long as reading it.
         run_items(
-            work, heads, items, 4 * items * seen * (heads.first.key_step + heads.first.value_step)
+            work, heads, self.num_rows * items,
+            4 * items * seen * (heads.first.key_step + heads.first.value_step)
         )
 
     cdef void _choose(self, const Layer *layer) noexcept nogil:
@@ -969,6 +1056,16 @@ cdef class Program:
                 self._multiply(&layer.weight, normed + i * hidden, hidden, 1, &weight, 1)
                 weight = _sigmoid(weight)
             mc_add(x + i * hidden, self.added + i * hidden, hidden, weight * layer.residual)
+
+
+cdef int _check_apart(list some, list others) except -1:
+    cdef KeyValues page, other
+    for page, other in zip(some, others, strict=True):
+        if page.keys == other.keys or page.values == other.values:
+            raise ConfigError("two sequences have one cache; each needs its own")
+        if page.type != other.type:
+            raise ConfigError("caches of sequences that decode together are of one type")
+    return 0
 
 
 cdef void _norm(const Norm *norm, const float *x, float *out) noexcept nogil:

@@ -104,17 +104,23 @@ static void mc_add(float *to, const float *from, int64_t num, float scale)
         to[i] += from[i] * scale;
 }
 
-/* Heads of some rows' queries over a cache [batch, kv_heads, capacity, width]. */
+/* What a row sees of its sequence, [kv_heads, positions, width]. */
+typedef struct {
+    uint8_t *keys, *values; /* of its first head */
+    int64_t key_head, value_head; /* bytes from a head to the next */
+    int64_t position; /* the row's own, behind those that were there */
+    int64_t begin;    /* the first position that is seen */
+    int64_t dropped;  /* positions that are no longer there, the first ones */
+} mc_held;
+
+/* Heads of some rows' queries, each over what is held of its sequence. */
 typedef struct {
     const mc_level *level;
-    mc_attention first; /* that of row 0 and head 0 */
-    int64_t num_heads, num_kv_heads, rows_per_sequence;
+    mc_attention first; /* steps, widths, type and scale of all rows */
+    int64_t num_heads, num_kv_heads;
     int64_t parts; /* of the heads that share keys, each computed by itself */
-    int64_t key_head, value_head, more_head; /* bytes from a head of the cache to the next */
-    int64_t length;        /* positions before the first of the new ones */
-    int64_t dropped;       /* of them the first ones are no longer there */
     int64_t window;        /* positions that a row sees, its own among them; 0: all */
-    const int64_t *begins; /* of each sequence: the first position that is seen */
+    const mc_held *held;   /* [rows] */
     float *queries;        /* [rows, num_heads, width and more_width] */
     const float *sinks;    /* [num_heads], or NULL */
     float *scores;         /* [rows, num_kv_heads, parts, 4, most] */
@@ -131,17 +137,16 @@ typedef struct {
 /* The keys that a row sees. */
 static mc_attention mc_seen(const mc_heads *h, int64_t row, int64_t shared)
 {
-    int64_t sequence = row / h->rows_per_sequence;
-    int64_t place = sequence * h->num_kv_heads + shared, first = h->begins[sequence];
+    const mc_held *held = &h->held[row];
+    int64_t first = held->begin;
     mc_attention a = h->first;
-    a.keys += place * h->key_head;
-    a.values += place * h->value_head;
-    a.more += place * h->more_head;
-    a.last = h->length + row % h->rows_per_sequence + 1;
+    a.keys = a.more = held->keys + shared * held->key_head;
+    a.values = held->values + shared * held->value_head;
+    a.last = held->position + 1;
     if (h->window && a.last - h->window > first)
         first = a.last - h->window;
-    a.first = first - h->dropped;
-    a.last -= h->dropped;
+    a.first = first - held->dropped;
+    a.last -= held->dropped;
     return a;
 }
 
@@ -180,6 +185,9 @@ static void mc_latent_item(void *job, int64_t item)
         memcpy(query + rank, given + h->content, (size_t)more * sizeof *query);
     }
     mc_attention a = mc_seen(h, row, 0);
+    /* What is held as values is the keys' second part. */
+    a.more = a.values;
+    a.values = a.keys;
     h->level->attend(
         &a, h->queries + (row * h->num_heads + head) * (rank + more), each, NULL,
         h->scores + item * 4 * h->most, h->most, mixed);

@@ -17,20 +17,23 @@ cdef extern from "_steps.h" nogil:
         MC_PAIRED_NEIGHBOURS
         MC_PAIRED_NEIGHBOURS_TO_HALVES
 
+    ctypedef struct mc_held:
+        uint8_t *keys
+        uint8_t *values
+        int64_t key_head
+        int64_t value_head
+        int64_t position
+        int64_t begin
+        int64_t dropped
+
     ctypedef struct mc_heads:
         const mc_level *level
         mc_attention first
         int64_t num_heads
         int64_t num_kv_heads
-        int64_t rows_per_sequence
         int64_t parts
-        int64_t key_head
-        int64_t value_head
-        int64_t more_head
-        int64_t length
-        int64_t dropped
         int64_t window
-        const int64_t *begins
+        const mc_held *held
         float *queries
         const float *sinks
         float *scores

@@ -421,14 +421,14 @@ def test_a_growing_layer_is_transformers_own(data: st.DataObject) -> None:
 
 def test_angles_are_those_of_the_rotary_module(model: Any) -> None:
     """Kept or not, at any position; one for each pair."""
-    from moecache.integrations.transformers._decoding import _Rotary
+    from moecache.integrations.transformers._places import Rotary
 
     module = model.model.rotary_emb
     positions = np.array([0, 5, 1023, 1024, 3000])
     expected = module(torch.empty((1, 1, 1)), torch.from_numpy(positions)[None])
     width = expected[0].shape[-1]
     for is_static in (True, False):
-        rotary = _Rotary(module, width)
+        rotary = Rotary(module, width)
         rotary._is_static = is_static
         for found, whole in zip(rotary.angles(positions), expected, strict=True):
             assert torch.equal(torch.from_numpy(found), whole[0, :, : width // 2])

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import logging
 import threading
 import weakref
@@ -13,11 +14,12 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from moecache.decoding._program import MAX_ROWS, Program
+from moecache.decoding._program import MAX_ROWS, KeyValues, Program
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._fast import fast_rows, is_transformed
 from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._pages import Pages
+from moecache.integrations.transformers._places import Rotary, begins_of, positions_of
 from moecache.integrations.transformers._slots import SlotLayer
 from moecache.integrations.transformers.recipes import (
     NoRecipeError,
@@ -40,11 +42,8 @@ _TAKEN = (
     "logits_to_keep",
 )
 _ANSWERS = ("output_attentions", "output_hidden_states", "output_router_logits")
-# Positions whose angles are computed at once, where they depend on nothing else.
-_POSITIONS = 1024
-_STATIC = ("default", "linear", "llama3", "yarn")
-
-
+# Names of sequences are below those of a batch's rows: see `runtime.batch`.
+_NUM_NAMES = 1 << 30
 # Calls after which a model that had no recipe for its hooks or adapters is asked again, at most.
 _MOST_CALLS = 64
 
@@ -89,11 +88,15 @@ class Decoder:
         self._look_ahead = look_ahead
         self._is_spread = any(layer.ranks is not None for layer in layers)
         self._lock = threading.Lock()
-        self._pages = Pages()
+        self._pages = Pages(MAX_ROWS)
+        # Each sequence's name, as long as its cache lives; those of the call's rows.
+        self._names: weakref.WeakKeyDictionary[Cache, int] = weakref.WeakKeyDictionary()
+        self._new_names = itertools.cycle(range(_NUM_NAMES))
+        self._sequences: np.ndarray | None = None
         self._reading: Reading | None = None
         self._program: Program | None = None
         self._hidden = torch.empty(0)
-        self._rotary: _Rotary | None = None
+        self._rotary: Rotary | None = None
         # Calls until a model that has no recipe as it is now is asked again.
         self._calls_left, self._pause = 0, 1
         self._is_unknown = False
@@ -117,19 +120,87 @@ class Decoder:
         length = cache.get_seq_length()
         if not isinstance(length, int) or length < 1 or not self._is_plain(named):
             return None
-        begins = _begins(named.get("attention_mask"), batch, length, each)
-        positions = _positions(named.get("position_ids"), batch, length, each)
+        begins = begins_of(named.get("attention_mask"), batch, length, each)
+        positions = positions_of(named.get("position_ids"), batch, length, each)
         wanted = named.get("logits_to_keep", 0)
         if begins is None or positions is None or not isinstance(wanted, int) or wanted < 0:
             return None
         with self._lock:
             if not self._is_ready():
                 return None
-            logits = self._compute(ids, cache, length, begins, positions, min(wanted, each) or each)
+            num_logits = min(wanted, each) or each
+            logits = self._compute(ids, [cache], [length], begins, positions, num_logits)
         if logits is None:
             return None
-        self.num_steps += 1
         return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    @torch.no_grad()
+    def step_together(
+        self,
+        ids: Sequence[int],
+        caches: Sequence[Cache],
+        positions: Sequence[int] | None = None,
+    ) -> np.ndarray | None:
+        """Compute a new token of each of some sequences, which have caches of their own.
+
+        A row's bits are those that it has alone. What hits or misses is counted once, for all of
+        them; a policy is told which row is of which sequence.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            The new token of each sequence, 1 to 16 of them.
+        caches : sequence of DynamicCache
+            What each sequence has read so far, a token or more. The new tokens are written there.
+        positions : sequence of int, optional
+            Of the new tokens; by default as many as a cache has tokens.
+
+        Returns
+        -------
+        ndarray of float32, shape [num_sequences, vocabulary], or None
+            The logits after each token; `None` if the model has no recipe, or a cache is of
+            another kind, or in use for several sequences.
+
+        Raises
+        ------
+        ConfigError
+            If there are none or too many, or two have one cache.
+        StoreError
+            If an expert cannot be read. All caches are as they were.
+        """
+        num = len(ids)
+        if not 1 <= num <= MAX_ROWS or len(caches) != num:
+            raise ConfigError(f"{num} tokens and {len(caches)} caches; 1 to {MAX_ROWS} decode")
+        if len({id(cache) for cache in caches}) != num:
+            raise ConfigError("two sequences have one cache; each needs its own")
+        lengths = [cache.get_seq_length() for cache in caches]
+        if not all(isinstance(length, int) and length >= 1 for length in lengths):
+            return None
+        places = np.array(lengths if positions is None else positions, np.int64)
+        if places.shape != (num,) or places.min() < 0:
+            raise ConfigError(f"positions {places.tolist()} are none of {num} tokens")
+        if not self._is_plain({"position_ids": places}):
+            return None
+        with self._lock:
+            if not self._is_ready():
+                return None
+            tokens = torch.tensor(ids, dtype=torch.int64)[:, None]
+            self._sequences = np.array([self._name(cache) for cache in caches], np.int32)
+            try:
+                logits = self._compute(tokens, caches, lengths, None, places, 1)
+            finally:
+                self._sequences = None
+        if logits is None:
+            return None
+        found: np.ndarray = logits[:, 0].numpy()
+        return found
+
+    def _name(self, cache: Cache) -> int:
+        """Return the number of a sequence, which it keeps as long as its cache lives."""
+        name = self._names.get(cache)
+        if name is None:
+            name = self._names[cache] = next(self._new_names)
+        return name
 
     def _is_plain(self, named: dict[str, Any]) -> bool:
         """Return whether a call asks for logits alone, and for no gradients."""
@@ -180,34 +251,44 @@ class Decoder:
             return False
         self._reading, self.reason, self._pause = reading, "", 1
         self._hidden = torch.from_numpy(self._program.hidden)
-        self._rotary = _Rotary(reading.rotary, reading.rotary_width)
+        self._rotary = Rotary(reading.rotary, reading.rotary_width)
         return True
 
     def _compute(
         self,
         ids: torch.Tensor,
-        cache: Any,
-        length: int,
-        begins: np.ndarray,
+        caches: Sequence[Cache],
+        lengths: list[int],
+        begins: np.ndarray | None,
         positions: np.ndarray,
         num_logits: int,
     ) -> torch.Tensor | None:
+        """Return logits; sequences of one cache begin at `begins`, or each has a cache."""
         program, reading, rotary = self._program, self._reading, self._rotary
         assert program is not None
         assert reading is not None
         assert rotary is not None
         self._runtime.steps.check_usable()
         each = ids.shape[1]
-        pages = self._pages.of(cache, length, each)
-        if pages is None or len(pages) != len(reading.recipe.layers):
+        pages: list[list[KeyValues]] = []
+        for cache, length in zip(caches, lengths, strict=True):
+            found = self._pages.of(cache, length, each)
+            if found is None or len(found) != len(reading.recipe.layers):
+                return None
+            pages.append(found)
+        if begins is None and not self._pages.are_alike(caches):
             return None
         hidden = self._hidden[: ids.numel()]
         hidden.copy_(reading.embedding(ids).view(ids.numel(), -1))
         if reading.recipe.embedding_scale != 1:
             hidden.mul_(reading.recipe.embedding_scale)
-        cos, sin = rotary.angles(positions)
+        cos, sin = rotary.angles(positions, apart=begins is None)
         observe = self._observer(program)
-        program.begin(pages, length, each, begins, cos, sin, observe, is_spread=self._is_spread)
+        where: dict[str, Any] = {"observe": observe, "is_spread": self._is_spread}
+        if begins is None:
+            program.begin_together(pages, np.array(lengths), cos, sin, **where)
+        else:
+            program.begin(pages[0], lengths[0], each, begins, cos, sin, **where)
         missed = program.run()
         while missed >= 0:
             self._wait_for(missed, program, ids.numel())
@@ -218,8 +299,10 @@ class Decoder:
             logits.div_(reading.recipe.logits_scale)
         # All layers or none: a cache whose layers differ in length is no cache.
         with uninterrupted():
-            self._pages.grow(each)
+            for cache in caches:
+                self._pages.grow(cache, each)
         self._count(program, reading)
+        self.num_steps += 1
         return logits
 
     def _wait_for(self, number: int, program: Program, num_rows: int) -> None:
@@ -230,7 +313,9 @@ class Decoder:
         hidden = torch.from_numpy(program.normed[:num_rows])
         ids = torch.from_numpy(program.ids[:num_rows])
         self._note(number, program)
-        rows, num_experts = fast_rows(self._runtime, number, kernel, hidden, ids, layer.ranks)
+        rows, num_experts = fast_rows(
+            self._runtime, number, kernel, hidden, ids, layer.ranks, sequences=self._sequences
+        )
         program.rows[: len(rows)] = rows.numpy()
         layer.num_products += num_experts
 
@@ -263,67 +348,6 @@ class Decoder:
                 num_resident += 1
         if num_resident:
             self._runtime.steps.count_leased(num_resident)
-
-
-class _Rotary:
-    """Angles of positions, from a model's own module; kept where they depend on nothing else."""
-
-    def __init__(self, module: Any, width: int) -> None:
-        self._module, self._width = module, width
-        self._is_static = getattr(module, "rope_type", None) in _STATIC
-        self._cos = self._sin = np.empty((0, 0), np.float32)
-
-    def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return cosines and sines, float32 [num_positions, width / 2] each."""
-        if not self._is_static:
-            return self._compute(positions)
-        most = int(positions.max())
-        if most >= len(self._cos):
-            num = (most // _POSITIONS + 1) * _POSITIONS
-            self._cos, self._sin = self._compute(np.arange(num))
-        return self._cos[positions], self._sin[positions]
-
-    def _compute(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        like = torch.empty((1, 1, 1), dtype=torch.float32)
-        found = self._module(like, torch.from_numpy(positions)[None])
-        # A pair has one angle: twice if the module says it for each number, once as a complex one.
-        pair = (found.real, found.imag) if isinstance(found, torch.Tensor) else found
-        cos, sin = (part.reshape(len(positions), -1)[:, : self._width // 2] for part in pair)
-        return cos.float().contiguous().numpy(), sin.float().contiguous().numpy()
-
-
-def _begins(mask: Any, batch: int, length: int, each: int) -> np.ndarray | None:
-    """Return the first position that each sequence sees; `None` if a mask hides others, too."""
-    if mask is None:
-        return np.zeros(batch, np.int64)
-    if not isinstance(mask, torch.Tensor) or mask.shape != (batch, length + each):
-        return None
-    seen = mask.numpy() != 0
-    num_hidden = (length + each) - seen.sum(1)
-    # Padding on the left, and nothing else.
-    if num_hidden.max() > length or any(
-        seen[row, :num].any() for row, num in enumerate(num_hidden.tolist())
-    ):
-        return None
-    return num_hidden.astype(np.int64)
-
-
-def _positions(given: Any, batch: int, length: int, each: int) -> np.ndarray | None:
-    """Return each row's position; `None` if they are of another form."""
-    if given is None:
-        return np.tile(np.arange(length, length + each), batch)
-    if not isinstance(given, torch.Tensor) or given.dtype != torch.int64:
-        return None
-    if given.dim() == 3 and given.shape[0] in (1, 3, 4):
-        # Time, height and width of a picture, after the place in the text; text has one for all.
-        planes = given[-3:].numpy()
-        if (planes != planes[:1]).any():
-            return None
-        given = given[-1]
-    if given.dim() != 2 or given.shape[1] != each or given.shape[0] not in (1, batch):
-        return None
-    positions: np.ndarray = given.expand(batch, each).reshape(-1).numpy()
-    return positions if positions.min() >= 0 else None
 
 
 def install(model: Any, decoder: Decoder) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd import forward_ad
@@ -86,8 +87,13 @@ def fast_rows(
     hidden: torch.Tensor,
     ids: torch.Tensor,
     ranks: Ranks | None = None,
+    *,
+    sequences: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, int]:
-    """Return each (token, choice) pair's row, float32, and how many experts were computed."""
+    """Return each (token, choice) pair's row, float32, and how many experts were computed.
+
+    `sequences` names each token's, as `ExpertRuntime.waves` takes them.
+    """
     num_tokens, top_k = ids.shape
     kind, width, chosen = TYPES[hidden.dtype], hidden.shape[1], ids.cpu().numpy()
     if ranks is None:
@@ -100,7 +106,7 @@ def fast_rows(
     target = rows.data_ptr(), "f32", width * 4
     num_experts = 0
     with nullcontext() if exchange is None else exchange:
-        waves = runtime.waves(layer, chosen)
+        waves = runtime.waves(layer, chosen, sequences=sequences)
         try:
             for wave in waves:
                 if not len(wave.slots):

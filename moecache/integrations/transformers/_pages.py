@@ -1,6 +1,8 @@
 """Pages: a cache's layers as the decode step takes them."""
 
+import functools
 import weakref
+from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,10 +21,17 @@ _NUM_KEYS, _NUM_VALUES = attrgetter("_num_keys"), attrgetter("_num_values")
 
 
 class Pages:
-    """Finds what a program writes to and reads; of the last cache it is kept."""
+    """Finds what a program writes to and reads; of the caches that were asked for last it is kept.
 
-    def __init__(self) -> None:
-        self._last: _Last | None = None
+    Parameters
+    ----------
+    most : int
+        Caches of which it is kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._last: dict[int, _Last] = {}
 
     def of(self, cache: Cache, length: int, num_tokens: int) -> list[KeyValues] | None:
         """Return a cache's layers, with room for more tokens.
@@ -33,38 +42,50 @@ class Pages:
             `None` if a layer is of another kind, of another length, or of another type than
             float32 and bfloat16.
         """
-        last = self._last
+        last = self._last.pop(id(cache), None)
         if last is not None and last.is_current(cache, length, num_tokens):
+            self._last[id(cache)] = last
             return last.found
-        self._last = None
         layers = _layers_of(cache, length)
         if layers is None:
             return None
         for layer in layers:
             layer.reserve(num_tokens)
+        while len(self._last) >= self._most:
+            self._last.pop(next(iter(self._last)), None)
         # Its memory goes when the cache does.
-        self._last = _Last(weakref.ref(cache, self._forget), layers)
-        return self._last.found
+        reference = weakref.ref(cache, functools.partial(_forget, self._last, id(cache)))
+        self._last[id(cache)] = _Last(reference, layers)
+        return self._last[id(cache)].found
 
-    def grow(self, num_tokens: int) -> None:
-        """Take in tokens that were written to the last cache."""
-        if self._last is not None:
-            for layer in self._last.layers:
-                layer.grow(num_tokens)
+    def are_alike(self, caches: Sequence[Cache]) -> bool:
+        """Return whether caches that were asked for have a sequence each, all of one dtype."""
+        kinds = {self._last[id(cache)].kind for cache in caches}
+        return len(kinds) == 1 and next(iter(kinds))[0] == 1
 
-    def _forget(self, gone: object) -> None:
-        if self._last is not None and self._last.cache is gone:
-            self._last = None
+    def grow(self, cache: Cache, num_tokens: int) -> None:
+        """Take in tokens that were written to a cache."""
+        for layer in self._last[id(cache)].layers:
+            layer.grow(num_tokens)
+
+
+def _forget(kept: "dict[int, _Last]", number: int, gone: object) -> None:
+    last = kept.get(number)
+    if last is not None and last.cache is gone:
+        del kept[number]
 
 
 class _Last:
-    """The layers of the last cache, and their tensors as they were left."""
+    """The layers of a cache, and their tensors as they were left."""
 
     def __init__(
         self, cache: "weakref.ref[Cache]", layers: list[GrowingLayer | SlidingLayer]
     ) -> None:
         self.cache, self.layers = cache, layers
         self.found = [layer.key_values() for layer in layers]
+        held: Any = layers[0].keys if layers else None
+        # Batch and dtype, the same for all layers of a model.
+        self.kind = (0, None) if held is None else (held.shape[0], held.dtype)
         self._growing = [layer for layer in layers if isinstance(layer, GrowingLayer)]
         self._held = [tensor for layer in self._growing for tensor in (layer._keys, layer._values)]
         self._room = min([tensor.shape[2] for tensor in self._held], default=1 << 62)

@@ -1,0 +1,82 @@
+"""Places: where a call's tokens stand in their sequences, and the angles that belong to them."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+# Positions whose angles are computed at once, where they depend on nothing else.
+_POSITIONS = 1024
+_STATIC = ("default", "linear", "llama3", "yarn")
+
+
+class Rotary:
+    """Angles of positions, from a model's own module; kept where they depend on nothing else."""
+
+    def __init__(self, module: Any, width: int) -> None:
+        self._module, self._width = module, width
+        self._is_static = getattr(module, "rope_type", None) in _STATIC
+        self._cos = self._sin = np.empty((0, 0), np.float32)
+
+    def angles(
+        self, positions: np.ndarray, *, apart: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return cosines and sines, float32 [num_positions, width / 2] each.
+
+        Some modules' angles depend on the largest position: on that of each one if they are
+        `apart`, of sequences that have nothing to do with each other.
+        """
+        if not self._is_static:
+            if not apart:
+                return self._compute(positions)
+            found = [self._compute(positions[i : i + 1]) for i in range(len(positions))]
+            return np.concatenate([cos for cos, _ in found]), np.concatenate(
+                [sin for _, sin in found]
+            )
+        most = int(positions.max())
+        if most >= len(self._cos):
+            num = (most // _POSITIONS + 1) * _POSITIONS
+            self._cos, self._sin = self._compute(np.arange(num))
+        return self._cos[positions], self._sin[positions]
+
+    def _compute(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        like = torch.empty((1, 1, 1), dtype=torch.float32)
+        found = self._module(like, torch.from_numpy(positions)[None])
+        # A pair has one angle: twice if the module says it for each number, once as a complex one.
+        pair = (found.real, found.imag) if isinstance(found, torch.Tensor) else found
+        cos, sin = (part.reshape(len(positions), -1)[:, : self._width // 2] for part in pair)
+        return cos.float().contiguous().numpy(), sin.float().contiguous().numpy()
+
+
+def begins_of(mask: Any, batch: int, length: int, each: int) -> np.ndarray | None:
+    """Return the first position that each sequence sees; `None` if a mask hides others, too."""
+    if mask is None:
+        return np.zeros(batch, np.int64)
+    if not isinstance(mask, torch.Tensor) or mask.shape != (batch, length + each):
+        return None
+    seen = mask.numpy() != 0
+    num_hidden = (length + each) - seen.sum(1)
+    # Padding on the left, and nothing else.
+    if num_hidden.max() > length or any(
+        seen[row, :num].any() for row, num in enumerate(num_hidden.tolist())
+    ):
+        return None
+    return num_hidden.astype(np.int64)
+
+
+def positions_of(given: Any, batch: int, length: int, each: int) -> np.ndarray | None:
+    """Return each row's position; `None` if they are of another form."""
+    if given is None:
+        return np.tile(np.arange(length, length + each), batch)
+    if not isinstance(given, torch.Tensor) or given.dtype != torch.int64:
+        return None
+    if given.dim() == 3 and given.shape[0] in (1, 3, 4):
+        # Time, height and width of a picture, after the place in the text; text has one for all.
+        planes = given[-3:].numpy()
+        if (planes != planes[:1]).any():
+            return None
+        given = given[-1]
+    if given.dim() != 2 or given.shape[1] != each or given.shape[0] not in (1, batch):
+        return None
+    positions: np.ndarray = given.expand(batch, each).reshape(-1).numpy()
+    return positions if positions.min() >= 0 else None

@@ -19,6 +19,14 @@ from moecache.integrations.transformers._fast import fast_rows, is_transformed
 from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._pages import Pages
 from moecache.integrations.transformers._slots import SlotLayer
+from moecache.integrations.transformers.prompts import (
+    PAGE_TOKENS,
+    cuts,
+    has_pages,
+    is_paged,
+    new_cache,
+    read_prompt,
+)
 from moecache.integrations.transformers.recipes import (
     NoRecipeError,
     Reading,
@@ -129,6 +137,38 @@ class Decoder:
         if logits is None:
             return None
         self.num_steps += 1
+        return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    def read(
+        self, forward: Callable[..., Any], named: dict[str, Any]
+    ) -> MoeCausalLMOutputWithPast | None:
+        """Return the result of a prompt that is cut into pages; `None` if it is no such prompt."""
+        ids, cache = named.get("input_ids"), named.get("past_key_values")
+        model: Any = self._model()
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1 or model is None:
+            return None
+        if ids.shape[1] <= PAGE_TOKENS and cache is None:
+            return None
+        if not self._is_plain(named) or not has_pages(model):
+            return None
+        cache = new_cache(model) if cache is None else cache
+        if not is_paged(cache):
+            return None
+        length, each = cache.get_seq_length(), ids.shape[1]
+        begins = _begins(named.get("attention_mask"), 1, length, each)
+        positions = _positions(named.get("position_ids"), 1, length, each)
+        wanted = named.get("logits_to_keep", 0)
+        if (
+            begins is None
+            or begins.any()
+            or positions is None
+            or (positions != np.arange(length, length + each)).any()
+            or not isinstance(wanted, int)
+            or wanted < 0
+            or len(cuts(length, length + each)) < 2
+        ):
+            return None
+        logits = read_prompt(forward, ids, cache, num_logits=min(wanted, each))
         return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _is_plain(self, named: dict[str, Any]) -> bool:
@@ -338,7 +378,10 @@ def install(model: Any, decoder: Decoder) -> None:
         model = reference()
         if torch.compiler.is_compiling():
             return own(model, *given, **named)
-        found = decoder.step({**dict(zip(names, given, strict=False)), **named})
+        called = {**dict(zip(names, given, strict=False)), **named}
+        found = decoder.step(called)
+        if found is None and model is not None:
+            found = decoder.read(model.forward, called)
         return own(model, *given, **named) if found is None else found
 
     shown: Any = forward

@@ -138,6 +138,11 @@ class Offload(NotCopied):
         return self._released
 
     @property
+    def compute(self) -> str:
+        """What multiplies: "torch" or "fast"."""
+        return self._compute
+
+    @property
     def model(self) -> transformers.PreTrainedModel:
         """The model."""
         model = self._model()

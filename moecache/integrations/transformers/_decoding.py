@@ -1,7 +1,5 @@
 """A token as one call: a model's forward computed by a program, where it has a recipe for it."""
 
-import functools
-import inspect
 import itertools
 import logging
 import threading
@@ -21,6 +19,14 @@ from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._pages import Pages
 from moecache.integrations.transformers._places import Rotary, begins_of, positions_of
 from moecache.integrations.transformers._slots import SlotLayer
+from moecache.integrations.transformers.prompts import (
+    PAGE_TOKENS,
+    cuts,
+    has_pages,
+    is_paged,
+    new_cache,
+    read_prompt,
+)
 from moecache.integrations.transformers.recipes import (
     NoRecipeError,
     Reading,
@@ -202,6 +208,38 @@ class Decoder:
             name = self._names[cache] = next(self._new_names)
         return name
 
+    def read(
+        self, forward: Callable[..., Any], named: dict[str, Any]
+    ) -> MoeCausalLMOutputWithPast | None:
+        """Return the result of a prompt that is cut into pages; `None` if it is no such prompt."""
+        ids, cache = named.get("input_ids"), named.get("past_key_values")
+        model: Any = self._model()
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1 or model is None:
+            return None
+        if ids.shape[1] <= PAGE_TOKENS and cache is None:
+            return None
+        if not self._is_plain(named) or not has_pages(model):
+            return None
+        cache = new_cache(model) if cache is None else cache
+        if not is_paged(cache):
+            return None
+        length, each = cache.get_seq_length(), ids.shape[1]
+        begins = begins_of(named.get("attention_mask"), 1, length, each)
+        positions = positions_of(named.get("position_ids"), 1, length, each)
+        wanted = named.get("logits_to_keep", 0)
+        if (
+            begins is None
+            or begins.any()
+            or positions is None
+            or (positions != np.arange(length, length + each)).any()
+            or not isinstance(wanted, int)
+            or wanted < 0
+            or len(cuts(length, length + each)) < 2
+        ):
+            return None
+        logits = read_prompt(forward, ids, cache, num_logits=min(wanted, each))
+        return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
     def _is_plain(self, named: dict[str, Any]) -> bool:
         """Return whether a call asks for logits alone, and for no gradients."""
         model: Any = self._model()
@@ -348,28 +386,3 @@ class Decoder:
                 num_resident += 1
         if num_resident:
             self._runtime.steps.count_leased(num_resident)
-
-
-def install(model: Any, decoder: Decoder) -> None:
-    """Have a decoder compute what it can of a model's forward."""
-    own = type(model).forward
-    signature = inspect.signature(own)
-    names = list(signature.parameters)[1:]
-    reference = weakref.ref(model)
-
-    @functools.wraps(own)
-    def forward(*given: Any, **named: Any) -> Any:
-        model = reference()
-        if torch.compiler.is_compiling():
-            return own(model, *given, **named)
-        found = decoder.step({**dict(zip(names, given, strict=False)), **named})
-        return own(model, *given, **named) if found is None else found
-
-    shown: Any = forward
-    shown.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
-    model.__dict__["forward"] = forward
-
-
-def uninstall(model: Any) -> None:
-    """Give a model its own forward back."""
-    model.__dict__.pop("forward", None)

@@ -1,15 +1,19 @@
 """Rank 0 talks, the others follow: the parts of a command of several processes."""
 
 import contextlib
+import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from moecache.errors import MoeCacheError
+from moecache.decoding.sampler import Sampler, Sampling
+from moecache.errors import ConfigError, MoeCacheError
 from moecache.integrations.transformers._ranks import Ranks, Stopped
+from moecache.integrations.transformers.continuing import continue_text
+from moecache.integrations.transformers.streams import TokenTimes
 
 logger = logging.getLogger(__name__)
 
@@ -78,17 +82,19 @@ def follow(model: Any) -> None:
         if order["do"] == "figures":
             ranks.gather(figures_of(model))
             continue
-        prompt = torch.tensor([order["prompt"]], dtype=torch.int64)
-        torch.manual_seed(order["seed"])
-        if model.device.type != "meta":
-            prompt = prompt.to(model.device)
+        sampling = order["sampling"]
+        # JSON has no numbers for keys.
+        biases = {int(token): bias for token, bias in sampling.pop("logit_bias").items()}
+        drawn = Sampling(**sampling, logit_bias=biases)
+        torch.manual_seed(drawn.seed)
         try:
             with _together(ranks):
-                model.generate(
-                    input_ids=prompt,
-                    attention_mask=torch.ones_like(prompt),
+                continue_text(
+                    model,
+                    order["prompt"],
+                    Sampler(drawn, order["prompt"]),
+                    TokenTimes(),
                     max_new_tokens=order["max_new_tokens"],
-                    **order["sampling"],
                 )
         except Stopped:
             pass
@@ -119,16 +125,27 @@ def _together(ranks: Ranks) -> Iterator[None]:
 def announced(
     model: Any,
     streamer: Any,
-    prompt: torch.Tensor,
+    prompt: Sequence[int],
     max_new_tokens: int,
-    sampling: dict[str, Any],
-    seed: int,
+    sampling: Sampling,
+    *,
+    is_masked: bool = False,
 ) -> Iterator[None]:
-    """Tell the ranks that follow, if there are any, what this one generates meanwhile."""
+    """Tell the ranks that follow, if there are any, what this one generates meanwhile.
+
+    Raises
+    ------
+    ConfigError
+        If tokens are masked, which the other ranks know nothing of.
+    """
     ranks = ranks_of(model)
     if ranks is None:
         yield
         return
+    if is_masked:
+        raise ConfigError(
+            "a grammar is for one process; leave it out, or serve the model without torchrun"
+        )
     # One rank that stops by itself would leave the others waiting for it.
     streamer.is_spread = True
     ranks.stop_wanted = lambda: streamer.stopped
@@ -138,10 +155,9 @@ def announced(
         return
     leader.give(
         do="generate",
-        prompt=prompt[0].tolist(),
+        prompt=list(prompt),
         max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
+        sampling=dataclasses.asdict(sampling),
     )
     with _together(ranks):
         yield

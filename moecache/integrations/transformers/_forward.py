@@ -1,6 +1,6 @@
 """The routed feed-forward over slots, as transformers' `grouped_mm` computes it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,10 +8,17 @@ import torch
 from torch import nn
 
 from moecache.errors import MoeCacheError
+from moecache.integrations.transformers import _spans
 from moecache.integrations.transformers._fast import fast_experts
 from moecache.integrations.transformers._on_device import DeviceKernel
 from moecache.integrations.transformers._operators import number_of, numbered, operator
-from moecache.integrations.transformers._slots import SlotLayer, SlotWeights, layer_of, pairs_of
+from moecache.integrations.transformers._slots import (
+    Compute,
+    SlotLayer,
+    SlotWeights,
+    layer_of,
+    pairs_of,
+)
 from moecache.runtime.steps import Wave
 
 # A multiple of the elements that torch's element-wise kernels take at once, in any dtype.
@@ -64,6 +71,8 @@ def _operator(
 def _routed_experts(
     module: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
+    if _spans.is_page():
+        return _spans.ask(_spans.Asked(module, hidden, ids, weights))
     layer = layer_of(module, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
         if layer.ranks is not None:
@@ -85,6 +94,53 @@ def _routed_experts(
     return _forward(module, layer, hidden, ids, weights)
 
 
+def compute_together(pages: Sequence[_spans.Asked]) -> Sequence[torch.Tensor]:
+    """Compute the experts of pages, each expert read once; see `Span`.
+
+    Torch's products are made for each page by itself: their bits depend on the number of rows.
+    """
+    if len(pages) == 1:
+        return [_routed_experts(*pages[0])]
+    module, counts = pages[0].module, [len(page.hidden) for page in pages]
+    hidden, ids, weights = (torch.cat(parts) for parts in list(zip(*pages, strict=True))[1:])
+    layer = layer_of(module, hidden)
+    if layer.kernel is not None:
+        return _routed_experts(module, hidden, ids, weights).split(counts)
+    starts = np.cumsum([0, *counts[:-1]]) * ids.shape[1]
+    parts = [_computation(module, page.hidden, page.ids) for page in pages]
+    rows = layer.rows(ids, _apart(parts, starts), hidden.shape[-1])
+    assert rows is not None
+    split = rows.split([count * ids.shape[1] for count in counts])
+    return [
+        _weighted_sum(part, page.ids, page.weights, page.hidden)
+        for part, page in zip(split, pages, strict=True)
+    ]
+
+
+def _apart(parts: Sequence[Compute], starts: np.ndarray) -> Compute:
+    """Return what computes a wave page by page; `starts` has the first pair of each."""
+
+    def compute(wave: Wave, experts: list[SlotWeights], counts: list[int]) -> torch.Tensor:
+        page_of = _spans.page_pairs(wave.pairs, starts)
+        expert_of = np.repeat(np.arange(len(counts)), counts)
+        out: torch.Tensor | None = None
+        for page, part in enumerate(parts):
+            chosen = np.flatnonzero(page_of == page)
+            if not len(chosen):
+                continue
+            mine, sizes = np.unique(expert_of[chosen], return_counts=True)
+            offsets = np.concatenate(([0], np.cumsum(sizes)))
+            cut = Wave(wave.slots[mine], wave.pairs[chosen] - starts[page], offsets, wave.top_k)
+            rows = part(cut, [experts[number] for number in mine.tolist()], sizes.tolist())
+            if out is None:
+                out = rows.new_empty((len(wave.pairs), rows.shape[1]))
+            out[torch.from_numpy(chosen)] = rows
+        assert out is not None
+        return out
+
+    return compute
+
+
 _outside = torch.compiler.disable(
     _routed_experts,
     reason="gradients go through experts outside of graphs; in evaluation use torch.no_grad()",
@@ -98,6 +154,21 @@ def _forward(
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
+    rows = layer.rows(ids, _computation(module, hidden, ids), hidden.shape[-1])
+    if rows is None:
+        return hidden.new_zeros(hidden.shape)
+    return _weighted_sum(rows, ids, weights, hidden)
+
+
+def _weighted_sum(
+    rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    weighted = rows * weights.reshape(-1, 1)
+    return weighted.view(*ids.shape, rows.shape[-1]).sum(dim=1).to(hidden.dtype)
+
+
+def _computation(module: Any, hidden: torch.Tensor, ids: torch.Tensor) -> Compute:
+    """Return what computes a module's waves, for `SlotLayer.rows`."""
     activation, num_inputs = _activation(module)
     places: np.ndarray | None = None  # the same for all waves of the step
 
@@ -126,11 +197,7 @@ def _forward(
             down = module.post_expert_norm(down)
         return down
 
-    rows = layer.rows(ids, compute, hidden.shape[-1])
-    if rows is None:
-        return hidden.new_zeros(hidden.shape)
-    weighted = rows * weights.reshape(-1, 1)
-    return weighted.view(*ids.shape, rows.shape[-1]).sum(dim=1).to(hidden.dtype)
+    return compute
 
 
 def _activation(module: Any) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:

@@ -15,7 +15,7 @@ from torch import nn
 from moecache.errors import CapacityError, MoeCacheError
 from moecache.integrations.transformers import _llama4, _longcat
 from moecache.integrations.transformers._binding import Binding, bind_to
-from moecache.integrations.transformers._decoding import Decoder, install, uninstall
+from moecache.integrations.transformers._decoding import Decoder
 from moecache.integrations.transformers._experts import (
     ROLES,
     NotCopied,
@@ -33,6 +33,7 @@ from moecache.integrations.transformers._fast import (
 )
 from moecache.integrations.transformers._figures import compute_stats
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
+from moecache.integrations.transformers._installing import install, uninstall
 from moecache.integrations.transformers._kernels import (
     is_copied,
     is_transposed,
@@ -136,6 +137,11 @@ class Offload(NotCopied):
     def closed(self) -> bool:
         """Whether the model's experts cannot come from the slots any more."""
         return self._released
+
+    @property
+    def compute(self) -> str:
+        """What multiplies: "torch" or "fast"."""
+        return self._compute
 
     @property
     def model(self) -> transformers.PreTrainedModel:

@@ -11,14 +11,20 @@ from typing import Any
 import torch
 import transformers
 
+from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.sampler import Sampler
 from moecache.errors import ConfigError, StoreError
 from moecache.integrations.hub import look_up
 from moecache.integrations.transformers import gguf
 from moecache.integrations.transformers._damage import Damage, check_sizes
-from moecache.integrations.transformers._following import (
-    announced,
-)
+from moecache.integrations.transformers._following import announced
 from moecache.integrations.transformers._ranks import Stopped
+from moecache.integrations.transformers.continuing import (
+    Mask,
+    continue_text,
+    ends_of,
+    sampling_of,
+)
 from moecache.integrations.transformers.streams import TokenTimes
 from moecache.stores import CheckpointStore, GgufStore, is_gguf, open_store
 from moecache.stores._checkpoint import read_config
@@ -237,10 +243,10 @@ def continue_tokens(
     streamer: TokenTimes,
     *,
     max_new_tokens: int,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
     seed: int = 0,
+    mask: Mask | None = None,
+    prefixes: PrefixCache | None = None,
+    **sampling: Any,
 ) -> int:
     """Generate tokens, and return how many at most: fewer if the context is full.
 
@@ -252,17 +258,18 @@ def continue_tokens(
     prompt : Tensor, int64 [1, tokens]
     streamer : TokenTimes
     max_new_tokens : int
-    temperature : float, optional
-        0 takes the likeliest token; by default what generation_config.json says.
-    top_p, top_k : float and int, optional
-        Draw among the likeliest tokens that together have this probability, or this many of them;
-        by default what generation_config.json says.
     seed : int
+    mask : Mask, optional
+        Which tokens may come.
+    prefixes : PrefixCache, optional
+        Pages of earlier prompts, as `open_prefixes` gives it.
+    **sampling
+        Fields of `Sampling`; by default what generation_config.json says.
 
     Raises
     ------
     ConfigError
-        If the prompt leaves no room for a token.
+        If the prompt leaves no room for a token, or a number is out of its range.
     """
     room = find_room(model, prompt.shape[1])
     vocabulary = model.config.get_text_config().vocab_size
@@ -273,32 +280,25 @@ def continue_tokens(
         )
     if room is not None:
         max_new_tokens = min(max_new_tokens, room)
-    sampling: dict[str, Any] = {}
-    if top_p is not None:
-        sampling["top_p"] = top_p
-    if top_k is not None:
-        sampling["top_k"] = top_k
-    if temperature is not None:
-        sampling |= {"do_sample": temperature > 0, "temperature": temperature or None}
-        if not temperature:
-            sampling.update(top_p=None, top_k=None)
+    drawn = sampling_of(model, seed, **sampling)
+    tokens = prompt[0].tolist()
+    # What a model draws by itself.
     torch.manual_seed(seed)
     try:
-        with announced(model, streamer, prompt, max_new_tokens, sampling, seed):
-            # "meta": weights are elsewhere, and brought when they are used.
-            if model.device.type != "meta":
-                prompt = prompt.to(model.device)
+        with announced(model, streamer, tokens, max_new_tokens, drawn, is_masked=mask is not None):
             # A GGUF's model has no name of its own, and a resident one no store.
             offload = getattr(model, "moecache", None)
             store = None if offload is None else offload.runtime.store
             name = getattr(store, "path", model.name_or_path)
             with Damage(name, "generate with this model and its configuration"):
-                model.generate(
-                    input_ids=prompt,
-                    attention_mask=torch.ones_like(prompt),
+                continue_text(
+                    model,
+                    tokens,
+                    Sampler(drawn, tokens),
+                    streamer,
                     max_new_tokens=max_new_tokens,
-                    streamer=streamer,
-                    **sampling,
+                    mask=mask,
+                    prefixes=prefixes,
                 )
     except Stopped:
         streamer.end()
@@ -307,6 +307,4 @@ def continue_tokens(
 
 def has_ended(model: Any, tokens: Sequence[int]) -> bool:
     """Return whether the last token is one with which the model ends its texts."""
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    return bool(tokens) and tokens[-1] in ends
+    return bool(tokens) and tokens[-1] in ends_of(model)

@@ -31,6 +31,10 @@ class TokenTimes(BaseStreamer):
         Set it, in any thread, and no further token comes.
     is_spread : bool
         The model's experts are spread over ranks: all of them stop before the same forward.
+    cached_tokens : int
+        Tokens of the prompt that were known from an earlier one.
+    read_tokens : int
+        Tokens of the prompt that are read so far, the known ones among them.
     """
 
     def __init__(self, on_first: Callable[[], object] | None = None) -> None:
@@ -38,6 +42,7 @@ class TokenTimes(BaseStreamer):
         self.tokens: list[int] = []
         self.stopped = False
         self.is_spread = False
+        self.cached_tokens = self.read_tokens = 0
         self._on_first = on_first
         self._begun_s: float | None = None
         self._started_s = time.perf_counter()
@@ -75,6 +80,11 @@ class TokenTimes(BaseStreamer):
 
     def take(self, tokens: list[int]) -> None:
         """Do nothing with new tokens."""
+
+    def read(self, num_tokens: int) -> None:
+        """Note how many tokens of the prompt are read by now."""
+        self.read_tokens = num_tokens
+        self.check()
 
     def check(self) -> None:
         """Raise `Stopped` if no further token is wanted."""

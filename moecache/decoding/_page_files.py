@@ -1,0 +1,151 @@
+"""PageFiles: pages of keys and values as files, bounded and checked."""
+
+import hashlib
+import logging
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moecache.errors import StoreError
+from moecache.files import whole_file
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".page"
+_FIRST_LINE = b"moecache page 1\n"
+_DIGEST_BYTES = 32
+# Layers, and dimensions of an array.
+_MOST_LAYERS, _DIMENSIONS = 4096, 4
+_TYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint16),
+    2: np.dtype(np.float32),
+    3: np.dtype(np.float16),
+}
+_NUMBERS = {dtype: number for number, dtype in _TYPES.items()}
+
+
+class PageFiles:
+    """Reads and writes pages, a file each; those that were used longest ago go first.
+
+    A file is a line, the BLAKE2b digest of the rest, the number of layers, and for the keys and
+    the values of each its type, its shape and its bytes, all numbers little-endian. Nothing is
+    read past the size that a file has, and a file that is not what was written is removed.
+
+    Parameters
+    ----------
+    directory : Path
+    max_bytes : int
+
+    Attributes
+    ----------
+    nbytes : int
+        Of all files.
+    num_damaged : int
+
+    Raises
+    ------
+    StoreError
+        If the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self.num_damaged = 0
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            found = [(file, file.stat()) for file in directory.glob(f"*{_SUFFIX}")]
+        except OSError as error:
+            raise StoreError(
+                f"{directory}: cannot keep pages of prompts: {error.strerror or error}"
+            ) from error
+        # Oldest first.
+        found.sort(key=lambda one: one[1].st_mtime_ns)
+        self._sizes = {file.name: known.st_size for file, known in found}
+        self.nbytes = sum(self._sizes.values())
+        self._make_room(0)
+
+    def read(self, name: str) -> tuple[tuple[np.ndarray, np.ndarray], ...] | None:
+        """Return a page; `None` if it is not there, or damaged."""
+        path = self._directory / (name + _SUFFIX)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        page = _parse(data)
+        if page is None:
+            self.num_damaged += 1
+            logger.warning("prefixes.damaged path=%s: it is removed", path)
+            with self._lock:
+                self._remove(path.name)
+            return None
+        with self._lock, suppress(OSError):
+            os.utime(path)
+            self._sizes[path.name] = self._sizes.pop(path.name, len(data))
+        return page
+
+    def write(self, name: str, page: tuple[tuple[np.ndarray, np.ndarray], ...]) -> None:
+        """Write a page, whole or not at all; a failure is logged, and the page is not kept."""
+        path = self._directory / (name + _SUFFIX)
+        body = [len(page).to_bytes(4, "little")]
+        for array in (part for layer in page for part in layer):
+            shape = np.array([_NUMBERS[array.dtype], *array.shape], "<i8")
+            body += [shape.tobytes(), np.ascontiguousarray(array).tobytes()]
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for part in body:
+            digest.update(part)
+        size = len(_FIRST_LINE) + _DIGEST_BYTES + sum(map(len, body))
+        with self._lock:
+            if size > self._max_bytes or path.name in self._sizes:
+                return
+            self._make_room(size)
+        try:
+            with whole_file(path, None) as file:
+                file.writelines([_FIRST_LINE, digest.digest(), *body])
+        except StoreError as error:
+            logger.warning("prefixes.not_written %s", error)
+            return
+        with self._lock:
+            self._sizes[path.name] = size
+            self.nbytes += size
+
+    def _make_room(self, size: int) -> None:
+        while self._sizes and self.nbytes + size > self._max_bytes:
+            self._remove(next(iter(self._sizes)))
+
+    def _remove(self, name: str) -> None:
+        self.nbytes -= self._sizes.pop(name, 0)
+        with suppress(OSError):
+            (self._directory / name).unlink()
+
+
+def _parse(data: bytes) -> tuple[tuple[np.ndarray, np.ndarray], ...] | None:
+    """Return the page of a file's bytes; `None` if they are none."""
+    start = len(_FIRST_LINE) + _DIGEST_BYTES
+    if not data.startswith(_FIRST_LINE) or len(data) < start + 4:
+        return None
+    body = memoryview(data)[start:]
+    digest = hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
+    num_layers = int.from_bytes(body[:4], "little")
+    if digest != data[len(_FIRST_LINE) : start] or num_layers > _MOST_LAYERS:
+        return None
+    at, arrays = 4, []
+    for _ in range(2 * num_layers):
+        head = np.frombuffer(body[at : at + 8 * (1 + _DIMENSIONS)], "<i8").tolist()
+        at += 8 * (1 + _DIMENSIONS)
+        if len(head) != 1 + _DIMENSIONS or head[0] not in _TYPES or min(head[1:]) < 0:
+            return None
+        dtype, shape = _TYPES[head[0]], head[1:]
+        size = dtype.itemsize
+        for one in shape:
+            size *= one
+        if at + size > len(body):
+            return None
+        arrays.append(np.frombuffer(body[at : at + size], dtype).reshape(shape))
+        at += size
+    return tuple(zip(arrays[::2], arrays[1::2], strict=True)) if at == len(body) else None

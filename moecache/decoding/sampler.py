@@ -1,0 +1,182 @@
+"""Sampler: the next token, drawn from logits."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moecache.errors import ConfigError
+
+# exp(-46) is 1e-20: tokens further below the largest logit add nothing to a sum in float64.
+_FAR = 46.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. The defaults draw from the model's own distribution.
+
+    Parameters
+    ----------
+    temperature : float, default 1
+        Divides logits; 0 takes the likeliest token.
+    top_k : int, default 0
+        Draw among this many of the likeliest; 0: among all.
+    top_p : float, default 1
+        Draw among the likeliest that together have this probability: Holtzman et al., The curious
+        case of neural text degeneration, 2020.
+    min_p : float, default 0
+        Draw among those with at least this share of the likeliest one's probability: Nguyen et
+        al., Min-p sampling, 2025.
+    repetition_penalty : float, default 1
+        Divides positive and multiplies negative logits of tokens that were there, in the prompt,
+        too: Keskar et al., CTRL, 2019.
+    presence_penalty, frequency_penalty : float, default 0
+        Taken from the logits of tokens that were generated: once, and for each time, as OpenAI's
+        protocol says.
+    logit_bias : mapping of int to float
+        Added to the logits of tokens.
+    seed : int, default 0
+        The draws of two samplers with the same seed are the same.
+
+    Raises
+    ------
+    ConfigError
+        If a number is out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        for name, least, most in (
+            ("temperature", 0, math.inf),
+            ("top_k", 0, math.inf),
+            ("top_p", 0, 1),
+            ("min_p", 0, 1),
+            ("presence_penalty", -math.inf, math.inf),
+            ("frequency_penalty", -math.inf, math.inf),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most or (name != "top_k" and not math.isfinite(value)):
+                raise ConfigError(f"{name} must be from {least} to {most}, got {value}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ConfigError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+
+class Sampler:
+    """Draws one token after the other. Not for two threads at once.
+
+    Its generator is Philox: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011. The
+    n-th draw of a seed is the same whatever else is drawn, so that a sequence has the tokens that
+    it has alone, also in a batch.
+
+    Parameters
+    ----------
+    sampling : Sampling
+    prompt : iterable of int
+        Tokens that were there before, for `repetition_penalty`.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Iterable[int] = ()) -> None:
+        self.sampling = sampling
+        self._random = np.random.Generator(np.random.Philox(key=sampling.seed % 2**64))
+        self._counts: dict[int, int] = {}
+        self._seen = set(prompt) if sampling.repetition_penalty != 1 else set()
+
+    def draw(self, logits: np.ndarray, mask: np.ndarray | None = None) -> int:
+        """Return the next token.
+
+        Parameters
+        ----------
+        logits : ndarray of float32, shape [vocabulary]
+            Not changed.
+        mask : ndarray of bool, shape [vocabulary], optional
+            Tokens that may be drawn.
+
+        Raises
+        ------
+        ConfigError
+            If no token may be drawn, or every logit is no number.
+        """
+        scores = self.adjusted(logits, mask)
+        best = int(scores.argmax())
+        if not scores[best] > -np.inf:
+            raise ConfigError("no token can be drawn: none is allowed, or logits are no numbers")
+        token = best if self.sampling.temperature == 0 else self._among(scores, scores[best])
+        self.take(token)
+        return token
+
+    def take(self, token: int) -> None:
+        """Count a token, as `draw` does with its own."""
+        if self.sampling.looks_back:
+            self._counts[token] = self._counts.get(token, 0) + 1
+            self._seen.add(token)
+
+    def adjusted(self, logits: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        """Return logits with penalties, biases and mask, before the temperature.
+
+        Returns
+        -------
+        ndarray of float32, shape [vocabulary]
+            Where nothing is to be changed, `logits` itself.
+        """
+        s = self.sampling
+        if not s.looks_back and not s.logit_bias and mask is None and not np.isnan(logits.max()):
+            return logits
+        scores: np.ndarray = np.where(np.isnan(logits), -np.inf, logits).astype(np.float32)
+        if self._seen and s.repetition_penalty != 1:
+            seen = np.fromiter((t for t in self._seen if t < len(scores)), np.int64)
+            had = scores[seen]
+            factor = np.float32(s.repetition_penalty)
+            scores[seen] = np.where(had > 0, had / factor, had * factor)
+        if self._counts and (s.presence_penalty or s.frequency_penalty):
+            tokens = np.fromiter(self._counts, np.int64)
+            counts = np.fromiter(self._counts.values(), np.float32)
+            scores[tokens] -= s.presence_penalty + s.frequency_penalty * counts
+        for token, bias in s.logit_bias.items():
+            if 0 <= token < len(scores):
+                scores[token] += bias
+        if mask is not None:
+            scores[: len(mask)][~mask[: len(scores)]] = -np.inf
+            scores[len(mask) :] = -np.inf
+        return scores
+
+    def _among(self, scores: np.ndarray, largest: np.float32) -> int:
+        """Draw among the tokens that the limits leave."""
+        s = self.sampling
+        # One number for each token, whatever the limits are.
+        point = self._random.random()
+        if 0 < s.top_k < len(scores):
+            tokens = np.argpartition(scores, -s.top_k)[-s.top_k :]
+            # Equal ones at the edge: those with the smallest ids.
+            edge = scores[tokens].min()
+            above = np.flatnonzero(scores > edge)
+            tokens = np.concatenate([above, np.flatnonzero(scores == edge)])[: s.top_k]
+        else:
+            tokens = np.flatnonzero(scores >= largest - _FAR * s.temperature)
+        weights = np.exp((scores[tokens].astype(np.float64) - float(largest)) / s.temperature)
+        if s.min_p > 0:
+            kept = weights >= s.min_p * weights.max()
+            tokens, weights = tokens[kept], weights[kept]
+        # The likeliest first; of equal ones the smallest id.
+        order = np.lexsort((tokens, -weights))
+        tokens, sums = tokens[order], np.cumsum(weights[order])
+        if s.top_p < 1:
+            num = int(np.searchsorted(sums, s.top_p * sums[-1])) + 1
+            tokens, sums = tokens[:num], sums[:num]
+        place = int(np.searchsorted(sums, point * sums[-1], side="right"))
+        return int(tokens[min(place, len(tokens) - 1)])

@@ -1,0 +1,234 @@
+"""Prompts in pages of 256 positions: the same cut, and so the same bits, whatever is cached."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from moecache.decoding.prefixes import Page
+from moecache.integrations.transformers import _spans
+from moecache.integrations.transformers._cache_layers import GrowingLayer, SlidingLayer, adopt
+from moecache.integrations.transformers._forward import compute_together
+
+# Positions of Qwen3-Omni depend on what it was asked before; the other one sees what comes after.
+_NOT_CAUSAL = ("qwen3_omni_moe_thinker", "openai_privacy_filter")
+# Positions of a page. A prompt is cut where their multiples are.
+PAGE_TOKENS = 256
+# Pages that go through a layer together: their experts are read once.
+SPAN_PAGES = 8
+# So few tokens behind others are decoded, where a program computes them.
+FEW_TOKENS = 16
+_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, SlidingLayer)
+
+
+def new_cache(model: Any) -> DynamicCache:
+    """Return an empty cache for a model, as `generate` makes one."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def has_pages(model: Any) -> bool:
+    """Return whether a model's prompts are read in pages.
+
+    Layers that keep a state of their own (linear attention, indexers) get a prompt as a whole, as
+    transformers' modules take it; so do models whose positions are not those of tokens.
+    """
+    return model.config.model_type not in _NOT_CAUSAL and is_paged(new_cache(model))
+
+
+def is_paged(cache: Any) -> bool:
+    """Return whether all layers of a cache are those of plain attention."""
+    return (
+        isinstance(cache, Cache)
+        and not isinstance(cache, PageCache)
+        and not getattr(cache, "offloading", False)
+        and all(type(layer) in _PLAIN for layer in cache.layers)
+    )
+
+
+def cuts(start: int, stop: int) -> list[tuple[int, int]]:
+    """Return where pages begin and end, from `start` to `stop`."""
+    found = []
+    while start < stop:
+        end = min(stop, (start // PAGE_TOKENS + 1) * PAGE_TOKENS)
+        found.append((start, end))
+        start = end
+    return found
+
+
+def read_prompt(
+    forward: Callable[..., Any], ids: torch.Tensor, cache: Any, *, num_logits: int = 1
+) -> torch.Tensor:
+    """Put tokens into a cache behind those that it holds; return the logits of the last ones.
+
+    Parameters
+    ----------
+    forward : callable
+        A model's forward; takes input_ids, past_key_values, use_cache and logits_to_keep.
+    ids : Tensor of int64, shape [1, num_tokens]
+    cache : Cache
+        One that `is_paged`. What a call that fails leaves in it is of no use.
+    num_logits : int, default 1
+        Tokens whose logits are wanted; 0: all of them.
+
+    Returns
+    -------
+    Tensor, shape [1, num_logits, vocabulary]
+    """
+    start = int(cache.get_seq_length())
+    stop, logits = start + ids.shape[1], []
+    while start < stop:
+        now, found = read_pages(
+            forward, ids[:, start - stop :], cache, SPAN_PAGES, num_logits=num_logits
+        )
+        logits += found
+        start = now
+    if len(logits) == 1:
+        return logits[0]
+    # A program's are float32, modules' have the model's dtype.
+    return torch.cat([part.float() for part in logits], 1)
+
+
+def read_pages(
+    forward: Callable[..., Any],
+    ids: torch.Tensor,
+    cache: Any,
+    num_pages: int,
+    *,
+    num_logits: int = 1,
+    kept: list[Page] | None = None,
+) -> tuple[int, list[torch.Tensor]]:
+    """Put the first pages of tokens into a cache, together; see `read_prompt`.
+
+    Parameters
+    ----------
+    forward, ids, cache, num_logits
+        As those of `read_prompt`.
+    num_pages : int
+        Pages to read, at most; more than `SPAN_PAGES` are not.
+    kept : list of Page, optional
+        Gets the whole pages that were read.
+
+    Returns
+    -------
+    (int, list of Tensor)
+        The positions that are in the cache now, and of each page the logits that are wanted.
+    """
+    start = int(cache.get_seq_length())
+    stop = start + ids.shape[1]
+    pages = cuts(start, stop)
+    # A few tokens behind others go alone: they are decoded, whatever was cached before them.
+    few = pages[-1][1] - pages[-1][0] <= FEW_TOKENS and pages[-1][0] > 0
+    span = pages[: max(1, min(num_pages, SPAN_PAGES, len(pages) - few))]
+    first = stop - num_logits if num_logits else start
+
+    def page(begin: int, end: int, into: Any) -> torch.Tensor:
+        logits: torch.Tensor = forward(
+            input_ids=ids[:, begin - start : end - start],
+            past_key_values=into,
+            use_cache=True,
+            # One at least: none would be all of them.
+            logits_to_keep=end - max(begin, first) if end > first else 1,
+        ).logits
+        return logits
+
+    for layer in cache.layers:
+        adopt(layer)
+    if len(span) == 1 and (kept is None or len(pages) == few):
+        read = [page(*span[0], cache)]
+        views = []
+    else:
+        views = [PageCache(cache, *one, is_kept=kept is not None) for one in span]
+        forwards = [functools.partial(page, *view.positions, view) for view in views]
+        read = _spans.run(forwards, compute_together)
+    if kept is not None:
+        kept += [view.page() for view in views if view.is_whole]
+    end = span[-1][1]
+    return end, [found for found, one in zip(read, span, strict=True) if one[1] > first]
+
+
+class PageCache(Cache):
+    """A cache as one page of a span finds it: up to the page's own tokens.
+
+    Other pages may be layers ahead or behind.
+
+    Parameters
+    ----------
+    cache : Cache
+    begin, end : int
+        The page's first position, and the one behind its last.
+    is_kept : bool
+        Whether `page` will be asked for.
+    """
+
+    def __init__(self, cache: Cache, begin: int, end: int, *, is_kept: bool) -> None:
+        # Not Cache's own: layers are the other cache's.
+        self._cache = cache
+        self.positions = begin, end
+        self._length = begin
+        self._is_kept = is_kept
+        self._updated: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a page from its first position to its last."""
+        begin, end = self.positions
+        return end - begin == PAGE_TOKENS
+
+    def page(self) -> Page:
+        """Return the page's keys and values, once its forward is done."""
+        found = [pair for _, pair in sorted(self._updated.items()) if pair is not None]
+        return tuple((_array(keys), _array(values)) for keys, values in found)
+
+    @property  # type: ignore[override]
+    def layers(self) -> list[Any]:
+        """The layers of the cache."""
+        found: list[Any] = self._cache.layers
+        return found
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the page's keys and values to a layer."""
+        found = self._cache.update(key_states, value_states, layer_idx, *args, **kwargs)
+        adopt(self.layers[layer_idx])
+        self._updated[layer_idx] = (key_states, value_states) if self._is_kept else None
+        return found
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the positions up to the page, and its own once a layer has them."""
+        return self.positions[layer_idx in self._updated]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return how many positions a layer's mask has, and the first of them."""
+        layers = self.layers
+        window = getattr(layers[layer_idx], "sliding_window", 0) if layer_idx < len(layers) else 0
+        if not window or self._length < window:
+            return self._length + query_length, 0
+        return window - 1 + query_length, self._length - window + 1
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the cache has besides."""
+        if name.startswith("__") or name == "_cache":
+            raise AttributeError(name)
+        return getattr(self._cache, name)
+
+
+def _array(states: torch.Tensor) -> np.ndarray:
+    states = states.detach().contiguous()
+    if states.dtype == torch.bfloat16:
+        states = states.view(torch.uint16)  # which NumPy knows
+    array: np.ndarray = states.numpy()
+    return array

@@ -187,8 +187,8 @@ class PageCache(Cache):
         found = [pair for _, pair in sorted(self._updated.items()) if pair is not None]
         return tuple((_array(keys), _array(values)) for keys, values in found)
 
-    @property  # type: ignore[override]
-    def layers(self) -> list[Any]:
+    @property
+    def layers(self) -> list[Any]:  # type: ignore[override]
         """The layers of the cache."""
         found: list[Any] = self._cache.layers
         return found

@@ -264,13 +264,13 @@ def test_a_model_that_fails_is_an_error_and_the_next_request_is_answered(
 ) -> None:
     """Status 500, or an event where the answer has begun."""
     from moecache.errors import StoreError
-    from moecache.integrations.transformers import generation
+    from moecache.integrations.transformers.continuing import Text
 
     def fail(*_: Any, **__: Any) -> None:
         raise StoreError('the "disk" is gone')
 
     with monkeypatch.context() as patched:
-        patched.setattr(generation, "continue_tokens", fail)
+        patched.setattr(Text, "read", fail)
         with pytest.raises(openai.InternalServerError, match="disk"):
             chat(client)
         with pytest.raises(openai.APIError, match="disk"):

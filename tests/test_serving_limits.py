@@ -226,7 +226,7 @@ def test_a_second_signal_ends_the_running_answer(directory: Path, stream: bool) 
         client.join()
     assert b"the server ended before the answer did" in texts[0]
     assert (served.engine.totals.failed, served.engine.totals.left) == (1, 0)
-    assert not any(thread.is_alive() for thread in served.engine._generating._threads)
+    assert not any(thread.is_alive() for thread in served.engine._generating._thread._threads)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from moecache.errors import ConfigError
 from moecache.stores._paths import check_model
 
 DEFAULT_PORT = 8000
+# Of `serving.generating`, which imports torch.
+MOST_PARALLEL, DEFAULT_PARALLEL, SHARE_FOR_SEVERAL = 16, 4, 0.5
 
 
 def add_parser(commands: Any) -> None:
@@ -24,10 +26,10 @@ def add_parser(commands: Any) -> None:
         help="serve a model to chat clients, and show its experts on a page",
         description="Serve a mixture-of-experts model by OpenAI's protocol (/v1/chat/completions, "
         "/v1/completions, /v1/models) to any client of it, with metrics at /metrics and a page at "
-        "/ that shows what becomes of each expert. One request is answered at a time, others "
-        "wait. Answers are those of `moecache generate` with the same seed. SIGTERM and Ctrl-C "
-        "finish the running answer first. Under torchrun the experts are spread over its "
-        "processes: rank 0 serves, and the metrics of rank 1 are at the next port of 127.0.0.1. "
+        "/ that shows what becomes of each expert. Up to --parallel requests are answered at a "
+        "time, others wait. Answers are those of `moecache generate` with the same seed. SIGTERM "
+        "and Ctrl-C finish the running answers first. Under torchrun the experts are spread over "
+        "its processes: rank 0 serves, and the metrics of rank 1 are at the next port of 127.0.0.1. "
         "Needs pip install 'moecache[serve]'.",
         epilog="examples: moecache serve ./Qwen3-30B-A3B --memory 16GiB | "
         "moecache serve ./OLMoE-1B-7B --port 9000 --host 0.0.0.0 --api-key SECRET",
@@ -62,6 +64,14 @@ def add_parser(commands: Any) -> None:
         default=16,
         metavar="N",
         help="requests that may wait; more get status 503 (default: 16)",
+    )
+    server.add_argument(
+        "--parallel",
+        type=int,
+        metavar="N",
+        help=f"answers generated at a time, 1 to {MOST_PARALLEL}, whose tokens come from one call; "
+        f"each is the one it is alone (default: {DEFAULT_PARALLEL} where the slots hold at least "
+        f"{SHARE_FOR_SEVERAL:.0%} of the experts, else 1)",
     )
     server.add_argument(
         "--max-new-tokens",
@@ -101,17 +111,22 @@ def run(arguments: argparse.Namespace) -> int:
         from moecache.integrations.transformers import _following, generation
         from moecache.serving.app import build_app
         from moecache.serving.engine import Engine
+        from moecache.serving.generating import why_alone
         from moecache.serving.server import Server
 
         with generation.quiet(verbose=arguments.verbose):
             opened = stack.enter_context(generation.opened(arguments.model))
             tokenizer = generation.load_tokenizer(opened)
             with loaded(console, arguments, opened) as model, _following.leading(model):
+                alone = why_alone(model)
+                if alone and (arguments.parallel or 1) > 1:
+                    console.print(f"moecache: one answer at a time: {alone}")
                 engine = Engine(
                     model,
                     tokenizer,
                     _names(arguments.model),
                     most_waiting=arguments.queue,
+                    parallel=1 if alone else arguments.parallel or _parallel(model),
                     most_tokens=arguments.max_new_tokens,
                 )
                 with contextlib.closing(engine):
@@ -141,6 +156,8 @@ def _check(arguments: argparse.Namespace) -> str | None:
     """Refuse what cannot be used, before anything is loaded; return the key."""
     if arguments.queue < 0:
         raise ConfigError(f"--queue must not be negative, got {arguments.queue}")
+    if arguments.parallel is not None and not 1 <= arguments.parallel <= MOST_PARALLEL:
+        raise ConfigError(f"--parallel must be from 1 to {MOST_PARALLEL}, got {arguments.parallel}")
     check_max_new_tokens(arguments)
     check_outputs(arguments, {}, profile=None)
     key: str | None = arguments.api_key
@@ -153,6 +170,13 @@ def _check(arguments: argparse.Namespace) -> str | None:
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError("--api-key must be of ASCII letters, digits and signs, without spaces")
     return key
+
+
+def _parallel(model: Any) -> int:
+    """Return how many answers are generated at a time, if nobody says."""
+    cache = model.moecache.runtime.cache
+    share = cache.capacity / (cache.num_layers * cache.num_experts)
+    return DEFAULT_PARALLEL if share >= SHARE_FOR_SEVERAL else 1
 
 
 def _names(model: str) -> tuple[str, ...]:

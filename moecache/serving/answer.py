@@ -1,15 +1,18 @@
 """Answer: a text as a thread generates it, and its figures."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from moecache.decoding.sampler import Sampler
 from moecache.integrations.transformers import generation, streams
+from moecache.integrations.transformers.continuing import Text
+from moecache.serving.generating import Generating
 from moecache.serving.requests import Asked
 from moecache.serving.stops import StopText
 from moecache.telemetry import RuntimeStats
@@ -39,7 +42,8 @@ class Cost:
     bytes_read : int
         Into slots.
     num_hits, num_misses : int
-        Distinct experts per step that were in memory, or were not.
+        Distinct experts per step that were in memory, or were not. These and the two before them
+        are those of all answers that were generated meanwhile, as steps are taken together.
     """
 
     prompt_tokens: int
@@ -102,13 +106,14 @@ class Answer:
         self._queued_s = queued_s
         self._parts: asyncio.Queue[str | None] = asyncio.Queue()
         self._text = StopText(asked.stop, self._hand_over)
-        self._checks: Any = None
+        self._before: RuntimeStats | None = None
+        self._checks = contextlib.ExitStack()
 
-    def start(self, executor: ThreadPoolExecutor, on_end: Callable[["Answer"], object]) -> None:
+    def start(self, generating: Generating, on_end: Callable[["Answer"], object]) -> None:
         """Begin to generate in a thread; `on_end` is called in the event loop afterwards."""
         self._loop = asyncio.get_running_loop()
         self._on_end = on_end
-        self._job = self._loop.run_in_executor(executor, self._generate)
+        self._job = asyncio.wrap_future(generating.submit(self))
         self._job.add_done_callback(self._end)
 
     def stop(self, *, cut: bool = False) -> None:
@@ -148,30 +153,59 @@ class Answer:
         self._on_end(self)
 
     # In the thread that generates, from here on.
-    def _generate(self) -> None:
-        asked, model = self.asked, self._model
-        before: RuntimeStats = model.moecache.stats()
-        with generation.check_between_layers(model, self.stream) as self._checks:
-            most = generation.continue_tokens(
-                model,
+    def begin(self) -> Text:
+        """Return the text, whose prompt is still to be read."""
+        self._before = self._model.moecache.stats()
+        self._most_tokens, drawn = generation.check_text(
+            self._model, self._prompt, self._most_tokens, **self._sampling()
+        )
+        tokens = self._prompt[0].tolist()
+        return Text(
+            self._model,
+            tokens,
+            Sampler(drawn, tokens),
+            self.stream,
+            max_new_tokens=self._most_tokens,
+        )
+
+    def run(self) -> None:
+        """Generate the text where it goes alone."""
+        self._before = self._model.moecache.stats()
+        # Prompts of a model larger than memory take long.
+        with generation.check_between_layers(self._model, self.stream) as self._checks:
+            self._most_tokens = generation.continue_tokens(
+                self._model,
                 self._prompt,
                 self.stream,
                 max_new_tokens=self._most_tokens,
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_k=asked.top_k,
-                seed=asked.seed,
+                **self._sampling(),
             )
+        self.end()
+
+    def _sampling(self) -> dict[str, Any]:
+        """Return how tokens are drawn, as `continue_tokens` takes it."""
+        asked = self.asked
+        return {
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "top_k": asked.top_k,
+            "seed": asked.seed,
+        }
+
+    def end(self) -> None:
+        """Note what a text that is over has cost."""
+        asked, model = self.asked, self._model
+        assert self._before is not None
         self._text.end()
         if self.left or self._cut:
             return
-        stats = model.moecache.stats() - before
+        stats = model.moecache.stats() - self._before
         tokens = self.stream.tokens
         ended = self._text.found or generation.has_ended(model, tokens)
         self.cost = Cost(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=len(tokens),
-            finish="stop" if ended or len(tokens) < most else "length",
+            finish="stop" if ended or len(tokens) < self._most_tokens else "length",
             seed=asked.seed,
             queued_s=self._queued_s,
             prefill_s=self.stream.prefill_s,

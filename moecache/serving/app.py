@@ -221,6 +221,6 @@ class _Collector:
         )
         yield GaugeMetricFamily(
             "moecache_generating",
-            "Whether an answer is being generated.",
-            self._engine.answer is not None,
+            "Answers that are being generated.",
+            len(self._engine.answers),
         )

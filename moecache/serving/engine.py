@@ -1,4 +1,4 @@
-"""Engine: one model that answers one request after another, in a thread of its own."""
+"""Engine: one model that answers some requests at a time, in a thread of its own."""
 
 import asyncio
 import copy
@@ -12,6 +12,7 @@ from moecache.integrations.transformers import generation
 from moecache.integrations.transformers.token_bound import TokenBound
 from moecache.serving.answer import Answer
 from moecache.serving.errors import RequestError
+from moecache.serving.generating import Generating
 from moecache.serving.requests import Asked, read_request
 
 # The largest Retry-After, however long the queue is.
@@ -41,7 +42,7 @@ class Totals:
 
 
 class Engine:
-    """Answers requests with one model, one at a time; others wait in a queue with an end.
+    """Answers requests with one model, some at a time; others wait in a queue with an end.
 
     All methods are called in the event loop. The model computes in a thread of its own, and two
     others read requests: one the small, one the big, so that nobody waits for another's long text.
@@ -55,6 +56,8 @@ class Engine:
         Names by which clients may call the model; the first is its own.
     most_waiting : int, default 16
         Requests that may wait; more are refused.
+    parallel : int, default 1
+        Answers that are generated at a time: as many as decode together where a model can.
     most_tokens : int, default 4096
         Tokens of an answer whose request says no number.
 
@@ -70,11 +73,13 @@ class Engine:
         names: tuple[str, ...],
         *,
         most_waiting: int = 16,
+        parallel: int = 1,
         most_tokens: int = 4096,
     ) -> None:
         self.model = model
         self.names = names
         self.most_waiting = most_waiting
+        self.parallel = parallel
         self.most_tokens = most_tokens
         self.totals = Totals()
         self._tokenizer = tokenizer
@@ -84,12 +89,13 @@ class Engine:
             (ThreadPoolExecutor(1, f"moecache-read-{size}"), copy.deepcopy(tokenizer))
             for size in ("small", "big")
         )
-        self._generating = ThreadPoolExecutor(1, "moecache-generate")
-        self._answer: Answer | None = None
+        self._generating = Generating(model)
+        self._answers: list[Answer] = []
         # Requests that have a place in the queue: those that are read, and those that wait.
         self._reading: set[asyncio.Future[tuple[Asked, Any]]] = set()
         self._waiting: list[asyncio.Future[None]] = []
-        self._reserved = False
+        # Requests whose turn it is.
+        self._num_turns = 0
         self._last_s = 1.0
         self.draining = False
 
@@ -104,9 +110,14 @@ class Engine:
         return len(self._reading) + len(self._waiting)
 
     @property
+    def answers(self) -> tuple[Answer, ...]:
+        """The answers that are being generated, the oldest first."""
+        return tuple(self._answers)
+
+    @property
     def answer(self) -> Answer | None:
-        """The answer that is being generated."""
-        return self._answer
+        """The oldest of them."""
+        return self._answers[0] if self._answers else None
 
     async def read(
         self, body: bytes | bytearray, *, chat: bool, gone: "asyncio.Future[Any]"
@@ -208,20 +219,20 @@ class Engine:
             most_tokens=self.most_tokens,
             queued_s=time.perf_counter() - begun_s,
         )
-        self._answer = answer
+        self._answers.append(answer)
         gone.add_done_callback(lambda _: answer.stop())
         answer.start(self._generating, self._finish)
         return answer
 
     async def _turn(self, gone: "asyncio.Future[Any]") -> bool:
-        """Return once no other request is answered, false if the client has left."""
+        """Return once fewer others are answered than may be, false if the client has left."""
         if self.draining:
             self.totals.refused += 1
             raise _ending()
         if gone.done():
             return False
-        if not self._reserved:
-            self._reserved = True
+        if self._num_turns < self.parallel:
+            self._num_turns += 1
             return True
         mine = asyncio.get_running_loop().create_future()
         self._waiting.append(mine)
@@ -247,10 +258,11 @@ class Engine:
         if self.draining:
             self.totals.refused += 1
             raise _ending()
-        # One that is read while nothing is generated waits for nobody.
-        if self.num_waiting >= self.most_waiting + (not self._reserved):
+        # One that is read while it could be answered waits for nobody.
+        if self.num_waiting >= self.most_waiting + self.parallel - self._num_turns:
             self.totals.refused += 1
-            retry_s = min(_MOST_RETRY_S, max(1, round(self._last_s * (1 + self.num_waiting))))
+            wait_s = self._last_s * (1 + self.num_waiting) / self.parallel
+            retry_s = min(_MOST_RETRY_S, max(1, round(wait_s)))
             raise RequestError(
                 503,
                 f"{self.num_waiting} requests wait already; ask again in {retry_s} s",
@@ -259,15 +271,15 @@ class Engine:
             )
 
     def _pass_on(self) -> None:
-        """Give the turn to the request that has waited longest."""
-        self._answer = None
+        """Give a turn to the request that has waited longest."""
         if self._waiting:
             self._waiting.pop(0).set_result(None)
         else:
-            self._reserved = False
+            self._num_turns -= 1
 
     def _finish(self, answer: Answer) -> None:
         """Note an answer that has ended; the next one begins."""
+        self._answers.remove(answer)
         self._last_s = time.perf_counter() - answer.started_s
         totals = self.totals
         totals.prompt_tokens += answer.prompt_tokens
@@ -281,7 +293,7 @@ class Engine:
         self._pass_on()
 
     def drain(self) -> None:
-        """Refuse what waits and what comes; the answer that is being generated goes on."""
+        """Refuse what waits and what comes; the answers that are being generated go on."""
         self.draining = True
         # Jobs that were read meanwhile refuse themselves.
         unread = [job for job in self._reading if not job.done()]
@@ -293,14 +305,14 @@ class Engine:
             each.set_exception(_ending())
 
     async def stop(self) -> None:
-        """End the answer that is being generated."""
-        if self._answer is not None:
-            self._answer.stop(cut=True)
-            await self._answer.ended()
+        """End the answers that are being generated."""
+        for answer in self.answers:
+            answer.stop(cut=True)
+        await asyncio.gather(*(answer.ended() for answer in self.answers))
 
     def close(self) -> None:
         """End the threads; waits for them."""
-        self._generating.shutdown()
+        self._generating.close()
         for executor, _ in (self._small, self._big):
             executor.shutdown(cancel_futures=True)
 

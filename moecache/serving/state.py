@@ -27,23 +27,22 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "states": base64 of a byte per expert, layer by layer, as
         `ExpertCache.expert_states` has them; "uses": base64 of how often each was used, uint32,
         little endian; counters since the start; "taken_s", a clock that never goes back;
-        "generating": the answer under way, or `None`.
+        "generating": the oldest answer under way, or `None`; "num_generating": how many are.
     """
     runtime = engine.runtime
     stats: RuntimeStats = runtime.stats()
     cache = runtime.cache
     uses = np.minimum(cache.profiler.counts, 2**32 - 1).astype("<u4")
     totals = engine.totals
-    generating, tokens = None, totals.completion_tokens
-    answer = engine.answer
-    if answer is not None:
-        stream = answer.stream
-        tokens += len(stream.tokens)
+    generating, answers = None, engine.answers
+    if answers:
+        oldest = answers[0]
         generating = {
-            "prompt_tokens": answer.prompt_tokens,
-            "tokens": len(stream.tokens),
-            "elapsed_s": round(time.perf_counter() - answer.started_s, 3),
+            "prompt_tokens": oldest.prompt_tokens,
+            "tokens": len(oldest.stream.tokens),
+            "elapsed_s": round(time.perf_counter() - oldest.started_s, 3),
         }
+    new_tokens = sum(len(answer.stream.tokens) for answer in answers)
     return {
         "model": engine.names[0],
         "num_layers": cache.num_layers,
@@ -52,9 +51,11 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "uses": _packed(uses),
         "taken_s": stats.taken_ns / 1e9,
         **{name: getattr(stats, name) for name in _COUNTERS},
-        "num_tokens": tokens,
+        "num_tokens": totals.completion_tokens + new_tokens,
         "num_waiting": engine.num_waiting,
         "generating": generating,
+        "num_generating": len(answers),
+        "parallel": engine.parallel,
     }
 
 

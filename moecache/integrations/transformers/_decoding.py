@@ -115,6 +115,11 @@ class Decoder:
             return f"tokens go through the model's modules: {self.reason}"
         return f"tokens are one call each; {self.num_steps} were"
 
+    def is_ready(self) -> bool:
+        """Return whether the model has a recipe as it is now; `reason` says why not."""
+        with self._lock:
+            return self._is_ready()
+
     def step(self, named: dict[str, Any]) -> MoeCausalLMOutputWithPast | None:
         """Return a forward's result; `None` if it is not one that a program computes."""
         ids, cache = named.get("input_ids"), named.get("past_key_values")

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import LogitsProcessor
 
 from moecache.decoding.prefixes import PrefixCache
@@ -138,26 +139,129 @@ def continue_text(
             **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty")),
         )
         return
-    ends = ends_of(model)
-    streamer.put(torch.tensor([list(prompt)]))
-    reader = PromptReader(model, prompt, prefixes)
-    streamer.cached_tokens = reader.num_cached
-    logits = None
-    while logits is None:
-        logits = reader.advance(SPAN_PAGES)
-        streamer.read(reader.num_read)
-    for number in range(1, max_new_tokens + 1):
-        token = _draw(sampler, logits.float().numpy(), mask)
-        ids = torch.tensor([[token]])
-        streamer.put(ids)
-        if token in ends or number == max_new_tokens:
-            break
-        if model.device.type != "meta":
-            ids = ids.to(model.device)
-        logits = model(
-            input_ids=ids, past_key_values=reader.cache, use_cache=True, logits_to_keep=1
-        ).logits[0, -1]
+    text = Text(
+        model,
+        prompt,
+        sampler,
+        streamer,
+        max_new_tokens=max_new_tokens,
+        mask=mask,
+        prefixes=prefixes,
+    )
+    while not text.is_over:
+        if text.is_reading:
+            text.read(SPAN_PAGES)
+        else:
+            text.step()
     streamer.end()
+
+
+class Text:
+    """A text of a model: a prompt that is read in parts, then a token after the other.
+
+    A call that fails leaves the text where it was; it may not be possible to go on.
+
+    Parameters
+    ----------
+    model, prompt, sampler, streamer, max_new_tokens, mask, prefixes
+        As those of `continue_text`, of a model that `has_loop`.
+
+    Attributes
+    ----------
+    streamer : TokenTimes
+    token : int or None
+        The last one that was drawn; `None` while the prompt is read.
+    is_over : bool
+        Whether the model has ended it, or all tokens are there.
+    error : Exception or None
+        What ended it otherwise; noted by whoever goes on with it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompt: Sequence[int],
+        sampler: Sampler,
+        streamer: TokenTimes,
+        *,
+        max_new_tokens: int,
+        mask: Mask | None = None,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        self.streamer = streamer
+        self.token: int | None = None
+        self.is_over = False
+        self.error: Exception | None = None
+        self._model = model
+        self._ends = ends_of(model)
+        self._sampler, self._mask = sampler, mask
+        self._num_left = max_new_tokens
+        streamer.put(torch.tensor([list(prompt)]))
+        self._reader = PromptReader(model, prompt, prefixes)
+        streamer.cached_tokens = self._reader.num_cached
+
+    @property
+    def cache(self) -> DynamicCache:
+        """The keys and values of all tokens but the last one that was drawn."""
+        return self._reader.cache
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether some of the prompt is still to be read."""
+        return self._reader.num_left > 0
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens of the prompt that are still to be read."""
+        return self._reader.num_left
+
+    def read(self, num_pages: int) -> None:
+        """Read at most so many pages of the prompt; draw a token after the last one.
+
+        Raises
+        ------
+        Stopped
+            If the streamer wants no more.
+        """
+        logits = self._reader.advance(num_pages)
+        self.streamer.read(self._reader.num_read)
+        if logits is not None:
+            self.is_over = self._num_left < 1
+            if not self.is_over:
+                self.take(logits.float().numpy())
+
+    def step(self) -> None:
+        """Compute the logits after the last token, alone, and draw the next one.
+
+        Raises
+        ------
+        Stopped
+            If the streamer wants no more.
+        """
+        ids = torch.tensor([[self.token]])
+        if self._model.device.type != "meta":
+            ids = ids.to(self._model.device)
+        logits = self._model(
+            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        ).logits
+        self.take(logits[0, -1].float().numpy())
+
+    def take(self, logits: np.ndarray) -> None:
+        """Draw a token of the logits after the last one.
+
+        Parameters
+        ----------
+        logits : ndarray of float32, shape [vocabulary]
+
+        Raises
+        ------
+        Stopped
+            If the streamer wants no more.
+        """
+        self.token = _draw(self._sampler, logits, self._mask)
+        self._num_left -= 1
+        self.is_over = self.token in self._ends or self._num_left < 1
+        self.streamer.put(torch.tensor([[self.token]]))
 
 
 def _draw(sampler: Sampler, logits: np.ndarray, mask: Mask | None) -> int:

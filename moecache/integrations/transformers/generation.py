@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from moecache.decoding.prefixes import PrefixCache
-from moecache.decoding.sampler import Sampler
+from moecache.decoding.sampler import Sampler, Sampling
 from moecache.errors import ConfigError, StoreError
 from moecache.integrations.hub import look_up
 from moecache.integrations.transformers import gguf
@@ -237,6 +237,43 @@ def check_between_layers(model: Any, streamer: TokenTimes) -> contextlib.ExitSta
     return stack
 
 
+def check_text(
+    model: Any, prompt: torch.Tensor, max_new_tokens: int, seed: int = 0, **sampling: Any
+) -> tuple[int, Sampling]:
+    """Return how many tokens fit behind a prompt, up to a number, and how they are drawn.
+
+    Parameters
+    ----------
+    model, prompt, max_new_tokens, seed, **sampling
+        As those of `continue_tokens`.
+
+    Raises
+    ------
+    ConfigError
+        If the prompt leaves no room for a token, or is of another model's tokens, or a number is
+        out of its range.
+    """
+    room = find_room(model, prompt.shape[1])
+    vocabulary = model.config.get_text_config().vocab_size
+    if prompt.max() >= vocabulary:
+        raise ConfigError(
+            f"the prompt has token {int(prompt.max())}, but the model knows {vocabulary} tokens; "
+            "its tokenizer is of another model"
+        )
+    if room is not None:
+        max_new_tokens = min(max_new_tokens, room)
+    return max_new_tokens, sampling_of(model, seed, **sampling)
+
+
+def blamed(model: Any) -> Damage:
+    """Return what says which file is at fault where transformers fails to generate."""
+    # A GGUF's model has no name of its own, and a resident one no store.
+    offload = getattr(model, "moecache", None)
+    store = None if offload is None else offload.runtime.store
+    name = getattr(store, "path", model.name_or_path)
+    return Damage(name, "generate with this model and its configuration")
+
+
 def continue_tokens(
     model: Any,
     prompt: torch.Tensor,
@@ -271,35 +308,24 @@ def continue_tokens(
     ConfigError
         If the prompt leaves no room for a token, or a number is out of its range.
     """
-    room = find_room(model, prompt.shape[1])
-    vocabulary = model.config.get_text_config().vocab_size
-    if prompt.max() >= vocabulary:
-        raise ConfigError(
-            f"the prompt has token {int(prompt.max())}, but the model knows {vocabulary} tokens; "
-            "its tokenizer is of another model"
-        )
-    if room is not None:
-        max_new_tokens = min(max_new_tokens, room)
-    drawn = sampling_of(model, seed, **sampling)
+    max_new_tokens, drawn = check_text(model, prompt, max_new_tokens, seed, **sampling)
     tokens = prompt[0].tolist()
     # What a model draws by itself.
     torch.manual_seed(seed)
     try:
-        with announced(model, streamer, tokens, max_new_tokens, drawn, is_masked=mask is not None):
-            # A GGUF's model has no name of its own, and a resident one no store.
-            offload = getattr(model, "moecache", None)
-            store = None if offload is None else offload.runtime.store
-            name = getattr(store, "path", model.name_or_path)
-            with Damage(name, "generate with this model and its configuration"):
-                continue_text(
-                    model,
-                    tokens,
-                    Sampler(drawn, tokens),
-                    streamer,
-                    max_new_tokens=max_new_tokens,
-                    mask=mask,
-                    prefixes=prefixes,
-                )
+        with (
+            announced(model, streamer, tokens, max_new_tokens, drawn, is_masked=mask is not None),
+            blamed(model),
+        ):
+            continue_text(
+                model,
+                tokens,
+                Sampler(drawn, tokens),
+                streamer,
+                max_new_tokens=max_new_tokens,
+                mask=mask,
+                prefixes=prefixes,
+            )
     except Stopped:
         streamer.end()
     return max_new_tokens

@@ -29,8 +29,8 @@ def add_parser(commands: Any) -> None:
         "/ that shows what becomes of each expert. Up to --parallel requests are answered at a "
         "time, others wait. Answers are those of `moecache generate` with the same seed. SIGTERM "
         "and Ctrl-C finish the running answers first. Under torchrun the experts are spread over "
-        "its processes: rank 0 serves, and the metrics of rank 1 are at the next port of 127.0.0.1. "
-        "Needs pip install 'moecache[serve]'.",
+        "its processes: rank 0 serves, and the metrics of rank 1 are at the next port of "
+        "127.0.0.1. Needs pip install 'moecache[serve]'.",
         epilog="examples: moecache serve ./Qwen3-30B-A3B --memory 16GiB | "
         "moecache serve ./OLMoE-1B-7B --port 9000 --host 0.0.0.0 --api-key SECRET",
     )

@@ -10,6 +10,12 @@ from rich.console import Console
 from moecache.commands.arguments import check_outputs
 from moecache.commands.generate import add_expert_options, check_max_new_tokens, loaded
 from moecache.commands.paths import check_format, printable
+from moecache.commands.prefixes import (
+    add_prefix_options,
+    check_prefixes,
+    describe,
+    opened_prefixes,
+)
 from moecache.commands.ranks import follow, num_ranks, rank, rank_table, telling
 from moecache.errors import ConfigError
 from moecache.stores._paths import check_model
@@ -72,6 +78,7 @@ def add_parser(commands: Any) -> None:
         help="tokens of a reply to a chat that says no number (default: 4096)",
     )
     add_expert_options(parser)
+    add_prefix_options(parser)
     parser.set_defaults(run=run, force=False)
 
 
@@ -106,13 +113,18 @@ def run(arguments: argparse.Namespace) -> int:
         with generation.quiet(verbose=arguments.verbose):
             opened = stack.enter_context(generation.opened(arguments.model))
             tokenizer = generation.load_tokenizer(opened)
-            with loaded(console, arguments, opened) as model, _following.leading(model):
+            with (
+                loaded(console, arguments, opened) as model,
+                opened_prefixes(arguments, model) as prefixes,
+                _following.leading(model),
+            ):
                 engine = Engine(
                     model,
                     tokenizer,
                     _names(arguments.model),
                     most_waiting=arguments.queue,
                     most_tokens=arguments.max_new_tokens,
+                    prefixes=prefixes,
                 )
                 with contextlib.closing(engine):
                     if not is_loopback(arguments.host):
@@ -132,6 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
                     if server.error is not None:
                         raise server.error
                 console.print(_summary(engine))
+                if prefixes is not None:
+                    console.print(describe(prefixes.stats()))
                 if num_ranks() > 1:
                     console.print(rank_table(_following.gathered_figures(model)))
     return 0
@@ -142,6 +156,7 @@ def _check(arguments: argparse.Namespace) -> str | None:
     if arguments.queue < 0:
         raise ConfigError(f"--queue must not be negative, got {arguments.queue}")
     check_max_new_tokens(arguments)
+    check_prefixes(arguments)
     check_outputs(arguments, {}, profile=None)
     key: str | None = arguments.api_key
     if key is not None and key.startswith("@"):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from moecache.decoding.prefixes import PrefixCache
 from moecache.integrations.transformers import generation, streams
 from moecache.serving.requests import Asked
 from moecache.serving.stops import StopText
@@ -27,6 +28,8 @@ class Cost:
     Attributes
     ----------
     prompt_tokens, completion_tokens : int
+    cached_tokens : int
+        Tokens of the prompt that were known from an earlier one.
     finish : {"stop", "length"}
         Whether the text came to its end, or as many tokens as were asked for.
     seed : int
@@ -44,6 +47,7 @@ class Cost:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
     finish: str
     seed: int
     queued_s: float
@@ -70,6 +74,8 @@ class Answer:
         Tokens to generate if the request says no number.
     queued_s : float
         How long the request has waited.
+    prefixes : PrefixCache, optional
+        Pages of earlier prompts.
 
     Attributes
     ----------
@@ -89,6 +95,7 @@ class Answer:
         *,
         most_tokens: int,
         queued_s: float = 0.0,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.asked = asked
         self.prompt_tokens: int = prompt.shape[1]
@@ -100,6 +107,7 @@ class Answer:
         self._prompt = prompt
         self._most_tokens = asked.max_tokens or most_tokens
         self._queued_s = queued_s
+        self._prefixes = prefixes
         self._parts: asyncio.Queue[str | None] = asyncio.Queue()
         self._text = StopText(asked.stop, self._hand_over)
         self._checks: Any = None
@@ -161,6 +169,7 @@ class Answer:
                 top_p=asked.top_p,
                 top_k=asked.top_k,
                 seed=asked.seed,
+                prefixes=self._prefixes,
             )
         self._text.end()
         if self.left or self._cut:
@@ -171,6 +180,7 @@ class Answer:
         self.cost = Cost(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=len(tokens),
+            cached_tokens=self.stream.cached_tokens,
             finish="stop" if ended or len(tokens) < most else "length",
             seed=asked.seed,
             queued_s=self._queued_s,

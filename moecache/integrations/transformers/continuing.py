@@ -144,8 +144,7 @@ def continue_text(
     streamer.cached_tokens = reader.num_cached
     logits = None
     while logits is None:
-        logits = reader.advance(SPAN_PAGES)
-        streamer.read(reader.num_read)
+        logits = reader.advance(SPAN_PAGES, streamer.read)
     for number in range(1, max_new_tokens + 1):
         token = _draw(sampler, logits.float().numpy(), mask)
         ids = torch.tensor([[token]])

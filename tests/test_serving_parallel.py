@@ -57,7 +57,8 @@ def make(
             noted.append((row, "token"))
 
         def read(self, num_tokens: int) -> None:
-            noted.append((row, num_tokens))
+            if num_tokens % 256 == 0 or num_tokens == len(prompt):
+                noted.append((row, num_tokens))
             super().read(num_tokens)
 
     prompt = [(row + 2) * place % 90 + 3 for place in range(length or LENGTHS[row])]

@@ -9,6 +9,11 @@ from typing import Any
 from rich.console import Console
 
 from moecache.commands.arguments import check_outputs
+from moecache.commands.conversation import (
+    CONVERSATION,
+    read_conversation,
+    write_conversation,
+)
 from moecache.commands.ctrl_c import CTRL_C
 from moecache.commands.example import write_text
 from moecache.commands.generate import (
@@ -20,6 +25,12 @@ from moecache.commands.generate import (
 )
 from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import check_format, printable, printable_lines
+from moecache.commands.prefixes import (
+    add_prefix_options,
+    check_prefixes,
+    describe,
+    opened_prefixes,
+)
 from moecache.commands.ranks import num_ranks
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.stores._paths import check_model
@@ -56,14 +67,22 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
     add_sampling_options(parser, max_new_tokens=1024)
+    parser.add_argument(
+        "--resume",
+        metavar="FILE",
+        help="go on with the conversation of this file, if it is there, and write it back after "
+        "each reply",
+    )
     add_expert_options(parser)
+    add_prefix_options(parser)
     parser.set_defaults(run=run, force=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, talk until the input ends; return the exit code."""
     check_sampling(arguments)
-    check_outputs(arguments, {}, profile=None)
+    check_outputs(arguments, {}, profile=None, resume=CONVERSATION)
+    check_prefixes(arguments)
     check_text("--system", arguments.system or "")
     if sys.stdin is None:
         raise ConfigError("there is no standard input to talk with")
@@ -84,9 +103,16 @@ def run(arguments: argparse.Namespace) -> int:
         # Before the model, which takes minutes: a template may be damaged.
         hello = [*_told(arguments), {"role": "user", "content": "Hello"}]
         generation.check_chat(tokenizer, hello)
-        with loaded(console, arguments, opened) as model:
+        told = _told(arguments)
+        if arguments.resume is not None:
+            told = read_conversation(arguments.resume) or told
+            generation.check_chat(tokenizer, told or hello)
+        with (
+            loaded(console, arguments, opened) as model,
+            opened_prefixes(arguments, model) as prefixes,
+        ):
             console.print("/help shows what else can be typed; Ctrl-D leaves", style="dim")
-            _Conversation(console, model, tokenizer, arguments).run()
+            _Conversation(console, model, tokenizer, arguments, told, prefixes).run()
     return 0
 
 
@@ -94,14 +120,20 @@ class _Conversation:
     """The conversation so far, and its continuation."""
 
     def __init__(
-        self, console: Console, model: Any, tokenizer: Any, arguments: argparse.Namespace
+        self,
+        console: Console,
+        model: Any,
+        tokenizer: Any,
+        arguments: argparse.Namespace,
+        messages: list[dict[str, str]],
+        prefixes: Any,
     ) -> None:
         self._console = console
         self._model = model
         self._tokenizer = tokenizer
         self._arguments = arguments
-        self._messages: list[dict[str, str]] = []
-        self._reset()
+        self._messages = messages
+        self._prefixes = prefixes
 
     def run(self) -> None:
         """Read lines and reply until the input ends; an interrupt ends what is under way."""
@@ -148,6 +180,8 @@ class _Conversation:
             self._say("the conversation begins anew")
         elif text == "/stats":
             self._say(printable_lines(self._model.moecache.report()))
+            if self._prefixes is not None:
+                self._say(describe(self._prefixes.stats()))
         elif text == "/help":
             self._say(_HELP)
         else:
@@ -170,7 +204,7 @@ class _Conversation:
                     line.write(part)
 
                 stream = streams.TextStream(self._tokenizer, ids, write)
-                line.stamps_s = stream.stamps_s
+                line.stamps_s, line.prompt = stream.stamps_s, stream.progress
                 try:
                     generation.continue_tokens(
                         self._model,
@@ -179,6 +213,7 @@ class _Conversation:
                         max_new_tokens=arguments.max_new_tokens,
                         temperature=arguments.temperature,
                         seed=arguments.seed,
+                        prefixes=self._prefixes,
                     )
                 except KeyboardInterrupt:
                     stream.end()
@@ -188,10 +223,17 @@ class _Conversation:
             self._say(f"moecache: {printable(' '.join(str(error).split()))}{remedy}", "red")
             return
         self._messages.append({"role": "assistant", "content": "".join(parts)})
+        self._keep()
         self._say(_figures(stream, runtime.stats() - before))
 
     def _reset(self) -> None:
         self._messages = _told(self._arguments)
+        self._keep()
+
+    def _keep(self) -> None:
+        """Write the conversation to its file, if it has one."""
+        if self._arguments.resume is not None:
+            write_conversation(self._arguments.resume, self._messages)
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._console.print(text, style=style)
@@ -205,7 +247,9 @@ def _told(arguments: argparse.Namespace) -> list[dict[str, str]]:
 def _figures(stream: Any, stats: RuntimeStats) -> str:
     tokens = len(stream.stamps_s)
     rate = f", {stream.tokens_per_s:.1f}/s" if tokens > 1 else ""
+    known = f" ({stream.cached_tokens} tokens known)" if stream.cached_tokens else ""
     return (
-        f"{tokens} tokens{rate}; prompt {stream.prefill_s:.2f} s; hit rate {stats.hit_rate:.1%}; "
-        f"{format_bytes(stats.bytes_read)} read, {stats.stall_ns / 1e9:.2f} s waited for"
+        f"{tokens} tokens{rate}; prompt {stream.prefill_s:.2f} s{known}; "
+        f"hit rate {stats.hit_rate:.1%}; {format_bytes(stats.bytes_read)} read, "
+        f"{stats.stall_ns / 1e9:.2f} s waited for"
     )

@@ -18,6 +18,7 @@ from moecache.commands.arguments import (
 )
 from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import check_format, printable_lines
+from moecache.commands.prefixes import add_prefix_options, check_prefixes, opened_prefixes
 from moecache.commands.ranks import (
     add_rank_options,
     follow,
@@ -67,6 +68,7 @@ def add_parser(commands: Any) -> None:
     add_sampling_options(parser, max_new_tokens=256)
     cache = add_expert_options(parser)
     add_option(cache, "record_trace")
+    add_prefix_options(parser)
     parser.add_argument(
         "--stats", action="store_true", help="show all counters at the end, layer by layer"
     )
@@ -143,6 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Load, generate, show the figures; return the exit code."""
     check_sampling(arguments)
     check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
+    check_prefixes(arguments)
     # Before torch, whose import takes seconds.
     check_model(arguments.model)
     check_format(arguments.model)
@@ -161,11 +164,12 @@ def run(arguments: argparse.Namespace) -> int:
             loaded(console, arguments, opened) as model,
             _following.leading(model),
             _recorded(model, arguments),
+            opened_prefixes(arguments, model) as prefixes,
         ):
             runtime = model.moecache.runtime
             with LiveLine(console, runtime) as line:
                 stream = streams.TextStream(tokenizer, ids, line.write)
-                line.stamps_s = stream.stamps_s
+                line.stamps_s, line.prompt = stream.stamps_s, stream.progress
                 try:
                     generation.continue_tokens(
                         model,
@@ -174,6 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
                         max_new_tokens=arguments.max_new_tokens,
                         temperature=arguments.temperature,
                         seed=arguments.seed,
+                        prefixes=prefixes,
                     )
                 except KeyboardInterrupt:
                     stream.end()
@@ -286,9 +291,10 @@ def _summary(prompt_tokens: int, times: Any, stats: RuntimeStats) -> str:
     tokens = len(times.stamps_s)
     # A single token has no rate.
     decode = f", {times.tokens_per_s:.1f} tokens/s" if tokens > 1 else ""
+    known = f" ({times.cached_tokens} known)" if times.cached_tokens else ""
     return (
-        f"{tokens} tokens{decode}; prompt of {prompt_tokens} in {times.prefill_s:.2f} s; hit rate "
-        f"{stats.hit_rate:.1%} with {stats.capacity} of {stats.total_experts} experts in "
+        f"{tokens} tokens{decode}; prompt of {prompt_tokens}{known} in {times.prefill_s:.2f} s; "
+        f"hit rate {stats.hit_rate:.1%} with {stats.capacity} of {stats.total_experts} experts in "
         f"{format_bytes(stats.pool_bytes)}; {format_bytes(stats.bytes_read)} read, "
         f"{stats.stall_ns / 1e9:.2f} s waited for"
     )

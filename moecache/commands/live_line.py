@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -40,12 +40,15 @@ class LiveLine:
     ----------
     stamps_s : sequence of float
         When each token came, by `time.perf_counter`. The caller sets it, and it grows meanwhile.
+    prompt : callable (), optional
+        Returns how many tokens of the prompt were known, are read, and are there in all.
     """
 
     def __init__(self, console: Console, runtime: ExpertRuntime) -> None:
         self._console = console
         self._runtime = runtime
         self.stamps_s: Sequence[float] = ()
+        self.prompt: Callable[[], tuple[int, int, int]] | None = None
         self._begun_s = time.perf_counter()
         self._recent: deque[Sample] = deque([sample_stats(runtime.stats())])
         self._pending = ""
@@ -112,7 +115,7 @@ class LiveLine:
     def _figures(self, recent: Sample) -> str:
         stamps_s = self.stamps_s[-_RATE_TOKENS:]
         if len(stamps_s) < 2:
-            text = f"reading the prompt, {time.perf_counter() - self._begun_s:.0f} s"
+            text = self._reading(time.perf_counter() - self._begun_s)
         else:
             # A stall shows before it has ended.
             elapsed_s = max(stamps_s[-1], time.perf_counter() - _WINDOW_S) - stamps_s[0]
@@ -120,6 +123,15 @@ class LiveLine:
         rate = "-" if recent.hit_rate is None else f"{recent.hit_rate:.1%}"
         read = sum(recent.per_s(cause) for cause in ("demand", "bulk", "prefetch", "warm_start"))
         return f"{text}, hit rate {rate}, {format_bytes(read)}/s read"
+
+    def _reading(self, elapsed_s: float) -> str:
+        """Return how far the prompt is read, and when it will be."""
+        known, done, total = (0, 0, 0) if self.prompt is None else self.prompt()
+        text = f"reading the prompt, {elapsed_s:.0f} s"
+        if done <= known or done >= total:
+            return text
+        left_s = elapsed_s * (total - done) / (done - known)
+        return f"{text}, {done} of {total} tokens, {left_s:.0f} s left"
 
 
 def _text(text: str) -> Text:

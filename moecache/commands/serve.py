@@ -10,6 +10,12 @@ from rich.console import Console
 from moecache.commands.arguments import check_outputs
 from moecache.commands.generate import add_expert_options, check_max_new_tokens, loaded
 from moecache.commands.paths import check_format, printable
+from moecache.commands.prefixes import (
+    add_prefix_options,
+    check_prefixes,
+    describe,
+    opened_prefixes,
+)
 from moecache.commands.ranks import follow, num_ranks, rank, rank_table, telling
 from moecache.errors import ConfigError
 from moecache.stores._paths import check_model
@@ -82,6 +88,7 @@ def add_parser(commands: Any) -> None:
         help="tokens of a reply to a chat that says no number (default: 4096)",
     )
     add_expert_options(parser)
+    add_prefix_options(parser)
     parser.set_defaults(run=run, force=False)
 
 
@@ -117,7 +124,11 @@ def run(arguments: argparse.Namespace) -> int:
         with generation.quiet(verbose=arguments.verbose):
             opened = stack.enter_context(generation.opened(arguments.model))
             tokenizer = generation.load_tokenizer(opened)
-            with loaded(console, arguments, opened) as model, _following.leading(model):
+            with (
+                loaded(console, arguments, opened) as model,
+                opened_prefixes(arguments, model) as prefixes,
+                _following.leading(model),
+            ):
                 alone = why_alone(model)
                 if alone and (arguments.parallel or 1) > 1:
                     console.print(f"moecache: one answer at a time: {alone}")
@@ -128,6 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
                     most_waiting=arguments.queue,
                     parallel=1 if alone else arguments.parallel or _parallel(model),
                     most_tokens=arguments.max_new_tokens,
+                    prefixes=prefixes,
                 )
                 with contextlib.closing(engine):
                     if not is_loopback(arguments.host):
@@ -147,6 +159,8 @@ def run(arguments: argparse.Namespace) -> int:
                     if server.error is not None:
                         raise server.error
                 console.print(_summary(engine))
+                if prefixes is not None:
+                    console.print(describe(prefixes.stats()))
                 if num_ranks() > 1:
                     console.print(rank_table(_following.gathered_figures(model)))
     return 0
@@ -159,6 +173,7 @@ def _check(arguments: argparse.Namespace) -> str | None:
     if arguments.parallel is not None and not 1 <= arguments.parallel <= MOST_PARALLEL:
         raise ConfigError(f"--parallel must be from 1 to {MOST_PARALLEL}, got {arguments.parallel}")
     check_max_new_tokens(arguments)
+    check_prefixes(arguments)
     check_outputs(arguments, {}, profile=None)
     key: str | None = arguments.api_key
     if key is not None and key.startswith("@"):

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler
 from moecache.integrations.transformers import generation, streams
 from moecache.integrations.transformers.continuing import Text
@@ -30,6 +31,8 @@ class Cost:
     Attributes
     ----------
     prompt_tokens, completion_tokens : int
+    cached_tokens : int
+        Tokens of the prompt that were known from an earlier one.
     finish : {"stop", "length"}
         Whether the text came to its end, or as many tokens as were asked for.
     seed : int
@@ -48,6 +51,7 @@ class Cost:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
     finish: str
     seed: int
     queued_s: float
@@ -74,6 +78,8 @@ class Answer:
         Tokens to generate if the request says no number.
     queued_s : float
         How long the request has waited.
+    prefixes : PrefixCache, optional
+        Pages of earlier prompts.
 
     Attributes
     ----------
@@ -93,6 +99,7 @@ class Answer:
         *,
         most_tokens: int,
         queued_s: float = 0.0,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.asked = asked
         self.prompt_tokens: int = prompt.shape[1]
@@ -104,6 +111,7 @@ class Answer:
         self._prompt = prompt
         self._most_tokens = asked.max_tokens or most_tokens
         self._queued_s = queued_s
+        self._prefixes = prefixes
         self._parts: asyncio.Queue[str | None] = asyncio.Queue()
         self._text = StopText(asked.stop, self._hand_over)
         self._before: RuntimeStats | None = None
@@ -166,6 +174,7 @@ class Answer:
             Sampler(drawn, tokens),
             self.stream,
             max_new_tokens=self._most_tokens,
+            prefixes=self._prefixes,
         )
 
     def run(self) -> None:
@@ -178,6 +187,7 @@ class Answer:
                 self._prompt,
                 self.stream,
                 max_new_tokens=self._most_tokens,
+                prefixes=self._prefixes,
                 **self._sampling(),
             )
         self.end()
@@ -205,6 +215,7 @@ class Answer:
         self.cost = Cost(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=len(tokens),
+            cached_tokens=self.stream.cached_tokens,
             finish="stop" if ended or len(tokens) < self._most_tokens else "length",
             seed=asked.seed,
             queued_s=self._queued_s,

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from moecache.decoding.prefixes import PrefixCache
 from moecache.errors import ConfigError
 from moecache.integrations.transformers import generation
 from moecache.integrations.transformers.token_bound import TokenBound
@@ -60,6 +61,8 @@ class Engine:
         Answers that are generated at a time: as many as decode together where a model can.
     most_tokens : int, default 4096
         Tokens of an answer whose request says no number.
+    prefixes : PrefixCache, optional
+        Pages of earlier prompts; the caller closes it.
 
     Attributes
     ----------
@@ -75,12 +78,14 @@ class Engine:
         most_waiting: int = 16,
         parallel: int = 1,
         most_tokens: int = 4096,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.model = model
         self.names = names
         self.most_waiting = most_waiting
         self.parallel = parallel
         self.most_tokens = most_tokens
+        self.prefixes = prefixes
         self.totals = Totals()
         self._tokenizer = tokenizer
         self._bound = TokenBound(tokenizer)
@@ -218,6 +223,7 @@ class Engine:
             prompt,
             most_tokens=self.most_tokens,
             queued_s=time.perf_counter() - begun_s,
+            prefixes=self.prefixes,
         )
         self._answers.append(answer)
         gone.add_done_callback(lambda _: answer.stop())

@@ -86,17 +86,18 @@ def event(fields: dict[str, Any]) -> bytes:
     return b"data: %s\n\n" % json.dumps(fields, ensure_ascii=False).encode()
 
 
-def _usage(cost: Cost) -> dict[str, int]:
+def _usage(cost: Cost) -> dict[str, Any]:
     return {
         "prompt_tokens": cost.prompt_tokens,
         "completion_tokens": cost.completion_tokens,
         "total_tokens": cost.prompt_tokens + cost.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cost.cached_tokens},
     }
 
 
 def _figures(cost: Cost) -> dict[str, Any]:
     """Return what the protocol has no word for."""
     figures = dataclasses.asdict(cost)
-    for name in ("prompt_tokens", "completion_tokens", "finish"):
+    for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "finish"):
         del figures[name]
     return {key: round(v, 6) if isinstance(v, float) else v for key, v in figures.items()}

@@ -20,7 +20,6 @@ from moecache.integrations.transformers._pages import Pages
 from moecache.integrations.transformers._places import Rotary, begins_of, positions_of
 from moecache.integrations.transformers._slots import SlotLayer
 from moecache.integrations.transformers.prompts import (
-    PAGE_TOKENS,
     cuts,
     has_pages,
     is_paged,
@@ -221,7 +220,7 @@ class Decoder:
         model: Any = self._model()
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1 or model is None:
             return None
-        if ids.shape[1] <= PAGE_TOKENS and cache is None:
+        if cache is None and len(cuts(0, ids.shape[1])) < 2:
             return None
         if not self._is_plain(named) or not has_pages(model):
             return None

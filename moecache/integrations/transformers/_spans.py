@@ -51,7 +51,11 @@ def ask(asked: Asked) -> torch.Tensor:
     return found
 
 
-def run(forwards: Sequence[Callable[[], Any]], together: Together) -> list[Any]:
+def run(
+    forwards: Sequence[Callable[[], Any]],
+    together: Together,
+    on_layer: Callable[[], object] = lambda: None,
+) -> list[Any]:
     """Run the forwards of pages side by side; return what each returns.
 
     Parameters
@@ -60,6 +64,8 @@ def run(forwards: Sequence[Callable[[], Any]], together: Together) -> list[Any]:
         In the order of the pages.
     together : callable
         Computes what pages ask for by `ask`.
+    on_layer : callable (), optional
+        Called each time when it has.
 
     Raises
     ------
@@ -82,6 +88,8 @@ def run(forwards: Sequence[Callable[[], Any]], together: Together) -> list[Any]:
             going = list(asked)
             for number, output in zip(going, _by_module(asked, together), strict=True):
                 given[number] = (output,)
+            if going:
+                on_layer()
         return results
     finally:
         for page in pages:

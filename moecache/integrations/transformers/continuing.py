@@ -223,8 +223,7 @@ class Text:
         Stopped
             If the streamer wants no more.
         """
-        logits = self._reader.advance(num_pages)
-        self.streamer.read(self._reader.num_read)
+        logits = self._reader.advance(num_pages, self.streamer.read)
         if logits is not None:
             self.is_over = self._num_left < 1
             if not self.is_over:

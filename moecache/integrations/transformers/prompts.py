@@ -104,6 +104,7 @@ def read_pages(
     *,
     num_logits: int = 1,
     kept: list[Page] | None = None,
+    on_layer: Callable[[], object] = lambda: None,
 ) -> tuple[int, list[torch.Tensor]]:
     """Put the first pages of tokens into a cache, together; see `read_prompt`.
 
@@ -115,6 +116,8 @@ def read_pages(
         Pages to read, at most; more than `SPAN_PAGES` are not.
     kept : list of Page, optional
         Gets the whole pages that were read.
+    on_layer : callable (), optional
+        Called when a layer of several pages is computed.
 
     Returns
     -------
@@ -147,7 +150,7 @@ def read_pages(
     else:
         views = [PageCache(cache, *one, is_kept=kept is not None) for one in span]
         forwards = [functools.partial(page, *view.positions, view) for view in views]
-        read = _spans.run(forwards, compute_together)
+        read = _spans.run(forwards, compute_together, on_layer)
     if kept is not None:
         kept += [view.page() for view in views if view.is_whole]
     end = span[-1][1]

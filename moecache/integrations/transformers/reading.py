@@ -1,8 +1,9 @@
 """PromptReader: a prompt put into a cache page by page, from the pages that are known on."""
 
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import moecache
 from moecache.decoding.prefixes import Page, PrefixCache
 from moecache.integrations.transformers.prompts import (
     PAGE_TOKENS,
+    SPAN_PAGES,
     has_pages,
     new_cache,
     read_pages,
@@ -49,6 +51,8 @@ class PromptReader:
         self.num_cached = self.num_read = 0
         self._model = model
         self._tokens = list(tokens)
+        offload = getattr(model, "moecache", None)
+        self._num_layers = 1 if offload is None else len(offload.paths)
         self._paged = has_pages(model)
         self._prefixes = prefixes if self._paged else None
         if self._prefixes is not None:
@@ -57,17 +61,24 @@ class PromptReader:
                 _restore(self.cache, pages)
                 self.num_cached = self.num_read = len(pages) * PAGE_TOKENS
                 # The forward that begins a sequence is not computed.
-                runtime = getattr(model, "moecache", None)
-                if runtime is not None:
-                    runtime.runtime.begin_sequence()
+                if offload is not None:
+                    offload.runtime.begin_sequence()
 
     @property
     def num_left(self) -> int:
         """Tokens that are still to be read."""
         return len(self._tokens) - self.num_read
 
-    def advance(self, num_pages: int) -> torch.Tensor | None:
+    def advance(
+        self, num_pages: int, progress: Callable[[int], object] = lambda _: None
+    ) -> torch.Tensor | None:
         """Read at most so many pages on; return the logits after the last token once it is read.
+
+        Parameters
+        ----------
+        num_pages : int
+        progress : callable (int), optional
+            Called now and then with the tokens that are read, if layers are counted in tokens.
 
         Returns
         -------
@@ -84,8 +95,18 @@ class PromptReader:
             logits: torch.Tensor = out.logits[0, -1]
             return logits
         kept: list[Page] | None = None if self._prefixes is None else []
-        stop, last = read_pages(self._model, ids, self.cache, num_pages, num_logits=1, kept=kept)
+        begun, layers = self.num_read, self._num_layers
+        wanted = min(num_pages, SPAN_PAGES) * PAGE_TOKENS
+        passed = itertools.count(1)
+
+        def on_layer() -> None:
+            progress(begun + min(wanted, self.num_left) * next(passed) // (layers + 1))
+
+        stop, last = read_pages(
+            self._model, ids, self.cache, num_pages, num_logits=1, kept=kept, on_layer=on_layer
+        )
         self.num_read = stop
+        progress(stop)
         if kept and self._prefixes is not None:
             whole = stop // PAGE_TOKENS * PAGE_TOKENS
             self._prefixes.keep(self._tokens[:whole], kept)

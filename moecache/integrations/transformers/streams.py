@@ -43,6 +43,7 @@ class TokenTimes(BaseStreamer):
         self.stopped = False
         self.is_spread = False
         self.cached_tokens = self.read_tokens = 0
+        self._prompt_tokens = 0
         self._on_first = on_first
         self._begun_s: float | None = None
         self._started_s = time.perf_counter()
@@ -69,6 +70,7 @@ class TokenTimes(BaseStreamer):
         now = time.perf_counter()
         if self._begun_s is None:
             self._begun_s = now
+            self._prompt_tokens = value.numel()
         else:
             self.stamps_s.append(now)
             if len(self.stamps_s) == 1 and self._on_first is not None:
@@ -80,6 +82,10 @@ class TokenTimes(BaseStreamer):
 
     def take(self, tokens: list[int]) -> None:
         """Do nothing with new tokens."""
+
+    def progress(self) -> tuple[int, int, int]:
+        """Return how many tokens of the prompt were known, are read, and are there in all."""
+        return self.cached_tokens, self.read_tokens, self._prompt_tokens
 
     def read(self, num_tokens: int) -> None:
         """Note how many tokens of the prompt are read by now."""

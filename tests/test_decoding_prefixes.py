@@ -1,0 +1,138 @@
+"""PrefixCache: pages by the tokens that they end, bounded in memory and in files."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moecache.decoding.prefixes import Page, PrefixCache
+from moecache.errors import StoreError
+
+TOKENS = 4
+PAGE_BYTES = 2 * 2 * TOKENS * 3 * 4
+
+
+def page(seed: int, dtype: type = np.float32) -> Page:
+    """Return the keys and values of two layers of one head of three numbers."""
+    random = np.random.default_rng(seed)
+    return tuple(
+        tuple(random.integers(0, 99, (1, 1, TOKENS, 3)).astype(dtype) for _ in "kv")
+        for _ in range(2)
+    )  # type: ignore[return-value]
+
+
+def pages_of(tokens: list[int]) -> list[Page]:
+    """Return the pages that a model would make of tokens."""
+    ends = range(TOKENS, len(tokens) + 1, TOKENS)
+    return [page(hash(tuple(tokens[:end])) % 2**32) for end in ends]
+
+
+def keep(cache: PrefixCache, tokens: list[int]) -> None:
+    """Keep all whole pages of tokens."""
+    whole = tokens[: len(tokens) // TOKENS * TOKENS]
+    cache.keep(whole, pages_of(whole))
+
+
+def same(one: list[Page], other: list[Page]) -> bool:
+    """Return whether pages are equal, bit for bit."""
+    arrays = [[a for p in pages for layer in p for a in layer] for pages in (one, other)]
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(*arrays, strict=True)
+    )
+
+
+def test_the_longest_known_beginning_is_found() -> None:
+    """Whole pages of the same tokens from the first on; the last token is left to be read."""
+    cache = PrefixCache(b"model", TOKENS, 10**6)
+    tokens = list(range(10))
+    keep(cache, tokens)
+    assert same(cache.find(tokens), pages_of(tokens))
+    assert same(cache.find(tokens[:8]), pages_of(tokens[:4]))
+    assert cache.find(tokens[:4]) == []
+    assert same(cache.find([*tokens[:7], 99, 8, 9]), pages_of(tokens[:4]))
+    assert cache.find([1, *tokens[1:]]) == []
+    assert cache.find(tokens[4:]) == []
+    stats = cache.stats()
+    assert (stats.hit_tokens, stats.num_pages, stats.nbytes) == (16, 2, 2 * PAGE_BYTES)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=12),
+    st.integers(0, 8),
+)
+def test_what_is_found_is_what_was_kept(prompts: list[list[int]], room: int) -> None:
+    """Whatever was forgotten; memory is bounded, and a page is there only behind its beginning."""
+    cache = PrefixCache(b"model", TOKENS, room * PAGE_BYTES)
+    for tokens in prompts:
+        found = cache.find(tokens)
+        assert same(found, pages_of(tokens)[: len(found)])
+        keep(cache, tokens)
+        assert cache.stats().nbytes <= room * PAGE_BYTES
+        whole = (len(tokens) - 1) // TOKENS
+        assert len(cache.find(tokens)) == min(whole, room)
+
+
+def test_files_outlive_the_process_and_are_bounded(tmp_path: Path) -> None:
+    """Pages of every type come back bit for bit; another model's and damaged ones are misses."""
+    tokens = list(range(9))
+    for dtype in (np.float32, np.uint16, np.float16):
+        directory = tmp_path / np.dtype(dtype).name
+        first = PrefixCache(b"one", TOKENS, 0, directory=directory, max_disk_bytes=10**6)
+        kept = [page(1, dtype), page(2, dtype)]
+        first.keep(tokens[:8], kept)
+        first.close()
+        again = PrefixCache(b"one", TOKENS, 10**6, directory=directory, max_disk_bytes=10**6)
+        assert same(again.find(tokens), kept)
+        other = PrefixCache(b"other", TOKENS, 10**6, directory=directory, max_disk_bytes=10**6)
+        assert other.find(tokens) == []
+    size = next(directory.iterdir()).stat().st_size
+    small = PrefixCache(b"one", TOKENS, 0, directory=directory, max_disk_bytes=size)
+    assert small.stats().disk_bytes == size
+    assert len(list(directory.iterdir())) == 1
+
+
+def test_a_damaged_file_is_a_miss_and_goes(tmp_path: Path) -> None:
+    """A flipped bit anywhere, a file cut short, one that is empty or longer."""
+    tokens = list(range(5))
+    for change in ("flip", "cut", "empty", "longer"):
+        cache = PrefixCache(b"one", TOKENS, 0, directory=tmp_path, max_disk_bytes=10**6)
+        keep(cache, tokens)
+        cache.close()
+        (file,) = tmp_path.iterdir()
+        whole = file.read_bytes()
+        places = range(0, len(whole), 7) if change == "flip" else [len(whole) // 2]
+        for place in places:
+            flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+            damaged = {"cut": whole[:place], "empty": b"", "longer": whole + b"x"}
+            file.write_bytes(damaged.get(change, flipped))
+            again = PrefixCache(b"one", TOKENS, 10**6, directory=tmp_path, max_disk_bytes=10**6)
+            assert again.find(tokens) == [], (change, place)
+            assert again.stats().num_damaged == 1
+            assert not file.exists()
+
+
+def test_a_directory_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    """With its path."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="file"):
+        PrefixCache(b"one", TOKENS, 0, directory=tmp_path / "file" / "x", max_disk_bytes=1)
+
+
+def test_a_full_disk_loses_pages_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt goes on; no file is left behind."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    cache = PrefixCache(b"one", TOKENS, 10**6, directory=tmp_path, max_disk_bytes=10**6)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", refuse)
+        keep(cache, list(range(5)))
+        cache.close()
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,182 @@
+"""Prompts in pages: the same bits whatever is cached, in a span or one after the other."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moecache.errors import StoreError
+from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.offloading import load_in_slots, load_whole
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from moecache.decoding.sampler import Sampling  # noqa: E402
+from moecache.integrations.transformers import generation, prompts, reading  # noqa: E402
+from moecache.integrations.transformers.streams import TokenTimes  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+PAGE = 32
+
+
+@pytest.fixture(autouse=True)
+def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut prompts at multiples of 32 positions, so that short ones have many pages."""
+    for module in (prompts, reading):
+        monkeypatch.setattr(module, "PAGE_TOKENS", PAGE)
+
+
+@pytest.fixture(name="model", params=["fast", "torch"])
+def _model(request: pytest.FixtureRequest, qwen3_moe: Path) -> Iterator[Any]:
+    """Return a model with a quarter of its experts in slots."""
+    model = load_in_slots(qwen3_moe, compute=request.param)
+    with model.moecache, torch.no_grad():
+        yield model
+
+
+def tokens_of(num: int) -> list[int]:
+    """Return random tokens, the same of each number."""
+    drawn = torch.randint(3, 90, (num,), generator=torch.Generator().manual_seed(num))
+    return [int(token) for token in drawn]
+
+
+def read(model: Any, tokens: list[int], prefixes: Any = None, num_pages: int = 8) -> Any:
+    """Return the logits after a prompt, and after one more token."""
+    reader = reading.PromptReader(model, tokens, prefixes)
+    logits = None
+    while logits is None:
+        logits = reader.advance(num_pages)
+    assert reader.num_left == 0
+    more = model(
+        input_ids=torch.tensor([[5]]), past_key_values=reader.cache, use_cache=True
+    ).logits[0, -1]
+    return torch.stack([logits.float(), more.float()])
+
+
+@pytest.mark.parametrize("num", [1, 16, 31, 32, 33, 48, 64, 97, 100, 129])
+def test_a_prompt_has_the_bits_that_it_has_without_a_cache(model: Any, num: int) -> None:
+    """With pages one by one, together, found all or in part, and after another prompt."""
+    tokens = tokens_of(num)
+    expected = read(model, tokens)
+    prefixes = reading.open_prefixes(model, 2**24)
+    found = [read(model, tokens, num_pages=1), read(model, tokens, num_pages=3)]
+    found += [read(model, tokens, prefixes) for _ in range(2)]
+    if num > PAGE:
+        assert reading.PromptReader(model, tokens, prefixes).num_cached == (num - 1) // PAGE * PAGE
+        other = tokens[: PAGE + 1] + tokens_of(20)
+        assert torch.equal(read(model, other, prefixes), read(model, other))
+    assert all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "gemma4_text", "llama4"])
+def test_windows_and_latents_are_kept_too(tmp_path: Path, name: str) -> None:
+    """And the pages of a prompt give what the whole prompt gives, but for rounding."""
+    path = write_checkpoint(FAMILIES[name], tmp_path, "float32")
+    tokens = tokens_of(110)
+    with torch.no_grad():
+        whole = load_whole(FAMILIES[name], path)(torch.tensor([tokens])).logits[0, -1]
+        model = load_in_slots(path, compute="torch")
+        with model.moecache:
+            expected = read(model, tokens)
+            prefixes = reading.open_prefixes(model, 2**24)
+            for _ in range(2):
+                assert torch.equal(read(model, tokens, prefixes), expected)
+            assert prefixes is not None
+            assert prefixes.stats().hit_tokens == 96
+    assert (expected[0] - whole).norm() / whole.norm() < 2e-6
+
+
+def test_experts_are_read_once_for_a_span(qwen3_moe: Path) -> None:
+    """The bytes of a prompt of four pages are those of one page that uses the same experts."""
+    model = load_in_slots(qwen3_moe, compute="fast")
+    with model.moecache, torch.no_grad():
+        before = model.moecache.stats()
+        read(model, tokens_of(4 * PAGE))
+        spent = model.moecache.stats() - before
+        layout = model.moecache.runtime.layout
+        assert spent.num_misses <= 2 * layout.total_experts
+        # Page by page most of them come again.
+        before = model.moecache.stats()
+        read(model, tokens_of(4 * PAGE), num_pages=1)
+        assert (model.moecache.stats() - before).bytes_read > spent.bytes_read
+
+
+def test_a_forward_and_generate_cut_prompts_likewise(qwen3_moe: Path) -> None:
+    """With `compute="fast"`: logits of all positions, with and without a cache of the caller's."""
+    model = load_in_slots(qwen3_moe, compute="fast")
+    tokens = tokens_of(75)
+    with model.moecache, torch.no_grad():
+        expected = read(model, tokens)
+        # The head's product of one row has other bits than that of many.
+        assert model(input_ids=torch.tensor([tokens])).logits.shape[1] == 75
+        out = model(input_ids=torch.tensor([tokens]), use_cache=True, logits_to_keep=1)
+        assert torch.equal(out.logits[0, -1].float(), expected[0])
+        more = model(torch.tensor([[5]]), past_key_values=out.past_key_values).logits[0, -1]
+        assert torch.equal(more.float(), expected[1])
+        times = TokenTimes()
+        generation.continue_tokens(
+            model, torch.tensor([tokens]), times, max_new_tokens=6, temperature=0
+        )
+        ids = torch.tensor([tokens])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)
+        assert made[0, 75:].tolist() == times.tokens
+
+
+def test_a_failing_read_leaves_nothing_of_a_span(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error reaches the caller, and the next prompt has the bits that it has."""
+    tokens = tokens_of(100)
+    expected = read(model, tokens)
+    store = model.moecache.runtime.store
+    calls = 0
+
+    def fail(layer: int, expert: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 5:
+            raise StoreError("the disk is gone")
+        return own(layer, expert)
+
+    own = store.runs
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "runs", fail)
+        with pytest.raises(StoreError, match="the disk is gone"):
+            for start in range(40):
+                read(model, tokens[start:] + tokens_of(30 + start))
+    assert torch.equal(read(model, tokens), expected)
+
+
+def test_a_stopped_prompt_ends_between_layers(model: Any) -> None:
+    """And the model goes on as before."""
+    tokens = torch.tensor([tokens_of(120)])
+    times = TokenTimes()
+    seen: list[int] = []
+
+    def stop(num_tokens: int) -> None:
+        seen.append(num_tokens)
+        times.stopped = len(seen) == 1
+        times.check()
+
+    times.read = stop  # type: ignore[method-assign]
+    generation.continue_tokens(model, tokens, times, max_new_tokens=3)
+    assert times.tokens == []
+    assert len(seen) == 1
+    times = TokenTimes()
+    generation.continue_tokens(model, tokens, times, max_new_tokens=3)
+    assert len(times.tokens) == 3
+    assert times.progress() == (0, 120, 120)
+
+
+def test_what_a_model_says_of_sampling_is_heeded(model: Any) -> None:
+    """Its file's numbers, the caller's before them, and greedy where the file says nothing."""
+    config = model.generation_config
+    config.do_sample = False
+    assert generation.sampling_of(model, 3) == Sampling(temperature=0, top_k=50, seed=3)
+    config.do_sample, config.temperature, config.top_p = True, 0.7, 0.9
+    found = generation.sampling_of(model, 3, top_k=7, temperature=None)
+    assert found == Sampling(temperature=0.7, top_k=7, top_p=0.9, seed=3)

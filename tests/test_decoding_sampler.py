@@ -54,6 +54,31 @@ def test_limits_leave_the_tokens_that_they_say() -> None:
         assert set(np.flatnonzero(drawn(**sampling))) == set(kept), sampling
 
 
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0.1, 1.0, 5.0]),
+    st.sampled_from([{}, {"top_p": 0.5}, {"top_p": 0.999}, {"top_k": 40}, {"min_p": 0.01}]),
+)
+def test_a_draw_is_that_of_all_tokens_in_order(
+    seed: int, temperature: float, limits: dict[str, float]
+) -> None:
+    """The likeliest first: only those that matter are sorted, and no draw is another one."""
+    given = np.random.default_rng(seed).normal(0, 3, 2000).astype(np.float32).round(1)
+    sampler = Sampler(Sampling(temperature=temperature, seed=seed, **limits))  # type: ignore[arg-type]
+    points = np.random.Generator(np.random.Philox(key=seed))
+    order = np.lexsort((np.arange(2000), -given))
+    weights = np.exp((given[order].astype(np.float64) - given.max()) / temperature)
+    if "top_k" in limits:
+        weights[40:] = 0
+    weights[weights < limits.get("min_p", 0)] = 0
+    sums = np.cumsum(weights)
+    last = int(np.searchsorted(sums, limits.get("top_p", 1) * sums[-1]))
+    sums = sums[: last + 1]
+    for _ in range(20):
+        place = int(np.searchsorted(sums, points.random() * sums[-1], side="right"))
+        assert sampler.draw(given) == order[place]
+
+
 def test_top_k_among_equal_logits_keeps_the_smallest_ids() -> None:
     """So that a draw depends on logits alone, not on how they are sorted."""
     assert set(np.flatnonzero(drawn(1000, np.zeros(VOCABULARY, np.float32), top_k=3))) == {0, 1, 2}

@@ -161,22 +161,52 @@ class Sampler:
         # One number for each token, whatever the limits are.
         point = self._random.random()
         if 0 < s.top_k < len(scores):
-            tokens = np.argpartition(scores, -s.top_k)[-s.top_k :]
-            # Equal ones at the edge: those with the smallest ids.
-            edge = scores[tokens].min()
-            above = np.flatnonzero(scores > edge)
-            tokens = np.concatenate([above, np.flatnonzero(scores == edge)])[: s.top_k]
+            tokens = _likeliest(scores, largest, s.top_k)
         else:
             tokens = np.flatnonzero(scores >= largest - _FAR * s.temperature)
         weights = np.exp((scores[tokens].astype(np.float64) - float(largest)) / s.temperature)
         if s.min_p > 0:
             kept = weights >= s.min_p * weights.max()
             tokens, weights = tokens[kept], weights[kept]
-        # The likeliest first; of equal ones the smallest id.
-        order = np.lexsort((tokens, -weights))
-        tokens, sums = tokens[order], np.cumsum(weights[order])
+        total = weights.sum()
         if s.top_p < 1:
-            num = int(np.searchsorted(sums, s.top_p * sums[-1])) + 1
+            tokens, sums = _ordered(tokens, weights, s.top_p * total)
+            num = int(np.searchsorted(sums, s.top_p * total)) + 1
             tokens, sums = tokens[:num], sums[:num]
-        place = int(np.searchsorted(sums, point * sums[-1], side="right"))
+            point *= sums[-1]
+        else:
+            point *= total
+            tokens, sums = _ordered(tokens, weights, point)
+        place = int(np.searchsorted(sums, point, side="right"))
         return int(tokens[min(place, len(tokens) - 1)])
+
+
+# Vocabularies are large, and few tokens matter: those near the likeliest one are looked at first.
+
+
+def _likeliest(scores: np.ndarray, largest: np.float32, num: int) -> np.ndarray:
+    """Return the tokens of the largest scores; of equal ones at the edge those of small ids."""
+    for margin in (4, 16):
+        near = np.flatnonzero(scores >= largest - np.float32(margin))
+        if len(near) >= num:
+            break
+    else:
+        near = np.arange(len(scores))
+    some = scores[near]
+    edge = np.partition(some, -num)[-num]
+    return np.concatenate([near[some > edge], near[some == edge]])[:num]
+
+
+def _ordered(
+    tokens: np.ndarray, weights: np.ndarray, wanted: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and the sums of their weights, which reach beyond what is wanted if they can.
+
+    The likeliest come first, of equal ones the smallest ids. The largest weight is 1.
+    """
+    for least in (2.0**-4, 2.0**-10, 0.0):
+        some = np.flatnonzero(weights >= least)
+        if least == 0 or weights[some].sum() > wanted * (1 + 1e-9):
+            break
+    order = some[np.lexsort((tokens[some], -weights[some]))]
+    return tokens[order], np.cumsum(weights[order])

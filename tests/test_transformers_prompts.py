@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moecache.errors import StoreError
@@ -13,7 +14,12 @@ from tests.helpers.offloading import load_in_slots, load_whole
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from moecache.decoding.sampler import Sampling  # noqa: E402
-from moecache.integrations.transformers import generation, prompts, reading  # noqa: E402
+from moecache.integrations.transformers import (  # noqa: E402
+    continuing,
+    generation,
+    prompts,
+    reading,
+)
 from moecache.integrations.transformers.streams import TokenTimes  # noqa: E402
 
 pytestmark = [
@@ -180,3 +186,51 @@ def test_what_a_model_says_of_sampling_is_heeded(model: Any) -> None:
     config.do_sample, config.temperature, config.top_p = True, 0.7, 0.9
     found = generation.sampling_of(model, 3, top_k=7, temperature=None)
     assert found == Sampling(temperature=0.7, top_k=7, top_p=0.9, seed=3)
+
+
+def test_a_model_that_has_no_loop_here_is_drawn_from_alike(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`generate` with the sampler gives the tokens of the loop, drawn or not, and obeys a mask."""
+    ids = torch.tensor([tokens_of(20)])
+
+    class Odd:
+        def allowed(self) -> Any:
+            return np.arange(128) % 2 == 1
+
+        def take(self, token: int) -> None:
+            assert token % 2 == 1
+
+    for temperature, mask in ((0.0, None), (1.5, None), (1.5, Odd())):
+        found = []
+        for has_loop in (continuing.has_loop, lambda _: False):
+            with monkeypatch.context() as patched:
+                patched.setattr(continuing, "has_loop", has_loop)
+                times = TokenTimes()
+                generation.continue_tokens(
+                    model,
+                    ids,
+                    times,
+                    max_new_tokens=9,
+                    temperature=temperature,
+                    seed=4,
+                    mask=mask,
+                )
+                found.append(times.tokens)
+        assert found[0] == found[1], temperature
+        assert len(found[0]) == 9
+
+
+def test_a_span_takes_no_more_memory_than_its_bound(model: Any) -> None:
+    """Wide models read fewer pages together, and one at least."""
+    config = model.config.get_text_config()
+    assert prompts.span_pages(model) == prompts.SPAN_PAGES
+    width = config.hidden_size
+    try:
+        config.hidden_size = 2**20
+        few = prompts.span_pages(model)
+        config.hidden_size = 2**40
+        assert prompts.span_pages(model) == 1
+    finally:
+        config.hidden_size = width
+    assert 1 <= few < prompts.SPAN_PAGES

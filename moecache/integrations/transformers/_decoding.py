@@ -25,6 +25,7 @@ from moecache.integrations.transformers.prompts import (
     is_paged,
     new_cache,
     read_prompt,
+    span_pages,
 )
 from moecache.integrations.transformers.recipes import (
     NoRecipeError,
@@ -241,7 +242,9 @@ class Decoder:
             or len(cuts(length, length + each)) < 2
         ):
             return None
-        logits = read_prompt(forward, ids, cache, num_logits=min(wanted, each))
+        logits = read_prompt(
+            forward, ids, cache, num_logits=min(wanted, each), num_pages=span_pages(model)
+        )
         return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _is_plain(self, named: dict[str, Any]) -> bool:

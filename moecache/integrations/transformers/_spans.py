@@ -6,6 +6,7 @@ of them, so that each is read once for the span. Page after page passes a layer,
 the keys and values of those before it. A page's bits are those of its forward alone.
 """
 
+import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -73,6 +74,9 @@ def run(
         The first error of a forward, or of `together`; the other forwards are ended.
     """
     pages = [_Page(forward) for forward in forwards]
+    for page in pages:
+        # A greenlet has none of its own accord, and a context is entered by one at a time.
+        page.gr_context = contextvars.copy_context()
     try:
         given: list[Any] = [()] * len(pages)
         results: list[Any] = [None] * len(pages)

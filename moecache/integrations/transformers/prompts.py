@@ -22,8 +22,10 @@ from moecache.integrations.transformers._forward import compute_together
 _NOT_CAUSAL = ("qwen3_omni_moe_thinker", "openai_privacy_filter")
 # Positions of a page. A prompt is cut where their multiples are.
 PAGE_TOKENS = 256
-# Pages that go through a layer together: their experts are read once.
+# Pages that go through a layer together, at most: their experts are read once.
 SPAN_PAGES = 8
+# Memory of the rows of a span, one for each token and each of its experts, in float32.
+_SPAN_BYTES = 256 * 2**20
 # So few tokens behind others are decoded, where a program computes them.
 FEW_TOKENS = 16
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, SlidingLayer)
@@ -53,6 +55,16 @@ def is_paged(cache: Any) -> bool:
     )
 
 
+def span_pages(model: Any) -> int:
+    """Return how many pages of a model go through a layer together, for what their rows take."""
+    offload = getattr(model, "moecache", None)
+    width = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
+    if offload is None or width is None:
+        return SPAN_PAGES
+    page_bytes = PAGE_TOKENS * max(1, offload.runtime.layout.top_k) * width * 4
+    return max(1, min(SPAN_PAGES, _SPAN_BYTES // page_bytes))
+
+
 def cuts(start: int, stop: int) -> list[tuple[int, int]]:
     """Return where pages begin and end, from `start` to `stop`."""
     found = []
@@ -64,7 +76,12 @@ def cuts(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def read_prompt(
-    forward: Callable[..., Any], ids: torch.Tensor, cache: Any, *, num_logits: int = 1
+    forward: Callable[..., Any],
+    ids: torch.Tensor,
+    cache: Any,
+    *,
+    num_logits: int = 1,
+    num_pages: int = SPAN_PAGES,
 ) -> torch.Tensor:
     """Put tokens into a cache behind those that it holds; return the logits of the last ones.
 
@@ -77,6 +94,8 @@ def read_prompt(
         One that `is_paged`. What a call that fails leaves in it is of no use.
     num_logits : int, default 1
         Tokens whose logits are wanted; 0: all of them.
+    num_pages : int
+        Pages to read together, at most.
 
     Returns
     -------
@@ -86,7 +105,7 @@ def read_prompt(
     stop, logits = start + ids.shape[1], []
     while start < stop:
         now, found = read_pages(
-            forward, ids[:, start - stop :], cache, SPAN_PAGES, num_logits=num_logits
+            forward, ids[:, start - stop :], cache, num_pages, num_logits=num_logits
         )
         logits += found
         start = now
@@ -113,7 +132,7 @@ def read_pages(
     forward, ids, cache, num_logits
         As those of `read_prompt`.
     num_pages : int
-        Pages to read, at most; more than `SPAN_PAGES` are not.
+        Pages to read, at most; they go through the model together.
     kept : list of Page, optional
         Gets the whole pages that were read.
     on_layer : callable (), optional
@@ -129,7 +148,7 @@ def read_pages(
     pages = cuts(start, stop)
     # A few tokens behind others go alone: they are decoded, whatever was cached before them.
     few = pages[-1][1] - pages[-1][0] <= FEW_TOKENS and pages[-1][0] > 0
-    span = pages[: max(1, min(num_pages, SPAN_PAGES, len(pages) - few))]
+    span = pages[: max(1, min(num_pages, len(pages) - few))]
     first = stop - num_logits if num_logits else start
 
     def page(begin: int, end: int, into: Any) -> torch.Tensor:

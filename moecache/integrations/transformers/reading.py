@@ -16,10 +16,10 @@ import moecache
 from moecache.decoding.prefixes import Page, PrefixCache
 from moecache.integrations.transformers.prompts import (
     PAGE_TOKENS,
-    SPAN_PAGES,
     has_pages,
     new_cache,
     read_pages,
+    span_pages,
 )
 from moecache.kernels import level
 
@@ -52,6 +52,7 @@ class PromptReader:
         self._model = model
         self._tokens = list(tokens)
         offload = getattr(model, "moecache", None)
+        self._span = span_pages(model)
         self._num_layers = 1 if offload is None else len(offload.paths)
         self._paged = has_pages(model)
         self._prefixes = prefixes if self._paged else None
@@ -96,7 +97,8 @@ class PromptReader:
             return logits
         kept: list[Page] | None = None if self._prefixes is None else []
         begun, layers = self.num_read, self._num_layers
-        wanted = min(num_pages, SPAN_PAGES) * PAGE_TOKENS
+        num_pages = min(num_pages, self._span)
+        wanted = num_pages * PAGE_TOKENS
         passed = itertools.count(1)
 
         def on_layer() -> None:

@@ -263,7 +263,16 @@ def test_sigterm_has_the_running_answer_finished_and_refuses_others(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "key").write_text("secret\n")
     command = [sys.executable, "-m", "moecache", "serve", str(directory), "--port", "0"]
-    command += ["--memory", "25%", "--api-key", f"@{tmp_path / 'key'}", "--host", "0.0.0.0"]
+    command += [
+        "--memory",
+        "25%",
+        "--parallel",
+        "1",
+        "--api-key",
+        f"@{tmp_path / 'key'}",
+        "--host",
+        "0.0.0.0",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         first = process.stderr.readline()

@@ -21,8 +21,8 @@ from moecache.errors import ConfigError
 from moecache.stores._paths import check_model
 
 DEFAULT_PORT = 8000
-# Of `serving.generating`, which imports torch.
-MOST_PARALLEL, DEFAULT_PARALLEL, SHARE_FOR_SEVERAL = 16, 4, 0.5
+# Rows of the decoding program, whose module is not loaded for the help.
+MOST_PARALLEL = 16
 
 
 def add_parser(commands: Any) -> None:
@@ -74,10 +74,10 @@ def add_parser(commands: Any) -> None:
     server.add_argument(
         "--parallel",
         type=int,
+        default=4,
         metavar="N",
-        help=f"answers generated at a time, 1 to {MOST_PARALLEL}, whose tokens come from one call; "
-        f"each is the one it is alone (default: {DEFAULT_PARALLEL} where the slots hold at least "
-        f"{SHARE_FOR_SEVERAL:.0%} of the experts, else 1)",
+        help=f"answers generated at a time, 1 to {MOST_PARALLEL}, their tokens by one call; each "
+        "is the one it is alone (default: 4; 1 where the model has no recipe)",
     )
     server.add_argument(
         "--max-new-tokens",
@@ -130,14 +130,14 @@ def run(arguments: argparse.Namespace) -> int:
                 _following.leading(model),
             ):
                 alone = why_alone(model)
-                if alone and (arguments.parallel or 1) > 1:
+                if alone and arguments.parallel > 1:
                     console.print(f"moecache: one answer at a time: {alone}")
                 engine = Engine(
                     model,
                     tokenizer,
                     _names(arguments.model),
                     most_waiting=arguments.queue,
-                    parallel=1 if alone else arguments.parallel or _parallel(model),
+                    parallel=1 if alone else arguments.parallel,
                     most_tokens=arguments.max_new_tokens,
                     prefixes=prefixes,
                 )
@@ -170,7 +170,7 @@ def _check(arguments: argparse.Namespace) -> str | None:
     """Refuse what cannot be used, before anything is loaded; return the key."""
     if arguments.queue < 0:
         raise ConfigError(f"--queue must not be negative, got {arguments.queue}")
-    if arguments.parallel is not None and not 1 <= arguments.parallel <= MOST_PARALLEL:
+    if not 1 <= arguments.parallel <= MOST_PARALLEL:
         raise ConfigError(f"--parallel must be from 1 to {MOST_PARALLEL}, got {arguments.parallel}")
     check_max_new_tokens(arguments)
     check_prefixes(arguments)
@@ -185,13 +185,6 @@ def _check(arguments: argparse.Namespace) -> str | None:
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError("--api-key must be of ASCII letters, digits and signs, without spaces")
     return key
-
-
-def _parallel(model: Any) -> int:
-    """Return how many answers are generated at a time, if nobody says."""
-    cache = model.moecache.runtime.cache
-    share = cache.capacity / (cache.num_layers * cache.num_experts)
-    return DEFAULT_PARALLEL if share >= SHARE_FOR_SEVERAL else 1
 
 
 def _names(model: str) -> tuple[str, ...]:

@@ -6,12 +6,14 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from moecache.serving.requests import read_request
 from tests.helpers.serving import Served, serving, until
 
 for package in ("torch", "transformers", "starlette", "uvicorn"):
@@ -139,7 +141,7 @@ def test_json_is_not_read_by_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> 
         gone = asyncio.get_running_loop().create_future()
         with contextlib.closing(engine_of(None, 100)) as engine:
             with pytest.raises(RequestError, match="noted"):
-                await engine.read(body, chat=False, gone=gone)
+                await engine.read(body, partial(read_request, chat=False), gone=gone)
             assert engine.num_waiting == 0
 
     monkeypatch.setattr(module, "read_request", note)
@@ -157,7 +159,10 @@ def test_a_prompt_whose_client_has_left_is_not_read(slow: SlowTokens) -> None:
             clients = [loop.create_future() for _ in range(2)]
             body = asked_for(BIG)
             reads = [
-                asyncio.ensure_future(engine.read(body, chat=False, gone=gone)) for gone in clients
+                asyncio.ensure_future(
+                    engine.read(body, partial(read_request, chat=False), gone=gone)
+                )
+                for gone in clients
             ]
             await asyncio.to_thread(until, lambda: slow.num_begun == 1)
             assert engine.num_waiting == 2
@@ -179,14 +184,16 @@ def test_a_server_that_ends_waits_for_no_prompt(slow: SlowTokens) -> None:
     async def end() -> None:
         gone = asyncio.get_running_loop().create_future()
         with contextlib.closing(engine_of(None, 100)) as engine:
-            read = asyncio.ensure_future(engine.read(asked_for(BIG), chat=False, gone=gone))
+            read = asyncio.ensure_future(
+                engine.read(asked_for(BIG), partial(read_request, chat=False), gone=gone)
+            )
             await asyncio.to_thread(until, lambda: slow.num_begun == 1)
             engine.drain()
             with pytest.raises(RequestError, match="the server ends") as refused:
                 await read
             assert (refused.value.status, engine.totals.refused) == (503, 1)
             with pytest.raises(RequestError, match="the server ends"):
-                await engine.read(asked_for("small"), chat=False, gone=gone)
+                await engine.read(asked_for("small"), partial(read_request, chat=False), gone=gone)
             slow.may_end.set()
 
     asyncio.run(end())
@@ -223,7 +230,7 @@ def test_a_prompt_that_cannot_fit_is_refused_without_its_tokens(
     async def ask(data: bytes) -> Any:
         gone = asyncio.get_running_loop().create_future()
         with contextlib.closing(engine_of(tokenizer, 1000)) as engine:
-            return await engine.read(data, chat=chat, gone=gone)
+            return await engine.read(data, partial(read_request, chat=chat), gone=gone)
 
     with pytest.raises(RequestError, match=r"at least [0-9]+ tokens leaves no room") as refused:
         asyncio.run(ask(body("", BIG)))

@@ -62,6 +62,31 @@ def test_what_is_asked_is_read() -> None:
     assert asked == expected
 
 
+def test_how_tokens_are_drawn_is_read() -> None:
+    """A bias of a token by its number, as JSON has only strings for names."""
+    asked = read(
+        {
+            "messages": HELLO,
+            "n": 3,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "presence_penalty": -1,
+            "frequency_penalty": 2,
+            "logit_bias": {"7": -100, "12": 0.5},
+            "logprobs": True,
+            "top_logprobs": 4,
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+    )
+    assert (asked.num_choices, asked.min_p, asked.repetition_penalty) == (3, 0.1, 1.1)
+    assert (asked.presence_penalty, asked.frequency_penalty) == (-1.0, 2.0)
+    assert asked.logit_bias == {7: -100.0, 12: 0.5}
+    assert asked.num_logprobs == 4
+    assert asked.template == {"enable_thinking": False}
+    assert read({"messages": HELLO, "logprobs": True}).num_logprobs == 0
+    assert read({"prompt": "a", "logprobs": 2}, chat=False).num_logprobs == 2
+
+
 def test_what_is_left_out_is_the_models_own() -> None:
     """A completion has 16 tokens then; seeds differ."""
     chat, text = read({"messages": HELLO}), read({"prompt": "hello"}, chat=False)
@@ -110,7 +135,21 @@ def test_what_is_left_out_is_the_models_own() -> None:
         ({"stop": 3}, 400, "stop", "got a number"),
         ({"stream": 1}, 400, "stream", "true or false"),
         ({"stream_options": []}, 400, "stream_options", "got a list"),
-        ({"n": 2}, 400, "n", "not supported"),
+        ({"n": 17}, 400, "n", "at most 16"),
+        ({"n": 0}, 400, "n", "at least 1"),
+        ({"best_of": 2}, 400, "best_of", "not supported"),
+        ({"min_p": 1.5}, 400, "min_p", "between 0 and 1"),
+        ({"presence_penalty": 3}, 400, "presence_penalty", "between -2 and 2"),
+        ({"frequency_penalty": "x"}, 400, "frequency_penalty", "got a string"),
+        ({"repetition_penalty": 0}, 400, "repetition_penalty", "between 0.01 and 100"),
+        ({"logit_bias": [1]}, 400, "logit_bias", "got a list"),
+        ({"logit_bias": {"a": 1}}, 400, "logit_bias", "not the number of a token"),
+        ({"logit_bias": {"7": 101}}, 400, "7", "between -100 and 100"),
+        ({"logprobs": 1}, 400, "logprobs", "true or false"),
+        ({"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "at most 20"),
+        ({"chat_template_kwargs": 1}, 400, "chat_template_kwargs", "an object"),
+        ({"chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs", "a field of"),
         ({"tools": [{}]}, 400, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
     ],

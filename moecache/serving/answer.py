@@ -5,15 +5,17 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moecache.decoding.prefixes import PrefixCache
-from moecache.decoding.sampler import Sampler
+from moecache.decoding.sampler import Sampler, Sampling
 from moecache.integrations.transformers import generation, streams
 from moecache.integrations.transformers.continuing import Text
 from moecache.serving.generating import Generating
+from moecache.serving.logprobs import Noted, NotingSampler
 from moecache.serving.requests import Asked
 from moecache.serving.stops import StopText
 from moecache.telemetry import RuntimeStats
@@ -88,6 +90,8 @@ class Answer:
     left : bool
         Whether it was stopped, as nobody wants it any more.
     stream : TextStream
+    noted : deque of Noted
+        Tokens with their probabilities, if they are asked for; whoever sends them takes them out.
     """
 
     def __init__(
@@ -107,7 +111,9 @@ class Answer:
         self.left = self._cut = False
         self.started_s = time.perf_counter()
         self.stream = streams.TextStream(tokenizer, prompt, self._write, self._end_prefill)
+        self.noted: deque[Noted] = deque()
         self._model = model
+        self._tokenizer = tokenizer
         self._prompt = prompt
         self._most_tokens = asked.max_tokens or most_tokens
         self._queued_s = queued_s
@@ -171,7 +177,7 @@ class Answer:
         return Text(
             self._model,
             tokens,
-            Sampler(drawn, tokens),
+            self._sampler(drawn, tokens),
             self.stream,
             max_new_tokens=self._most_tokens,
             prefixes=self._prefixes,
@@ -188,6 +194,7 @@ class Answer:
                 self.stream,
                 max_new_tokens=self._most_tokens,
                 prefixes=self._prefixes,
+                make_sampler=self._sampler,
                 **self._sampling(),
             )
         self.end()
@@ -199,8 +206,21 @@ class Answer:
             "temperature": asked.temperature,
             "top_p": asked.top_p,
             "top_k": asked.top_k,
+            "min_p": asked.min_p,
+            "repetition_penalty": asked.repetition_penalty,
+            "presence_penalty": asked.presence_penalty,
+            "frequency_penalty": asked.frequency_penalty,
+            "logit_bias": asked.logit_bias,
             "seed": asked.seed,
         }
+
+    def _sampler(self, drawn: Sampling, tokens: Sequence[int]) -> Sampler:
+        """Return what draws tokens, and notes their probabilities if they are asked for."""
+        if self.asked.num_logprobs is None:
+            return Sampler(drawn, tokens)
+        sampler = NotingSampler(drawn, tokens, self.asked.num_logprobs, self._tokenizer)
+        self.noted = sampler.noted
+        return sampler
 
     def end(self) -> None:
         """Note what a text that is over has cost."""

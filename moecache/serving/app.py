@@ -1,7 +1,6 @@
 """The routes: OpenAI's protocol, health and metrics, and the page."""
 
-import asyncio
-import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from importlib.resources import files
@@ -12,24 +11,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from moecache.errors import MoeCacheError
-from moecache.serving.answer import Answer
 from moecache.serving.bodies import Bodies
+from moecache.serving.completions import Completions
 from moecache.serving.engine import Engine
 from moecache.serving.errors import RequestError, error_body
 from moecache.serving.guard import Guard
-from moecache.serving.replies import SIGN_OF_LIFE, Reply, event
+from moecache.serving.replies import Reply
+from moecache.serving.requests import read_request
 from moecache.serving.state import snapshot
 from moecache.telemetry import PrometheusCollector
 
-# Errors that a model may raise; any other is a mistake of this server, logged with its trace.
-FAILURES = (MoeCacheError, OSError, MemoryError, RuntimeError, ValueError)
-_CUT_OFF = "the server ended before the answer did; ask again"
 # Nothing is loaded from elsewhere, and no other site shows the page in a frame.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -38,12 +33,6 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-store"),
-    # nginx would hold parts back.
-    (b"x-accel-buffering", b"no"),
-]
 
 
 def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1") -> Starlette:
@@ -64,6 +53,9 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
     registry.register(_Collector(engine))
     page = files("moecache.serving").joinpath("page.html").read_text(encoding="utf-8")
     entry = {"object": "model", "created": begun, "owned_by": "moecache"}
+
+    def completions(*, chat: bool) -> Completions:
+        return Completions(engine, bodies, functools.partial(read_request, chat=chat), Reply)
 
     async def show_page(_: Request) -> Response:
         return HTMLResponse(page, headers=_PAGE_HEADERS)
@@ -98,10 +90,8 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/moecache/state", state),
-            Route(
-                "/v1/chat/completions", _Completions(engine, bodies, chat=True), methods=["POST"]
-            ),
-            Route("/v1/completions", _Completions(engine, bodies, chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", completions(chat=True), methods=["POST"]),
+            Route("/v1/completions", completions(chat=False), methods=["POST"]),
         ],
         middleware=[Middleware(Guard, key=key, host=host)],
         exception_handlers={
@@ -110,73 +100,6 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
             Exception: _failed,
         },
     )
-
-
-class _Completions:
-    """Answers completions, whole or in parts; an ASGI application."""
-
-    def __init__(self, engine: Engine, bodies: Bodies, *, chat: bool) -> None:
-        self._engine = engine
-        self._bodies = bodies
-        self._chat = chat
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; one whose client leaves is not answered, and not generated on."""
-        engine = self._engine
-        with contextlib.ExitStack() as stack:
-            try:
-                async with self._bodies.held(scope, receive) as body:
-                    gone = asyncio.ensure_future(_disconnected(receive))
-                    stack.callback(gone.cancel)
-                    read = await engine.read(body, chat=self._chat, gone=gone)
-            except ClientDisconnect:
-                return
-            # Nothing is awaited in between, so the place in the queue is kept.
-            answer = None if read is None else await engine.begin(*read, gone)
-            if answer is None:
-                return
-            stack.callback(answer.stop)
-            await self._send(answer, scope, receive, send)
-
-    async def _send(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(answer.asked, self._engine.names[0])
-        if answer.asked.stream:
-            await _send_parts(answer, reply, send)
-            return
-        try:
-            text = "".join([part async for part in answer.parts()])
-        except FAILURES as error:
-            raise RequestError(500, f"the model failed: {error}") from error
-        if answer.cost is None:
-            # Nobody reads this if it is the client that has left.
-            raise RequestError(503, _CUT_OFF)
-        await JSONResponse(reply.whole(text, answer.cost))(scope, receive, send)
-
-
-async def _send_parts(answer: Answer, reply: Reply, send: Send) -> None:
-    async def write(body: bytes, *, more: bool = True) -> None:
-        await send({"type": "http.response.body", "body": body, "more_body": more})
-
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-    if first := reply.first():
-        await write(first)
-    try:
-        async for part in answer.parts():
-            await write(reply.part(part) if part else SIGN_OF_LIFE)
-    except FAILURES as error:
-        # The status was sent: the error is an event, and nothing says that the answer is complete.
-        await write(event(error_body(500, f"the model failed: {error}")), more=False)
-        return
-    if answer.cost is None:
-        await write(event(error_body(503, _CUT_OFF)), more=False)
-    else:
-        await write(reply.last(answer.cost), more=False)
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return once the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _refused(_: Request, error: Exception) -> Response:

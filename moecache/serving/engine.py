@@ -5,7 +5,7 @@ import copy
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from moecache.decoding.prefixes import PrefixCache
 from moecache.errors import ConfigError
@@ -14,12 +14,19 @@ from moecache.integrations.transformers.token_bound import TokenBound
 from moecache.serving.answer import Answer
 from moecache.serving.errors import RequestError
 from moecache.serving.generating import Generating
-from moecache.serving.requests import Asked, read_request
+from moecache.serving.requests import Asked
 
 # The largest Retry-After, however long the queue is.
 _MOST_RETRY_S = 120
 # Tokenised within some 20 ms; 2 MiB take 2.6 s.
 _SMALL_BYTES = 64 * 1024
+
+
+class Reader(Protocol):
+    """Reads requests of a protocol."""
+
+    def __call__(self, body: bytes | bytearray, *, models: tuple[str, ...]) -> Asked:
+        """Return what a request asks for; a RequestError if it is none."""
 
 
 @dataclass
@@ -125,7 +132,7 @@ class Engine:
         return self._answers[0] if self._answers else None
 
     async def read(
-        self, body: bytes | bytearray, *, chat: bool, gone: "asyncio.Future[Any]"
+        self, body: bytes | bytearray, reader: Reader, *, gone: "asyncio.Future[Any]"
     ) -> tuple[Asked, Any] | None:
         """Return what a request asks for and its tokens; `None` if the client left before.
 
@@ -135,8 +142,8 @@ class Engine:
         ----------
         body : bytes or bytearray
             JSON.
-        chat : bool
-            Whether this is a chat completion; else a completion.
+        reader : callable (body, models=names)
+            Returns what a request of its protocol asks for.
         gone : Future
             Done once the client has left.
 
@@ -153,7 +160,7 @@ class Engine:
         self._check_room()
         executor, tokenizer = self._big if len(body) > _SMALL_BYTES else self._small
         loop = asyncio.get_running_loop()
-        job = loop.run_in_executor(executor, self._read, tokenizer, body, chat)
+        job = loop.run_in_executor(executor, self._read, tokenizer, body, reader)
         self._reading.add(job)
         try:
             await asyncio.wait((job, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -168,13 +175,13 @@ class Engine:
             raise _ending()
         return job.result()
 
-    def _read(self, tokenizer: Any, body: bytes | bytearray, chat: bool) -> tuple[Asked, Any]:
-        asked = read_request(body, chat=chat, models=self.names)
+    def _read(self, tokenizer: Any, body: bytes | bytearray, reader: Reader) -> tuple[Asked, Any]:
+        asked = reader(body, models=self.names)
         try:
             if len(body) > _SMALL_BYTES:
                 self._check_length(tokenizer, asked)
             if asked.messages is not None:
-                prompt = generation.encode_chat(tokenizer, asked.messages)
+                prompt = generation.encode_chat(tokenizer, asked.messages, asked.template)
             else:
                 prompt = generation.encode(tokenizer, asked.prompt or "")
             generation.find_room(self.model, prompt.shape[1])
@@ -190,7 +197,7 @@ class Engine:
             return
         if asked.messages is not None:
             # Parts of the messages that a template leaves out take no tokens.
-            text = generation.render_chat(tokenizer, asked.messages)
+            text = generation.render_chat(tokenizer, asked.messages, asked.template)
         else:
             text = asked.prompt or ""
         generation.find_room(self.model, self._bound.least(text), at_least=True)

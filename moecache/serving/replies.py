@@ -4,9 +4,13 @@ import dataclasses
 import json
 import time
 import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moecache.serving.answer import Cost
+from moecache.serving.errors import error_body
+from moecache.serving.logprobs import Noted, chat_logprobs, completion_logprobs
 from moecache.serving.requests import Asked
 
 DONE = b"data: [DONE]\n\n"
@@ -14,8 +18,27 @@ DONE = b"data: [DONE]\n\n"
 SIGN_OF_LIFE = b": the answer is on its way\n\n"
 
 
+@dataclass(frozen=True)
+class Choice:
+    """One of the answers to a request, complete.
+
+    Attributes
+    ----------
+    text : str
+    noted : tuple of Noted
+        Its tokens with their probabilities, if they were asked for.
+    cost : Cost
+    """
+
+    text: str
+    noted: tuple[Noted, ...]
+    cost: Cost
+
+
 class Reply:
-    """One answer in the shape of the protocol: everything but the text is fixed.
+    """The answers to a request in the shape of OpenAI's completions.
+
+    Parts are written in order: `first`, `part`, `end` for each choice, then `last`.
 
     Parameters
     ----------
@@ -26,6 +49,9 @@ class Reply:
 
     def __init__(self, asked: Asked, model: str) -> None:
         self._asked = asked
+        self._index = -1
+        self._offset = 0
+        self._costs: list[Cost] = []
         self._head = {
             "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": "chat.completion" if asked.is_chat else "text_completion",
@@ -33,40 +59,66 @@ class Reply:
             "model": model,
         }
 
-    def whole(self, text: str, cost: Cost) -> dict[str, Any]:
-        """Return the answer in one."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": cost.finish}
-        choice |= {"message": message} if self._asked.is_chat else {"text": text}
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return all answers in one."""
+        cost = combined([choice.cost for choice in choices])
         return {
             **self._head,
-            "choices": [choice],
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
             "usage": _usage(cost),
             "moecache": _figures(cost),
         }
 
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {
+            "index": index,
+            "logprobs": self._logprobs(choice.noted),
+            "finish_reason": choice.cost.finish,
+            **({"message": message} if self._asked.is_chat else {"text": choice.text}),
+        }
+
     def first(self) -> bytes:
-        """Return what comes before any text: nothing in a completion."""
+        """Return what comes before any text of a choice: nothing in a completion."""
+        self._index += 1
+        self._offset = 0
         if not self._asked.is_chat:
             return b""
         return self._chunk({"role": "assistant", "content": ""})
 
-    def part(self, text: str) -> bytes:
-        """Return a part of the text."""
-        return self._chunk({"content": text} if self._asked.is_chat else text)
+    def part(self, text: str, noted: Sequence[Noted] = ()) -> bytes:
+        """Return a part of a choice's text, and the tokens that were drawn meanwhile."""
+        return self._chunk({"content": text} if self._asked.is_chat else text, noted)
 
-    def last(self, cost: Cost) -> bytes:
-        """Return what comes after the text: how it ended, and what it took."""
-        end = self._chunk({} if self._asked.is_chat else "", cost)
-        if self._asked.include_usage:
-            end += self._event({"choices": [], "usage": _usage(cost)})
-        return end + DONE
+    def end(self, cost: Cost, noted: Sequence[Noted] = ()) -> bytes:
+        """Return what comes after the text of a choice: how it ended, and what it took."""
+        self._costs.append(cost)
+        return self._chunk({} if self._asked.is_chat else "", noted, cost)
 
-    def _chunk(self, content: Any, cost: Cost | None = None) -> bytes:
+    def last(self) -> bytes:
+        """Return what comes after all choices."""
+        if not self._asked.include_usage:
+            return DONE
+        return self._event({"choices": [], "usage": _usage(combined(self._costs))}) + DONE
+
+    def failure(self, status: int, message: str) -> bytes:
+        """Return what comes instead of the rest."""
+        return event(error_body(status, message))
+
+    def _logprobs(self, noted: Sequence[Noted]) -> dict[str, Any] | None:
+        if self._asked.num_logprobs is None:
+            return None
+        if self._asked.is_chat:
+            return chat_logprobs(noted)
+        offset = self._offset
+        self._offset += sum(len(each.text) for each in noted)
+        return completion_logprobs(noted, offset)
+
+    def _chunk(self, content: Any, noted: Sequence[Noted] = (), cost: Cost | None = None) -> bytes:
         choice: dict[str, Any] = {
-            "index": 0,
+            "index": self._index,
             "delta" if self._asked.is_chat else "text": content,
-            "logprobs": None,
+            "logprobs": self._logprobs(noted) if noted else None,
             "finish_reason": None if cost is None else cost.finish,
         }
         more: dict[str, Any] = {} if cost is None else {"moecache": _figures(cost)}
@@ -79,6 +131,23 @@ class Reply:
         if self._asked.is_chat:
             head["object"] = "chat.completion.chunk"
         return event({**head, **fields})
+
+
+def combined(costs: Sequence[Cost]) -> Cost:
+    """Return what several answers to one prompt took together: the prompt counts once."""
+    first = costs[0]
+    if len(costs) == 1:
+        return first
+    summed = {
+        name: sum(getattr(cost, name) for cost in costs)
+        for name in (
+            *("completion_tokens", "queued_s", "prefill_s", "decode_s", "waited_s"),
+            *("bytes_read", "num_hits", "num_misses"),
+        )
+    }
+    num_later = summed["completion_tokens"] - len(costs)
+    rate = num_later / summed["decode_s"] if summed["decode_s"] > 0 else 0.0
+    return dataclasses.replace(first, tokens_per_s=rate, **summed)
 
 
 def event(fields: dict[str, Any]) -> bytes:

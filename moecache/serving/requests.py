@@ -1,37 +1,34 @@
 """Asked: a client's request, read from JSON that nobody vouches for."""
 
 import json
-import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any
 
 from moecache.errors import ConfigError
 from moecache.serving.errors import RequestError
+from moecache.serving.fields import Fields, kind_of, refuse, refuse_constant, text_of
 from moecache.units import check_seed
 
 # The length of a completion without max_tokens, by OpenAI's protocol.
 _COMPLETION_TOKENS = 16
 _MOST_STOPS = 16
 _MOST_STOP_CHARACTERS = 1000
+_MOST_CHOICES = 16
+_MOST_LOGPROBS = 20
+_MOST_BIASES = 4096
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # Fields that would change the answer and are not supported, and values with which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "n": (1,),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 
 
@@ -56,6 +53,18 @@ class Asked:
         The answer ends before the first of these.
     stream, include_usage : bool
         Whether the answer comes in parts, with the usage after the last one.
+    min_p, repetition_penalty : float or None
+        `None`: as the model's generation_config.json says.
+    presence_penalty, frequency_penalty : float
+    logit_bias : dict of int to float
+        Added to the logits of tokens.
+    num_choices : int
+        Answers to the same prompt, with seeds that follow each other.
+    num_logprobs : int or None
+        Likeliest tokens that are told at each place, beside the one that was drawn; `None`: no
+        probabilities are told.
+    template : dict
+        Variables for the chat template.
     """
 
     messages: tuple[dict[str, str], ...] | None
@@ -68,6 +77,14 @@ class Asked:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    num_choices: int = 1
+    num_logprobs: int | None = None
+    template: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_chat(self) -> bool:
@@ -93,12 +110,12 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
         If it is no such request, or asks for something that is not supported.
     """
     try:
-        given = json.loads(body.decode(), parse_constant=_refuse_constant)
+        given = json.loads(body.decode(), parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is no JSON: {error}") from error
     if not isinstance(given, dict):
-        raise RequestError(400, f"the body is {_kind(given)}, not a JSON object")
-    fields = _Fields(given)
+        raise RequestError(400, f"the body is {kind_of(given)}, not a JSON object")
+    fields = Fields(given)
     for name, neutral in _NEUTRAL.items():
         value = given.get(name)
         if value is not None and value not in neutral:
@@ -127,57 +144,19 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
         seed=_seed(fields),
         stop=_stop(given.get("stop")),
         stream=fields.flag("stream"),
-        include_usage=_Fields(options).flag("include_usage"),
+        include_usage=Fields(options).flag("include_usage"),
+        min_p=fields.number("min_p", 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 100),
+        presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,
+        frequency_penalty=fields.number("frequency_penalty", -2, 2) or 0.0,
+        logit_bias=_logit_bias(fields),
+        num_choices=fields.whole("n", 1, _MOST_CHOICES) or 1,
+        num_logprobs=_num_logprobs(fields, chat=chat),
+        template=_template(fields) if chat else {},
     )
 
 
-class _Fields:
-    """Values of an object's fields, each of the type that it should be."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
-
-    def text(self, name: str) -> str | None:
-        value = self._given.get(name)
-        if value is not None and not isinstance(value, str):
-            _refuse(name, value, "a string")
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self._given.get(name)
-        if value is not None and not isinstance(value, bool):
-            _refuse(name, value, "true or false")
-        return bool(value)
-
-    def table(self, name: str) -> dict[str, Any]:
-        value = self._given.get(name)
-        if value is not None and not isinstance(value, dict):
-            _refuse(name, value, "an object")
-        return value or {}
-
-    def whole(self, name: str, least: int | None = None) -> int | None:
-        value = self._given.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            _refuse(name, value, "a whole number")
-        if least is not None and value < least:
-            raise RequestError(400, f"{name} must be at least {least}", param=name)
-        return int(value)
-
-    def number(self, name: str, least: float, most: float) -> float | None:
-        value = self._given.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            _refuse(name, value, "a number")
-        # Compared first: an int may be too large for a float.
-        if not least <= value <= most or not math.isfinite(value):
-            raise RequestError(400, f"{name} must be between {least} and {most}", param=name)
-        return float(value)
-
-
-def _seed(fields: _Fields) -> int:
+def _seed(fields: Fields) -> int:
     seed = fields.whole("seed")
     if seed is None:
         return secrets.randbelow(2**31)
@@ -187,7 +166,7 @@ def _seed(fields: _Fields) -> int:
         raise RequestError(400, str(error), param="seed") from error
 
 
-def _temperature(fields: _Fields) -> float | None:
+def _temperature(fields: Fields) -> float | None:
     value = fields.number("temperature", 0, 100)
     if value is not None and 0 < value < 0.01:
         raise RequestError(
@@ -196,17 +175,56 @@ def _temperature(fields: _Fields) -> float | None:
     return value
 
 
+def _template(fields: Fields) -> dict[str, Any]:
+    given = fields.table("chat_template_kwargs")
+    if "tools" in given:
+        raise RequestError(
+            400,
+            "chat_template_kwargs has tools; they are a field of the request",
+            param="chat_template_kwargs",
+        )
+    return given
+
+
+def _logit_bias(fields: Fields) -> dict[int, float]:
+    given = fields.table("logit_bias")
+    if len(given) > _MOST_BIASES:
+        raise RequestError(
+            400, f"logit_bias has {len(given)} tokens, more than {_MOST_BIASES}", param="logit_bias"
+        )
+    biases = Fields(given)
+    found = {}
+    for name in given:
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            raise RequestError(
+                400, f"logit_bias: {name[:40]!r} is not the number of a token", param="logit_bias"
+            )
+        found[int(name)] = biases.number(name, -100, 100) or 0.0
+    return found
+
+
+def _num_logprobs(fields: Fields, *, chat: bool) -> int | None:
+    if not chat:
+        return fields.whole("logprobs", 0, _MOST_LOGPROBS)
+    num = fields.whole("top_logprobs", 0, _MOST_LOGPROBS)
+    if not fields.flag("logprobs"):
+        if num:
+            raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return None
+    return num or 0
+
+
 def _messages(given: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
-        _refuse("messages", messages, "a list of messages, at least one")
+        refuse("messages", messages, "a list of messages, at least one")
     return tuple(_message(number, message) for number, message in enumerate(messages))
 
 
 def _message(number: int, message: Any) -> dict[str, str]:
     name = f"messages[{number}]"
     if not isinstance(message, dict):
-        _refuse(name, message, "an object with role and content")
+        refuse(name, message, "an object with role and content")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(
@@ -221,7 +239,7 @@ def _message(number: int, message: Any) -> dict[str, str]:
         )
     elif content is None and role == "assistant":
         content = ""
-    return {"role": _ROLES[role], "content": _text(f"{name}.content", content)}
+    return {"role": _ROLES[role], "content": text_of(f"{name}.content", content)}
 
 
 def _part(name: str, part: Any) -> str:
@@ -229,7 +247,7 @@ def _part(name: str, part: Any) -> str:
         raise RequestError(
             400, f'{name} must be of type "text": images and audio are not supported', param=name
         )
-    return _text(f"{name}.text", part.get("text"))
+    return text_of(f"{name}.text", part.get("text"))
 
 
 def _prompt(given: Mapping[str, Any]) -> str:
@@ -242,7 +260,7 @@ def _prompt(given: Mapping[str, Any]) -> str:
             "prompt must be one string; send a request for each, and text instead of tokens",
             param="prompt",
         )
-    return _text("prompt", prompt)
+    return text_of("prompt", prompt)
 
 
 def _stop(stop: Any) -> tuple[str, ...]:
@@ -252,34 +270,10 @@ def _stop(stop: Any) -> tuple[str, ...]:
             400, f"stop has {len(stops)} strings, more than {_MOST_STOPS}", param="stop"
         )
     for one in stops:
-        if not 1 <= len(_text("stop", one)) <= _MOST_STOP_CHARACTERS:
+        if not 1 <= len(text_of("stop", one)) <= _MOST_STOP_CHARACTERS:
             raise RequestError(
                 400,
                 f"a string of stop must have between 1 and {_MOST_STOP_CHARACTERS} characters",
                 param="stop",
             )
     return tuple(stops)
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        _refuse(name, value, "a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        # JSON can write half of a character, which is no text.
-        raise RequestError(400, f"{name} has a lone surrogate, {error.start}", param=name) from None
-    return str(value)
-
-
-def _refuse(name: str, value: Any, wanted: str) -> NoReturn:
-    raise RequestError(400, f"{name} must be {wanted}, got {_kind(value)}", param=name)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return kinds.get(type(value), "nothing" if value is None else "a number")

@@ -1,10 +1,11 @@
 """Text in, text out: the command line's use of transformers beside the model."""
 
 import contextlib
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,11 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool = False) -> torch.Tensor:
     return _prompt_of(ids)
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> torch.Tensor:
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+) -> torch.Tensor:
     """Return a conversation's tokens with the beginning of an answer, int64 [1, tokens].
 
     Parameters
@@ -143,16 +148,23 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> torch.
     tokenizer : PreTrainedTokenizerBase
     messages : sequence of mapping
         Each with a "role" and its "content".
+    variables : mapping, optional
+        What the template may look at beside: `tools`, `enable_thinking` and the like.
 
     Raises
     ------
     ConfigError
         If the tokenizer has no chat template, or the template refuses these messages.
     """
-    return _prompt_of(_apply_template(tokenizer, messages, tokenize=True)["input_ids"])
+    found = _apply_template(tokenizer, messages, variables, tokenize=True)
+    return _prompt_of(found["input_ids"])
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """Return the text of which `encode_chat` makes tokens.
 
     Raises
@@ -160,16 +172,31 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
     ConfigError
         As `encode_chat`.
     """
-    return str(_apply_template(tokenizer, messages, tokenize=False))
+    return str(_apply_template(tokenizer, messages, variables, tokenize=False))
 
 
 def _apply_template(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, tokenize: bool
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    tokenize: bool,
 ) -> Any:
     check_chat(tokenizer)
+    variables = variables or {}
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name in variables:
+        if name in taken and name != "tools":
+            raise ConfigError(
+                f"{name!r} is not for a chat template to look at; leave it out of its variables"
+            )
     try:
         return tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=tokenize, return_dict=True
+            list(messages),
+            add_generation_prompt=True,
+            tokenize=tokenize,
+            return_dict=True,
+            **variables,
         )
     except MemoryError:
         raise
@@ -283,6 +310,7 @@ def continue_tokens(
     seed: int = 0,
     mask: Mask | None = None,
     prefixes: PrefixCache | None = None,
+    make_sampler: Callable[[Sampling, Sequence[int]], Sampler] = Sampler,
     **sampling: Any,
 ) -> int:
     """Generate tokens, and return how many at most: fewer if the context is full.
@@ -300,6 +328,8 @@ def continue_tokens(
         Which tokens may come.
     prefixes : PrefixCache, optional
         Pages of earlier prompts, as `open_prefixes` gives it.
+    make_sampler : callable (Sampling, sequence of int), optional
+        Gives what draws tokens behind a prompt.
     **sampling
         Fields of `Sampling`; by default what generation_config.json says.
 
@@ -320,7 +350,7 @@ def continue_tokens(
             continue_text(
                 model,
                 tokens,
-                Sampler(drawn, tokens),
+                make_sampler(drawn, tokens),
                 streamer,
                 max_new_tokens=max_new_tokens,
                 mask=mask,

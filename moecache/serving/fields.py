@@ -1,0 +1,94 @@
+"""Fields: values of JSON that nobody vouches for, each of the type that it should be."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from moecache.serving.errors import RequestError
+
+
+class Fields:
+    """Values of an object's fields; a RequestError names the field that is wrong.
+
+    Parameters
+    ----------
+    given : mapping of str to Any
+        The object. A field that is `null` is as one that is left out.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+
+    def text(self, name: str) -> str | None:
+        """Return a string, or `None`."""
+        value = self._given.get(name)
+        if value is not None and not isinstance(value, str):
+            refuse(name, value, "a string")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Return a boolean; false if there is none."""
+        value = self._given.get(name)
+        if value is not None and not isinstance(value, bool):
+            refuse(name, value, "true or false")
+        return bool(value)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Return an object; empty if there is none."""
+        value = self._given.get(name)
+        if value is not None and not isinstance(value, dict):
+            refuse(name, value, "an object")
+        return value or {}
+
+    def whole(self, name: str, least: int | None = None, most: int | None = None) -> int | None:
+        """Return a whole number within bounds, or `None`."""
+        value = self._given.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            refuse(name, value, "a whole number")
+        if least is not None and value < least:
+            raise RequestError(400, f"{name} must be at least {least}", param=name)
+        if most is not None and value > most:
+            raise RequestError(400, f"{name} must be at most {most}", param=name)
+        return int(value)
+
+    def number(self, name: str, least: float, most: float) -> float | None:
+        """Return a number within bounds, or `None`."""
+        value = self._given.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            refuse(name, value, "a number")
+        # Compared first: an int may be too large for a float.
+        if not least <= value <= most or not math.isfinite(value):
+            raise RequestError(400, f"{name} must be between {least} and {most}", param=name)
+        return float(value)
+
+
+def text_of(name: str, value: Any) -> str:
+    """Return a value that has to be a text."""
+    if not isinstance(value, str):
+        refuse(name, value, "a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        # JSON can write half of a character, which is no text.
+        raise RequestError(400, f"{name} has a lone surrogate, {error.start}", param=name) from None
+    return str(value)
+
+
+def refuse(name: str, value: Any, wanted: str) -> NoReturn:
+    """Raise a RequestError that says what a field should be, and what it is."""
+    raise RequestError(400, f"{name} must be {wanted}, got {kind_of(value)}", param=name)
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """Raise a ValueError for NaN and the like."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def kind_of(value: Any) -> str:
+    """Return JSON's word for the type of a value."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return kinds.get(type(value), "nothing" if value is None else "a number")

@@ -176,9 +176,9 @@ cdef class KeyValues:
 cdef class Program:
     """Computes a decoder's logits for a few tokens, as a recipe says.
 
-    A call begins with `begin` or `begin_together`; while `run` returns a layer, its experts are to be computed from
-    `normed` into `rows` by the caller, as some of them are not resident. What is read stays as it
-    is until the next call. Not for two threads at once.
+    A call begins with `begin` or `begin_together`; while `run` returns a layer, its experts are to
+    be computed from `normed` into `rows` by the caller, as some of them are not resident. What is
+    read stays as it is until the next call. Not for two threads at once.
 
     Hidden states, norms, sums and logits are float32; a row's bits depend neither on the other rows
     nor on threads nor on where experts are.

@@ -35,6 +35,8 @@ class Program:
     def rows(self) -> np.ndarray: ...
     @property
     def busy_ns(self) -> np.ndarray: ...
+    @property
+    def num_computed(self) -> np.ndarray: ...
     def __new__(cls, recipe: Recipe, cache: ExpertCache) -> Self: ...
     def begin(
         self,
@@ -44,8 +46,9 @@ class Program:
         begins: np.ndarray,
         cos: np.ndarray,
         sin: np.ndarray,
-        observe: Callable[[int, np.ndarray, None], object] | None = None,
+        observe: Callable[[int, np.ndarray, np.ndarray | None], object] | None = None,
         *,
+        sequences: np.ndarray | None = None,
         is_spread: bool = False,
     ) -> None: ...
     def begin_together(
@@ -54,8 +57,9 @@ class Program:
         lengths: np.ndarray,
         cos: np.ndarray,
         sin: np.ndarray,
-        observe: Callable[[int, np.ndarray, None], object] | None = None,
+        observe: Callable[[int, np.ndarray, np.ndarray | None], object] | None = None,
         *,
+        sequences: np.ndarray | None = None,
         is_spread: bool = False,
     ) -> None: ...
     def run(self) -> int: ...

@@ -153,6 +153,10 @@ class StepSource:
         self.count_resident(num)
         self._look_at_pins()
 
+    def names_of(self, num_rows: int) -> np.ndarray | None:
+        """Return each row's sequence, int32 [num_rows], by `begin_batch`; `None`: all are one."""
+        return self._batch.names_of(num_rows)
+
     def begin_batch(self, size: int) -> None:
         """Say that `size` sequences begin side by side; see `ExpertRuntime.begin_sequence`."""
         self._batch = self._batch.following(size)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from moecache._prefault import lock_pages
 from moecache.errors import CapacityError, ConfigError, FormatError, MoeCacheError
+from moecache.kernels._kernels import Tiler
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
 from moecache.slots._held import Held, hold_all
@@ -66,6 +67,7 @@ class HostSlots:
         self._lent: dict[int, dict[str, np.ndarray]] = {}
         self._bounces: list[dict[str, np.ndarray]] = []
         self._converts = _converts(self._held)
+        self._fills = [_all_tiled(roles) for roles in self._held]
         self._num_buffers = _num_buffers(layout) if self._converts else 0
         for name, stride in _strides(self._held).items():
             try:
@@ -196,6 +198,52 @@ class HostSlots:
             for name, held in self._held[layer].items()
         }
 
+    @property
+    def fills_all(self) -> bool:
+        """Whether compiled code can fill every layer's slots, see `fills`."""
+        return all(self._fills)
+
+    def fills(self, slot: int, layer: int) -> tuple[tuple[Tiler, str, np.ndarray], ...]:
+        """Return how compiled code fills a slot, after which `finish` stands for `upload`.
+
+        The tiler, the role and the slot's array of each role in compute form; nothing if only
+        `upload` fills the slot, or the parts that were read are the slot's own.
+        """
+        tilers = self._fills[layer]
+        if not tilers:
+            return ()
+        slabs, _ = self._open()
+        roles = self._held[layer]
+        return tuple(
+            (tiler, name, slabs[name][slot, : roles[name].nbytes]) for name, tiler in tilers
+        )
+
+    def finish(
+        self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, is_wrong: bool
+    ) -> None:
+        """Take back the buffer of a slot that was filled as `fills` says.
+
+        Parameters
+        ----------
+        slot, layer : int
+        parts : dict of role to ndarray
+            What `buffers` returned.
+        is_wrong : bool
+            Whether a tiler found a scale that is wrong.
+
+        Raises
+        ------
+        FormatError
+            If the parts of a format cannot be, such as scales that are no numbers.
+        """
+        for name, held in self._held[layer].items():
+            if is_wrong or held.has_to_be_checked:
+                try:
+                    held.check(parts[name])
+                except FormatError as error:
+                    raise FormatError(f"{name}: {error}") from error
+        self.reclaim(slot)
+
     def reclaim(self, slot: int) -> None:
         """Keep the slot's buffer for another one; without conversion there is none."""
         bounce = self._lent.pop(slot, None)
@@ -275,6 +323,13 @@ def converts(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> bool:
 
 def _converts(layers: Sequence[Mapping[str, Held]]) -> bool:
     return any(held.is_converted for roles in layers for held in roles.values())
+
+
+def _all_tiled(roles: Mapping[str, Held]) -> tuple[tuple[str, Tiler], ...]:
+    """Return the roles' tilers; none if a role is converted by other means."""
+    converted = [(name, held.tiler) for name, held in roles.items() if held.is_converted]
+    tiled = [(name, tiler) for name, tiler in converted if isinstance(tiler, Tiler)]
+    return tuple(tiled) if len(tiled) == len(converted) else ()
 
 
 def _float_dtype(dtype: npt.DTypeLike | None) -> np.dtype | None:

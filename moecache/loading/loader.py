@@ -432,21 +432,20 @@ class SlotLoader:
 
     def _take_in(self) -> None:
         """Bring in every load that was read, and give the engine what waits for buffers."""
-        while self._take_one():
-            pass
-        if self._num_queued:
-            with uninterrupted():
+        with uninterrupted():
+            while self._take_one():
+                pass
+            if self._num_queued:
                 self._issue()
 
     def _take_one(self) -> bool:
         done: list[tuple[Load, Exception | None]] = []
-        with uninterrupted():
-            try:
-                self.engine.take(done)
-            finally:
-                for load, error in done:
-                    if self._is_done(load):
-                        self._bring_in(load, error)
+        try:
+            self.engine.take(done)
+        finally:
+            for load, error in done:
+                if self._is_done(load):
+                    self._bring_in(load, error)
         return bool(done)
 
     def _is_done(self, load: Load) -> bool:
@@ -457,9 +456,10 @@ class SlotLoader:
 
     def _bring_in(self, load: Load, error: Exception | None) -> None:
         """Fill the slot of a load that was read."""
-        uploaded: Exception | None = error or interrupted(load)
+        uploaded = error
         try:
             if error is None:
+                uploaded = interrupted(load)
                 if load.fills and self._filled is not None:
                     self._filled.finish(load.slot, load.layer, load.parts, is_wrong=load.is_wrong)
                 else:

@@ -127,7 +127,7 @@ class ReaderEngine:
             read.is_wrong, failure = True, None
         if failure is None:
             try:
-                for number, _, _ in self._store.runs(read.layer, read.expert):
+                for number in {run[0] for run in self._store.runs(read.layer, read.expert)}:
                     self._files[number].check_unchanged()
             except Exception as error:  # noqa: BLE001 - a waiting step raises it
                 return error.with_traceback(None)

@@ -64,10 +64,14 @@ class HostSlots:
         self._slabs: dict[str, np.ndarray] = {}
         self._rows: dict[str, np.ndarray] = {}
         # Buffers that reads go to before they are converted: in use, by slot, and free.
-        self._lent: dict[int, dict[str, np.ndarray]] = {}
-        self._bounces: list[dict[str, np.ndarray]] = []
+        self._lent: dict[int, _Buffer] = {}
+        self._bounces: list[_Buffer] = []
         self._converts = _converts(self._held)
         self._fills = [_all_tiled(roles) for roles in self._held]
+        # Layers alike have one number: views of a buffer, or of a slot, are made once for them.
+        numbers = {id(roles): number for number, roles in enumerate(self._held)}
+        self._variants = [numbers[id(roles)] for roles in self._held]
+        self._targets: dict[tuple[int, int], tuple[tuple[Tiler, str, np.ndarray], ...]] = {}
         self._num_buffers = _num_buffers(layout) if self._converts else 0
         for name, stride in _strides(self._held).items():
             try:
@@ -182,7 +186,7 @@ class HostSlots:
         """Return the slot's own arrays; for roles that are converted, a buffer's until `upload`."""
         if not self._converts:
             return self.expert(slot, layer)
-        bounce = self._lent.get(slot)
+        bounce, variant = self._lent.get(slot), self._variants[layer]
         if bounce is None:
             try:
                 bounce = self._bounces.pop()
@@ -191,12 +195,18 @@ class HostSlots:
                 bounce = self._bounces.pop()
             self._lent[slot] = bounce
         slabs, _ = self._open()
-        return {
-            name: held.stored_view(bounce[name])
-            if held.is_converted
-            else held.view(slabs[name][slot])
-            for name, held in self._held[layer].items()
-        }
+        known = bounce.views.get(variant)
+        if known is None:
+            known = bounce.views[variant] = {
+                name: held.stored_view(bounce.rows[name])
+                for name, held in self._held[layer].items()
+                if held.is_converted
+            }
+        roles = self._held[layer]
+        if len(known) == len(roles):
+            return known
+        views = {n: held.view(slabs[n][slot]) for n, held in roles.items() if n not in known}
+        return {name: known[name] if name in known else views[name] for name in roles}
 
     @property
     def fills_all(self) -> bool:
@@ -213,10 +223,14 @@ class HostSlots:
         if not tilers:
             return ()
         slabs, _ = self._open()
-        roles = self._held[layer]
-        return tuple(
-            (tiler, name, slabs[name][slot, : roles[name].nbytes]) for name, tiler in tilers
-        )
+        key = slot, self._variants[layer]
+        found = self._targets.get(key)
+        if found is None:
+            roles = self._held[layer]
+            found = self._targets[key] = tuple(
+                (tiler, name, slabs[name][slot, : roles[name].nbytes]) for name, tiler in tilers
+            )
+        return found
 
     def finish(
         self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, is_wrong: bool
@@ -293,6 +307,7 @@ class HostSlots:
         self._rows = {}
         self._bounces = []
         self._lent = {}
+        self._targets = {}
 
     def __enter__(self) -> Self:
         """Return the pool."""
@@ -306,7 +321,9 @@ class HostSlots:
         """Make buffers; together they lie in huge pages, which direct reads are faster into."""
         strides = _strides(hold_all(self._layout), stored=True)
         rows = {name: aligned_rows(number, stride) for name, stride in strides.items()}
-        self._bounces += [{name: row[i] for name, row in rows.items()} for i in range(number)]
+        self._bounces += [
+            _Buffer({name: row[i] for name, row in rows.items()}) for i in range(number)
+        ]
 
     def _open(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Return slabs and rows: another thread may close the pool while they are used."""
@@ -314,6 +331,16 @@ class HostSlots:
         if not slabs:
             raise MoeCacheError("the slots are closed")
         return slabs, rows
+
+
+class _Buffer:
+    """Memory that an expert is read to before it is converted, and views of it by kind of layer."""
+
+    __slots__ = ("rows", "views")
+
+    def __init__(self, rows: dict[str, np.ndarray]) -> None:
+        self.rows = rows
+        self.views: dict[int, dict[str, np.ndarray]] = {}
 
 
 def converts(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> bool:

@@ -1026,15 +1026,18 @@ cdef class Program:
         """Compute a token's experts if they are all in their slots."""
         cdef int32_t slots[512]
         cdef int32_t *ids = <int32_t *>cnp.PyArray_DATA(self.ids)
-        cdef int64_t k = self.top_k, began
+        cdef int64_t pairs[512]
+        cdef int64_t k = self.top_k, began, i
         if k > 512 or not self.cache.lease_resident(layer.number, ids, k, slots):
             return False
         try:
             if self.observe is not None:
                 self.observe(layer.number, self.ids[:1], None)
             began = now_ns()
+            for i in range(k):
+                pairs[i] = i
             with nogil:
-                self._compute(layer, slots)
+                self._compute(layer, slots, pairs, k)
         finally:
             self.cache.end_leases(slots, k)
         (<int64_t *>cnp.PyArray_DATA(self.busy_ns))[self.at] = max(1, now_ns() - began)
@@ -1117,17 +1120,63 @@ cdef class Program:
         (<int64_t *>cnp.PyArray_DATA(self.num_computed))[self.at] = num_experts
         run_experts(&e)
 
-    cdef void _compute(self, const Layer *layer, const int32_t *slots) noexcept nogil:
+    def compute(self, cnp.ndarray slots not None, list chosen not None):
+        """Compute some of a token's experts, whose slots are leased and filled, into `rows`.
+
+        To be called while `run` waits for a layer, of one row.
+
+        Parameters
+        ----------
+        slots : ndarray of int32, shape [top_k]
+            Of each id.
+        chosen : list of int
+            Places of the experts among the ids.
+
+        Returns
+        -------
+        int
+            Nanoseconds that it took.
+
+        Raises
+        ------
+        ValueError
+            If a place is none of the token's, or there is no such layer or row.
+        """
+        cdef int32_t some[512]
+        cdef int64_t pairs[512]
+        cdef int64_t i, place, n = len(chosen), k = self.top_k, began
+        cdef Layer *layer
+        if self.at >= self.num_layers or self.num_rows != 1 or n > k or k > 512:
+            raise ValueError(f"{n} experts are none of a token's that is being computed")
+        if slots.dtype != np.int32 or slots.size != k or not cnp.PyArray_IS_C_CONTIGUOUS(slots):
+            raise ValueError(f"slots are not {k} contiguous int32")
+        layer = &self.layers[self.at]
+        if not layer.has_experts:
+            raise ValueError(f"layer {layer.number} has no experts")
+        for i in range(n):
+            place = chosen[i]
+            if not 0 <= place < k or (<const int32_t *>cnp.PyArray_DATA(slots))[place] < 0:
+                raise ValueError(f"expert {place} of {k} has no slot")
+            some[i] = (<const int32_t *>cnp.PyArray_DATA(slots))[place]
+            pairs[i] = place
+        began = now_ns()
+        with nogil:
+            self._compute(layer, some, pairs, n)
+        return now_ns() - began
+
+    cdef void _compute(
+        self, const Layer *layer, const int32_t *slots, const int64_t *pairs, int64_t k
+    ) noexcept nogil:
+        """Write the rows of k pairs, each of an expert of its own."""
         cdef mc_experts e = layer.experts
         cdef int64_t offsets[513]
-        cdef int64_t i, k = self.top_k, filled, written
+        cdef int64_t i, filled, written
         cdef const uint8_t *inputs[512]
         cdef const uint8_t *hidden[512]
         e.level = level_in_use()
-        for i in range(k):
+        for i in range(k + 1):
             offsets[i] = i
-        offsets[k] = k
-        e.slots, e.offsets, e.pairs, e.num_experts = slots, offsets, offsets, k
+        e.slots, e.offsets, e.pairs, e.num_experts = slots, offsets, pairs, k
         e.out.data = <uint8_t *>cnp.PyArray_DATA(self.rows)
         e.out.row_bytes = self.hidden_size * 4
         e.out.type = MC_X_F32

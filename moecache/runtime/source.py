@@ -1,7 +1,7 @@
 """StepSource: steps of a runtime, from the router's ids on."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,22 @@ class StepSource:
             )
         finally:
             # After a step that is closed at its last wave, too.
+            if not self.closed:
+                self._look_at_pins()
+
+    def compute_token(
+        self, layer: int, ids: np.ndarray, compute: Callable[[np.ndarray, list[int]], object]
+    ) -> None:
+        """Have a token's experts computed as they arrive; see `steps.compute_token`.
+
+        For slots in RAM, and where all experts come from here.
+        """
+        self.check_usable()
+        try:
+            steps.compute_token(
+                self._loader, self._cache, layer, ids, compute, observe=self._observe
+            )
+        finally:
             if not self.closed:
                 self._look_at_pins()
 

@@ -364,6 +364,10 @@ class Decoder:
         layer = self._layers[number]
         kernel = layer.kernel
         assert isinstance(kernel, SlotKernel)
+        if num_rows == 1 and layer.ranks is None and self._sequences is None:
+            self._compute_token(number, program, kernel)
+            layer.num_products += program.ids.shape[1]
+            return
         hidden = torch.from_numpy(program.normed[:num_rows])
         ids = torch.from_numpy(program.ids[:num_rows])
         self._note(number, program)
@@ -372,6 +376,15 @@ class Decoder:
         )
         program.rows[: len(rows)] = rows.numpy()
         layer.num_products += num_experts
+
+    def _compute_token(self, number: int, program: Program, kernel: SlotKernel) -> None:
+        """Compute a token's experts, those that are resident first."""
+        self._note(number, program)
+
+        def compute(slots: np.ndarray, places: list[int]) -> None:
+            kernel.count(len(places), program.compute(slots, places))
+
+        self._runtime.steps.compute_token(number, program.ids[:1], compute)
 
     def _observer(self, program: Program) -> Observe | None:
         """Return what is told of resident steps; nothing is where nothing more can be read."""

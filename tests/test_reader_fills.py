@@ -204,3 +204,27 @@ def test_deferred_experts_are_filled_or_taken_back(
                 assert error[0] == errno.ECANCELED
                 assert expert % 2 == 0
                 assert not form.any()
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_threads_share_an_experts_matrices(
+    reader: Reader, experts: Experts, num_threads: int
+) -> None:
+    """Each is filled once, and a wrong one makes its expert wrong."""
+    _serve(reader, num_threads)
+    nbytes = experts.tiler.form_bytes
+    for _ in range(5):
+        part = np.zeros(EXPERTS * NBYTES, np.uint8)
+        forms = np.zeros((EXPERTS, nbytes), np.uint8)
+        runs = ((0, 0, (("down", 0, EXPERTS * NBYTES),)),)
+        end = (EXPERTS - 1) * NBYTES
+        parts = {"down": part, "most": part[:end], "last": part[end:], "none": part[:0]}
+        fills = [
+            (experts.tiler, "most", forms[: EXPERTS - 1]),
+            (experts.tiler, "last", forms[EXPERTS - 1 :]),
+            (experts.tiler, "none", forms[:0]),
+        ]
+        reader.submit([("owner", runs, parts, fills)])
+        assert [error[0] for _, error in _take(reader, 1)] == [errno.EILSEQ]
+        for expert in range(EXPERTS - 1):
+            np.testing.assert_array_equal(forms[expert], experts.form(expert))

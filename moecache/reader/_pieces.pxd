@@ -30,6 +30,11 @@ cdef struct Request:
     int64_t num_missing
     int num_fills
     Fill *fills
+    # The next matrix to be filled by whoever comes, and how many are not done.
+    int next_fill
+    int64_t next_matrix
+    int64_t num_to_fill
+    bint is_wrong
     int error
     int file
     uint64_t offset

@@ -613,6 +613,7 @@ cdef class Reader:
             fill.raw = <const uint8_t *>cnp.PyArray_DATA(part)
             fill.form = <uint8_t *>cnp.PyArray_DATA(target)
             load.num_fills += 1
+            load.num_to_fill += fill.num
         return 0
 
     # The queue. Everything below runs under the mutex and without the GIL.
@@ -910,6 +911,11 @@ cdef class Reader:
         if load.num_fills == 0:
             self._finish(load)
             return
+        self._skip_empty(load)
+        if load.num_to_fill == 0:
+            self._num_to_fill -= 1
+            self._finish(load)
+            return
         if self._closed and load.error == 0:
             load.error = ECANCELED
         if load.error:
@@ -919,6 +925,16 @@ cdef class Reader:
         load.next = NULL
         self._unfilled_end[0] = load
         self._unfilled_end = &load.next
+        if load.num_to_fill > 1 and self._num_fillers:
+            # Others fill some of its matrices: a caller that waits, or a thread that serves.
+            pthread_cond_broadcast(&self._done)
+
+    cdef void _skip_empty(self, Request *load) noexcept nogil:
+        while load.next_fill < load.num_fills and (
+            load.next_matrix >= load.fills[load.next_fill].num
+        ):
+            load.next_fill += 1
+            load.next_matrix = 0
 
     cdef bint _has_to_fill(self) noexcept nogil:
         """Whether an expert is to be filled, and no thread serves that does."""
@@ -932,20 +948,28 @@ cdef class Reader:
         return load
 
     cdef void _fill(self) noexcept nogil:
-        """Bring an expert into compute form, without the mutex."""
-        cdef Request *load = self._next_unfilled()
-        cdef bint is_wrong = False
-        cdef int i
+        """Bring an expert's next matrix into compute form, without the mutex."""
+        cdef Request *load = self._unfilled
+        cdef const Fill *fill = &load.fills[load.next_fill]
+        cdef int64_t matrix = load.next_matrix
+        cdef bint is_wrong
+        load.next_matrix += 1
+        self._skip_empty(load)
+        if load.next_fill == load.num_fills:
+            self._next_unfilled()
         if self._needs_help():
             pthread_cond_signal(&self._work)
         pthread_mutex_unlock(&self._mutex)
-        for i in range(load.num_fills):
-            if tile_matrices(
-                load.fills[i].tiling, load.fills[i].raw, load.fills[i].form, load.fills[i].num
-            ):
-                is_wrong = True
+        is_wrong = tile_matrices(
+            fill.tiling, fill.raw + matrix * fill.tiling.raw_bytes,
+            fill.form + matrix * fill.tiling.form_bytes, 1
+        )
         pthread_mutex_lock(&self._mutex)
-        if is_wrong:
+        load.is_wrong = load.is_wrong or is_wrong
+        load.num_to_fill -= 1
+        if load.num_to_fill:
+            return
+        if load.is_wrong and load.error == 0:
             load.error = EILSEQ
         self._num_to_fill -= 1
         self._finish(load)
@@ -954,6 +978,21 @@ cdef class Reader:
             # A thread that waits in the kernel may wait for this expert.
             mc_ring_push_nothing(&self._ring)
             self._hand_over()
+
+    cdef void _give_up(self, Request *load) noexcept nogil:
+        """End a load whose other matrices nobody fills; threads may be filling some of it."""
+        cdef int64_t num_begun = load.next_matrix
+        cdef int i
+        for i in range(load.next_fill):
+            num_begun += load.fills[i].num
+        for i in range(load.num_fills):
+            load.num_to_fill -= load.fills[i].num
+        # What is left counts the matrices that are being filled.
+        load.num_to_fill += num_begun
+        load.error = ECANCELED
+        if load.num_to_fill == 0:
+            self._num_to_fill -= 1
+            self._finish(load)
 
     cdef void _try(self) noexcept nogil:
         """Copy the next piece out of the page cache; leave the rest of it to the kernel."""
@@ -1087,10 +1126,7 @@ cdef class Reader:
         self._urgent_end = &self._pending
         self._num_pending = self._num_tried = 0
         while self._unfilled != NULL:
-            load = self._next_unfilled()
-            self._num_to_fill -= 1
-            load.error = ECANCELED
-            self._finish(load)
+            self._give_up(self._next_unfilled())
         pthread_cond_broadcast(&self._work)
         pthread_cond_broadcast(&self._done)
         # Threads inside leave at the next tick at the latest or, without timeouts (before Linux

@@ -79,7 +79,7 @@ CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_echo_oracle.py \
 	tests/test_slru*.py tests/test_profiler.py tests/test_cache*.py tests/test_echo*.py \
 	tests/test_prefault*.py tests/test_reader*.py tests/test_route_log.py tests/test_replay.py \
 	tests/test_foresight.py tests/test_engines.py \
-	tests/test_interrupts.py tests/test_kernels*.py))
+	tests/test_interrupts.py tests/test_kernels*.py tests/test_decoding*.py))
 # The first line fails if another build than the one just made would be tested.
 CHECK_BUILD = PYTHONPATH=build/$@ $(BIN)/python -c "import moecache.cache._cache as c; assert 'build/$@' in c.__file__, c"
 RUN_CORE_TESTS = $(BIN)/python -m pytest -q -o pythonpath="build/$@ ." $(CORE_TESTS)

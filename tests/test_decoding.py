@@ -319,6 +319,18 @@ def test_a_router_chooses_by_its_formula(name: str) -> None:
     zero = angles(0)[None].astype(np.float32)
     program.begin(pages, 0, 1, np.zeros(1, np.int64), np.cos(zero), np.sin(zero))
     assert program.run() == 0
+    slots = np.zeros(top_k, np.int32)
+    program.rows[:top_k] = np.nan
+    for part in ([2], [0, 1]):
+        assert program.compute(slots, part) > 0
+    apart = program.rows[:top_k].copy()
+    program.compute(slots, [0, 1, 2])
+    assert np.array_equal(program.rows[:top_k], apart)
+    for wrong in ([3], [-1], [0, 1, 2, 0]):
+        with pytest.raises(ValueError, match=r"has no slot|are none of"):
+            program.compute(slots, wrong)
+    with pytest.raises(ValueError, match="has no slot"):
+        program.compute(slots - 1, [0])
     logits = times(router.linear, program.normed[0].astype(np.float64))
     scores = 1 / (1 + np.exp(-logits)) if "sigmoid" in name else np.exp(logits)
     scores = scores if "sigmoid" in name else scores / scores.sum()

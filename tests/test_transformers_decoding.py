@@ -284,13 +284,15 @@ def test_a_step_that_fails_leaves_the_cache_as_it_was(
             raise StoreError("the disk failed")
         return waves(self, layer, ids, **named)
 
-    # A layer of which something is missing: two sequences' tokens always go through waves.
+    # A layer of which something is missing: other tokens have driven it out.
     pair = copy.deepcopy(cache)
     pair.batch_repeat_interleave(2)
+    for other in range(20, 60):
+        model(input_ids=torch.tensor([[other]]), past_key_values=copy.deepcopy(cache))
     monkeypatch.setattr(type(runtime), "waves", failing)
     with pytest.raises(StoreError):
         model(input_ids=token.expand(2, 1), past_key_values=pair)
-    assert num_calls > 1
+    assert num_calls > 0
     assert pair.get_seq_length() == cache.get_seq_length() == 8
     monkeypatch.undo()
     found = model(input_ids=token.expand(2, 1), past_key_values=pair).logits

@@ -230,7 +230,7 @@ def test_a_sliding_layer_is_transformers_own(data: st.DataObject) -> None:
     own = DynamicSlidingWindowLayer(window)
     cache = DynamicCache()
     cache.layers = [DynamicSlidingWindowLayer(window)]
-    pages = Pages()
+    pages = Pages(1)
     if data.draw(st.booleans()):
         for layer in (own, cache.layers[0]):
             layer.activate_past_recording()
@@ -253,7 +253,7 @@ def test_a_sliding_layer_is_transformers_own(data: st.DataObject) -> None:
             ours: Any = cache.layers[0]
             for part, new in zip(ours.parts, (keys, keys[..., :2] + 1), strict=True):
                 part.held[:, :, part.start + part.num : part.start + part.num + num] = new
-            pages.grow(num)
+            pages.grow(cache, num)
             own.update(keys, keys[..., :2] + 1)
         elif what == "crop" and (own.record_past or own.get_seq_length() < window):
             num = data.draw(st.integers(0, own.get_seq_length() - 1))

@@ -133,6 +133,37 @@ def test_a_policy_is_told_whose_row_is_whose(model: Any, tmp_path: Path) -> None
     assert recording.trace.sequence.tolist() == [0, 1, 2, 2, 0, 3, 2]
 
 
+def test_resident_steps_of_several_rows_are_counted_as_those_of_the_modules(
+    qwen3_moe: Path, tmp_path: Path
+) -> None:
+    """Steps, hits, products, and whose row is whose."""
+    found = []
+    for is_own in (False, True):
+        model = load_in_slots(qwen3_moe, "100%", compute="fast", prefetch="off")
+        with model.moecache as offload, torch.no_grad():
+            runtime, generator = offload.runtime, torch.Generator().manual_seed(3)
+            while runtime.cache.num_resident < runtime.layout.total_experts:
+                read(model, torch.randint(1, 90, (1, 40), generator=generator))
+            cache = read(model, torch.cat(prompts((8, 8, 8))))
+            if is_own:
+                del model.__dict__["forward"]
+            before, products = offload.stats(), offload.num_products
+            with runtime.record_trace(tmp_path / f"{is_own}.npz") as recording:
+                for step in range(5):
+                    new = torch.tensor([[token(row, step)] for row in range(3)])
+                    model(input_ids=new, past_key_values=cache)
+            spent, trace = offload.stats() - before, recording.trace
+            found.append(
+                (
+                    *(spent.num_hits, spent.num_misses, spent.num_steps, spent.num_resident_steps),
+                    offload.num_products - products,
+                    *(trace.sequence.tolist(), trace.bulk.tolist(), trace.experts.tolist()),
+                )
+            )
+    assert found[0] == found[1]
+    assert found[0][5] == [0, 1, 2] * 5
+
+
 def test_what_is_no_sequence_of_its_own_is_left_to_the_modules(model: Any) -> None:
     """Batches, other caches, empty ones and other dtypes give `None`; nonsense is an error."""
     import transformers

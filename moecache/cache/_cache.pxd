@@ -97,6 +97,10 @@ cdef class ExpertCache:
     cdef bint lease_resident(
         self, int layer, const int32_t* ids, Py_ssize_t n, int32_t* out
     ) except -1
+    cdef bint lease_resident_rows(
+        self, int layer, const int32_t* ids, Py_ssize_t rows, Py_ssize_t top_k,
+        const int32_t* names, int32_t* out
+    ) except -1
     cdef void end_leases(self, const int32_t* slots, Py_ssize_t n) noexcept
     cdef void use_hits(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, bint leased

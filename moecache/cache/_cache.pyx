@@ -852,6 +852,24 @@ cdef class ExpertCache:
             self.lease_hits(layer, ids, False, n, out)
             return True
 
+    cdef bint lease_resident_rows(
+        self, int layer, const int32_t* ids, Py_ssize_t rows, Py_ssize_t top_k,
+        const int32_t* names, int32_t* out
+    ) except -1:
+        """Do the same for several tokens, of sequences with these names, or with none."""
+        cdef Py_ssize_t n = rows * top_k
+        with cython.critical_section(self):
+            if self.scripted or self.count_missing(layer, ids, False, n, top_k, False):
+                return False
+            self.part(layer).begin_step(layer, ids, False, rows, top_k, names)
+            if self.route_log is not None:
+                self.route_log.append(
+                    layer, ids, False, rows, top_k,
+                    self.is_bulk(layer, rows, self.share_of(layer)), names
+                )
+            self.lease_hits(layer, ids, False, n, out)
+            return True
+
     cdef void end_leases(self, const int32_t* slots, Py_ssize_t n) noexcept:
         cdef Slot* slot
         cdef Py_ssize_t i

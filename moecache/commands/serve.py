@@ -22,7 +22,7 @@ from moecache.stores._paths import check_model
 
 DEFAULT_PORT = 8000
 # Rows of the decoding program, whose module is not loaded for the help.
-MOST_PARALLEL = 16
+MOST_PARALLEL, DEFAULT_PARALLEL = 16, 4
 
 
 def add_parser(commands: Any) -> None:
@@ -74,10 +74,9 @@ def add_parser(commands: Any) -> None:
     server.add_argument(
         "--parallel",
         type=int,
-        default=4,
         metavar="N",
         help=f"answers generated at a time, 1 to {MOST_PARALLEL}, their tokens by one call; each "
-        "is the one it is alone (default: 4; 1 where the model has no recipe)",
+        f"is the one it is alone (default: {DEFAULT_PARALLEL}; 1 where the model has no recipe)",
     )
     server.add_argument(
         "--max-new-tokens",
@@ -130,14 +129,14 @@ def run(arguments: argparse.Namespace) -> int:
                 _following.leading(model),
             ):
                 alone = why_alone(model)
-                if alone and arguments.parallel > 1:
+                if alone and (arguments.parallel or 1) > 1:
                     console.print(f"moecache: one answer at a time: {alone}")
                 engine = Engine(
                     model,
                     tokenizer,
                     _names(arguments.model),
                     most_waiting=arguments.queue,
-                    parallel=1 if alone else arguments.parallel,
+                    parallel=1 if alone else arguments.parallel or DEFAULT_PARALLEL,
                     most_tokens=arguments.max_new_tokens,
                     prefixes=prefixes,
                 )
@@ -170,7 +169,7 @@ def _check(arguments: argparse.Namespace) -> str | None:
     """Refuse what cannot be used, before anything is loaded; return the key."""
     if arguments.queue < 0:
         raise ConfigError(f"--queue must not be negative, got {arguments.queue}")
-    if not 1 <= arguments.parallel <= MOST_PARALLEL:
+    if arguments.parallel is not None and not 1 <= arguments.parallel <= MOST_PARALLEL:
         raise ConfigError(f"--parallel must be from 1 to {MOST_PARALLEL}, got {arguments.parallel}")
     check_max_new_tokens(arguments)
     check_prefixes(arguments)

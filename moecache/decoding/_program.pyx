@@ -176,9 +176,9 @@ cdef class KeyValues:
 cdef class Program:
     """Computes a decoder's logits for a few tokens, as a recipe says.
 
-    A call begins with `begin` or `begin_together`; while `run` returns a layer, its experts are to be computed from
-    `normed` into `rows` by the caller, as some of them are not resident. What is read stays as it
-    is until the next call. Not for two threads at once.
+    A call begins with `begin` or `begin_together`; while `run` returns a layer, its experts are to
+    be computed from `normed` into `rows` by the caller, as some of them are not resident. What is
+    read stays as it is until the next call. Not for two threads at once.
 
     Hidden states, norms, sums and logits are float32; a row's bits depend neither on the other rows
     nor on threads nor on where experts are.
@@ -198,9 +198,9 @@ cdef class Program:
         The router's choice.
     rows : ndarray of float32, shape [16 * top_k, hidden_size]
         Results of each (token, choice) pair, before their sum.
-    busy_ns : ndarray of int64, shape [num_layers]
-        The time that each layer's experts took in this call, where all of them were resident; 0
-        where not.
+    busy_ns, num_computed : ndarray of int64, shape [num_layers]
+        The time that each layer's experts took in this call, where all of them were resident, and
+        how many they were; 0 where not.
 
     Raises
     ------
@@ -216,7 +216,7 @@ cdef class Program:
     cdef ExpertCache cache
     cdef object recipe
     cdef list owners
-    cdef readonly cnp.ndarray hidden, normed, ids, rows, busy_ns
+    cdef readonly cnp.ndarray hidden, normed, ids, rows, busy_ns, num_computed
     cdef cnp.ndarray _work
     # Parts of `_work`, each for 16 rows.
     cdef float *queries
@@ -235,6 +235,14 @@ cdef class Program:
     cdef uint8_t *converted
     cdef int64_t converted_bytes
     cdef uint8_t *expert_hidden
+    # A step of several rows: slots of its pairs, and pairs by expert.
+    cdef int32_t *slots
+    cdef int32_t *some
+    cdef int64_t *offsets
+    cdef int64_t *pairs
+    cdef int64_t *places
+    cdef const uint8_t **inputs
+    cdef const uint8_t **hidden_inputs
     # The call.
     cdef int64_t at, num_rows, each, longest
     # Of each layer: what its rows see, and of which type it is.
@@ -245,12 +253,16 @@ cdef class Program:
     cdef list caches
     cdef object kept
     cdef object observe
+    # Which sequence each row is of, int32 [num_rows], or None.
+    cdef cnp.ndarray sequences
     cdef bint is_spread
 
     def __cinit__(self, recipe, ExpertCache cache not None):
         cdef int64_t i
         self.recipe, self.cache, self.owners = recipe, cache, []
         self.scores, self.held, self.types = NULL, NULL, NULL
+        self.slots, self.some, self.offsets, self.pairs, self.places = NULL, NULL, NULL, NULL, NULL
+        self.inputs, self.hidden_inputs = NULL, NULL
         self.num_layers, self.hidden_size = len(recipe.layers), recipe.hidden_size
         self.layers = <Layer *>calloc(max(1, self.num_layers), sizeof(Layer))
         self.held = <mc_held *>calloc(max(1, self.num_layers) * ROWS, sizeof(mc_held))
@@ -269,6 +281,13 @@ cdef class Program:
         free(self.scores)
         free(self.held)
         free(self.types)
+        free(self.slots)
+        free(self.some)
+        free(self.offsets)
+        free(self.pairs)
+        free(self.places)
+        free(self.inputs)
+        free(self.hidden_inputs)
 
     cdef int _bind_norm(self, Norm *norm, given, int64_t multiple_of) except -1:
         cdef cnp.ndarray weight
@@ -437,7 +456,7 @@ cdef class Program:
 
     cdef int _reserve(self) except -1:
         """Allocate what 16 rows need."""
-        cdef int64_t i, sizes[11], total = 0, most = 0, expert_row = 0
+        cdef int64_t i, sizes[11], total = 0, most = 0, expert_row = 0, num = ROWS * self.top_k
         cdef float *base
         cdef float **parts[11]
         cdef Layer *layer
@@ -483,13 +502,15 @@ cdef class Program:
             total += sizes[i] * ROWS
         self.converted_bytes = (most + 63) & ~63
         expert_row = (expert_row + 63) & ~63
+        self._reserve_pairs(num)
         shape = ROWS, self.hidden_size
         self.hidden, self.normed = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         self.ids = np.zeros((ROWS, self.top_k), np.int32)
         self.rows = np.zeros((ROWS * self.top_k, self.hidden_size), np.float32)
         self.busy_ns = np.zeros(self.num_layers, np.int64)
+        self.num_computed = np.zeros(self.num_layers, np.int64)
         self._work = np.zeros(
-            total * 4 + ROWS * self.converted_bytes + self.top_k * expert_row + 64, np.uint8
+            total * 4 + ROWS * self.converted_bytes + num * expert_row + 64, np.uint8
         )
         base = <float *>((<uintptr_t>cnp.PyArray_DATA(self._work) + 63) & ~<uintptr_t>63)
         for i in range(11):
@@ -499,10 +520,26 @@ cdef class Program:
         self.expert_hidden = self.converted + ROWS * self.converted_bytes
         return 0
 
+    cdef int _reserve_pairs(self, int64_t num) except -1:
+        cdef int64_t experts = self.cache.num_experts
+        self.slots = <int32_t *>malloc(<size_t>num * sizeof(int32_t))
+        self.some = <int32_t *>malloc(<size_t>num * sizeof(int32_t))
+        self.offsets = <int64_t *>malloc(<size_t>(num + 1) * sizeof(int64_t))
+        self.pairs = <int64_t *>malloc(<size_t>num * sizeof(int64_t))
+        self.places = <int64_t *>malloc(<size_t>experts * sizeof(int64_t))
+        self.inputs = <const uint8_t **>malloc(<size_t>num * sizeof(uint8_t *))
+        self.hidden_inputs = <const uint8_t **>malloc(<size_t>num * sizeof(uint8_t *))
+        if (
+            self.slots == NULL or self.some == NULL or self.offsets == NULL or self.pairs == NULL
+            or self.places == NULL or self.inputs == NULL or self.hidden_inputs == NULL
+        ):
+            raise MemoryError(f"no memory for {num} experts of {ROWS} rows")
+        return 0
+
     def begin(
         self, list pages not None, int64_t length, int64_t each, cnp.ndarray begins not None,
         cnp.ndarray cos not None, cnp.ndarray sin not None, observe=None, *,
-        bint is_spread=False
+        cnp.ndarray sequences=None, bint is_spread=False
     ):
         """Begin a call for tokens whose embeddings are in `hidden`, row after row of the batch.
 
@@ -520,6 +557,8 @@ cdef class Program:
             Of the tokens' positions.
         observe : callable (layer, ids, sequences), optional
             Told of each resident step, as `StepSource`'s is.
+        sequences : ndarray of int32, shape [batch * each], optional
+            Which sequence a row is of, as `ExpertCache.acquire` takes it.
         is_spread : bool, default False
             Whether some experts are elsewhere, so that every layer's are the caller's to compute.
 
@@ -530,13 +569,14 @@ cdef class Program:
         MemoryError
         """
         cdef cnp.ndarray lengths = np.array([length], np.int64)
-        self._begin([pages], lengths, begins.size, each, begins, cos, sin)
+        self._begin([pages], lengths, begins.size, each, begins, cos, sin, sequences)
         self.observe, self.is_spread = observe, is_spread
         self._attention()
 
     def begin_together(
         self, list caches not None, cnp.ndarray lengths not None, cnp.ndarray cos not None,
-        cnp.ndarray sin not None, observe=None, *, bint is_spread=False
+        cnp.ndarray sin not None, observe=None, *, cnp.ndarray sequences=None,
+        bint is_spread=False
     ):
         """Begin a call for one new token of each of some sequences with caches of their own.
 
@@ -548,7 +588,7 @@ cdef class Program:
             Positions that are there, of each sequence.
         cos, sin : ndarray of float32, shape [num_sequences, rotary_width / 2]
             Of the tokens' positions.
-        observe, is_spread
+        observe, sequences, is_spread
             As `begin`'s.
 
         Raises
@@ -558,13 +598,13 @@ cdef class Program:
         MemoryError
         """
         cdef cnp.ndarray begins = np.zeros(len(caches), np.int64)
-        self._begin(caches, lengths, 1, 1, begins, cos, sin)
+        self._begin(caches, lengths, 1, 1, begins, cos, sin, sequences)
         self.observe, self.is_spread = observe, is_spread
         self._attention()
 
     cdef int _begin(
         self, list caches, cnp.ndarray lengths, int64_t batch, int64_t each, cnp.ndarray begins,
-        cnp.ndarray cos, cnp.ndarray sin
+        cnp.ndarray cos, cnp.ndarray sin, cnp.ndarray sequences
     ) except -1:
         """Check and note a call's rows: `each` for each of `batch` sequences of each cache."""
         cdef int64_t i, j, num, longest = 0, most = 0
@@ -575,6 +615,11 @@ cdef class Program:
         num = len(caches) * batch * each
         if num > ROWS or any([len(pages) != self.num_layers for pages in caches]):
             raise ConfigError(f"{num} rows and {len(caches[0])} layers' pages are no call")
+        if sequences is not None and (
+            sequences.dtype != np.int32 or sequences.size != num
+            or not cnp.PyArray_IS_C_CONTIGUOUS(sequences)
+        ):
+            raise ConfigError(f"{sequences.size} {sequences.dtype} name no {num} rows' sequences")
         if begins.dtype != np.int64 or cos.dtype != np.float32 or sin.dtype != np.float32:
             raise ConfigError("begins are int64, angles float32")
         if not (
@@ -615,11 +660,12 @@ cdef class Program:
                 i, caches, <const int64_t *>cnp.PyArray_DATA(lengths), batch, each,
                 <const int64_t *>cnp.PyArray_DATA(begins)
             )
-        self.caches, self.kept = caches, (cos, sin)
+        self.caches, self.kept, self.sequences = caches, (cos, sin), sequences
         self.cos = <const float *>cnp.PyArray_DATA(cos)
         self.sin = <const float *>cnp.PyArray_DATA(sin)
         self.num_rows, self.each, self.longest = num, each, longest
         self.busy_ns.fill(0)
+        self.num_computed.fill(0)
         self.at = 0
         return 0
 
@@ -686,7 +732,9 @@ cdef class Program:
         while self.at < self.num_layers:
             layer = &self.layers[self.at]
             if layer.has_experts:
-                if self.is_spread or self.num_rows > 1 or not self._resident(layer):
+                if self.is_spread or not (
+                    self._resident(layer) if self.num_rows == 1 else self._resident_rows(layer)
+                ):
                     return layer.number
             self.resume()
         return -1
@@ -783,7 +831,7 @@ cdef class Program:
             self._multiply(
                 &self.head, normed, hidden, batch * num, <float *>cnp.PyArray_DATA(out), rows
             )
-        self.caches, self.kept, self.observe = None, None, None
+        self.caches, self.kept, self.observe, self.sequences = None, None, None, None
         return out
 
     cdef void _multiply(
@@ -978,31 +1026,157 @@ cdef class Program:
         """Compute a token's experts if they are all in their slots."""
         cdef int32_t slots[512]
         cdef int32_t *ids = <int32_t *>cnp.PyArray_DATA(self.ids)
-        cdef int64_t k = self.top_k, began
+        cdef int64_t pairs[512]
+        cdef int64_t k = self.top_k, began, i
         if k > 512 or not self.cache.lease_resident(layer.number, ids, k, slots):
             return False
         try:
             if self.observe is not None:
                 self.observe(layer.number, self.ids[:1], None)
             began = now_ns()
+            for i in range(k):
+                pairs[i] = i
             with nogil:
-                self._compute(layer, slots)
+                self._compute(layer, slots, pairs, k)
         finally:
             self.cache.end_leases(slots, k)
         (<int64_t *>cnp.PyArray_DATA(self.busy_ns))[self.at] = max(1, now_ns() - began)
+        (<int64_t *>cnp.PyArray_DATA(self.num_computed))[self.at] = k
         return True
 
-    cdef void _compute(self, const Layer *layer, const int32_t *slots) noexcept nogil:
+    cdef bint _resident_rows(self, Layer *layer) except -1:
+        """Compute several tokens' experts if they are all in their slots."""
+        cdef int32_t *ids = <int32_t *>cnp.PyArray_DATA(self.ids)
+        cdef int64_t num = self.num_rows * self.top_k, began
+        cdef const int32_t *names = NULL
+        if self.sequences is not None:
+            names = <const int32_t *>cnp.PyArray_DATA(self.sequences)
+        if not self.cache.lease_resident_rows(
+            layer.number, ids, self.num_rows, self.top_k, names, self.slots
+        ):
+            return False
+        try:
+            if self.observe is not None:
+                self.observe(layer.number, self.ids[:self.num_rows], self.sequences)
+            began = now_ns()
+            with nogil:
+                self._compute_rows(layer, self._group(ids, layer.choice.num_experts))
+        finally:
+            self.cache.end_leases(self.slots, num)
+        (<int64_t *>cnp.PyArray_DATA(self.busy_ns))[self.at] = max(1, now_ns() - began)
+        return True
+
+    cdef int64_t _group(self, const int32_t *ids, int64_t num_experts) noexcept nogil:
+        """Put pairs in the order of their experts; return how many experts there are."""
+        cdef int64_t i, place = 0, found = 0, num = self.num_rows * self.top_k
+        memset(self.places, 0, <size_t>num_experts * sizeof(int64_t))
+        for i in range(num):
+            self.places[ids[i]] += 1
+        for i in range(num_experts):
+            if self.places[i]:
+                self.offsets[found] = place
+                place += self.places[i]
+                self.places[i] = self.offsets[found]
+                found += 1
+        self.offsets[found] = place
+        for i in range(num):
+            self.pairs[self.places[ids[i]]] = i
+            self.places[ids[i]] += 1
+        for i in range(found):
+            self.some[i] = self.slots[self.pairs[self.offsets[i]]]
+        return found
+
+    cdef void _compute_rows(self, const Layer *layer, int64_t num_experts) noexcept nogil:
+        """Write the rows of all pairs of the experts in `some`."""
+        cdef mc_experts e = layer.experts
+        cdef int64_t i, filled, written
+        cdef const uint8_t *given[ROWS]
+        e.level = level_in_use()
+        e.slots, e.offsets, e.pairs = self.some, self.offsets, self.pairs
+        e.num_experts = num_experts
+        e.out.data = <uint8_t *>cnp.PyArray_DATA(self.rows)
+        e.out.row_bytes = self.hidden_size * 4
+        e.out.type = MC_X_F32
+        e.input_type = mc_input_type(e.level, MC_X_F32, &e.up.first)
+        e.hidden_type = mc_input_type(e.level, MC_X_F32, &e.down.first)
+        e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_PLANES else e.hidden_type
+        self._take(
+            &e.up.first, e.input_type, <const float *>cnp.PyArray_DATA(self.normed),
+            self.hidden_size, self.num_rows, given
+        )
+        filled = mc_input_row_bytes(e.hidden.type, mc_input_columns(&e.down.first))
+        filled = max(filled, mc_input_row_bytes(e.hidden_type, mc_input_columns(&e.down.first)))
+        e.hidden.row_bytes = (filled + 63) & ~63
+        written = mc_input_row_bytes(e.hidden.type, e.width)
+        e.hidden.data = self.expert_hidden
+        for i in range(self.offsets[num_experts]):
+            self.inputs[i] = given[self.pairs[i] // self.top_k]
+            self.hidden_inputs[i] = self.expert_hidden + i * e.hidden.row_bytes
+            memset(
+                <uint8_t *>self.hidden_inputs[i] + written, 0,
+                <size_t>(e.hidden.row_bytes - written)
+            )
+        e.inputs, e.hidden_inputs = self.inputs, self.hidden_inputs
+        (<int64_t *>cnp.PyArray_DATA(self.num_computed))[self.at] = num_experts
+        run_experts(&e)
+
+    def compute(self, cnp.ndarray slots not None, list chosen not None):
+        """Compute some of a token's experts, whose slots are leased and filled, into `rows`.
+
+        To be called while `run` waits for a layer, of one row.
+
+        Parameters
+        ----------
+        slots : ndarray of int32, shape [top_k]
+            Of each id.
+        chosen : list of int
+            Places of the experts among the ids.
+
+        Returns
+        -------
+        int
+            Nanoseconds that it took.
+
+        Raises
+        ------
+        ValueError
+            If a place is none of the token's, or there is no such layer or row.
+        """
+        cdef int32_t some[512]
+        cdef int64_t pairs[512]
+        cdef int64_t i, place, n = len(chosen), k = self.top_k, began
+        cdef Layer *layer
+        if self.at >= self.num_layers or self.num_rows != 1 or n > k or k > 512:
+            raise ValueError(f"{n} experts are none of a token's that is being computed")
+        if slots.dtype != np.int32 or slots.size != k or not cnp.PyArray_IS_C_CONTIGUOUS(slots):
+            raise ValueError(f"slots are not {k} contiguous int32")
+        layer = &self.layers[self.at]
+        if not layer.has_experts:
+            raise ValueError(f"layer {layer.number} has no experts")
+        for i in range(n):
+            place = chosen[i]
+            if not 0 <= place < k or (<const int32_t *>cnp.PyArray_DATA(slots))[place] < 0:
+                raise ValueError(f"expert {place} of {k} has no slot")
+            some[i] = (<const int32_t *>cnp.PyArray_DATA(slots))[place]
+            pairs[i] = place
+        began = now_ns()
+        with nogil:
+            self._compute(layer, some, pairs, n)
+        return now_ns() - began
+
+    cdef void _compute(
+        self, const Layer *layer, const int32_t *slots, const int64_t *pairs, int64_t k
+    ) noexcept nogil:
+        """Write the rows of k pairs, each of an expert of its own."""
         cdef mc_experts e = layer.experts
         cdef int64_t offsets[513]
-        cdef int64_t i, k = self.top_k, filled, written
+        cdef int64_t i, filled, written
         cdef const uint8_t *inputs[512]
         cdef const uint8_t *hidden[512]
         e.level = level_in_use()
-        for i in range(k):
+        for i in range(k + 1):
             offsets[i] = i
-        offsets[k] = k
-        e.slots, e.offsets, e.pairs, e.num_experts = slots, offsets, offsets, k
+        e.slots, e.offsets, e.pairs, e.num_experts = slots, offsets, pairs, k
         e.out.data = <uint8_t *>cnp.PyArray_DATA(self.rows)
         e.out.row_bytes = self.hidden_size * 4
         e.out.type = MC_X_F32

@@ -629,15 +629,6 @@ cdef class Tiler:
     raw_bytes, form_bytes : int
     """
 
-    cdef mc_file file
-    cdef int64_t codes_at
-    cdef int64_t scales_at
-    cdef int64_t zeros_at
-    cdef int64_t factor_at
-    cdef bytes zero_points
-    cdef readonly int64_t raw_bytes
-    cdef readonly int64_t form_bytes
-
     def __cinit__(
         self, *, int64_t rows, int64_t columns, int64_t group, int64_t raw_bytes,
         int64_t form_bytes, str order, int64_t row_bytes, str scale, uint32_t largest,
@@ -646,19 +637,30 @@ cdef class Tiler:
         int64_t num_scales=0, int64_t codes_at=0, int64_t scales_at=0, int64_t zeros_at=0,
         int64_t factor_at=0, int64_t zero_row_bytes=0, bytes zero_points=b""
     ):
-        memset(&self.file, 0, sizeof(self.file))
-        self.file.rows, self.file.columns, self.file.group = rows, columns, group
-        self.file.row_bytes, self.file.block_bytes = row_bytes, block_bytes
-        self.file.scale_rows, self.file.scale_row_bytes = scale_rows, scale_row_bytes
-        self.file.scale_step, self.file.num_scales = scale_step, num_scales
+        memset(&self.tiling.file, 0, sizeof(self.tiling.file))
+        self.tiling.file.rows, self.tiling.file.columns = rows, columns
+        self.tiling.file.group = group
+        self.tiling.file.row_bytes, self.tiling.file.block_bytes = row_bytes, block_bytes
+        self.tiling.file.scale_rows, self.tiling.file.scale_row_bytes = scale_rows, scale_row_bytes
+        self.tiling.file.scale_step, self.tiling.file.num_scales = scale_step, num_scales
         if order not in ORDERS:
             raise ConfigError(f"order {order!r} is not one of {', '.join(ORDERS)}")
-        self.file.zero, self.file.order = zero, <mc_order><int>ORDERS.index(order)
-        self.file.scale, self.file.largest = _SCALES[scale], largest
-        self.file.zero_row_bytes, self.zero_points = zero_row_bytes, zero_points
-        self.file.zero_points = <const uint32_t *><const char *>zero_points
-        self.codes_at, self.scales_at, self.zeros_at = codes_at, scales_at, zeros_at
-        self.factor_at, self.raw_bytes, self.form_bytes = factor_at, raw_bytes, form_bytes
+        self.tiling.file.zero, self.tiling.file.order = zero, <mc_order><int>ORDERS.index(order)
+        self.tiling.file.scale, self.tiling.file.largest = _SCALES[scale], largest
+        self.tiling.file.zero_row_bytes, self.zero_points = zero_row_bytes, zero_points
+        self.tiling.file.zero_points = <const uint32_t *><const char *>zero_points
+        self.tiling.codes_at, self.tiling.scales_at = codes_at, scales_at
+        self.tiling.zeros_at = zeros_at
+        self.tiling.factor_at = factor_at
+        self.tiling.raw_bytes, self.tiling.form_bytes = raw_bytes, form_bytes
+
+    @property
+    def raw_bytes(self):
+        return self.tiling.raw_bytes
+
+    @property
+    def form_bytes(self):
+        return self.tiling.form_bytes
 
     def tile(self, cnp.ndarray raw not None, cnp.ndarray out not None):
         """Write the forms of matrices that lie one after the other.
@@ -680,36 +682,48 @@ cdef class Tiler:
             If these are not as many whole matrices as forms, or an array is not contiguous, or
             what is written to is read-only.
         """
-        cdef int64_t i, num
-        cdef int wrong = 0
+        cdef int64_t num = self.check(raw, out)
+        cdef bint wrong
+        cdef const uint8_t *given = <const uint8_t *>cnp.PyArray_DATA(raw)
+        cdef uint8_t *form = <uint8_t *>cnp.PyArray_DATA(out)
+        with nogil:
+            wrong = tile_matrices(&self.tiling, given, form, num)
+        return wrong
+
+    cdef int64_t check(self, cnp.ndarray raw, cnp.ndarray out) except -1:
+        """Return the number of matrices; raise ValueError if arrays do not fit together."""
+        cdef int64_t num
         if not (cnp.PyArray_IS_C_CONTIGUOUS(raw) and cnp.PyArray_ISCARRAY(out)):
             raise ValueError("a matrix must be contiguous, and what it is tiled into writable, too")
-        if self.form_bytes == 0:
-            return False
-        num = cnp.PyArray_NBYTES(out) // self.form_bytes
+        if self.tiling.form_bytes == 0:
+            return 0
+        num = cnp.PyArray_NBYTES(out) // self.tiling.form_bytes
         if (
-            cnp.PyArray_NBYTES(out) != num * self.form_bytes
-            or cnp.PyArray_NBYTES(raw) != num * self.raw_bytes
+            cnp.PyArray_NBYTES(out) != num * self.tiling.form_bytes
+            or cnp.PyArray_NBYTES(raw) != num * self.tiling.raw_bytes
         ):
             raise ValueError(
                 f"matrices of {self.raw_bytes} bytes are tiled into {self.form_bytes}; got "
                 f"{raw.nbytes} and {out.nbytes}"
             )
-        for i in range(num):
-            wrong |= self._tile(
-                <const uint8_t *>cnp.PyArray_DATA(raw) + i * self.raw_bytes,
-                <uint8_t *>cnp.PyArray_DATA(out) + i * self.form_bytes
-            )
-        return wrong != 0
+        return num
 
-    cdef int _tile(self, const uint8_t *raw, uint8_t *form) noexcept:
-        cdef mc_file file = self.file
-        cdef int64_t row = 0
-        cdef int wrong = 0
-        file.codes, file.scales = raw + self.codes_at, raw + self.scales_at
-        file.zeros, file.factor = raw + self.zeros_at, raw + self.factor_at
-        with nogil:
-            while row < file.rows:
-                form = _level.form(&file, row, form, &wrong)
-                row += MC_TILE
-        return wrong
+
+cdef bint tile_matrices(
+    const Tiling *tiling, const uint8_t *raw, uint8_t *form, int64_t num
+) noexcept nogil:
+    """Write the forms of some matrices; return whether a scale is wrong, as `Tiler.tile` does."""
+    cdef mc_file file = tiling.file
+    cdef int64_t i, row
+    cdef int wrong = 0
+    cdef uint8_t *to
+    for i in range(num):
+        to = form + i * tiling.form_bytes
+        file.codes, file.scales = raw + tiling.codes_at, raw + tiling.scales_at
+        file.zeros, file.factor = raw + tiling.zeros_at, raw + tiling.factor_at
+        row = 0
+        while row < file.rows:
+            to = _level.form(&file, row, to, &wrong)
+            row += MC_TILE
+        raw += tiling.raw_bytes
+    return wrong != 0

@@ -10,6 +10,8 @@ class Read(Protocol):
     layer: int
     expert: int
     parts: Mapping[str, Any]
+    fills: tuple[tuple[Any, str, Any], ...]
+    is_wrong: bool
 
 
 class Engine(Protocol):
@@ -27,6 +29,10 @@ class Engine(Protocol):
     @property
     def reads_in_submit(self) -> bool:
         """Whether `submit` itself reads what is in memory already."""
+
+    @property
+    def fills(self) -> bool:
+        """Whether it brings what was read into compute form, as `Read.fills` says."""
 
     @property
     def epoch(self) -> int:

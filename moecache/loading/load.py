@@ -85,6 +85,10 @@ class Load:
         Queues of the steps that wait for it; each gets the load when it is over.
     parts : dict of role to ndarray
         The arrays to read to, while it is read.
+    fills : tuple of (Tiler, role, ndarray)
+        Parts that the engine brings into compute form, and the slot's arrays that it writes.
+    is_wrong : bool
+        Whether it found a scale there that is wrong.
     error : Exception or None
         Why it failed; `ReadCancelledError` from when it is taken back.
     """
@@ -93,6 +97,8 @@ class Load:
         "cause",
         "error",
         "expert",
+        "fills",
+        "is_wrong",
         "layer",
         "parts",
         "slot",
@@ -114,6 +120,8 @@ class Load:
         self.state = LoadState.QUEUED
         self.waiting: list[SimpleQueue[Load]] = []
         self.parts: Mapping[str, Any] = {}
+        self.fills: tuple[tuple[Any, str, Any], ...] = ()
+        self.is_wrong = False
         self.error: Exception | None = None
 
     @property

@@ -21,7 +21,7 @@ from moecache.loading.filler import Filler
 from moecache.loading.load import Cause, Load, LoadState, ReadCancelledError, interrupted, named
 from moecache.loading.staging import StagingSlots
 from moecache.loading.step import Step
-from moecache.slots.base import SlotPool
+from moecache.slots import HostSlots, SlotPool
 from moecache.stores.base import ExpertStore
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,8 @@ class SlotLoader:
         self.counts = LoadCounts(clock)
         self.num_staging = self._staging.num_slots
         self.prefetch_done: Callable[[Load], object] = lambda _: None
+        # Slots that the engine itself brings into compute form, as far as it can.
+        self._filled = pool if isinstance(pool, HostSlots) and engine.fills else None
         self._filler: Filler | None = None
         self._closed = False
 
@@ -398,8 +400,12 @@ class SlotLoader:
         started = self.clock()
         left = list(batch)  # the engine empties it once it has them
         try:
+            filled = self._filled
             for load in batch:
                 load.parts = self.pool.buffers(load.slot, load.layer)
+                if filled is not None:
+                    load.fills = filled.fills(load.slot, load.layer)
+                    load.is_wrong = False
             self.engine.submit(left, deferred=deferred)
             if self._filler is not None:
                 self._filler.wake()
@@ -426,21 +432,20 @@ class SlotLoader:
 
     def _take_in(self) -> None:
         """Bring in every load that was read, and give the engine what waits for buffers."""
-        while self._take_one():
-            pass
-        if self._num_queued:
-            with uninterrupted():
+        with uninterrupted():
+            while self._take_one():
+                pass
+            if self._num_queued:
                 self._issue()
 
     def _take_one(self) -> bool:
         done: list[tuple[Load, Exception | None]] = []
-        with uninterrupted():
-            try:
-                self.engine.take(done)
-            finally:
-                for load, error in done:
-                    if self._is_done(load):
-                        self._bring_in(load, error)
+        try:
+            self.engine.take(done)
+        finally:
+            for load, error in done:
+                if self._is_done(load):
+                    self._bring_in(load, error)
         return bool(done)
 
     def _is_done(self, load: Load) -> bool:
@@ -451,10 +456,14 @@ class SlotLoader:
 
     def _bring_in(self, load: Load, error: Exception | None) -> None:
         """Fill the slot of a load that was read."""
-        uploaded: Exception | None = error or interrupted(load)
+        uploaded = error
         try:
             if error is None:
-                self.pool.upload(load.slot, load.layer, load.parts, behind=not load.urgent)
+                uploaded = interrupted(load)
+                if load.fills and self._filled is not None:
+                    self._filled.finish(load.slot, load.layer, load.parts, is_wrong=load.is_wrong)
+                else:
+                    self.pool.upload(load.slot, load.layer, load.parts, behind=not load.urgent)
                 uploaded = None
         except Exception as caught:  # noqa: BLE001 - a waiting step raises it
             uploaded = named(caught, load, self._store).with_traceback(None)
@@ -465,7 +474,7 @@ class SlotLoader:
         """Publish a load whose slot is filled, or give the slot back; tell the steps that wait."""
         if error is not None:
             self.pool.reclaim(load.slot)
-        load.parts = {}
+        load.parts, load.fills = {}, ()
         with self._lock:
             ahead = load.cause.is_ahead
             self._num_reading -= not ahead

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Sequence
-from errno import ECANCELED
+from errno import ECANCELED, EILSEQ
+from functools import partial
 from typing import Any
 
 from moecache.errors import ConfigError
@@ -27,6 +28,8 @@ class ReaderEngine:
     num_threads : int
         Threads that read, if there is no io_uring; with it, one thread or none:
         it takes part when there is more to read than twice the queue takes.
+    fills : bool, default False
+        Have these threads bring experts into compute form, too; else callers do that.
 
     Raises
     ------
@@ -36,7 +39,11 @@ class ReaderEngine:
         If the system has no thread to give.
     """
 
-    def __init__(self, reader: Reader, store: ExpertStore, num_threads: int) -> None:
+    fills = True
+
+    def __init__(
+        self, reader: Reader, store: ExpertStore, num_threads: int, *, fills: bool = False
+    ) -> None:
         if not isinstance(store, FileStore):
             raise ConfigError(f"a {type(store).__name__} has no files that a reader could read")
         self._reader = reader
@@ -48,7 +55,8 @@ class ReaderEngine:
         if reader.engine == "io_uring":
             num_threads = min(num_threads, 1)
         self._threads: list[threading.Thread] = []
-        self._threads += start_threads(reader.serve, num_threads, lambda: reader.close(0))
+        serve = partial(reader.serve, fills=fills)
+        self._threads += start_threads(serve, num_threads, lambda: reader.close(0))
 
     @property
     def quantum_bytes(self) -> int | None:
@@ -63,7 +71,9 @@ class ReaderEngine:
     def submit(self, reads: list[Read], *, deferred: bool = False) -> None:
         """Hand reads to the reader, all of them at once."""
         runs = self._store.runs
-        loads: list[Any] = [(one, runs(one.layer, one.expert), one.parts) for one in reads]
+        loads: list[Any] = [
+            (one, runs(one.layer, one.expert), one.parts, one.fills) for one in reads
+        ]
         try:
             self._reader.submit(loads, deferred=deferred)
         finally:
@@ -113,9 +123,11 @@ class ReaderEngine:
         return num_stuck
 
     def _outcome(self, read: Read, failure: tuple[int, int, int] | None) -> Exception | None:
+        if failure is not None and failure[0] == EILSEQ:
+            read.is_wrong, failure = True, None
         if failure is None:
             try:
-                for number, _, _ in self._store.runs(read.layer, read.expert):
+                for number in {run[0] for run in self._store.runs(read.layer, read.expert)}:
                     self._files[number].check_unchanged()
             except Exception as error:  # noqa: BLE001 - a waiting step raises it
                 return error.with_traceback(None)

@@ -39,6 +39,7 @@ class StoreEngine:
 
     quantum_bytes = None
     reads_in_submit = False
+    fills = False
 
     def __init__(self, store: ExpertStore, num_threads: int) -> None:
         self._store = store

@@ -1,4 +1,6 @@
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+
+from moecache.kernels._kernels cimport Tiling
 
 cdef extern from "<sys/uio.h>" nogil:
     cdef struct iovec:
@@ -14,11 +16,25 @@ cdef struct File:
     int direct  # one that reads around it, or -1
     size_t alignment  # of direct reads; 1 without
 
+cdef struct Fill:
+    # Matrices that are brought into compute form once all bytes of their expert are there.
+    const Tiling *tiling
+    const uint8_t *raw
+    uint8_t *form
+    int64_t num
+
 cdef struct Request:
-    # An expert of a caller: done when all its ranges are.
+    # An expert of a caller: done when all its ranges are, and its fills.
     Request *next
     int64_t token
     int64_t num_missing
+    int num_fills
+    Fill *fills
+    # The next matrix to be filled by whoever comes, and how many are not done.
+    int next_fill
+    int64_t next_matrix
+    int64_t num_to_fill
+    bint is_wrong
     int error
     int file
     uint64_t offset
@@ -50,6 +66,7 @@ cdef struct Piece:
     int attempts
     int num_io_errors
     int error
+    bint is_tried  # read by a thread if the page cache has it, else by the kernel
     int num_parts, num_ranges, num_copies
     iovec *parts
     iovec *rest

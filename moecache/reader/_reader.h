@@ -202,6 +202,21 @@ static int64_t mc_preadv(int descriptor, const struct iovec *parts, int num_part
     return mc_faulty(count >= 0 ? (int64_t)count : -(int64_t)errno, asked);
 }
 
+/* The same for what is in the page cache; -EAGAIN for the rest. */
+static int64_t mc_preadv_cached(int descriptor, const struct iovec *parts, int num_parts,
+                                uint64_t offset, size_t asked)
+{
+#ifdef RWF_NOWAIT
+    ssize_t count = preadv2(descriptor, parts, num_parts, (off_t)offset, RWF_NOWAIT);
+    if (count < 0 && (errno == EAGAIN || errno == EOPNOTSUPP || errno == ENOSYS))
+        return -EAGAIN;
+    return mc_faulty(count >= 0 ? (int64_t)count : -(int64_t)errno, asked);
+#else
+    (void)descriptor, (void)parts, (void)num_parts, (void)offset, (void)asked;
+    return -EAGAIN;
+#endif
+}
+
 /* ------------------------------------------------------------------ io_uring */
 typedef struct {
     int descriptor; /* -1: closed */

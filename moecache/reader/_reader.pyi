@@ -3,9 +3,15 @@ from typing import Any, Self, TypeAlias, final
 
 import numpy as np
 
+from moecache.kernels._kernels import Tiler
+
 # (file number, offset, ((role, start, stop), ...))
 _Run: TypeAlias = tuple[int, int, tuple[tuple[str, int, int], ...]]
-_Load: TypeAlias = tuple[Any, Sequence[_Run], Mapping[str, np.ndarray]]
+_Fill: TypeAlias = tuple[Tiler, str, np.ndarray]
+_Load: TypeAlias = (
+    tuple[Any, Sequence[_Run], Mapping[str, np.ndarray]]
+    | tuple[Any, Sequence[_Run], Mapping[str, np.ndarray], Sequence[_Fill]]
+)
 
 ENGINES: tuple[str, ...]
 FAULTS: tuple[str, ...]
@@ -63,7 +69,7 @@ class Reader:
     def poll(self) -> bool: ...
     def take(self, found: list[Any]) -> None: ...
     def announce(self) -> None: ...
-    def serve(self) -> None: ...
+    def serve(self, *, fills: bool = False) -> None: ...
     def close(self, timeout_s: float = 2.0) -> bool: ...
 
 def inject_fault(

@@ -5,15 +5,18 @@
 cimport cython
 cimport numpy as cnp
 from cpython.exc cimport PyErr_CheckSignals
-from libc.errno cimport EAGAIN, EBUSY, EINTR, EINVAL, EIO, ENODATA, ENOMEM, EOPNOTSUPP, EPROTO
-from libc.stdint cimport int64_t, uint64_t
+from libc.errno cimport (
+    EAGAIN, EBUSY, EILSEQ, EINTR, EINVAL, EIO, ENODATA, ENOMEM, EOPNOTSUPP, EPROTO,
+)
+from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 import os
 
+from moecache.kernels._kernels cimport Tiler, tile_matrices
 from moecache.reader._pieces cimport (
-    SINK, File, Request, Piece, Range, cut, free_pieces, iovec, place, rest,
+    SINK, File, Fill, Request, Piece, Range, cut, free_pieces, iovec, place, rest,
 )
 
 cnp.import_array()
@@ -41,6 +44,8 @@ cdef extern from "_reader.h" nogil:
     int mc_open_direct(int descriptor)
     size_t mc_direct_alignment(int descriptor)
     int64_t mc_preadv(
+        int descriptor, const iovec *parts, int num_parts, uint64_t offset, size_t asked)
+    int64_t mc_preadv_cached(
         int descriptor, const iovec *parts, int num_parts, uint64_t offset, size_t asked)
     int64_t mc_faulty(int64_t result, size_t asked)
     void mc_inject(int kind, int error, int64_t skip, int64_t times, int refuse_ring)
@@ -84,6 +89,11 @@ cdef class Reader:
     the target's own alignment go straight into it, the others through staging
     buffers. A thread that waits takes in what the kernel has finished; with io_uring
     there need not be any other thread.
+
+    An expert's matrices may be brought into compute form by the same threads, as soon as all of
+    its bytes are there. A thread that serves does so while the caller computes; where there is one,
+    it also copies such experts out of the page cache, one after the other: what was just copied is
+    in its processor's own cache.
 
     Parameters
     ----------
@@ -138,6 +148,11 @@ cdef class Reader:
     cdef int _in_kernel
     cdef Piece *_arrived  # read, and to be copied out of staging
     cdef Piece **_arrived_end
+    cdef Request *_unfilled  # read, and to be brought into compute form
+    cdef Request **_unfilled_end
+    cdef int _num_to_fill  # experts with fills that are not done
+    cdef int _num_tried  # pending pieces that a thread is to copy out of the page cache
+    cdef int _num_fillers  # threads that serve, and fill
     cdef int _num_inside
     cdef bint _reaping
     cdef bint _closed
@@ -167,6 +182,7 @@ cdef class Reader:
         self._urgent_end = &self._pending
         self._finished_end = &self._finished
         self._arrived_end = &self._arrived
+        self._unfilled_end = &self._unfilled
         self._held = {}
         if engine is not None and engine not in ENGINES:
             raise ValueError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
@@ -282,12 +298,14 @@ cdef class Reader:
 
         Parameters
         ----------
-        loads : list of (owner, runs, parts)
+        loads : list of (owner, runs, parts) or (owner, runs, parts, fills)
             Emptied once all is begun, and not before. `owner` is what `take` gives
             back. `runs` are (file number, offset, ((role, start, stop), ...)): the
             file's bytes from `offset` on are those of the roles' parts, one after
             the other. `parts` maps each role to a C-contiguous writable ndarray of
-            any dtype, which is kept alive and must not be touched until then.
+            any dtype, which is kept alive and must not be touched until then. `fills` are
+            (tiler, role, target): once all is read, the role's part is brought into compute form,
+            in a C-contiguous ndarray that is kept alive, too.
         deferred : bool, default False
             Let everything else go first, also what is submitted later, until `hasten`. What
             the kernel has been given is read all the same.
@@ -295,35 +313,50 @@ cdef class Reader:
         Raises
         ------
         ValueError
-            If a part is missing, too small, not writable or of objects; nothing was begun.
+            If a part is missing, too small, not writable or of objects, or does not fit its
+            target; nothing was begun.
         MemoryError
             Nothing was begun.
         """
         cdef Py_ssize_t num_loads = len(loads), num_ranges = 0, i
         if num_loads == 0:
             return
-        for _, runs, _ in loads:
-            for _, _, spans in runs:
+        for load in loads:
+            for _, _, spans in load[1]:
                 num_ranges += len(spans)
         cdef Range *ranges = <Range *>malloc((num_ranges + 1) * sizeof(Range))
         cdef Request **heads = <Request **>calloc(num_loads + 1, sizeof(Request *))
         cdef Piece *first = NULL
-        cdef Py_ssize_t used = 0
+        cdef Piece **end = &first
+        cdef Py_ssize_t used = 0, cut_up_to = 0
         cdef bint begun = False
         try:
             if ranges == NULL or heads == NULL:
                 raise MemoryError("no memory for reads")
             for i in range(num_loads):
-                heads[i] = <Request *>calloc(1, sizeof(Request))
+                load = loads[i]
+                fills = load[3] if len(load) > 3 else ()
+                heads[i] = <Request *>calloc(1, sizeof(Request) + len(fills) * sizeof(Fill))
                 if heads[i] == NULL:
                     raise MemoryError("no memory for reads")
-                used = self._add_ranges(ranges, used, heads[i], loads[i][1], loads[i][2])
-            if cut(self._files, self.piece_bytes, self._sink, ranges, used, &first) < 0:
-                raise MemoryError("no memory for reads")
+                used = self._add_ranges(ranges, used, heads[i], load[1], load[2])
+                self._add_fills(heads[i], load[2], fills)
+                if i + 1 < num_loads and not (heads[i].num_fills and self._num_fillers):
+                    continue
+                # Experts that threads fill come one after the other.
+                if cut(
+                    self._files, self.piece_bytes, self._sink, ranges + cut_up_to,
+                    used - cut_up_to, end
+                ) < 0:
+                    raise MemoryError("no memory for reads")
+                cut_up_to = used
+                while end[0] != NULL:
+                    end[0].is_tried = heads[i].num_fills and self._is_tried(end[0])
+                    end = &end[0].next
             for i in range(num_loads):
                 self._next_token += 1
                 heads[i].token = self._next_token
-                self._held[heads[i].token] = (loads[i][0], loads[i][2])
+                self._held[heads[i].token] = (loads[i][0], loads[i][1:])
             with nogil:
                 pthread_mutex_lock(&self._mutex)
                 if not self._closed:
@@ -331,10 +364,11 @@ cdef class Reader:
                     self._begin(heads, num_loads, first, deferred)
                 pthread_mutex_unlock(&self._mutex)
             if not begun:
-                free_pieces(&first)
                 raise ValueError("the reader is closed")
             loads.clear()
         finally:
+            if not begun:
+                free_pieces(&first)
             if not begun and heads != NULL:
                 for i in range(num_loads):
                     if heads[i] != NULL:
@@ -407,7 +441,8 @@ cdef class Reader:
         pthread_mutex_lock(&self._mutex)
         found = self._finished != NULL
         ready = not self._closed and (
-            self._arrived != NULL or (self._uses_ring and mc_ring_has_done(&self._ring)))
+            self._arrived != NULL or self._has_to_fill()
+            or (self._uses_ring and mc_ring_has_done(&self._ring)))
         pthread_mutex_unlock(&self._mutex)
         if not ready:
             return found
@@ -417,9 +452,11 @@ cdef class Reader:
                 self._num_inside += 1
                 # A settled read gives its buffer back, and the next one can begin: if no thread
                 # waits, a later call would find the kernel idle.
-                while self._take_in() or self._arrived != NULL:
+                while self._take_in() or self._arrived != NULL or self._has_to_fill():
                     if self._arrived != NULL:
                         self._settle(self._next_arrived())
+                    elif self._has_to_fill():
+                        self._fill()
                 self._num_inside -= 1
             found = self._finished != NULL
             pthread_mutex_unlock(&self._mutex)
@@ -429,8 +466,8 @@ cdef class Reader:
         """Append (owner, error) of a load that is done to `found`, if there is one.
 
         `error` is None, or (errno, file number, offset): ENODATA for a file that
-        ends too early. A list rather than a return value: an interrupt cannot come
-        between taking it and keeping it.
+        ends too early, EILSEQ if all was read but a scale is wrong, as `Tiler.tile` says. A list
+        rather than a return value: an interrupt cannot come between taking it and keeping it.
         """
         cdef Request *load
         pthread_mutex_lock(&self._mutex)
@@ -459,22 +496,29 @@ cdef class Reader:
                 self._hand_over()
             pthread_mutex_unlock(&self._mutex)
 
-    def serve(self):
+    def serve(self, *, bint fills=False):
         """Read until `close`, in a thread that takes part without waiting for a load.
 
         With io_uring it sleeps unless there is more to read than twice the queue takes (a long
         prompt): the hop to it costs more than it gains, measured, also where reads are copied.
+
+        Parameters
+        ----------
+        fills : bool, default False
+            Bring experts into compute form, and copy these out of the page cache.
         """
         with nogil:
             pthread_mutex_lock(&self._mutex)
             self._num_inside += 1
+            self._num_fillers += fills
             while not self._closed:
                 if self._arrived != NULL:
                     self._settle(self._next_arrived())
                 elif not self._needs_help():
                     mc_wait(&self._work, &self._mutex, TICK_NS)
                 else:
-                    self._step(mc_clock_ns() + TICK_NS)
+                    self._step(mc_clock_ns() + TICK_NS, True)
+            self._num_fillers -= fills
             self._num_inside -= 1
             pthread_mutex_unlock(&self._mutex)
 
@@ -554,7 +598,32 @@ cdef class Reader:
                 offset += stop - start
         return used
 
+    cdef int _add_fills(self, Request *load, parts, fills) except -1:
+        cdef Tiler tiler
+        cdef cnp.ndarray part, target
+        cdef Fill *fill
+        load.fills = <Fill *>(load + 1)
+        for making, role, form in fills:
+            tiler, target, part = making, form, parts.get(role)
+            if part is None:
+                raise ValueError(f"there is no array for role {role!r}")
+            fill = &load.fills[load.num_fills]
+            fill.num = tiler.check(part, target)
+            fill.tiling = &tiler.tiling
+            fill.raw = <const uint8_t *>cnp.PyArray_DATA(part)
+            fill.form = <uint8_t *>cnp.PyArray_DATA(target)
+            load.num_fills += 1
+            load.num_to_fill += fill.num
+        return 0
+
     # The queue. Everything below runs under the mutex and without the GIL.
+
+    cdef bint _is_tried(self, const Piece *piece) noexcept nogil:
+        """Whether a thread that fills is to copy a piece, if the page cache has it."""
+        return (
+            self._num_fillers > 0 and self._uses_ring and piece.num_staged == 0
+            and piece.descriptor == self._files[piece.file].cached
+        )
 
     cdef void _begin(
         self, Request **loads, Py_ssize_t count, Piece *pieces, bint deferred
@@ -563,12 +632,16 @@ cdef class Reader:
         if pieces != NULL and self._in_flight == 0 and self._num_pending == 0:
             self._busy_since = mc_clock_ns()
         for i in range(count):
+            self._num_to_fill += loads[i].num_fills > 0
             if loads[i].num_missing == 0:  # experts of no bytes
-                self._finish(loads[i])
+                self._complete(loads[i])
         self._append(pieces, deferred)
         self._issue()
         if self._needs_help():
             pthread_cond_broadcast(&self._work)
+        if self._num_tried and self._reaping and not mc_ring_is_full(&self._ring):
+            # The thread that would copy them may wait in the kernel.
+            mc_ring_push_nothing(&self._ring)
         # A thread that waits hands over the reads that the kernel does not take now.
         self._hand_over()
         # One that waits for something to come goes to the kernel.
@@ -576,9 +649,13 @@ cdef class Reader:
 
     cdef bint _needs_help(self) noexcept nogil:
         """Whether a thread that serves has something to do."""
+        if self._num_fillers and self._unfilled != NULL:
+            return True
         if not self._uses_ring:
             return self._num_pending > 0
-        if self._arrived != NULL:
+        if self._arrived != NULL or self._num_tried:
+            return True
+        if self._num_fillers and self._num_to_fill and self._in_kernel and not self._reaping:
             return True
         return self._num_pending > self.depth and not self._reaping
 
@@ -589,6 +666,7 @@ cdef class Reader:
         end[0] = chain
         while end[0] != NULL:
             self._num_pending += 1
+            self._num_tried += end[0].is_tried
             end = &end[0].next
         end[0] = behind
         if last:
@@ -605,6 +683,7 @@ cdef class Reader:
             self._urgent_end = &piece.next
         self._pending = piece
         self._num_pending += 1
+        self._num_tried += piece.is_tried
 
     cdef void _hasten(self, int64_t token) noexcept nogil:
         cdef Piece **link = self._urgent_end
@@ -637,6 +716,7 @@ cdef class Reader:
             if self._pending_end == &piece.next:
                 self._pending_end = link
             self._num_pending -= 1
+            self._num_tried -= piece.is_tried
             self._drop(piece)
             dropped = True
         if dropped:
@@ -661,7 +741,7 @@ cdef class Reader:
             load.error = ECANCELED
             load.num_missing -= 1
             if load.num_missing == 0:
-                self._finish(load)
+                self._complete(load)
         if piece.buffer >= 0:
             self._free_buffers[self._num_free_buffers] = piece.buffer
             self._num_free_buffers += 1
@@ -684,6 +764,7 @@ cdef class Reader:
         if self._urgent_end == &piece.next:
             self._urgent_end = &self._pending
         self._num_pending -= 1
+        self._num_tried -= piece.is_tried
         self._in_flight += 1
         self.num_reads += 1
         return piece
@@ -699,6 +780,8 @@ cdef class Reader:
         if not self._uses_ring:
             return
         while self._in_kernel < self.depth and not mc_ring_is_full(&self._ring):
+            if self._pending != NULL and self._pending.is_tried:
+                return
             piece = self._next_piece()
             if piece == NULL:
                 return
@@ -811,7 +894,7 @@ cdef class Reader:
             self.bytes_wanted += part.nbytes
             load.num_missing -= 1
             if load.num_missing == 0:
-                self._finish(load)
+                self._complete(load)
         for i in range(piece.num_copies):
             self.bytes_copied += piece.copies[i].nbytes
         if piece.buffer >= 0:
@@ -822,6 +905,118 @@ cdef class Reader:
         if self._in_flight == 0 and self._num_pending == 0:
             self.busy_ns += mc_clock_ns() - self._busy_since
         pthread_cond_broadcast(&self._done)
+
+    cdef void _complete(self, Request *load) noexcept nogil:
+        """Note that all of an expert's bytes are there, or that some failed."""
+        if load.num_fills == 0:
+            self._finish(load)
+            return
+        self._skip_empty(load)
+        if load.num_to_fill == 0:
+            self._num_to_fill -= 1
+            self._finish(load)
+            return
+        if self._closed and load.error == 0:
+            load.error = ECANCELED
+        if load.error:
+            self._num_to_fill -= 1
+            self._finish(load)
+            return
+        load.next = NULL
+        self._unfilled_end[0] = load
+        self._unfilled_end = &load.next
+        if load.num_to_fill > 1 and self._num_fillers:
+            # Others fill some of its matrices: a caller that waits, or a thread that serves.
+            pthread_cond_broadcast(&self._done)
+
+    cdef void _skip_empty(self, Request *load) noexcept nogil:
+        while load.next_fill < load.num_fills and (
+            load.next_matrix >= load.fills[load.next_fill].num
+        ):
+            load.next_fill += 1
+            load.next_matrix = 0
+
+    cdef bint _has_to_fill(self) noexcept nogil:
+        """Whether an expert is to be filled, and no thread serves that does."""
+        return self._unfilled != NULL and self._num_fillers == 0
+
+    cdef Request *_next_unfilled(self) noexcept nogil:
+        cdef Request *load = self._unfilled
+        self._unfilled = load.next
+        if self._unfilled == NULL:
+            self._unfilled_end = &self._unfilled
+        return load
+
+    cdef void _fill(self) noexcept nogil:
+        """Bring an expert's next matrix into compute form, without the mutex."""
+        cdef Request *load = self._unfilled
+        cdef const Fill *fill = &load.fills[load.next_fill]
+        cdef int64_t matrix = load.next_matrix
+        cdef bint is_wrong
+        load.next_matrix += 1
+        self._skip_empty(load)
+        if load.next_fill == load.num_fills:
+            self._next_unfilled()
+        if self._needs_help():
+            pthread_cond_signal(&self._work)
+        pthread_mutex_unlock(&self._mutex)
+        is_wrong = tile_matrices(
+            fill.tiling, fill.raw + matrix * fill.tiling.raw_bytes,
+            fill.form + matrix * fill.tiling.form_bytes, 1
+        )
+        pthread_mutex_lock(&self._mutex)
+        load.is_wrong = load.is_wrong or is_wrong
+        load.num_to_fill -= 1
+        if load.num_to_fill:
+            return
+        if load.is_wrong and load.error == 0:
+            load.error = EILSEQ
+        self._num_to_fill -= 1
+        self._finish(load)
+        pthread_cond_broadcast(&self._done)
+        if self._reaping and not self._closed and not mc_ring_is_full(&self._ring):
+            # A thread that waits in the kernel may wait for this expert.
+            mc_ring_push_nothing(&self._ring)
+            self._hand_over()
+
+    cdef void _give_up(self, Request *load) noexcept nogil:
+        """End a load whose other matrices nobody fills; threads may be filling some of it."""
+        cdef int64_t num_begun = load.next_matrix
+        cdef int i
+        for i in range(load.next_fill):
+            num_begun += load.fills[i].num
+        for i in range(load.num_fills):
+            load.num_to_fill -= load.fills[i].num
+        # What is left counts the matrices that are being filled.
+        load.num_to_fill += num_begun
+        load.error = ECANCELED
+        if load.num_to_fill == 0:
+            self._num_to_fill -= 1
+            self._finish(load)
+
+    cdef void _try(self) noexcept nogil:
+        """Copy the next piece out of the page cache; leave the rest of it to the kernel."""
+        cdef Piece *piece = self._next_piece()
+        cdef iovec *parts
+        cdef int num_parts = rest(piece, &parts)
+        cdef size_t left = piece.nbytes - piece.num_done
+        cdef int64_t result
+        pthread_mutex_unlock(&self._mutex)
+        result = mc_preadv_cached(
+            piece.descriptor, parts, num_parts, piece.offset + piece.num_done, left)
+        pthread_mutex_lock(&self._mutex)
+        piece.next = NULL
+        piece.is_tried = False
+        if result != -EAGAIN:
+            if self._judge(piece, result):
+                self._account(piece)
+        elif self._closed:
+            piece.error = ECANCELED
+            self._account(piece)
+        else:
+            self._in_flight -= 1
+            self.num_reads -= 1
+            self._put_back(piece)
 
     cdef void _finish(self, Request *load) noexcept nogil:
         load.next = NULL
@@ -834,7 +1029,7 @@ cdef class Reader:
             self._finished == NULL and self._epoch == seen and not self._closed
             and mc_clock_ns() < deadline
         ):
-            if not self._step(deadline):
+            if not self._step(deadline, False):
                 break
         if self._uses_ring and not self._closed:
             # The kernel goes on with reads that find a buffer now, while this thread computes.
@@ -844,13 +1039,20 @@ cdef class Reader:
             # A thread that serves goes on while this one computes.
             pthread_cond_signal(&self._work)
 
-    cdef bint _step(self, int64_t deadline) noexcept nogil:
-        """Read or reap something, or wait a little. Returns False after a signal."""
+    cdef bint _step(self, int64_t deadline, bint is_serving) noexcept nogil:
+        """Read, reap or fill something, or wait a little. Returns False after a signal."""
         cdef Piece *piece
         cdef iovec *parts
         cdef int num_parts, error = 0
         cdef int64_t result, timeout = deadline - mc_clock_ns()
         if timeout <= 0:
+            return True
+        if self._unfilled != NULL:
+            if self._uses_ring:
+                # The kernel reads meanwhile.
+                self._take_in()
+            if self._unfilled != NULL:
+                self._fill()
             return True
         if not self._uses_ring:
             piece = self._next_piece()
@@ -871,6 +1073,13 @@ cdef class Reader:
             return True
         if self._arrived != NULL:
             self._settle(self._next_arrived())
+            return True
+        if (
+            self._pending != NULL and self._pending.is_tried
+            # Nobody waits for what is deferred, least of all a caller.
+            and (is_serving or self._urgent_end != &self._pending)
+        ):
+            self._try()
             return True
         if self._reaping or self._in_kernel == 0:
             # Another thread waits in the kernel, or has the last reads in its hands.
@@ -915,7 +1124,9 @@ cdef class Reader:
             self._drop(piece)
         self._pending_end = &self._pending
         self._urgent_end = &self._pending
-        self._num_pending = 0
+        self._num_pending = self._num_tried = 0
+        while self._unfilled != NULL:
+            self._give_up(self._next_unfilled())
         pthread_cond_broadcast(&self._work)
         pthread_cond_broadcast(&self._done)
         # Threads inside leave at the next tick at the latest or, without timeouts (before Linux
@@ -924,7 +1135,7 @@ cdef class Reader:
             not self._drained and self._in_flight + self._num_inside > 0
             and mc_clock_ns() < deadline
         ):
-            self._step(min(deadline, mc_clock_ns() + TICK_NS // 10))
+            self._step(min(deadline, mc_clock_ns() + TICK_NS // 10), False)
         if not self._drained and self._in_flight + self._num_inside == 0:
             self._drained = True
             while self._finished != NULL:

@@ -10,7 +10,7 @@ from moecache.loading.reader_engine import ReaderEngine
 from moecache.loading.store_engine import StoreEngine
 from moecache.ranks import Share
 from moecache.reader._reader import Reader
-from moecache.slots import SlotPool
+from moecache.slots import HostSlots, SlotPool
 from moecache.stores import ExpertStore
 
 MAX_LOADER_THREADS = 999
@@ -56,11 +56,13 @@ def make_loader(
 ) -> SlotLoader:
     """Return what fills slots, by a reader of the store's files if there is one."""
     engine: Engine
+    beside = pool.converts and loader_threads > 0 and usable_cores() > 1
     if reader is None:
         engine = StoreEngine(store, loader_threads)
     else:
-        engine = ReaderEngine(reader, store, loader_threads)
+        engine = ReaderEngine(reader, store, loader_threads, fills=beside)
     loader = SlotLoader(store, pool, cache, engine)
-    if pool.converts and loader_threads and usable_cores() > 1:
+    # Compiled code fills slots as they are read, where it can; else a thread of Python's does.
+    if beside and not (engine.fills and isinstance(pool, HostSlots) and pool.fills_all):
         loader.start_filler()
     return loader

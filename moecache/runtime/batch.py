@@ -43,8 +43,11 @@ class Batch:
         """Return each row's sequence, or `None` where rows are no batch of that size."""
         if self._numbers is None or ids.ndim < 2:
             return None
-        rows = ids.size // max(1, ids.shape[-1])
-        each, rest = divmod(rows, self.size)
-        if rest or not each:
+        return self.names_of(ids.size // max(1, ids.shape[-1]))
+
+    def names_of(self, num_rows: int) -> np.ndarray | None:
+        """Return the sequence of each of so many rows, or `None` as `of` does."""
+        each, rest = divmod(num_rows, self.size)
+        if self._numbers is None or rest or not each:
             return None
         return self._numbers if each == 1 else self._numbers.repeat(each)

@@ -1,7 +1,7 @@
 """StepSource: steps of a runtime, from the router's ids on."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,22 @@ class StepSource:
             if not self.closed:
                 self._look_at_pins()
 
+    def compute_token(
+        self, layer: int, ids: np.ndarray, compute: Callable[[np.ndarray, list[int]], object]
+    ) -> None:
+        """Have a token's experts computed as they arrive; see `steps.compute_token`.
+
+        For slots in RAM, and where all experts come from here.
+        """
+        self.check_usable()
+        try:
+            steps.compute_token(
+                self._loader, self._cache, layer, ids, compute, observe=self._observe
+            )
+        finally:
+            if not self.closed:
+                self._look_at_pins()
+
     def lease(
         self,
         layer: int,
@@ -152,6 +168,10 @@ class StepSource:
         """Count steps whose experts were all there, and were leased by compiled code."""
         self.count_resident(num)
         self._look_at_pins()
+
+    def names_of(self, num_rows: int) -> np.ndarray | None:
+        """Return each row's sequence, int32 [num_rows], by `begin_batch`; `None`: all are one."""
+        return self._batch.names_of(num_rows)
 
     def begin_batch(self, size: int) -> None:
         """Say that `size` sequences begin side by side; see `ExpertRuntime.begin_sequence`."""

@@ -184,6 +184,70 @@ def waves(
         loader.give_back()
 
 
+def compute_token(
+    loader: SlotLoader,
+    cache: ExpertCache,
+    layer: int,
+    ids: np.ndarray,
+    compute: Callable[[np.ndarray, list[int]], object],
+    *,
+    observe: Observe | None = None,
+) -> None:
+    """Have a token's experts computed: those that are resident, then each as it arrives.
+
+    What `waves` does for one token, with fewer objects. Leases end with the step.
+
+    Parameters
+    ----------
+    loader, cache, layer
+    ids : ndarray of int32 or int64, shape [1, top_k]
+    compute : callable (slots, places)
+        Called with the slot of each id, int32 [top_k], and a list of the places whose experts are
+        to be computed, in each call others.
+    observe : callable, optional
+    """
+    step = Step(layer, ids, cache.num_experts, share=cache.num_experts)
+    guard = loader.guard(step)
+    try:
+        loader.acquire(step)
+        if observe is not None:
+            observe(layer, ids, None)
+        slots, loads = step.slots, step.loads
+        places = {slot: place for place, slot in enumerate(slots.tolist())}
+        if step.bypassed or len(places) < ids.size or -1 in places:
+            _compute_waves(loader, cache, step, compute)
+            return
+        coming = {load.slot for load in loads}
+        ready = [place for slot, place in places.items() if slot not in coming]
+        if ready:
+            compute(slots, ready)
+        while loads:
+            compute(slots, [places[load.slot] for load in _wait(loader, cache, step)])
+    finally:
+        guard.close()
+        loader.give_back()
+
+
+def _compute_waves(
+    loader: SlotLoader,
+    cache: ExpertCache,
+    step: Step,
+    compute: Callable[[np.ndarray, list[int]], object],
+) -> None:
+    """Compute a token's experts that come twice, have no slot, or go through staging slots."""
+    slots = np.full(step.ids.size, -1, np.int32)
+    if step.loads or step.bypassed:
+        waves = _Parts(loader, cache, step, step.ids.size).waves()
+    else:
+        waves = iter([_whole_step(step.ids, step.slots, step.ids.size, one_token=True)])
+    for wave in waves:
+        for slot, pairs in wave:
+            slots[pairs] = slot
+            # One by one where a token has an expert twice: a row's bits do not depend on others.
+            for pair in pairs.tolist():
+                compute(slots, [pair])
+
+
 class _Parts:
     """A step with misses, cut into waves."""
 

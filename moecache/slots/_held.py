@@ -23,12 +23,15 @@ class Held:
     dtype : numpy.dtype
     tiler : Tiler, optional
         The tiler that makes the compute form as a slot is filled.
+    has_to_be_checked : bool, default False
+        Whether `check` finds what no tiler does.
     """
 
     role: Role
     shape: tuple[int, ...]
     dtype: np.dtype
     tiler: Tiler | Repacker | None = None
+    has_to_be_checked: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -59,16 +62,19 @@ class Held:
         """
         if self.tiler is not None:
             # The tiler finds scales that are no numbers.
-            if self.tiler.tile(part, target) or find_format(self.role.format).has_more_to_check:
-                self._check(part)
+            if self.tiler.tile(part, target) or self.has_to_be_checked:
+                self.check(part)
             return
-        if self.role.format and not self.role.is_tiled:
-            self._check(part)
+        if self.has_to_be_checked:
+            self.check(part)
         # The array that `buffers` returned may be the slot itself.
         if target.ctypes.data != part.ctypes.data:
             target[...] = part
 
-    def _check(self, part: np.ndarray) -> None:
+    def check(self, part: np.ndarray) -> None:
+        """Raise FormatError if the parts of a format cannot be."""
+        if not self.role.format or self.role.is_tiled:
+            return
         known = find_format(self.role.format)
         for raw in part.reshape(self.role.matrices, -1):
             known.check(known.split(raw, *self.role.matrix_shape))
@@ -79,8 +85,10 @@ def hold(role: Role, dtype: np.dtype | None = None) -> Held:
     if role.format:
         if not role.is_tiled and has_form(role.format):
             making = tiler(role.format, *role.matrix_shape)
-            return Held(role, (role.form_bytes,), role.dtype, making)
-        return Held(role, (role.nbytes,), role.dtype)
+            more = find_format(role.format).has_more_to_check
+            return Held(role, (role.form_bytes,), role.dtype, making, has_to_be_checked=more)
+        checked = not role.is_tiled
+        return Held(role, (role.nbytes,), role.dtype, has_to_be_checked=checked)
     # ml_dtypes' types have kind "V", NumPy's own floats "f". Integers (packed
     # weights, scales as bytes) stay as they are.
     kept = dtype is None or role.dtype.kind not in "fV"

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from moecache._prefault import lock_pages
 from moecache.errors import CapacityError, ConfigError, FormatError, MoeCacheError
+from moecache.kernels._kernels import Tiler
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
 from moecache.slots._held import Held, hold_all
@@ -63,9 +64,14 @@ class HostSlots:
         self._slabs: dict[str, np.ndarray] = {}
         self._rows: dict[str, np.ndarray] = {}
         # Buffers that reads go to before they are converted: in use, by slot, and free.
-        self._lent: dict[int, dict[str, np.ndarray]] = {}
-        self._bounces: list[dict[str, np.ndarray]] = []
+        self._lent: dict[int, _Buffer] = {}
+        self._bounces: list[_Buffer] = []
         self._converts = _converts(self._held)
+        self._fills = [_all_tiled(roles) for roles in self._held]
+        # Layers alike have one number: views of a buffer, or of a slot, are made once for them.
+        numbers = {id(roles): number for number, roles in enumerate(self._held)}
+        self._variants = [numbers[id(roles)] for roles in self._held]
+        self._targets: dict[tuple[int, int], tuple[tuple[Tiler, str, np.ndarray], ...]] = {}
         self._num_buffers = _num_buffers(layout) if self._converts else 0
         for name, stride in _strides(self._held).items():
             try:
@@ -180,7 +186,7 @@ class HostSlots:
         """Return the slot's own arrays; for roles that are converted, a buffer's until `upload`."""
         if not self._converts:
             return self.expert(slot, layer)
-        bounce = self._lent.get(slot)
+        bounce, variant = self._lent.get(slot), self._variants[layer]
         if bounce is None:
             try:
                 bounce = self._bounces.pop()
@@ -189,12 +195,68 @@ class HostSlots:
                 bounce = self._bounces.pop()
             self._lent[slot] = bounce
         slabs, _ = self._open()
-        return {
-            name: held.stored_view(bounce[name])
-            if held.is_converted
-            else held.view(slabs[name][slot])
-            for name, held in self._held[layer].items()
-        }
+        known = bounce.views.get(variant)
+        if known is None:
+            known = bounce.views[variant] = {
+                name: held.stored_view(bounce.rows[name])
+                for name, held in self._held[layer].items()
+                if held.is_converted
+            }
+        roles = self._held[layer]
+        if len(known) == len(roles):
+            return known
+        views = {n: held.view(slabs[n][slot]) for n, held in roles.items() if n not in known}
+        return {name: known[name] if name in known else views[name] for name in roles}
+
+    @property
+    def fills_all(self) -> bool:
+        """Whether compiled code can fill every layer's slots, see `fills`."""
+        return all(self._fills)
+
+    def fills(self, slot: int, layer: int) -> tuple[tuple[Tiler, str, np.ndarray], ...]:
+        """Return how compiled code fills a slot, after which `finish` stands for `upload`.
+
+        The tiler, the role and the slot's array of each role in compute form; nothing if only
+        `upload` fills the slot, or the parts that were read are the slot's own.
+        """
+        tilers = self._fills[layer]
+        if not tilers:
+            return ()
+        slabs, _ = self._open()
+        key = slot, self._variants[layer]
+        found = self._targets.get(key)
+        if found is None:
+            roles = self._held[layer]
+            found = self._targets[key] = tuple(
+                (tiler, name, slabs[name][slot, : roles[name].nbytes]) for name, tiler in tilers
+            )
+        return found
+
+    def finish(
+        self, slot: int, layer: int, parts: Mapping[str, np.ndarray], *, is_wrong: bool
+    ) -> None:
+        """Take back the buffer of a slot that was filled as `fills` says.
+
+        Parameters
+        ----------
+        slot, layer : int
+        parts : dict of role to ndarray
+            What `buffers` returned.
+        is_wrong : bool
+            Whether a tiler found a scale that is wrong.
+
+        Raises
+        ------
+        FormatError
+            If the parts of a format cannot be, such as scales that are no numbers.
+        """
+        for name, held in self._held[layer].items():
+            if is_wrong or held.has_to_be_checked:
+                try:
+                    held.check(parts[name])
+                except FormatError as error:
+                    raise FormatError(f"{name}: {error}") from error
+        self.reclaim(slot)
 
     def reclaim(self, slot: int) -> None:
         """Keep the slot's buffer for another one; without conversion there is none."""
@@ -245,6 +307,7 @@ class HostSlots:
         self._rows = {}
         self._bounces = []
         self._lent = {}
+        self._targets = {}
 
     def __enter__(self) -> Self:
         """Return the pool."""
@@ -258,7 +321,9 @@ class HostSlots:
         """Make buffers; together they lie in huge pages, which direct reads are faster into."""
         strides = _strides(hold_all(self._layout), stored=True)
         rows = {name: aligned_rows(number, stride) for name, stride in strides.items()}
-        self._bounces += [{name: row[i] for name, row in rows.items()} for i in range(number)]
+        self._bounces += [
+            _Buffer({name: row[i] for name, row in rows.items()}) for i in range(number)
+        ]
 
     def _open(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Return slabs and rows: another thread may close the pool while they are used."""
@@ -268,6 +333,16 @@ class HostSlots:
         return slabs, rows
 
 
+class _Buffer:
+    """Memory that an expert is read to before it is converted, and views of it by kind of layer."""
+
+    __slots__ = ("rows", "views")
+
+    def __init__(self, rows: dict[str, np.ndarray]) -> None:
+        self.rows = rows
+        self.views: dict[int, dict[str, np.ndarray]] = {}
+
+
 def converts(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> bool:
     """Return whether slots have other bytes than the file."""
     return _converts(hold_all(layout, _float_dtype(dtype)))
@@ -275,6 +350,13 @@ def converts(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> bool:
 
 def _converts(layers: Sequence[Mapping[str, Held]]) -> bool:
     return any(held.is_converted for roles in layers for held in roles.values())
+
+
+def _all_tiled(roles: Mapping[str, Held]) -> tuple[tuple[str, Tiler], ...]:
+    """Return the roles' tilers; none if a role is converted by other means."""
+    converted = [(name, held.tiler) for name, held in roles.items() if held.is_converted]
+    tiled = [(name, tiler) for name, tiler in converted if isinstance(tiler, Tiler)]
+    return tuple(tiled) if len(tiled) == len(converted) else ()
 
 
 def _float_dtype(dtype: npt.DTypeLike | None) -> np.dtype | None:

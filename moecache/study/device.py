@@ -55,6 +55,7 @@ class SimulatedDevice:
     """
 
     reads_in_submit = False
+    fills = False
 
     def __init__(
         self,

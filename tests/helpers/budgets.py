@@ -33,11 +33,13 @@ BUDGETS = {
     "tests/test_transformers_fast.py": 6,
     "tests/test_transformers_generation.py": 6,
     "tests/test_transformers_gguf.py": 6,
+    "tests/test_transformers_sequences.py": 6,
     "tests/test_transformers_token_graph.py": 6,
     "tests/test_docs_examples.py": 5,
     "tests/test_echo_oracle.py": 5,
     "tests/test_gpu_script.py": 5,
     "tests/test_serving.py": 5,
+    "tests/test_serving_parallel.py": 5,
     "tests/test_transformers_compile.py": 5,
 }
 # A run fails above this many times its budget: processors differ, and a busy sibling core counts.

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moecache.decoding._program import MAX_ROWS, KeyValues, Program
+from moecache.decoding.recipe import Layer
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._fast import fast_rows, is_transformed
 from moecache.integrations.transformers._lookahead import RouterLookAhead
@@ -36,6 +37,7 @@ from moecache.integrations.transformers.recipes import (
 from moecache.interrupts import uninterrupted
 from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
+from moecache.runtime.steps import Observe
 
 if TYPE_CHECKING:
     import transformers
@@ -329,7 +331,14 @@ class Decoder:
             hidden.mul_(reading.recipe.embedding_scale)
         cos, sin = rotary.angles(positions, apart=begins is None)
         observe = self._observer(program)
-        where: dict[str, Any] = {"observe": observe, "is_spread": self._is_spread}
+        names = self._sequences
+        if names is None:
+            names = self._runtime.steps.names_of(ids.numel())
+        where: dict[str, Any] = {
+            "observe": observe,
+            "sequences": names,
+            "is_spread": self._is_spread,
+        }
         if begins is None:
             program.begin_together(pages, np.array(lengths), cos, sin, **where)
         else:
@@ -346,7 +355,7 @@ class Decoder:
         with uninterrupted():
             for cache in caches:
                 self._pages.grow(cache, each)
-        self._count(program, reading)
+        self._count(program, reading.recipe.layers, ids.numel())
         self.num_steps += 1
         return logits
 
@@ -355,6 +364,10 @@ class Decoder:
         layer = self._layers[number]
         kernel = layer.kernel
         assert isinstance(kernel, SlotKernel)
+        if num_rows == 1 and layer.ranks is None and self._sequences is None:
+            self._compute_token(number, program, kernel)
+            layer.num_products += program.ids.shape[1]
+            return
         hidden = torch.from_numpy(program.normed[:num_rows])
         ids = torch.from_numpy(program.ids[:num_rows])
         self._note(number, program)
@@ -364,13 +377,22 @@ class Decoder:
         program.rows[: len(rows)] = rows.numpy()
         layer.num_products += num_experts
 
-    def _observer(self, program: Program) -> Callable[[int, np.ndarray, None], object] | None:
+    def _compute_token(self, number: int, program: Program, kernel: SlotKernel) -> None:
+        """Compute a token's experts, those that are resident first."""
+        self._note(number, program)
+
+        def compute(slots: np.ndarray, places: list[int]) -> None:
+            kernel.count(len(places), program.compute(slots, places))
+
+        self._runtime.steps.compute_token(number, program.ids[:1], compute)
+
+    def _observer(self, program: Program) -> Observe | None:
         """Return what is told of resident steps; nothing is where nothing more can be read."""
         observe = self._runtime.steps.observer()
         if observe is None:
             return None
 
-        def tell(layer: int, ids: np.ndarray, sequences: None) -> None:
+        def tell(layer: int, ids: np.ndarray, sequences: Any) -> None:
             self._note(layer, program)
             observe(layer, ids, sequences)
 
@@ -382,14 +404,17 @@ class Decoder:
         if look_ahead is not None and self._runtime.steps.observer() is not None:
             look_ahead.follow(layer, program.foresee)
 
-    def _count(self, program: Program, reading: Reading) -> None:
+    def _count(self, program: Program, layers: Sequence[Layer], num_rows: int) -> None:
         num_resident = 0
-        for busy_ns, made in zip(program.busy_ns.tolist(), reading.recipe.layers, strict=True):
+        for busy_ns, num, made in zip(
+            program.busy_ns.tolist(), program.num_computed.tolist(), layers, strict=True
+        ):
             if busy_ns and made.router is not None:
                 layer = self._layers[made.number]
-                layer.num_products += made.router.top_k
+                layer.num_products += num
                 assert isinstance(layer.kernel, SlotKernel)
-                layer.kernel.count(made.router.top_k, busy_ns)
+                if num_rows == 1:
+                    layer.kernel.count(num, busy_ns)
                 num_resident += 1
         if num_resident:
             self._runtime.steps.count_leased(num_resident)

@@ -1,6 +1,7 @@
 """The page's data: every expert, and the counters, at one moment."""
 
 import base64
+import dataclasses
 import time
 from typing import Any
 
@@ -27,13 +28,14 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "states": base64 of a byte per expert, layer by layer, as
         `ExpertCache.expert_states` has them; "uses": base64 of how often each was used, uint32,
         little endian; counters since the start; "taken_s", a clock that never goes back;
-        "generating": the oldest answer under way, or `None`; "num_generating": how many are.
+        "generating": the oldest answer under way, or `None`; "num_generating": how many are;
+        "prefixes": the counters of the pages of prompts, or `None`.
     """
     runtime = engine.runtime
     stats: RuntimeStats = runtime.stats()
     cache = runtime.cache
     uses = np.minimum(cache.profiler.counts, 2**32 - 1).astype("<u4")
-    totals = engine.totals
+    totals, prefixes = engine.totals, engine.prefixes
     generating, answers = None, engine.answers
     if answers:
         oldest = answers[0]
@@ -56,6 +58,7 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "generating": generating,
         "num_generating": len(answers),
         "parallel": engine.parallel,
+        "prefixes": None if prefixes is None else dataclasses.asdict(prefixes.stats()),
     }
 
 

@@ -94,6 +94,36 @@ def test_commands_are_obeyed_and_no_part_of_the_conversation(
     assert asked == []
 
 
+def test_a_conversation_goes_on_from_its_file(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    asked: list[list[tuple[str, str]]],
+) -> None:
+    """With the reply that it would have had; /reset empties it; another file is refused."""
+    assert talk(model, monkeypatch, "why\nand now?\n") == 0
+    expected = capsys.readouterr().out
+    path = tmp_path / "talk.json"
+    resume = ("--resume", str(path), "--prefix-cache", str(tmp_path / "pages"))
+    assert talk(model, monkeypatch, "why\n", *resume) == 0
+    assert talk(model, monkeypatch, "and now?\n/stats\n", *resume) == 0
+    shown = capsys.readouterr()
+    assert shown.out == expected
+    assert "tokens known" in shown.err
+    assert asked[-1] == asked[1]
+    assert talk(model, monkeypatch, "/reset\n", *resume) == 0
+    assert talk(model, monkeypatch, "one\n", *resume) == 0
+    assert asked[-1] == [("user", "one")]
+
+    capsys.readouterr()
+    for wrong in ('{"moecache": "conversation", "messages": [1]}', "{}", "\x00", "a text"):
+        path.write_text(wrong)
+        assert talk(model, monkeypatch, "why\n", *resume) == 1 + (wrong[:2] != '{"')
+        assert str(path) in capsys.readouterr().err
+        assert path.read_text() == wrong
+
+
 def test_a_line_that_no_model_takes_is_told_at_once(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -44,6 +44,24 @@ def generate(model: Path | str, *options: str, prompt: str = PROMPT) -> int:
     return cli.main(["generate", str(model), prompt, *few, *options])
 
 
+def test_a_prompt_that_is_known_is_not_read_again(
+    tiny_moe: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    """The text is the same, with pages of an earlier run; what is no size or path is said."""
+    options = ("--prefix-cache", str(tmp_path / "pages"), "--max-new-tokens", "8")
+    texts = []
+    for known in ("prompt of 300 in", "prompt of 300 (256 known) in"):
+        assert generate(tiny_moe, *options, prompt="once " * 60) == 0
+        shown = capsys.readouterr()
+        assert known in shown.err
+        texts.append(shown.out)
+    assert texts[0] == texts[1]
+    (tmp_path / "file").write_text("x")
+    for wrong in (("--prefix-memory", "much"), ("--prefix-cache", str(tmp_path / "file"))):
+        assert generate(tiny_moe, *wrong) == 2
+        assert wrong[0] in capsys.readouterr().err
+
+
 def test_standard_output_is_the_text_of_the_resident_model(
     tiny_moe: Path, resident_text: str, capsys: Captured
 ) -> None:

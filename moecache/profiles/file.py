@@ -249,7 +249,7 @@ def _parse(body: bytes) -> Profile:
             if dtype not in _DTYPES or not isinstance(name, str):
                 raise ValueError(f"{name!r} is of dtype {dtype!r}")
             if not all(type(length) is int and length >= 0 for length in shape):
-                raise ValueError(f"{name!r} has the shape {shape}")
+                raise ValueError(f"{name!r} has the shape {shape!a}")
             count = math.prod(shape)
             # Compared before anything is made of that size.
             if count * np.dtype(dtype).itemsize > len(rest) - offset:

@@ -83,9 +83,14 @@ def test_probabilities_are_those_of_the_model(client: Any, served: Served) -> No
     prompt = generation.encode_chat(tokenizer, MESSAGES)
     answer = generation.encode(tokenizer, found.choices[0].message.content)
     assert answer.shape[1] == len(listed) == NUM_TOKENS
+    # A token after the other, as they were drawn: a prompt's products are of other shapes.
+    rows, cache, ids = [], None, prompt
     with torch.no_grad():
-        logits = served.engine.model(torch.cat([prompt, answer], 1)).logits[0]
-    expected = logits.float().log_softmax(-1)[prompt.shape[1] - 1 : -1]
+        for token in answer[0]:
+            out = served.engine.model(ids, past_key_values=cache, use_cache=True)
+            rows.append(out.logits[0, -1].float())
+            cache, ids = out.past_key_values, token.reshape(1, 1)
+    expected = torch.stack(rows).log_softmax(-1)
     for place, entry in enumerate(listed):
         token = int(answer[0, place])
         assert entry.token == tokenizer.decode([token])

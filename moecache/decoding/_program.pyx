@@ -1047,7 +1047,7 @@ cdef class Program:
     cdef bint _resident_rows(self, Layer *layer) except -1:
         """Compute several tokens' experts if they are all in their slots."""
         cdef int32_t *ids = <int32_t *>cnp.PyArray_DATA(self.ids)
-        cdef int64_t num = self.num_rows * self.top_k, began
+        cdef int64_t num = self.num_rows * self.top_k, began, found = 0
         cdef const int32_t *names = NULL
         if self.sequences is not None:
             names = <const int32_t *>cnp.PyArray_DATA(self.sequences)
@@ -1060,10 +1060,12 @@ cdef class Program:
                 self.observe(layer.number, self.ids[:self.num_rows], self.sequences)
             began = now_ns()
             with nogil:
-                self._compute_rows(layer, self._group(ids, layer.choice.num_experts))
+                found = self._group(ids, layer.choice.num_experts)
+                self._compute_rows(layer, self.some, self.pairs, found)
         finally:
             self.cache.end_leases(self.slots, num)
         (<int64_t *>cnp.PyArray_DATA(self.busy_ns))[self.at] = max(1, now_ns() - began)
+        (<int64_t *>cnp.PyArray_DATA(self.num_computed))[self.at] = found
         return True
 
     cdef int64_t _group(self, const int32_t *ids, int64_t num_experts) noexcept nogil:
@@ -1086,13 +1088,15 @@ cdef class Program:
             self.some[i] = self.slots[self.pairs[self.offsets[i]]]
         return found
 
-    cdef void _compute_rows(self, const Layer *layer, int64_t num_experts) noexcept nogil:
-        """Write the rows of all pairs of the experts in `some`."""
+    cdef void _compute_rows(
+        self, const Layer *layer, const int32_t *slots, const int64_t *pairs, int64_t num_experts
+    ) noexcept nogil:
+        """Write the rows of the pairs of experts; `offsets` says where each one's begin."""
         cdef mc_experts e = layer.experts
         cdef int64_t i, filled, written
         cdef const uint8_t *given[ROWS]
         e.level = level_in_use()
-        e.slots, e.offsets, e.pairs = self.some, self.offsets, self.pairs
+        e.slots, e.offsets, e.pairs = slots, self.offsets, pairs
         e.num_experts = num_experts
         e.out.data = <uint8_t *>cnp.PyArray_DATA(self.rows)
         e.out.row_bytes = self.hidden_size * 4
@@ -1110,14 +1114,13 @@ cdef class Program:
         written = mc_input_row_bytes(e.hidden.type, e.width)
         e.hidden.data = self.expert_hidden
         for i in range(self.offsets[num_experts]):
-            self.inputs[i] = given[self.pairs[i] // self.top_k]
+            self.inputs[i] = given[pairs[i] // self.top_k]
             self.hidden_inputs[i] = self.expert_hidden + i * e.hidden.row_bytes
             memset(
                 <uint8_t *>self.hidden_inputs[i] + written, 0,
                 <size_t>(e.hidden.row_bytes - written)
             )
         e.inputs, e.hidden_inputs = self.inputs, self.hidden_inputs
-        (<int64_t *>cnp.PyArray_DATA(self.num_computed))[self.at] = num_experts
         run_experts(&e)
 
     def compute(self, cnp.ndarray slots not None, list chosen not None):
@@ -1168,36 +1171,10 @@ cdef class Program:
         self, const Layer *layer, const int32_t *slots, const int64_t *pairs, int64_t k
     ) noexcept nogil:
         """Write the rows of k pairs, each of an expert of its own."""
-        cdef mc_experts e = layer.experts
-        cdef int64_t offsets[513]
-        cdef int64_t i, filled, written
-        cdef const uint8_t *inputs[512]
-        cdef const uint8_t *hidden[512]
-        e.level = level_in_use()
+        cdef int64_t i
         for i in range(k + 1):
-            offsets[i] = i
-        e.slots, e.offsets, e.pairs, e.num_experts = slots, offsets, pairs, k
-        e.out.data = <uint8_t *>cnp.PyArray_DATA(self.rows)
-        e.out.row_bytes = self.hidden_size * 4
-        e.out.type = MC_X_F32
-        e.input_type = mc_input_type(e.level, MC_X_F32, &e.up.first)
-        e.hidden_type = mc_input_type(e.level, MC_X_F32, &e.down.first)
-        e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_PLANES else e.hidden_type
-        self._take(
-            &e.up.first, e.input_type, <const float *>cnp.PyArray_DATA(self.normed),
-            self.hidden_size, 1, inputs
-        )
-        filled = mc_input_row_bytes(e.hidden.type, mc_input_columns(&e.down.first))
-        filled = max(filled, mc_input_row_bytes(e.hidden_type, mc_input_columns(&e.down.first)))
-        e.hidden.row_bytes = (filled + 63) & ~63
-        written = mc_input_row_bytes(e.hidden.type, e.width)
-        e.hidden.data = self.expert_hidden
-        for i in range(k):
-            inputs[i] = inputs[0]
-            hidden[i] = self.expert_hidden + i * e.hidden.row_bytes
-            memset(<uint8_t *>hidden[i] + written, 0, <size_t>(e.hidden.row_bytes - written))
-        e.inputs, e.hidden_inputs = inputs, hidden
-        run_experts(&e)
+            self.offsets[i] = i
+        self._compute_rows(layer, slots, pairs, k)
 
     cdef void _add_forward(self, const Layer *layer) noexcept nogil:
         """Add the experts' sum and the feed-forward of all tokens to `hidden`."""

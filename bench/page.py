@@ -28,7 +28,7 @@ QUALITY = 60
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="the picture, a .webp")
-    parser.add_argument("--tokens", type=int, default=60, metavar="N", help="of the answer")
+    parser.add_argument("--tokens", type=int, default=400, metavar="N", help="of the answer")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         frames = record(Path(folder), arguments.tokens)

@@ -175,7 +175,7 @@ def coded_experts():
             kernel.compute(
                 guarded(np.array([0], np.int32), at_end), guarded(np.array([0, 7]), at_end),
                 guarded(np.arange(7), at_end), 1,
-                hidden.ctypes.data, TYPES[hidden.dtype], 7, hidden.strides[0],
+                kernel.inputs(hidden.ctypes.data, TYPES[hidden.dtype], 7, hidden.strides[0]),
                 out.ctypes.data, TYPES[out.dtype], out.strides[0],
             )
             assert not np.isnan(out).any()

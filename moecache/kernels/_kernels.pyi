@@ -52,6 +52,9 @@ class Matrix:
     ) -> None: ...
 
 @final
+class Inputs: ...
+
+@final
 class Experts:
     def __new__(
         cls,
@@ -73,16 +76,16 @@ class Experts:
     ) -> Self: ...
     @property
     def owner(self) -> object: ...
+    def inputs(
+        self, inputs: int, input_type: str, num_tokens: int, input_row_bytes: int
+    ) -> Inputs: ...
     def compute(
         self,
         slots: npt.NDArray[np.int32],
         offsets: npt.NDArray[np.int64],
         pairs: npt.NDArray[np.int64],
         top_k: int,
-        inputs: int,
-        input_type: str,
-        num_tokens: int,
-        input_row_bytes: int,
+        inputs: Inputs,
         out: int,
         out_type: str,
         out_row_bytes: int,

@@ -298,7 +298,9 @@ cdef class Matrix:
             If there is none for what the inputs are converted to.
         """
         cdef mc_product product
-        cdef _Inputs given
+        cdef Inputs given
+        cdef _Rows found
+        cdef int64_t i
         if num <= 0:
             return
         memset(&product, 0, sizeof(product))
@@ -310,13 +312,15 @@ cdef class Matrix:
         product.bias.data = <uint8_t *>bias
         product.bias.type = INPUTS.index(bias_type)
         product.num_inputs = num
-        product.input_type = mc_input_type(_level, INPUTS.index(input_type), &self.matrix)
-        given = _Inputs(num)
-        given.fill(
-            <const uint8_t *>inputs, INPUTS.index(input_type), product.input_type,
-            input_row_bytes, &self.matrix, NULL, 0
-        )
-        product.inputs = given.rows
+        given = Inputs.__new__(Inputs)
+        given.given = INPUTS.index(input_type)
+        given.wanted = product.input_type = mc_input_type(_level, given.given, &self.matrix)
+        given.num = num
+        given.fill(<const uint8_t *>inputs, input_row_bytes, &self.matrix)
+        found = _Rows(num)
+        for i in range(num):
+            found.rows[i] = given.first + i * given.row_bytes
+        product.inputs = found.rows
         cdef int threads = _num_threads
         with nogil:
             mc_products(&product, threads)
@@ -385,10 +389,39 @@ cdef class Experts:
         _set_bias(&self.experts.up.bias, up_bias)
         _set_bias(&self.experts.down.bias, down_bias)
 
+    def inputs(
+        self, uintptr_t inputs, str input_type, int64_t num_tokens, int64_t input_row_bytes
+    ):
+        """Return a step's hidden states as `compute` takes them, for all waves of the step.
+
+        Each row is converted once, where the experts multiply another type.
+
+        Parameters
+        ----------
+        inputs : int
+            Address of the hidden states [num_tokens, columns]; they stay there meanwhile.
+        input_type : {"f32", "bf16"}
+        num_tokens : int
+        input_row_bytes : int
+            From a row to the next.
+
+        Raises
+        ------
+        MemoryError
+            If there is none for what they are converted to.
+        """
+        cdef Inputs found = Inputs.__new__(Inputs)
+        found.given = INPUTS.index(input_type)
+        found.wanted = mc_input_type(_level, found.given, &self.experts.up.first)
+        found.codes = self.experts.up.first.codes
+        found.columns = self.experts.up.first.columns
+        found.num = max(0, num_tokens)
+        found.fill(<const uint8_t *>inputs, input_row_bytes, &self.experts.up.first)
+        return found
+
     def compute(
         self, const int32_t[::1] slots, const int64_t[::1] offsets, const int64_t[::1] pairs,
-        int64_t top_k, uintptr_t inputs, str input_type, int64_t num_tokens,
-        int64_t input_row_bytes, uintptr_t out, str out_type, int64_t out_row_bytes
+        int64_t top_k, Inputs inputs not None, uintptr_t out, str out_type, int64_t out_row_bytes
     ):
         """Write the rows that a wave covers: out[p], for each of its pairs.
 
@@ -400,14 +433,13 @@ cdef class Experts:
             As a `Wave` has them.
         top_k : int
             Pair p is of token p // top_k.
-        inputs : int
-            Address of the hidden states [num_tokens, columns].
-        input_type, out_type : {"f32", "bf16"}
-        num_tokens : int
-        input_row_bytes, out_row_bytes : int
-            From a row to the next.
+        inputs : Inputs
+            The tokens' hidden states, of experts with the same columns in the same format.
         out : int
             Address of the rows [num_tokens * top_k, hidden_size].
+        out_type : {"f32", "bf16"}
+        out_row_bytes : int
+            From a row to the next.
 
         Raises
         ------
@@ -415,10 +447,9 @@ cdef class Experts:
             If there is none for the activations.
         """
         cdef mc_experts e = self.experts
-        cdef _Inputs given, hidden
+        cdef _Rows given, hidden
         cdef uint8_t *scratch
         cdef int64_t i, filled, written, num = pairs.shape[0]
-        cdef int given_type = INPUTS.index(input_type)
         cdef int threads = _num_threads
         if offsets.shape[0] != slots.shape[0] + 1 or top_k < 1:
             raise ValueError("a wave has one offset more than slots, and a positive top_k")
@@ -433,8 +464,8 @@ cdef class Experts:
             if offsets[i] > offsets[i + 1]:
                 raise ValueError(f"offsets fall from {offsets[i]} to {offsets[i + 1]}")
         for i in range(num):
-            if not 0 <= pairs[i] < num_tokens * top_k:
-                raise ValueError(f"pair {pairs[i]} is not in [0, {num_tokens * top_k})")
+            if not 0 <= pairs[i] < inputs.num * top_k:
+                raise ValueError(f"pair {pairs[i]} is not in [0, {inputs.num * top_k})")
         e.level = _level
         e.slots = &slots[0]
         e.offsets = &offsets[0]
@@ -443,16 +474,19 @@ cdef class Experts:
         e.out.data = <uint8_t *>out
         e.out.row_bytes = out_row_bytes
         e.out.type = INPUTS.index(out_type)
-        e.input_type = mc_input_type(_level, given_type, &e.up.first)
-        e.hidden_type = mc_input_type(_level, given_type, &e.down.first)
+        e.input_type = mc_input_type(_level, inputs.given, &e.up.first)
+        e.hidden_type = mc_input_type(_level, inputs.given, &e.down.first)
+        if (
+            inputs.wanted != e.input_type or inputs.codes != e.up.first.codes
+            or inputs.columns != e.up.first.columns
+        ):
+            raise ValueError("these inputs were made for other experts, or for another level")
         e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_PLANES else e.hidden_type
-        given = _Inputs(num)
-        given.fill(
-            <const uint8_t *>inputs, given_type, e.input_type, input_row_bytes,
-            &e.up.first, &pairs[0], top_k, num_tokens
-        )
+        given = _Rows(num)
+        for i in range(num):
+            given.rows[i] = inputs.first + pairs[i] // top_k * inputs.row_bytes
         e.inputs = given.rows
-        hidden = _Inputs(num)
+        hidden = _Rows(num)
         filled = mc_input_row_bytes(e.hidden.type, mc_input_columns(&e.down.first))
         written = mc_input_row_bytes(e.hidden.type, e.width)
         e.hidden.row_bytes = (filled + 63) & ~63
@@ -502,16 +536,55 @@ def combine(
 
 
 @cython.final
-cdef class _Inputs:
-    """Addresses of inputs, and the memory of those that were converted."""
+cdef class Inputs:
+    """Rows that matrices multiply, where they lie or converted; `Experts.inputs` makes them."""
+
+    cdef const uint8_t *first
+    cdef uint8_t *scratch
+    cdef int64_t row_bytes, num, columns
+    cdef int given, wanted, codes
+
+    def __cinit__(self):
+        self.scratch = NULL
+
+    def __init__(self):
+        raise TypeError("inputs are made by Experts.inputs")
+
+    def __dealloc__(self):
+        free(self.scratch)
+
+    cdef int fill(
+        self, const uint8_t *inputs, int64_t row_bytes, const mc_matrix *matrix
+    ) except -1:
+        """Point to `num` rows, or to their values as `wanted`."""
+        cdef int64_t nbytes = mc_input_row_bytes(self.wanted, mc_input_columns(matrix))
+        cdef mc_conversion conversion
+        cdef int threads = _num_threads
+        self.first, self.row_bytes = inputs, row_bytes
+        if self.given == self.wanted and mc_input_columns(matrix) == matrix.columns:
+            return 0
+        self.scratch = <uint8_t *>malloc(max(1, self.num * nbytes))
+        if self.scratch == NULL:
+            raise MemoryError(f"no memory for {self.num} inputs of {matrix.columns} numbers")
+        conversion.level, conversion.matrix, conversion.inputs = _level, matrix, inputs
+        conversion.row_bytes, conversion.num = row_bytes, self.num
+        conversion.given, conversion.wanted = self.given, self.wanted
+        conversion.out, conversion.out_bytes = self.scratch, nbytes
+        with nogil:
+            mc_convert_all(&conversion, threads)
+        self.first, self.row_bytes = self.scratch, nbytes
+        return 0
+
+
+@cython.final
+cdef class _Rows:
+    """Addresses of rows, and memory for some."""
 
     cdef const uint8_t **rows
     cdef uint8_t *scratch
-    cdef int64_t num
 
     def __cinit__(self, int64_t num):
         self.scratch = NULL
-        self.num = num
         self.rows = <const uint8_t **>malloc(num * sizeof(void *))
         if self.rows == NULL:
             raise MemoryError(f"no memory for {num} inputs")
@@ -519,38 +592,6 @@ cdef class _Inputs:
     def __dealloc__(self):
         free(self.rows)
         free(self.scratch)
-
-    cdef int fill(
-        self, const uint8_t *inputs, int given, int wanted, int64_t row_bytes,
-        const mc_matrix *matrix, const int64_t *pairs, int64_t top_k, int64_t num_tokens=0
-    ) except -1:
-        """Point to the inputs, or to their values as wanted, of each pair's token.
-
-        Each token's are converted once, or each pair's if these are fewer.
-        """
-        cdef bint by_pairs = pairs == NULL or self.num < num_tokens
-        cdef int64_t i, token, num_rows = self.num if by_pairs else num_tokens
-        cdef int64_t nbytes = mc_input_row_bytes(wanted, mc_input_columns(matrix))
-        cdef mc_conversion conversion
-        cdef int threads = _num_threads
-        if given != wanted or mc_input_columns(matrix) != matrix.columns:
-            self.scratch = <uint8_t *>malloc(max(1, num_rows * nbytes))
-            if self.scratch == NULL:
-                raise MemoryError(f"no memory for {num_rows} inputs of {matrix.columns} numbers")
-            conversion.level, conversion.matrix, conversion.inputs = _level, matrix, inputs
-            conversion.row_bytes, conversion.num, conversion.top_k = row_bytes, num_rows, top_k
-            conversion.pairs = pairs if by_pairs else NULL
-            conversion.given, conversion.wanted = given, wanted
-            conversion.out, conversion.out_bytes = self.scratch, nbytes
-            with nogil:
-                mc_convert_all(&conversion, threads)
-            inputs, row_bytes = self.scratch, nbytes
-            if by_pairs:
-                pairs = NULL
-        for i in range(self.num):
-            token = i if pairs == NULL else pairs[i] // top_k
-            self.rows[i] = inputs + token * row_bytes
-        return 0
 
 
 cdef int _set_bias(mc_rows *rows, bias) except -1:

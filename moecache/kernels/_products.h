@@ -70,14 +70,13 @@ static void mc_convert(const mc_level *level, const uint8_t *from, int given, in
     memset(to + mc_input_row_bytes(wanted, columns), 0, (size_t)mc_input_row_bytes(wanted, rest));
 }
 
-/* Inputs of a product, `MC_CONVERTED` in an item: row i is that of token pairs[i] / top_k, or of i. */
+/* Inputs of a product, `MC_CONVERTED` in an item. */
 #define MC_CONVERTED 8
 typedef struct {
     const mc_level *level;
     const mc_matrix *matrix;
     const uint8_t *inputs;
-    int64_t row_bytes, num, top_k;
-    const int64_t *pairs; /* or NULL */
+    int64_t row_bytes, num;
     int given, wanted;
     uint8_t *out;
     int64_t out_bytes;
@@ -86,11 +85,9 @@ typedef struct {
 static void mc_convert_item(void *job, int64_t item)
 {
     const mc_conversion *c = job;
-    for (int64_t i = item * MC_CONVERTED; i < c->num && i < (item + 1) * MC_CONVERTED; i++) {
-        int64_t token = c->pairs ? c->pairs[i] / c->top_k : i;
-        mc_convert(c->level, c->inputs + token * c->row_bytes, c->given, c->wanted, c->matrix,
+    for (int64_t i = item * MC_CONVERTED; i < c->num && i < (item + 1) * MC_CONVERTED; i++)
+        mc_convert(c->level, c->inputs + i * c->row_bytes, c->given, c->wanted, c->matrix,
                    c->out + i * c->out_bytes);
-    }
 }
 
 static void mc_convert_all(mc_conversion *conversion, int num_threads)

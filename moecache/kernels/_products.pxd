@@ -37,8 +37,6 @@ cdef extern from "_products.h" nogil:
         const uint8_t *inputs
         int64_t row_bytes
         int64_t num
-        int64_t top_k
-        const int64_t *pairs
         int given
         int wanted
         uint8_t *out

@@ -109,7 +109,9 @@ class SlotKernel:
             owner=(first, second),
         )
         self.num_computed = self.busy_ns = 0
-        # With the addresses of torch's tensors no array is made for a call.
+        # With the addresses of torch's tensors no array is made for a call. Inputs are converted
+        # once for all waves of a step.
+        self.inputs_at = self.experts.inputs
         self.compute_at = self.experts.compute
 
     def count(self, num_experts: int, busy_ns: int) -> None:
@@ -150,15 +152,13 @@ class SlotKernel:
             raise ConfigError("rows are read-only; the results are written there")
         if len(slots) and not 0 <= slots.min() <= slots.max() < self.num_slots:
             raise ValueError(f"slots {slots} are not in [0, {self.num_slots})")
+        inputs = self.inputs_at(hidden.ctypes.data, type_of(hidden), len(hidden), hidden.strides[0])
         self.compute_at(
             slots,
             offsets,
             pairs,
             top_k,
-            hidden.ctypes.data,
-            type_of(hidden),
-            len(hidden),
-            hidden.strides[0],
+            inputs,
             rows.ctypes.data,
             type_of(rows),
             rows.strides[0],

@@ -89,20 +89,23 @@ def fast_rows(
     ranks: Ranks | None = None,
     *,
     sequences: np.ndarray | None = None,
+    rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, int]:
     """Return each (token, choice) pair's row, float32, and how many experts were computed.
 
-    `sequences` names each token's, as `ExpertRuntime.waves` takes them.
+    `sequences` names each token's, as `ExpertRuntime.waves` takes them. `rows`, float32
+    [num_tokens * top_k, hidden_size], is where rows are written, if they come from here.
     """
     num_tokens, top_k = ids.shape
     kind, width, chosen = TYPES[hidden.dtype], hidden.shape[1], ids.cpu().numpy()
     if ranks is None:
         exchange = None
-        rows = torch.empty((num_tokens * top_k, width), dtype=torch.float32)
+        if rows is None:
+            rows = torch.empty((num_tokens * top_k, width), dtype=torch.float32)
     else:
         exchange = Exchange(ranks, layer, chosen, width, torch.float32, hidden.device)
         rows = exchange.rows
-    source = hidden.data_ptr(), kind, num_tokens, width * hidden.element_size()
+    source = kernel.inputs_at(hidden.data_ptr(), kind, num_tokens, width * hidden.element_size())
     target = rows.data_ptr(), "f32", width * 4
     num_experts = 0
     with nullcontext() if exchange is None else exchange:
@@ -112,7 +115,7 @@ def fast_rows(
                 if not len(wave.slots):
                     continue  # all of it is other ranks'
                 began = time.perf_counter_ns()
-                kernel.compute_at(wave.slots, wave.offsets, wave.pairs, top_k, *source, *target)
+                kernel.compute_at(wave.slots, wave.offsets, wave.pairs, top_k, source, *target)
                 if num_tokens == 1:
                     kernel.count(len(wave.slots), time.perf_counter_ns() - began)
                 num_experts += len(wave.slots)
@@ -154,8 +157,12 @@ def fast_experts(
     ids: torch.Tensor,
     weights: torch.Tensor,
     ranks: Ranks | None = None,
+    rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, int]:
-    """Return the output of a module's experts, and how many experts were computed."""
+    """Return the output of a module's experts, and how many experts were computed.
+
+    `rows` is memory for the rows, as `fast_rows` takes it.
+    """
     if hidden.shape != (len(ids), kernel.hidden_size) or weights.shape != ids.shape:
         raise ConfigError(
             f"hidden states {list(hidden.shape)}, ids {list(ids.shape)} and weights "
@@ -163,7 +170,7 @@ def fast_experts(
             "[num_tokens, top_k]"
         )
     given = hidden.contiguous() if hidden.dtype in TYPES else hidden.float()
-    rows, num_experts = fast_rows(runtime, layer, kernel, given, ids, ranks)
+    rows, num_experts = fast_rows(runtime, layer, kernel, given, ids, ranks, rows=rows)
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows.to(hidden.dtype)).float().contiguous()
     return weighted_sum(rows, weights, given).to(hidden.dtype), num_experts

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 from moecache.decoding.prefixes import Page
 from moecache.integrations.transformers import _spans
 from moecache.integrations.transformers._cache_layers import GrowingLayer, SlidingLayer, adopt
-from moecache.integrations.transformers._forward import compute_together
+from moecache.integrations.transformers._forward import SpanExperts
 
 # Positions of Qwen3-Omni depend on what it was asked before; the other one sees what comes after.
 _NOT_CAUSAL = ("qwen3_omni_moe_thinker", "openai_privacy_filter")
@@ -169,7 +169,7 @@ def read_pages(
     else:
         views = [PageCache(cache, *one, is_kept=kept is not None) for one in span]
         forwards = [functools.partial(page, *view.positions, view) for view in views]
-        read = _spans.run(forwards, compute_together, on_layer)
+        read = _spans.run(forwards, SpanExperts(), on_layer)
     if kept is not None:
         kept += [view.page() for view in views if view.is_whole]
     end = span[-1][1]

@@ -21,7 +21,7 @@ import numpy as np
 from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.formats import find_format, quantize
-from moecache.kernels import _kernels
+from moecache.kernels import _kernels, _page
 
 FORMS = (
     "q8_0", "q4_0", "int4[1x32,f16]", "mxfp4", "fp8[128x128,f32]", "fp8[2x16,f16]",
@@ -195,6 +195,28 @@ def combine():
         )
 
 
+def page():
+    for at_end, dtype, (num, length, width, wide) in itertools.product(
+        (True, False), TYPES, ((1, 1, 1, 1), (9, 65, 33, 17), (7, 128, 64, 64))
+    ):
+        queries, keys, values = (
+            guarded(draw(shape, dtype), at_end)
+            for shape in ((4, num, width), (2, length, width), (2, length, wide))
+        )
+        out = guarded(np.full((num, 4, wide), np.nan, dtype), at_end)
+        mask = guarded(np.ones((num, length), bool), at_end)
+        for seen in (None, (mask.ctypes.data, length)):
+            _page.attend(
+                queries=(queries.ctypes.data, *queries.strides[1::-1]),
+                keys=(keys.ctypes.data, *keys.strides[1::-1]),
+                values=(values.ctypes.data, *values.strides[1::-1]),
+                out=(out.ctypes.data, out.strides[0]), mask=seen, num_queries=num,
+                num_keys=length, num_heads=4, num_kv_heads=2, width=width, value_width=wide,
+                kind=TYPES[out.dtype], scale=1.0,
+            )
+            assert not np.isnan(out).any()
+
+
 def overrun():
     array = guarded(draw((3, 5)))
     print("placed", flush=True)
@@ -224,7 +246,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_byte_beyond_an_array_is_touched(level: str) -> None:
     """Of weights, inputs, biases, waves and outputs, in ragged columns and rows too."""
-    done = run(level, "products", "experts", "coded_experts", "combine")
+    done = run(level, "products", "experts", "coded_experts", "combine", "page")
 
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 

@@ -117,3 +117,52 @@ def test_a_model_gets_its_attention_back(tmp_path: Any) -> None:
     model.moecache.detach()
     assert function_of(model) is function_of(before)
     before.moecache.close()
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_page_goes_through_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, dtype: Any, num_kv_heads: int
+) -> None:
+    """With the masks that transformers makes of a causal page and of padding."""
+    from moecache.integrations.transformers import _attention
+
+    asked: list[int] = []
+    attend = _attention._page.attend
+
+    def noted(**options: Any) -> None:
+        asked.append(options["num_queries"])
+        attend(**options)
+
+    monkeypatch.setattr(_attention._page, "attend", noted)
+    query, key, value = made(8, num_kv_heads, dtype, LENGTH)
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
+    padded = causal.repeat(BATCH, 1, 1, 1)
+    padded[1, ..., 1:7] = False
+    for mask in (None, causal, padded):
+        found, _ = _attention.attend(SimpleNamespace(), query, key, value, mask)
+        wanted = expected(query, key, value, causal if mask is None else mask, None)
+        assert found.dtype == dtype
+        assert (found.double() - wanted).norm() / wanted.norm() < (
+            2e-6 if dtype == torch.float32 else 4e-3
+        )
+    assert asked == [LENGTH] * 3 * BATCH
+
+
+def test_what_the_kernel_does_not_know_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of numbers, another type, gradients, and a page that is not causal."""
+    from moecache.integrations.transformers import _attention
+
+    def refused(**_: Any) -> None:
+        pytest.fail("the kernel was asked")
+
+    monkeypatch.setattr(_attention._page, "attend", refused)
+    query, key, value = made(8, 2, torch.float32, LENGTH)
+    bias = torch.zeros(1, 1, LENGTH, LENGTH)
+    module = SimpleNamespace(num_key_value_groups=4)
+    _attention.attend(module, query, key, value, bias)
+    _attention.attend(module, query, key, value, None, is_causal=False)
+    _attention.attend(module, query[:, :, :3], key, value, None)
+    _attention.attend(module, query.requires_grad_(), key, value, None)
+    half = [one.detach().half() for one in (query, key, value)]
+    _attention.attend(module, *half, None)

@@ -51,6 +51,23 @@ typedef struct {
     int64_t tiles_per_item, items_per_expert;
 } mc_experts;
 
+/* Attention of a page; an item is some queries of the heads that share their keys. */
+typedef struct {
+    const mc_level *level;
+    mc_page page;
+    int64_t per_item, items_per_head;
+    int has_failed; /* for want of memory */
+} mc_attending;
+
+static inline void mc_page_item(void *job, int64_t item)
+{
+    mc_attending *a = job;
+    int64_t first = item % a->items_per_head * a->per_item, left = a->page.num_queries - first;
+    if (!a->level->attend_page[a->page.type](
+            &a->page, item / a->items_per_head, first, left < a->per_item ? left : a->per_item))
+        __atomic_store_n(&a->has_failed, 1, __ATOMIC_RELAXED);
+}
+
 /* out[t] = sum over j of weights[t, j] * rows[t * top_k + j], in the order of j. */
 typedef struct {
     const float *rows;

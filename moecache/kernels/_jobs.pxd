@@ -148,3 +148,38 @@ cdef extern from "_jobs.h" nogil:
     int mc_input_type(const mc_level *level, int given, const mc_matrix *matrix)
     int64_t mc_input_columns(const mc_matrix *matrix)
     int64_t mc_input_row_bytes(int type, int64_t columns)
+
+    enum:
+        MC_MOST_WIDTH
+
+    ctypedef struct mc_page:
+        const uint8_t *queries
+        const uint8_t *keys
+        const uint8_t *values
+        const uint8_t *mask
+        uint8_t *out
+        int64_t query_step
+        int64_t query_head_step
+        int64_t key_step
+        int64_t key_head_step
+        int64_t value_step
+        int64_t value_head_step
+        int64_t mask_step
+        int64_t out_step
+        int64_t num_queries
+        int64_t num_keys
+        int64_t num_heads
+        int64_t num_kv_heads
+        int64_t width
+        int64_t value_width
+        int type
+        float scale
+
+    ctypedef struct mc_attending:
+        const mc_level *level
+        mc_page page
+        int64_t per_item
+        int64_t items_per_head
+        int has_failed
+
+    void mc_page_item(void *job, int64_t item) noexcept nogil

@@ -12,6 +12,10 @@
 #define PLANES_FEWER 1
 #include "_level.h"
 #include "_attention.h"
+#define PAGE(name) LEVEL(page_##name)
+#define PAIRS 0
+#define VECTORS 2
+#include "_pages.h"
 #include "_values.h"
 #include "_codes.h"
 #include "_forms.h"
@@ -52,6 +56,10 @@ BEGIN("avx2,fma,f16c")
 #define DOT_AVX2
 #include "_level.h"
 #include "_attention.h"
+#define PAGE(name) LEVEL(page_##name)
+#define PAIRS 0
+#define VECTORS 2
+#include "_pages.h"
 #include "_values.h"
 #include "_codes.h"
 #include "_forms.h"
@@ -101,6 +109,10 @@ BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
     (vi) _mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(w), (__m512i)(x))
 #include "_level.h"
 #include "_attention.h"
+#define PAGE(name) LEVEL(page_##name)
+#define PAIRS 0
+#define VECTORS 4
+#include "_pages.h"
 #include "_values.h"
 #include "_codes.h"
 #include "_forms.h"
@@ -112,6 +124,10 @@ END
 /* Products of bf16, that a processor with AVX-512 may have or not. */
 BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx512vbmi")
 #include "_avx512.h"
+#define PAGE(name) mc_avx512_page_dp_##name
+#define PAIRS 1
+#define VECTORS 4
+#include "_pages.h"
 #include "_level_end.h"
 END
 #endif
@@ -144,6 +160,10 @@ static inline uint32x4_t mc_four_bytes(const uint8_t *raw)
 #define DOT_NEON
 #include "_level.h"
 #include "_attention.h"
+#define PAGE(name) LEVEL(page_##name)
+#define PAIRS 0
+#define VECTORS 4
+#include "_pages.h"
 #include "_values.h"
 #include "_codes.h"
 #include "_forms.h"
@@ -201,6 +221,7 @@ static int mc_levels(const mc_level **levels)
             best.name = "avx512";
             best.tiles[MC_X_BF16][MC_BF16] = mc_tile_bf16_dp;
             best.tiles[MC_X_BF16][MC_E4M3] = mc_tile_e4m3_dp;
+            best.attend_page[MC_X_BF16] = mc_avx512_page_dp_attend;
             levels[num++] = &best;
         }
     }

@@ -6,6 +6,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* Rows that a tile has, and rows that lie interleaved in the compute form. */
@@ -209,6 +210,20 @@ typedef struct {
     float scale; /* of the products */
 } mc_attention;
 
+/* Queries of a page and the keys and values of all positions up to its end. A query sees the positions that
+ * its row of `mask` says, a byte each, or without a mask those up to its own: the last query is of the last
+ * position. Steps are in bytes: from a position to the next, from a head to the next. */
+#define MC_MOST_WIDTH 256
+typedef struct {
+    const uint8_t *queries, *keys, *values, *mask; /* or NULL */
+    uint8_t *out; /* [num_queries, num_heads, value_width] */
+    int64_t query_step, query_head_step, key_step, key_head_step, value_step, value_head_step;
+    int64_t mask_step, out_step;
+    int64_t num_queries, num_keys, num_heads, num_kv_heads, width, value_width;
+    int type; /* MC_X_F32 or MC_X_BF16 */
+    float scale;
+} mc_page;
+
 /* Writes the products of rows [row, row + 16) with `num` inputs: out[i * 16 + r], fp32.
  * Rows beyond the matrix have any value. An input is `columns` numbers, padded with zeros to a whole
  * block if weights are codes, or the same columns as `mc_planes`. */
@@ -251,6 +266,9 @@ typedef struct {
     /* Parts of it, for one query: its products with keys; the sum of values that have these shares. */
     void (*score)(const mc_attention *a, const float *query, float *scores);
     void (*mix)(const mc_attention *a, const float *shares, float *out);
+    /* Of queries [first, first + num) of the heads that share the keys of `head`, by the type of keys and
+     * values; false if there is no memory. */
+    int (*attend_page[2])(const mc_page *p, int64_t head, int64_t first, int64_t num);
 } mc_level;
 
 /* A level's functions, where LEVEL is defined. */
@@ -265,6 +283,7 @@ typedef struct {
         .planes = MC_PLANES, .activate = LEVEL(activate), .quantize = LEVEL(quantize),            \
         .form = LEVEL(form), .expand = LEVEL(expand), .read = LEVEL(read),                        \
         .attend = LEVEL(attend), .score = LEVEL(score_one), .mix = LEVEL(mix_one),                \
+        .attend_page = {LEVEL(page_attend), LEVEL(page_attend)},                                  \
     }
 
 static inline int mc_is_coded(const mc_matrix *matrix) { return matrix->codes >= MC_I8; }
@@ -459,6 +478,32 @@ static inline void mc_restore_floats(uint64_t before)
         __asm__ volatile("msr fpcr, %0" : : "r"(before));
 #endif
     (void)before;
+}
+
+/* Numbers of a type of inputs, to fp32 and from it. */
+static inline void mc_to_f32(const uint8_t *from, int type, int64_t num, float *to)
+{
+    if (type == MC_X_F32) {
+        memcpy(to, from, (size_t)num * 4);
+        return;
+    }
+    for (int64_t i = 0; i < num; i++) {
+        uint16_t bits;
+        memcpy(&bits, from + 2 * i, 2);
+        to[i] = mc_bf16_to_float(bits);
+    }
+}
+
+static inline void mc_from_f32(const float *from, int64_t num, int type, uint8_t *to)
+{
+    if (type == MC_X_F32) {
+        memcpy(to, from, (size_t)num * 4);
+        return;
+    }
+    for (int64_t i = 0; i < num; i++) {
+        uint16_t bits = mc_float_to_bf16(from[i]);
+        memcpy(to + 2 * i, &bits, 2);
+    }
 }
 
 #endif

@@ -11,31 +11,6 @@
 /* Weights of an item: a thread takes the next one every few microseconds. */
 #define MC_ITEM_BYTES (128 * 1024)
 
-static void mc_to_f32(const uint8_t *from, int type, int64_t num, float *to)
-{
-    if (type == MC_X_F32) {
-        memcpy(to, from, (size_t)num * 4);
-        return;
-    }
-    for (int64_t i = 0; i < num; i++) {
-        uint16_t bits;
-        memcpy(&bits, from + 2 * i, 2);
-        to[i] = mc_bf16_to_float(bits);
-    }
-}
-
-static void mc_from_f32(const float *from, int64_t num, int type, uint8_t *to)
-{
-    if (type == MC_X_F32) {
-        memcpy(to, from, (size_t)num * 4);
-        return;
-    }
-    for (int64_t i = 0; i < num; i++) {
-        uint16_t bits = mc_float_to_bf16(from[i]);
-        memcpy(to + 2 * i, &bits, 2);
-    }
-}
-
 static void mc_add_bias(float *values, const mc_rows *bias, int64_t index, int64_t row, int64_t num)
 {
     float terms[MC_TILE];

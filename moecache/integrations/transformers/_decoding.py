@@ -15,8 +15,9 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from moecache.decoding._program import MAX_ROWS, KeyValues, Program
 from moecache.decoding.recipe import Layer
 from moecache.errors import ConfigError
-from moecache.integrations.transformers._fast import fast_rows, is_transformed
+from moecache.integrations.transformers._fast import fast_rows
 from moecache.integrations.transformers._lookahead import RouterLookAhead
+from moecache.integrations.transformers._operators import is_transformed
 from moecache.integrations.transformers._pages import Pages
 from moecache.integrations.transformers._places import Rotary, begins_of, positions_of
 from moecache.integrations.transformers._slots import SlotLayer

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -20,7 +19,7 @@ from moecache.integrations.transformers._attention import INTERFACE
 from moecache.integrations.transformers._exchange import Exchange
 from moecache.integrations.transformers._experts import become, become_again
 from moecache.integrations.transformers._gates import gate_of
-from moecache.integrations.transformers._operators import operator
+from moecache.integrations.transformers._operators import is_transformed, operator
 from moecache.integrations.transformers._ranks import Ranks
 from moecache.kernels import SlotKernel
 from moecache.kernels._kernels import Matrix
@@ -275,15 +274,6 @@ def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
                 or (bias is not None and bias.requires_grad)
             )
         )
-    )
-
-
-def is_transformed() -> bool:
-    """Return whether torch follows what is computed: by vmap, jit.trace, forward-mode gradients."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-        or forward_ad._current_level >= 0
     )
 
 

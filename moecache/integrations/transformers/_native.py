@@ -11,8 +11,8 @@ from torch.nn import functional
 from moecache.errors import MoeCacheError
 from moecache.formats import Format
 from moecache.integrations.transformers._experts import become, become_again
-from moecache.integrations.transformers._fast import TYPES, is_transformed
-from moecache.integrations.transformers._operators import operator
+from moecache.integrations.transformers._fast import TYPES
+from moecache.integrations.transformers._operators import is_transformed, operator
 from moecache.integrations.transformers._slots import values_of
 from moecache.kernels import tile
 from moecache.kernels._kernels import Matrix

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 # Attribute that has an object's number; it stays when a cache is closed, so that graphs do.
 NUMBER = "_moecache_number"
@@ -67,3 +68,12 @@ def operator(schema: str, like: Callable[..., torch.Tensor]) -> Callable[[_Funct
         return function
 
     return define
+
+
+def is_transformed() -> bool:
+    """Return whether torch follows what is computed: by vmap, jit.trace, forward-mode gradients."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
+    )

@@ -13,7 +13,7 @@ from typing import Any
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
 from moecache.integrations.transformers import generation, streams
-from moecache.integrations.transformers.continuing import Text
+from moecache.integrations.transformers.continuing import Mask, Text
 from moecache.serving.generating import Generating
 from moecache.serving.logprobs import Noted, NotingSampler
 from moecache.serving.requests import Asked
@@ -180,6 +180,7 @@ class Answer:
             self._sampler(drawn, tokens),
             self.stream,
             max_new_tokens=self._most_tokens,
+            mask=self._new_mask(),
             prefixes=self._prefixes,
         )
 
@@ -193,11 +194,15 @@ class Answer:
                 self._prompt,
                 self.stream,
                 max_new_tokens=self._most_tokens,
+                mask=self._new_mask(),
                 prefixes=self._prefixes,
                 make_sampler=self._sampler,
                 **self._sampling(),
             )
         self.end()
+
+    def _new_mask(self) -> Mask | None:
+        return None if self.asked.new_mask is None else self.asked.new_mask()
 
     def _sampling(self) -> dict[str, Any]:
         """Return how tokens are drawn, as `continue_tokens` takes it."""

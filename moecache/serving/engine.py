@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from typing import Any, Protocol
 
 from moecache.decoding.prefixes import PrefixCache
 from moecache.errors import ConfigError
-from moecache.integrations.transformers import generation
+from moecache.integrations.transformers import _following, generation
+from moecache.integrations.transformers.continuing import ends_of
 from moecache.integrations.transformers.token_bound import TokenBound
 from moecache.serving.answer import Answer
 from moecache.serving.errors import RequestError
 from moecache.serving.generating import Generating
+from moecache.serving.grammars import Grammars
 from moecache.serving.requests import Asked
 
 # The largest Retry-After, however long the queue is.
@@ -96,6 +99,8 @@ class Engine:
         self.totals = Totals()
         self._tokenizer = tokenizer
         self._bound = TokenBound(tokenizer)
+        self._num_tokens: int = model.config.get_text_config().vocab_size
+        self._grammars = Grammars(self._num_tokens, ends_of(model))
         # A tokenizer works for one thread at a time: prompts are read while another one decodes.
         self._small, self._big = (
             (ThreadPoolExecutor(1, f"moecache-read-{size}"), copy.deepcopy(tokenizer))
@@ -189,7 +194,34 @@ class Engine:
             field_ = "messages" if asked.is_chat else "prompt"
             code = "context_length_exceeded" if "no room" in str(error) else None
             raise RequestError(400, str(error), param=field_, code=code) from error
-        return asked, prompt
+        self._check_biases(asked)
+        return self._with_mask(tokenizer, asked), prompt
+
+    def _check_biases(self, asked: Asked) -> None:
+        """Refuse biases of tokens that the model does not have."""
+        beyond = max(asked.logit_bias, default=0)
+        if beyond >= self._num_tokens:
+            raise RequestError(
+                400,
+                f"logit_bias has token {beyond}, but the model knows {self._num_tokens} tokens, "
+                f"0 to {self._num_tokens - 1}",
+                param="logit_bias",
+            )
+
+    def _with_mask(self, tokenizer: Any, asked: Asked) -> Asked:
+        """Return a request with its grammar compiled, if it has one."""
+        if asked.grammar is None:
+            return asked
+        try:
+            if _following.ranks_of(self.model) is not None:
+                raise ConfigError(
+                    f"{asked.grammar.name} is for one process, and the model's experts are spread "
+                    "over several; leave it out, or serve the model without torchrun"
+                )
+            compiled = self._grammars.compile(asked.grammar, tokenizer)
+        except ConfigError as error:
+            raise RequestError(400, str(error), param=asked.grammar.name) from error
+        return dataclasses.replace(asked, new_mask=compiled.new_mask)
 
     def _check_length(self, tokenizer: Any, asked: Asked) -> None:
         """Raise a ConfigError if the prompt is too long for any way to make tokens of it."""

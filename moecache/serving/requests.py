@@ -2,13 +2,16 @@
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from moecache.errors import ConfigError
+from moecache.integrations.transformers.continuing import Mask
 from moecache.serving.errors import RequestError
 from moecache.serving.fields import Fields, kind_of, refuse, refuse_constant, text_of
+from moecache.serving.grammars import Grammar
+from moecache.serving.structured import read_grammar
 from moecache.units import check_seed
 
 # The length of a completion without max_tokens, by OpenAI's protocol.
@@ -25,8 +28,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "functions": ([],),
+    "grammar_lazy": (False,),
+    "guided_whitespace_pattern": (),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
+    "structural_tag": (),
     "suffix": ("",),
     "tools": ([],),
 }
@@ -65,6 +70,10 @@ class Asked:
         probabilities are told.
     template : dict
         Variables for the chat template.
+    grammar : Grammar or None
+        The texts that the answer may be; `None`: any.
+    new_mask : callable () or None
+        Returns a mask that keeps one answer within `grammar`; the engine sets it.
     """
 
     messages: tuple[dict[str, str], ...] | None
@@ -85,6 +94,8 @@ class Asked:
     num_choices: int = 1
     num_logprobs: int | None = None
     template: dict[str, Any] = field(default_factory=dict)
+    grammar: Grammar | None = None
+    new_mask: Callable[[], Mask] | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -153,6 +164,7 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
         num_choices=fields.whole("n", 1, _MOST_CHOICES) or 1,
         num_logprobs=_num_logprobs(fields, chat=chat),
         template=_template(fields) if chat else {},
+        grammar=read_grammar(given),
     )
 
 

@@ -84,7 +84,7 @@ class Completions:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with self._bodies.held(scope, receive) as body:
-                    gone = asyncio.ensure_future(_disconnected(receive))
+                    gone = asyncio.ensure_future(disconnected(receive))
                     stack.callback(gone.cancel)
                     read = await engine.read(body, self._reader, gone=gone)
             except ClientDisconnect:
@@ -170,7 +170,7 @@ def _taken(answer: Answer) -> list[Noted]:
     return [answer.noted.popleft() for _ in range(len(answer.noted))]
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Return once the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -248,13 +248,11 @@ class Grammars:
             If the grammar is none, or too complex, or no text is of it, or the tokenizer is of a
             kind whose tokens are not known.
         """
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = _vocabulary_of(tokenizer, self._num_tokens, self._ends)
+        vocabulary = self._ready(tokenizer)
         import llguidance
 
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar.source, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(vocabulary, grammar.source, log_level=0, limits=limits)
         if not matcher.is_error():
             # Some are found to be empty only by the first mask.
             trial = matcher.deep_copy()
@@ -265,6 +263,32 @@ class Grammars:
         if found.startswith("NoExtension") or not found:
             raise ConfigError(f"{grammar.name} is of no text at all, or refers to itself alone")
         raise ConfigError(f"{grammar.name} cannot be used: {found}")
+
+    def piece(self, token: int, tokenizer: Any) -> bytes:
+        """Return the bytes that a token stands for.
+
+        Where they are not known, those of its text, in which a part of a character is U+FFFD.
+
+        Parameters
+        ----------
+        token : int
+            One that the tokenizer has.
+        tokenizer : PreTrainedTokenizerBase
+            As that of `compile`.
+        """
+        try:
+            found = bytes(self._ready(tokenizer).decode_bytes([token]))
+        except (ConfigError, MissingDependencyError):
+            found = b""
+        # Special tokens of a vocabulary of bytes have none there.
+        text: str = "" if found else tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return found or text.encode()
+
+    def _ready(self, tokenizer: Any) -> Any:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = _vocabulary_of(tokenizer, self._num_tokens, self._ends)
+            return self._vocabulary
 
 
 def check_llguidance() -> None:

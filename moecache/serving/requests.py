@@ -12,6 +12,7 @@ from moecache.serving.errors import RequestError
 from moecache.serving.fields import Fields, kind_of, refuse, refuse_constant, text_of
 from moecache.serving.grammars import Grammar
 from moecache.serving.structured import read_grammar
+from moecache.serving.unsupported import UNSUPPORTED
 from moecache.units import check_seed
 
 # The length of a completion without max_tokens, by OpenAI's protocol.
@@ -28,10 +29,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "functions": ([],),
-    "grammar_lazy": (False,),
-    "guided_whitespace_pattern": (),
     "modalities": (["text"],),
-    "structural_tag": (),
     "suffix": ("",),
     "tools": ([],),
 }
@@ -127,7 +125,7 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
     if not isinstance(given, dict):
         raise RequestError(400, f"the body is {kind_of(given)}, not a JSON object")
     fields = Fields(given)
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in {**_NEUTRAL, **UNSUPPORTED}.items():
         value = given.get(name)
         if value is not None and value not in neutral:
             raise RequestError(
@@ -142,6 +140,9 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
             code="model_not_found",
         )
     most = fields.whole("max_tokens", 1)
+    if most is None and given.get("n_predict") != -1:
+        # llama-server's word, whose -1 is no number.
+        most = fields.whole("n_predict", 1)
     if chat:
         most = fields.whole("max_completion_tokens", 1) or most
     options = fields.table("stream_options")

@@ -74,6 +74,32 @@ def test_standard_output_is_the_text_of_the_resident_model(
         assert part in last
 
 
+@pytest.mark.parametrize("by_file", [True, False])
+def test_a_schema_and_a_grammar_hold_the_text(
+    tiny_moe: Path, tmp_path: Path, capsys: Captured, by_file: bool
+) -> None:
+    """From a file, or a schema itself; what is none is said before the model is loaded."""
+    pytest.importorskip("llguidance")
+    schema, grammar = '{"enum": ["left", "right"]}', 'root ::= "a" [0-9] "!"'
+    for name, text in (("schema", schema), ("grammar", grammar), ("wrong", "nonsense")):
+        (tmp_path / name).write_text(text)
+    given = str(tmp_path / "schema") if by_file else schema
+    assert generate(tiny_moe, "--json-schema", given) == 0
+    assert capsys.readouterr().out in ('"left"\n', '"right"\n')
+    if by_file:
+        assert generate(tiny_moe, "--grammar", str(tmp_path / "grammar")) == 0
+        shown = capsys.readouterr().out
+        assert (shown[0], shown[2:]) == ("a", "!\n")
+    for option, value, text in (
+        ("--grammar", str(tmp_path / "wrong"), "neither Lark"),
+        ("--json-schema", str(tmp_path / "wrong"), "no JSON"),
+        ("--json-schema", str(tmp_path / "missing"), "missing"),
+        ("--json-schema", '{"type": 1}', "--json-schema"),
+    ):
+        assert generate(tiny_moe, option, value) == 2
+        assert text in capsys.readouterr().err
+
+
 def test_a_dash_reads_the_prompt_from_standard_input(
     tiny_moe: Path, resident_text: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,10 @@ ROOMS = (
 )
 # Compiled modules that stay where they were published.
 PLACES = {"_slru": "policies", "_prefault": "prefault"}
-HEAVY = {"torch", "transformers", "accelerate", "huggingface_hub", "cupy", "starlette", "uvicorn"}
+HEAVY = {
+    *("torch", "transformers", "accelerate", "huggingface_hub", "cupy"),
+    *("starlette", "uvicorn", "llguidance"),
+}
 
 
 def module_of(path: Path) -> str:
@@ -101,7 +104,7 @@ def test_no_room_has_a_circle() -> None:
 
 
 def test_optional_packages_have_one_importer() -> None:
-    """Integrations import torch, `serving` the server, and `cuda/_cupy.py` CuPy."""
+    """Integrations import torch, `serving` the server and llguidance, `cuda/_cupy.py` CuPy."""
     for path, found in SOURCES.items():
         heavy = {name.split(".")[0] for name in found} & HEAVY
         if path.relative_to(PACKAGE).parts[:2] == ("integrations", "transformers"):
@@ -110,6 +113,8 @@ def test_optional_packages_have_one_importer() -> None:
             heavy -= {"huggingface_hub"}
         if path.relative_to(PACKAGE).parts[0] == "serving":
             heavy -= {"starlette", "uvicorn"}
+        if path.relative_to(PACKAGE).parts == ("serving", "grammars.py"):
+            heavy -= {"llguidance"}
         if path.relative_to(PACKAGE).parts == ("cuda", "_cupy.py"):
             heavy -= {"cupy"}
         assert not heavy, path

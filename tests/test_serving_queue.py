@@ -121,8 +121,11 @@ def engine_of(tokenizer: Any, context: int, **options: Any) -> Any:
     """Return an engine that only reads: its model has a context and nothing else."""
     from moecache.serving.engine import Engine
 
-    text_config = SimpleNamespace(max_position_embeddings=context)
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text_config))
+    text_config = SimpleNamespace(max_position_embeddings=context, vocab_size=1000)
+    model = SimpleNamespace(
+        config=SimpleNamespace(get_text_config=lambda: text_config),
+        generation_config=SimpleNamespace(eos_token_id=1),
+    )
     return Engine(model, tokenizer, ("tiny",), **options)
 
 

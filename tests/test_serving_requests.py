@@ -151,7 +151,6 @@ def test_what_is_left_out_is_the_models_own() -> None:
         ({"chat_template_kwargs": 1}, 400, "chat_template_kwargs", "an object"),
         ({"chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs", "a field of"),
         ({"tools": [{}]}, 400, "tools", "not supported"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
     ],
 )
 def test_a_wrong_field_is_named(

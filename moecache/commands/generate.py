@@ -16,6 +16,12 @@ from moecache.commands.arguments import (
     check_outputs,
     explain,
 )
+from moecache.commands.grammar import (
+    add_grammar_options,
+    check_grammar,
+    compiled_mask,
+    read_grammar,
+)
 from moecache.commands.live_line import LiveLine
 from moecache.commands.paths import check_format, printable_lines
 from moecache.commands.prefixes import add_prefix_options, check_prefixes, opened_prefixes
@@ -66,6 +72,7 @@ def add_parser(commands: Any) -> None:
         help="the prompt is a question: put it into the model's chat template",
     )
     add_sampling_options(parser, max_new_tokens=256)
+    add_grammar_options(parser)
     cache = add_expert_options(parser)
     add_option(cache, "record_trace")
     add_prefix_options(parser)
@@ -146,6 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_sampling(arguments)
     check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
     check_prefixes(arguments)
+    texts = check_grammar(arguments)
     # Before torch, whose import takes seconds.
     check_model(arguments.model)
     check_format(arguments.model)
@@ -155,6 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     with generation.quiet(verbose=arguments.verbose), contextlib.ExitStack() as stack:
+        grammar = read_grammar(*texts)
         prompt = _prompt(arguments)
         opened = stack.enter_context(generation.opened(arguments.model))
         tokenizer = generation.load_tokenizer(opened)
@@ -178,6 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
                         max_new_tokens=arguments.max_new_tokens,
                         temperature=arguments.temperature,
                         seed=arguments.seed,
+                        mask=grammar and compiled_mask(grammar, model, tokenizer),
                         prefixes=prefixes,
                     )
                 except KeyboardInterrupt:
@@ -216,6 +226,8 @@ def loaded(console: Console, arguments: argparse.Namespace, opened: Any = None) 
             )
 
         options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
+        if getattr(arguments, "context", None) is not None:
+            options["context_tokens"] = arguments.context
         options |= rank_options(arguments)
         model = load(
             opened or arguments.model,

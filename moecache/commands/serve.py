@@ -72,6 +72,24 @@ def add_parser(commands: Any) -> None:
         help="requests that may wait; more get status 503 (default: 16)",
     )
     server.add_argument(
+        "--alias",
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients call the model, or several names with commas between them; the first is "
+        "what answers say (default: the last part of its path, or its name on the hub)",
+    )
+    server.add_argument(
+        "-c",
+        "--ctx-size",
+        "--max-model-len",
+        dest="context",
+        type=int,
+        metavar="TOKENS",
+        help="most tokens of a prompt and its answer together, for which memory is kept free "
+        "(default, or 0: what the model takes; memory for 4096 of them)",
+    )
+    server.add_argument(
+        "-np",
         "--parallel",
         type=int,
         metavar="N",
@@ -134,10 +152,11 @@ def run(arguments: argparse.Namespace) -> int:
                 engine = Engine(
                     model,
                     tokenizer,
-                    _names(arguments.model),
+                    _names(arguments.model, arguments.alias),
                     most_waiting=arguments.queue,
                     parallel=1 if alone else arguments.parallel or DEFAULT_PARALLEL,
                     most_tokens=arguments.max_new_tokens,
+                    context_tokens=arguments.context,
                     prefixes=prefixes,
                 )
                 with contextlib.closing(engine):
@@ -171,6 +190,12 @@ def _check(arguments: argparse.Namespace) -> str | None:
         raise ConfigError(f"--queue must not be negative, got {arguments.queue}")
     if arguments.parallel is not None and not 1 <= arguments.parallel <= MOST_PARALLEL:
         raise ConfigError(f"--parallel must be from 1 to {MOST_PARALLEL}, got {arguments.parallel}")
+    if arguments.context == 0:
+        # llama-server's word for the model's own.
+        arguments.context = None
+    if arguments.context is not None and not 2 <= arguments.context < 2**31:
+        raise ConfigError(f"--ctx-size must be from 2 to {2**31 - 1}, got {arguments.context}")
+    _aliases(arguments.alias)
     check_max_new_tokens(arguments)
     check_prefixes(arguments)
     check_outputs(arguments, {}, profile=None)
@@ -186,10 +211,19 @@ def _check(arguments: argparse.Namespace) -> str | None:
     return key
 
 
-def _names(model: str) -> tuple[str, ...]:
-    """Return what a client may call the model: a path's last part, or the whole name."""
+def _names(model: str, alias: str | None = None) -> tuple[str, ...]:
+    """Return what a client may call the model: aliases, a path's last part, the whole name."""
     last = Path(model).resolve().name if Path(model).exists() else model
-    return (last, model) if last != model else (last,)
+    return tuple(dict.fromkeys((*_aliases(alias), last, model)))
+
+
+def _aliases(alias: str | None) -> tuple[str, ...]:
+    if alias is None:
+        return ()
+    names = tuple(name.strip() for name in alias.split(","))
+    if not all(name and name.isprintable() for name in names):
+        raise ConfigError(f"--alias must be names with commas between them, got {alias!r}")
+    return names
 
 
 def _warning(host: str, key: str | None) -> str:

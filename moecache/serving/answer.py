@@ -13,7 +13,7 @@ from typing import Any
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
 from moecache.integrations.transformers import generation, streams
-from moecache.integrations.transformers.continuing import Text
+from moecache.integrations.transformers.continuing import Mask, Text
 from moecache.serving.generating import Generating
 from moecache.serving.logprobs import Noted, NotingSampler
 from moecache.serving.requests import Asked
@@ -78,6 +78,10 @@ class Answer:
     prompt : Tensor, int64 [1, tokens]
     most_tokens : int
         Tokens to generate if the request says no number.
+    room : int, optional
+        Tokens that fit behind the prompt, however many are asked for.
+    place : int, default 0
+        The lowest number that no other answer under way had.
     queued_s : float
         How long the request has waited.
     prefixes : PrefixCache, optional
@@ -85,6 +89,8 @@ class Answer:
 
     Attributes
     ----------
+    asked : Asked
+    place : int
     cost : Cost or None
         Once it has ended well.
     left : bool
@@ -102,10 +108,13 @@ class Answer:
         prompt: Any,
         *,
         most_tokens: int,
+        room: int | None = None,
+        place: int = 0,
         queued_s: float = 0.0,
         prefixes: PrefixCache | None = None,
     ) -> None:
         self.asked = asked
+        self.place = place
         self.prompt_tokens: int = prompt.shape[1]
         self.cost: Cost | None = None
         self.left = self._cut = False
@@ -116,12 +125,19 @@ class Answer:
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._most_tokens = asked.max_tokens or most_tokens
+        if room is not None:
+            self._most_tokens = min(self._most_tokens, room)
         self._queued_s = queued_s
         self._prefixes = prefixes
         self._parts: asyncio.Queue[str | None] = asyncio.Queue()
         self._text = StopText(asked.stop, self._hand_over)
         self._before: RuntimeStats | None = None
         self._checks = contextlib.ExitStack()
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that it may have."""
+        return self._most_tokens
 
     def start(self, generating: Generating, on_end: Callable[["Answer"], object]) -> None:
         """Begin to generate in a thread; `on_end` is called in the event loop afterwards."""
@@ -180,6 +196,7 @@ class Answer:
             self._sampler(drawn, tokens),
             self.stream,
             max_new_tokens=self._most_tokens,
+            mask=self._new_mask(),
             prefixes=self._prefixes,
         )
 
@@ -193,11 +210,15 @@ class Answer:
                 self._prompt,
                 self.stream,
                 max_new_tokens=self._most_tokens,
+                mask=self._new_mask(),
                 prefixes=self._prefixes,
                 make_sampler=self._sampler,
                 **self._sampling(),
             )
         self.end()
+
+    def _new_mask(self) -> Mask | None:
+        return None if self.asked.new_mask is None else self.asked.new_mask()
 
     def _sampling(self) -> dict[str, Any]:
         """Return how tokens are drawn, as `continue_tokens` takes it."""

@@ -20,9 +20,11 @@ from moecache.serving.completions import Completions
 from moecache.serving.engine import Engine
 from moecache.serving.errors import RequestError, error_body
 from moecache.serving.guard import Guard
+from moecache.serving.props import props, slots
 from moecache.serving.replies import Reply
 from moecache.serving.requests import read_request
 from moecache.serving.state import snapshot
+from moecache.serving.tokens import Tokens, detokenize, tokenize
 from moecache.telemetry import PrometheusCollector
 
 # Nothing is loaded from elsewhere, and no other site shows the page in a frame.
@@ -52,7 +54,8 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
     registry.register(PrometheusCollector(engine.runtime, per_layer=True, labels=labels))
     registry.register(_Collector(engine))
     page = files("moecache.serving").joinpath("page.html").read_text(encoding="utf-8")
-    entry = {"object": "model", "created": begun, "owned_by": "moecache"}
+    entry: dict[str, Any] = {"object": "model", "created": begun, "owned_by": "moecache"}
+    entry["max_model_len"] = engine.context_tokens
 
     def completions(*, chat: bool) -> Completions:
         return Completions(engine, bodies, functools.partial(read_request, chat=chat), Reply)
@@ -82,6 +85,18 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
     async def state(_: Request) -> Response:
         return JSONResponse(snapshot(engine), headers={"Cache-Control": "no-store"})
 
+    async def show_props(_: Request) -> Response:
+        return JSONResponse(props(engine))
+
+    async def show_slots(request: Request) -> Response:
+        found = slots(engine)
+        if "fail_on_no_slot" in request.query_params and all(s["is_processing"] for s in found):
+            raise RequestError(
+                503, f"all {len(found)} slots are taken; ask again", headers={"Retry-After": "5"}
+            )
+        return JSONResponse(found, headers={"Cache-Control": "no-store"})
+
+    tokenizing = functools.partial(tokenize, engine.checks.grammars)
     return Starlette(
         routes=[
             Route("/", show_page),
@@ -90,6 +105,10 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/moecache/state", state),
+            Route("/props", show_props),
+            Route("/slots", show_slots),
+            Route("/tokenize", Tokens(engine, bodies, tokenizing), methods=["POST"]),
+            Route("/detokenize", Tokens(engine, bodies, detokenize), methods=["POST"]),
             Route("/v1/chat/completions", completions(chat=True), methods=["POST"]),
             Route("/v1/completions", completions(chat=False), methods=["POST"]),
         ],

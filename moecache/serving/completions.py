@@ -15,6 +15,7 @@ from moecache.serving.answer import Answer, Cost
 from moecache.serving.bodies import Bodies
 from moecache.serving.engine import Engine, Reader
 from moecache.serving.errors import RequestError
+from moecache.serving.grammars import GrammarError
 from moecache.serving.logprobs import Noted
 from moecache.serving.replies import SIGN_OF_LIFE, Choice
 from moecache.serving.requests import Asked
@@ -83,7 +84,7 @@ class Completions:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with self._bodies.held(scope, receive) as body:
-                    gone = asyncio.ensure_future(_disconnected(receive))
+                    gone = asyncio.ensure_future(disconnected(receive))
                     stack.callback(gone.cancel)
                     read = await engine.read(body, self._reader, gone=gone)
             except ClientDisconnect:
@@ -124,7 +125,7 @@ async def _choices(answers: AsyncIterator[Answer]) -> list[Choice]:
         try:
             text = "".join([part async for part in answer.parts()])
         except FAILURES as error:
-            raise RequestError(500, f"the model failed: {error}") from error
+            raise _failure(error) from error
         if answer.cost is None:
             # Nobody reads this if it is the client that has left.
             raise RequestError(503, _CUT_OFF)
@@ -151,9 +152,17 @@ async def _send_parts(answers: AsyncIterator[Answer], writer: Writer, send: Send
         # The status was sent: the error is an event, and nothing says that the answer is complete.
         await write(writer.failure(error.status, str(error)), more=False)
     except FAILURES as error:
-        await write(writer.failure(500, f"the model failed: {error}"), more=False)
+        failure = _failure(error)
+        await write(writer.failure(failure.status, str(failure)), more=False)
     else:
         await write(writer.last(), more=False)
+
+
+def _failure(error: BaseException) -> RequestError:
+    """Return what a client is told of an answer that failed."""
+    if isinstance(error, GrammarError):
+        return RequestError(400, str(error))
+    return RequestError(500, f"the model failed: {error}")
 
 
 def _taken(answer: Answer) -> list[Noted]:
@@ -161,7 +170,7 @@ def _taken(answer: Answer) -> list[Noted]:
     return [answer.noted.popleft() for _ in range(len(answer.noted))]
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Return once the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

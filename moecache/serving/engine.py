@@ -3,19 +3,22 @@
 import asyncio
 import copy
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from moecache.decoding.prefixes import PrefixCache
 from moecache.errors import ConfigError
 from moecache.integrations.transformers import generation
 from moecache.integrations.transformers.token_bound import TokenBound
 from moecache.serving.answer import Answer
+from moecache.serving.checks import Checks
 from moecache.serving.errors import RequestError
 from moecache.serving.generating import Generating
 from moecache.serving.requests import Asked
 
+Result = TypeVar("Result")
 # The largest Retry-After, however long the queue is.
 _MOST_RETRY_S = 120
 # Tokenised within some 20 ms; 2 MiB take 2.6 s.
@@ -68,12 +71,17 @@ class Engine:
         Answers that are generated at a time: as many as decode together where a model can.
     most_tokens : int, default 4096
         Tokens of an answer whose request says no number.
+    context_tokens : int, optional
+        Tokens of a prompt and its answer, if that is fewer than the model takes.
     prefixes : PrefixCache, optional
         Pages of earlier prompts; the caller closes it.
 
     Attributes
     ----------
     totals : Totals
+    checks : Checks
+    context_tokens : int or None
+        Tokens of a prompt and its answer; `None` if there is no bound.
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class Engine:
         most_waiting: int = 16,
         parallel: int = 1,
         most_tokens: int = 4096,
+        context_tokens: int | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
         self.model = model
@@ -92,10 +101,12 @@ class Engine:
         self.most_waiting = most_waiting
         self.parallel = parallel
         self.most_tokens = most_tokens
+        self.context_tokens = generation.context_of(model, context_tokens)
         self.prefixes = prefixes
         self.totals = Totals()
         self._tokenizer = tokenizer
         self._bound = TokenBound(tokenizer)
+        self.checks = Checks(model)
         # A tokenizer works for one thread at a time: prompts are read while another one decodes.
         self._small, self._big = (
             (ThreadPoolExecutor(1, f"moecache-read-{size}"), copy.deepcopy(tokenizer))
@@ -104,7 +115,7 @@ class Engine:
         self._generating = Generating(model)
         self._answers: list[Answer] = []
         # Requests that have a place in the queue: those that are read, and those that wait.
-        self._reading: set[asyncio.Future[tuple[Asked, Any]]] = set()
+        self._reading: set[asyncio.Future[Any]] = set()
         self._waiting: list[asyncio.Future[None]] = []
         # Requests whose turn it is.
         self._num_turns = 0
@@ -115,6 +126,16 @@ class Engine:
     def runtime(self) -> Any:
         """The model's runtime."""
         return self.model.moecache.runtime
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, to be looked at."""
+        return self._tokenizer
+
+    @property
+    def path(self) -> str:
+        """Where the model is, as it was named."""
+        return self.names[-1]
 
     @property
     def num_waiting(self) -> int:
@@ -157,10 +178,37 @@ class Engine:
         RequestError
             If too many wait, or the server is about to end, or the model takes no such request.
         """
+        return await self.compute(
+            body, lambda tokenizer: self._read(tokenizer, body, reader), gone=gone
+        )
+
+    async def compute(
+        self,
+        body: bytes | bytearray,
+        work: Callable[[Any], Result],
+        *,
+        gone: "asyncio.Future[Any]",
+    ) -> Result | None:
+        """Return what is done with a body in a thread that reads; `None` if the client left before.
+
+        Parameters
+        ----------
+        body : bytes or bytearray
+            By whose length the thread is chosen.
+        work : callable (PreTrainedTokenizerBase)
+            Called in that thread, whose tokenizer it is.
+        gone : Future
+            Done once the client has left.
+
+        Raises
+        ------
+        RequestError
+            As `read`, or what `work` raises.
+        """
         self._check_room()
         executor, tokenizer = self._big if len(body) > _SMALL_BYTES else self._small
         loop = asyncio.get_running_loop()
-        job = loop.run_in_executor(executor, self._read, tokenizer, body, reader)
+        job = loop.run_in_executor(executor, work, tokenizer)
         self._reading.add(job)
         try:
             await asyncio.wait((job, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -184,12 +232,12 @@ class Engine:
                 prompt = generation.encode_chat(tokenizer, asked.messages, asked.template)
             else:
                 prompt = generation.encode(tokenizer, asked.prompt or "")
-            generation.find_room(self.model, prompt.shape[1])
+            self._find_room(prompt.shape[1])
         except ConfigError as error:
             field_ = "messages" if asked.is_chat else "prompt"
             code = "context_length_exceeded" if "no room" in str(error) else None
             raise RequestError(400, str(error), param=field_, code=code) from error
-        return asked, prompt
+        return self.checks.checked(asked, tokenizer), prompt
 
     def _check_length(self, tokenizer: Any, asked: Asked) -> None:
         """Raise a ConfigError if the prompt is too long for any way to make tokens of it."""
@@ -200,7 +248,12 @@ class Engine:
             text = generation.render_chat(tokenizer, asked.messages, asked.template)
         else:
             text = asked.prompt or ""
-        generation.find_room(self.model, self._bound.least(text), at_least=True)
+        self._find_room(self._bound.least(text), at_least=True)
+
+    def _find_room(self, prompt_tokens: int, *, at_least: bool = False) -> int | None:
+        return generation.find_room(
+            self.model, prompt_tokens, context_tokens=self.context_tokens, at_least=at_least
+        )
 
     async def begin(self, asked: Asked, prompt: Any, gone: "asyncio.Future[Any]") -> Answer | None:
         """Wait for the turn of a request that was read, and begin to generate.
@@ -229,6 +282,8 @@ class Engine:
             asked,
             prompt,
             most_tokens=self.most_tokens,
+            room=self._find_room(prompt.shape[1]),
+            place=min(set(range(self.parallel)) - {each.place for each in self._answers}),
             queued_s=time.perf_counter() - begun_s,
             prefixes=self.prefixes,
         )

@@ -67,6 +67,7 @@ class Reply:
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
             "usage": _usage(cost),
             "moecache": _figures(cost),
+            "timings": timings(cost),
         }
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -121,7 +122,9 @@ class Reply:
             "logprobs": self._logprobs(noted) if noted else None,
             "finish_reason": None if cost is None else cost.finish,
         }
-        more: dict[str, Any] = {} if cost is None else {"moecache": _figures(cost)}
+        more: dict[str, Any] = {}
+        if cost is not None:
+            more = {"moecache": _figures(cost), "timings": timings(cost)}
         if self._asked.include_usage:
             more["usage"] = None
         return self._event({"choices": [choice], **more})
@@ -162,6 +165,27 @@ def _usage(cost: Cost) -> dict[str, Any]:
         "total_tokens": cost.prompt_tokens + cost.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cost.cached_tokens},
     }
+
+
+def timings(cost: Cost) -> dict[str, Any]:
+    """Return times as llama-server tells them.
+
+    Rates of tokens are of those after the first, whose time is the prompt's.
+    """
+    read = cost.prompt_tokens - cost.cached_tokens
+    prompt_ms, predicted_ms = 1e3 * cost.prefill_s, 1e3 * cost.decode_s
+    figures = {
+        "cache_n": cost.cached_tokens,
+        "prompt_n": read,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / read if read else 0.0,
+        "prompt_per_second": read / cost.prefill_s if cost.prefill_s > 0 else 0.0,
+        "predicted_n": cost.completion_tokens,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": 1e3 / cost.tokens_per_s if cost.tokens_per_s > 0 else 0.0,
+        "predicted_per_second": cost.tokens_per_s,
+    }
+    return {key: round(v, 3) if isinstance(v, float) else v for key, v in figures.items()}
 
 
 def _figures(cost: Cost) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from moecache.errors import ConfigError
+from moecache.integrations.transformers.continuing import Mask
 from moecache.serving.errors import RequestError
 from moecache.serving.fields import Fields, kind_of, refuse, refuse_constant, text_of
+from moecache.serving.grammars import Grammar
+from moecache.serving.structured import read_grammar
+from moecache.serving.unsupported import UNSUPPORTED
 from moecache.units import check_seed
 
 # The length of a completion without max_tokens, by OpenAI's protocol.
@@ -26,7 +30,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "functions": ([],),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tools": ([],),
 }
@@ -65,6 +68,10 @@ class Asked:
         probabilities are told.
     template : dict
         Variables for the chat template.
+    grammar : Grammar or None
+        The texts that the answer may be; `None`: any.
+    new_mask : callable () or None
+        Returns a mask that keeps one answer within `grammar`; the engine sets it.
     """
 
     messages: tuple[dict[str, str], ...] | None
@@ -85,6 +92,8 @@ class Asked:
     num_choices: int = 1
     num_logprobs: int | None = None
     template: dict[str, Any] = field(default_factory=dict)
+    grammar: Grammar | None = None
+    new_mask: Callable[[], Mask] | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -116,7 +125,7 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
     if not isinstance(given, dict):
         raise RequestError(400, f"the body is {kind_of(given)}, not a JSON object")
     fields = Fields(given)
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in {**_NEUTRAL, **UNSUPPORTED}.items():
         value = given.get(name)
         if value is not None and value not in neutral:
             raise RequestError(
@@ -131,6 +140,9 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
             code="model_not_found",
         )
     most = fields.whole("max_tokens", 1)
+    if most is None and given.get("n_predict") != -1:
+        # llama-server's word, whose -1 is no number.
+        most = fields.whole("n_predict", 1)
     if chat:
         most = fields.whole("max_completion_tokens", 1) or most
     options = fields.table("stream_options")
@@ -153,6 +165,7 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
         num_choices=fields.whole("n", 1, _MOST_CHOICES) or 1,
         num_logprobs=_num_logprobs(fields, chat=chat),
         template=_template(fields) if chat else {},
+        grammar=read_grammar(given),
     )
 
 

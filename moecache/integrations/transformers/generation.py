@@ -224,13 +224,23 @@ def _prompt_of(ids: list[int]) -> torch.Tensor:
     return torch.tensor([ids], dtype=torch.int64)
 
 
-def find_room(model: Any, prompt_tokens: int, *, at_least: bool = False) -> int | None:
+def context_of(model: Any, most: int | None = None) -> int | None:
+    """Return the tokens that a model takes, `most` if that is fewer; `None` if there is no end."""
+    own: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return own if most is None else most if own is None else min(own, most)
+
+
+def find_room(
+    model: Any, prompt_tokens: int, *, context_tokens: int | None = None, at_least: bool = False
+) -> int | None:
     """Return how many tokens fit into the context after a prompt; `None` if it has no end.
 
     Parameters
     ----------
     model : PreTrainedModel
     prompt_tokens : int
+    context_tokens : int, optional
+        A bound below the model's own.
     at_least : bool, default False
         Whether the prompt may have more tokens than that, as the message then says.
 
@@ -239,13 +249,15 @@ def find_room(model: Any, prompt_tokens: int, *, at_least: bool = False) -> int 
     ConfigError
         If there is no room for one.
     """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(model, context_tokens)
     if context is None:
         return None
     if context <= prompt_tokens:
+        own = context_of(model)
+        whose = "the model" if own == context else "the server"
         raise ConfigError(
             f"the prompt of {'at least ' if at_least else ''}{prompt_tokens} tokens leaves no room "
-            f"for new ones; the model takes {context}"
+            f"for new ones; {whose} takes {context}"
         )
     return int(context - prompt_tokens)
 

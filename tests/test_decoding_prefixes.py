@@ -1,5 +1,6 @@
 """PrefixCache: pages by the tokens that they end, bounded in memory and in files."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -113,6 +114,67 @@ def test_a_damaged_file_is_a_miss_and_goes(tmp_path: Path) -> None:
             assert again.find(tokens) == [], (change, place)
             assert again.stats().num_damaged == 1
             assert not file.exists()
+
+
+def test_a_file_under_another_name_is_a_miss(tmp_path: Path) -> None:
+    """Copied or swapped files would give a wrong text."""
+    first, second = [1, 2, 3, 4, 0], [5, 6, 7, 8, 0]
+    with contextlib.closing(
+        PrefixCache(b"m", TOKENS, 0, directory=tmp_path, max_disk_bytes=10**6)
+    ) as cache:
+        keep(cache, first)
+        keep(cache, second)
+    one, other = tmp_path.glob("*.page")
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+    cache = PrefixCache(b"m", TOKENS, 0, directory=tmp_path, max_disk_bytes=10**6)
+    assert cache.find(first) == cache.find(second) == []
+    assert cache.stats().num_damaged == 2
+    assert not list(tmp_path.glob("*.page"))
+
+
+def test_processes_share_a_directory_and_its_bound(tmp_path: Path) -> None:
+    """Each sees what the others wrote, read and removed."""
+    size = 2 * PAGE_BYTES + 500
+    made = [
+        PrefixCache(b"m", TOKENS, 0, directory=tmp_path, max_disk_bytes=3 * size) for _ in range(2)
+    ]
+    for number in range(8):
+        for cache in made:
+            keep(cache, [number, number, id(cache) % 97, 1])
+            assert cache._writing is not None
+            cache._writing.submit(int).result()
+            assert cache.find([0, 0, 0, 0, 0]) == []
+    files = list(tmp_path.glob("*.page"))
+    assert len(files) >= 1
+    assert sum(file.stat().st_size for file in files) <= 3 * size
+    # A page that somebody has removed is written again.
+    last = [7, 7, id(made[1]) % 97, 1]
+    for file in files:
+        file.unlink()
+    assert made[1].find([*last, 0]) == []
+    keep(made[1], last)
+    made[1].close()
+    assert len(list(tmp_path.glob("*.page"))) == 1
+    made[0].close()
+
+
+def test_what_is_left_of_others_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+    """A link to nothing; the part of a page whose process was killed, which is removed."""
+    (tmp_path / "0.page").symlink_to(tmp_path / "nowhere")
+    old, new = (tmp_path / f".{name}.page.1-ab" for name in "ab")
+    for part in (old, new):
+        part.write_bytes(b"part")
+    os.utime(old, (0, 0))
+    cache = PrefixCache(b"m", TOKENS, 0, directory=tmp_path, max_disk_bytes=10**6)
+    keep(cache, [1, 2, 3, 4])
+    cache.close()
+    assert not old.exists()
+    assert new.exists()
+    # A text that still reads its prompt may keep pages later: there is nothing to keep them in.
+    keep(cache, [1, 2, 3, 4])
+    assert cache.stats().num_pages == 0
 
 
 def test_a_directory_that_cannot_be_one_is_refused(tmp_path: Path) -> None:

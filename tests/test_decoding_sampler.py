@@ -138,6 +138,17 @@ def test_logits_that_are_no_numbers_are_not_drawn() -> None:
         Sampler(Sampling()).draw(np.full(VOCABULARY, np.nan, np.float32))
 
 
+@pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_infinite_logits_are_drawn_alike(limits: dict[str, float]) -> None:
+    """The limit of large ones: numbers of 16 bits overflow."""
+    logits = np.array([0, np.inf, 3, np.inf], np.float32)
+    for temperature in (0.0, 0.5):
+        drawn = Sampler(Sampling(temperature=temperature, seed=1, **limits))
+        tokens = {drawn.draw(logits) for _ in range(40)}
+        assert tokens <= {1, 3}
+        assert temperature == 0 or limits or len(tokens) == 2
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -1}, {"temperature": np.nan}, {"top_k": -1}, {"top_p": 2}, {"min_p": -0.1}],

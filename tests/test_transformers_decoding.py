@@ -253,6 +253,60 @@ def test_a_weight_that_is_replaced_is_read_again(model: Any) -> None:
     assert num_steps(model) == 4
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "lm_head", torch.nn.Linear(48, 128)),
+        lambda model: setattr(model.lm_head, "bias", torch.nn.Parameter(torch.ones(128))),
+        lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.7),
+        lambda model: setattr(model.model.norm, "variance_epsilon", 0.3),
+        lambda model: [setattr(layer.mlp.gate, "top_k", 1) for layer in model.model.layers],
+        lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+        lambda model: setattr(model.model.norm, "forward", torch.zeros_like),
+    ],
+    ids=["head", "bias", "scaling", "epsilon", "top_k", "frequencies", "forward"],
+)
+def test_what_changes_between_tokens_counts(model: Any, change: Any) -> None:
+    """Modules, numbers and forwards that a program has read are looked at before each token."""
+    cache = model(input_ids=prompt(), use_cache=True).past_key_values
+    token = torch.tensor([[3]])
+    model(input_ids=token, past_key_values=copy.deepcopy(cache))
+    num = num_steps(model)
+    change(model)
+    found = model(input_ids=token, past_key_values=copy.deepcopy(cache)).logits
+    has_recipe = num_steps(model) > num
+    # Hidden states are asked for: that is the modules' answer.
+    wanted = model(
+        input_ids=token, past_key_values=copy.deepcopy(cache), output_hidden_states=True
+    ).logits
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert has_recipe == ("forward" not in model.model.norm.__dict__)
+
+
+def test_a_global_hook_sees_every_module(model: Any) -> None:
+    """As profilers and calibrators expect it."""
+    cache = model(input_ids=prompt(), use_cache=True).past_key_values
+    seen: list[Any] = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+    try:
+        model(input_ids=torch.tensor([[3]]), past_key_values=cache)
+    finally:
+        hook.remove()
+    assert len(seen) > 10
+
+
+def test_a_cache_of_inference_mode_goes_on_without(model: Any) -> None:
+    """As transformers' own does."""
+    token = torch.tensor([[3]])
+    with torch.inference_mode():
+        cache = model(input_ids=prompt(), use_cache=True).past_key_values
+        model(input_ids=token, past_key_values=cache)
+    found = model(input_ids=prompt().repeat(1, 4), past_key_values=cache).logits
+    other = model(input_ids=prompt(), use_cache=True).past_key_values
+    model(input_ids=token, past_key_values=other)
+    assert torch.equal(found, model(input_ids=prompt().repeat(1, 4), past_key_values=other).logits)
+
+
 def test_a_hook_that_was_there_first_may_go(model: Any) -> None:
     """What is no plain model at its first token is looked at again, and the report says so."""
     seen: list[Any] = []

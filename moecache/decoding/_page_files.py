@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from moecache.files import whole_file
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".page"
-_FIRST_LINE = b"moecache page 1\n"
+_FIRST_LINE = b"moecache page 2\n"
 _DIGEST_BYTES = 32
+# A page is written in seconds: a part of one that is older has lost its process.
+_ABANDONED_S = 3600
 # Layers, and dimensions of an array.
 _MOST_LAYERS, _DIMENSIONS = 4096, 4
 _TYPES: dict[int, np.dtype[Any]] = {
@@ -31,9 +34,10 @@ _NUMBERS = {dtype: number for number, dtype in _TYPES.items()}
 class PageFiles:
     """Reads and writes pages, a file each; those that were used longest ago go first.
 
-    A file is a line, the BLAKE2b digest of the rest, the number of layers, and for the keys and
-    the values of each its type, its shape and its bytes, all numbers little-endian. Nothing is
-    read past the size that a file has, and a file that is not what was written is removed.
+    A file is a line, the BLAKE2b digest of its name and the rest, the number of layers, and for the
+    keys and the values of each its type, its shape and its bytes, all numbers little-endian.
+    Nothing is read past the size that a file has, and a file that is not what was written under
+    its name is removed. Processes may share a directory, and its bound.
 
     Parameters
     ----------
@@ -57,17 +61,15 @@ class PageFiles:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self.num_damaged = 0
+        self._sizes: dict[str, int] = {}
+        self.nbytes = 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            found = [(file, file.stat()) for file in directory.glob(f"*{_SUFFIX}")]
+            self._look()
         except OSError as error:
             raise StoreError(
                 f"{directory}: cannot keep pages of prompts: {error.strerror or error}"
             ) from error
-        # Oldest first.
-        found.sort(key=lambda one: one[1].st_mtime_ns)
-        self._sizes = {file.name: known.st_size for file, known in found}
-        self.nbytes = sum(self._sizes.values())
         self._make_room(0)
 
     def read(self, name: str) -> tuple[tuple[np.ndarray, np.ndarray], ...] | None:
@@ -77,16 +79,15 @@ class PageFiles:
             data = path.read_bytes()
         except OSError:
             return None
-        page = _parse(data)
+        page = _parse(data, name)
         if page is None:
             self.num_damaged += 1
             logger.warning("prefixes.damaged path=%s: it is removed", path)
             with self._lock:
                 self._remove(path.name)
             return None
-        with self._lock, suppress(OSError):
+        with suppress(OSError):
             os.utime(path)
-            self._sizes[path.name] = self._sizes.pop(path.name, len(data))
         return page
 
     def write(self, name: str, page: tuple[tuple[np.ndarray, np.ndarray], ...]) -> None:
@@ -96,11 +97,13 @@ class PageFiles:
         for array in (part for layer in page for part in layer):
             shape = np.array([_NUMBERS[array.dtype], *array.shape], "<i8")
             body += [shape.tobytes(), np.ascontiguousarray(array).tobytes()]
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        digest = hashlib.blake2b(name.encode(), digest_size=_DIGEST_BYTES)
         for part in body:
             digest.update(part)
         size = len(_FIRST_LINE) + _DIGEST_BYTES + sum(map(len, body))
-        with self._lock:
+        with self._lock, suppress(OSError):
+            # Others may have read, written and removed meanwhile.
+            self._look()
             if size > self._max_bytes or path.name in self._sizes:
                 return
             self._make_room(size)
@@ -114,6 +117,24 @@ class PageFiles:
             self._sizes[path.name] = size
             self.nbytes += size
 
+    def _look(self) -> None:
+        """Take in what is in the directory, oldest first; remove what a killed process left."""
+        found = []
+        for file in self._directory.iterdir():
+            is_part = file.name.startswith(".") and f"{_SUFFIX}." in file.name
+            if not is_part and file.suffix != _SUFFIX:
+                continue
+            # Another process may have removed it since.
+            with suppress(OSError):
+                known = file.stat()
+                if not is_part:
+                    found.append((known.st_mtime_ns, file.name, known.st_size))
+                elif time.time() - known.st_mtime > _ABANDONED_S:
+                    file.unlink()
+        found.sort()
+        self._sizes = {name: size for _, name, size in found}
+        self.nbytes = sum(self._sizes.values())
+
     def _make_room(self, size: int) -> None:
         while self._sizes and self.nbytes + size > self._max_bytes:
             self._remove(next(iter(self._sizes)))
@@ -124,15 +145,16 @@ class PageFiles:
             (self._directory / name).unlink()
 
 
-def _parse(data: bytes) -> tuple[tuple[np.ndarray, np.ndarray], ...] | None:
+def _parse(data: bytes, name: str) -> tuple[tuple[np.ndarray, np.ndarray], ...] | None:
     """Return the page of a file's bytes; `None` if they are none."""
     start = len(_FIRST_LINE) + _DIGEST_BYTES
     if not data.startswith(_FIRST_LINE) or len(data) < start + 4:
         return None
     body = memoryview(data)[start:]
-    digest = hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
+    known = hashlib.blake2b(name.encode(), digest_size=_DIGEST_BYTES)
+    known.update(body)
     num_layers = int.from_bytes(body[:4], "little")
-    if digest != data[len(_FIRST_LINE) : start] or num_layers > _MOST_LAYERS:
+    if known.digest() != data[len(_FIRST_LINE) : start] or num_layers > _MOST_LAYERS:
         return None
     at, arrays = 4, []
     for _ in range(2 * num_layers):

@@ -89,6 +89,7 @@ class PrefixCache:
         self._lock = threading.Lock()
         self._writing = None if self._files is None else ThreadPoolExecutor(1, "moecache-prefixes")
         self._writes: set[Future[None]] = set()
+        self._closed = False
 
     def find(self, tokens: Sequence[int]) -> list[Page]:
         """Return the pages of the longest known beginning of a prompt.
@@ -119,22 +120,28 @@ class PrefixCache:
         tokens : sequence of int
             A multiple of `page_tokens`, from the beginning on.
         pages : sequence of Page
-            Those of the last tokens. They are kept as they are, and must not change.
+            Those of the last tokens. They are kept as they are, and must not change. A cache that
+            is closed keeps nothing.
         """
         names = self._names(tokens, len(tokens) // self.page_tokens)
         new = list(zip(names[len(names) - len(pages) :], pages, strict=True))
         with self._lock:
+            if self._closed:
+                return
             for name, page in new:
                 self._put(name, page)
             for name in reversed(names):
                 if name in self._pages:
                     self._pages.move_to_end(name)
             self._forget()
-        if self._writing is not None:
-            for name, page in new:
-                write = self._writing.submit(self._write, name, page)
-                self._writes.add(write)
-                write.add_done_callback(self._writes.discard)
+            writes = (
+                []
+                if self._writing is None
+                else [self._writing.submit(self._write, name, page) for name, page in new]
+            )
+            self._writes.update(writes)
+        for write in writes:
+            write.add_done_callback(self._writes.discard)
 
     def stats(self) -> PrefixStats:
         """Return the counters."""
@@ -151,6 +158,8 @@ class PrefixCache:
 
     def close(self) -> None:
         """Forget all pages, once those on their way to files are written; may be called twice."""
+        with self._lock:
+            self._closed = True
         if self._writing is not None:
             self._writing.shutdown()
         with self._lock:

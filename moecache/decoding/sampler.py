@@ -68,8 +68,11 @@ class Sampling:
             value = getattr(self, name)
             if not least <= value <= most or (name != "top_k" and not math.isfinite(value)):
                 raise ConfigError(f"{name} must be from {least} to {most}, got {value}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ConfigError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        # Beyond these bounds float32 has infinities and zeros.
+        if not 1e-6 <= self.repetition_penalty <= 1e6:
+            raise ConfigError(
+                f"repetition_penalty must be from 1e-6 to 1e6, got {self.repetition_penalty}"
+            )
 
     @property
     def looks_back(self) -> bool:
@@ -160,6 +163,10 @@ class Sampler:
         s = self.sampling
         # One number for each token, whatever the limits are.
         point = self._random.random()
+        if np.isinf(largest):
+            # The limit: equal shares of those that are infinite.
+            scores = np.where(scores == largest, np.float32(0), np.float32(-np.inf))
+            largest = np.float32(0)
         if 0 < s.top_k < len(scores):
             tokens = _likeliest(scores, largest, s.top_k)
         else:

@@ -47,7 +47,8 @@ class GrowingLayer(DynamicLayer):
         length = self.get_seq_length()
         for name, like in (("_keys", keys), ("_values", values)):
             held: torch.Tensor = self.__dict__[name]
-            if held.dim() == 4 and held.is_contiguous() and held.shape[2] >= length + num:
+            fits = held.dim() == 4 and held.shape[2] >= length + num
+            if fits and held.is_contiguous() and _can_change(held):
                 continue
             self.__dict__[name] = _larger(
                 held if like is None else like, held[:, :, :length] if length else None, num
@@ -138,7 +139,9 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     def reserve(self, num: int) -> None:
         """Have room for more tokens."""
         if all(
-            part.held.is_contiguous() and part.start + part.num + num <= part.held.shape[2]
+            part.start + part.num + num <= part.held.shape[2]
+            and part.held.is_contiguous()
+            and _can_change(part.held)
             for part in self.parts
         ):
             return
@@ -191,6 +194,11 @@ def _part(given: torch.Tensor | None) -> _Part | None:
     if given is None:
         return None
     return _Part(given, 0, given.shape[2] if given.dim() == 4 else 0)
+
+
+def _can_change(held: torch.Tensor) -> bool:
+    """Return whether a tensor may be written to: one of inference mode may not, outside of it."""
+    return not held.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _larger(like: torch.Tensor, seen: torch.Tensor | None, num: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.modules import module
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -268,6 +269,8 @@ class Decoder:
             or any(getattr(model.config, name, False) for name in _ANSWERS)
             or torch.is_autocast_enabled("cpu")
             or is_transformed()
+            # Of all modules: those that follow one are looked at with the weights.
+            or module._has_any_global_hook()
         )
 
     def _is_ready(self) -> bool:
@@ -290,7 +293,7 @@ class Decoder:
             reading = read_recipe(model, kernels, hooks)
             self._program = Program(reading.recipe, self._runtime.cache)
         except (NoRecipeError, ConfigError) as error:
-            self._is_unknown = isinstance(error, (UnknownFamilyError, ConfigError))
+            self._is_unknown = isinstance(error, UnknownFamilyError)
             # Reading takes as long as a token or two; hooks and adapters may stay or go.
             self._calls_left, self._pause = self._pause, min(2 * self._pause, _MOST_CALLS)
             if self.reason != str(error):
@@ -298,7 +301,9 @@ class Decoder:
                 logger.info("transformers.no_recipe model=%s: %s", type(model).__name__, error)
             return False
         self._reading, self.reason, self._pause = reading, "", 1
-        self._hidden = torch.from_numpy(self._program.hidden)
+        with torch.inference_mode(mode=False):
+            # Written to for each token, in inference mode or not.
+            self._hidden = torch.from_numpy(self._program.hidden)
         self._rotary = Rotary(reading.rotary, reading.rotary_width)
         return True
 

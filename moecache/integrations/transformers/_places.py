@@ -7,7 +7,8 @@ import torch
 
 # Positions whose angles are computed at once, where they depend on nothing else.
 _POSITIONS = 1024
-_STATIC = ("default", "linear", "llama3", "yarn")
+# Kinds of rotary positions whose frequencies stay.
+STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 class Rotary:
@@ -15,7 +16,7 @@ class Rotary:
 
     def __init__(self, module: Any, width: int) -> None:
         self._module, self._width = module, width
-        self._is_static = getattr(module, "rope_type", None) in _STATIC
+        self._is_static = getattr(module, "rope_type", None) in STATIC_ROTARY
         self._cos = self._sin = np.empty((0, 0), np.float32)
 
     def angles(

@@ -1,8 +1,8 @@
 """Parts of recipes, read from modules: their weights where they lie."""
 
 from collections.abc import Mapping
-from itertools import chain
-from operator import attrgetter, gt, is_
+from itertools import chain, repeat
+from operator import attrgetter, contains, gt, is_
 from typing import Any
 
 import ml_dtypes
@@ -40,8 +40,8 @@ class UnknownFamilyError(NoRecipeError):
 class Weights:
     """The weights that a recipe was read from, to see whether they are still those of the model.
 
-    Modules may be replaced, given other weights, or followed by hooks, all of which a program
-    would not see.
+    Modules may be replaced, given other weights, numbers or forwards, or followed by hooks, all of
+    which a program would not see.
     """
 
     def __init__(self) -> None:
@@ -57,6 +57,12 @@ class Weights:
         self._num_hooks = 0
         self._modules: list[dict[str, Any]] = []
         self._children: list[Any] = []
+        self._plain: list[dict[str, Any]] = []
+        self._numbered: list[dict[str, Any]] = []
+        self._number_names: list[str] = []
+        self._numbers: list[Any] = []
+        self._without: list[dict[str, Any]] = []
+        self._without_names: list[str] = []
 
     def tensor(self, module: nn.Module, name: str) -> torch.Tensor:
         """Return a parameter or buffer of a module, and remember it.
@@ -77,6 +83,28 @@ class Weights:
         self._tensors.append(found)
         self._addresses.append(found.data_ptr())
         return found
+
+    def watched(self, module: nn.Module, name: str) -> None:
+        """Remember a parameter or buffer, and the values that it has now."""
+        self._copied.append(self.tensor(module, name))
+        self._versions.append(self._copied[-1]._version)
+
+    def number(self, owner: Any, name: str) -> Any:
+        """Return a plain value of a module or a config, and remember it."""
+        held = vars(owner)
+        if name in held:
+            self._numbered.append(held)
+            self._number_names.append(name)
+            self._numbers.append(held[name])
+        return getattr(owner, name)
+
+    def bias(self, module: nn.Module) -> np.ndarray | None:
+        """Return a module's bias; remember that there is none, if so."""
+        if getattr(module, "bias", None) is not None:
+            return self.values(module, "bias")
+        self._without.append(module._parameters)
+        self._without_names.append("bias")
+        return None
 
     def values(self, module: nn.Module, name: str) -> np.ndarray:
         """Return a parameter or buffer as an array over the same memory."""
@@ -114,6 +142,11 @@ class Weights:
             self._num_hooks += len(hooks)
         if "forward" in module.__dict__:
             raise NoRecipeError(f"the forward of a {type(module).__name__} was replaced")
+        self._plain.append(module.__dict__)
+        self.holds(module)
+
+    def holds(self, module: nn.Module) -> None:
+        """Remember a module's children."""
         if module._modules:
             self._modules.append(module._modules)
             self._children += module._modules.values()
@@ -126,6 +159,13 @@ class Weights:
         if list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses:
             return False
         if list(map(_VERSION, self._copied)) != self._versions:
+            return False
+        if list(map(dict.get, self._numbered, self._number_names)) != self._numbers:
+            return False
+        without = map(dict.get, self._without, self._without_names)
+        if not all(map(is_, without, repeat(None))):
+            return False
+        if any(map(contains, self._plain, repeat("forward"))):
             return False
         children = chain.from_iterable(map(dict.values, self._modules))
         if sum(map(len, self._modules)) != len(self._children):
@@ -152,8 +192,7 @@ class Weights:
             matrix = self.matrix(inner, "weight")
         else:
             raise NoRecipeError(f"{name} is a {type(inner).__name__}, no plain linear layer")
-        has_bias = getattr(inner, "bias", None) is not None
-        return Linear(matrix, self.values(inner, "bias") if has_bias else None)
+        return Linear(matrix, self.bias(inner))
 
     def is_plain(self, module: nn.Module) -> bool:
         """Return whether a module is a linear layer whose weight is numbers."""
@@ -172,10 +211,10 @@ class Weights:
         self.uses(module)
         weight = self.values(module, "weight")
         if type(module) is nn.LayerNorm and module.bias is not None:
-            return Norm(weight, module.eps, self.values(module, "bias"))
+            return Norm(weight, self.number(module, "eps"), self.values(module, "bias"))
         if not type(module).__name__.endswith("RMSNorm"):
             raise NoRecipeError(f"{type(module).__name__} is no root mean square norm")
-        return Norm(weight, module.variance_epsilon)
+        return Norm(weight, self.number(module, "variance_epsilon"))
 
     def feed_forward(self, module: Any) -> FeedForward:
         """Return a feed-forward of gate_proj, up_proj and down_proj."""

@@ -18,6 +18,7 @@ from moecache.decoding.recipe import (
     Rotation,
     Router,
 )
+from moecache.integrations.transformers._places import STATIC_ROTARY
 from moecache.integrations.transformers.recipes._parts import (
     NoRecipeError,
     UnknownFamilyError,
@@ -83,6 +84,8 @@ def read_recipe(
     missing = [part for part in parts if not hasattr(inner, part)]
     if missing or not hasattr(model, "lm_head"):
         raise UnknownFamilyError(f"{type(model).__name__} has no {', '.join(missing) or 'lm_head'}")
+    # Its own hooks run, as they do around any forward.
+    weights.holds(model)
     for module in (inner, inner.layers, inner.embed_tokens, inner.rotary_emb):
         weights.uses(module)
     frequencies = getattr(inner.rotary_emb, "inv_freq", None)
@@ -90,6 +93,10 @@ def read_recipe(
         raise UnknownFamilyError(
             "its positions are no rotary ones, or not all of its layers are run"
         )
+    if getattr(inner.rotary_emb, "rope_type", None) in STATIC_ROTARY:
+        # Others change theirs as texts grow, and are asked for every token.
+        weights.watched(inner.rotary_emb, "inv_freq")
+        weights.number(inner.rotary_emb, "attention_scaling")
     found = {
         id(model.get_submodule(path)): (*kernel, num_router_hooks.get(path, 0))
         for path, kernel in kernels.items()
@@ -104,8 +111,8 @@ def read_recipe(
         tuple(reader.layer(index, layer) for index, layer in enumerate(inner.layers)),
         weights.norm(inner.norm),
         weights.linear(model, "lm_head"),
-        float(getattr(inner, family.embedding)) if family.embedding else 1.0,
-        float(getattr(config, family.logits)) if family.logits else 1.0,
+        float(weights.number(inner, family.embedding)) if family.embedding else 1.0,
+        float(weights.number(config, family.logits)) if family.logits else 1.0,
     )
     return Reading(recipe, weights, inner.embed_tokens, inner.rotary_emb, reader.rotary_width)
 
@@ -157,7 +164,7 @@ class _Reader:
             weights.norm(layer.input_layernorm),
             read(index, attention),
             weights.norm(layer.post_attention_layernorm),
-            scale=float(getattr(layer, family.residual)) if family.residual else 1.0,
+            scale=float(weights.number(layer, family.residual)) if family.residual else 1.0,
         )
         kernel = self._kernels.get(id(getattr(block, "experts", None)))
         if kernel is None:
@@ -197,12 +204,12 @@ class _Reader:
             num_kv_heads=num_kv_heads,
             width=width,
             value_width=value.matrix.rows // num_kv_heads,
-            scale=module.scaling,
+            scale=weights.number(module, "scaling"),
             rotation=Rotation(self.rotary_width, family.pairs),
             query_norm=norms[0],
             key_norm=norms[1],
             has_late_norms=family.has_late_norms,
-            clip=None if family.clip is None else getattr(config, family.clip),
+            clip=None if family.clip is None else weights.number(config, family.clip),
             sinks=None if family.sinks is None else weights.floats(module, family.sinks),
             window=_window(config, index),
         )
@@ -228,7 +235,7 @@ class _Reader:
             num_heads=heads,
             width=module.qk_nope_head_dim,
             value_width=module.v_head_dim,
-            scale=module.scaling,
+            scale=weights.number(module, "scaling"),
             rotation=Rotation(module.qk_rope_head_dim, pairs),
             low=weights.linear(module, "q_a_proj") if has_low else None,
             low_norm=weights.norm(module.q_a_layernorm) if has_low else None,
@@ -247,29 +254,29 @@ class _Reader:
         if isinstance(weight, nn.Module):
             linear = weights.linear(weight)
         else:
-            bias = getattr(module, "bias", None)
-            linear = Linear(
-                weights.matrix(module, "weight"),
-                None if bias is None else weights.values(module, "bias"),
-            )
+            linear = Linear(weights.matrix(module, "weight"), weights.bias(module))
         correction: np.ndarray | None = None
         if family.correction is not None:
             where, _, name = family.correction.rpartition(".")
             holder = attrgetter(where)(block) if where else block
             correction = weights.floats(holder, name).reshape(-1)
+
+        def number(name: str) -> Any:
+            return weights.number(module, name)
+
         return Router(
             linear,
-            module.top_k,
+            number("top_k"),
             family.scores,
             correction,
-            module.num_group if has_groups else 1,
-            module.topk_group if has_groups else 1,
+            number("num_group") if has_groups else 1,
+            number("topk_group") if has_groups else 1,
             family.num_best,
-            is_normalized=getattr(module, has_sum) if isinstance(has_sum, str) else has_sum,
+            is_normalized=number(has_sum) if isinstance(has_sum, str) else has_sum,
             least=family.least,
-            floor=0.0 if family.floor is None else getattr(module, family.floor),
-            scale=module.routed_scaling_factor if family.has_groups else 1.0,
-            jitter=getattr(module, "router_jitter_noise", 0.0),
+            floor=0.0 if family.floor is None else number(family.floor),
+            scale=number("routed_scaling_factor") if family.has_groups else 1.0,
+            jitter=number("router_jitter_noise") if hasattr(module, "router_jitter_noise") else 0.0,
         )
 
 

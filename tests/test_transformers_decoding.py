@@ -260,7 +260,9 @@ def test_a_weight_that_is_replaced_is_read_again(model: Any) -> None:
         lambda model: setattr(model.lm_head, "bias", torch.nn.Parameter(torch.ones(128))),
         lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.7),
         lambda model: setattr(model.model.norm, "variance_epsilon", 0.3),
-        lambda model: [setattr(layer.mlp.gate, "top_k", 1) for layer in model.model.layers],
+        lambda model: [
+            setattr(module, "top_k", 1) for module in model.modules() if hasattr(module, "top_k")
+        ],
         lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
         lambda model: setattr(model.model.norm, "forward", torch.zeros_like),
     ],
@@ -488,3 +490,21 @@ def test_angles_are_those_of_the_rotary_module(model: Any) -> None:
         rotary._is_static = is_static
         for found, whole in zip(rotary.angles(positions), expected, strict=True):
             assert torch.equal(torch.from_numpy(found), whole[0, :, : width // 2])
+
+
+def test_a_position_far_away_makes_no_angles_of_all_before_it(model: Any) -> None:
+    """Its own alone, which are the same; near ones are made block by block."""
+    from moecache.integrations.transformers._places import _FAR, Rotary
+
+    width = 2 * model.model.rotary_emb.inv_freq.numel()
+    rotary, other = (Rotary(model.model.rotary_emb, width) for _ in range(2))
+    far = np.array([10 * _FAR, 3])
+    for found, whole in zip(rotary.angles(far), rotary._compute(far), strict=True):
+        assert np.array_equal(found, whole)
+    assert len(rotary._cos) == 0
+    for position in (5, 1500, 5000):
+        for found, whole in zip(
+            rotary.angles(np.array([position])), other._compute(np.array([position])), strict=True
+        ):
+            assert np.array_equal(found, whole)
+    assert len(rotary._cos) == 5 * 1024

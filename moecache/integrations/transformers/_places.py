@@ -7,6 +7,7 @@ import torch
 
 # Positions whose angles are computed at once, where they depend on nothing else.
 _POSITIONS = 1024
+_FAR = 64 * _POSITIONS
 # Kinds of rotary positions whose frequencies stay.
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 
@@ -34,10 +35,15 @@ class Rotary:
             return np.concatenate([cos for cos, _ in found]), np.concatenate(
                 [sin for _, sin in found]
             )
-        most = int(positions.max())
-        if most >= len(self._cos):
-            num = (most // _POSITIONS + 1) * _POSITIONS
-            self._cos, self._sin = self._compute(np.arange(num))
+        most, num = int(positions.max()), len(self._cos)
+        if most >= num + _FAR:
+            # One position far away: not all before it.
+            return self._compute(positions)
+        if most >= num:
+            cos, sin = self._compute(np.arange(num, (most // _POSITIONS + 1) * _POSITIONS))
+            if num:
+                cos, sin = np.concatenate([self._cos, cos]), np.concatenate([self._sin, sin])
+            self._cos, self._sin = cos, sin
         return self._cos[positions], self._sin[positions]
 
     def _compute(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

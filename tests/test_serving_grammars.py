@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,49 @@ def test_chats_and_completions_are_valid_by_their_schema(client: Any) -> None:
     for choice in whole.choices:
         told = "".join(each.token for each in choice.logprobs.content)
         assert told.removesuffix("</s>") == choice.message.content
+
+
+def test_answers_that_are_generated_together_have_masks_of_their_own(client: Any) -> None:
+    """One without a grammar beside them, too: each is the one it is alone."""
+    fields: list[Any] = [{"guided_regex": "(ab){9}"}, {"json_schema": PERSON}, {}]
+    alone = [said(chat(client, max_tokens=20, extra_body=field)) for field in fields]
+    with ThreadPoolExecutor(len(fields)) as threads:
+        together = list(
+            threads.map(lambda field: said(chat(client, max_tokens=20, extra_body=field)), fields)
+        )
+    assert together == alone
+
+
+def test_a_grammar_has_schemas_as_parts(masked: Callable[..., Any]) -> None:
+    """Calls of functions with arguments, say."""
+    from moecache.serving.grammars import Grammar
+
+    rules = (
+        'start: "<call>" (person | stop) "</call>"',
+        f'person: "person " {Grammar.schema_part(PERSON)}',
+        'stop: "stop"',
+    )
+    found = set()
+    for seed in range(6):
+        text = spoken(masked(Grammar.of_lark("\n".join(rules), "tools")), seed)
+        called = re.fullmatch("<call>(?:person (.*)|stop)</call>", text or "", re.DOTALL)
+        assert called
+        if called[1]:
+            jsonschema.validate(json.loads(called[1]), PERSON)
+        found.add(bool(called[1]))
+    assert found == {True, False}
+
+
+def test_ranks_refuse_a_grammar_by_name(
+    client: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a prompt is given to the others, who would not know of it."""
+    from moecache.serving import checks
+
+    monkeypatch.setattr(checks._following, "ranks_of", lambda model: object())
+    with pytest.raises(openai.BadRequestError, match="without torchrun") as refused:
+        chat(client, response_format={"type": "json_object"})
+    assert refused.value.param == "response_format"
 
 
 def test_an_answer_that_is_cut_says_so(client: Any) -> None:

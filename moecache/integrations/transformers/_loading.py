@@ -117,9 +117,9 @@ def load(
     **keywords
         Options of `moecache.open` (`moecache.Options` says what each does): slots, policy, scope,
         prefetch, read, reserve, lock, profile, loader_threads, prefault, progress, record_trace,
-        warmpin, warmpin_after, context_tokens. `prefetch` may also be "router": the guesses of the next layer's
-        own router, applied to this layer's input, are read before it asks; "auto" is the same, as
-        long as tokens are faster with it than without.
+        warmpin, warmpin_after, context_tokens. `prefetch` may also be "router": the guesses of the
+        next layer's own router, applied to this layer's input, are read before it asks; "auto" is
+        the same, as long as tokens are faster with it than without.
         All others go to `from_pretrained`, such as `dtype`, `attn_implementation` or `revision`.
         `device_map` "auto" and "sequential" mean `device`.
 

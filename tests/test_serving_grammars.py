@@ -269,6 +269,24 @@ def test_a_hostile_schema_is_refused_or_followed_within_bounds(
     assert "backtrace" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "start: /a+//a+/",
+        '%llguidance {"no_forcing": false}\nstart: /a{1000000000}/',
+        'start: %json {"type": "array", "items": {"$ref": "#"}, "minItems": 1}',
+        'root ::= "a" root',
+    ],
+)
+def test_a_text_that_has_to_come_without_end_comes_token_by_token(
+    masked: Callable[..., Any], text: str
+) -> None:
+    """A compiler that looks for all of it at once does not return."""
+    from moecache.serving.grammars import Grammar
+
+    assert spoken(masked(Grammar.of_text(text, "grammar")), 1, most=50) is None
+
+
 def test_a_schema_that_is_nested_too_deep_is_refused(masked: Callable[..., Any]) -> None:
     """Also where Python's own writer of JSON gives up."""
     from moecache.serving.grammars import Grammar

@@ -17,6 +17,8 @@ MOST_CHOICES = 4096
 # At most one blank, or a new line and its indent: a model could write blanks for ever.
 _BLANKS = r" |\n[ \t]{0,20}"
 _MOST_PROPERTIES = 1000
+# Text that has to come would be looked for at once, and has no end in grammars such as `/a+/ /a+/`.
+_UNFORCED = '%llguidance {"no_forcing": true}'
 # A state takes 1 to 2 kB; grammars that are of use have hundreds. An optional property of an
 # object takes four items of a row, and five symbols.
 _LIMITS: Any = {"max_lexer_states": 20_000, "max_items_in_row": 5000, "max_grammar_size": 40_000}
@@ -70,25 +72,26 @@ class Grammar:
         MissingDependencyError
             If llguidance is not installed; likewise the other methods.
         """
-        check_llguidance()
-        import llguidance
-
-        options: Any = {"whitespace_pattern": _BLANKS, "lenient": is_lenient}
+        if schema is False:
+            raise ConfigError(f"{name} is of no text at all")
         try:
-            text = json.dumps(schema)
-            _check_length(text, name)
-            _check_properties(schema, name)
-            source = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{name} is no schema that is supported: {told(error)}") from error
-        return cls(source, name)
+            part = cls.schema_part({} if schema is True else schema, is_lenient=is_lenient)
+        except RecursionError as error:
+            raise ConfigError(f"{name} is nested too deep: {error}") from error
+        grammar = cls.of_lark(f"start: {part}", name)
+        _check_properties(schema, name)
+        return grammar
 
     @staticmethod
-    def schema_part(schema: Mapping[str, Any]) -> str:
-        """Return a schema as a part of a rule of Lark, with as few blanks as `of_schema` lets."""
-        return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _BLANKS}})}"
+    def schema_part(schema: Mapping[str, Any], *, is_lenient: bool = False) -> str:
+        """Return a schema as a part of a rule of Lark; parameters are those of `of_schema`."""
+        given = schema.get("x-guidance")
+        options = {
+            **(given if isinstance(given, dict) else {}),
+            "whitespace_pattern": _BLANKS,
+            "lenient": is_lenient,
+        }
+        return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
     @classmethod
     def of_regex(cls, pattern: str, name: str) -> "Grammar":
@@ -97,7 +100,7 @@ class Grammar:
         import llguidance
 
         _check_length(pattern, name)
-        return cls(llguidance.LLMatcher.grammar_from_regex(pattern), name)
+        return cls.of_lark(f"start: /{llguidance.regex_to_lark(pattern, '')}/", name)
 
     @classmethod
     def of_choices(cls, choices: Sequence[str], name: str) -> "Grammar":
@@ -120,7 +123,8 @@ class Grammar:
         import llguidance
 
         _check_length(text, name)
-        return cls(llguidance.LLMatcher.grammar_from_lark(text), name)
+        # The last one counts.
+        return cls(llguidance.LLMatcher.grammar_from_lark(f"{text}\n{_UNFORCED}"), name)
 
     @classmethod
     def of_text(cls, text: str, name: str) -> "Grammar":

@@ -199,6 +199,21 @@ def test_after_the_last_token_only_an_end_may_come(masked: Callable[..., Any]) -
     assert mask.allowed().shape == (NUM_LOGITS,)
 
 
+def test_special_tokens_come_only_where_a_grammar_names_them(
+    masked: Callable[..., Any], tokenizer: Any
+) -> None:
+    """Any text has none of them, and a name in a text is no token."""
+    from moecache.serving.grammars import Grammar
+
+    special = tokenizer.convert_tokens_to_ids("<extra_id_0>")
+    named = masked(Grammar.of_lark("start: <extra_id_0>", "grammar"))
+    free = masked(Grammar.of_regex("(.|\n)*", "regex"))
+    assert np.flatnonzero(named.allowed()).tolist() == [special]
+    assert not free.allowed()[sorted(set(tokenizer.added_tokens_decoder) - {END})].any()
+    named.take(special)
+    assert np.flatnonzero(named.allowed()).tolist() == [END]
+
+
 def test_a_tokenizer_of_pieces_has_a_mask_of_pieces() -> None:
     """Tokens of several bytes, of parts of a character, and all that may end a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -294,7 +294,6 @@ class Grammars:
             found = bytes(self._ready(tokenizer).decode_bytes([token]))
         except (ConfigError, MissingDependencyError):
             found = b""
-        # Special tokens of a vocabulary of bytes have none there.
         text: str = "" if found else tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return found or text.encode()
 

@@ -53,7 +53,8 @@ def vocabulary_of(tokenizer: Any, num_tokens: int, ends: Sequence[int]) -> Any:
             raise _unknown_kind(tokenizer, told(error)) from error
     tokens = [_bytes_of(tokenizer, token) for token in range(len(tokenizer))]
     return llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(_Tokens(tokens, known)), eos_token=known
+        llguidance.TokenizerWrapper(_Tokens(tokens, set(tokenizer.added_tokens_decoder), known)),
+        eos_token=known,
     )
 
 
@@ -65,10 +66,10 @@ def told(error: object) -> str:
 
 
 def _bytes_of(tokenizer: Any, token: int) -> bytes:
-    """Return the bytes of a token where each is one byte; none of one that is special."""
+    """Return the bytes of a token where each is one byte; of one that is special, its name's."""
+    name: str = tokenizer.convert_ids_to_tokens(token)
     if token in tokenizer.added_tokens_decoder:
-        return b""
-    name = tokenizer.convert_ids_to_tokens(token)
+        return name.encode()
     # ByT5's, of which each token is named by the character with its byte's number.
     if tokenizer.vocab_size != 256 or len(name) != 1 or ord(name) > 255:
         raise _unknown_kind(tokenizer, "it is none of the tokenizers library, and not of bytes")
@@ -87,11 +88,11 @@ class _Tokens:
 
     bos_token_id = None
 
-    def __init__(self, tokens: list[bytes], ends: Sequence[int]) -> None:
+    def __init__(self, tokens: list[bytes], special: set[int], ends: Sequence[int]) -> None:
         self.tokens = tokens
         self.eos_token_id = ends[0]
-        self.special_token_ids = [token for token, name in enumerate(tokens) if not name]
-        self._ids = {name: token for token, name in enumerate(tokens)}
+        self.special_token_ids = sorted(special)
+        self._ids = {name: token for token, name in enumerate(tokens) if token not in special}
 
     def __call__(self, text: bytes) -> list[int]:
         return [self._ids[bytes([byte])] for byte in text]

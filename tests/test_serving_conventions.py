@@ -78,6 +78,28 @@ def test_what_is_no_text_or_token_is_named(
     assert text in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "text"),
+    [
+        ("GET", "/tokenize", 405, "/tokenize takes no GET; send POST"),
+        ("POST", "/props", 405, "/props takes no POST; send "),
+        ("POST", "/v1/embeddings", 404, "/v1/embeddings is not served here"),
+    ],
+)
+def test_a_path_or_a_method_that_is_not_served_is_named(
+    served: Served, method: str, path: str, status: int, text: str
+) -> None:
+    """In the shape of all other errors."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    error = json.loads(answer.read())["error"]
+    connection.close()
+    assert answer.status == status
+    assert error["message"].startswith(text)
+    assert error["type"] == "invalid_request_error"
+
+
 def test_properties_say_what_is_served(served: Served) -> None:
     """With the defaults by which tokens are drawn."""
     found = served.get("/props")

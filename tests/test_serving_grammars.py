@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,21 @@ def test_after_the_last_token_only_an_end_may_come(masked: Callable[..., Any]) -
     assert mask.allowed().shape == (NUM_LOGITS,)
 
 
+def test_special_tokens_come_only_where_a_grammar_names_them(
+    masked: Callable[..., Any], tokenizer: Any
+) -> None:
+    """Any text has none of them, and a name in a text is no token."""
+    from moecache.serving.grammars import Grammar
+
+    special = tokenizer.convert_tokens_to_ids("<extra_id_0>")
+    named = masked(Grammar.of_lark("start: <extra_id_0>", "grammar"))
+    free = masked(Grammar.of_regex("(.|\n)*", "regex"))
+    assert np.flatnonzero(named.allowed()).tolist() == [special]
+    assert not free.allowed()[sorted(set(tokenizer.added_tokens_decoder) - {END})].any()
+    named.take(special)
+    assert np.flatnonzero(named.allowed()).tolist() == [END]
+
+
 def test_a_tokenizer_of_pieces_has_a_mask_of_pieces() -> None:
     """Tokens of several bytes, of parts of a character, and all that may end a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -268,6 +284,24 @@ def test_a_hostile_schema_is_refused_or_followed_within_bounds(
     assert "backtrace" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "start: /a+//a+/",
+        '%llguidance {"no_forcing": false}\nstart: /a{1000000000}/',
+        'start: %json {"type": "array", "items": {"$ref": "#"}, "minItems": 1}',
+        'root ::= "a" root',
+    ],
+)
+def test_a_text_that_has_to_come_without_end_comes_token_by_token(
+    masked: Callable[..., Any], text: str
+) -> None:
+    """A compiler that looks for all of it at once does not return."""
+    from moecache.serving.grammars import Grammar
+
+    assert spoken(masked(Grammar.of_text(text, "grammar")), 1, most=50) is None
+
+
 def test_a_schema_that_is_nested_too_deep_is_refused(masked: Callable[..., Any]) -> None:
     """Also where Python's own writer of JSON gives up."""
     from moecache.serving.grammars import Grammar
@@ -312,6 +346,49 @@ def test_chats_and_completions_are_valid_by_their_schema(client: Any) -> None:
     for choice in whole.choices:
         told = "".join(each.token for each in choice.logprobs.content)
         assert told.removesuffix("</s>") == choice.message.content
+
+
+def test_answers_that_are_generated_together_have_masks_of_their_own(client: Any) -> None:
+    """One without a grammar beside them, too: each is the one it is alone."""
+    fields: list[Any] = [{"guided_regex": "(ab){9}"}, {"json_schema": PERSON}, {}]
+    alone = [said(chat(client, max_tokens=20, extra_body=field)) for field in fields]
+    with ThreadPoolExecutor(len(fields)) as threads:
+        together = list(
+            threads.map(lambda field: said(chat(client, max_tokens=20, extra_body=field)), fields)
+        )
+    assert together == alone
+
+
+def test_a_grammar_has_schemas_as_parts(masked: Callable[..., Any]) -> None:
+    """Calls of functions with arguments, say."""
+    from moecache.serving.grammars import Grammar
+
+    rules = (
+        'start: "<call>" (person | stop) "</call>"',
+        f'person: "person " {Grammar.schema_part(PERSON)}',
+        'stop: "stop"',
+    )
+    found = set()
+    for seed in range(6):
+        text = spoken(masked(Grammar.of_lark("\n".join(rules), "tools")), seed)
+        called = re.fullmatch("<call>(?:person (.*)|stop)</call>", text or "", re.DOTALL)
+        assert called
+        if called[1]:
+            jsonschema.validate(json.loads(called[1]), PERSON)
+        found.add(bool(called[1]))
+    assert found == {True, False}
+
+
+def test_ranks_refuse_a_grammar_by_name(
+    client: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a prompt is given to the others, who would not know of it."""
+    from moecache.serving import checks
+
+    monkeypatch.setattr(checks._following, "ranks_of", lambda model: object())
+    with pytest.raises(openai.BadRequestError, match="without torchrun") as refused:
+        chat(client, response_format={"type": "json_object"})
+    assert refused.value.param == "response_format"
 
 
 def test_an_answer_that_is_cut_says_so(client: Any) -> None:

@@ -121,14 +121,18 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
     )
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
         body = error_body(error.status, str(error), error.param, error.code)
         return JSONResponse(body, error.status, error.headers)
     assert isinstance(error, HTTPException)
-    return JSONResponse(
-        error_body(error.status_code, error.detail), error.status_code, error.headers
-    )
+    message, path = error.detail, request.url.path[:80]
+    if error.status_code == 404:
+        message = f"{path} is not served here; chats are at /v1/chat/completions"
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{path} takes no {request.method}; send {allowed}"
+    return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
 
 async def _failed(_: Request, error: Exception) -> Response:

@@ -1,6 +1,5 @@
 """Grammars: texts that an answer may be, and masks that keep it one of them."""
 
-import importlib.util
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from moecache.errors import ConfigError, MissingDependencyError
+from moecache.serving.vocabulary import check_llguidance, told, vocabulary_of
 
 # A hostile text of this length compiles within 1.5 s, where a longer one may take minutes.
 MOST_CHARACTERS = 64 * 1024
@@ -17,10 +17,11 @@ MOST_CHOICES = 4096
 # At most one blank, or a new line and its indent: a model could write blanks for ever.
 _BLANKS = r" |\n[ \t]{0,20}"
 _MOST_PROPERTIES = 1000
+# Text that has to come would be looked for at once, and has no end in grammars such as `/a+/ /a+/`.
+_UNFORCED = '%llguidance {"no_forcing": true}'
 # A state takes 1 to 2 kB; grammars that are of use have hundreds. An optional property of an
 # object takes four items of a row, and five symbols.
 _LIMITS: Any = {"max_lexer_states": 20_000, "max_items_in_row": 5000, "max_grammar_size": 40_000}
-_MOST_MESSAGE = 300
 
 
 class GrammarError(ConfigError):
@@ -31,8 +32,14 @@ class GrammarError(ConfigError):
 class Grammar:
     """The texts that an answer may be.
 
-    Made by one of the class methods. A grammar of several parts, such as the calls of functions
-    with arguments by schemas, is Lark's, in which `%json {...}` is a schema and `"..."` a literal.
+    Made by one of the class methods. A grammar of several parts, such as calls of functions with
+    arguments by schemas, is Lark's::
+
+        start: "<call>" (weather | time) "</call>"
+        weather: "weather " %json {"type": "object", ...}
+        time: "time"
+
+    in which `schema_part` writes what comes after `"weather "`.
 
     Attributes
     ----------
@@ -65,20 +72,26 @@ class Grammar:
         MissingDependencyError
             If llguidance is not installed; likewise the other methods.
         """
-        check_llguidance()
-        import llguidance
-
-        options: Any = {"whitespace_pattern": _BLANKS, "lenient": is_lenient}
+        if schema is False:
+            raise ConfigError(f"{name} is of no text at all")
         try:
-            text = json.dumps(schema)
-            _check_length(text, name)
-            _check_properties(schema, name)
-            source = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{name} is no schema that is supported: {_told(error)}") from error
-        return cls(source, name)
+            part = cls.schema_part({} if schema is True else schema, is_lenient=is_lenient)
+        except RecursionError as error:
+            raise ConfigError(f"{name} is nested too deep: {error}") from error
+        grammar = cls.of_lark(f"start: {part}", name)
+        _check_properties(schema, name)
+        return grammar
+
+    @staticmethod
+    def schema_part(schema: Mapping[str, Any], *, is_lenient: bool = False) -> str:
+        """Return a schema as a part of a rule of Lark; parameters are those of `of_schema`."""
+        given = schema.get("x-guidance")
+        options = {
+            **(given if isinstance(given, dict) else {}),
+            "whitespace_pattern": _BLANKS,
+            "lenient": is_lenient,
+        }
+        return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
     @classmethod
     def of_regex(cls, pattern: str, name: str) -> "Grammar":
@@ -87,7 +100,7 @@ class Grammar:
         import llguidance
 
         _check_length(pattern, name)
-        return cls(llguidance.LLMatcher.grammar_from_regex(pattern), name)
+        return cls.of_lark(f"start: /{llguidance.regex_to_lark(pattern, '')}/", name)
 
     @classmethod
     def of_choices(cls, choices: Sequence[str], name: str) -> "Grammar":
@@ -110,7 +123,8 @@ class Grammar:
         import llguidance
 
         _check_length(text, name)
-        return cls(llguidance.LLMatcher.grammar_from_lark(text), name)
+        # The last one counts.
+        return cls(llguidance.LLMatcher.grammar_from_lark(f"{text}\n{_UNFORCED}"), name)
 
     @classmethod
     def of_text(cls, text: str, name: str) -> "Grammar":
@@ -132,7 +146,7 @@ class Grammar:
         except Exception as error:  # what its parser stumbles over
             raise ConfigError(
                 f"{name} is neither Lark (a rule `start:`) nor GBNF (a rule `root ::=`): "
-                f"{_told(error)}"
+                f"{told(error)}"
             ) from error
         return cls.of_lark(converted, name)
 
@@ -189,7 +203,7 @@ class GrammarMask:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(
-                f"{self._name} cannot be followed on: {_told(self._matcher.get_error())}; make "
+                f"{self._name} cannot be followed on: {told(self._matcher.get_error())}; make "
                 "it simpler"
             )
 
@@ -259,7 +273,7 @@ class Grammars:
             if any(trial.compute_logit_bias()) and not trial.is_error():
                 return CompiledGrammar(matcher, grammar.name, self._num_tokens)
             matcher = trial
-        found = _told(matcher.get_error())
+        found = told(matcher.get_error())
         if found.startswith("NoExtension") or not found:
             raise ConfigError(f"{grammar.name} is of no text at all, or refers to itself alone")
         raise ConfigError(f"{grammar.name} cannot be used: {found}")
@@ -280,23 +294,14 @@ class Grammars:
             found = bytes(self._ready(tokenizer).decode_bytes([token]))
         except (ConfigError, MissingDependencyError):
             found = b""
-        # Special tokens of a vocabulary of bytes have none there.
         text: str = "" if found else tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return found or text.encode()
 
     def _ready(self, tokenizer: Any) -> Any:
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = _vocabulary_of(tokenizer, self._num_tokens, self._ends)
+                self._vocabulary = vocabulary_of(tokenizer, self._num_tokens, self._ends)
             return self._vocabulary
-
-
-def check_llguidance() -> None:
-    """Raise a MissingDependencyError unless llguidance is installed."""
-    if importlib.util.find_spec("llguidance") is None:
-        raise MissingDependencyError(
-            "grammars and schemas need llguidance; install it with: pip install 'moecache[serve]'"
-        )
 
 
 def _check_length(text: str, name: str) -> None:
@@ -335,67 +340,3 @@ def _is_lark(text: str) -> bool:
         if colon and head.partition("[")[0].strip() == "start" and not rest.startswith(":="):
             return True
     return False
-
-
-def _told(error: object) -> str:
-    """Return an error of llguidance in one line, without the trace of its program."""
-    line = str(error).partition("<backtrace>")[0].replace("<non-verbose/>", "")
-    line = " ".join(line.split()).removesuffix("|").strip()
-    return line if len(line) <= _MOST_MESSAGE else f"{line[:_MOST_MESSAGE]}…"
-
-
-def _vocabulary_of(tokenizer: Any, num_tokens: int, ends: Sequence[int]) -> Any:
-    """Return a tokenizer's vocabulary as llguidance has it."""
-    check_llguidance()
-    import llguidance
-
-    known = [end for end in ends if 0 <= end < min(num_tokens, len(tokenizer))]
-    if not known:
-        raise ConfigError(
-            "the model has no token that ends a text, which a grammar needs; name one as "
-            "eos_token_id in generation_config.json"
-        )
-    if getattr(tokenizer, "is_fast", False):
-        from llguidance import hf
-
-        try:
-            return hf.from_tokenizer(tokenizer, eos_token=known)
-        except ValueError as error:
-            raise _unknown_kind(tokenizer, _told(error)) from error
-    tokens = [_bytes_of(tokenizer, token) for token in range(len(tokenizer))]
-    return llguidance.LLTokenizer(
-        llguidance.TokenizerWrapper(_Tokens(tokens, known)), eos_token=known
-    )
-
-
-def _bytes_of(tokenizer: Any, token: int) -> bytes:
-    """Return the bytes of a token where each is one byte; none of one that is special."""
-    if token in tokenizer.added_tokens_decoder:
-        return b""
-    name = tokenizer.convert_ids_to_tokens(token)
-    # ByT5's, of which each token is named by the character with its byte's number.
-    if tokenizer.vocab_size != 256 or len(name) != 1 or ord(name) > 255:
-        raise _unknown_kind(tokenizer, "it is none of the tokenizers library, and not of bytes")
-    return bytes([ord(name)])
-
-
-def _unknown_kind(tokenizer: Any, why: str) -> ConfigError:
-    return ConfigError(
-        f"a grammar cannot be followed with the model's {type(tokenizer).__name__}: {why}; "
-        "leave the grammar out"
-    )
-
-
-class _Tokens:
-    """A vocabulary of single bytes, as llguidance asks for it."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: list[bytes], ends: Sequence[int]) -> None:
-        self.tokens = tokens
-        self.eos_token_id = ends[0]
-        self.special_token_ids = [token for token, name in enumerate(tokens) if not name]
-        self._ids = {name: token for token, name in enumerate(tokens)}
-
-    def __call__(self, text: bytes) -> list[int]:
-        return [self._ids[bytes([byte])] for byte in text]

@@ -296,10 +296,9 @@ class _Layer:
                 offsets,
                 pairs,
                 TOP_K,
-                inputs=hidden.ctypes.data,
-                input_type="bf16",
-                num_tokens=len(hidden),
-                input_row_bytes=hidden.strides[0],
+                self.kernel.inputs(
+                    hidden.ctypes.data, "bf16", len(hidden), input_row_bytes=hidden.strides[0]
+                ),
                 out=rows.ctypes.data,
                 out_type="f32",
                 out_row_bytes=rows.strides[0],

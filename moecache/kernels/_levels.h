@@ -4,6 +4,7 @@
 
 #include "_matrix.h"
 
+#define MC_IS_WHOLE 0
 /* "generic" is plain C, for what every processor of an architecture has: it defines what is equal. */
 #define LEVEL(name) mc_generic_##name
 #define LANES 4
@@ -11,6 +12,7 @@
 #define PLANES_MANY 2
 #define PLANES_FEWER 1
 #include "_level.h"
+#include "_quantize.h"
 #include "_attention.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
@@ -43,7 +45,7 @@ BEGIN("avx2,fma,f16c")
 #define LEVEL(name) mc_avx2_##name
 #define LANES 8
 #define TOKENS 2
-#define PLANES_MANY 2
+#define PLANES_MANY 4
 #define PLANES_FEWER 1
 #define FMA(a, b, c) (vf) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #define F16C(raw) (vf) _mm256_cvtph_ps((__m128i)(raw))
@@ -55,6 +57,7 @@ BEGIN("avx2,fma,f16c")
 #define LOOK_UP(table, at) (vu) _mm256_shuffle_epi8((__m256i)(table), (__m256i)(at))
 #define DOT_AVX2
 #include "_level.h"
+#include "_quantize.h"
 #include "_attention.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
@@ -65,7 +68,11 @@ BEGIN("avx2,fma,f16c")
 #include "_forms.h"
 #include "_planes.h"
 #undef DOT_AVX2
+#undef MC_IS_WHOLE
+#define MC_IS_WHOLE 1
 static const mc_level mc_avx2 = LEVEL_OF("avx2");
+#undef MC_IS_WHOLE
+#define MC_IS_WHOLE 0
 #include "_level_end.h"
 END
 
@@ -85,6 +92,7 @@ BEGIN("avx2,fma,f16c,avxvnni")
 #define DOT_VNNI(sum, w, x) \
     (vi) _mm256_dpbusd_avx_epi32((__m256i)(sum), (__m256i)(w), (__m256i)(x))
 #include "_vectors.h"
+#include "_quantize.h"
 #include "_values.h"
 #include "_planes.h"
 #undef DOT_VNNI
@@ -108,6 +116,7 @@ BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 #define DOT_VNNI(sum, w, x) \
     (vi) _mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(w), (__m512i)(x))
 #include "_level.h"
+#include "_quantize.h"
 #include "_attention.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
@@ -159,6 +168,7 @@ static inline uint32x4_t mc_four_bytes(const uint8_t *raw)
 #define LOOK_UP(table, at) (vu) vqtbl1q_u8((uint8x16_t)(table), (uint8x16_t)(at))
 #define DOT_NEON
 #include "_level.h"
+#include "_quantize.h"
 #include "_attention.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
@@ -206,6 +216,8 @@ static int mc_levels(const mc_level **levels)
         with_vnni = mc_avx2;
         with_vnni.name = "avxvnni";
         memcpy(with_vnni.planes, mc_avxvnni_tiles, sizeof mc_avxvnni_tiles);
+        with_vnni.quantize = mc_avxvnni_quantize;
+        with_vnni.is_whole = 0;
         levels[num++] = &with_vnni;
     }
 #endif

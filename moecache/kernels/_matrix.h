@@ -99,7 +99,14 @@ typedef struct {
     float scale;
     float totals[3]; /* sums * scale */
     int32_t sums[3]; /* of the integers: the first 16 columns, the others, all */
-    int8_t high[MC_BLOCK], low[MC_BLOCK];
+    union {
+        struct {
+            int8_t high[MC_BLOCK], low[MC_BLOCK];
+        };
+        /* 128 * high + low, for a level that multiplies 16 bits by 16: of each four the first, the third,
+         * the second and the fourth. */
+        int16_t whole[MC_BLOCK];
+    };
 } mc_planes;
 
 /* A weight matrix [rows, columns]. Codes lie in their compute form (`formats/form.py`), in groups of 16
@@ -248,6 +255,7 @@ typedef void (*mc_tile)(
 
 typedef struct {
     const char *name;
+    int is_whole; /* whether integers of inputs are whole in `mc_planes` */
     /* By type of inputs and codes: numbers and FP8. NULL: inputs are converted to fp32 first. */
     mc_tile tiles[2][MC_NUM_CODES];
     /* By codes and flags: integers. NULL: there is no such form. */
@@ -277,7 +285,7 @@ typedef struct {
 #define MC_PLANES {MC_FORMS(MC_PLANES_OF)}
 #define LEVEL_OF(title)                                                                           \
     {                                                                                             \
-        .name = title,                                                                            \
+        .name = title, .is_whole = MC_IS_WHOLE,                                                   \
         .tiles[MC_X_F32] = {[MC_F32] = LEVEL(tile_f32), [MC_F16] = LEVEL(tile_f16),               \
                             [MC_BF16] = LEVEL(tile_bf16), [MC_E4M3] = LEVEL(tile_e4m3)},          \
         .planes = MC_PLANES, .activate = LEVEL(activate), .quantize = LEVEL(quantize),            \

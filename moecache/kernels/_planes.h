@@ -92,61 +92,56 @@ INLINE vi LEVEL(four)(const int8_t *values)
 }
 
 #if defined(DOT_AVX2)
-/* vpmaddubsw adds two products in 16 bits: so many such sums stay within them, of weights of 4 bits and
- * of 5 (tables give at most 31), of 6, and of those that have signs. */
-INLINE int LEVEL(narrow_sums)(int codes)
+/* Without products of four bytes, 16 bits meet 16: all of an input at once, where two planes of bytes take
+ * three or four instructions each. Numbers 0 and 2 of a lane are multiplied first, then 1 and 3. */
+INLINE void LEVEL(widen_words)(vu words, int codes, vi *even, vi *odd)
 {
-    return LEVEL(has_sign)(codes) ? 1 : mc_code_bits(codes) == 6 ? 2 : 4;
+    __m256i w = (__m256i)words;
+    if (LEVEL(has_sign)(codes)) {
+        *even = (vi)_mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8);
+        *odd = (vi)_mm256_srai_epi16(w, 8);
+    } else {
+        *even = (vi)_mm256_and_si256(w, _mm256_set1_epi16(255));
+        *odd = (vi)_mm256_srli_epi16(w, 8);
+    }
 }
 
-/* sum + the products of `num` words with an input. */
-INLINE vi LEVEL(dots)(vi sum, const vu *words, const int8_t *values, int num, int codes)
+/* Two integers of an input, for all rows. */
+INLINE __m256i LEVEL(two)(const int16_t *values)
 {
-    __m256i narrow = _mm256_setzero_si256();
-    for (int i = 0; i < num; i++) {
-        __m256i w = (__m256i)words[i], x = (__m256i)LEVEL(four)(values + 4 * i);
-        /* Signed weights: sizes are unsigned, 128 included, and the signs go to the inputs. Two
-         * products are at most 2 * 128 * 127 = 32512. */
-        if (LEVEL(has_sign)(codes)) {
-            x = _mm256_sign_epi8(x, w);
-            w = _mm256_abs_epi8(w);
-        }
-        __m256i pairs = _mm256_maddubs_epi16(w, x);
-        narrow = i ? _mm256_add_epi16(narrow, pairs) : pairs;
-    }
-    return (vi)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));
+    int32_t two;
+    memcpy(&two, values, 4);
+    return _mm256_set1_epi32(two);
+}
+
+INLINE vi LEVEL(dots)(vi sum, vi even, vi odd, const int16_t *values)
+{
+    __m256i first = _mm256_madd_epi16((__m256i)even, LEVEL(two)(values));
+    __m256i second = _mm256_madd_epi16((__m256i)odd, LEVEL(two)(values + 2));
+    __m256i found = (__m256i)(sum + (vi)first + (vi)second);
+    /* In this order: a compiler that adds up all products last keeps them all, in memory. */
+    __asm__("" : "+x"(found));
+    return (vi)found;
 }
 #elif defined(DOT_NEON)
-INLINE int LEVEL(narrow_sums)(int codes)
-{
-    (void)codes;
-    return 4;
-}
+enum { LEVEL(words_at_once) = 4 };
 
 /* 16 columns: the input is loaded once, and each word is multiplied by four of its integers. */
-INLINE vi LEVEL(dots)(vi sum, const vu *words, const int8_t *values, int num, int codes)
+INLINE vi LEVEL(dots)(vi sum, const vu *words, const int8_t *values)
 {
     const int8x16_t *w = (const int8x16_t *)words, x = vld1q_s8(values);
     int32x4_t found = (int32x4_t)sum;
-    (void)num;
-    (void)codes;
     found = vdotq_laneq_s32(found, w[0], x, 0);
     found = vdotq_laneq_s32(found, w[1], x, 1);
     found = vdotq_laneq_s32(found, w[2], x, 2);
     return (vi)vdotq_laneq_s32(found, w[3], x, 3);
 }
 #else
-INLINE int LEVEL(narrow_sums)(int codes)
-{
-    (void)codes;
-    return 1;
-}
+enum { LEVEL(words_at_once) = 1 };
 
-INLINE vi LEVEL(dots)(vi sum, const vu *words, const int8_t *values, int num, int codes)
+INLINE vi LEVEL(dots)(vi sum, const vu *words, const int8_t *values)
 {
     vi x = LEVEL(four)(values);
-    (void)num;
-    (void)codes;
 #if defined(DOT_VNNI)
     return DOT_VNNI(sum, *words, x);
 #else
@@ -165,7 +160,10 @@ INLINE void LEVEL(planes)(
     enum { PARTS = MC_TILE / LANES };
     int codes = kind & 255, is_super = !!(kind & MC_SUPERS), pair = kind & MC_PAIRS ? 2 : 1;
     int has_zeros = !!(kind & MC_ZEROS), has_offsets = !!(kind & MC_OFFSETS);
-    int scale_type = is_super ? MC_IN_STEPS : matrix->scale, step = LEVEL(narrow_sums)(codes);
+    int scale_type = is_super ? MC_IN_STEPS : matrix->scale;
+#ifndef DOT_AVX2
+    int step = LEVEL(words_at_once);
+#endif
     const uint8_t *tile = matrix->data + row / MC_TILE * matrix->row_bytes;
     const uint8_t *at = tile + mc_factor_bytes(matrix->scale), *scales = at;
     int64_t blocks = mc_input_columns(matrix) / MC_BLOCK;
@@ -191,19 +189,37 @@ INLINE void LEVEL(planes)(
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) {
                 const uint8_t *place = scales + part * LANES * scale_bytes;
+#ifdef DOT_AVX2
+                vi whole_sums[2][PLANES_MANY] = {{{0}}};
+#else
                 vi high[2][PLANES_MANY] = {{{0}}}, low[2][PLANES_MANY] = {{{0}}};
+#endif
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; half++) {
                     vu words[4];
                     LEVEL(unpack)(at + part * LANES * 4, half, codes, words);
+#ifdef DOT_AVX2
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; j++) {
+                        vi even, odd;
+                        LEVEL(widen_words)(words[j], codes, &even, &odd);
+                        for (int t = 0; t < num; t++) {
+                            const mc_planes *x = (const mc_planes *)inputs[t] + k;
+                            int i = half * (pair - 1);
+                            whole_sums[i][t] =
+                                LEVEL(dots)(whole_sums[i][t], even, odd, x->whole + 16 * half + 4 * j);
+                        }
+                    }
+#else
 #pragma GCC unroll 4
                     for (int j = 0; j < 4; j += step)
                         for (int t = 0; t < num; t++) {
                             const mc_planes *x = (const mc_planes *)inputs[t] + k;
                             int i = half * (pair - 1), first = 16 * half + 4 * j;
-                            high[i][t] = LEVEL(dots)(high[i][t], words + j, x->high + first, step, codes);
-                            low[i][t] = LEVEL(dots)(low[i][t], words + j, x->low + first, step, codes);
+                            high[i][t] = LEVEL(dots)(high[i][t], words + j, x->high + first);
+                            low[i][t] = LEVEL(dots)(low[i][t], words + j, x->low + first);
                         }
+#endif
                 }
                 vf factor[2], term[2];
                 vi whole[2];
@@ -223,7 +239,11 @@ INLINE void LEVEL(planes)(
                     vi block = {0};
                     for (int i = 0; i < pair; i++) {
                         int which = pair == 2 ? i : 2;
+#ifdef DOT_AVX2
+                        vi sum = whole_sums[i][t];
+#else
                         vi sum = (high[i][t] << 7) + low[i][t];
+#endif
                         if (LEVEL(bias)(codes))
                             sum -= LEVEL(bias)(codes) * (x->sums[which] - (vi){0});
                         if (has_zeros)

@@ -33,7 +33,8 @@ extensions = [
         ".".join(path.with_suffix("").parts),
         [path.as_posix()],
         include_dirs=[np.get_include(), *headers],
-        depends=[header.as_posix() for header in path.parent.glob("*.h")],
+        # Those of other folders, too: a struct that changes changes who reads it.
+        depends=[header.as_posix() for header in sorted(Path("moecache").rglob("*.h"))],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         extra_compile_args=[*FLAGS[build], *ARITHMETIC],
         extra_link_args=["-fsanitize=address,undefined"] if build == "sanitize" else [],

@@ -13,7 +13,7 @@ from typing import Any
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
 from moecache.integrations.transformers import generation, streams
-from moecache.integrations.transformers.continuing import Mask, Text
+from moecache.integrations.transformers.continuing import Mask, Text, ends_of
 from moecache.serving.generating import Generating
 from moecache.serving.logprobs import Noted, NotingSampler
 from moecache.serving.requests import Asked
@@ -119,7 +119,13 @@ class Answer:
         self.cost: Cost | None = None
         self.left = self._cut = False
         self.started_s = time.perf_counter()
-        self.stream = streams.TextStream(tokenizer, prompt, self._write, self._end_prefill)
+        self.stream = streams.TextStream(
+            tokenizer,
+            prompt,
+            self._write,
+            self._end_prefill,
+            hidden=ends_of(model) if asked.shows_special else None,
+        )
         self.noted: deque[Noted] = deque()
         self._model = model
         self._tokenizer = tokenizer

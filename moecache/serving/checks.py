@@ -1,10 +1,17 @@
 """Checks: what a request says of a model's tokens, which only the model knows."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, MissingDependencyError
 from moecache.integrations.transformers import _following
+from moecache.integrations.transformers.answer_parts import (
+    AnswerParser,
+    format_of,
+    tail_of,
+    template_of,
+)
 from moecache.integrations.transformers.continuing import ends_of
 from moecache.serving.errors import RequestError
 from moecache.serving.grammars import Grammars
@@ -29,6 +36,56 @@ class Checks:
         self.num_tokens: int = model.config.get_text_config().vocab_size
         self.grammars = Grammars(self.num_tokens, ends_of(model))
         self._model = model
+
+    def with_tools(self, asked: Asked, tokenizer: Any) -> Asked:
+        """Return a request whose chat template is told of its tools, if it has any.
+
+        Raises
+        ------
+        RequestError
+            If the model cannot be told, or its calls not be recognised or enforced.
+        """
+        tools = asked.tools
+        if not tools.functions:
+            return asked
+        known = format_of(tokenizer)
+        if known is None or not known.has_calls or "tools" not in template_of(tokenizer):
+            raise RequestError(
+                400,
+                "tools: the model's chat template has no functions, or writes their calls in a way "
+                "that is not known; leave tools out",
+                param="tools",
+                code="unsupported",
+            )
+        template = {**asked.template, "tools": list(tools.functions)}
+        if not tools.are_required:
+            return dataclasses.replace(asked, template=template)
+        if asked.grammar is not None:
+            raise RequestError(
+                400,
+                f"{asked.grammar.name} and tool_choice {tools.choice!r} say different things; "
+                "leave one out",
+                param="tool_choice",
+            )
+        try:
+            special = dict.fromkeys(tokenizer.all_special_tokens)
+            grammar = tools.grammar(known, special)
+        except (ConfigError, MissingDependencyError) as error:
+            raise RequestError(400, str(error), param="tool_choice") from error
+        return dataclasses.replace(asked, template=template, grammar=grammar)
+
+    def with_parser(self, asked: Asked, tokenizer: Any, prompt: Sequence[int]) -> Asked:
+        """Return a request whose `new_parser` is set if its answers have parts."""
+        known = format_of(tokenizer) if asked.is_chat else None
+        # A text of a grammar is content as a whole, whatever stands in it.
+        if known is None or (asked.grammar is not None and not asked.tools.functions):
+            return asked
+        tail, functions = tail_of(known, tokenizer, prompt), asked.tools.functions
+        return dataclasses.replace(
+            asked,
+            new_parser=lambda: AnswerParser(known, tail, functions),
+            shows_special=known.has_special(tokenizer),
+        )
 
     def checked(self, asked: Asked, tokenizer: Any) -> Asked:
         """Return a request whose `new_mask` is set if it has a grammar. Blocks, for some ms.

@@ -224,7 +224,7 @@ class Engine:
         return job.result()
 
     def _read(self, tokenizer: Any, body: bytes | bytearray, reader: Reader) -> tuple[Asked, Any]:
-        asked = reader(body, models=self.names)
+        asked = self.checks.with_tools(reader(body, models=self.names), tokenizer)
         try:
             if len(body) > _SMALL_BYTES:
                 self._check_length(tokenizer, asked)
@@ -237,6 +237,7 @@ class Engine:
             field_ = "messages" if asked.is_chat else "prompt"
             code = "context_length_exceeded" if "no room" in str(error) else None
             raise RequestError(400, str(error), param=field_, code=code) from error
+        asked = self.checks.with_parser(asked, tokenizer, prompt[0].tolist())
         return self.checks.checked(asked, tokenizer), prompt
 
     def _check_length(self, tokenizer: Any, asked: Asked) -> None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moecache.errors import ConfigError
+from moecache.integrations.transformers.answer_parts import AnswerParser
 from moecache.integrations.transformers.continuing import Mask
 from moecache.serving.errors import RequestError
 from moecache.serving.fields import Fields, kind_of, refuse, refuse_constant, text_of
 from moecache.serving.grammars import Grammar
 from moecache.serving.structured import read_grammar
+from moecache.serving.tools import Tools, read_calls, read_tools
 from moecache.serving.unsupported import UNSUPPORTED
 from moecache.units import check_seed
 
@@ -22,7 +24,7 @@ _MOST_STOP_CHARACTERS = 1000
 _MOST_CHOICES = 16
 _MOST_LOGPROBS = 20
 _MOST_BIASES = 4096
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 # Fields that would change the answer and are not supported, and values with which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -31,7 +33,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "suffix": ("",),
-    "tools": ([],),
 }
 
 
@@ -42,7 +43,8 @@ class Asked:
     Attributes
     ----------
     messages : tuple of dict or None
-        A conversation, each message with "role" and "content"; or:
+        A conversation, each message with "role" and "content", and what else chat templates look
+        at; or:
     prompt : str or None
         A text to continue.
     max_tokens : int or None
@@ -71,10 +73,15 @@ class Asked:
     grammar : Grammar or None
         The texts that the answer may be; `None`: any.
     new_mask : callable () or None
-        Returns a mask that keeps one answer within `grammar`; the engine sets it.
+        Returns a mask that keeps one answer within `grammar`; the engine sets it, and likewise:
+    new_parser : callable () or None
+        Returns what takes one answer apart; `None`: all of it is content.
+    shows_special : bool
+        Whether special tokens, but for those that end texts, are text for the parser.
+    tools : Tools
     """
 
-    messages: tuple[dict[str, str], ...] | None
+    messages: tuple[dict[str, Any], ...] | None
     prompt: str | None
     max_tokens: int | None
     temperature: float | None
@@ -94,6 +101,9 @@ class Asked:
     template: dict[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = None
     new_mask: Callable[[], Mask] | None = None
+    new_parser: Callable[[], AnswerParser] | None = None
+    shows_special: bool = False
+    tools: Tools = field(default_factory=Tools)
 
     @property
     def is_chat(self) -> bool:
@@ -166,6 +176,7 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
         num_logprobs=_num_logprobs(fields, chat=chat),
         template=_template(fields) if chat else {},
         grammar=read_grammar(given),
+        tools=read_tools(given) if chat else Tools(),
     )
 
 
@@ -227,24 +238,24 @@ def _num_logprobs(fields: Fields, *, chat: bool) -> int | None:
     return num or 0
 
 
-def _messages(given: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
+def _messages(given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         refuse("messages", messages, "a list of messages, at least one")
     return tuple(_message(number, message) for number, message in enumerate(messages))
 
 
-def _message(number: int, message: Any) -> dict[str, str]:
+def _message(number: int, message: Any) -> dict[str, Any]:
     name = f"messages[{number}]"
     if not isinstance(message, dict):
         refuse(name, message, "an object with role and content")
+    fields = Fields(message)
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(
-            400,
-            f"{name}.role must be one of {', '.join(_ROLES)}; tools are not supported",
-            param=f"{name}.role",
+            400, f"{name}.role must be one of {', '.join(_ROLES)}", param=f"{name}.role"
         )
+    found: dict[str, Any] = {"role": _ROLES[role]}
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(
@@ -252,7 +263,20 @@ def _message(number: int, message: Any) -> dict[str, str]:
         )
     elif content is None and role == "assistant":
         content = ""
-    return {"role": _ROLES[role], "content": text_of(f"{name}.content", content)}
+    found["content"] = text_of(f"{name}.content", content)
+    if role == "assistant":
+        if message.get("tool_calls") is not None:
+            found["tool_calls"] = read_calls(f"{name}.tool_calls", message["tool_calls"])
+        # vLLM's and llama-server's word; templates leave it out where they like.
+        reasoning = fields.text("reasoning_content")
+        if reasoning is not None:
+            found["reasoning_content"] = text_of(f"{name}.reasoning_content", reasoning)
+    elif role == "tool":
+        for word in ("tool_call_id", "name"):
+            value = fields.text(word)
+            if value is not None:
+                found[word] = text_of(f"{name}.{word}", value)
+    return found
 
 
 def _part(name: str, part: Any) -> str:

@@ -1,7 +1,7 @@
 """Streamers of `generate`: when each token came, and its text."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -114,6 +114,8 @@ class TextStream(TokenTimes):
     write : callable (str)
     on_first : callable (), optional
         As that of `TokenTimes`.
+    hidden : collection of int, optional
+        Tokens that are no text; by default the tokenizer's special ones.
     """
 
     def __init__(
@@ -122,9 +124,12 @@ class TextStream(TokenTimes):
         prompt: torch.Tensor,
         write: Callable[[str], None],
         on_first: Callable[[], object] | None = None,
+        *,
+        hidden: Collection[int] | None = None,
     ) -> None:
         super().__init__(on_first)
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._write = write
         self._ids = prompt[0, -_CONTEXT_TOKENS:].tolist()
         # Tokens before `_shown` are written; those from `_start` on are decoded with later ones.
@@ -147,8 +152,12 @@ class TextStream(TokenTimes):
             self._write(text[len(before) :])
 
     def _decode(self, ids: list[int]) -> str:
+        if self._hidden is not None:
+            ids = [token for token in ids if token not in self._hidden]
         return str(
             self._tokenizer.decode(
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                ids,
+                skip_special_tokens=self._hidden is None,
+                clean_up_tokenization_spaces=False,
             )
         )

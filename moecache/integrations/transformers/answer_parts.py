@@ -1,0 +1,293 @@
+"""Parts of an answer: what a model says, what it thinks before, and the functions that it calls.
+
+transformers' own parser takes them apart, by the description that comes with a tokenizer. Most
+published tokenizers come without one: then the markers in the chat template say which format it is.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+_THINK = {"open": "<think>", "close": "</think>", "content": "text"}
+# Text that is in no other part.
+_CONTENT: dict[str, Any] = {"content": "text"}
+_CALL = {"type": "function", "function": "{content}"}
+_NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+# Tokens of a prompt that tell whether its end has opened a part.
+_TAIL_TOKENS = 16
+
+
+class Piece(NamedTuple):
+    """A piece of an answer.
+
+    Attributes
+    ----------
+    kind : {"content", "reasoning", "call"}
+    text : str
+        Of a call the arguments, as JSON.
+    name : str
+        Of the function that is called.
+    """
+
+    kind: str
+    text: str
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a model writes the parts of its answers.
+
+    Attributes
+    ----------
+    fields : dict
+        The parts, as transformers' response templates describe them.
+    own : dict or None
+        The tokenizer's own description, if it comes with one.
+    call : tuple of str or None
+        What stands before and after a call's JSON, if calls are JSON of a name and arguments.
+    """
+
+    fields: dict[str, Any]
+    own: dict[str, Any] | None = None
+    call: tuple[str, str] | None = None
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether functions can be called."""
+        return "tool_calls" in self.fields
+
+    def has_special(self, tokenizer: Any) -> bool:
+        """Return whether markers may be a tokenizer's special tokens, which are no text else."""
+        markers = json.dumps(self.fields, ensure_ascii=False)
+        return self.own is not None or any(
+            token in markers for token in tokenizer.all_special_tokens
+        )
+
+
+def format_of(tokenizer: Any) -> AnswerFormat | None:
+    """Return how a tokenizer's model writes its answers; `None` if all is content."""
+    own = getattr(tokenizer, "response_template", None)
+    if isinstance(own, dict) and isinstance(own.get("fields"), dict):
+        return AnswerFormat(own["fields"], own)
+    source = template_of(tokenizer)
+    if "<|channel|>" in source and "<|message|>" in source:
+        return AnswerFormat(_HARMONY)
+    fields: dict[str, Any] = {}
+    if "</think>" in source:
+        fields["reasoning_content"] = _THINK
+    call = None
+    if "<tool_call>" in source:
+        if "<arg_key>" in source:
+            fields["tool_calls"] = _ARGUMENT_TAGS
+        elif "<function=" in source:
+            fields["tool_calls"] = _PARAMETER_TAGS
+        elif '"arguments"' in source:
+            fields["tool_calls"] = _JSON_CALLS
+            call = "<tool_call>\n", "\n</tool_call>"
+    return AnswerFormat({**fields, "content": _CONTENT}, call=call) if fields else None
+
+
+def template_of(tokenizer: Any) -> str:
+    """Return the source of a tokenizer's chat templates; empty if it has none."""
+    source = getattr(tokenizer, "chat_template", None)
+    if isinstance(source, dict):
+        return "\n".join(str(one) for one in source.values())
+    return source if isinstance(source, str) else ""
+
+
+# One JSON object between markers: Hermes, Qwen2, Qwen3.
+_JSON_CALLS = {
+    "open_pattern": r"\s*<tool_call>",
+    "close": "</tool_call>",
+    "repeats": True,
+    "content": "json",
+    "content_args": {"allow_non_json": True},
+    "transform": _CALL,
+}
+# Qwen3-Coder, Qwen3.5.
+_PARAMETER_TAGS = {
+    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "repeats": True,
+    "content": "xml-inline",
+    "content_args": {
+        "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"
+    },
+    "transform": _NAMED_CALL,
+}
+# GLM-4.5 and later.
+_ARGUMENT_TAGS = {
+    "open_pattern": r"\s*<tool_call>(?P<name>[^<\s]+)",
+    "close": "</tool_call>",
+    "repeats": True,
+    "content": "xml-inline",
+    "content_args": {
+        "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+    },
+    "transform": _NAMED_CALL,
+}
+# gpt-oss. What stands between messages is no part; a call ends the text.
+_HARMONY = {
+    "reasoning_content": {
+        "open": "<|channel|>analysis<|message|>",
+        "close": ["<|end|>", "<|start|>"],
+        "content": "text",
+    },
+    "tool_calls": {
+        "open_pattern": (
+            r"(?:<\|channel\|>commentary )?to=functions\.(?P<name>[\w.-]+)[^{]*?<\|message\|>"
+        ),
+        "close": ["<|call|>", "<|end|>", "<|start|>"],
+        "repeats": True,
+        "content": "json",
+        "content_args": {"allow_non_json": True},
+        "transform": _NAMED_CALL,
+    },
+    "content": {
+        "open_pattern": r"<\|channel\|>(?:final|commentary)(?: <\|constrain\|>\w+)?<\|message\|>",
+        "close": ["<|return|>", "<|end|>", "<|start|>"],
+        "content": "text",
+    },
+}
+
+
+class AnswerParser:
+    """Takes an answer apart as it comes.
+
+    Whatever a model writes, all of it is in some piece but the markers: a call that is none is
+    content. White space around thoughts and before calls is left out.
+
+    Parameters
+    ----------
+    format : AnswerFormat
+    prompt : str
+        The text before the answer, or its end: it may have opened a part.
+    tools : sequence of dict
+        The functions that the model may call, by whose schemas arguments are typed.
+    """
+
+    def __init__(
+        self,
+        format: AnswerFormat,  # noqa: A002 - the field's word
+        prompt: str,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        from transformers.utils.chat_parsing.response_parser import ResponseParser
+
+        self._format = format
+        self._field = ""
+        self._body = self._blanks = ""
+        self._is_plain = self._has_begun = self._is_over = False
+        # All of it, as long as it is in no part.
+        self._unplaced = ""
+        self.num_calls = 0
+        known: Any = list(tools)
+        if format.own is not None:
+            self._parser = ResponseParser(format.own, prefix=prompt, tools=known)
+            events = self._parser.initial_events
+        else:
+            # An anchor is for the prefix alone, of which there is none.
+            description = {"start_anchor": "<think>", "fields": format.fields}
+            self._parser = ResponseParser(description, prefix="", tools=known)
+            opens = prompt.rstrip().endswith("<think>") and "reasoning_content" in format.fields
+            events = self._parser.feed("<think>") if opens else []
+        self._pieces(events)
+
+    def feed(self, text: str) -> list[Piece]:
+        """Return the pieces that more text makes certain."""
+        if self._is_plain:
+            return [Piece("content", text)] if text else []
+        if not self._field:
+            self._unplaced += text
+        try:
+            return self._pieces(self._parser.feed(text))
+        except ValueError:
+            return self._give_up()
+
+    def end(self) -> list[Piece]:
+        """Return what is left when the text has ended."""
+        if self._is_plain:
+            return []
+        self._is_over = True
+        try:
+            found = self._pieces(self._parser.finalize()[1])
+        except ValueError:
+            return self._give_up()
+        if self._blanks and self._field == "content":
+            found.append(Piece("content", self._blanks))
+        if not self._field and self._unplaced:
+            found.append(Piece("content", self._unplaced))
+        return found
+
+    def _give_up(self) -> list[Piece]:
+        """Take all that is left for content: a part was not what its description says."""
+        self._is_plain = True
+        body, self._body = self._body, ""
+        return [Piece("content", body)] if body else []
+
+    def _pieces(self, events: Sequence[dict[str, Any]]) -> list[Piece]:
+        found: list[Piece] = []
+        for event in events:
+            field, kind = event["field"], event["type"]
+            if kind == "region_open":
+                self._field, self._body, self._blanks = field, "", ""
+            elif kind == "region_chunk" and field == "tool_calls":
+                self._body += event["text"]
+            elif kind == "region_chunk":
+                found += self._text(field, event["text"])
+            elif kind == "region_close" and field == "tool_calls":
+                found += self._calls(event["value"])
+                self._body = ""
+        return found
+
+    def _text(self, field: str, text: str) -> list[Piece]:
+        is_reasoning = field in _REASONING
+        if not is_reasoning and field != "content":
+            return []
+        if not self._body and (is_reasoning or self._has_begun):
+            text = text.lstrip()
+        self._has_begun |= is_reasoning
+        text = self._blanks + text
+        kept = text.rstrip()
+        # Blanks at the end may be before a marker.
+        self._blanks = text[len(kept) :]
+        self._body += kept
+        return [Piece("reasoning" if is_reasoning else "content", kept)] if kept else []
+
+    def _calls(self, value: Any) -> list[Piece]:
+        calls = value if isinstance(value, list) else [value]
+        found = []
+        for call in calls:
+            function = call.get("function", call) if isinstance(call, dict) else None
+            name = function.get("name") if isinstance(function, dict) else None
+            arguments = {} if function is None else _arguments(function)
+            if not isinstance(name, str) or not name or arguments is None:
+                before, after = self._format.call or ("", "")
+                end = "" if self._is_over else after.lstrip()
+                return [Piece("content", before.rstrip() + self._body + end)]
+            self.num_calls += 1
+            self._has_begun = True
+            found.append(Piece("call", json.dumps(arguments, ensure_ascii=False), name))
+        return found
+
+
+def _arguments(function: Any) -> dict[str, Any] | None:
+    """Return the arguments of a call; `None` if they are none."""
+    if not isinstance(function, dict):
+        return None
+    given = function.get("arguments", function.get("parameters", {}))
+    if isinstance(given, str):
+        try:
+            given = json.loads(given or "{}")
+        except (ValueError, RecursionError):
+            return None
+    return given if isinstance(given, dict) else None
+
+
+def tail_of(format: AnswerFormat, tokenizer: Any, tokens: Sequence[int]) -> str:  # noqa: A002
+    """Return the text of a prompt's end, or of all of it, as `AnswerParser` needs it."""
+    some = list(tokens) if format.own is not None else list(tokens)[-_TAIL_TOKENS:]
+    return str(tokenizer.decode(some, clean_up_tokenization_spaces=False))

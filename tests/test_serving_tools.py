@@ -1,0 +1,282 @@
+"""Tools: what a model is told of functions, and what clients get of its calls and thoughts."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+openai = pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+
+from moecache.integrations.transformers.answer_parts import (  # noqa: E402
+    AnswerParser,
+    Piece,
+    format_of,
+)
+from tests.helpers.serving import Served, serving, write_chat_model  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# As Qwen's: the functions, messages with calls, and an answer that may begin with thoughts.
+TEMPLATE = (
+    '{% if tools %}Call as <tool_call>{"name": n, "arguments": {}}</tool_call>: '
+    "{% for tool in tools %}{{ tool.function.name }} {% endfor %}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function.name }}{{ call.function.arguments.items() | list }}</tool_call>"
+    "{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if thinks %}<think>\n{% endif %}{% endif %}"
+    "{# <think></think> #}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tell the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+MESSAGES = [{"role": "user", "content": "How is it in Oslo?"}]
+
+
+@pytest.fixture(name="served", scope="module")
+def _served(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = write_chat_model(tiny_moe, tmp_path_factory.mktemp("served") / "tiny")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(directory) as served:
+        yield served
+
+
+@pytest.fixture(name="client", scope="module")
+def _client(served: Served) -> Iterator[Any]:
+    with openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+def ask(client: Any, says: str | None = None, **options: Any) -> Any:
+    """Ask a question; the model says something if that is told, by a grammar with one text."""
+    if says is not None:
+        options["extra_body"] = {
+            **options.get("extra_body", {}),
+            "structured_outputs": {"choice": [says]},
+        }
+    options = {"messages": MESSAGES, "tools": [WEATHER, CLOCK], "temperature": 0, **options}
+    return client.chat.completions.create(model="tiny", max_tokens=250, **options)
+
+
+def parts_of(chunks: Any) -> tuple[str, str, list[Any], str]:
+    """Return content, thoughts, calls and finish of a stream."""
+    content, thoughts, calls, finish = "", "", [], ""
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        thoughts += getattr(choice.delta, "reasoning_content", None) or ""
+        calls += choice.delta.tool_calls or []
+        finish = choice.finish_reason or finish
+    return content, thoughts, calls, finish
+
+
+def test_a_call_is_no_content(client: Any) -> None:
+    """Whole and in parts, with thoughts and text before it."""
+    says = (
+        "<think>\nOslo.\n</think>\n\nI look.\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    )
+    (choice,) = ask(client, says).choices
+    message = choice.message
+    assert (message.content, message.reasoning_content) == ("I look.", "Oslo.")
+    found = [
+        (call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls
+    ]
+    assert found == [("weather", {"city": "Oslo"}), ("clock", {})]
+    assert choice.finish_reason == "tool_calls"
+    assert len({call.id for call in message.tool_calls}) == 2
+    content, thoughts, calls, finish = parts_of(ask(client, says, stream=True))
+    assert (content, thoughts, finish) == ("I look.", "Oslo.", "tool_calls")
+    assert [(call.index, call.function.name) for call in calls] == [(0, "weather"), (1, "clock")]
+    # At most one, if that is asked for.
+    (choice,) = ask(client, says, parallel_tool_calls=False).choices
+    assert len(choice.message.tool_calls) == 1
+    *_, calls, _ = parts_of(ask(client, says, parallel_tool_calls=False, stream=True))
+    assert len(calls) == 1
+
+
+def test_a_call_that_is_none_is_content(client: Any) -> None:
+    """As is one that the end of the text cut off."""
+    for says in ("<tool_call>\nhello\n</tool_call>", '<tool_call>\n{"name": "clock", "argu'):
+        (choice,) = ask(client, says).choices
+        assert (choice.message.content, choice.finish_reason) == (says, "stop")
+        assert choice.message.tool_calls is None
+        content, _, calls, finish = parts_of(ask(client, says, stream=True))
+        assert (content, calls, finish) == (says, [], "stop")
+
+
+def test_a_call_may_be_required(client: Any) -> None:
+    """Of any function, or of one: then the model writes nothing else, by the schema."""
+    for choice, names in (
+        ("required", {"weather", "clock"}),
+        ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
+    ):
+        for seed in range(3):
+            found = ask(
+                client, tool_choice=choice, temperature=2, seed=seed, parallel_tool_calls=False
+            ).choices[0]
+            if found.finish_reason == "length":
+                continue
+            (call,) = found.message.tool_calls
+            assert call.function.name in names
+            arguments = json.loads(call.function.arguments)
+            assert call.function.name == "clock" or arguments["city"] in ("Rome", "Oslo")
+            assert not found.message.content
+
+
+def test_the_template_is_told_of_functions_and_earlier_calls(client: Any) -> None:
+    """The prompt grows by what it writes of them; arguments reach it as objects."""
+    plain = ask(client, "x", tools=[]).usage.prompt_tokens
+    assert ask(client, "x", tool_choice="none").usage.prompt_tokens == plain
+    assert ask(client, "x").usage.prompt_tokens > plain
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+    }
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "It rains."},
+    ]
+    assert ask(client, "x", messages=turns).choices[0].message.content == "x"
+
+
+def test_thoughts_that_the_prompt_began_are_thoughts(client: Any) -> None:
+    """Without tools, too; a text of a grammar alone is content as it is."""
+    options: dict[str, Any] = {
+        "tools": [],
+        "extra_body": {"chat_template_kwargs": {"thinks": True}},
+    }
+    found = ask(client, "<think>x</think>", **options).choices[0].message
+    assert found.content == "<think>x</think>"
+    options["tools"] = [CLOCK]
+    found = ask(client, "hm</think>\n\nyes", **options).choices[0].message
+    assert (found.reasoning_content, found.content) == ("hm", "yes")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"tools": [{"type": "web"}]}, "tools[0].type"),
+        ({"tools": [CLOCK, CLOCK]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tool_choice": "some"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tools"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"type": "function", "function": {"name": "f", "arguments": "[1]"}}
+                        ],
+                    }
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_what_is_no_tool_is_refused(client: Any, wrong: dict[str, Any], param: str) -> None:
+    """With status 400 and the place."""
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(client, **wrong)
+    assert error.value.param == param
+
+
+def test_a_grammar_and_a_required_call_are_refused(client: Any) -> None:
+    """They say different things."""
+    with pytest.raises(openai.BadRequestError, match="leave one out"):
+        ask(client, "x", tool_choice="required")
+
+
+def taken_apart(source: str, text: str, prompt: str = "") -> list[Piece]:
+    """Return the parts of a text by a chat template's format, the same however it comes."""
+    known = format_of(SimpleNamespace(chat_template=source))
+    assert known is not None
+    found = []
+    for step in (1, 3, 1000):
+        parser = AnswerParser(known, prompt, [WEATHER])
+        parts = [text[at : at + step] for at in range(0, len(text), step)]
+        pieces = [piece for part in parts for piece in parser.feed(part)] + parser.end()
+        grouped = itertools.groupby(pieces, lambda piece: (piece.kind, piece.name))
+        found.append(
+            [
+                Piece(kind, "".join(piece.text for piece in group), name)
+                for (kind, name), group in grouped
+            ]
+        )
+    assert found[0] == found[1] == found[2]
+    return found[0]
+
+
+HARMONY = "<|start|><|channel|><|message|>"
+ASKS = '{"city": "Oslo", "days": 3}'
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "<tool_call><arg_key>",
+            (
+                "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
+                "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+            ),
+        ),
+        (
+            "<tool_call><function=",
+            (
+                "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+                "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+            ),
+        ),
+        (
+            HARMONY,
+            f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ASKS}",
+        ),
+        (HARMONY, f"to=functions.weather<|channel|>commentary json<|message|>{ASKS}<|call|>"),
+    ],
+    ids=["glm", "qwen-coder", "gpt-oss", "gpt-oss-recipient-first"],
+)
+def test_other_formats_of_calls_are_known(source: str, text: str) -> None:
+    """By the markers in the chat template; numbers are numbers where the schema says so."""
+    (call,) = taken_apart(source, text)
+    assert (call.kind, call.name, json.loads(call.text)) == ("call", "weather", json.loads(ASKS))
+
+
+def test_no_text_is_lost() -> None:
+    """Neither what looks like a marker, nor what a model writes in no part."""
+    hermes = '<tool_call>"arguments"</think>'
+    assert taken_apart(hermes, "a < b <tool\n") == [Piece("content", "a < b <tool\n")]
+    assert taken_apart(hermes, " two\n\n lines ") == [Piece("content", " two\n\n lines ")]
+    assert taken_apart(HARMONY, "plain") == [Piece("content", "plain")]
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    assert taken_apart(HARMONY, f"{thought}<|channel|>final<|message|>yes") == [
+        Piece("reasoning", "hm"),
+        Piece("content", "yes"),
+    ]
+    assert format_of(SimpleNamespace(chat_template="{{ messages }}")) is None

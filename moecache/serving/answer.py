@@ -46,6 +46,8 @@ class Cost:
         The part of prefill and decode spent waiting for experts. The rest was computation.
     bytes_read : int
         Into slots.
+    stopped_by : str or None
+        The client's string that ended the text.
     num_hits, num_misses : int
         Distinct experts per step that were in memory, or were not. These and the two before them
         are those of all answers that were generated meanwhile, as steps are taken together.
@@ -64,6 +66,7 @@ class Cost:
     bytes_read: int
     num_hits: int
     num_misses: int
+    stopped_by: str | None = None
 
 
 class Answer:
@@ -273,6 +276,7 @@ class Answer:
             bytes_read=stats.bytes_read,
             num_hits=stats.num_hits,
             num_misses=stats.num_misses,
+            stopped_by=self._text.stop,
         )
 
     def _end_prefill(self) -> None:

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's protocol, health and metrics, and the page."""
+"""The routes: OpenAI's protocol and Anthropic's, health and metrics, and the page."""
 
 import functools
 import time
@@ -20,13 +20,17 @@ from moecache.serving.completions import Completions
 from moecache.serving.engine import Engine
 from moecache.serving.errors import RequestError, error_body
 from moecache.serving.guard import Guard
+from moecache.serving.message_replies import MessageReply
+from moecache.serving.messages import error_of, read_message
 from moecache.serving.props import props, slots
 from moecache.serving.replies import Reply
 from moecache.serving.requests import read_request
 from moecache.serving.state import snapshot
-from moecache.serving.tokens import Tokens, detokenize, tokenize
+from moecache.serving.tokens import Tokens, count_tokens, detokenize, tokenize
 from moecache.telemetry import PrometheusCollector
 
+# Where Anthropic's protocol is.
+MESSAGES = "/v1/messages"
 # Nothing is loaded from elsewhere, and no other site shows the page in a frame.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -97,6 +101,8 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
         return JSONResponse(found, headers={"Cache-Control": "no-store"})
 
     tokenizing = functools.partial(tokenize, engine.checks.grammars)
+    counting = functools.partial(count_tokens, engine)
+    messages = Completions(engine, bodies, read_message, MessageReply)
     return Starlette(
         routes=[
             Route("/", show_page),
@@ -111,6 +117,8 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
             Route("/detokenize", Tokens(engine, bodies, detokenize), methods=["POST"]),
             Route("/v1/chat/completions", completions(chat=True), methods=["POST"]),
             Route("/v1/completions", completions(chat=False), methods=["POST"]),
+            Route(MESSAGES, messages, methods=["POST"]),
+            Route(f"{MESSAGES}/count_tokens", Tokens(engine, bodies, counting), methods=["POST"]),
         ],
         middleware=[Middleware(Guard, key=key, host=host)],
         exception_handlers={
@@ -123,7 +131,7 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
 
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
-        body = error_body(error.status, str(error), error.param, error.code)
+        body = _shaped(request, error.status, str(error), error.param, error.code)
         return JSONResponse(body, error.status, error.headers)
     assert isinstance(error, HTTPException)
     message, path = error.detail, request.url.path[:80]
@@ -132,11 +140,22 @@ async def _refused(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{path} takes no {request.method}; send {allowed}"
-    return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+    body = _shaped(request, error.status_code, message)
+    return JSONResponse(body, error.status_code, error.headers)
 
 
-async def _failed(_: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(500, f"the server failed: {type(error).__name__}"), 500)
+async def _failed(request: Request, error: Exception) -> Response:
+    body = _shaped(request, 500, f"the server failed: {type(error).__name__}")
+    return JSONResponse(body, 500)
+
+
+def _shaped(
+    request: Request, status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return an error as the protocol of a path has it."""
+    if request.url.path.startswith(MESSAGES):
+        return error_of(status, message)
+    return error_body(status, message, param, code)
 
 
 class _Collector:

@@ -75,7 +75,8 @@ class Checks:
         return dataclasses.replace(asked, template=template, grammar=grammar)
 
     def with_parser(self, asked: Asked, tokenizer: Any, prompt: Sequence[int]) -> Asked:
-        """Return a request whose `new_parser` is set if its answers have parts."""
+        """Return a request that knows its prompt, with `new_parser` if its answers have parts."""
+        asked = dataclasses.replace(asked, prompt_tokens=len(prompt))
         known = format_of(tokenizer) if asked.is_chat else None
         # A text of a grammar is content as a whole, whatever stands in it.
         if known is None or (asked.grammar is not None and not asked.tools.functions):

@@ -24,7 +24,7 @@ class Guard:
     ----------
     app : ASGI application
     key : str, optional
-        The key that clients send as `Authorization: Bearer`.
+        The key that clients send as `Authorization: Bearer`, or as `X-Api-Key`.
     host : str
         The address that is served.
     """
@@ -66,6 +66,8 @@ class Guard:
             return 403, f"pages of {origin!r} may not ask; have their server do it"
         if self._key is not None and path not in _OPEN_PATHS:
             kind, _, given = headers.get("authorization", "").partition(" ")
+            if not kind and "x-api-key" in headers:
+                kind, given = "bearer", headers["x-api-key"]
             # How long this takes does not depend on how much of the key is right.
             same = hmac.compare_digest(given.strip().encode(), self._key)
             if not same or kind.lower() != "bearer":

@@ -293,6 +293,6 @@ def timings(cost: Cost) -> dict[str, Any]:
 def _figures(cost: Cost) -> dict[str, Any]:
     """Return what the protocol has no word for."""
     figures = dataclasses.asdict(cost)
-    for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "finish"):
+    for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "finish", "stopped_by"):
         del figures[name]
     return {key: round(v, 6) if isinstance(v, float) else v for key, v in figures.items()}

@@ -76,6 +76,8 @@ class Asked:
         Returns a mask that keeps one answer within `grammar`; the engine sets it, and likewise:
     new_parser : callable () or None
         Returns what takes one answer apart; `None`: all of it is content.
+    prompt_tokens : int
+        Of the prompt; the engine sets it.
     shows_special : bool
         Whether special tokens, but for those that end texts, are text for the parser.
     tools : Tools
@@ -102,6 +104,7 @@ class Asked:
     grammar: Grammar | None = None
     new_mask: Callable[[], Mask] | None = None
     new_parser: Callable[[], AnswerParser] | None = None
+    prompt_tokens: int = 0
     shows_special: bool = False
     tools: Tools = field(default_factory=Tools)
 
@@ -128,12 +131,7 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
     RequestError
         If it is no such request, or asks for something that is not supported.
     """
-    try:
-        given = json.loads(body.decode(), parse_constant=refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is no JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise RequestError(400, f"the body is {kind_of(given)}, not a JSON object")
+    given = read_object(body)
     fields = Fields(given)
     for name, neutral in {**_NEUTRAL, **UNSUPPORTED}.items():
         value = given.get(name)
@@ -141,14 +139,7 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
             raise RequestError(
                 400, f"{name} is not supported; leave it out", param=name, code="unsupported"
             )
-    model = fields.text("model")
-    if model is not None and model not in models:
-        raise RequestError(
-            404,
-            f"the model {model!r} is not served here; this is {models[0]!r}",
-            param="model",
-            code="model_not_found",
-        )
+    check_model(fields, models)
     most = fields.whole("max_tokens", 1)
     if most is None and given.get("n_predict") != -1:
         # llama-server's word, whose -1 is no number.
@@ -163,7 +154,7 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
         temperature=_temperature(fields),
         top_p=fields.number("top_p", 0, 1),
         top_k=fields.whole("top_k", 1),
-        seed=_seed(fields),
+        seed=read_seed(fields),
         stop=_stop(given.get("stop")),
         stream=fields.flag("stream"),
         include_usage=Fields(options).flag("include_usage"),
@@ -180,7 +171,31 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
     )
 
 
-def _seed(fields: Fields) -> int:
+def read_object(body: bytes | bytearray) -> dict[str, Any]:
+    """Return the JSON object that a body is; raise a RequestError if it is none."""
+    try:
+        given = json.loads(body.decode(), parse_constant=refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise RequestError(400, f"the body is {kind_of(given)}, not a JSON object")
+    return given
+
+
+def check_model(fields: Fields, models: tuple[str, ...]) -> None:
+    """Raise a RequestError if a request is for another model."""
+    model = fields.text("model")
+    if model is not None and model not in models:
+        raise RequestError(
+            404,
+            f"the model {model!r} is not served here; this is {models[0]!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def read_seed(fields: Fields) -> int:
+    """Return the seed of a request, or a random one."""
     seed = fields.whole("seed")
     if seed is None:
         return secrets.randbelow(2**31)

@@ -12,6 +12,12 @@ class StopText:
         None of them empty.
     write : callable (str)
         Is given all text that can be no part of a stop string.
+
+    Attributes
+    ----------
+    found : bool
+    stop : str or None
+        The one that has come.
     """
 
     def __init__(self, stops: Sequence[str], write: Callable[[str], None]) -> None:
@@ -19,15 +25,18 @@ class StopText:
         self._write = write
         self._held = ""
         self.found = False
+        self.stop: str | None = None
 
     def feed(self, text: str) -> None:
         """Take text that follows the last."""
         if self.found:
             return
         self._held += text
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         self.found = bool(places)
-        keep = min(places) if places else len(self._held) - self._beginning()
+        keep = len(self._held) - self._beginning()
+        if places:
+            keep, self.stop = min(places)
         shown, self._held = self._held[:keep], "" if places else self._held[keep:]
         if shown:
             self._write(shown)

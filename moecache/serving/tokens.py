@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +9,16 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from moecache.errors import ConfigError
+from moecache.integrations.transformers import generation
 from moecache.serving.bodies import Bodies
 from moecache.serving.completions import disconnected
 from moecache.serving.engine import Engine
 from moecache.serving.errors import RequestError
-from moecache.serving.fields import Fields, kind_of, refuse, refuse_constant, text_of
+from moecache.serving.fields import Fields, refuse, text_of
 from moecache.serving.grammars import Grammars
+from moecache.serving.messages import read_message
+from moecache.serving.requests import read_object
 
 
 class Tokens:
@@ -28,15 +30,16 @@ class Tokens:
     ----------
     engine : Engine
     bodies : Bodies
-    work : callable (PreTrainedTokenizerBase, dict)
-        Returns the answer to a request: `tokenize`, with its first argument, or `detokenize`.
+    work : callable (PreTrainedTokenizerBase, bytearray)
+        Returns the answer to a request: `tokenize` or `count_tokens`, each with its first argument,
+        or `detokenize`.
     """
 
     def __init__(
         self,
         engine: Engine,
         bodies: Bodies,
-        work: Callable[[Any, dict[str, Any]], dict[str, Any]],
+        work: Callable[[Any, bytearray], dict[str, Any]],
     ) -> None:
         self._engine = engine
         self._bodies = bodies
@@ -51,26 +54,19 @@ class Tokens:
                 return
             gone = asyncio.ensure_future(disconnected(receive))
             stack.callback(gone.cancel)
-            work = functools.partial(self._answer, body)
-            found = await self._engine.compute(body, work, gone=gone)
+            found = await self._engine.compute(
+                body, lambda tokenizer: self._work(tokenizer, body), gone=gone
+            )
             if found is not None:
                 await JSONResponse(found)(scope, receive, send)
 
-    def _answer(self, body: bytearray, tokenizer: Any) -> dict[str, Any]:
-        try:
-            given = json.loads(body.decode(), parse_constant=refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(400, f"the body is no JSON: {error}") from error
-        if not isinstance(given, dict):
-            raise RequestError(400, f"the body is {kind_of(given)}, not a JSON object")
-        return self._work(tokenizer, given)
 
-
-def tokenize(grammars: Grammars, tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
+def tokenize(grammars: Grammars, tokenizer: Any, body: bytes | bytearray) -> dict[str, Any]:
     """Return the tokens of `content`; with `with_pieces`, also what each of them stands for.
 
     `add_special` puts those in front that the tokenizer adds to a prompt.
     """
+    given = read_object(body)
     fields = Fields(given)
     if given.get("parse_special", True) is not True:
         raise RequestError(
@@ -91,9 +87,9 @@ def tokenize(grammars: Grammars, tokenizer: Any, given: dict[str, Any]) -> dict[
     return {"tokens": [{"id": token, "piece": _written(pieces[token])} for token in ids]}
 
 
-def detokenize(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
+def detokenize(tokenizer: Any, body: bytes | bytearray) -> dict[str, Any]:
     """Return the text of `tokens`, special ones included, as `content`."""
-    tokens = given.get("tokens")
+    tokens = read_object(body).get("tokens")
     if not isinstance(tokens, list):
         refuse("tokens", tokens, "a list of numbers of tokens")
     for token in tokens:
@@ -106,6 +102,19 @@ def detokenize(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
                 param="tokens",
             )
     return {"content": tokenizer.decode(tokens, clean_up_tokenization_spaces=False)}
+
+
+def count_tokens(engine: Engine, tokenizer: Any, body: bytes | bytearray) -> dict[str, Any]:
+    """Return how many tokens the prompt of a message has, by Anthropic's protocol."""
+    asked = engine.checks.with_tools(
+        read_message(body, models=engine.names, counts=True), tokenizer
+    )
+    assert asked.messages is not None
+    try:
+        prompt = generation.encode_chat(tokenizer, asked.messages, asked.template)
+    except ConfigError as error:
+        raise RequestError(400, str(error), param="messages") from error
+    return {"input_tokens": prompt.shape[1]}
 
 
 def _written(piece: bytes) -> str | list[int]:

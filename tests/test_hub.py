@@ -59,7 +59,7 @@ def _server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 def point_to(url: str, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Have names looked for there."""
-    hub._ask.cache_clear()
+    hub.ask.cache_clear()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
     template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)

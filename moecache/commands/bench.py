@@ -32,14 +32,13 @@ from moecache.commands.bench_table import print_bench
 from moecache.commands.contestants import Contestant, chosen, differing, run_process
 from moecache.commands.generate import add_model_options
 from moecache.commands.machine import describe_facts, machine_facts
-from moecache.commands.paths import check_format, map_file
+from moecache.commands.paths import HUB_NAMES, find_model, map_file
 from moecache.commands.ranks import num_ranks, rank, telling
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.files import Kind, write_whole
 from moecache.kernels import default_compute
 from moecache.settings import COMPUTE, DEFAULT_POLICY, POLICIES
 from moecache.stores import open_store
-from moecache.stores._paths import check_model
 from moecache.units import check_seed, format_bytes, parse_budget
 
 JSON_VERSION = 1
@@ -69,8 +68,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a checkpoint directory, a .gguf file (of a split one any part), or a name on the "
-        "Hugging Face hub",
+        help=f"a checkpoint directory, a .gguf file (of a split one any part), or {HUB_NAMES}",
     )
     add_option(parser, "memory", flag="--memories", metavar="LIST", default="25%,50%,100%")
     add_option(parser, "policy", flag="--policies", names=POLICIES)
@@ -127,8 +125,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--compare is for one process; leave it out under torchrun")
     with telling():
         memories, policies, compute = _check(arguments)
-        check_model(arguments.model)
-        check_format(arguments.model)
     if arguments.compare and importlib.util.find_spec("accelerate") is None:
         raise MissingDependencyError(
             "--compare needs accelerate; install it with: pip install 'moecache[transformers]'"
@@ -244,8 +240,9 @@ def _check(arguments: argparse.Namespace) -> tuple[list[str], list[str], list[st
             parse_budget(memory, 1)
     check_outputs(arguments, {arguments.model: "the model"}, json=_JSON_FILE)
     policies = choose("policies", arguments.policies, POLICIES, (DEFAULT_POLICY,))
-    usual = _usual_compute(arguments.model)
-    ways = choose("compute", arguments.compute, list(COMPUTE), (usual,))
+    ways = choose("compute", arguments.compute, list(COMPUTE), ())
+    find_model(arguments)
+    ways = ways or [_usual_compute(arguments.model)]
     return memories, policies, ways
 
 

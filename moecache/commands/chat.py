@@ -24,7 +24,13 @@ from moecache.commands.generate import (
     loaded,
 )
 from moecache.commands.live_line import LiveLine
-from moecache.commands.paths import check_format, printable, printable_lines
+from moecache.commands.paths import (
+    HUB_NAMES,
+    add_hub_options,
+    find_model,
+    printable,
+    printable_lines,
+)
 from moecache.commands.prefixes import (
     add_prefix_options,
     check_prefixes,
@@ -33,7 +39,6 @@ from moecache.commands.prefixes import (
 )
 from moecache.commands.ranks import num_ranks
 from moecache.errors import ConfigError, MoeCacheError
-from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
 from moecache.units import format_bytes
 
@@ -63,8 +68,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a checkpoint directory, a .gguf file, or a name on the Hugging Face hub",
+        help=f"a checkpoint directory, a .gguf file, or {HUB_NAMES}",
     )
+    add_hub_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
     add_sampling_options(parser, max_new_tokens=1024)
     parser.add_argument(
@@ -90,8 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("chat is for one process; with several use moecache serve and a client")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
-    check_model(arguments.model)
-    check_format(arguments.model)
+    find_model(arguments)
     from moecache.integrations.transformers import generation
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)

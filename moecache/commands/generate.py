@@ -23,7 +23,7 @@ from moecache.commands.grammar import (
     read_grammar,
 )
 from moecache.commands.live_line import LiveLine
-from moecache.commands.paths import check_format, printable_lines
+from moecache.commands.paths import HUB_NAMES, add_hub_options, find_model, printable_lines
 from moecache.commands.prefixes import add_prefix_options, check_prefixes, opened_prefixes
 from moecache.commands.ranks import (
     add_rank_options,
@@ -36,7 +36,6 @@ from moecache.commands.ranks import (
 )
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import COMPUTE
-from moecache.stores._paths import check_model
 from moecache.telemetry import RuntimeStats
 from moecache.traces.trace import TRACE_FILE
 from moecache.units import check_seed, format_bytes
@@ -60,9 +59,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a checkpoint directory, a .gguf file (of a split one any part), or a name on the "
-        "Hugging Face hub",
+        help=f"a checkpoint directory, a .gguf file (of a split one any part), or {HUB_NAMES}",
     )
+    add_hub_options(parser)
     parser.add_argument(
         "prompt", metavar="PROMPT", help='the text to continue; "-" reads standard input'
     )
@@ -155,8 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_prefixes(arguments)
     texts = check_grammar(arguments)
     # Before torch, whose import takes seconds.
-    check_model(arguments.model)
-    check_format(arguments.model)
+    find_model(arguments)
     if rank() > 0:
         return follow(arguments, loaded)
     from moecache.integrations.transformers import _following, generation, streams

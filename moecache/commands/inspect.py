@@ -11,7 +11,7 @@ from rich.table import Table
 
 from moecache import kernels
 from moecache.commands.arguments import add_option
-from moecache.commands.paths import printable
+from moecache.commands.paths import HUB_NAMES, hub_path, printable
 from moecache.cuda import check_experts
 from moecache.decoding.families import has_recipe
 from moecache.errors import ConfigError
@@ -37,7 +37,10 @@ def add_parser(commands: Any) -> None:
         "moecache inspect ./Qwen3-30B-A3B --device cuda",
     )
     parser.add_argument(
-        "path", help="checkpoint directory, .safetensors or .gguf file (of a split one any part)"
+        "path",
+        metavar="MODEL",
+        help="checkpoint directory, .safetensors or .gguf file (of a split one any part), or "
+        f"{HUB_NAMES}; then all of it is downloaded",
     )
     add_option(parser, "memory", "; without SIZE, the default counts", nargs="?")
     parser.add_argument(
@@ -65,6 +68,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the layout and the plan; return the exit code."""
     console = Console(highlight=False, soft_wrap=True, markup=False)
+    arguments.path = hub_path(arguments.path)
     with open_store(arguments.path, top_k=arguments.top_k) as store:
         layout = store.layout
         kind = store.config.get("model_type")

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moecache.commands.paths import printable
+from moecache.commands.paths import HUB_NAMES, hub_path, printable
 from moecache.errors import ConfigError
 from moecache.units import format_bytes
 
@@ -41,8 +41,8 @@ def add_parser(commands: Any) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="checkpoint directory, .safetensors or .gguf file (of a split one any part); it is "
-        "only read",
+        help="checkpoint directory, .safetensors or .gguf file (of a split one any part), or "
+        f"{HUB_NAMES}; it is only read",
     )
     parser.add_argument("out", metavar="OUT", nargs="?", help="directory to make, or to verify")
     parser.add_argument(
@@ -96,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             "say what to pack and where to: moecache pack MODEL OUT; or what to check: "
             "moecache pack --verify OUT"
         )
+    model = hub_path(model)
     how = {"format": arguments.format, "compute_form": arguments.compute_form}
     if arguments.dry_run:
         return _print_plan(console, packing.plan(model, out, **how))

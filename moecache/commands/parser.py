@@ -5,6 +5,9 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
+# llama-server's names of an option that says which model it is.
+_MODEL_OPTIONS = ("-hf", "-hfr", "--hf-repo")
+
 
 class _Help(argparse.HelpFormatter):
     """Wraps text, and gives each example a line, to be copied."""
@@ -31,6 +34,8 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse all arguments; those that are not known end the program."""
+        if "-hf" in self._option_string_actions and args is not None:
+            args = _model_first(args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             given = unknown[0].partition("=")[0]
@@ -39,3 +44,16 @@ class CommandParser(argparse.ArgumentParser):
             hint = f"; did you mean {close[0]}?" if close else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found, unknown
+
+
+def _model_first(args: Sequence[str]) -> list[str]:
+    """Return arguments with the value of -hf as the first positional one, which is the MODEL."""
+    given = list(args)
+    end = given.index("--") if "--" in given else len(given)
+    for place, one in enumerate(given[:end]):
+        option, sign, value = one.partition("=")
+        if one in _MODEL_OPTIONS and place + 1 < end:
+            return [given[place + 1], *given[:place], *given[place + 2 :]]
+        if option in _MODEL_OPTIONS and sign:
+            return [value, *given[:place], *given[place + 1 :]]
+    return given

@@ -1,5 +1,6 @@
 """PATH arguments of the commands: files, directories and checkpoints."""
 
+import argparse
 import logging
 import mmap
 import os
@@ -9,10 +10,16 @@ from moecache._prefault import address_of
 from moecache.errors import ConfigError, StoreError
 from moecache.prefault.regions import Region
 from moecache.stores import CheckpointStore, open_store
-from moecache.stores._paths import find_path
+from moecache.stores._paths import check_model, find_path
 from moecache.stores.gguf._parts import find_parts, is_gguf
 
 logger = logging.getLogger(__name__)
+
+# The names that a MODEL may have, for helps.
+HUB_NAMES = (
+    "a name on the Hugging Face hub: user/repo, of a GGUF user/repo:Q4_K_M, of a revision "
+    "user/repo@REVISION"
+)
 
 
 def find_files(name: str) -> list[Path]:
@@ -107,6 +114,56 @@ def printable(text: object) -> str:
 def printable_lines(text: str) -> str:
     """Return lines without what a terminal would obey."""
     return "\n".join(map(printable, text.splitlines()))
+
+
+def add_hub_options(parser: argparse.ArgumentParser) -> None:
+    """Add llama-server's options of a model on the hub; the parser has MODEL of -hf."""
+    parser.add_argument(
+        "-hf",
+        "-hfr",
+        "--hf-repo",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help="a name on the hub, instead of MODEL",
+    )
+    parser.add_argument(
+        "-hff",
+        "--hf-file",
+        metavar="FILE",
+        help="the repository's GGUF file to take, instead of a quantisation; of a split one any "
+        "part",
+    )
+
+
+def hub_path(name: str, file: str | None = None) -> str:
+    """Return a path as it is, and of a model of the hub its path in the cache, once it is there.
+
+    Raises
+    ------
+    StoreError
+        As `moecache.integrations.hub_download.resolve`.
+    """
+    from moecache.integrations.hub_download import resolve
+
+    return resolve(name, file=file)
+
+
+def find_model(arguments: argparse.Namespace) -> None:
+    """Put the path of the model in the place of its name, which `named` keeps, and check it.
+
+    Called before the model is looked at otherwise, and before torch, whose import takes seconds.
+
+    Raises
+    ------
+    ConfigError
+        If no file can have such a name.
+    StoreError
+        If there is no such model, here or on the hub, or it is of no known format.
+    """
+    arguments.named = arguments.model
+    arguments.model = hub_path(arguments.model, getattr(arguments, "hf_file", None))
+    check_model(arguments.model)
+    check_format(arguments.model)
 
 
 def check_format(model: str) -> None:

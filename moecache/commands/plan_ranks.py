@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moecache.commands.arguments import TRACES_HELP, add_force, check_outputs, naming
-from moecache.commands.paths import open_experts, printable
+from moecache.commands.paths import HUB_NAMES, hub_path, open_experts, printable
 from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout
 from moecache.profiles.file import Profile, identity, read_profile
@@ -45,7 +45,8 @@ def add_parser(commands: Any) -> None:
         "path",
         nargs="?",
         metavar="MODEL",
-        help="checkpoint directory, .safetensors or .gguf file; headers only are read. Without it "
+        help="checkpoint directory, .safetensors or .gguf file, or "
+        f"{HUB_NAMES}; headers only are read. Without it "
         "the trace says how many experts there are",
     )
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="how many machines")
@@ -127,7 +128,7 @@ def _model(arguments: argparse.Namespace) -> _Model:
         known = isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes > 0
         sizes = np.full(trace.num_layers, nbytes) if known else None
         return _Model(expert_counts(trace), sizes, trace, "the trace")
-    store, _ = open_experts(arguments.path, None)
+    store, _ = open_experts(hub_path(arguments.path), None)
     with store:
         layout = store.layout
     sizes = np.array([layout.expert_bytes(layer) for layer in range(layout.num_layers)])

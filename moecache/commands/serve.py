@@ -9,7 +9,7 @@ from rich.console import Console
 
 from moecache.commands.arguments import check_outputs
 from moecache.commands.generate import add_expert_options, check_max_new_tokens, loaded
-from moecache.commands.paths import check_format, printable
+from moecache.commands.paths import HUB_NAMES, add_hub_options, find_model, printable
 from moecache.commands.prefixes import (
     add_prefix_options,
     check_prefixes,
@@ -18,7 +18,6 @@ from moecache.commands.prefixes import (
 )
 from moecache.commands.ranks import follow, num_ranks, rank, rank_table, telling
 from moecache.errors import ConfigError
-from moecache.stores._paths import check_model
 
 DEFAULT_PORT = 8000
 # Rows of the decoding program, whose module is not loaded for the help.
@@ -39,13 +38,15 @@ def add_parser(commands: Any) -> None:
         "the experts are spread over its processes: rank 0 serves, and the metrics of rank 1 are "
         "at the next port of 127.0.0.1. Needs pip install 'moecache[serve]'.",
         epilog="examples: moecache serve ./Qwen3-30B-A3B --memory 16GiB | "
+        "moecache serve -hf unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M | "
         "moecache serve ./OLMoE-1B-7B --port 9000 --host 0.0.0.0 --api-key SECRET",
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a checkpoint directory, a .gguf file, or a name on the Hugging Face hub",
+        help=f"a checkpoint directory, a .gguf file, or {HUB_NAMES}",
     )
+    add_hub_options(parser)
     server = parser.add_argument_group("server")
     server.add_argument(
         "--host",
@@ -120,8 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     from moecache.serving import check_serving
 
     check_serving()
-    check_model(arguments.model)
-    check_format(arguments.model)
+    find_model(arguments)
     if rank() > 0:
         return follow(arguments, loaded, arguments.port)
     from moecache.serving.guard import is_loopback
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
                 engine = Engine(
                     model,
                     tokenizer,
-                    _names(arguments.model, arguments.alias),
+                    _names(arguments.named, arguments.alias),
                     most_waiting=arguments.queue,
                     parallel=1 if alone else arguments.parallel or DEFAULT_PARALLEL,
                     most_tokens=arguments.max_new_tokens,

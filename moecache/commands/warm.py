@@ -24,7 +24,7 @@ from rich.text import Text
 from moecache import prefault
 from moecache._prefault import advise_willneed, lock_pages
 from moecache.commands.arguments import add_option
-from moecache.commands.paths import find_files, map_file, open_experts
+from moecache.commands.paths import HUB_NAMES, find_files, hub_path, map_file, open_experts
 from moecache.commands.residency import print_status
 from moecache.errors import ConfigError, StoreError
 from moecache.prefault.regions import Region
@@ -34,8 +34,8 @@ from moecache.units import format_bytes
 # The kernel reads ahead at least this much for one hint, by its own default.
 _HINT_BYTES = 2**17
 _PATHS_HELP = (
-    "a checkpoint directory, a .safetensors or .gguf file (of a split one any part, for all), or "
-    "any other file or directory"
+    "a checkpoint directory, a .safetensors or .gguf file (of a split one any part, for all), "
+    f"{HUB_NAMES}, or any other file or directory"
 )
 # From linux/capability.h.
 _CAP_IPC_LOCK = 14
@@ -96,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.force and not arguments.background_hint:
             raise ConfigError("--force has no meaning without a sweep")
     _raise_file_limit()
+    arguments.paths = [hub_path(path) for path in arguments.paths]
     if arguments.status:
         return print_status(console, arguments.paths, arguments.layers, experts_only=by_layer)
     regions = list(_find_regions(arguments.paths, arguments.layers, by_layer=by_layer))

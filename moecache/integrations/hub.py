@@ -1,17 +1,23 @@
 """Whether the Hugging Face hub, or its cache on this machine, has a model of a name."""
 
+import contextlib
 import functools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moecache.errors import MissingDependencyError, StoreError
+from moecache.errors import MissingDependencyError, MoeCacheError, StoreError
 from moecache.stores._checkpoint import INDEX_NAME
 
 # Seconds for the one attempt to reach the hub.
 TIMEOUT_S = 5.0
 _OPTIONS = ("cache_dir", "revision", "subfolder")
+
+
+class NoSuchFileError(StoreError):
+    """The hub has the repository, but not this file in it."""
 
 
 def look_up(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
@@ -51,11 +57,11 @@ def look_up(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
 
     if not options.get("force_download"):
         config = cached("config.json")
-        if config is not None and _is_whole(config.parent):
+        if config is not None and is_whole(config.parent):
             return {"local_files_only": True}
         if config is not None and constants.HF_HUB_OFFLINE:
             return {}
-    _ask(
+    ask(
         constants.ENDPOINT,
         str(path),
         f"{subfolder}/config.json" if subfolder else "config.json",
@@ -66,11 +72,31 @@ def look_up(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
 
 
 @functools.lru_cache
-def _ask(
+def ask(
     endpoint: str, name: str, file: str, revision: str | None, token: str | bool | None
 ) -> None:
     """Raise StoreError unless the hub has a model; it is asked once only."""
     import huggingface_hub
+
+    with telling(endpoint, name, file, revision):
+        url = huggingface_hub.hf_hub_url(name, file, revision=revision)
+        huggingface_hub.get_hf_file_metadata(url, token=token, timeout=TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def telling(endpoint: str, name: str, file: str, revision: str | None = None) -> Iterator[None]:
+    """Raise a StoreError that says what an error of the hub, or of the way there, means.
+
+    Parameters
+    ----------
+    endpoint : str
+        The hub's address.
+    name : str
+        The repository.
+    file : str
+        The file that is asked for.
+    revision : str, optional
+    """
     from huggingface_hub import constants, errors
 
     here = f"{name!r}: there is no such file or directory here, and"
@@ -79,8 +105,9 @@ def _ask(
             f"{here} none in the hub's cache, while HF_HUB_OFFLINE forbids to ask the hub"
         )
     try:
-        url = huggingface_hub.hf_hub_url(name, file, revision=revision)
-        huggingface_hub.get_hf_file_metadata(url, token=token, timeout=TIMEOUT_S)
+        yield
+    except (MoeCacheError, MemoryError):
+        raise
     except errors.GatedRepoError as error:
         raise StoreError(
             f"{here} the hub gives it only to those who accepted its terms: do so at "
@@ -88,26 +115,34 @@ def _ask(
         ) from error
     except errors.RevisionNotFoundError as error:
         raise StoreError(f"{here} the hub has no revision {revision!r} of it") from error
-    except errors.EntryNotFoundError as error:
-        raise StoreError(
+    except errors.RemoteEntryNotFoundError as error:
+        raise NoSuchFileError(
             f"{here} the hub's has no {file}; is it a model of transformers?"
         ) from error
     except (errors.HfHubHTTPError, errors.HFValidationError) as error:
+        code = getattr(getattr(error, "response", None), "status_code", 0)
         # The hub does not tell private models from missing ones.
-        if getattr(getattr(error, "response", None), "status_code", 0) in {401, 403, 404}:
+        if code in {401, 403, 404}:
             raise StoreError(
                 f"{here} the hub ({endpoint}) has no such model, or a private one; check the name, "
                 "or log in with: hf auth login"
             ) from error
+        if code == 429:
+            raise StoreError(
+                f"{here} the hub ({endpoint}) has been asked too often from here; wait some "
+                "minutes, or log in with: hf auth login"
+            ) from error
         raise StoreError(f"{here} the hub ({endpoint}) says: {_line(error)}") from error
     except Exception as error:  # of the HTTP library, whose name depends on the hub's version
+        if isinstance(error, OSError) and error.errno is not None and error.filename:
+            raise StoreError(f"{error.filename}: cannot be written: {error.strerror}") from error
         raise StoreError(
             f"{here} the hub ({endpoint}) could not be reached: {_line(error)}; check the name, "
             "or the network"
         ) from error
 
 
-def _is_whole(snapshot: Path) -> bool:
+def is_whole(snapshot: Path) -> bool:
     """Return whether the cache has all files of a model that can be told."""
     index = snapshot / INDEX_NAME
     try:

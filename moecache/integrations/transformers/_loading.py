@@ -13,6 +13,7 @@ from moecache import kernels
 from moecache.cuda import parse_device
 from moecache.errors import ConfigError, FormatError
 from moecache.integrations.hub import look_up
+from moecache.integrations.hub_download import resolve
 from moecache.integrations.transformers._arguments import (
     AUTOMATIC,
     check_arguments,
@@ -74,7 +75,8 @@ def load(
     ----------
     path : str, Path or CheckpointStore
         A checkpoint directory, a GGUF file (the first of a split one, or its directory), or a
-        name on the model hub. Or a checkpoint that is open: it is closed with the model, and
+        name on the model hub: `user/repo`, `user/repo:Q4_K_M` for a quantisation in GGUF,
+        `user/repo@revision`. Or a checkpoint that is open: it is closed with the model, and
         also on an error.
     memory : int or str, optional
         Bytes for experts, such as "4GiB", or a share of them, "25%": the trunk and
@@ -140,6 +142,8 @@ def load(
         If neither this nor `from_pretrained` has an argument.
     """
     options, from_pretrained = split_options(keywords)
+    if not isinstance(path, CheckpointStore):
+        path = _found(path, from_pretrained)
     ranks = None
     if expert_parallel:
         device = local_device(device)
@@ -193,6 +197,20 @@ def load(
             runtime.close()
             raise
         return model
+
+
+def _found(path: str | os.PathLike[str], from_pretrained: dict[str, Any]) -> str | os.PathLike[str]:
+    """Return where a model is, and take the arguments that were for the hub alone."""
+    if from_pretrained.get("subfolder") or from_pretrained.get("force_download"):
+        return path
+    names = ("revision", "cache_dir", "token", "local_files_only")
+    given = {name: from_pretrained[name] for name in names if from_pretrained.get(name)}
+    found = resolve(path, **given)
+    if found == os.fspath(path):
+        return path
+    for name in given:
+        del from_pretrained[name]
+    return found
 
 
 def _check(

@@ -234,3 +234,18 @@ def test_a_span_takes_no_more_memory_than_its_bound(model: Any) -> None:
     finally:
         config.hidden_size = width
     assert 1 <= few < prompts.SPAN_PAGES
+
+
+def test_a_span_takes_no_more_memory_than_is_free(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the slots that are still to be filled."""
+    offload = model.moecache
+    width = model.config.get_text_config().hidden_size
+    page = prompts.PAGE_TOKENS * offload.runtime.layout.top_k * width * 4
+    pool, cache = offload.runtime.pool, offload.runtime.cache
+    unfilled = pool.nbytes * (cache.capacity - cache.num_resident) // pool.num_slots
+    monkeypatch.setattr(prompts, "free_host_bytes", lambda: unfilled + 3 * 5 * page)
+    assert prompts.span_pages(model) == 5
+    monkeypatch.setattr(prompts, "free_host_bytes", lambda: 0)
+    assert prompts.span_pages(model) == 1

@@ -239,7 +239,8 @@ class _Repository:
         That begins a file anew in each process.
         """
         import huggingface_hub
-        from huggingface_hub import constants, file_download, utils
+        from huggingface_hub import constants, file_download
+        from huggingface_hub.utils._headers import build_hf_headers
 
         if size > constants.MAX_HTTP_DOWNLOAD_SIZE:
             return
@@ -258,7 +259,7 @@ class _Repository:
                 url,
                 partial,
                 resume_size=partial.tell(),
-                headers=utils.build_hf_headers(token=self._token),
+                headers=build_hf_headers(token=self._token),
                 expected_size=found.size,
                 displayed_filename=file,
             )

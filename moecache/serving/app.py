@@ -25,6 +25,8 @@ from moecache.serving.messages import error_of, read_message
 from moecache.serving.props import props, slots
 from moecache.serving.replies import Reply
 from moecache.serving.requests import read_request
+from moecache.serving.response_replies import ResponseReply
+from moecache.serving.responses import read_response
 from moecache.serving.state import snapshot
 from moecache.serving.tokens import Tokens, count_tokens, detokenize, tokenize
 from moecache.telemetry import PrometheusCollector
@@ -103,6 +105,7 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
     tokenizing = functools.partial(tokenize, engine.checks.grammars)
     counting = functools.partial(count_tokens, engine)
     messages = Completions(engine, bodies, read_message, MessageReply)
+    responses = Completions(engine, bodies, read_response, ResponseReply)
     return Starlette(
         routes=[
             Route("/", show_page),
@@ -117,6 +120,7 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
             Route("/detokenize", Tokens(engine, bodies, detokenize), methods=["POST"]),
             Route("/v1/chat/completions", completions(chat=True), methods=["POST"]),
             Route("/v1/completions", completions(chat=False), methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
             Route(MESSAGES, messages, methods=["POST"]),
             Route(f"{MESSAGES}/count_tokens", Tokens(engine, bodies, counting), methods=["POST"]),
         ],

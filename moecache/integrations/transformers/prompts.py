@@ -17,6 +17,8 @@ from moecache.decoding.prefixes import Page
 from moecache.integrations.transformers import _spans
 from moecache.integrations.transformers._cache_layers import GrowingLayer, SlidingLayer, adopt
 from moecache.integrations.transformers._forward import SpanExperts
+from moecache.sizing.host_memory import free_host_bytes
+from moecache.slots import HostSlots
 
 # Positions of Qwen3-Omni depend on what it was asked before; the other one sees what comes after.
 _NOT_CAUSAL = ("qwen3_omni_moe_thinker", "openai_privacy_filter")
@@ -24,8 +26,10 @@ _NOT_CAUSAL = ("qwen3_omni_moe_thinker", "openai_privacy_filter")
 PAGE_TOKENS = 256
 # Pages that go through a layer together, at most: their experts are read once.
 SPAN_PAGES = 8
-# Memory of the rows of a span, one for each token and each of its experts, in float32.
+# Memory of the rows of a span, one for each token and each of its experts, in float32: no more than
+# this, and than a part of what is free. What is computed of them takes as much again.
 _SPAN_BYTES = 256 * 2**20
+_FREE_PART = 3
 # So few tokens behind others are decoded, where a program computes them.
 FEW_TOKENS = 16
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, SlidingLayer)
@@ -56,13 +60,21 @@ def is_paged(cache: Any) -> bool:
 
 
 def span_pages(model: Any) -> int:
-    """Return how many pages of a model go through a layer together, for what their rows take."""
+    """Return how many pages of a model go through a layer together, for what their rows take.
+
+    Memory that is free now counts; a page's bits depend on it as little as on what is cached.
+    """
     offload = getattr(model, "moecache", None)
     width = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
     if offload is None or width is None:
         return SPAN_PAGES
     page_bytes = PAGE_TOKENS * max(1, offload.runtime.layout.top_k) * width * 4
-    return max(1, min(SPAN_PAGES, _SPAN_BYTES // page_bytes))
+    pool, cache, most = offload.runtime.pool, offload.runtime.cache, _SPAN_BYTES
+    if isinstance(pool, HostSlots):
+        # Slots that were never filled are taken, though the system does not know it yet.
+        unfilled = pool.nbytes * max(0, cache.capacity - cache.num_resident) // pool.num_slots
+        most = min(most, max(0, free_host_bytes() - unfilled) // _FREE_PART)
+    return max(1, min(SPAN_PAGES, most // page_bytes))
 
 
 def cuts(start: int, stop: int) -> list[tuple[int, int]]:

@@ -86,7 +86,6 @@ def make_cached(cache: Path, **config: object) -> Path:
         (404, "RepoNotFound", "has no such model, or a private one; check the name, or log in"),
         (401, "", "has no such model, or a private one; check the name, or log in"),
         (403, "GatedRepo", "accepted its terms: do so at"),
-        (404, "EntryNotFound", "has no config.json"),
         (503, "", "says: .*503"),
     ],
 )

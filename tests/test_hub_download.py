@@ -1,5 +1,6 @@
 """Models of the hub by name: which files they are, and how they come into the cache."""
 
+import hashlib
 import http.server
 import json
 import os
@@ -22,6 +23,11 @@ from tests.test_hub import point_to
 
 COMMIT = "1" * 40
 Q4, Q8 = "tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf"
+
+
+def etag_of(data: bytes) -> str:
+    """Return a file's name in the cache."""
+    return hashlib.sha256(data).hexdigest()
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -57,7 +63,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(404, b"", {"X-Error-Code": code})
             return
         start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
-        headers = {"ETag": f'"{abs(hash(data)):x}"', "X-Repo-Commit": COMMIT}
+        headers = {"ETag": f'"{etag_of(data)}"', "X-Repo-Commit": COMMIT}
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         if self.command == "GET":
@@ -70,9 +76,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            most, self.server.breaks_at = self.server.breaks_at or len(data), 0
+            most = self.server.breaks_at or len(data)
             self.wfile.write(data[:most])
             if most < len(data):
+                self.server.breaks_at = 0
                 self.connection.close()
 
     def log_message(self, *_: object) -> None:
@@ -169,6 +176,13 @@ def test_a_model_is_downloaded_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
         resolve("some/model:Q4_K_M")
 
 
+def test_a_repository_without_a_model_is_told(hub: Hub) -> None:
+    """With what was looked for."""
+    hub.files = {"README.md": b"x"}
+    with pytest.raises(StoreError, match="neither safetensors nor GGUF"):
+        resolve("some/model")
+
+
 def test_parts_come_all_together(hub: Hub) -> None:
     """The path is that of the first."""
     parts = {f"Q4_K_M/m-Q4_K_M-0000{i}-of-00002.gguf": bytes([i]) * 50 for i in (1, 2)}
@@ -180,18 +194,21 @@ def test_parts_come_all_together(hub: Hub) -> None:
     )
 
 
-def test_a_broken_download_goes_on(hub: Hub) -> None:
-    """Where it ended, in a later call."""
-    hub.files = {Q8: os.urandom(3 * 2**20)}
-    hub.breaks_at = 2**20
-    try:
-        path = resolve("some/model:Q8_0")
-    except StoreError:
-        path = resolve("some/model:Q8_0")
-    assert Path(path).read_bytes() == hub.files[Q8]
-    starts = [start for name, start in hub.got if name == Q8]
-    assert starts[0] == 0
-    assert starts[-1] > 0
+def test_a_broken_download_goes_on(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where it ended, in the same call or in a later process's."""
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 2**16)
+    hub.files = {Q8: os.urandom(2**20), Q4: os.urandom(2**20)}
+    hub.breaks_at = 2**19
+    assert Path(resolve("some/model:Q8_0")).read_bytes() == hub.files[Q8]
+    assert [start for _, start in hub.got] == [0, 2**19]
+    # What a process left that was killed.
+    blobs = tmp_path / "cache" / "models--some--model" / "blobs"
+    (blobs / f"{etag_of(hub.files[Q4])}.partial").write_bytes(hub.files[Q4][: 2**18])
+    hub.got.clear()
+    assert Path(resolve("some/model:Q4_K_M")).read_bytes() == hub.files[Q4]
+    assert [start for _, start in hub.got] == [2**18]
 
 
 def test_a_disk_without_room_is_told_before(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

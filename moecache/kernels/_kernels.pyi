@@ -52,7 +52,8 @@ class Matrix:
     ) -> None: ...
 
 @final
-class Inputs: ...
+class Inputs:
+    def __new__(cls) -> Self: ...
 
 @final
 class Experts:

@@ -546,9 +546,8 @@ cdef class Inputs:
 
     def __cinit__(self):
         self.scratch = NULL
-
-    def __init__(self):
-        raise TypeError("inputs are made by Experts.inputs")
+        # One that nobody filled has no rows.
+        self.num = 0
 
     def __dealloc__(self):
         free(self.scratch)

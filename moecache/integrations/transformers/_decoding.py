@@ -1,5 +1,6 @@
 """A token as one call: a model's forward computed by a program, where it has a recipe for it."""
 
+import functools
 import itertools
 import logging
 import threading
@@ -247,7 +248,11 @@ class Decoder:
         ):
             return None
         logits = read_prompt(
-            forward, ids, cache, num_logits=min(wanted, each), num_pages=span_pages(model)
+            forward,
+            ids,
+            cache,
+            num_logits=min(wanted, each),
+            num_pages=functools.partial(span_pages, model),
         )
         return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
 

@@ -27,9 +27,10 @@ PAGE_TOKENS = 256
 # Pages that go through a layer together, at most: their experts are read once.
 SPAN_PAGES = 8
 # Memory of the rows of a span, one for each token and each of its experts, in float32: no more than
-# this, and than a part of what is free. What is computed of them takes as much again.
+# this, and than a part of what is free. What is computed of them, and the pages' keys and values,
+# take some three times as much.
 _SPAN_BYTES = 256 * 2**20
-_FREE_PART = 3
+_FREE_PART = 6
 # So few tokens behind others are decoded, where a program computes them.
 FEW_TOKENS = 16
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, SlidingLayer)
@@ -93,7 +94,7 @@ def read_prompt(
     cache: Any,
     *,
     num_logits: int = 1,
-    num_pages: int = SPAN_PAGES,
+    num_pages: Callable[[], int] = lambda: SPAN_PAGES,
 ) -> torch.Tensor:
     """Put tokens into a cache behind those that it holds; return the logits of the last ones.
 
@@ -106,8 +107,8 @@ def read_prompt(
         One that `is_paged`. What a call that fails leaves in it is of no use.
     num_logits : int, default 1
         Tokens whose logits are wanted; 0: all of them.
-    num_pages : int
-        Pages to read together, at most.
+    num_pages : callable ()
+        Returns how many pages to read together, at most; asked before each span.
 
     Returns
     -------
@@ -117,7 +118,7 @@ def read_prompt(
     stop, logits = start + ids.shape[1], []
     while start < stop:
         now, found = read_pages(
-            forward, ids[:, start - stop :], cache, num_pages, num_logits=num_logits
+            forward, ids[:, start - stop :], cache, num_pages(), num_logits=num_logits
         )
         logits += found
         start = now

@@ -52,7 +52,6 @@ class PromptReader:
         self._model = model
         self._tokens = list(tokens)
         offload = getattr(model, "moecache", None)
-        self._span = span_pages(model)
         self._num_layers = 1 if offload is None else len(offload.paths)
         self._paged = has_pages(model)
         self._prefixes = prefixes if self._paged else None
@@ -97,7 +96,8 @@ class PromptReader:
             return logits
         kept: list[Page] | None = None if self._prefixes is None else []
         begun, layers = self.num_read, self._num_layers
-        num_pages = min(num_pages, self._span)
+        # What is free is asked before each span: keys and values of the last one are there by now.
+        num_pages = min(num_pages, span_pages(self._model))
         wanted = num_pages * PAGE_TOKENS
         passed = itertools.count(1)
 

@@ -99,3 +99,27 @@ def test_the_page_fits_a_telephone_and_stops_a_reply(served: Served, tab: Tab, d
     assert tab.run("$('map').getBoundingClientRect().right") < 400
     light = tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(250, 249, 247)"
     assert light is not dark
+
+
+def test_thoughts_stand_apart(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above what the model says, and they are not sent again."""
+    from moecache.integrations.transformers import answer_parts
+    from moecache.serving import checks
+
+    class Thinks(answer_parts.AnswerParser):
+        thought = "<think>hm</think>"
+
+        def feed(self, text: str) -> list[answer_parts.Piece]:
+            thought, self.thought = self.thought, ""
+            return super().feed(thought + text)
+
+    fields = {"reasoning_content": answer_parts._THINK, "content": {"content": "text"}}
+    known = answer_parts.AnswerFormat(fields)
+    monkeypatch.setattr(checks, "format_of", lambda _: known)
+    monkeypatch.setattr(checks, "AnswerParser", Thinks)
+    tab.until("map.layers > 0")
+    ask(tab, "def main(argv=None):")
+    tab.until("document.querySelectorAll('.cost').length === 1")
+    assert tab.run("document.querySelector('.reply .thought').textContent") == "hm"
+    assert "hm" not in tab.run("messages.at(-1).content")
+    assert tab.complaints == []

@@ -142,7 +142,7 @@ def telling(endpoint: str, name: str, file: str, revision: str | None = None) ->
         ) from error
 
 
-def is_whole(snapshot: Path) -> bool:
+def is_whole(snapshot: Path, *, needs_tokenizer: bool = True) -> bool:
     """Return whether the cache has all files of a model that can be told."""
     index = snapshot / INDEX_NAME
     try:
@@ -155,7 +155,7 @@ def is_whole(snapshot: Path) -> bool:
             isinstance(config, dict)
             and "auto_map" not in config
             and all((snapshot / name).is_file() for name in names)
-            and any(snapshot.glob("*token*"))
+            and (not needs_tokenizer or any(snapshot.glob("*token*")))
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False

@@ -118,6 +118,10 @@ class _Repository:
         if known is not None:
             return known
         if local_only or constants.HF_HUB_OFFLINE:
+            is_named = self._name.quant is not None or file is not None
+            # A program may load a model whose tokenizer it has elsewhere.
+            if snapshot is not None and not is_named and is_whole(snapshot, needs_tokenizer=False):
+                return snapshot
             why = "HF_HUB_OFFLINE forbids" if constants.HF_HUB_OFFLINE else "local_files_only does"
             raise self._incomplete(snapshot, file, f"{why} not let the hub be asked")
         sizes = self._listed()

@@ -306,3 +306,21 @@ def test_how_many_at_a_time_is_checked_before_anything_is_loaded(
     for number in ("0", "17"):
         assert cli.main(["serve", str(tiny_moe), "--parallel", number]) == 2
         assert f"--parallel must be from 1 to 16, got {number}" in capsys.readouterr().err
+
+
+def test_a_text_whose_client_left_before_it_began_is_no_error(model: Any) -> None:
+    """It waited among others' jobs meanwhile; the next one begins."""
+    from moecache.integrations.transformers._ranks import Stopped
+    from moecache.serving.generating import Generating
+
+    class Left:
+        def begin(self) -> Any:
+            raise Stopped
+
+        def end(self) -> None:
+            pytest.fail("nothing was generated")
+
+        run = end
+
+    with contextlib.closing(Generating(model)) as generating:
+        assert [generating.submit(Left()).result(60) for _ in range(2)] == [None, None]

@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from moecache.integrations.transformers import _following
+from moecache.integrations.transformers._ranks import Stopped
 from moecache.integrations.transformers.continuing import Text, has_loop
 from moecache.integrations.transformers.together import Together
 
@@ -83,6 +84,9 @@ class Generating:
                 continue
             try:
                 text = job.begin()
+            except Stopped:
+                # Nobody wants it any more, or the server ends.
+                future.set_result(None)
             except Exception as error:  # noqa: BLE001 - the future's, and no other job's
                 future.set_exception(error)
             else:

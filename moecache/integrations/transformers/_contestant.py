@@ -87,7 +87,8 @@ def _prepare(task: dict[str, Any]) -> dict[str, Any]:
     # Seeds end at 63 bits.
     other = task["seed"] + (1 if task["seed"] < 2**63 - 1 else -1)
     return {
-        "directory": str(Path(directory).resolve()),
+        # Not resolved: the hub's cache has links, whose targets have no ending.
+        "directory": str(Path(directory).absolute()),
         "files": [str(file.resolve()) for file in files],
         "text": tokenizer is not None,
         "prompt": _tokens(tokenizer, _TOPICS, length, vocabulary, task["seed"]),

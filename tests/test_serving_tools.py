@@ -282,6 +282,41 @@ def test_other_formats_of_calls_are_known(source: str, text: str) -> None:
     assert (call.kind, call.name, json.loads(call.text)) == ("call", "weather", json.loads(ASKS))
 
 
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "<tool_call><function=",
+            "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</para",
+        ),
+        (
+            "<tool_call><function=",
+            "<tool_call>\n<function=weather>\n<parameter=city>\nOslo</parameter>",
+        ),
+        ("<tool_call><arg_key>", "<tool_call>weat"),
+        ("<tool_call><arg_key>", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Os"),
+        ('<tool_call>"arguments"', '<tool_call>\n{"name": "weather", "arguments": {"ci'),
+        ('<tool_call>"arguments"', '<tool_call>\n{"name": "erase", "arguments": {}}\n</tool_call>'),
+        ("<tool_call><arg_key>", "<tool_call>erase\n</tool_call>"),
+    ],
+)
+def test_a_call_that_was_cut_or_not_offered_is_content(source: str, text: str) -> None:
+    """Half of its arguments may mean something else, and nobody knows what it would do."""
+    pieces = taken_apart(source, text)
+    assert {piece.kind for piece in pieces} == {"content"}
+    assert "".join(piece.text for piece in pieces) == text
+
+
+def test_without_functions_nothing_is_called(client: Any) -> None:
+    """Nor with `tool_choice` none."""
+    says = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    for options in ({"tools": []}, {"tool_choice": "none"}):
+        SaysParser.text = says
+        found = ask(client, **options).choices[0]
+        assert (found.message.content, found.message.tool_calls) == (says, None)
+        assert found.finish_reason != "tool_calls"
+
+
 def test_no_text_is_lost() -> None:
     """Neither what looks like a marker, nor what a model writes in no part."""
     hermes = '<tool_call>"arguments"</think>'

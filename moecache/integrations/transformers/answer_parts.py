@@ -17,6 +17,8 @@ _NAMED_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # Tokens of a prompt that tell whether its end has opened a part.
 _TAIL_TOKENS = 16
+# Of a text, as many as a marker and what may stand behind it have.
+_TAIL_CHARACTERS = 64
 
 
 class Piece(NamedTuple):
@@ -48,11 +50,14 @@ class AnswerFormat:
         The tokenizer's own description, if it comes with one.
     call : tuple of str or None
         What stands before and after a call's JSON, if calls are JSON of a name and arguments.
+    marks : tuple of str
+        What a call that is none is shown in; the first may have a place for its "{name}".
     """
 
     fields: dict[str, Any]
     own: dict[str, Any] | None = None
     call: tuple[str, str] | None = None
+    marks: tuple[str, str] = ("", "")
 
     @property
     def has_calls(self) -> bool:
@@ -74,20 +79,24 @@ def format_of(tokenizer: Any) -> AnswerFormat | None:
         return AnswerFormat(own["fields"], own)
     source = template_of(tokenizer)
     if "<|channel|>" in source and "<|message|>" in source:
-        return AnswerFormat(_HARMONY)
+        return AnswerFormat(_HARMONY, marks=("to=functions.{name}: ", ""))
     fields: dict[str, Any] = {}
     if "</think>" in source:
         fields["reasoning_content"] = _THINK
-    call = None
+    call, marks = None, ("", "")
     if "<tool_call>" in source:
         if "<arg_key>" in source:
             fields["tool_calls"] = _ARGUMENT_TAGS
+            marks = "<tool_call>{name}", "</tool_call>"
         elif "<function=" in source:
             fields["tool_calls"] = _PARAMETER_TAGS
+            marks = "<tool_call>\n<function={name}>", "</function>\n</tool_call>"
         elif '"arguments"' in source:
             fields["tool_calls"] = _JSON_CALLS
-            call = "<tool_call>\n", "\n</tool_call>"
-    return AnswerFormat({**fields, "content": _CONTENT}, call=call) if fields else None
+            call, marks = ("<tool_call>\n", "\n</tool_call>"), ("<tool_call>", "</tool_call>")
+    if not fields:
+        return None
+    return AnswerFormat({**fields, "content": _CONTENT}, call=call, marks=marks)
 
 
 def template_of(tokenizer: Any) -> str:
@@ -157,8 +166,9 @@ _HARMONY = {
 class AnswerParser:
     """Takes an answer apart as it comes.
 
-    Whatever a model writes, all of it is in some piece but the markers: a call that is none is
-    content. White space around thoughts and before calls is left out.
+    Whatever a model writes, all of it is in some piece but the markers: a call that is none, that
+    the end of the text cut off, or of a function that was not offered, is content. White space
+    around thoughts and before calls is left out.
 
     Parameters
     ----------
@@ -166,7 +176,8 @@ class AnswerParser:
     prompt : str
         The text before the answer, or its end: it may have opened a part.
     tools : sequence of dict
-        The functions that the model may call, by whose schemas arguments are typed.
+        The functions that the model may call, by whose schemas arguments are typed; no others can
+        be called.
     """
 
     def __init__(
@@ -182,9 +193,10 @@ class AnswerParser:
         self._body = self._blanks = ""
         self._is_plain = self._has_begun = self._is_over = False
         # All of it, as long as it is in no part.
-        self._unplaced = ""
+        self._unplaced = self._tail = ""
         self.num_calls = 0
         known: Any = list(tools)
+        self._names = {tool["function"]["name"] for tool in known}
         if format.own is not None:
             self._parser = ResponseParser(format.own, prefix=prompt, tools=known)
             events = self._parser.initial_events
@@ -200,6 +212,7 @@ class AnswerParser:
         """Return the pieces that more text makes certain."""
         if self._is_plain:
             return [Piece("content", text)] if text else []
+        self._tail = (self._tail + text)[-_TAIL_CHARACTERS:]
         if not self._field:
             self._unplaced += text
         try:
@@ -259,18 +272,23 @@ class AnswerParser:
 
     def _calls(self, value: Any) -> list[Piece]:
         calls = value if isinstance(value, list) else [value]
+        before, after = self._format.marks
+        # A marker at the end of the text is certain only then.
+        has_end = after.rpartition("\n")[2]
+        is_open = self._is_over and not (has_end and self._tail.rstrip().endswith(has_end))
+        # JSON says whether it is complete; tags do not.
+        is_cut = is_open and self._format.fields["tool_calls"].get("content") != "json"
         found = []
         for call in calls:
             function = call.get("function", call) if isinstance(call, dict) else None
             name = function.get("name") if isinstance(function, dict) else None
             arguments = {} if function is None else _arguments(function)
-            if not isinstance(name, str) or not name or arguments is None:
-                before, after = self._format.call or ("", "")
-                end = "" if self._is_over else after.lstrip()
-                return [Piece("content", before.rstrip() + self._body + end)]
+            if is_cut or name not in self._names or arguments is None:
+                begin = before.replace("{name}", str(name or ""))
+                return [Piece("content", begin + self._body + ("" if is_open else after))]
             self.num_calls += 1
             self._has_begun = True
-            found.append(Piece("call", json.dumps(arguments, ensure_ascii=False), name))
+            found.append(Piece("call", json.dumps(arguments, ensure_ascii=False), str(name)))
         return found
 
 

@@ -118,7 +118,8 @@ def child(text: str) -> None:
     from moecache.integrations.transformers.reading import PromptReader, open_prefixes
 
     torch.set_num_threads(task["threads"])
-    model = load(task["model"], task["memory"], compute="fast")
+    kept = 0 if task["way"] == WAYS[0] else task["prefix_memory"]
+    model = load(task["model"], task["memory"], compute="fast", prefix_memory=kept)
     with model.moecache, torch.no_grad():
         prefixes = None
         if task["way"] != WAYS[0]:

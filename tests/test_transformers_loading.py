@@ -155,7 +155,9 @@ def test_four_threads_and_the_routers_look_ahead_do_not_get_in_each_others_way(
 def test_a_plan_leaves_room_for_what_a_loaded_model_will_still_take(
     qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trunk that is only mapped so far, and torch's products; MOECACHE_RESERVE says otherwise."""
+    """A mapped trunk, torch's products, prompts and their pages; MOECACHE_RESERVE says otherwise."""
+    from moecache.integrations.transformers.prompts import planned_bytes
+
     plans = []
 
     def open_with(plan: Plan, store: SafetensorsStore) -> ExpertRuntime:
@@ -164,13 +166,14 @@ def test_a_plan_leaves_room_for_what_a_loaded_model_will_still_take(
 
     monkeypatch.setattr(importlib.import_module("moecache.runtime.open"), "open_with", open_with)
     for compute in ("torch", "fast"):
-        model = load_in_slots(qwen3_moe, compute=compute)
+        model = load_in_slots(qwen3_moe, compute=compute, prefix_memory="3MiB")
         with model.moecache:
             trunk = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         room = plans[-1].headroom
-        torch_bytes = 256 * 2**20 if compute == "torch" else 0
-        assert torch_bytes <= room.trunk_bytes <= torch_bytes + trunk
-        assert "trunk and products" in plans[-1].reasons["reserve_bytes"]
+        others = 256 * 2**20 if compute == "torch" else 0
+        others += planned_bytes(model, plans[-1].layout.top_k) + 3 * 2**20
+        assert others <= room.trunk_bytes <= others + trunk
+        assert "trunk, products and prompts" in plans[-1].reasons["reserve_bytes"]
     monkeypatch.setenv("MOECACHE_RESERVE", "100MiB")
     with load_in_slots(qwen3_moe).moecache:
         assert plans[-1].reserve_bytes == 100 * 2**20

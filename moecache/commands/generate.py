@@ -226,6 +226,8 @@ def loaded(console: Console, arguments: argparse.Namespace, opened: Any = None) 
         options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
         if getattr(arguments, "context", None) is not None:
             options["context_tokens"] = arguments.context
+        if getattr(arguments, "prefix_memory", None) is not None:
+            options["prefix_memory"] = arguments.prefix_memory
         options |= rank_options(arguments)
         model = load(
             opened or arguments.model,

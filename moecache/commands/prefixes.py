@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from moecache.commands.arguments import naming
 from moecache.errors import ConfigError
-from moecache.sizing.host_memory import free_host_bytes
 from moecache.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -63,11 +62,11 @@ def check_prefixes(arguments: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def opened_prefixes(arguments: argparse.Namespace, model: Any) -> "Iterator[PrefixCache | None]":
     """Yield a cache of prompts' pages, closed at the end; `None` if there is none."""
+    from moecache.integrations.transformers.prompts import free_bytes
     from moecache.integrations.transformers.reading import open_prefixes
 
     if arguments.prefix_memory is None:
-        free = free_host_bytes()
-        max_bytes = min(_DEFAULT_BYTES, free // _DEFAULT_SHARE)
+        max_bytes = min(_DEFAULT_BYTES, free_bytes(model) // _DEFAULT_SHARE)
     else:
         max_bytes = parse_bytes(arguments.prefix_memory)
     directory = arguments.prefix_cache

@@ -104,7 +104,7 @@ class Options:
         Tokens of the KV cache that a plan without `memory` leaves room for; by default as
         many as the model takes, at most 4,096.
     host_bytes : int, optional
-        Bytes that the host will still take for trunk and products. A plan without `memory`
+        Bytes that the host will still take for trunk, products and prompts. A plan without `memory`
         and `reserve` leaves them free; by default the trunk's bytes, as stored. Give 0 if the
         trunk is in memory already.
 

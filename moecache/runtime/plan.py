@@ -136,7 +136,7 @@ def plan_store(store: CheckpointStore, options: Options, settings: Settings) -> 
         free_bytes=free_host_bytes() if gpu is None else None,
     )
     if options.host_bytes is not None:
-        room = replace(room, takes="trunk and products")
+        room = replace(room, takes="trunk, products and prompts")
     reserve = choose("reserve")
     reserve_bytes = room.nbytes if reserve is None else parse_bytes(reserve)
     reasons["reserve_bytes"] = room.describe() if reserve is None else reasons["reserve"]

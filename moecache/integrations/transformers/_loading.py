@@ -34,6 +34,7 @@ from moecache.integrations.transformers._quantizer import MoeCacheConfig
 from moecache.integrations.transformers._ranks import Ranks
 from moecache.integrations.transformers._slots import device_of
 from moecache.integrations.transformers._source import Source
+from moecache.integrations.transformers.prompts import planned_bytes
 from moecache.layout import ExpertLayout
 from moecache.prefault.mappings import read_mappings, split
 from moecache.ranks import Placement, Share
@@ -42,6 +43,7 @@ from moecache.stores import CheckpointStore, GgufStore
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
 from moecache.stores._quantized import Quantization
+from moecache.units import parse_bytes
 
 # Memory that torch's products take and keep, partly for code compiled for each number of rows:
 # measured were 230 MiB after a prompt of 512, and 16 in decoding alone.
@@ -61,6 +63,7 @@ def load(
     expert_parallel: Any = None,
     placement: str | os.PathLike[str] | Placement | None = None,
     rank_timeout_s: float | None = None,
+    prefix_memory: int | str = 0,
     **keywords: Any,
 ) -> Any:
     """Load a mixture-of-experts model with its experts in a bounded amount of memory.
@@ -116,6 +119,9 @@ def load(
     rank_timeout_s : float, default 60
         Seconds, from 1 to 86,400, after which a rank that does not answer is an error on all
         others. While ranks find each other and load, they wait 300 seconds at least.
+    prefix_memory : int or str, default 0
+        Bytes that pages of earlier prompts will take (`reading.open_prefixes`). Without `memory`
+        they are left free, as memory for prompts always is.
     **keywords
         Options of `moecache.open` (`moecache.Options` says what each does): slots, policy, scope,
         prefetch, read, reserve, lock, profile, loader_threads, prefault, progress, record_trace,
@@ -171,13 +177,15 @@ def load(
         if look_ahead:
             # The predictor that the look-ahead replaces; it still guesses for the first layer.
             options["prefetch"] = "echo"
+        prompts_bytes = planned_bytes(model, source.store.layout.top_k) + parse_bytes(prefix_memory)
+        host_bytes = _host_bytes(model, compute) + prompts_bytes
         runtime = open(
             source.take(),
             memory,
             device,
             **options,
             dtype=source.dtype if on_host else None,
-            host_bytes=_host_bytes(model, compute) if on_host else None,
+            host_bytes=host_bytes if on_host else None,
             share=share,
         )
         try:

@@ -31,6 +31,9 @@ SPAN_PAGES = 8
 # take some three times as much.
 _SPAN_BYTES = 256 * 2**20
 _FREE_PART = 6
+# Pages for which a plan leaves room. More read fewer bytes, which a prompt so long hides behind
+# products.
+_PLANNED_PAGES = 4
 # So few tokens behind others are decoded, where a program computes them.
 FEW_TOKENS = 16
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, SlidingLayer)
@@ -60,22 +63,41 @@ def is_paged(cache: Any) -> bool:
     )
 
 
+def planned_bytes(model: Any, top_k: int) -> int:
+    """Return the memory that a plan leaves for prompts, beside their keys and values."""
+    return 2 * _PLANNED_PAGES * _page_bytes(model, top_k)
+
+
+def _page_bytes(model: Any, top_k: int) -> int:
+    """Return the bytes of the rows of a page's experts; 0 if the model does not say its width."""
+    width: int = getattr(model.config.get_text_config(decoder=True), "hidden_size", 0)
+    return PAGE_TOKENS * max(1, top_k) * width * 4
+
+
+def free_bytes(model: Any) -> int:
+    """Return the memory that is free beside a model's slots.
+
+    Those that were never filled are taken, though the system does not know it yet.
+    """
+    runtime = model.moecache.runtime
+    pool, cache = runtime.pool, runtime.cache
+    if not isinstance(pool, HostSlots):
+        return free_host_bytes()
+    unfilled = pool.nbytes * max(0, cache.capacity - cache.num_resident) // pool.num_slots
+    return max(0, free_host_bytes() - unfilled)
+
+
 def span_pages(model: Any) -> int:
     """Return how many pages of a model go through a layer together, for what their rows take.
 
     Memory that is free now counts; a page's bits depend on it as little as on what is cached.
     """
     offload = getattr(model, "moecache", None)
-    width = getattr(model.config.get_text_config(decoder=True), "hidden_size", None)
-    if offload is None or width is None:
+    page = 0 if offload is None else _page_bytes(model, offload.runtime.layout.top_k)
+    if not page:
         return SPAN_PAGES
-    page_bytes = PAGE_TOKENS * max(1, offload.runtime.layout.top_k) * width * 4
-    pool, cache, most = offload.runtime.pool, offload.runtime.cache, _SPAN_BYTES
-    if isinstance(pool, HostSlots):
-        # Slots that were never filled are taken, though the system does not know it yet.
-        unfilled = pool.nbytes * max(0, cache.capacity - cache.num_resident) // pool.num_slots
-        most = min(most, max(0, free_host_bytes() - unfilled) // _FREE_PART)
-    return max(1, min(SPAN_PAGES, most // page_bytes))
+    most = min(_SPAN_BYTES, free_bytes(model) // _FREE_PART)
+    return max(1, min(SPAN_PAGES, most // page))
 
 
 def cuts(start: int, stop: int) -> list[tuple[int, int]]:

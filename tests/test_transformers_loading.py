@@ -155,7 +155,7 @@ def test_four_threads_and_the_routers_look_ahead_do_not_get_in_each_others_way(
 def test_a_plan_leaves_room_for_what_a_loaded_model_will_still_take(
     qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mapped trunk, torch's products, prompts and their pages; MOECACHE_RESERVE says otherwise."""
+    """A mapped trunk, torch's products, prompts, kept pages; MOECACHE_RESERVE says otherwise."""
     from moecache.integrations.transformers.prompts import planned_bytes
 
     plans = []

@@ -18,10 +18,10 @@ from starlette.routing import Route
 from moecache.serving.bodies import Bodies
 from moecache.serving.completions import Completions
 from moecache.serving.engine import Engine
-from moecache.serving.errors import RequestError, error_body
+from moecache.serving.errors import MESSAGES, RequestError, body_at
 from moecache.serving.guard import Guard
 from moecache.serving.message_replies import MessageReply
-from moecache.serving.messages import error_of, read_message
+from moecache.serving.messages import read_message
 from moecache.serving.props import props, slots
 from moecache.serving.replies import Reply
 from moecache.serving.requests import read_request
@@ -31,8 +31,6 @@ from moecache.serving.state import snapshot
 from moecache.serving.tokens import Tokens, count_tokens, detokenize, tokenize
 from moecache.telemetry import PrometheusCollector
 
-# Where Anthropic's protocol is.
-MESSAGES = "/v1/messages"
 # Nothing is loaded from elsewhere, and no other site shows the page in a frame.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -135,7 +133,7 @@ def build_app(engine: Engine, *, key: str | None = None, host: str = "127.0.0.1"
 
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
-        body = _shaped(request, error.status, str(error), error.param, error.code)
+        body = body_at(request.url.path, error.status, str(error), error.param, error.code)
         return JSONResponse(body, error.status, error.headers)
     assert isinstance(error, HTTPException)
     message, path = error.detail, request.url.path[:80]
@@ -144,22 +142,13 @@ async def _refused(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{path} takes no {request.method}; send {allowed}"
-    body = _shaped(request, error.status_code, message)
+    body = body_at(request.url.path, error.status_code, message)
     return JSONResponse(body, error.status_code, error.headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    body = _shaped(request, 500, f"the server failed: {type(error).__name__}")
+    body = body_at(request.url.path, 500, f"the server failed: {type(error).__name__}")
     return JSONResponse(body, 500)
-
-
-def _shaped(
-    request: Request, status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """Return an error as the protocol of a path has it."""
-    if request.url.path.startswith(MESSAGES):
-        return error_of(status, message)
-    return error_body(status, message, param, code)
 
 
 class _Collector:

@@ -81,10 +81,10 @@ class Checks:
         # A text of a grammar is content as a whole, whatever stands in it.
         if known is None or (asked.grammar is not None and not asked.tools.functions):
             return asked
-        tail, functions = tail_of(known, tokenizer, prompt), asked.tools.functions
+        tail, tools = tail_of(known, tokenizer, prompt), asked.tools
         return dataclasses.replace(
             asked,
-            new_parser=lambda: AnswerParser(known, tail, functions),
+            new_parser=lambda: AnswerParser(known, tail, tools.functions, are_many=tools.are_many),
             shows_special=known.has_special(tokenizer),
         )
 

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+# Where Anthropic's protocol is.
+MESSAGES = "/v1/messages"
+
 
 class RequestError(Exception):
     """A request that is refused; nothing was generated for it.
@@ -42,3 +45,20 @@ def error_body(
     """Return an error in the shape that clients of OpenAI know."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def message_error(status: int, message: str) -> dict[str, Any]:
+    """Return an error in the shape that clients of Anthropic know."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+    kinds |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+    kind = kinds.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def body_at(
+    path: str, status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return an error in the shape of the protocol that is spoken at a path."""
+    if path.startswith(MESSAGES):
+        return message_error(status, message)
+    return error_body(status, message, param, code)

@@ -1,7 +1,7 @@
 """Fields: values of JSON that nobody vouches for, each of the type that it should be."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from moecache.serving.errors import RequestError
@@ -76,6 +76,24 @@ def text_of(name: str, value: Any) -> str:
         # JSON can write half of a character, which is no text.
         raise RequestError(400, f"{name} has a lone surrogate, {error.start}", param=name) from None
     return str(value)
+
+
+def texts_of(name: str, value: Any, kinds: Sequence[str] = ("text",)) -> str:
+    """Return the text of a string, or the lines of a list of parts of these types."""
+    if not isinstance(value, list):
+        return text_of(name, value)
+    lines = []
+    for place, part in enumerate(value):
+        where = f"{name}[{place}]"
+        if not isinstance(part, dict) or part.get("type") not in kinds:
+            raise RequestError(
+                400,
+                f'{where} must be of type "{kinds[0]}": images, audio and documents are not '
+                "supported",
+                param=where,
+            )
+        lines.append(text_of(f"{where}.text", part.get("text")))
+    return "\n".join(lines)
 
 
 def refuse(name: str, value: Any, wanted: str) -> NoReturn:

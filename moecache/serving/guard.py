@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moecache.serving.errors import error_body
+from moecache.serving.errors import body_at
 
 # Paths that show nothing of the model: a page without figures, and the server's health.
 _OPEN_PATHS = ("/", "/health")
@@ -47,7 +47,12 @@ class Guard:
         more = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
         # The body, which may be long, is not read.
         response = JSONResponse(
-            error_body(status, message, code="invalid_api_key" if status == 401 else None),
+            body_at(
+                scope["path"],
+                status,
+                message,
+                code="invalid_api_key" if status == 401 else None,
+            ),
             status,
             {**more, "Connection": "close"},
         )
@@ -65,12 +70,11 @@ class Guard:
         if origin is not None and origin.partition("://")[2] != host:
             return 403, f"pages of {origin!r} may not ask; have their server do it"
         if self._key is not None and path not in _OPEN_PATHS:
-            kind, _, given = headers.get("authorization", "").partition(" ")
-            if not kind and "x-api-key" in headers:
-                kind, given = "bearer", headers["x-api-key"]
+            kind, _, bearer = headers.get("authorization", "").partition(" ")
+            given = [headers.get("x-api-key", "")] + [bearer] * (kind.lower() == "bearer")
             # How long this takes does not depend on how much of the key is right.
-            same = hmac.compare_digest(given.strip().encode(), self._key)
-            if not same or kind.lower() != "bearer":
+            same = [hmac.compare_digest(one.strip().encode(), self._key) for one in given]
+            if not any(same):
                 return 401, "the API key is missing or wrong; send Authorization: Bearer KEY"
         return None, ""
 

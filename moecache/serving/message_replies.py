@@ -5,10 +5,11 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from moecache.integrations.transformers.answer_parts import AnswerParser, Piece
+from moecache.integrations.transformers.answer_parts import Piece
 from moecache.serving.answer import Cost
+from moecache.serving.errors import message_error
 from moecache.serving.logprobs import Noted
-from moecache.serving.messages import error_of, event
+from moecache.serving.messages import event
 from moecache.serving.replies import Choice
 from moecache.serving.requests import Asked
 
@@ -27,12 +28,9 @@ class MessageReply:
 
     def __init__(self, asked: Asked, model: str) -> None:
         self._asked = asked
-        self._parser: AnswerParser | None = None
-        if asked.new_parser is not None:
-            self._parser = asked.new_parser()
+        self._parser = asked.new_parser()
         self._index = -1
         self._open = ""
-        self._num_calls = 0
         self._head = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
             "type": "message",
@@ -43,9 +41,8 @@ class MessageReply:
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer as one message."""
         (choice,) = choices
-        pieces = self._kept([*self._feed(choice.text), *self._end()])
         blocks: list[dict[str, Any]] = []
-        for piece in pieces:
+        for piece in [*self._parser.feed(choice.text), *self._parser.end()]:
             word = {"content": "text", "reasoning": "thinking"}.get(piece.kind)
             if word is None:
                 blocks.append({**_call(piece), "input": json.loads(piece.text)})
@@ -75,12 +72,12 @@ class MessageReply:
     def part(self, text: str, noted: Sequence[Noted] = ()) -> bytes:
         """Return a part of the text."""
         del noted
-        return self._write(self._feed(text))
+        return self._write(self._parser.feed(text))
 
     def end(self, cost: Cost, noted: Sequence[Noted] = ()) -> bytes:
         """Return what comes after the text: how it ended, and what it took."""
         del noted
-        left = self._write(self._end()) + self._close()
+        left = self._write(self._parser.end()) + self._close()
         return left + event("message_delta", {"delta": self._stop(cost), "usage": _usage(cost)})
 
     def last(self) -> bytes:
@@ -89,28 +86,11 @@ class MessageReply:
 
     def failure(self, status: int, message: str) -> bytes:
         """Return what comes instead of the rest."""
-        return event("error", {"error": error_of(status, message)["error"]})
-
-    def _feed(self, text: str) -> list[Piece]:
-        if self._parser is None:
-            return [Piece("content", text)] if text else []
-        return self._parser.feed(text)
-
-    def _end(self) -> list[Piece]:
-        return [] if self._parser is None else self._parser.end()
-
-    def _kept(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return pieces without calls beyond the first, if one at most was asked for."""
-        found = []
-        for piece in pieces:
-            self._num_calls += piece.kind == "call"
-            if piece.kind != "call" or self._num_calls == 1 or self._asked.tools.are_many:
-                found.append(piece)
-        return found
+        return event("error", message_error(status, message))
 
     def _write(self, pieces: Sequence[Piece]) -> bytes:
         written = b""
-        for piece in self._kept(pieces):
+        for piece in pieces:
             word = {"content": "text", "reasoning": "thinking"}.get(piece.kind)
             if word is None:
                 written += self._close() + self._begin(_call(piece), "call")
@@ -136,12 +116,14 @@ class MessageReply:
         return event("content_block_stop", {"index": self._index})
 
     def _stop(self, cost: Cost) -> dict[str, Any]:
-        reason = "max_tokens" if cost.finish == "length" else "end_turn"
-        if cost.finish == "stop" and self._num_calls:
+        stop, reason = None, "end_turn"
+        if cost.finish == "length":
+            reason = "max_tokens"
+        elif self._parser.num_calls:
             reason = "tool_use"
         elif cost.stopped_by is not None:
-            reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": cost.stopped_by}
+            stop, reason = cost.stopped_by, "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stop}
 
 
 def _block(word: str) -> dict[str, Any]:

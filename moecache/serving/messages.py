@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moecache.serving.errors import RequestError
-from moecache.serving.fields import Fields, refuse, text_of
+from moecache.serving.fields import Fields, refuse, text_of, texts_of
 from moecache.serving.requests import Asked, check_model, read_object, read_seed
 from moecache.serving.tools import Tools, check_names, function_of
 
@@ -62,24 +62,7 @@ def read_message(
 def _system(value: Any) -> list[dict[str, Any]]:
     if value is None or value == []:
         return []
-    return [{"role": "system", "content": _text("system", value)}]
-
-
-def _text(name: str, value: Any) -> str:
-    """Return the text of a string, or of blocks of text."""
-    if not isinstance(value, list):
-        return text_of(name, value)
-    parts = []
-    for place, block in enumerate(value):
-        where = f"{name}[{place}]"
-        if not isinstance(block, dict) or block.get("type") != "text":
-            raise RequestError(
-                400,
-                f'{where} must be of type "text": images and documents are not supported',
-                param=where,
-            )
-        parts.append(text_of(f"{where}.text", block.get("text")))
-    return "\n".join(parts)
+    return [{"role": "system", "content": texts_of("system", value)}]
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -98,7 +81,7 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
             read = _of_assistant if role == "assistant" else _of_user
             found += read(f"{name}.content", content)
         else:
-            found.append({"role": role, "content": _text(f"{name}.content", content)})
+            found.append({"role": role, "content": texts_of(f"{name}.content", content)})
     return found
 
 
@@ -113,11 +96,11 @@ def _of_user(name: str, blocks: list[Any]) -> list[dict[str, Any]]:
                 {
                     "role": "tool",
                     "tool_call_id": text_of(f"{where}.tool_use_id", block.get("tool_use_id")),
-                    "content": "" if content is None else _text(f"{where}.content", content),
+                    "content": "" if content is None else texts_of(f"{where}.content", content),
                 }
             )
         else:
-            texts.append(_text(name, [block]))
+            texts.append(texts_of(name, [block]))
     said = [{"role": "user", "content": "\n".join(texts)}] if texts or not results else []
     return [*results, *said]
 
@@ -140,7 +123,7 @@ def _of_assistant(name: str, blocks: list[Any]) -> list[dict[str, Any]]:
             identity = text_of(f"{where}.id", block.get("id"))
             calls.append({"id": identity, "type": "function", "function": function})
         elif kind != "redacted_thinking":
-            texts.append(_text(name, [block]))
+            texts.append(texts_of(name, [block]))
     found: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if calls:
         found["tool_calls"] = calls
@@ -214,14 +197,6 @@ def _stops(stops: Any) -> tuple[str, ...]:
             400, "a stop sequence must have 1 to 1000 characters", param="stop_sequences"
         )
     return found
-
-
-def error_of(status: int, message: str) -> dict[str, Any]:
-    """Return an error in the shape that clients of Anthropic know."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-    kinds |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
-    kind = kinds.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def event(kind: str, fields: dict[str, Any]) -> bytes:

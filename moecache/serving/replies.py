@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moecache.integrations.transformers.answer_parts import AnswerParser, Piece
+from moecache.integrations.transformers.answer_parts import Piece
 from moecache.serving.answer import Cost
 from moecache.serving.errors import error_body
 from moecache.serving.logprobs import Noted, chat_logprobs, completion_logprobs
@@ -52,7 +52,7 @@ class Reply:
         self._asked = asked
         self._index = -1
         self._offset = 0
-        self._parser: AnswerParser | None = None
+        self._parser = asked.new_parser()
         self._held: list[Noted] = []
         self._costs: list[Cost] = []
         self._head = {
@@ -74,12 +74,10 @@ class Reply:
         }
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        finish = choice.cost.finish
-        found: dict[str, Any] = {"text": choice.text}
-        if self._asked.is_chat:
-            parts = AnswerParts.of(choice.text, self._asked)
-            finish = parts.finish(finish)
-            found = {"message": _message(parts)}
+        parser = self._asked.new_parser()
+        pieces = [*parser.feed(choice.text), *parser.end()]
+        finish = finish_of(choice.cost.finish, parser.num_calls)
+        found = {"message": _message(pieces)} if self._asked.is_chat else {"text": choice.text}
         return {
             "index": index,
             "logprobs": self._logprobs(choice.noted),
@@ -91,46 +89,35 @@ class Reply:
         """Return what comes before any text of a choice: nothing in a completion."""
         self._index += 1
         self._offset = 0
-        new_parser = self._asked.new_parser
-        self._parser = None if new_parser is None else new_parser()
+        self._parser = self._asked.new_parser()
         if not self._asked.is_chat:
             return b""
         return self._chunk({"role": "assistant", "content": ""})
 
     def part(self, text: str, noted: Sequence[Noted] = ()) -> bytes:
         """Return a part of a choice's text, and the tokens that were drawn meanwhile."""
-        if self._parser is None:
-            return self._chunk({"content": text} if self._asked.is_chat else text, noted)
         self._held += noted
-        return self._pieces(self._parser, self._parser.feed(text))
+        return self._chunks(self._parser.feed(text))
 
     def end(self, cost: Cost, noted: Sequence[Noted] = ()) -> bytes:
         """Return what comes after the text of a choice: how it ended, and what it took."""
         self._costs.append(cost)
-        finish = cost.finish
-        left = b""
-        if self._parser is not None:
-            left = self._pieces(self._parser, self._parser.end())
-            noted, self._held = [*self._held, *noted], []
-            finish = finish_of(finish, self._parser.num_calls)
+        left = self._chunks(self._parser.end())
+        noted, self._held = [*self._held, *noted], []
+        finish = finish_of(cost.finish, self._parser.num_calls)
         return left + self._chunk({} if self._asked.is_chat else "", noted, cost, finish)
 
-    def _pieces(self, parser: AnswerParser, pieces: Sequence[Piece]) -> bytes:
+    def _chunks(self, pieces: Sequence[Piece]) -> bytes:
         """Return chunks of pieces; tokens that are in none yet wait for the next one."""
         chunks = []
-        place = parser.num_calls - sum(piece.kind == "call" for piece in pieces)
+        place = self._parser.num_calls - sum(piece.kind == "call" for piece in pieces)
         for piece in pieces:
+            delta: Any = {"content": piece.text} if self._asked.is_chat else piece.text
             if piece.kind == "call":
+                delta = {"tool_calls": [{"index": place, **call_of(piece)}]}
                 place += 1
-                if place > 1 and not self._asked.tools.are_many:
-                    continue
-                delta: dict[str, Any] = {
-                    "tool_calls": [{"index": place - 1, **call_of(piece)}],
-                }
             elif piece.kind == "reasoning":
                 delta = {"reasoning_content": piece.text}
-            else:
-                delta = {"content": piece.text}
             noted, self._held = self._held, []
             chunks.append(self._chunk(delta, noted))
         return b"".join(chunks)
@@ -181,39 +168,6 @@ class Reply:
         return event({**head, **fields})
 
 
-@dataclass(frozen=True)
-class AnswerParts:
-    """A whole answer, taken apart.
-
-    Attributes
-    ----------
-    content, reasoning : str
-    calls : tuple of Piece
-    """
-
-    content: str
-    reasoning: str
-    calls: tuple[Piece, ...]
-
-    @classmethod
-    def of(cls, text: str, asked: Asked) -> "AnswerParts":
-        """Return the parts of a text that answers a request."""
-        if asked.new_parser is None:
-            return cls(text, "", ())
-        parser = asked.new_parser()
-        pieces = [*parser.feed(text), *parser.end()]
-        calls = [piece for piece in pieces if piece.kind == "call"]
-        content, reasoning = (
-            "".join(piece.text for piece in pieces if piece.kind == kind)
-            for kind in ("content", "reasoning")
-        )
-        return cls(content, reasoning, tuple(calls if asked.tools.are_many else calls[:1]))
-
-    def finish(self, finish: str) -> str:
-        """Return why the answer ended, as OpenAI says it."""
-        return finish_of(finish, len(self.calls))
-
-
 def finish_of(finish: str, num_calls: int) -> str:
     """Return why an answer with some calls ended, as OpenAI says it."""
     return "tool_calls" if finish == "stop" and num_calls else finish
@@ -228,13 +182,17 @@ def call_of(piece: Piece) -> dict[str, Any]:
     }
 
 
-def _message(parts: AnswerParts) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
-    if parts.reasoning:
-        message["reasoning_content"] = parts.reasoning
-    if parts.calls:
-        message["content"] = parts.content or None
-        message["tool_calls"] = [call_of(piece) for piece in parts.calls]
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    content, reasoning = (
+        "".join(piece.text for piece in pieces if piece.kind == kind)
+        for kind in ("content", "reasoning")
+    )
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    calls = [call_of(piece) for piece in pieces if piece.kind == "call"]
+    if calls:
+        message |= {"content": content or None, "tool_calls": calls}
     return message
 
 

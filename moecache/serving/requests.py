@@ -10,7 +10,7 @@ from moecache.errors import ConfigError
 from moecache.integrations.transformers.answer_parts import AnswerParser
 from moecache.integrations.transformers.continuing import Mask
 from moecache.serving.errors import RequestError
-from moecache.serving.fields import Fields, kind_of, refuse, refuse_constant, text_of
+from moecache.serving.fields import Fields, kind_of, refuse, refuse_constant, text_of, texts_of
 from moecache.serving.grammars import Grammar
 from moecache.serving.structured import read_grammar
 from moecache.serving.tools import Tools, read_calls, read_tools
@@ -74,8 +74,8 @@ class Asked:
         The texts that the answer may be; `None`: any.
     new_mask : callable () or None
         Returns a mask that keeps one answer within `grammar`; the engine sets it, and likewise:
-    new_parser : callable () or None
-        Returns what takes one answer apart; `None`: all of it is content.
+    new_parser : callable ()
+        Returns what takes one answer apart.
     prompt_tokens : int
         Of the prompt; the engine sets it.
     shows_special : bool
@@ -103,7 +103,7 @@ class Asked:
     template: dict[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = None
     new_mask: Callable[[], Mask] | None = None
-    new_parser: Callable[[], AnswerParser] | None = None
+    new_parser: Callable[[], AnswerParser] = AnswerParser
     prompt_tokens: int = 0
     shows_special: bool = False
     tools: Tools = field(default_factory=Tools)
@@ -272,13 +272,9 @@ def _message(number: int, message: Any) -> dict[str, Any]:
         )
     found: dict[str, Any] = {"role": _ROLES[role]}
     content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(
-            _part(f"{name}.content[{place}]", part) for place, part in enumerate(content)
-        )
-    elif content is None and role == "assistant":
+    if content is None and role == "assistant":
         content = ""
-    found["content"] = text_of(f"{name}.content", content)
+    found["content"] = texts_of(f"{name}.content", content)
     if role == "assistant":
         if message.get("tool_calls") is not None:
             found["tool_calls"] = read_calls(f"{name}.tool_calls", message["tool_calls"])
@@ -292,14 +288,6 @@ def _message(number: int, message: Any) -> dict[str, Any]:
             if value is not None:
                 found[word] = text_of(f"{name}.{word}", value)
     return found
-
-
-def _part(name: str, part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        raise RequestError(
-            400, f'{name} must be of type "text": images and audio are not supported', param=name
-        )
-    return text_of(f"{name}.text", part.get("text"))
 
 
 def _prompt(given: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from moecache.integrations.transformers.answer_parts import AnswerParser, Piece
+from moecache.integrations.transformers.answer_parts import Piece
 from moecache.serving.answer import Cost
 from moecache.serving.errors import error_body
 from moecache.serving.logprobs import Noted
@@ -27,12 +27,8 @@ class ResponseReply:
     """
 
     def __init__(self, asked: Asked, model: str) -> None:
-        self._asked = asked
-        self._parser: AnswerParser | None = None
-        if asked.new_parser is not None:
-            self._parser = asked.new_parser()
+        self._parser = asked.new_parser()
         self._number = 0
-        self._num_calls = 0
         # Items that are there; text goes on in the last one while it is open.
         self._items: list[dict[str, Any]] = []
         self._is_open = False
@@ -59,7 +55,7 @@ class ResponseReply:
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer as one response."""
         (choice,) = choices
-        self._write([*self._feed(choice.text), *self._end()])
+        self._write([*self._parser.feed(choice.text), *self._parser.end()])
         self._close()
         return self._response(choice.cost)
 
@@ -73,12 +69,12 @@ class ResponseReply:
     def part(self, text: str, noted: Sequence[Noted] = ()) -> bytes:
         """Return a part of the text."""
         del noted
-        return self._write(self._feed(text))
+        return self._write(self._parser.feed(text))
 
     def end(self, cost: Cost, noted: Sequence[Noted] = ()) -> bytes:
         """Return what comes after the text: all of it once more, and what it took."""
         del noted
-        left = self._write(self._end()) + self._close()
+        left = self._write(self._parser.end()) + self._close()
         response = self._response(cost)
         return left + self._event(f"response.{response['status']}", response=response)
 
@@ -104,21 +100,11 @@ class ResponseReply:
         }
         return {**self._head, **_state(status), "output": self._items, "usage": usage}
 
-    def _feed(self, text: str) -> list[Piece]:
-        if self._parser is None:
-            return [Piece("content", text)] if text else []
-        return self._parser.feed(text)
-
-    def _end(self) -> list[Piece]:
-        return [] if self._parser is None else self._parser.end()
-
     def _write(self, pieces: Sequence[Piece]) -> bytes:
         written = b""
         for piece in pieces:
             if piece.kind == "call":
-                self._num_calls += 1
-                if self._num_calls == 1 or self._asked.tools.are_many:
-                    written += self._close() + self._call(piece)
+                written += self._close() + self._call(piece)
                 continue
             is_message = piece.kind == "content"
             word = "output_text" if is_message else "reasoning_text"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moecache.serving.errors import RequestError
-from moecache.serving.fields import Fields, refuse, text_of
+from moecache.serving.fields import Fields, refuse, text_of, texts_of
 from moecache.serving.requests import Asked, check_model, read_object, read_seed
 from moecache.serving.structured import read_grammar
 from moecache.serving.tools import Tools, read_calls, read_tools
@@ -90,7 +90,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                 {
                     "role": "tool",
                     "tool_call_id": text_of(f"{name}.call_id", item.get("call_id")),
-                    "content": _text(f"{name}.output", item.get("output")),
+                    "content": texts_of(f"{name}.output", item.get("output"), _TEXTS),
                 }
             )
         elif kind == "message":
@@ -99,7 +99,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                 raise RequestError(
                     400, f"{name}.role must be one of {', '.join(_ROLES)}", param=f"{name}.role"
                 )
-            content = _text(f"{name}.content", item.get("content"))
+            content = texts_of(f"{name}.content", item.get("content"), _TEXTS)
             found.append({"role": _ROLES[role], "content": content})
         elif kind != "reasoning":
             raise RequestError(
@@ -109,21 +109,6 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                 param=f"{name}.type",
             )
     return found
-
-
-def _text(name: str, value: Any) -> str:
-    """Return the text of a string, or of parts that are text."""
-    if not isinstance(value, list):
-        return text_of(name, value)
-    parts = []
-    for place, part in enumerate(value):
-        where = f"{name}[{place}]"
-        if not isinstance(part, dict) or part.get("type") not in _TEXTS:
-            raise RequestError(
-                400, f"{where} must be text: images and files are not supported", param=where
-            )
-        parts.append(text_of(f"{where}.text", part.get("text")))
-    return "\n".join(parts)
 
 
 def _tools(given: Mapping[str, Any]) -> Tools:

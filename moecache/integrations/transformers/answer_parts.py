@@ -172,29 +172,41 @@ class AnswerParser:
 
     Parameters
     ----------
-    format : AnswerFormat
+    format : AnswerFormat, optional
+        `None`: all of it is content.
     prompt : str
         The text before the answer, or its end: it may have opened a part.
     tools : sequence of dict
         The functions that the model may call, by whose schemas arguments are typed; no others can
         be called.
+    are_many : bool, default True
+        Whether calls beyond the first count; else they are left out.
+
+    Attributes
+    ----------
+    num_calls : int
     """
 
     def __init__(
         self,
-        format: AnswerFormat,  # noqa: A002 - the field's word
-        prompt: str,
+        format: AnswerFormat | None = None,  # noqa: A002 - the field's word
+        prompt: str = "",
         tools: Sequence[dict[str, Any]] = (),
+        *,
+        are_many: bool = True,
     ) -> None:
         from transformers.utils.chat_parsing.response_parser import ResponseParser
 
-        self._format = format
         self._field = ""
         self._body = self._blanks = ""
-        self._is_plain = self._has_begun = self._is_over = False
+        self._is_plain, self._has_begun, self._is_over = format is None, False, False
         # All of it, as long as it is in no part.
         self._unplaced = self._tail = ""
         self.num_calls = 0
+        self._are_many = are_many
+        if format is None:
+            return
+        self._format = format
         known: Any = list(tools)
         self._names = {tool["function"]["name"] for tool in known}
         if format.own is not None:
@@ -286,6 +298,8 @@ class AnswerParser:
             if is_cut or name not in self._names or arguments is None:
                 begin = before.replace("{name}", str(name or ""))
                 return [Piece("content", begin + self._body + ("" if is_open else after))]
+            if self.num_calls and not self._are_many:
+                continue
             self.num_calls += 1
             self._has_begun = True
             found.append(Piece("call", json.dumps(arguments, ensure_ascii=False), str(name)))

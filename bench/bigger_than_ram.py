@@ -226,9 +226,10 @@ def compare(
     """Run all `runs` times, interleaved, and the disk's best, which drifts, after each round."""
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in range(arguments.runs):
-        for entrant in entrants(arguments):
-            print(f"run {run + 1}: {' '.join(entrant)}", file=sys.stderr, flush=True)
-            results.setdefault(entrant, []).append(run_one(arguments, folder, limit, *entrant))
+        for contestant, policy in entrants(arguments):
+            print(f"run {run + 1}: {contestant} {policy}", file=sys.stderr, flush=True)
+            one = run_one(arguments, folder, limit, contestant, policy)
+            results.setdefault((contestant, policy), []).append(one)
         best.append(disk_best(folder / "model"))
     return results
 

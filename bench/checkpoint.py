@@ -1,11 +1,21 @@
-"""Random checkpoints of any size, in the form of the tiny model that is shipped."""
+"""Random experts: checkpoints of any size, files of experts alone, stacks of layers in memory."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+
+from moecache.formats import find_format
+from moecache.layout import ExpertLayout
+from moecache.prefault.regions import Region
+from moecache.slots._memory import aligned_rows
+from moecache.stores import MemoryStore
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,9 @@ class Size:
 
 def write_checkpoint(directory: Path, size: Size, *, seed: int = 0) -> None:
     """Write an OLMoE model with random weights over bytes, a shard for each layer."""
+    # Beside the library: a machine with a GPU may lack it.
+    from safetensors.numpy import save_file
+
     rng = np.random.default_rng(seed)
 
     def weights(*shape: int) -> np.ndarray:
@@ -83,3 +96,155 @@ def write_checkpoint(directory: Path, size: Size, *, seed: int = 0) -> None:
         "vocab_size": 384,
     }
     (directory / "config.json").write_text(json.dumps(config))
+
+
+def write_experts(path: Path, num_layers: int, num_experts: int, hidden: int, width: int) -> None:
+    """Write a checkpoint of experts alone, gate, up and down side by side as in real ones."""
+    tensors: dict[str, Any] = {}
+    end = 0
+    for layer in range(num_layers):
+        for expert in range(num_experts):
+            for piece, shape in (
+                ("gate", (width, hidden)),
+                ("up", (width, hidden)),
+                ("down", (hidden, width)),
+            ):
+                start, end = end, end + 2 * hidden * width
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{piece}_proj.weight"
+                tensors[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(tensors).encode()
+    header += b" " * (-len(header) % 4096 - 8 % 4096)
+    one = np.random.default_rng(0).bytes(6 * hidden * width)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for _ in range(num_layers * num_experts):
+            file.write(one)
+
+
+def memory_store(
+    num_layers: int, num_experts: int, hidden: int, width: int, *, top_k: int
+) -> MemoryStore:
+    """Return as many experts in memory."""
+    shape = (num_layers, num_experts)
+    gate_up = np.full((*shape, 2 * width, hidden), 0x3C01, np.uint16).view(BFLOAT16)
+    down = np.full((*shape, hidden, width), 0x3C02, np.uint16).view(BFLOAT16)
+    return MemoryStore({"gate_up": gate_up, "down": down}, top_k=top_k)
+
+
+@dataclass(frozen=True)
+class StackSize:
+    """What the stack looks like.
+
+    Experts are in "bf16"; or in "mxfp4", with biases and the gate of gpt-oss, whose rows of gate
+    and up are in turns.
+    """
+
+    num_layers: int = 48
+    num_experts: int = 128
+    top_k: int = 8
+    hidden: int = 2048
+    width: int = 768
+    format: str = "bf16"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of an expert's matrices."""
+        return {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        if self.format == "bf16":
+            return 6 * self.hidden * self.width
+        known = find_format(self.format)
+        biases = 2 * sum(rows for rows, _ in self.shapes.values())
+        return biases + sum(known.nbytes(*shape) for shape in self.shapes.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all experts."""
+        return self.num_layers * self.num_experts * self.expert_bytes
+
+    @property
+    def gate(self) -> dict[str, Any]:
+        """What `compute.on_device` takes."""
+        if self.format == "bf16":
+            return {}
+        return {"activation": "swiglu", "is_interleaved": True, "alpha": 1.702, "limit": 7.0}
+
+    def describe(self) -> str:
+        """Return it as text."""
+        return (
+            f"{self.num_layers} layers x {self.num_experts} experts, top-{self.top_k}, "
+            f"hidden {self.hidden}, width {self.width}, {self.format}"
+        )
+
+
+class SharedStore(MemoryStore):
+    """The experts of one layer, in memory, which stand for those of all layers.
+
+    Expert e of layer l has the bytes of expert (e + 17 l) mod num_experts: no two layers have the
+    same one at the same place. A store of all layers would take 48 times the memory.
+
+    Parameters
+    ----------
+    size : StackSize
+    seed : int, default 0
+    """
+
+    def __init__(self, size: StackSize, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        stack, formats = (1, size.num_experts), None
+        if size.format == "bf16":
+            arrays = {
+                name: random_weights(rng, (*stack, *shape)) for name, shape in size.shapes.items()
+            }
+        else:
+            formats = {name: (size.format, shape) for name, shape in size.shapes.items()}
+            arrays = {}
+            for name, shape in size.shapes.items():
+                arrays[name] = random_mxfp4(rng, size.num_experts, *shape)
+                arrays[f"{name}_bias"] = random_weights(rng, (*stack, shape[0]))
+        super().__init__(arrays, top_k=size.top_k, formats=formats)
+        (roles,) = self._layout.layers
+        self._layout = ExpertLayout(size.num_experts, size.top_k, [roles] * size.num_layers)
+
+    def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
+        """Return one expert without copying, read-only."""
+        self._layout.check(layer, expert)
+        return super().view(0, (expert + 17 * layer) % self._layout.num_experts)
+
+    def regions(self, layers: Iterable[int] | None = None) -> list[Region]:
+        """Return where all of them lie, whichever layers are asked for."""
+        del layers
+        return super().regions([0])
+
+
+def random_weights(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Return bfloat16 weights whose products with a hidden state are about as large as it is.
+
+    Drawn as bits, at a gigabyte per second: any sign and mantissa, one exponent.
+    """
+    exponent = 127 - round(np.log2(1.5 * shape[-1] ** 0.5))
+    num_bytes = 2 * int(np.prod(shape))
+    # A mapping of its own: what is pinned shares no page with anything else.
+    weights = aligned_rows(1, num_bytes)[0]
+    weights[:] = np.frombuffer(rng.bytes(num_bytes), np.uint8)
+    bits = weights.view(np.uint16)
+    bits &= 0x807F
+    bits |= exponent << 7
+    return bits.view(BFLOAT16).reshape(shape)
+
+
+def random_mxfp4(rng: np.random.Generator, num_experts: int, rows: int, columns: int) -> np.ndarray:
+    """Return MXFP4 matrices [1, num_experts, bytes] as `random_weights` does: one scale for all."""
+    num_bytes = find_format("mxfp4").nbytes(rows, columns)
+    weights = aligned_rows(1, num_experts * num_bytes)[0].reshape(1, num_experts, num_bytes)
+    # The values of random codes are 2.9 in the root of the mean square.
+    scale = 127 - round(np.log2(2.9 * columns**0.5))
+    codes = rows * columns // 2
+    weights[..., :codes] = np.frombuffer(rng.bytes(num_experts * codes), np.uint8).reshape(
+        1, num_experts, codes
+    )
+    weights[..., codes:] = scale
+    return weights

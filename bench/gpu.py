@@ -1,14 +1,18 @@
 """All that is measured on a GPU, and the report of it: what bench/gpu.sh runs.
 
-    python -m bench.gpu upload|decode|resident|mxfp4|memory|host [--json OUT] [options]
+    python -m bench.gpu upload [--runs 20] [--bytes 1GiB] [--directory DIR] [--json OUT]
+    python -m bench.gpu decode|resident|mxfp4 [--runs 20] [--tokens 16] [--layers 48] [--json OUT]
+    python -m bench.gpu memory [--evictions 100000] [--rounds 50] [--json OUT]
+    python -m bench.gpu host [--layers 48] [--experts 128] [--runs 200] [--json OUT]
     python bench/gpu.py report --work DIR --out FILE --stage NAME... [--fact KEY=VALUE]...
 
-A measurement is a function (argv, device) of the module beside this one that has its name in
-`MEASUREMENTS`. Its device is an argument, so that tests run all of it on one that they made. The
-report puts what the stages of bench/gpu.sh left into one JSON, and says whether all went well; a
-stage leaves NAME.status (exit code, seconds, seconds allowed), NAME.log, and maybe NAME.json or
-NAME.xml. It needs Python alone, so that there is one of a build that failed, too: this file
-imports nothing else before something is measured.
+A measurement is the function `measure_...` (device, arguments) of the module beside this one that
+`MEASUREMENTS` names; its options and its table are here. Its device is an argument, so that tests
+run all of it on one that they made; `host` needs none. The report puts what the stages of
+bench/gpu.sh left into one JSON, and says whether all went well; a stage leaves NAME.status (exit
+code, seconds, seconds allowed), NAME.log, and maybe NAME.json or NAME.xml. It needs Python alone,
+so that there is one of a build that failed, too: this file imports nothing else before something
+is measured.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import statistics
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,14 +32,16 @@ if TYPE_CHECKING:
 
     from moecache.cuda import Device
 
-NUM_RUNS = 20
 MEASUREMENTS = {
-    "upload": "bench.gpu_copies",
-    "decode": "bench.gpu_decode",
-    "resident": "bench.gpu_decode",
-    "mxfp4": "bench.gpu_decode",
-    "memory": "bench.gpu_copies",
-    "host": "bench.gpu_host",
+    "upload": ("bench.gpu_copies", "how fast misses reach a GPU"),
+    "decode": ("bench.gpu_decode", "decode in several ways"),
+    "resident": (
+        "bench.gpu_decode",
+        "decode with slots for all, nine in ten and half of the experts",
+    ),
+    "mxfp4": ("bench.gpu_decode", "what `resident` does, with gpt-oss-20b's shapes in MXFP4"),
+    "memory": ("bench.gpu_decode", "whether memory of GPU and host stays the same"),
+    "host": ("bench.gpu_stack", "host time per layer, against a device that does nothing"),
 }
 # Exit codes of `timeout`, and of a process that it had to kill.
 TIMED_OUT = (124, 137)
@@ -44,18 +51,101 @@ COUNTS = ("tests", "failures", "errors", "skipped")
 T = TypeVar("T")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a measurement, or make the report; return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="bench.gpu", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("what", choices=[*MEASUREMENTS, "report"])
-    what = parser.parse_args(given[:1]).what
-    if what == "report":
-        return report(given[1:])
-    code: int = getattr(importlib.import_module(MEASUREMENTS[what]), what)(given[1:])
-    return code
+def main(
+    argv: Sequence[str] | None = None, device: Device | None = None, size: object = None
+) -> int:
+    """Run a measurement, or make the report; return its exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        By default the process's.
+    device : Device, optional
+        By default the one that --device names.
+    size : StackSize or sequence of Shape, optional
+        The stack that is decoded, or the experts that are uploaded; by default the measurement's.
+    """
+    arguments = _parser().parse_args(argv)
+    arguments.size = size
+    return report(arguments) if arguments.what == "report" else run_benchmark(arguments, device)
+
+
+def _parser() -> argparse.ArgumentParser:
+    description = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="bench.gpu", description=description)
+    commands = parser.add_subparsers(dest="what", required=True)
+    of = {
+        name: commands.add_parser(name, help=text, description=text)
+        for name, (_, text) in MEASUREMENTS.items()
+    }
+    for name, command in of.items():
+        command.add_argument("--json", type=Path, metavar="OUT", help="write the figures there")
+        if name != "host":
+            command.add_argument("--device", default="cuda:0", metavar="NAME")
+        if name != "memory":
+            default = 200 if name == "host" else 20
+            command.add_argument(
+                "--runs", type=int, default=default, help="medians are over so many"
+            )
+        if name in {"upload", "decode", "resident", "mxfp4"}:
+            command.add_argument(
+                "--copy-bytes", default="1GiB", help="bytes of the copy that is the limit"
+            )
+        if name in {"decode", "resident", "mxfp4"}:
+            command.add_argument("--tokens", type=int, default=16, help="in each run")
+            command.add_argument("--layers", type=int, help="at most; by default all")
+            command.add_argument(
+                "--width", type=int, help="width of an expert, instead of the model's"
+            )
+            command.add_argument("--trace", type=Path, metavar="FILE", help="recorded routing")
+    upload, decode, memory, host = of["upload"], of["decode"], of["memory"], of["host"]
+    upload.add_argument("--bytes", default="1GiB", help="bytes of experts, copied in each run")
+    upload.add_argument("--look-ups", type=int, default=5000, help="in each run")
+    upload.add_argument("--pause-us", type=float, default=100, help="between the storm's requests")
+    upload.add_argument("--directory", type=Path, metavar="DIR", help="for the file of experts")
+    decode.add_argument("--threads", type=int, default=8, help="threads that fill pinned buffers")
+    memory.add_argument("--evictions", type=int, default=100_000)
+    memory.add_argument("--rounds", type=int, default=50)
+    host.add_argument("--layers", type=int, default=48)
+    host.add_argument("--experts", type=int, default=128)
+    made = commands.add_parser("report", help="put what stages left into one JSON")
+    made.add_argument("--work", type=Path, required=True, metavar="DIR")
+    made.add_argument("--out", type=Path, required=True, metavar="FILE")
+    made.add_argument("--stage", action="append", default=[], metavar="NAME")
+    made.add_argument("--fact", action="append", default=[], metavar="KEY=VALUE")
+    return parser
+
+
+def run_benchmark(arguments: argparse.Namespace, device: Device | None) -> int:
+    """Measure, print and write the figures; return 1 if a bound does not hold, 2 without a GPU.
+
+    `host` returns 0 also where a bound does not hold.
+    """
+    # Not with this file, of which a report needs a part that imports nothing.
+    from rich.console import Console
+
+    from bench.machine import describe_machine
+    from moecache.cuda import open_device
+    from moecache.errors import MoeCacheError
+
+    what = arguments.what
+    console = Console(width=140, highlight=False)
+    console.print(describe_machine())
+    found: dict[str, Any] = {"machine": describe_machine()}
+    if what != "host":
+        try:
+            device = device or open_device(arguments.device)
+        except MoeCacheError as error:
+            console.print(f"skipped: {error}", markup=False)
+            return 2
+        console.print(device.description, markup=False)
+        found["device"] = device.description
+    module = importlib.import_module(MEASUREMENTS[what][0])
+    found |= getattr(module, f"measure_{what}")(device, arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    SHOWN[what](found, console)
+    return 0 if show_bounds(found["bounds"], console) or what == "host" else 1
 
 
 def bound(
@@ -86,53 +176,142 @@ def show_bounds(bounds: Iterable[Mapping[str, Any]], console: Console) -> bool:
     return holds
 
 
-def parser_of(document: str | None, *, runs: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with what these benchmarks take: all of them, or those that have runs."""
-    parser = argparse.ArgumentParser(description=(document or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda:0", metavar="NAME")
-    if runs:
-        parser.add_argument("--runs", type=int, default=NUM_RUNS, help="medians are over so many")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures there")
-    return parser
-
-
-def run_benchmark(
-    measure: Callable[[Device, argparse.Namespace], dict[str, Any]],
-    show: Callable[[dict[str, Any], Console], None],
-    arguments: argparse.Namespace,
-    device: Device | None,
-) -> int:
-    """Measure, print and write the figures; return 1 if a bound does not hold, 2 without a GPU."""
-    # Not with this file, of which a report needs a part that imports nothing.
-    from rich.console import Console
-
-    from bench.machine import describe_machine
-    from moecache.cuda import open_device
-    from moecache.errors import MoeCacheError
-
-    console = Console(width=140, highlight=False)
-    console.print(describe_machine())
-    try:
-        device = device or open_device(arguments.device)
-    except MoeCacheError as error:
-        console.print(f"skipped: {error}", markup=False)
-        return 2
-    console.print(device.description, markup=False)
-    found = {
-        "machine": describe_machine(),
-        "device": device.description,
-        **measure(device, arguments),
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    show(found, console)
-    return 0 if show_bounds(found["bounds"], console) else 1
-
-
 def turns(contestants: Sequence[T], run: int) -> list[T]:
     """Return the order of the contestants in a run: each goes first once in a while."""
     first = run % len(contestants)
     return [*contestants[first:], *contestants[:first]]
+
+
+def show_upload(found: dict[str, Any], console: Console) -> None:
+    """Print a row for each size and way, and the look-ups."""
+    from rich.table import Table
+
+    from moecache.units import format_bytes, format_bytes_per_s
+
+    table = Table("experts", "way", "of the link", "rate", "while copying", "link", "pinned")
+    for row in found["uploads"]:
+        if row["refused"]:
+            table.add_row(row["size"], row["way"], "refused")
+            continue
+        table.add_row(
+            row["size"],
+            row["way"],
+            f"{row['share']:.3f}",
+            format_bytes_per_s(statistics.median(row["bytes_per_s"])),
+            format_bytes_per_s(row["busy_bytes_per_s"]),
+            format_bytes_per_s(statistics.median(row["link_bytes_per_s"])),
+            format_bytes(row["pinned_bytes"]),
+        )
+    console.print(table)
+    storm = found["look_ups"]
+    quiet, stormy = (statistics.median(storm[f"{kind}_p99_ns"]) for kind in ("quiet", "storm"))
+    console.print(
+        f"look-up p99: quiet {quiet / 1e3:.1f} us, in a storm of "
+        f"{format_bytes_per_s(storm['storm_bytes_per_s'])} {stormy / 1e3:.1f} us"
+    )
+
+
+def show_decode(found: dict[str, Any], console: Console) -> None:
+    """Print a row for each way."""
+    from rich.table import Table
+
+    from moecache.units import format_bytes, format_bytes_per_s
+
+    _show_stack(found, console)
+    if found["scaled"]:
+        console.print(found["scaled"])
+    table = Table(
+        "", "tokens/s", "of resident", "of the link", "copied/token", "waited/token", "hit rate"
+    )
+    for name, way in found["ways"].items():
+        table.add_row(
+            name,
+            f"{way['tokens_per_s']:.2f}",
+            f"{way['of_resident']:.3f}",
+            f"{way['of_link']:.3f}",
+            format_bytes(round(way["bytes_per_token"])),
+            f"{way['stall_ns_per_token'] / 1e6:.3f} ms",
+            f"{way['hit_rate']:.3f}",
+        )
+    console.print(table)
+    rate = found["ways"]["all resident"]["link_bytes_per_s"]
+    console.print(f"one large copy from pinned memory: {format_bytes_per_s(rate)}")
+    _show_refused(found, console)
+
+
+def show_resident(found: dict[str, Any], console: Console) -> None:
+    """Print a row for each way."""
+    from rich.table import Table
+
+    from moecache.units import format_bytes_per_s
+
+    _show_stack(found, console)
+    table = Table(
+        "slots",
+        "tokens/s",
+        "of resident",
+        "device us/layer",
+        "host us/layer",
+        "hits",
+        "stalls/token",
+        "waited/token",
+    )
+    for name, way in found["ways"].items():
+        table.add_row(
+            name,
+            f"{way['tokens_per_s']:.2f}",
+            f"{way['of_resident']:.3f}",
+            f"{way['device_us_per_layer']:.1f}",
+            f"{way['host_us_per_layer']:.1f}",
+            f"{way['hit_rate']:.3f}",
+            f"{way['stalls_per_token']:.2f}",
+            f"{way['stall_ns_per_token'] / 1e6:.3f} ms",
+        )
+    console.print(table)
+    rate = format_bytes_per_s(found["copy_bytes_per_s"])
+    console.print(f"one large copy inside the device, read and written: {rate}")
+    _show_refused(found, console)
+
+
+def _show_stack(found: dict[str, Any], console: Console) -> None:
+    """Print what was decoded."""
+    from bench.checkpoint import StackSize
+
+    stack = {key: value for key, value in found["stack"].items() if key != "bytes"}
+    console.print(f"{StackSize(**stack).describe()}; routing of {found['routing']}", markup=False)
+
+
+def _show_refused(found: dict[str, Any], console: Console) -> None:
+    """Print the ways that could not be opened, and why."""
+    for name, reason in found["refused"].items():
+        console.print(f"{name} was refused: {reason}", markup=False)
+
+
+def show_memory(found: dict[str, Any], console: Console) -> None:
+    """Print what was lost."""
+    for name in ("evictions", "rounds"):
+        part = found[name]
+        console.print(
+            f"{name}: {part[f'num_{name}']}, device bytes lost {part['device_bytes_lost']}, "
+            f"RAM grown by {part['rss_bytes_grown']} bytes"
+        )
+
+
+def show_host(found: dict[str, Any], console: Console) -> None:
+    """Print a row for each policy and way."""
+    for policy in ("echo", "lru"):
+        for way, value in found[policy].items():
+            console.print(f"{policy:5} {way:22} {value:8.3f}")
+
+
+SHOWN = {
+    "upload": show_upload,
+    "decode": show_decode,
+    "resident": show_resident,
+    "mxfp4": show_resident,
+    "memory": show_memory,
+    "host": show_host,
+}
 
 
 def read_stage(work: Path, name: str) -> dict[str, Any]:
@@ -199,14 +378,8 @@ def merge(work: Path, stages: Sequence[str], facts: dict[str, str]) -> dict[str,
     }
 
 
-def report(argv: Sequence[str]) -> int:
+def report(arguments: argparse.Namespace) -> int:
     """Write the report and print a line per stage; return 1 if one failed or missed a bound."""
-    parser = argparse.ArgumentParser(prog="gpu.py report")
-    parser.add_argument("--work", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--stage", action="append", default=[], metavar="NAME")
-    parser.add_argument("--fact", action="append", default=[], metavar="KEY=VALUE")
-    arguments = parser.parse_args(argv)
     facts = {key: value for key, _, value in (fact.partition("=") for fact in arguments.fact)}
     made = merge(arguments.work, arguments.stage, facts)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

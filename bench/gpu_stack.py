@@ -1,167 +1,56 @@
-"""A stack of MoE layers on a GPU that decodes from recorded routing, in several ways.
+"""What decodes: a stack of MoE layers in several ways, on a GPU or on a device that does nothing.
 
 Every way gets a token's hidden state, ids and routing weights by the same small copy into a place
 of its own, computes all layers in one stream, and leaves each layer's output in another place.
 Token decoders need no slot for every expert: the device takes a token's steps by itself (see
 `CudaExperts.begin_token`), and a layer that misses an expert is computed again when it is there.
+
+`host` takes no GPU: it measures the host time per layer of a token against a device that does
+nothing. All experts are in their slots. What is measured is this library's own work: from arrays
+to the arguments of a launch, and what a token costs at its beginning and its end. What CuPy and
+CUDA take for a launch comes on top. "echo", the default policy, learns of every layer, and "lru"
+next to nothing: the difference is what learning takes. Processor time of the calling thread, the
+median of many tokens.
 """
 
 import hashlib
+import statistics
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from bench.checkpoint import BFLOAT16, SharedStore, StackSize
+from bench.gpu import bound
+from bench.gpu_copies import Owner, open_runtime
 from bench.hit_rates import TRACES
 from bench.traces import routing_trace
 from moecache import ExpertCache, ExpertRuntime
-from moecache.compute import on_device
-from moecache.cuda import Device, DeviceArray, Memory, Stream
-from moecache.formats import find_format
-from moecache.layout import ExpertLayout
-from moecache.prefault.regions import Region
-from moecache.reader.disk import open_reader
-from moecache.sizing import num_staging_slots
+from moecache.compute import CudaExperts, on_device
+from moecache.cuda import Device, DeviceArray, Graph, Memory, Stream
+from moecache.cuda.device import dtype_of
 from moecache.slots import CudaSlots
 from moecache.slots._memory import aligned_rows
-from moecache.stores import ExpertStore, FileStore, MemoryStore
+from moecache.stores import MemoryStore
 from moecache.study import Trace
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _ALIGNMENT = 256
 # Beside the checkout or, where it was copied with what it needs, in it.
 PLACES = (TRACES, Path(__file__).parents[1] / "shared" / "traces")
 TRACE = next((place for place in PLACES if place.is_dir()), TRACES) / "bigmoe-qwen.npz"
+# Of the host's measurement: a small expert, so that the host alone takes time.
+TOP_K, HIDDEN, WIDTH = 8, 32, 16
+# Microseconds of the host per layer, all hits.
+EAGER_BOUND_US, GRAPH_BOUND_US = 10.0, 1.0
 
 
-@dataclass(frozen=True)
-class StackSize:
-    """What the stack looks like.
-
-    Experts are in "bf16"; or in "mxfp4", with biases and the gate of gpt-oss, whose rows of gate
-    and up are in turns.
-    """
-
-    num_layers: int = 48
-    num_experts: int = 128
-    top_k: int = 8
-    hidden: int = 2048
-    width: int = 768
-    format: str = "bf16"
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of an expert's matrices."""
-        return {"gate_up": (2 * self.width, self.hidden), "down": (self.hidden, self.width)}
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert."""
-        if self.format == "bf16":
-            return 6 * self.hidden * self.width
-        known = find_format(self.format)
-        biases = 2 * sum(rows for rows, _ in self.shapes.values())
-        return biases + sum(known.nbytes(*shape) for shape in self.shapes.values())
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all experts."""
-        return self.num_layers * self.num_experts * self.expert_bytes
-
-    @property
-    def gate(self) -> dict[str, Any]:
-        """What `compute.on_device` takes."""
-        if self.format == "bf16":
-            return {}
-        return {"activation": "swiglu", "is_interleaved": True, "alpha": 1.702, "limit": 7.0}
-
-    def describe(self) -> str:
-        """Return it as text."""
-        return (
-            f"{self.num_layers} layers x {self.num_experts} experts, top-{self.top_k}, "
-            f"hidden {self.hidden}, width {self.width}, {self.format}"
-        )
-
-
-class SharedStore(MemoryStore):
-    """The experts of one layer, in memory, which stand for those of all layers.
-
-    Expert e of layer l has the bytes of expert (e + 17 l) mod num_experts: no two layers have the
-    same one at the same place. A store of all layers would take 48 times the memory.
-
-    Parameters
-    ----------
-    size : StackSize
-    seed : int, default 0
-    """
-
-    def __init__(self, size: StackSize, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        stack, formats = (1, size.num_experts), None
-        if size.format == "bf16":
-            arrays = {
-                name: random_weights(rng, (*stack, *shape)) for name, shape in size.shapes.items()
-            }
-        else:
-            formats = {name: (size.format, shape) for name, shape in size.shapes.items()}
-            arrays = {}
-            for name, shape in size.shapes.items():
-                arrays[name] = random_mxfp4(rng, size.num_experts, *shape)
-                arrays[f"{name}_bias"] = random_weights(rng, (*stack, shape[0]))
-        super().__init__(arrays, top_k=size.top_k, formats=formats)
-        (roles,) = self._layout.layers
-        self._layout = ExpertLayout(size.num_experts, size.top_k, [roles] * size.num_layers)
-
-    def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
-        """Return one expert without copying, read-only."""
-        self._layout.check(layer, expert)
-        return super().view(0, (expert + 17 * layer) % self._layout.num_experts)
-
-    def regions(self, layers: Iterable[int] | None = None) -> list[Region]:
-        """Return where all of them lie, whichever layers are asked for."""
-        del layers
-        return super().regions([0])
-
-
-def random_weights(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Return bfloat16 weights whose products with a hidden state are about as large as it is.
-
-    Drawn as bits, at a gigabyte per second: any sign and mantissa, one exponent.
-    """
-    exponent = 127 - round(np.log2(1.5 * shape[-1] ** 0.5))
-    num_bytes = 2 * int(np.prod(shape))
-    # A mapping of its own: what is pinned shares no page with anything else.
-    weights = aligned_rows(1, num_bytes)[0]
-    weights[:] = np.frombuffer(rng.bytes(num_bytes), np.uint8)
-    bits = weights.view(np.uint16)
-    bits &= 0x807F
-    bits |= exponent << 7
-    return bits.view(BFLOAT16).reshape(shape)
-
-
-def random_mxfp4(rng: np.random.Generator, num_experts: int, rows: int, columns: int) -> np.ndarray:
-    """Return MXFP4 matrices [1, num_experts, bytes] as `random_weights` does: one scale for all."""
-    num_bytes = find_format("mxfp4").nbytes(rows, columns)
-    weights = aligned_rows(1, num_experts * num_bytes)[0].reshape(1, num_experts, num_bytes)
-    # The values of random codes are 2.9 in the root of the mean square.
-    scale = 127 - round(np.log2(2.9 * columns**0.5))
-    codes = rows * columns // 2
-    weights[..., :codes] = np.frombuffer(rng.bytes(num_experts * codes), np.uint8).reshape(
-        1, num_experts, codes
-    )
-    weights[..., codes:] = scale
-    return weights
-
-
-class Inputs:
+class Inputs(Owner):
     """What each token of a trace gives each layer, in pinned memory: a block per token.
-
-    A context manager.
 
     Parameters
     ----------
@@ -192,50 +81,57 @@ class Inputs:
                 (self.hidden_at, hidden),
             ):
                 block[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-        self._device = device
         device.pin(self._blocks.ctypes.data, self._blocks.nbytes)
+        self._undo = ExitStack()
+        self._undo.callback(device.unpin, self._blocks.ctypes.data)
 
     def address(self, token: int) -> int:
         """Return where a token's block is, on the host."""
         return self._blocks.ctypes.data + token * self.block_bytes
 
-    def __enter__(self) -> Self:
-        """Return the inputs."""
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        """Unpin them."""
-        self._device.unpin(self._blocks.ctypes.data)
+@dataclass(frozen=True)
+class Place:
+    """Where decoders work: on a device, in a stream, from the inputs of a trace."""
+
+    device: Device
+    stream: Stream
+    inputs: Inputs
 
 
-class Decoder:
-    """Computes tokens through a runtime; a context manager that frees its inputs and outputs.
+@contextmanager
+def open_place(device: Device, size: StackSize, trace: np.ndarray) -> Iterator[Place]:
+    """Yield inputs on a device and a stream, the calling thread's current one meanwhile."""
+    with ExitStack() as stack:
+        inputs = stack.enter_context(Inputs(device, size, trace))
+        stream = device.create_stream()
+        stack.callback(device.destroy_stream, stream)
+        stack.enter_context(device.using(stream))
+        yield Place(device, stream, inputs)
+
+
+class Decoder(Owner):
+    """Computes tokens through a runtime, which stays open longer than this decoder.
 
     Parameters
     ----------
     name : str
-    device : Device
-    inputs : Inputs
-    stream : Stream
-        The calling thread's current one whenever this is used.
+    place : Place
+        Its stream is the calling thread's current one whenever this is used.
     runtime : ExpertRuntime
-        Stays open longer than this decoder.
     """
 
-    def __init__(
-        self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
-    ) -> None:
+    def __init__(self, name: str, place: Place, runtime: ExpertRuntime) -> None:
+        device, inputs = place.device, place.inputs
         self.name = name
         self.runtime = runtime
         self.num_tokens = inputs.num_tokens
-        self._device = device
-        self._inputs = inputs
-        self._stream = stream
+        self._device, self._inputs, self._stream = place.device, place.inputs, place.stream
         size = inputs.size
         with ExitStack() as undo:
             self._block = _allocated(undo, device, inputs.block_bytes)
             self._outs = _allocated(undo, device, 2 * size.num_layers * size.hidden)
-            undo.callback(device.synchronize, stream)
+            undo.callback(device.synchronize, place.stream)
             self._undo = undo.pop_all()
         bits = np.dtype(np.uint16)
         integers, floats = np.dtype(np.int32), np.dtype(np.float32)
@@ -291,14 +187,6 @@ class Decoder:
         found = self._device.array(self._outs, 0, shape, np.dtype(np.uint16))
         return self._device.to_host(found).view(np.ndarray)
 
-    def __enter__(self) -> Self:
-        """Return it."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Free its memory once nothing uses it."""
-        self._undo.close()
-
 
 class GraphDecoder(Decoder):
     """A decoder whose layers are one graph that the host begins; see `Decoder`.
@@ -306,24 +194,22 @@ class GraphDecoder(Decoder):
     Raises
     ------
     MoeCacheError
-        If not every expert is resident: `bench.gpu_tokens` has the decoder for that.
+        If not every expert is resident: `TokenGraphDecoder` is for that.
     """
 
-    def __init__(
-        self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
-    ) -> None:
-        super().__init__(name, device, inputs, stream, runtime)
+    def __init__(self, name: str, place: Place, runtime: ExpertRuntime) -> None:
+        super().__init__(name, place, runtime)
         with ExitStack() as undo:
             undo.callback(self._undo.close)
             # A step before the capture makes whatever has to be made.
             self.bring_in(0)
             super().compute()
             self.finish()
-            device.begin_capture(stream)
+            place.device.begin_capture(place.stream)
             try:
                 super().compute()
             finally:
-                self._graph = device.end_capture(stream)
+                self._graph = place.device.end_capture(place.stream)
             undo.pop_all()
 
     def compute(self) -> None:
@@ -334,14 +220,12 @@ class GraphDecoder(Decoder):
 class TokenDecoder(Decoder):
     """A decoder that issues a token's layers one by one, and waits at its end; see `Decoder`."""
 
-    def __init__(
-        self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
-    ) -> None:
-        super().__init__(name, device, inputs, stream, runtime)
+    def __init__(self, name: str, place: Place, runtime: ExpertRuntime) -> None:
+        super().__init__(name, place, runtime)
         self._num_stalls = 0
         with ExitStack() as undo:
             undo.callback(self._undo.close)
-            self._experts = on_device(runtime, **inputs.size.gate)
+            self._experts = on_device(runtime, **place.inputs.size.gate)
             undo.pop_all()
 
     @property
@@ -390,19 +274,17 @@ class TokenGraphDecoder(TokenDecoder):
         If there are fewer slots than experts of a layer's step.
     """
 
-    def __init__(
-        self, name: str, device: Device, inputs: Inputs, stream: Stream, runtime: ExpertRuntime
-    ) -> None:
-        super().__init__(name, device, inputs, stream, runtime)
+    def __init__(self, name: str, place: Place, runtime: ExpertRuntime) -> None:
+        super().__init__(name, place, runtime)
         with ExitStack() as undo:
             undo.callback(self._undo.close)
             self._experts.begin_token()
             undo.callback(self._experts.end_token)
-            device.begin_capture(stream)
+            place.device.begin_capture(place.stream)
             try:
                 super()._issue(0)
             finally:
-                self._graph = device.end_capture(stream)
+                self._graph = place.device.end_capture(place.stream)
             undo.pop_all()
         self._experts.end_token()
 
@@ -410,43 +292,6 @@ class TokenGraphDecoder(TokenDecoder):
         """Replay the graph; layers before the first one return at once."""
         del first
         self._device.replay(self._graph, self._stream)
-
-
-def open_runtime(
-    device: Device,
-    store: ExpertStore,
-    capacity: int,
-    *,
-    policy: str = "lru",
-    prefetch: str = "off",
-    loader_threads: int = 8,
-    staging: int | None = None,
-) -> ExpertRuntime:
-    """Return a runtime whose slots are on a device; it closes the store.
-
-    As `moecache.open` makes it, but for any device and any store: files are read through the page
-    cache; what is in memory is copied by threads, likewise.
-    """
-    layout = store.layout
-    capacity = min(capacity, layout.total_experts)
-    if capacity == layout.total_experts:
-        staging = 0
-    elif staging is None:
-        staging = num_staging_slots(layout.top_k, capacity)
-    with ExitStack() as undo:
-        undo.callback(store.close)
-        pool = CudaSlots(layout, capacity, staging, device)
-        undo.callback(pool.close)
-        reader = None
-        if isinstance(store, FileStore):
-            reader = open_reader(store, direct=False)
-            undo.callback(reader.close)
-        cache = ExpertCache(layout.num_layers, layout.num_experts, capacity, policy=policy)
-        runtime = ExpertRuntime(
-            store, pool, cache, loader_threads=loader_threads, reader=reader, prefetch=prefetch
-        )
-        undo.pop_all()
-    return runtime
 
 
 def open_stack(
@@ -530,3 +375,209 @@ def read_trace(path: Path, size: StackSize, num_tokens: int) -> tuple[np.ndarray
         num_tokens, num_layers=size.num_layers, num_experts=size.num_experts, top_k=size.top_k
     )
     return drawn, "synthetic: Zipf's law, four in ten kept"
+
+
+class NoDevice:
+    """A device that does nothing at once; its memory is the host's."""
+
+    name = description = "no device"
+    allocation_bytes = 4096
+    max_resident_blocks = 3 * 132
+    stream_source: Callable[[], int] | None = None
+
+    def __init__(self) -> None:
+        self._stream = Stream(1)
+        self._memory: dict[int, np.ndarray] = {}
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Return zeros."""
+        raw = np.zeros(num_bytes + 256, np.uint8)
+        address = raw.ctypes.data + -raw.ctypes.data % 256
+        self._memory[address] = raw
+        return Memory(address, num_bytes, raw)
+
+    allocate_shared = allocate
+
+    def free(self, memory: Memory) -> None:
+        """Forget it."""
+        del self._memory[memory.address]
+
+    free_shared = free
+
+    def current_stream(self) -> Stream:
+        """Return the only one."""
+        return self._stream
+
+    def create_stream(self) -> Stream:
+        """Return the only one."""
+        return self._stream
+
+    def create_event(self, *, timing: bool = False) -> int:
+        """Return any number."""
+        del timing
+        return 1
+
+    def is_done(self, event: int) -> bool:
+        """Return that it is."""
+        del event
+        return True
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Return that none is."""
+        del stream
+        return False
+
+    def elapsed_ns(self, start: int, end: int) -> int:
+        """Return a nanosecond."""
+        del start, end
+        return 1
+
+    def is_on_host(self, array: Any) -> bool:
+        """Return whether an array is NumPy's; tensors stand for arrays of the device."""
+        return isinstance(array, np.ndarray)
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """Return an array of NumPy."""
+        return np.asarray(array)
+
+    def to_device(self, array: np.ndarray, stream: Stream) -> Any:
+        """Return a tensor."""
+        del stream
+        return _torch().from_numpy(array.copy())
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype, stream: Stream) -> Any:
+        """Return a tensor."""
+        del stream
+        return _torch().from_numpy(np.empty(tuple(shape), dtype))
+
+    def locate(self, array: Any) -> DeviceArray:
+        """Locate a tensor, with the checks of a real device."""
+        if isinstance(array, DeviceArray):
+            return array
+        if array.device.type != "cpu" or not array.is_contiguous():
+            raise ValueError("a tensor is elsewhere")
+        return DeviceArray(array.data_ptr(), tuple(array.shape), dtype_of(array), array)
+
+    def replay(self, graph: Graph, stream: Stream) -> None:
+        """Do nothing."""
+
+    def launch(self, *arguments: object, cooperative: bool = False) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Return what does nothing: waits, copies, pinning."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _torch() -> Any:
+    import torch  # beside the library: tests that need no GPU go without
+
+    return torch
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Do nothing."""
+
+
+class Loop:
+    """The layers of a token, whose experts are all in their slots.
+
+    Parameters
+    ----------
+    num_layers, num_experts : int
+    policy : str
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, policy: str) -> None:
+        shape = (num_layers, num_experts)
+        store = MemoryStore(
+            {
+                "gate_up": np.broadcast_to(np.float32(1), (*shape, 2 * WIDTH, HIDDEN)),
+                "down": np.broadcast_to(np.float32(1), (*shape, HIDDEN, WIDTH)),
+            },
+            top_k=TOP_K,
+        )
+        device: Any = NoDevice()
+        capacity = num_layers * num_experts
+        self.runtime = ExpertRuntime(
+            store,
+            CudaSlots(store.layout, capacity, 0, device),
+            ExpertCache(*shape, capacity, policy=policy),
+        )
+        self.runtime.usage.fill().wait()
+        self.compute: CudaExperts = on_device(self.runtime)
+        self.num_layers = num_layers
+        torch = _torch()
+        self.x = torch.zeros((1, HIDDEN))
+        self.out = torch.zeros((1, HIDDEN))
+        self.ids = torch.arange(TOP_K).reshape(1, TOP_K)
+        self.weights = torch.ones((1, TOP_K))
+        self._device = device
+        self.compute.begin_token()
+        self.compute.end_token()
+
+    def note(self) -> None:
+        """Leave what the device would: the next token's records."""
+        tokens = self.compute._tokens  # noqa: SLF001 - what the device writes
+        assert tokens is not None
+        records = tokens.memory.records
+        records[:, :3] = tokens.number + 1, 1, TOP_K
+        records[:, 3 : 3 + TOP_K] = np.arange(TOP_K)
+
+    def eager(self) -> None:
+        """Take a token whose layers are issued one by one."""
+        compute, x, ids, weights, out = self.compute, self.x, self.ids, self.weights, self.out
+        compute.begin_token()
+        for layer in range(self.num_layers):
+            compute(layer, x, ids, weights, out=out)
+        assert compute.end_token() is None
+
+    def graph(self) -> None:
+        """Take a token whose layers are a graph."""
+        self.compute.begin_token()
+        self._device.replay(Graph(None), self._device.current_stream())
+        assert self.compute.end_token() is None
+
+    def resident(self) -> None:
+        """Take a token outside of `begin_token`: everything is resident for good."""
+        compute, x, ids, weights, out = self.compute, self.x, self.ids, self.weights, self.out
+        for layer in range(self.num_layers):
+            compute(layer, x, ids, weights, out=out)
+
+
+def measure(loop: Loop, runs: int) -> dict[str, Any]:
+    """Return microseconds per layer of each way."""
+    found: dict[str, Any] = {}
+    for way in ("eager", "graph", "resident"):
+        token = getattr(loop, way)
+        times = []
+        for _ in range(runs + 3):
+            loop.note()
+            started = time.thread_time_ns()
+            token()
+            times.append((time.thread_time_ns() - started) / 1e3 / loop.num_layers)
+        found[f"{way}_us_per_layer"] = round(statistics.median(times[3:]), 3)
+    assert loop.runtime.profiler.hit_rate == 1, "these were to be hits"
+    return found
+
+
+def measure_host(device: object, arguments: Namespace) -> dict[str, Any]:
+    """Take tokens against a device that does nothing; return figures and bounds."""
+    del device  # each loop has one
+    figures: dict[str, Any] = {
+        "layers": arguments.layers,
+        "experts": arguments.experts,
+        "top_k": TOP_K,
+    }
+    for policy in ("echo", "lru"):
+        loop = Loop(arguments.layers, arguments.experts, policy)
+        with loop.runtime:
+            figures[policy] = measure(loop, arguments.runs)
+    figures["bounds"] = [
+        bound(f"{way}, us per layer, {policy}", "<=", limit, figures[policy][f"{way}_us_per_layer"])
+        for policy in ("echo", "lru")
+        for way, limit in (("eager", EAGER_BOUND_US), ("graph", GRAPH_BOUND_US))
+    ]
+    return figures

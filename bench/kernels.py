@@ -85,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(scaling(arguments.formats, arguments.rounds)))
         return 0
     if arguments.errors:
-        print("\n".join(errors(_storing(arguments.formats, *SHAPES[-1]), *SHAPES[-1][::-1])))
+        hidden_size, width = SHAPES[-1]
+        names = _storing(arguments.formats, hidden_size, width)
+        print("\n".join(errors(names, rows=width, columns=hidden_size)))
         return 0
     torch.set_num_threads(arguments.threads)
     figures: list[Figure] = []
@@ -332,12 +334,18 @@ class _Layer:
         """Return steps of one token by ggml, as far as it is there, checked to do the same."""
         up, works = self.parts["up"], {}
         roles = {"gate": up[: self.width], "up": up[self.width :], "down": self.parts["down"]}
-        sizes = self.hidden_size, self.width, self.num_experts, TOP_K
         self.kernel_work(hidden)(0)
         for repacked in (False, True) if has_format(self.name) else ():
             try:
                 layer = GgmlLayer(
-                    self.name, roles, *sizes, threads=kernels.num_threads(), repacked=repacked
+                    self.name,
+                    roles,
+                    hidden_size=self.hidden_size,
+                    width=self.width,
+                    num_experts=self.num_experts,
+                    top_k=TOP_K,
+                    threads=kernels.num_threads(),
+                    repacked=repacked,
                 )
             except NotRepackedError:
                 continue

@@ -80,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         places = {name: work / name for name in ("model.gguf", "packed", "compute form")}
         model = places["model.gguf"]
-        write_model(model, arguments.experts, *arguments.shape)
+        hidden, width = arguments.shape
+        write_model(model, arguments.experts, hidden, width)
         packing.pack(model, places["packed"])
         packing.pack(model, places["compute form"], compute_form=True)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in places}

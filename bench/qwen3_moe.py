@@ -42,11 +42,18 @@ def main(argv: list[str] | None = None) -> int:
         parser().error(f"--vocabulary {arguments.vocabulary} has no room for 256 bytes and 2 more")
     directory = Path(arguments.directory)
     if not arguments.check:
-        shape = arguments.layers, arguments.experts, arguments.top_k
-        sizes = {name: getattr(arguments, name) for name in ("hidden", "width", "vocabulary")}
-        config = make_config(*shape, **sizes)
-        settings = {"overlap": arguments.overlap, "seed": arguments.seed}
-        print(f"{directory}: {format_bytes(write_checkpoint(directory, config, **settings))}")
+        config = make_config(
+            num_layers=arguments.layers,
+            num_experts=arguments.experts,
+            top_k=arguments.top_k,
+            hidden=arguments.hidden,
+            width=arguments.width,
+            vocabulary=arguments.vocabulary,
+        )
+        num_bytes = write_checkpoint(
+            directory, config, overlap=arguments.overlap, seed=arguments.seed
+        )
+        print(f"{directory}: {format_bytes(num_bytes)}")
     if arguments.check or arguments.tokens:
         trace = decode_trace(directory, arguments.tokens or 300, seed=arguments.seed)
         print("\n".join(table(trace)))

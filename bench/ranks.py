@@ -116,10 +116,17 @@ def _sent_bytes(
 
 
 def _speed(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    sizes = (2, 16, 128, 64) if arguments.small else (8, 128, 1024, 768)
+    layers, experts, hidden, width = (2, 16, 128, 64) if arguments.small else (8, 128, 1024, 768)
     # As many experts a token, and as few that repeat, as in models of this size.
-    model = _qwen3(folder / "large", *sizes, top_k=8, overlap=0.2)
-    layers, experts, hidden, width = sizes
+    model = _qwen3(
+        folder / "large",
+        layers=layers,
+        experts=experts,
+        hidden=hidden,
+        width=width,
+        top_k=8,
+        overlap=0.2,
+    )
     total = layers * experts * 3 * hidden * width * 2
     # A rank may take half of what the experts do; what Python and torch leave of it has slots.
     limit = PROCESS_BYTES + total // 2 if arguments.small else total // 2
@@ -160,8 +167,8 @@ def _speed(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _overhead(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    sizes = (2, 16, 128, 64) if arguments.small else (8, 64, 512, 256)
-    model = _qwen3(folder / "overhead", *sizes)
+    layers, experts, hidden, width = (2, 16, 128, 64) if arguments.small else (8, 64, 512, 256)
+    model = _qwen3(folder / "overhead", layers=layers, experts=experts, hidden=hidden, width=width)
     task = {"do": "overhead", "model": str(model), "threads": 1, "load": {"memory": "100%"}}
     task |= {"tokens": 8 if arguments.small else 64, "rounds": 3 if arguments.small else 10}
     [found] = _run(folder, 1, task)[0]

@@ -173,8 +173,14 @@ def _line(row: dict[str, Any]) -> str:
 def _write(directory: Path, arguments: argparse.Namespace) -> str:
     from bench.qwen3_moe import make_config, write_checkpoint
 
-    shape = arguments.layers, arguments.experts, 8
-    config = make_config(*shape, hidden=arguments.hidden, width=arguments.width, vocabulary=512)
+    config = make_config(
+        num_layers=arguments.layers,
+        num_experts=arguments.experts,
+        top_k=8,
+        hidden=arguments.hidden,
+        width=arguments.width,
+        vocabulary=512,
+    )
     write_checkpoint(directory, config, seed=SEED)
     return str(directory)
 

@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 
 from bench import gpu, gpu_copies, gpu_decode
+from bench.checkpoint import SharedStore, StackSize, write_experts
 from bench.gpu import bound, turns
-from bench.gpu_copies import DeviceCopy, PinnedCopy, Timer
+from bench.gpu_copies import DeviceCopy, PinnedCopy, Shape, Timer
 from bench.gpu_stack import (
     Decoder,
     GraphDecoder,
-    Inputs,
-    SharedStore,
-    StackSize,
     TokenDecoder,
     TokenGraphDecoder,
     check_bits,
     digest,
+    open_place,
     open_stack,
 )
 from bench.traces import routing_trace
@@ -43,7 +42,7 @@ RESIDENT_WAYS = [
 WAYS = [
     gpu_decode.RESIDENT,
     gpu_decode.GRAPH,
-    *(name for ways in gpu_decode.GROUPS.values() for name in ways),
+    *(way.name for ways in gpu_decode.GROUPS.values() for way in ways),
 ]
 
 
@@ -85,13 +84,12 @@ def test_one_large_copy_inside_the_device_counts_both_ways() -> None:
         source[:] = 3
         assert copy.bytes_per_s() > 0
         assert (target == 3).all()
-    timer = Timer(device)
 
     def work() -> None:
         device.work(lambda: setattr(device, "clock_ns", device.clock_ns + 1000))
 
-    assert 1000 <= timer.time_ns(work, device.current_stream()) < 1010
-    timer.close()
+    with Timer(device) as timer:
+        assert 1000 <= timer.time_ns(work, device.current_stream()) < 1010
     assert (device.used_bytes, device.num_events) == (0, 0)
 
 
@@ -112,7 +110,7 @@ def test_uploads_and_look_ups_are_measured(
     options = ["--runs", "2", "--bytes", "100KB", "--copy-bytes", "64KiB", "--look-ups", "20"]
     options += ["--directory", str(tmp_path), "--json", str(tmp_path / "figures")]
 
-    gpu_copies.upload(options, device, sizes=(("1.5 MB", 16, 8), ("13 MB", 32, 16)))
+    gpu.main(["upload", *options], device, size=(Shape("1.5 MB", 16, 8), Shape("13 MB", 32, 16)))
 
     found = check_figures(tmp_path / "figures")
     rows = {(row["size"], row["way"]): row for row in found["uploads"]}
@@ -134,7 +132,7 @@ def test_a_way_that_the_system_refuses_is_a_bound_that_does_not_hold(tmp_path: P
     """With the reason; the others are measured."""
     rows = gpu_copies.uploads(
         FakeDevice(200_000),
-        [("tiny", 32, 16)],
+        [Shape("tiny", 32, 16)],
         total_bytes=2**20,
         num_runs=1,
         directory=tmp_path,
@@ -155,7 +153,7 @@ def test_an_upload_that_finds_experts_there_is_refused() -> None:
 
 def test_the_file_of_experts_is_a_checkpoint(tmp_path: Path) -> None:
     """With gate, up and down side by side: an expert is one read."""
-    gpu_copies.write_experts(tmp_path / "experts.safetensors", 3, 16, 8)
+    write_experts(tmp_path / "experts.safetensors", 4, 3, 16, 8)
     with open_store(tmp_path / "experts.safetensors", top_k=2) as store:
         assert (store.layout.num_layers, store.layout.num_experts) == (4, 3)
         assert store.layout.expert_bytes(0) == 6 * 16 * 8
@@ -175,7 +173,7 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     options = ["--runs", "2", "--tokens", "2", "--copy-bytes", "64KiB", "--threads", "1"]
     options += ["--trace", str(directory / "trace.npz"), "--json", str(directory / "figures")]
     device = FakeDevice()
-    gpu_decode.decode(options, device, size=SIZE)
+    gpu.main(["decode", *options], device, size=SIZE)
     assert (device.used_bytes, device.pinned_bytes, device.num_streams) == (0, 0, 0)
     return check_figures(directory / "figures")
 
@@ -251,7 +249,7 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     Trace(make_trace(12), num_experts=SIZE.num_experts).save(directory / "trace.npz")
     options += ["--trace", str(directory / "trace.npz"), "--json", str(directory / "figures")]
     device = FakeDevice()
-    gpu_decode.resident(options, device, size=SIZE)
+    gpu.main(["resident", *options], device, size=SIZE)
     assert (device.used_bytes, device.pinned_bytes, device.num_streams) == (0, 0, 0)
     assert device.num_events == 0
     return check_figures(directory / "figures")
@@ -284,7 +282,7 @@ def test_the_same_is_measured_of_mxfp4(tmp_path: Path) -> None:
     Trace(make_trace(), num_experts=SIZE.num_experts).save(tmp_path / "trace.npz")
     options += ["--trace", str(tmp_path / "trace.npz"), "--json", str(tmp_path / "figures")]
     device = FakeDevice()
-    gpu_decode.resident(options, device, size=size)
+    gpu.main(["mxfp4", *options], device, size=size)
     assert (device.used_bytes, device.pinned_bytes, device.num_events) == (0, 0, 0)
     found = check_figures(tmp_path / "figures")
     assert list(found["ways"]) == RESIDENT_WAYS
@@ -310,47 +308,43 @@ def test_what_the_kernel_reads_is_compared_with_a_copy(resident: dict[str, Any])
 def test_a_graph_that_is_refused_gives_its_memory_back() -> None:
     """And the next step is computed."""
     device = FakeDevice()
-    stream = device.create_stream()
     with (
-        Inputs(device, SIZE, make_trace()) as inputs,
-        device.using(stream),
+        open_place(device, SIZE, make_trace()) as place,
         open_stack(device, SIZE, 8) as runtime,
-        Decoder("calls", device, inputs, stream, runtime) as decoder,
+        Decoder("calls", place, runtime) as decoder,
     ):
         decoder.step(0)
         before = device.used_bytes
         with pytest.raises(MoeCacheError, match="graph"):
-            GraphDecoder("graph", device, inputs, stream, runtime)
+            GraphDecoder("graph", place, runtime)
         assert device.used_bytes == before
         decoder.step(1)
         decoder.finish()
         digest(decoder.outputs())
-    device.destroy_stream(stream)
 
 
 def test_a_graph_leaves_the_bits_of_single_steps(gpu: Any) -> None:
     """In a place of its own, token by token; on a real device, if there is one."""
-    stream = gpu.create_stream()
     expected: dict[int, str] = {}
     with (
-        Inputs(gpu, SIZE, make_trace()) as inputs,
-        gpu.using(stream),
+        open_place(gpu, SIZE, make_trace()) as place,
         open_stack(gpu, SIZE, SIZE.num_layers * SIZE.num_experts) as runtime,
-        Decoder("single", gpu, inputs, stream, runtime) as single,
-        GraphDecoder("graph", gpu, inputs, stream, runtime) as graph,
+        Decoder("single", place, runtime) as single,
+        GraphDecoder("graph", place, runtime) as graph,
     ):
         before = runtime.stats()
         for decoder in (single, graph):
-            gpu_decode.verify(decoder, inputs.num_tokens, expected)
+            gpu_decode.verify(decoder, expected)
         made = runtime.stats() - before
-        assert made.num_steps == made.num_resident_steps == SIZE.num_layers * inputs.num_tokens
+        assert (
+            made.num_steps == made.num_resident_steps == SIZE.num_layers * place.inputs.num_tokens
+        )
         outputs = graph.outputs()
         outputs[0, 0] ^= 1
-        assert digest(outputs) != expected[inputs.num_tokens - 1]
+        assert digest(outputs) != expected[place.inputs.num_tokens - 1]
         graph.step(0)
         with pytest.raises(SystemExit, match="graph, token 1: other bits"):
             check_bits(graph, 1, expected)
-    gpu.destroy_stream(stream)
 
 
 @pytest.mark.parametrize("kind", [TokenDecoder, TokenGraphDecoder])
@@ -360,23 +354,21 @@ def test_tokens_with_few_slots_leave_the_bits_of_resident_ones(
 ) -> None:
     """A stall at a miss and none after it; also timed, whoever is ahead."""
     device = FakeDevice(eager=eager, seed=2)
-    stream = device.create_stream()
     expected: dict[int, str] = {}
-    with Inputs(device, SIZE, make_trace(12)) as inputs, device.using(stream):
-        common = (device, inputs, stream)
+    with open_place(device, SIZE, make_trace(12)) as place:
         with (
             open_stack(device, SIZE, 16) as runtime,
-            Decoder("resident", *common, runtime) as resident,
-            kind("all slots", *common, runtime) as decoder,
+            Decoder("resident", place, runtime) as resident,
+            kind("all slots", place, runtime) as decoder,
         ):
-            gpu_decode.verify(resident, inputs.num_tokens, expected)
-            gpu_decode.verify(decoder, inputs.num_tokens, expected)
+            gpu_decode.verify(resident, expected)
+            gpu_decode.verify(decoder, expected)
             assert decoder.num_stalls == 0
-        with open_stack(device, SIZE, 4) as runtime, kind("few", *common, runtime) as decoder:
-            gpu_decode.verify(decoder, inputs.num_tokens, expected)
+        with open_stack(device, SIZE, 4) as runtime, kind("few", place, runtime) as decoder:
+            gpu_decode.verify(decoder, expected)
             before = decoder.num_stalls
             assert before > 0
-            for token in range(inputs.num_tokens):
+            for token in range(place.inputs.num_tokens):
                 decoder.bring_in(token)
                 assert decoder.host_ns() > 0
                 check_bits(decoder, token, expected)
@@ -384,28 +376,24 @@ def test_tokens_with_few_slots_leave_the_bits_of_resident_ones(
             before = decoder.num_stalls
             decoder.step(token)
             assert decoder.num_stalls == before
-    device.destroy_stream(stream)
     assert (device.used_bytes, device.num_events) == (0, 0)
 
 
 def test_a_token_graph_that_is_refused_ends_its_token() -> None:
     """Its memory is given back; a decoder without a graph goes on in waves."""
     device = FakeDevice()
-    stream = device.create_stream()
     with (
-        Inputs(device, SIZE, make_trace()) as inputs,
-        device.using(stream),
+        open_place(device, SIZE, make_trace()) as place,
         open_stack(device, SIZE, 1) as runtime,
-        TokenDecoder("tokens", device, inputs, stream, runtime) as decoder,
+        TokenDecoder("tokens", place, runtime) as decoder,
     ):
         decoder.step(0)
         before = device.used_bytes
         with pytest.raises(CapacityError, match="raise the memory"):
-            TokenGraphDecoder("graph", device, inputs, stream, runtime)
+            TokenGraphDecoder("graph", place, runtime)
         assert (device.used_bytes, runtime.cache.evicts) == (before, True)
         decoder.step(1)
         digest(decoder.outputs())
-    device.destroy_stream(stream)
 
 
 def test_layers_have_other_experts_in_the_same_memory() -> None:
@@ -437,7 +425,7 @@ def test_memory_is_the_same_after_evictions_and_runtimes(tmp_path: Path) -> None
     device = FakeDevice()
     options = ["--evictions", "300", "--rounds", "2", "--json", str(tmp_path / "figures")]
 
-    gpu_copies.memory(options, device, size=SIZE)
+    gpu.main(["memory", *options], device, size=SIZE)
 
     found = check_figures(tmp_path / "figures")
     assert found["evictions"]["num_evictions"] >= 300
@@ -455,8 +443,8 @@ def test_a_leak_of_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         device.allocate(1)
         return open_stack(*arguments, **options)
 
-    monkeypatch.setattr("bench.gpu_copies.open_stack", leak)
-    found = gpu_copies.rounds(device, SIZE, 3)
+    monkeypatch.setattr("bench.gpu_decode.open_stack", leak)
+    found = gpu_decode.rounds(device, SIZE, 3)
     assert found["device_bytes_lost"] == 3 * device.allocation_bytes
 
 
@@ -474,6 +462,16 @@ def test_without_a_gpu_a_benchmark_says_so(capsys: pytest.CaptureFixture[str]) -
     """And does not fail as if a bound were missed."""
     assert gpu.main(["memory", "--device", "cuda:99"]) == 2
     assert "skipped: " in capsys.readouterr().out
+
+
+def test_help_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    """And each of them has a help of its own."""
+    for argv in ([], *([name] for name in gpu.MEASUREMENTS)):
+        with pytest.raises(SystemExit) as ended:
+            gpu.main([*argv, "--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        assert all(name in text for name in (argv or gpu.MEASUREMENTS))
 
 
 def write_stage(work: Path, name: str, code: int, **files: str) -> None:

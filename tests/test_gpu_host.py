@@ -1,11 +1,11 @@
-"""bench.gpu_host runs without a GPU, and measures hits alone."""
+"""The host's part of a token is measured without a GPU, and of hits alone."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from bench import gpu_host
+from bench import gpu, gpu_stack
 
 pytest.importorskip("torch")
 
@@ -16,7 +16,7 @@ def test_host_time_is_measured_against_no_device(
     """Every way and policy has a figure, and the bounds say what they compare."""
     out = tmp_path / "host.json"
     arguments = ["--layers", "3", "--experts", "16", "--runs", "5", "--json", str(out)]
-    assert gpu_host.host(arguments) == 0
+    assert gpu.main(["host", *arguments]) == 0
     figures = json.loads(out.read_text())
     for policy in ("echo", "lru"):
         assert set(figures[policy]) == {
@@ -31,7 +31,7 @@ def test_host_time_is_measured_against_no_device(
 
 def test_a_prepared_step_costs_less_than_a_new_one() -> None:
     """Arguments of a launch are made once for the same arrays."""
-    loop = gpu_host.Loop(4, 16, "lru")
+    loop = gpu_stack.Loop(4, 16, "lru")
     with loop.runtime:
-        found = gpu_host.measure(loop, 40)
+        found = gpu_stack.measure(loop, 40)
     assert found["graph_us_per_layer"] < found["resident_us_per_layer"]

@@ -17,10 +17,10 @@ from tests.helpers.kernels import (
     LEVELS,
     SCALED,
     Experts,
+    compute_pairs,
     computing,
     draw_inputs,
     fitting,
-    wave_of,
 )
 
 # Of each level; both roles have formats of their own.
@@ -40,8 +40,14 @@ def rows_of(
 ) -> np.ndarray:
     """Return the rows of some (token, choice) pairs, by `slots` [num_tokens, top_k]."""
     rows = np.full((slots.size, inputs.shape[1]), np.nan, np.float32)
-    wave = wave_of(slots.reshape(-1)[pairs], pairs)
-    experts.kernel.compute(inputs, *wave, slots.shape[1], rows)
+    compute_pairs(
+        experts.kernel,
+        inputs,
+        rows,
+        slots=slots.reshape(-1)[pairs],
+        pairs=pairs,
+        top_k=slots.shape[1],
+    )
     return rows[pairs]
 
 

@@ -19,9 +19,9 @@ from tests.helpers.kernels import (
     LEVELS,
     U32,
     Experts,
+    compute_pairs,
     computing,
     draw_inputs,
-    wave_of,
 )
 
 F16 = np.dtype(np.float16)
@@ -45,8 +45,7 @@ def in_one_wave(
 ) -> np.ndarray:
     """Return the row of each (token, choice) pair, `slots` [num_tokens, top_k]."""
     rows = np.full((slots.size, inputs.shape[1]), np.nan, dtype)
-    wave = wave_of(slots.reshape(-1), np.arange(slots.size))
-    experts.kernel.compute(inputs, *wave, slots.shape[1], rows)
+    compute_pairs(experts.kernel, inputs, rows, slots=slots.reshape(-1), top_k=slots.shape[1])
     return rows
 
 
@@ -65,8 +64,7 @@ def acted(values: np.ndarray, activation: str, ups: float = 1.0, **options: Any)
         **options,
     )
     rows = np.full((num, 1), np.nan, np.float32)
-    wave = wave_of(np.arange(num), np.arange(num))
-    kernel.compute(np.zeros((num, 1), np.float32), *wave, 1, rows)
+    compute_pairs(kernel, np.zeros((num, 1), np.float32), rows, slots=np.arange(num))
     return rows[:, 0]
 
 
@@ -190,8 +188,8 @@ def test_waves_give_the_bits_of_the_resident_order(
     cuts = np.sort(rng.integers(0, ids.size + 1, data.draw(st.integers(0, 4))))
     with computing(threads=data.draw(st.integers(1, 4))):
         for part in np.split(pairs, cuts):
-            wave = wave_of(places[ids.reshape(-1)[part]], part)
-            moved.kernel.compute(inputs, *wave, top_k, rows)
+            slots = places[ids.reshape(-1)[part]]
+            compute_pairs(moved.kernel, inputs, rows, slots=slots, pairs=part, top_k=top_k)
 
     assert rows.tobytes() == resident.tobytes()
 
@@ -250,7 +248,7 @@ def test_experts_without_pairs_are_no_work() -> None:
     )
     assert rows.tobytes() == expected.tobytes()
     rows[:] = np.nan
-    experts.kernel.compute(inputs, *wave_of(np.zeros(0, int), np.zeros(0, int)), 1, rows)
+    compute_pairs(experts.kernel, inputs, rows, slots=np.zeros(0, int))
     assert np.isnan(rows).all()
 
 
@@ -258,7 +256,8 @@ def test_only_the_rows_of_a_waves_pairs_are_written() -> None:
     """The others are another wave's."""
     inputs = draw_inputs(3, 37, F32, 5)
     rows = np.full((6, 37), np.nan, np.float32)
-    EXPERTS[F32].kernel.compute(inputs, *wave_of(np.array([2, 0]), np.array([4, 1])), 2, rows)
+    slots, pairs = np.array([2, 0]), np.array([4, 1])
+    compute_pairs(EXPERTS[F32].kernel, inputs, rows, slots=slots, pairs=pairs, top_k=2)
     assert np.isnan(rows).all(1).tolist() == [True, False, True, True, False, True]
 
 

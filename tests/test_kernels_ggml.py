@@ -14,13 +14,13 @@ from moecache.layout import Role
 from tests.helpers.formats import CODE_BOOKS
 from tests.helpers.kernels import (
     DTYPES,
-    F32,
     LEVELS,
+    compute_pairs,
     computing,
     draw_inputs,
     product_error,
     rounding,
-    wave_of,
+    wide_products,
 )
 from tests.helpers.kernels_forms import block_parts, form_of_blocks, terms_of
 
@@ -209,17 +209,8 @@ def test_experts_have_the_bits_of_their_products(names: tuple[str, str], dtype: 
     for threads in (1, 3):
         rows = np.zeros((20, hidden_size), np.float32)
         with computing(threads=threads):
-            kernel.compute(inputs, *wave_of(np.zeros(20, np.int64), np.arange(20)), 1, rows)
+            compute_pairs(kernel, inputs, rows, slots=np.zeros(20, np.int64))
         assert rows.tobytes() == expected.tobytes()
-
-
-def wide_products(inputs: np.ndarray, matrix: kernels._kernels.Matrix) -> np.ndarray:
-    """Return products with sums as they are, in float32."""
-    kind = "f32" if inputs.dtype == F32 else "bf16"
-    inputs, out = np.ascontiguousarray(inputs), np.empty((len(inputs), matrix.rows), F32)
-    given_rows = inputs.ctypes.data, kind, len(inputs), inputs.strides[0]
-    matrix.multiply(*given_rows, out.ctypes.data, "f32", out.strides[0])
-    return out
 
 
 @given(name=st.sampled_from(CODE_BOOKS), rows=st.integers(0, 40), seed=st.integers(0, 2**32 - 1))

@@ -14,7 +14,7 @@ from moecache.formats.form import Form
 from moecache.kernels import _kernels
 from moecache.layout import Role
 from tests.helpers.examples import num_examples
-from tests.helpers.kernels import BF16, DTYPES, F32, computing, draw_inputs, fitting, wave_of
+from tests.helpers.kernels import BF16, DTYPES, F32, compute_pairs, computing, draw_inputs, fitting
 from tests.helpers.kernels_forms import block_parts, grouped_parts
 from tests.helpers.kernels_planes import LEAST, MOST, Decoded, plane_products, rounded, values
 
@@ -264,5 +264,5 @@ def test_experts_are_those_of_the_definition(names: tuple[str, str]) -> None:
             for threads in (1, 3):
                 rows = np.full((9, 64), np.nan, np.float32)
                 with computing(level, threads):
-                    kernel.compute(inputs, *wave_of(np.zeros(9, int), np.arange(9)), 1, rows)
+                    compute_pairs(kernel, inputs, rows, slots=np.zeros(9, int))
                 assert rows.tobytes() == expected.tobytes(), (level, threads)

@@ -11,7 +11,7 @@ import pytest
 import moecache
 from moecache import kernels
 from moecache.kernels import _kernels
-from tests.helpers.kernels import F32, Experts, computing, draw_inputs, wave_of
+from tests.helpers.kernels import F32, Experts, compute_pairs, computing, draw_inputs
 
 # A child imports the build that is tested here.
 PACKAGE = Path(moecache.__file__).parents[1]
@@ -37,12 +37,11 @@ def test_calls_at_the_same_time_give_the_bits_of_single_ones() -> None:
     inputs = [draw_inputs(num, COLUMNS, F32, num) for num in (1, 3, 8, 17)]
     experts = Experts(F32, 64, 300, 4)
     hidden = draw_inputs(6, 64, F32, 2)
-    wave = wave_of(np.arange(6) % 4, np.arange(6))
     matrix = kernels.matrix_of(weights)
 
     def compute(number: int) -> bytes:
         rows = np.full((6, 64), np.nan, np.float32)
-        experts.kernel.compute(hidden, *wave, 1, rows)
+        compute_pairs(experts.kernel, hidden, rows, slots=np.arange(6) % 4)
         return kernels.products(inputs[number], matrix).tobytes() + rows.tobytes()
 
     with computing(threads=1):

@@ -11,16 +11,15 @@ from moecache import kernels
 from moecache.formats import find_format
 from moecache.layout import Role
 from tests.helpers.kernels import (
-    BF16,
     DTYPES,
-    F32,
     LEVELS,
     U32,
+    compute_pairs,
     computing,
     draw_inputs,
     product_error,
     rounding,
-    wave_of,
+    wide_products,
 )
 from tests.helpers.kernels_forms import form_of, grouped_parts, integers_of
 
@@ -205,21 +204,12 @@ def test_experts_have_the_bits_of_their_products(
     )
     inputs = draw_inputs(3, hidden_size, dtype, seed)
     rows = np.zeros((3, hidden_size), np.float32)
-    kernel.compute(inputs, *wave_of(np.zeros(3, np.int64), np.arange(3)), 1, rows)
+    compute_pairs(kernel, inputs, rows, slots=np.zeros(3, np.int64))
 
     gate, up = (wide_products(inputs, matrices["gate_up", i]) for i in range(2))
     hidden = np.maximum(gate, 0) * up
     expected = wide_products(hidden, matrices["down", 0])
     assert rows.tobytes() == expected.tobytes()
-
-
-def wide_products(inputs: np.ndarray, matrix: kernels._kernels.Matrix) -> np.ndarray:
-    """Return products with sums as they are, in float32."""
-    kind = "bf16" if inputs.dtype == BF16 else "f32"
-    inputs, out = np.ascontiguousarray(inputs), np.empty((len(inputs), matrix.rows), F32)
-    given_rows = inputs.ctypes.data, kind, len(inputs), inputs.strides[0]
-    matrix.multiply(*given_rows, out.ctypes.data, "f32", out.strides[0])
-    return out
 
 
 def test_groups_that_are_no_whole_blocks_have_no_form() -> None:

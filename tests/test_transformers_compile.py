@@ -90,14 +90,14 @@ def test_generate_compiles_by_itself_with_a_static_cache(tmp_path: Path) -> None
 def test_inductor_gives_the_experts_bits_and_calls_them_each_time(model: Any) -> None:
     """Two calls with equal inputs are two steps of the cache."""
     experts = first_experts(model)
-    inputs = routed(experts)
+    hidden, ids, weights = routed(experts)
 
     def twice(hidden: Any, ids: Any, weights: Any) -> Any:
         return experts(hidden, ids, weights), experts(hidden, ids, weights)
 
-    expected = experts(*inputs)
+    expected = experts(hidden, ids, weights)
     before = model.moecache.stats().num_steps
-    first, second = torch.compile(twice, fullgraph=True)(*inputs)
+    first, second = torch.compile(twice, fullgraph=True)(hidden, ids, weights)
 
     assert torch.equal(first, expected)
     assert torch.equal(second, expected)

@@ -202,10 +202,11 @@ def test_a_compiled_step_is_that_of_eager(gpu: str, checkpoint: Callable[[str], 
     """The experts are an operator there."""
     model = fast(checkpoint("qwen3_moe"))
     with model.moecache, torch.no_grad():
-        experts, parts = model.model.layers[1].mlp.experts, step(model, 3)
+        experts = model.model.layers[1].mlp.experts
+        hidden, ids, weights = step(model, 3)
         torch.compiler.reset()
         call = torch.compile(experts, fullgraph=True, backend="aot_eager")
-        assert torch.equal(call(*parts), experts(*parts))
+        assert torch.equal(call(hidden, ids, weights), experts(hidden, ids, weights))
         torch.compiler.reset()
 
 
@@ -277,13 +278,14 @@ def test_a_graph_of_what_is_not_resident_is_refused(
         pytest.skip("an error while torch captures ends the capture, which torch then refuses")
     model = fast(checkpoint("qwen3_moe"))
     with model.moecache as offload, torch.no_grad():
-        experts, parts = model.model.layers[1].mlp.experts, step(model, 2)
-        experts(*parts)
+        experts = model.model.layers[1].mlp.experts
+        hidden, ids, weights = step(model, 2)
+        experts(hidden, ids, weights)
         with (
             offload.runtime.pool.device.capturing(),
             pytest.raises(MoeCacheError, match="what happened to be resident"),
         ):
-            experts(*parts)
+            experts(hidden, ids, weights)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -258,6 +258,50 @@ def wave_of(slots: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return found.astype(np.int32), offsets, pairs[order].astype(np.int64)
 
 
+def compute_pairs(
+    kernel: kernels.SlotKernel,
+    inputs: np.ndarray,
+    rows: np.ndarray,
+    *,
+    slots: np.ndarray,
+    pairs: np.ndarray | None = None,
+    top_k: int = 1,
+) -> None:
+    """Compute rows as one wave.
+
+    Parameters
+    ----------
+    kernel : SlotKernel
+    inputs : ndarray, shape [num_tokens, hidden_size]
+    rows : ndarray, shape [num_tokens * top_k, hidden_size]
+        Those of `pairs` are written.
+    slots : ndarray of int
+        The slot of each pair.
+    pairs : ndarray of int, optional
+        By default all.
+    top_k : int, default 1
+    """
+    if pairs is None:
+        pairs = np.arange(slots.size)
+    found, offsets, ordered = wave_of(slots, pairs)
+    kernel.compute(inputs, found, offsets, ordered, top_k, rows)
+
+
+def wide_products(inputs: np.ndarray, matrix: _kernels.Matrix) -> np.ndarray:
+    """Return products with sums as they are, in float32."""
+    inputs, out = np.ascontiguousarray(inputs), np.empty((len(inputs), matrix.rows), F32)
+    matrix.multiply(
+        inputs=inputs.ctypes.data,
+        input_type="bf16" if inputs.dtype == BF16 else "f32",
+        num=len(inputs),
+        input_row_bytes=inputs.strides[0],
+        out=out.ctypes.data,
+        out_type="f32",
+        out_row_bytes=out.strides[0],
+    )
+    return out
+
+
 def combined(rows: np.ndarray, weights: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return each token's weighted sum of rows, in float32 and in the order of the choices."""
     num_tokens, top_k = weights.shape

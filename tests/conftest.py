@@ -21,6 +21,7 @@ from moecache.stores import open_store
 from tests.helpers import families, offloading
 from tests.helpers.budgets import BUDGETS, DEFAULT, Budgets
 from tests.helpers.fake_device import FakeDevice
+from tests.helpers.serving import Served
 
 ROOT = Path(__file__).parents[1]
 
@@ -156,6 +157,16 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 def tiny_moe() -> Path:
     """Return the directory of the trained model that the project ships."""
     return ROOT / "examples" / "tiny_moe"
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[Any]:
+    """Return OpenAI's client of the server that the file has as `served`."""
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

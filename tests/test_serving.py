@@ -35,14 +35,6 @@ def _served(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield served
 
 
-@pytest.fixture(name="client", scope="module")
-def _client(served: Served) -> Iterator[Any]:
-    with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60
-    ) as client:
-        yield client
-
-
 @pytest.fixture(name="generated", scope="module")
 def _generated(served: Served) -> Any:
     """Return what `moecache generate` prints."""

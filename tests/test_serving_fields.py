@@ -27,18 +27,9 @@ DRAWN: Any = {"temperature": 0.8, "seed": 3, "max_tokens": NUM_TOKENS}
 
 @pytest.fixture(name="served", scope="module")
 def _served(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = write_chat_model(tiny_moe, tmp_path_factory.mktemp("served") / "tiny")
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    directory = write_chat_model(tiny_moe, tmp_path_factory.mktemp("served") / "tiny", TEMPLATE)
     with serving(directory) as served:
         yield served
-
-
-@pytest.fixture(name="client", scope="module")
-def _client(served: Served) -> Iterator[Any]:
-    with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60
-    ) as client:
-        yield client
 
 
 def chat(client: Any, **options: Any) -> Any:

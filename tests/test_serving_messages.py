@@ -46,8 +46,7 @@ SAYS = (
 
 @pytest.fixture(name="served", scope="module")
 def _served(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    directory = write_chat_model(tiny_moe, tmp_path_factory.mktemp("served") / "tiny")
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    directory = write_chat_model(tiny_moe, tmp_path_factory.mktemp("served") / "tiny", TEMPLATE)
     with serving(directory) as served:
         yield served
 

@@ -46,12 +46,12 @@ class Served:
             return json.load(found)
 
 
-def write_chat_model(source: Path, directory: Path) -> Path:
+def write_chat_model(source: Path, directory: Path, template: str = TEMPLATE) -> Path:
     """Return a checkpoint that is another one with a chat template."""
     directory.mkdir()
     for file in source.iterdir():
         (directory / file.name).symlink_to(file)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    (directory / "chat_template.jinja").write_text(template)
     return directory
 
 

@@ -132,7 +132,10 @@ def child(text: str) -> None:
             )
         tokens = _tokens(task["prompt_tokens"], 0)
         found: dict[str, Any] = {"turns": [], "digests": []}
+        reader = None
         for turn in range(task["turns"]):
+            # As in a server: what the last answer knew is gone before the next prompt comes.
+            del reader
             before = model.moecache.stats()
             start = time.perf_counter()
             reader = PromptReader(model, tokens, prefixes)

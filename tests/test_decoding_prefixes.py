@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecache.decoding.prefixes import Page, PrefixCache
+from moecache.decoding.prefixes import Page, PrefixCache, num_positions
 from moecache.errors import StoreError
 
 TOKENS = 4
@@ -75,6 +76,77 @@ def test_what_is_found_is_what_was_kept(prompts: list[list[int]], room: int) -> 
         assert cache.stats().nbytes <= room * PAGE_BYTES
         whole = (len(tokens) - 1) // TOKENS
         assert len(cache.find(tokens)) == min(whole, room)
+
+
+def rows_of(tokens: list[int]) -> list[Page]:
+    """Return pages whose rows tell the tokens up to theirs, the last one as far as it goes."""
+    rows = [float(hash((0, *tokens[: end + 1])) % 2**20) for end in range(len(tokens))]
+    parts = [rows[begin : begin + TOKENS] for begin in range(0, len(rows), TOKENS)]
+    arrays = [np.array(part, np.float32).reshape(1, 1, -1, 1) for part in parts]
+    return [((array, array + 1),) for array in arrays]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=12),
+    st.integers(0, 8),
+    st.booleans(),
+)
+def test_a_page_is_found_as_far_as_the_tokens_are_the_same(
+    prompts: list[list[int]], room: int, in_files: bool
+) -> None:
+    """In steps of two positions, whatever was forgotten; two tokens are left to be read."""
+    with contextlib.ExitStack() as stack:
+        directory = None
+        if in_files:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cache = PrefixCache(
+            b"model",
+            TOKENS,
+            room * 8 * TOKENS,
+            part_tokens=2,
+            directory=directory,
+            max_disk_bytes=10**6 * in_files,
+        )
+        stack.callback(cache.close)
+        for tokens in prompts:
+            found = cache.find(tokens, in_parts=True)
+            num = sum(map(num_positions, found))
+            assert num <= max(0, len(tokens) - 1)
+            assert num % 2 == 0
+            assert same(found, rows_of(tokens[:num]))
+            cache.keep(tokens, rows_of(tokens), in_parts=True)
+            stats = cache.stats()
+            assert stats.nbytes <= room * 8 * TOKENS
+            if room >= 4:
+                whole = (len(tokens) - 1) // TOKENS * TOKENS
+                more = max(0, len(tokens) - 2 - whole) // 2 * 2
+                known = sum(map(num_positions, cache.find(tokens, in_parts=True)))
+                assert known == whole + more
+            # A beginning that is in a longer page is not kept beside it.
+            held = [name for name in cache._pages if name in cache._longer]
+            assert not held
+
+
+def test_a_longer_page_takes_the_place_of_its_beginning(tmp_path: Path) -> None:
+    """In memory and in files; without parts the last page is left out."""
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    cache = PrefixCache(
+        b"m", TOKENS, 10**6, part_tokens=2, directory=tmp_path, max_disk_bytes=10**6
+    )
+    with contextlib.closing(cache):
+        cache.keep(tokens[:7], rows_of(tokens[:7]), in_parts=True)
+        assert cache.stats().num_pages == 2
+        cache.keep(tokens, rows_of(tokens)[1:], in_parts=True)
+        assert cache.stats().num_pages == 2
+        assert cache.stats().nbytes == 2 * TOKENS * 8
+        other = [*tokens[:6], 0, 0, 0]
+        assert same(cache.find(other, in_parts=True), rows_of(other[:6]))
+        assert same(cache.find(other), rows_of(other[:4]))
+    assert len(list(tmp_path.glob("*.page"))) == 2
+    plain = PrefixCache(b"m", TOKENS, 10**6)
+    plain.keep(tokens[:7], rows_of(tokens[:7]))
+    assert same(plain.find([*tokens, 9], in_parts=True), rows_of(tokens[:4]))
 
 
 def test_files_outlive_the_process_and_are_bounded(tmp_path: Path) -> None:

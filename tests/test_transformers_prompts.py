@@ -1,14 +1,18 @@
 """Prompts in pages: the same bits whatever is cached, in a span or one after the other."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moecache import kernels
 from moecache.errors import StoreError
 from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.gguf_members import MODELS
+from tests.helpers.gguf_models import write_gguf
 from tests.helpers.offloading import load_in_slots, load_whole
 
 torch = pytest.importorskip("torch")
@@ -17,6 +21,7 @@ from moecache.decoding.sampler import Sampling  # noqa: E402
 from moecache.integrations.transformers import (  # noqa: E402
     continuing,
     generation,
+    load,
     prompts,
     reading,
 )
@@ -76,6 +81,58 @@ def test_a_prompt_has_the_bits_that_it_has_without_a_cache(model: Any, num: int)
         other = tokens[: PAGE + 1] + tokens_of(20)
         assert torch.equal(read(model, other, prefixes), read(model, other))
     assert all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prompt_goes_on_within_a_page_with_the_bits_that_it_has(
+    tmp_path: Path, dtype: str
+) -> None:
+    """Where all products are kernels': from where two prompts differ, in steps of 16 tokens."""
+    pytest.importorskip("gguf")
+    widths = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32}
+    tiny = replace(MODELS["qwen3moe"], settings={**MODELS["qwen3moe"].settings, **widths})
+    types = {"exps.weight": "Q4_0", "attn_": "Q8_0", "token_embd": "Q8_0", "output.": "Q4_0"}
+    original = tiny.build()
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tiny.metadata(original.config), tiny.tensors(original), types)
+    model = load(path, "50%", dtype=getattr(torch, dtype), compute="fast", trunk="native")
+    with model.moecache, torch.no_grad():
+        if not prompts.are_rows_apart(model):
+            assert kernels.level() == "generic"
+            pytest.skip("plain C has no attention of its own")
+        shared = tokens_of(130)
+        for num, length in ((40, 57), (40, 40), (60, 130), (130, 130), (17, 130), (99, 101)):
+            prefixes = reading.open_prefixes(model, 2**24)
+            assert prefixes is not None
+            read(model, [*shared[:num], *tokens_of(5)], prefixes)
+            tokens = shared[:length]
+            expected, known = read(model, tokens), []
+            for _ in range(2):
+                known.append(reading.PromptReader(model, tokens, prefixes).num_cached)
+                assert torch.equal(read(model, tokens, prefixes), expected)
+            same = min(num, length - 1)
+            whole = same // PAGE * PAGE
+            # Of a page that is not whole two tokens are left, and few tokens of one are decoded.
+            part = max(0, min(same, length - 2) - whole) // 16 * 16
+            assert known[0] in (whole, whole + part), (num, length)
+            assert known[0] == whole + part or num + 5 - whole <= 16
+            assert known[1] >= known[0]
+
+
+def test_rows_are_not_apart_where_torch_multiplies(tmp_path: Path) -> None:
+    """A trunk of numbers in float32, shared experts, a sigmoid; and so pages are kept whole."""
+    for name, family in (("own", "qwen3_moe"), ("shared", "qwen2_moe"), ("sigmoid", "glm4_moe")):
+        path = write_checkpoint(FAMILIES[family], tmp_path / name, "float32")
+        model = load_in_slots(path, compute="fast")
+        with model.moecache, torch.no_grad():
+            assert model.moecache.decoder.is_ready()
+            assert not prompts.are_rows_apart(model)
+            prefixes = reading.open_prefixes(model, 2**24)
+            assert prefixes is not None
+            tokens = tokens_of(PAGE + 20)
+            read(model, tokens, prefixes)
+            assert prefixes.stats().num_pages == 1
+            assert reading.PromptReader(model, [*tokens, 5], prefixes).num_cached == PAGE
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "gemma4_text", "llama4"])

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,16 @@ class PageFiles:
             os.utime(path)
         return page
 
-    def write(self, name: str, page: tuple[tuple[np.ndarray, np.ndarray], ...]) -> None:
-        """Write a page, whole or not at all; a failure is logged, and the page is not kept."""
+    def write(
+        self,
+        name: str,
+        page: tuple[tuple[np.ndarray, np.ndarray], ...],
+        parts: Sequence[str] = (),
+    ) -> None:
+        """Write a page, whole or not at all; a failure is logged, and the page is not kept.
+
+        `parts` are names of its beginnings, which are removed once it is there.
+        """
         path = self._directory / (name + _SUFFIX)
         body = [len(page).to_bytes(4, "little")]
         for array in (part for layer in page for part in layer):
@@ -116,6 +125,9 @@ class PageFiles:
         with self._lock:
             self._sizes[path.name] = size
             self.nbytes += size
+            for shorter in parts:
+                if shorter + _SUFFIX in self._sizes:
+                    self._remove(shorter + _SUFFIX)
 
     def _look(self) -> None:
         """Take in what is in the directory, oldest first; remove what a killed process left."""

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 # Keys and values of each layer, [1, heads, positions, width], as arrays of bytes have no dtype of
 # torch's: bfloat16 is uint16 here.
 Page = tuple[tuple[np.ndarray, np.ndarray], ...]
+_DIGEST_BYTES = 20
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class PrefixCache:
     identity and of all tokens up to its end, so that only the same tokens find it. What was used
     longest ago is forgotten first, the end of a prompt before its beginning. Any thread may call.
 
+    Where rows do not depend on how many there are, the last page of a prompt is kept as far as it
+    goes, and a page in memory is found as far as tokens are the same: in steps of `part_tokens`.
+
     Parameters
     ----------
     identity : bytes
@@ -59,6 +63,8 @@ class PrefixCache:
     page_tokens : int
     max_bytes : int
         Of memory.
+    part_tokens : int, optional
+        A divisor of `page_tokens`, which it is by default.
     directory : Path, optional
         Where pages are written to as well; made if it is not there.
     max_disk_bytes : int, default 0
@@ -76,14 +82,19 @@ class PrefixCache:
         page_tokens: int,
         max_bytes: int,
         *,
+        part_tokens: int | None = None,
         directory: Path | None = None,
         max_disk_bytes: int = 0,
     ) -> None:
         self.page_tokens = page_tokens
+        self.part_tokens = part_tokens or page_tokens
         self.max_bytes = max_bytes
-        self._root = hashlib.blake2b(identity, digest_size=20).digest()
+        self._root = hashlib.blake2b(identity, digest_size=_DIGEST_BYTES).digest()
         self._files = None if directory is None else PageFiles(directory, max_disk_bytes)
         self._pages: OrderedDict[bytes, Page] = OrderedDict()
+        # The name of a page's beginning -> the name of the page in memory that has it.
+        self._longer: dict[bytes, bytes] = {}
+        self._parts: dict[bytes, list[bytes]] = {}
         self._nbytes = 0
         self._hit_tokens = self._asked_tokens = 0
         self._lock = threading.Lock()
@@ -91,10 +102,17 @@ class PrefixCache:
         self._writes: set[Future[None]] = set()
         self._closed = False
 
-    def find(self, tokens: Sequence[int]) -> list[Page]:
+    def find(self, tokens: Sequence[int], *, in_parts: bool = False) -> list[Page]:
         """Return the pages of the longest known beginning of a prompt.
 
-        At least one token is left to be read: its logits are wanted.
+        At least one token is left to be read: its logits are wanted. Of a page that is not whole
+        two are left, as a token alone is not read but decoded.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+        in_parts : bool, default False
+            Whether the last page may be the beginning of one.
         """
         found: list[Page] = []
         names = self._names(tokens, (len(tokens) - 1) // self.page_tokens)
@@ -103,33 +121,62 @@ class PrefixCache:
             if page is None:
                 break
             found.append(page)
+        del names[len(found) :]
+        if in_parts:
+            begin = len(found) * self.page_tokens
+            part = tokens[begin : min(len(tokens) - 2, begin + self.page_tokens - 1)]
+            for name, num in reversed(self._part_names(names, part)):
+                page = self._get(name, num)
+                if page is not None:
+                    found.append(page)
+                    names.append(self._longer.get(name, name))
+                    break
         with self._lock:
             # The last page is the first to be forgotten.
-            for name in reversed(names[: len(found)]):
+            for name in reversed(names):
                 if name in self._pages:
                     self._pages.move_to_end(name)
-            self._hit_tokens += len(found) * self.page_tokens
+            self._hit_tokens += sum(map(num_positions, found))
             self._asked_tokens += len(tokens)
         return found
 
-    def keep(self, tokens: Sequence[int], pages: Sequence[Page]) -> None:
-        """Keep the last whole pages of the first tokens of a prompt.
+    def keep(self, tokens: Sequence[int], pages: Sequence[Page], *, in_parts: bool = False) -> None:
+        """Keep the last pages of the first tokens of a prompt.
 
         Parameters
         ----------
         tokens : sequence of int
-            A multiple of `page_tokens`, from the beginning on.
+            From the beginning of the prompt to the end of the pages.
         pages : sequence of Page
-            Those of the last tokens. They are kept as they are, and must not change. A cache that
-            is closed keeps nothing.
+            Each from the first position of a page on. They are kept as they are, and must not
+            change. A cache that is closed keeps nothing.
+        in_parts : bool, default False
+            Whether the beginnings of a page are worth keeping; else those that are not whole are
+            left out.
         """
-        names = self._names(tokens, len(tokens) // self.page_tokens)
+        num, rest = divmod(len(tokens), self.page_tokens)
+        names = self._names(tokens, num)
+        if rest and len(pages) > 0:
+            pages, last = pages[:-1], pages[-1]
         new = list(zip(names[len(names) - len(pages) :], pages, strict=True))
+        parts: dict[bytes, list[bytes]] = {}
+        if in_parts:
+            for place in range(num - len(pages), num):
+                begin = place * self.page_tokens
+                part = tokens[begin : begin + self.page_tokens - 1]
+                parts[names[place]] = [one for one, _ in self._part_names(names[:place], part)]
+            if rest and (known := self._part_names(names, tokens[num * self.page_tokens :])):
+                name, num_kept = known.pop()
+                names.append(name)
+                # Not a view: the whole of it would stay in memory.
+                part_of = _beginning(last, num_kept)
+                new.append((name, tuple((keys.copy(), values.copy()) for keys, values in part_of)))
+                parts[name] = [one for one, _ in known]
         with self._lock:
             if self._closed:
                 return
             for name, page in new:
-                self._put(name, page)
+                self._put(name, page, parts.get(name, ()))
             for name in reversed(names):
                 if name in self._pages:
                     self._pages.move_to_end(name)
@@ -137,7 +184,10 @@ class PrefixCache:
             writes = (
                 []
                 if self._writing is None
-                else [self._writing.submit(self._write, name, page) for name, page in new]
+                else [
+                    self._writing.submit(self._write, name, page, parts.get(name, ()))
+                    for name, page in new
+                ]
             )
             self._writes.update(writes)
         for write in writes:
@@ -164,44 +214,79 @@ class PrefixCache:
             self._writing.shutdown()
         with self._lock:
             self._pages.clear()
+            self._longer.clear()
+            self._parts.clear()
             self._nbytes = 0
 
     def _names(self, tokens: Sequence[int], num: int) -> list[bytes]:
+        """Return the names of the first pages."""
         names, name = [], self._root
         for page in range(num):
-            part = np.asarray(tokens[page * self.page_tokens : (page + 1) * self.page_tokens])
-            digest = hashlib.blake2b(name, digest_size=20)
-            digest.update(part.astype("<i8").tobytes())
-            name = digest.digest()
+            name = _digest(name, tokens[page * self.page_tokens : (page + 1) * self.page_tokens])
             names.append(name)
         return names
 
-    def _get(self, name: bytes) -> Page | None:
-        with self._lock:
-            page = self._pages.get(name)
-        if page is not None or self._files is None:
-            return page
-        page = self._files.read(name.hex())
-        if page is not None:
-            with self._lock:
-                self._put(name, page)
-                self._forget()
-        return page
+    def _part_names(self, names: list[bytes], tokens: Sequence[int]) -> list[tuple[bytes, int]]:
+        """Return the names of beginnings of a page behind others, and the positions of each."""
+        before, step = names[-1] if names else self._root, self.part_tokens
+        nums = range(step, len(tokens) + 1, step)
+        return [(_digest(before, tokens[:num]), num) for num in nums if num < self.page_tokens]
 
-    def _put(self, name: bytes, page: Page) -> None:
-        if name not in self._pages:
+    def _get(self, name: bytes, num: int | None = None) -> Page | None:
+        """Return a page, or the beginning of one, of so many positions."""
+        with self._lock:
+            page = self._pages.get(self._longer.get(name, name))
+        if page is None and self._files is not None:
+            page = self._files.read(name.hex())
+            if page is not None:
+                with self._lock:
+                    self._put(name, page, ())
+                    self._forget()
+        return page if page is None or num is None else _beginning(page, num)
+
+    def _put(self, name: bytes, page: Page, parts: Sequence[bytes]) -> None:
+        """Take in a page, in the place of what is known of its beginning."""
+        if name not in self._pages and name not in self._longer:
             self._pages[name] = page
             self._nbytes += _nbytes(page)
+            self._parts[name] = [*parts]
+            for part in parts:
+                self._remove(part)
+                self._longer[part] = name
+
+    def _remove(self, name: bytes) -> None:
+        page = self._pages.pop(name, None)
+        if page is None:
+            return
+        self._nbytes -= _nbytes(page)
+        for part in self._parts.pop(name):
+            if self._longer.get(part) == name:
+                del self._longer[part]
 
     def _forget(self) -> None:
         while self._nbytes > self.max_bytes and self._pages:
-            _, page = self._pages.popitem(last=False)
-            self._nbytes -= _nbytes(page)
+            self._remove(next(iter(self._pages)))
 
-    def _write(self, name: bytes, page: Page) -> None:
+    def _write(self, name: bytes, page: Page, parts: Sequence[bytes]) -> None:
         assert self._files is not None
         with suppress(OSError):
-            self._files.write(name.hex(), page)
+            self._files.write(name.hex(), page, [part.hex() for part in parts])
+
+
+def num_positions(page: Page) -> int:
+    """Return how many positions a page has."""
+    return page[0][0].shape[2] if page else 0
+
+
+def _digest(name: bytes, tokens: Sequence[int]) -> bytes:
+    digest = hashlib.blake2b(name, digest_size=_DIGEST_BYTES)
+    digest.update(np.asarray(tokens).astype("<i8").tobytes())
+    return digest.digest()
+
+
+def _beginning(page: Page, num: int) -> Page:
+    """Return the first positions of a page."""
+    return tuple((keys[:, :, :num], values[:, :, :num]) for keys, values in page)
 
 
 def _nbytes(page: Page) -> int:

@@ -22,6 +22,7 @@ from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._operators import is_transformed
 from moecache.integrations.transformers._pages import Pages
 from moecache.integrations.transformers._places import Rotary, begins_of, positions_of
+from moecache.integrations.transformers._rows import are_rows_apart
 from moecache.integrations.transformers._slots import SlotLayer
 from moecache.integrations.transformers.prompts import (
     cuts,
@@ -110,7 +111,7 @@ class Decoder:
         self._rotary: Rotary | None = None
         # Calls until a model that has no recipe as it is now is asked again.
         self._calls_left, self._pause = 0, 1
-        self._is_unknown = False
+        self._is_unknown = self._are_rows_apart = False
         self.reason = ""
         self.num_steps = 0
 
@@ -124,6 +125,11 @@ class Decoder:
         """Return whether the model has a recipe as it is now; `reason` says why not."""
         with self._lock:
             return self._is_ready()
+
+    def are_rows_apart(self) -> bool:
+        """Return whether a prompt's rows have the same bits wherever it is cut."""
+        with self._lock:
+            return self._is_ready() and self._are_rows_apart
 
     def step(self, named: dict[str, Any]) -> MoeCausalLMOutputWithPast | None:
         """Return a forward's result; `None` if it is not one that a program computes."""
@@ -306,6 +312,8 @@ class Decoder:
                 logger.info("transformers.no_recipe model=%s: %s", type(model).__name__, error)
             return False
         self._reading, self.reason, self._pause = reading, "", 1
+        experts = {model.get_submodule(path) for path in self._paths}
+        self._are_rows_apart = are_rows_apart(model, reading.recipe, experts)
         with torch.inference_mode(mode=False):
             # Written to for each token, in inference mode or not.
             self._hidden = torch.from_numpy(self._program.hidden)

@@ -1,5 +1,6 @@
-"""`compute="fast"` in RAM: kernels of moecache's own for experts and the trunk's few rows."""
+"""`compute="fast"` in RAM: kernels of moecache's own for experts, routers and the trunk."""
 
+import functools
 import sys
 import time
 from collections.abc import Iterable
@@ -28,6 +29,8 @@ from moecache.settings import COMPUTE
 
 # With more rows torch's products are as fast: reading weights is no longer the main cost.
 MAX_ROWS = 8
+# A number of rows that no product has.
+ANY_ROWS = 2**62
 TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -176,24 +179,45 @@ def fast_experts(
 
 
 class FastLinear(nn.Module):
-    """A linear layer that has its products of up to `MAX_ROWS` rows computed by the kernels."""
+    """A linear layer that has products of as many rows as pays computed by the kernels."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """Return input @ weight.T + bias."""
         linear: Any = self
-        return _product(input, linear.weight, linear.bias)
+        return _product(input, linear.weight, linear.bias, any_rows=False)
+
+
+@functools.lru_cache
+def most_rows(dtype: torch.dtype) -> int:
+    """Return how many rows the kernels multiply by a weight of a type, where torch could as well.
+
+    All, where the processor multiplies bfloat16 in vectors (by the clock .95 to 1.4 times as fast
+    as torch, with 256 rows); with AMX, which torch has, few.
+    """
+    multiplies = (
+        dtype == torch.bfloat16
+        and kernels.level() == "avx512"
+        and torch.cpu._is_avx512_bf16_supported()
+        and not torch.cpu._is_amx_tile_supported()
+    )
+    return ANY_ROWS if multiplies else MAX_ROWS
 
 
 def _product(
     input: torch.Tensor,  # noqa: A002 - torch's own name
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    any_rows: bool = True,
 ) -> torch.Tensor:
-    """Return input @ weight.T + bias, as torch.nn.functional.linear does."""
-    if not _is_for_kernels(input, weight, bias):
+    """Return input @ weight.T + bias, as torch.nn.functional.linear does.
+
+    A router's has the same bits with any number of rows.
+    """
+    if not _is_for_kernels(input, weight, bias, any_rows=any_rows):
         return functional.linear(input, weight, bias)
     if torch.compiler.is_compiling():
-        out: torch.Tensor = torch.ops.moecache.linear(input, weight, bias)
+        out: torch.Tensor = torch.ops.moecache.linear(input, weight, bias, any_rows)
         return out
     return _linear(input, weight, bias)
 
@@ -243,6 +267,20 @@ def _calls_linear(module: nn.Module) -> bool:
     return _finds(module, "F", functional) and "linear" in type(module).forward.__code__.co_names
 
 
+def multiplies_any_rows(module: nn.Module) -> bool:
+    """Return whether the kernels compute a module's product, of any number of rows."""
+    forward: Any = type(module).forward
+    if forward is FastLinear.forward:
+        weight: Any = module.weight
+        return most_rows(weight.dtype) == ANY_ROWS
+    return getattr(getattr(forward, "__globals__", {}).get("F"), "linear", None) is _product
+
+
+def finds_torch_attention(module: nn.Module) -> bool:
+    """Return whether a module has its attention computed by transformers' own functions."""
+    return _finds(module, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+
+
 def _torch_functions() -> ModuleType:
     """Return torch.nn.functional with another `linear`."""
     shown = ModuleType("torch.nn.functional, with kernels")
@@ -250,8 +288,10 @@ def _torch_functions() -> ModuleType:
     return shown
 
 
-def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether these are few rows that kernels take, and no gradient is asked.
+def _is_for_kernels(
+    given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, any_rows: bool
+) -> bool:
+    """Return whether these are rows that kernels take, and no gradient is asked.
 
     Torch itself refuses tensors that do not fit together.
     """
@@ -259,10 +299,16 @@ def _is_for_kernels(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     return (
         len(shape) == 2
         and 0 < columns == shape[1]
-        and 0 < given.numel() <= MAX_ROWS * columns
+        and given.numel() > 0
         and weight.dtype == given.dtype in TYPES
         and weight.device.type == given.device.type == "cpu"
         and weight.is_contiguous()
+        # A graph takes any number of rows; the operator in it looks again.
+        and (
+            any_rows
+            or torch.compiler.is_compiling()
+            or given.numel() <= most_rows(weight.dtype) * columns
+        )
         and (bias is None or _fits(bias, shape[0]))
         and not torch.is_autocast_enabled("cpu")
         and (torch.compiler.is_compiling() or not is_transformed())
@@ -312,15 +358,16 @@ def _linear(
 
 
 @operator(
-    "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
+    "linear(Tensor input, Tensor weight, Tensor? bias, bool any_rows=False) -> Tensor",
     lambda input, weight, *_: input.new_empty((*input.shape[:-1], weight.shape[0])),  # noqa: A006
 )
 def _operator(
     input: torch.Tensor,  # noqa: A002 - torch's own name
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    any_rows: bool = False,
 ) -> torch.Tensor:
-    if not _is_for_kernels(input, weight, bias):
+    if not _is_for_kernels(input, weight, bias, any_rows=any_rows):
         return functional.linear(input, weight, bias)
     return _linear(input, weight, bias)
 
@@ -335,7 +382,7 @@ def quicken(model: nn.Module, routers: Iterable[nn.Module | None]) -> list[nn.Mo
     for linear in found:
         become(linear, FastLinear)
     for attention in modules:
-        if _finds(attention, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS):
+        if finds_torch_attention(attention):
             become(attention, _with(type(attention), ALL_ATTENTION_FUNCTIONS=INTERFACE))
             found.append(attention)
     for router in routers:

@@ -34,8 +34,10 @@ _FREE_PART = 6
 # Pages for which a plan leaves room. More read fewer bytes, which a prompt so long hides behind
 # products.
 _PLANNED_PAGES = 4
-# So few tokens behind others are decoded, where a program computes them.
+# So few tokens of a page behind others are decoded, where a program computes them.
 FEW_TOKENS = 16
+# A page is kept, and found, up to a multiple of these positions, where rows are apart.
+PART_TOKENS = 16
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, SlidingLayer)
 
 
@@ -51,6 +53,12 @@ def has_pages(model: Any) -> bool:
     transformers' modules take it; so do models whose positions are not those of tokens.
     """
     return model.config.model_type not in _NOT_CAUSAL and is_paged(new_cache(model))
+
+
+def are_rows_apart(model: Any) -> bool:
+    """Return whether the rows of a model's prompts have the same bits wherever these are cut."""
+    decoder = getattr(getattr(model, "moecache", None), "decoder", None)
+    return decoder is not None and bool(decoder.are_rows_apart())
 
 
 def is_paged(cache: Any) -> bool:
@@ -104,10 +112,15 @@ def cuts(start: int, stop: int) -> list[tuple[int, int]]:
     """Return where pages begin and end, from `start` to `stop`."""
     found = []
     while start < stop:
-        end = min(stop, (start // PAGE_TOKENS + 1) * PAGE_TOKENS)
+        end = min(stop, page_begin(start) + PAGE_TOKENS)
         found.append((start, end))
         start = end
     return found
+
+
+def page_begin(position: int) -> int:
+    """Return the first position of a position's page."""
+    return position // PAGE_TOKENS * PAGE_TOKENS
 
 
 def read_prompt(
@@ -169,7 +182,7 @@ def read_pages(
     num_pages : int
         Pages to read, at most; they go through the model together.
     kept : list of Page, optional
-        Gets the whole pages that were read.
+        Gets the pages that were read: the last one as far as it goes, unless it was decoded.
     on_layer : callable (), optional
         Called when a layer of several pages is computed.
 
@@ -181,8 +194,9 @@ def read_pages(
     start = int(cache.get_seq_length())
     stop = start + ids.shape[1]
     pages = cuts(start, stop)
-    # A few tokens behind others go alone: they are decoded, whatever was cached before them.
-    few = pages[-1][1] - pages[-1][0] <= FEW_TOKENS and pages[-1][0] > 0
+    # A few tokens of a page behind others go alone: they are decoded, whatever was cached.
+    last = page_begin(pages[-1][0])
+    few = pages[-1][1] - last <= FEW_TOKENS and last > 0
     span = pages[: max(1, min(num_pages, len(pages) - few))]
     first = stop - num_logits if num_logits else start
 
@@ -206,7 +220,7 @@ def read_pages(
         forwards = [functools.partial(page, *view.positions, view) for view in views]
         read = _spans.run(forwards, SpanExperts(), on_layer)
     if kept is not None:
-        kept += [view.page() for view in views if view.is_whole]
+        kept += [view.page() for view in views]
     end = span[-1][1]
     return end, [found for found, one in zip(read, span, strict=True) if one[1] > first]
 
@@ -233,14 +247,8 @@ class PageCache(Cache):
         self._is_kept = is_kept
         self._updated: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is a page from its first position to its last."""
-        begin, end = self.positions
-        return end - begin == PAGE_TOKENS
-
     def page(self) -> Page:
-        """Return the page's keys and values, once its forward is done."""
+        """Return the page's keys and values, from its first position on, once they are there."""
         found = [pair for _, pair in sorted(self._updated.items()) if pair is not None]
         return tuple((_array(keys), _array(values)) for keys, values in found)
 
@@ -261,7 +269,11 @@ class PageCache(Cache):
         """Add the page's keys and values to a layer."""
         found = self._cache.update(key_states, value_states, layer_idx, *args, **kwargs)
         adopt(self.layers[layer_idx])
-        self._updated[layer_idx] = (key_states, value_states) if self._is_kept else None
+        begin, end = self.positions
+        kept = (key_states, value_states)
+        if self._is_kept and begin > (first := page_begin(begin)):
+            kept = (found[0][:, :, first:end].clone(), found[1][:, :, first:end].clone())
+        self._updated[layer_idx] = kept if self._is_kept else None
         return found
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -13,9 +13,11 @@ import transformers
 from transformers.cache_utils import DynamicCache
 
 import moecache
-from moecache.decoding.prefixes import Page, PrefixCache
+from moecache.decoding.prefixes import Page, PrefixCache, num_positions
 from moecache.integrations.transformers.prompts import (
     PAGE_TOKENS,
+    PART_TOKENS,
+    are_rows_apart,
     has_pages,
     new_cache,
     read_pages,
@@ -59,10 +61,10 @@ class PromptReader:
         self._paged = has_pages(model)
         self._prefixes = prefixes if self._paged else None
         if self._prefixes is not None:
-            pages = self._prefixes.find(self._tokens)
+            pages = self._prefixes.find(self._tokens, in_parts=are_rows_apart(model))
             if pages:
                 _restore(self.cache, pages)
-                self.num_cached = self.num_read = len(pages) * PAGE_TOKENS
+                self.num_cached = self.num_read = sum(map(num_positions, pages))
                 # The forward that begins a sequence is not computed.
                 if offload is not None:
                     offload.runtime.begin_sequence()
@@ -113,8 +115,7 @@ class PromptReader:
         self.num_read = stop
         progress(stop)
         if kept and self._prefixes is not None:
-            whole = stop // PAGE_TOKENS * PAGE_TOKENS
-            self._prefixes.keep(self._tokens[:whole], kept)
+            self._prefixes.keep(self._tokens[:stop], kept, in_parts=are_rows_apart(self._model))
         return None if self.num_left else last[-1][0, -1]
 
 
@@ -162,6 +163,7 @@ def open_prefixes(
         _identity(model),
         PAGE_TOKENS,
         max_bytes,
+        part_tokens=PART_TOKENS,
         directory=directory,
         max_disk_bytes=max_disk_bytes,
     )

@@ -197,10 +197,16 @@ def most_rows(dtype: torch.dtype) -> int:
     multiplies = (
         dtype == torch.bfloat16
         and kernels.level() == "avx512"
-        and torch.cpu._is_avx512_bf16_supported()
-        and not torch.cpu._is_amx_tile_supported()
+        and _has("_is_avx512_bf16_supported")
+        and not _has("_is_amx_tile_supported")
     )
     return ANY_ROWS if multiplies else MAX_ROWS
+
+
+def _has(name: str) -> bool:
+    """Return what torch knows of the processor; older releases know less."""
+    look = getattr(torch.cpu, name, None)
+    return look is not None and bool(look())
 
 
 def _product(

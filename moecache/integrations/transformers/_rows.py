@@ -7,6 +7,7 @@ from torch import nn
 from moecache import kernels
 from moecache.decoding.recipe import Attention, Layer, Recipe
 from moecache.integrations.transformers._fast import finds_torch_attention, multiplies_any_rows
+from moecache.kernels._page import MOST_WIDTH
 
 
 def are_rows_apart(model: Any, recipe: Recipe, experts: set[nn.Module]) -> bool:
@@ -38,6 +39,7 @@ def _is_apart(layer: Layer) -> bool:
         isinstance(attention, Attention)
         and attention.window is None
         and attention.sinks is None
+        and max(attention.width, attention.value_width) <= MOST_WIDTH
         and layer.forward is None
         and router is not None
         and router.scores in ("softmax", "softmax of the chosen")

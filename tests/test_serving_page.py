@@ -82,11 +82,13 @@ def test_a_chat_is_answered_and_the_cells_are_the_runtimes(served: Served, tab: 
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_page_fits_a_telephone_and_stops_a_reply(served: Served, tab: Tab, dark: bool) -> None:
+def test_the_page_fits_a_telephone_and_stops_a_reply(
+    served: Served, tab: Tab, dark: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is cut off at the right; what was said before the stop stays."""
     tab.show(400, 840, dark=dark, scale=2)
     tab.until("map.layers > 0")
-    served.engine.most_tokens = 900
+    monkeypatch.setattr(served.engine, "most_tokens", 900)
     ask(tab, "class Parser:")
     tab.until("document.querySelector('.reply p')?.textContent.length > 3")
     assert tab.run("$('send').textContent") == "Stop"

@@ -42,6 +42,7 @@ BUDGETS = {
     "tests/test_echo_oracle.py": 5,
     "tests/test_gpu_script.py": 5,
     "tests/test_serving.py": 5,
+    "tests/test_serving_page.py": 5,
     "tests/test_serving_parallel.py": 5,
     "tests/test_transformers_compile.py": 5,
 }

@@ -20,6 +20,7 @@ from moecache.integrations.transformers.answer_parts import (  # noqa: E402
     format_of,
 )
 from moecache.serving import checks  # noqa: E402
+from moecache.serving.tools import _closed  # noqa: E402
 from tests.helpers.serving import Served, serving, write_chat_model  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,10 +138,12 @@ def test_a_call_that_is_none_is_content(client: Any) -> None:
 
 def test_a_call_may_be_required(client: Any) -> None:
     """Of any function, or of one: then the model writes nothing else, by the schema."""
-    # Without the days, of which a model without sense writes as many digits as it may.
+    # Without the days, of which a model without sense writes as many digits as it may, and as most
+    # clients write it: nothing is said of other arguments, which the model must not make up.
     schema = {
-        **WEATHER["function"]["parameters"],
+        "type": "object",
         "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
     }
     weather = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     for choice, tools in (
@@ -150,8 +153,26 @@ def test_a_call_may_be_required(client: Any) -> None:
         found = ask(client, tool_choice=choice, tools=tools, parallel_tool_calls=False).choices[0]
         (call,) = found.message.tool_calls
         assert (call.function.name, found.finish_reason) == ("weather", "tool_calls")
-        assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+        assert json.loads(call.function.arguments) in ({"city": "Rome"}, {"city": "Oslo"})
         assert not found.message.content
+
+
+def test_only_plain_objects_are_closed() -> None:
+    """One that is put together, or that says what else may be there, stays as it is."""
+    inner = {"type": "object", "properties": {"a": {"type": "string"}}}
+    closed = {**inner, "additionalProperties": False}
+    for given, expected in (
+        (inner, closed),
+        ({"items": inner}, {"items": closed}),
+        (
+            {"properties": {"b": inner}},
+            {"properties": {"b": closed}, "additionalProperties": False},
+        ),
+        ({**inner, "additionalProperties": True}, {**inner, "additionalProperties": True}),
+        ({**inner, "allOf": [inner]}, {**inner, "allOf": [inner]}),
+        ({"type": "object"}, {"type": "object"}),
+    ):
+        assert _closed(given) == expected
 
 
 def test_the_template_is_told_of_functions_and_earlier_calls(client: Any) -> None:

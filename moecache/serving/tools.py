@@ -17,6 +17,9 @@ _MOST_CALLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _CHOICES = ("none", "auto", "required")
 
+# Keywords by which an object may have other properties than those that are beside them.
+_MORE = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties", "if", "dependentSchemas"}
+
 
 @dataclass(frozen=True)
 class Tools:
@@ -71,7 +74,7 @@ class Tools:
         rules.append("function: " + " | ".join(f"function_{i}" for i in range(len(chosen))))
         for number, function in enumerate(chosen):
             head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
-            schema = {"type": "object"} | (function.get("parameters") or {})
+            schema = {"type": "object"} | _closed(function.get("parameters") or {})
             rules.append(f'function_{number}: {json.dumps(head)} arguments_{number} "}}"')
             rules.append(f"arguments_{number}: {Grammar.schema_part(schema, is_lenient=True)}")
         return Grammar.of_lark("\n".join(rules), "tools")
@@ -224,6 +227,25 @@ def _call(name: str, call: Any) -> dict[str, Any]:
     }
     identity = Fields(call).text("id")
     return {"id": identity, **found} if identity else found
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a function's schema without arguments that it does not name.
+
+    JSON Schema allows any where nothing is said of others; a function has no use for them, and
+    clients leave it out.
+    """
+    found = dict(schema)
+    properties = found.get("properties")
+    # What else describes an object may name more.
+    if isinstance(properties, dict) and not _MORE.intersection(found):
+        found.setdefault("additionalProperties", False)
+        found["properties"] = {
+            name: _closed(one) if isinstance(one, dict) else one for name, one in properties.items()
+        }
+    if isinstance(found.get("items"), dict):
+        found["items"] = _closed(found["items"])
+    return found
 
 
 def _literal(text: str, special: Mapping[str, Any]) -> str:

@@ -214,6 +214,22 @@ def test_what_is_no_message_is_refused(wrong: dict[str, Any], problem: str) -> N
         read_message(json.dumps({**HELLO, **wrong}).encode(), models=("m",))
 
 
+def test_what_an_agent_sends_besides_is_no_error() -> None:
+    """Claude Code has old parts of a conversation dropped, marks what to keep, and says who asks."""
+    block = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+    more = {
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "messages": [{"role": "user", "content": [block]}],
+        "metadata": {"user_id": "x"},
+        "system": [block],
+    }
+    asked = read_message(json.dumps({**HELLO, **more}).encode(), models=("m",))
+    assert asked.messages == (
+        {"role": "system", "content": "Hello"},
+        {"role": "user", "content": "Hello"},
+    )
+
+
 def test_errors_have_the_protocols_shape(served: Served) -> None:
     """Of a request, and of a model that is another."""
     status, text = send(served, messages="hello")

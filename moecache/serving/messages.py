@@ -34,7 +34,8 @@ def read_message(
     """
     given = read_object(body)
     fields = Fields(given)
-    for name in ("container", "mcp_servers", "context_management"):
+    # `context_management` may drop old parts of a conversation; nothing is, and answers say of none.
+    for name in ("container", "mcp_servers"):
         if given.get(name):
             raise RequestError(
                 400, f"{name} is not supported; leave it out", param=name, code="unsupported"

@@ -215,7 +215,7 @@ def test_what_is_no_message_is_refused(wrong: dict[str, Any], problem: str) -> N
 
 
 def test_what_an_agent_sends_besides_is_no_error() -> None:
-    """Claude Code has old parts of a conversation dropped, marks what to keep, and says who asks."""
+    """Claude Code has old parts dropped, marks what to keep, and says who asks."""
     block = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
     more = {
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},

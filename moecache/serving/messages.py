@@ -34,7 +34,7 @@ def read_message(
     """
     given = read_object(body)
     fields = Fields(given)
-    # `context_management` may drop old parts of a conversation; nothing is, and answers say of none.
+    # `context_management` may drop parts of a conversation; none are, and answers say of none.
     for name in ("container", "mcp_servers"):
         if given.get(name):
             raise RequestError(

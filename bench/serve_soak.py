@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
             line = process.stderr.readline()
             url = line.partition(" at ")[2].partition(",")[0]
             if not url.startswith("http"):
+                process.terminate()
                 raise SystemExit(line + process.stderr.read())
             try:
                 found, samples, state = asyncio.run(_soak(url, arguments, expected, process.pid))

@@ -129,7 +129,7 @@ def compare(
                 key: statistics.median(run[key] for run in found)
                 for key in (
                     *("tokens_per_s", "tokens_per_cpu_s", "read_bytes_per_token"),
-                    *("hit_rate", "peak_bytes", "prompt_s"),
+                    *("hit_rate", "peak_bytes", "opened_s", "prompt_s"),
                 )
             },
             "num_tokens": min(run["num_tokens"] for run in found),
@@ -188,6 +188,7 @@ def child(text: str) -> None:
         opened = ours(path, None, compute.split()[0], task["threads"], **options)
     start = time.perf_counter()
     with opened as one:
+        opened_s = time.perf_counter() - start
         one.prompt(tokens[:num_prompt])
         # From nothing, as a user waits for it: opening, and whatever is read for it, included.
         prompt_s = time.perf_counter() - start
@@ -204,6 +205,7 @@ def child(text: str) -> None:
         hit_rate = (offload.stats() - counted).hit_rate if offload else 0.0
     found = {
         "num_tokens": len(chosen),
+        "opened_s": opened_s,
         "prompt_s": prompt_s,
         "tokens_per_s": len(chosen) / seconds,
         "tokens_per_cpu_s": len(chosen) / cpu_s,
@@ -223,7 +225,7 @@ def describe(figure: dict[str, Any]) -> str:
         f"{format_bytes(figure['read_bytes_per_token']):>9} read a token, "
         f"{figure['num_tokens']} tokens, hit rate {figure['hit_rate']:.2f}, "
         f"{format_bytes(figure['peak_bytes'])} resident at most, first token after "
-        f"{figure['prompt_s']:.1f} s"
+        f"{figure['prompt_s']:.1f} s, of which {figure['opened_s']:.1f} to open"
     )
 
 

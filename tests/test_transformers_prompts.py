@@ -68,6 +68,13 @@ def read(model: Any, tokens: list[int], prefixes: Any = None, num_pages: int = 8
     return torch.stack([logits.float(), more.float()])
 
 
+def known_of(model: Any, tokens: list[int], prefixes: Any) -> int:
+    """Return how many tokens of a prompt are known."""
+    reader = reading.PromptReader(model, tokens, prefixes)
+    reader.begin()
+    return reader.num_cached
+
+
 @pytest.mark.parametrize("num", [1, 16, 31, 32, 33, 48, 64, 97, 100, 129])
 def test_a_prompt_has_the_bits_that_it_has_without_a_cache(model: Any, num: int) -> None:
     """With pages one by one, together, found all or in part, and after another prompt."""
@@ -77,7 +84,7 @@ def test_a_prompt_has_the_bits_that_it_has_without_a_cache(model: Any, num: int)
     found = [read(model, tokens, num_pages=1), read(model, tokens, num_pages=3)]
     found += [read(model, tokens, prefixes) for _ in range(2)]
     if num > PAGE:
-        assert reading.PromptReader(model, tokens, prefixes).num_cached == (num - 1) // PAGE * PAGE
+        assert known_of(model, tokens, prefixes) == (num - 1) // PAGE * PAGE
         other = tokens[: PAGE + 1] + tokens_of(20)
         assert torch.equal(read(model, other, prefixes), read(model, other))
     assert all(torch.equal(one, expected) for one in found)
@@ -108,7 +115,7 @@ def test_a_prompt_goes_on_within_a_page_with_the_bits_that_it_has(
             tokens = shared[:length]
             expected, known = read(model, tokens), []
             for _ in range(2):
-                known.append(reading.PromptReader(model, tokens, prefixes).num_cached)
+                known.append(known_of(model, tokens, prefixes))
                 assert torch.equal(read(model, tokens, prefixes), expected)
             same = min(num, length - 1)
             whole = same // PAGE * PAGE
@@ -132,7 +139,7 @@ def test_rows_are_not_apart_where_torch_multiplies(tmp_path: Path) -> None:
             tokens = tokens_of(PAGE + 20)
             read(model, tokens, prefixes)
             assert prefixes.stats().num_pages == 1
-            assert reading.PromptReader(model, [*tokens, 5], prefixes).num_cached == PAGE
+            assert known_of(model, [*tokens, 5], prefixes) == PAGE
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "gemma4_text", "llama4"])

@@ -1,6 +1,6 @@
 """Continuing a text: the loop of a token after the other, and how each is drawn."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
-from moecache.integrations.transformers.prompts import SPAN_PAGES
+from moecache.integrations.transformers.prompts import SPAN_PAGES, Span
 from moecache.integrations.transformers.reading import PromptReader
 from moecache.integrations.transformers.streams import TokenTimes
 from moecache.slots import CudaSlots
@@ -198,7 +198,6 @@ class Text:
         self._num_left = max_new_tokens
         streamer.put(torch.tensor([list(prompt)]))
         self._reader = PromptReader(model, prompt, prefixes)
-        streamer.cached_tokens = self._reader.num_cached
 
     @property
     def cache(self) -> DynamicCache:
@@ -223,7 +222,46 @@ class Text:
         Stopped
             If the streamer wants no more.
         """
-        logits = self._reader.advance(num_pages, self.streamer.read)
+        self._begin()
+        self._take_logits(self._reader.advance(num_pages, self.streamer.read))
+
+    def will_find(self, other: "Text") -> bool:
+        """Return whether pages that another's prompt still reads need not be read for this one."""
+        return self._reader.will_find(other._reader)
+
+    def next_span(self, num_pages: int) -> Span | None:
+        """Return the prompt's next pages, at most so many; `None` if they go alone."""
+        self._begin()
+        span = self._reader.next_span(num_pages)
+        return None if span is None or span.is_decoded else span
+
+    def progress_of(self, span: Span) -> Callable[[], int]:
+        """Return what says, called once a layer, how many tokens are read, in layers."""
+        return self._reader.progress_of(span)
+
+    def take_span(self, span: Span) -> None:
+        """Take pages that were read; draw a token after the last one.
+
+        Raises
+        ------
+        Stopped
+            If the streamer wants no more.
+        """
+        logits = self._reader.take(span)
+        self.streamer.read(span.end)
+        self._take_logits(logits)
+
+    def restart(self) -> None:
+        """Have the prompt read anew, as a span with other prompts' pages has failed."""
+        self._reader.restart()
+
+    def _begin(self) -> None:
+        """Find the prompt's pages that are known by now."""
+        self._reader.begin()
+        self.streamer.cached_tokens = self._reader.num_cached
+
+    def _take_logits(self, logits: torch.Tensor | None) -> None:
+        """Draw the first token, once the prompt is read."""
         if logits is not None:
             self.is_over = self._num_left < 1
             if not self.is_over:

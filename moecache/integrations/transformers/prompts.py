@@ -1,7 +1,8 @@
 """Prompts in pages of 256 positions: the same cut, and so the same bits, whatever is cached."""
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -152,77 +153,131 @@ def read_prompt(
     start = int(cache.get_seq_length())
     stop, logits = start + ids.shape[1], []
     while start < stop:
-        now, found = read_pages(
-            forward, ids[:, start - stop :], cache, num_pages(), num_logits=num_logits
-        )
-        logits += found
-        start = now
+        span = Span(forward, ids[:, start - stop :], cache, num_pages(), num_logits=num_logits)
+        read_spans([span])
+        logits += span.logits
+        start = span.end
     if len(logits) == 1:
         return logits[0]
     # A program's are float32, modules' have the model's dtype.
     return torch.cat([part.float() for part in logits], 1)
 
 
-def read_pages(
-    forward: Callable[..., Any],
-    ids: torch.Tensor,
-    cache: Any,
-    num_pages: int,
-    *,
-    num_logits: int = 1,
-    kept: list[Page] | None = None,
-    on_layer: Callable[[], object] = lambda: None,
-) -> tuple[int, list[torch.Tensor]]:
-    """Put the first pages of tokens into a cache, together; see `read_prompt`.
+class Span:
+    """The next pages of a prompt, which go through a model together, and with those of others.
 
     Parameters
     ----------
     forward, ids, cache, num_logits
         As those of `read_prompt`.
     num_pages : int
-        Pages to read, at most; they go through the model together.
-    kept : list of Page, optional
-        Gets the pages that were read: the last one as far as it goes, unless it was decoded.
-    on_layer : callable (), optional
-        Called when a layer of several pages is computed.
+        Pages to read, at most.
+    is_kept : bool, default False
+        Whether the pages are wanted.
 
-    Returns
-    -------
-    (int, list of Tensor)
-        The positions that are in the cache now, and of each page the logits that are wanted.
+    Attributes
+    ----------
+    end : int
+        The positions that the cache has once the span is read.
+    is_decoded : bool
+        A few tokens of a page behind others go alone: they are decoded, whatever was cached.
+    logits : list of Tensor
+        Of each page those that are wanted, once it is read.
+    kept : list of Page
+        The pages, the last one as far as it goes.
     """
-    start = int(cache.get_seq_length())
-    stop = start + ids.shape[1]
-    pages = cuts(start, stop)
-    # A few tokens of a page behind others go alone: they are decoded, whatever was cached.
-    last = page_begin(pages[-1][0])
-    few = pages[-1][1] - last <= FEW_TOKENS and last > 0
-    span = pages[: max(1, min(num_pages, len(pages) - few))]
-    first = stop - num_logits if num_logits else start
 
-    def page(begin: int, end: int, into: Any) -> torch.Tensor:
-        logits: torch.Tensor = forward(
-            input_ids=ids[:, begin - start : end - start],
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        ids: torch.Tensor,
+        cache: Any,
+        num_pages: int,
+        *,
+        num_logits: int = 1,
+        is_kept: bool = False,
+    ) -> None:
+        begin = int(cache.get_seq_length())
+        stop = begin + ids.shape[1]
+        pages = cuts(begin, stop)
+        last = page_begin(pages[-1][0])
+        has_few = pages[-1][1] - last <= FEW_TOKENS and last > 0
+        self._pages = pages[: max(1, min(num_pages, len(pages) - has_few))]
+        self.end = self._pages[-1][1]
+        self.is_decoded = has_few and len(pages) == 1
+        self.logits: list[torch.Tensor] = []
+        self.kept: list[Page] = []
+        self._forward, self._ids, self._cache = forward, ids, cache
+        self._begin, self._is_kept = begin, is_kept
+        self._first = stop - num_logits if num_logits else begin
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read."""
+        return self.end - self._begin
+
+    def read(self, on_layer: Callable[[], object]) -> None:
+        """Read the pages with no others."""
+        for layer in self._cache.layers:
+            adopt(layer)
+        if len(self._pages) == 1 and (self.is_decoded or not self._is_kept):
+            self.take([self._page(*self._pages[0], self._cache)], [])
+        else:
+            _read_together([self], on_layer)
+
+    def views(self) -> list["PageCache"]:
+        """Return the cache as each page finds it."""
+        for layer in self._cache.layers:
+            adopt(layer)
+        return [PageCache(self._cache, *page, is_kept=self._is_kept) for page in self._pages]
+
+    def forward_of(self, view: "PageCache") -> Callable[[], torch.Tensor]:
+        """Return what computes a page."""
+        return functools.partial(self._page, *view.positions, view)
+
+    def take(self, logits: Sequence[torch.Tensor], views: Sequence["PageCache"]) -> None:
+        """Take what the pages' forwards have returned."""
+        ends = [end for _, end in self._pages]
+        self.logits = [found for found, end in zip(logits, ends, strict=True) if end > self._first]
+        if self._is_kept:
+            self.kept = [view.page() for view in views]
+
+    def _page(self, begin: int, end: int, into: Any) -> torch.Tensor:
+        logits: torch.Tensor = self._forward(
+            input_ids=self._ids[:, begin - self._begin : end - self._begin],
             past_key_values=into,
             use_cache=True,
             # One at least: none would be all of them.
-            logits_to_keep=end - max(begin, first) if end > first else 1,
+            logits_to_keep=end - max(begin, self._first) if end > self._first else 1,
         ).logits
         return logits
 
-    for layer in cache.layers:
-        adopt(layer)
-    if len(span) == 1 and (kept is None or len(pages) == few):
-        read = [page(*span[0], cache)]
-        views = []
+
+def read_spans(spans: Sequence[Span], on_layer: Callable[[], object] = lambda: None) -> None:
+    """Put the pages of some prompts into their caches; an expert is read once for all of them.
+
+    Parameters
+    ----------
+    spans : sequence of Span
+        Of different caches; one that `is_decoded` goes alone. What a call that fails leaves in
+        the caches is of no use.
+    on_layer : callable (), optional
+        Called when a layer of several pages is computed.
+    """
+    if len(spans) == 1:
+        spans[0].read(on_layer)
     else:
-        views = [PageCache(cache, *one, is_kept=kept is not None) for one in span]
-        forwards = [functools.partial(page, *view.positions, view) for view in views]
-        read = _spans.run(forwards, SpanExperts(), on_layer)
-    if kept is not None:
-        kept += [view.page() for view in views]
-    end = span[-1][1]
-    return end, [found for found, one in zip(read, span, strict=True) if one[1] > first]
+        _read_together(spans, on_layer)
+
+
+def _read_together(spans: Sequence[Span], on_layer: Callable[[], object]) -> None:
+    views = [span.views() for span in spans]
+    forwards = [
+        span.forward_of(view) for span, some in zip(spans, views, strict=True) for view in some
+    ]
+    found = iter(_spans.run(forwards, SpanExperts(), on_layer))
+    for span, some in zip(spans, views, strict=True):
+        span.take(list(itertools.islice(found, len(some))), some)
 
 
 class PageCache(Cache):

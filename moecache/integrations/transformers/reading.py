@@ -17,10 +17,12 @@ from moecache.decoding.prefixes import Page, PrefixCache, num_positions
 from moecache.integrations.transformers.prompts import (
     PAGE_TOKENS,
     PART_TOKENS,
+    Span,
     are_rows_apart,
     has_pages,
     new_cache,
-    read_pages,
+    page_begin,
+    read_spans,
     span_pages,
 )
 from moecache.kernels import level
@@ -44,7 +46,7 @@ class PromptReader:
     cache : DynamicCache
         The keys and values of the tokens that were read.
     num_cached : int
-        Tokens whose pages were known.
+        Tokens whose pages were known when it began to be read.
     num_read : int
         Tokens that are in the cache.
     """
@@ -60,19 +62,61 @@ class PromptReader:
         self._num_layers = 1 if offload is None else len(offload.paths)
         self._paged = has_pages(model)
         self._prefixes = prefixes if self._paged else None
-        if self._prefixes is not None:
-            pages = self._prefixes.find(self._tokens, in_parts=are_rows_apart(model))
-            if pages:
-                _restore(self.cache, pages)
-                self.num_cached = self.num_read = sum(map(num_positions, pages))
-                # The forward that begins a sequence is not computed.
-                if offload is not None:
-                    offload.runtime.begin_sequence()
+        self._has_begun = False
 
     @property
     def num_left(self) -> int:
         """Tokens that are still to be read."""
         return len(self._tokens) - self.num_read
+
+    def begin(self) -> None:
+        """Find the pages that are known, unless this was done before."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self._prefixes is None:
+            return
+        pages = self._prefixes.find(self._tokens, in_parts=are_rows_apart(self._model))
+        if pages:
+            _restore(self.cache, pages)
+            self.num_cached = self.num_read = sum(map(num_positions, pages))
+            # The forward that begins a sequence is not computed.
+            if (offload := getattr(self._model, "moecache", None)) is not None:
+                offload.runtime.begin_sequence()
+
+    def restart(self) -> None:
+        """Forget what was read: the cache has parts of a span that failed."""
+        self.cache, self.num_read, self._has_begun = new_cache(self._model), 0, False
+
+    def will_find(self, other: "PromptReader") -> bool:
+        """Return whether pages that another prompt still reads need not be read for this one."""
+        if self._has_begun or not other._has_begun or self._prefixes is None:
+            return False
+        pairs = enumerate(zip(self._tokens, other._tokens, strict=False))
+        shorter = min(len(self._tokens), len(other._tokens))
+        num_alike = next((num for num, (mine, its) in pairs if mine != its), shorter)
+        return other.num_read < page_begin(num_alike)
+
+    def next_span(self, num_pages: int) -> Span | None:
+        """Return the next pages, at most so many; `None` if the prompt is read as a whole."""
+        self.begin()
+        if not self._paged:
+            return None
+        ids, is_kept = self._ids(), self._prefixes is not None
+        return Span(self._model, ids, self.cache, num_pages, is_kept=is_kept)
+
+    def progress_of(self, span: Span) -> Callable[[], int]:
+        """Return what says, called once a layer, how many tokens are read, in layers."""
+        begun, passed = self.num_read, itertools.count(1)
+        return lambda: begun + span.num_tokens * next(passed) // (self._num_layers + 1)
+
+    def take(self, span: Span) -> torch.Tensor | None:
+        """Take a span that was read; return the logits after the last token once it is."""
+        self.num_read = span.end
+        if span.kept and self._prefixes is not None:
+            tokens, is_apart = self._tokens[: span.end], are_rows_apart(self._model)
+            self._prefixes.keep(tokens, span.kept, in_parts=is_apart)
+        return None if self.num_left else span.logits[-1][0, -1]
 
     def advance(
         self, num_pages: int, progress: Callable[[int], object] = lambda _: None
@@ -89,34 +133,27 @@ class PromptReader:
         -------
         Tensor of shape [vocabulary], or None
         """
-        ids = torch.tensor([self._tokens[self.num_read :]], dtype=torch.int64)
-        if self._model.device.type != "meta":
-            ids = ids.to(self._model.device)
-        if not self._paged:
+        # What is free is asked before each span: keys and values of the last one are there by now.
+        span = self.next_span(min(num_pages, span_pages(self._model)))
+        if span is None:
             out = self._model(
-                input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+                input_ids=self._ids(),
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
             )
             self.num_read = len(self._tokens)
             logits: torch.Tensor = out.logits[0, -1]
             return logits
-        kept: list[Page] | None = None if self._prefixes is None else []
-        begun, layers = self.num_read, self._num_layers
-        # What is free is asked before each span: keys and values of the last one are there by now.
-        num_pages = min(num_pages, span_pages(self._model))
-        wanted = num_pages * PAGE_TOKENS
-        passed = itertools.count(1)
+        tokens_read = self.progress_of(span)
+        read_spans([span], lambda: progress(tokens_read()))
+        progress(span.end)
+        return self.take(span)
 
-        def on_layer() -> None:
-            progress(begun + min(wanted, self.num_left) * next(passed) // (layers + 1))
-
-        stop, last = read_pages(
-            self._model, ids, self.cache, num_pages, num_logits=1, kept=kept, on_layer=on_layer
-        )
-        self.num_read = stop
-        progress(stop)
-        if kept and self._prefixes is not None:
-            self._prefixes.keep(self._tokens[:stop], kept, in_parts=are_rows_apart(self._model))
-        return None if self.num_left else last[-1][0, -1]
+    def _ids(self) -> torch.Tensor:
+        """Return the tokens that are still to be read, where the model takes them."""
+        ids = torch.tensor([self._tokens[self.num_read :]], dtype=torch.int64)
+        return ids if self._model.device.type == "meta" else ids.to(self._model.device)
 
 
 def _restore(cache: DynamicCache, pages: Sequence[Page]) -> None:

@@ -1,6 +1,7 @@
 """Together: several texts of one model that go on side by side."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,14 @@ from moecache.decoding._program import MAX_ROWS
 from moecache.integrations.transformers._ranks import Stopped
 from moecache.integrations.transformers.continuing import Text
 from moecache.integrations.transformers.generation import blamed, check_between_layers
-from moecache.integrations.transformers.prompts import FEW_TOKENS, SPAN_PAGES
+from moecache.integrations.transformers.prompts import (
+    FEW_TOKENS,
+    PAGE_TOKENS,
+    SPAN_PAGES,
+    Span,
+    read_spans,
+    span_pages,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +28,9 @@ logger = logging.getLogger(__name__)
 class Together:
     """Goes on with several texts: their next tokens come from one call, if the model decodes so.
 
-    A page of one prompt is read between two of these calls, prompts take turns. Each text has the
-    tokens that it has alone. Not for two threads at once.
+    A page's worth of prompts is read between two of these calls, prompts take turns; short ones go
+    through the model together, so that an expert is read once for them. Each text has the tokens
+    that it has alone. Not for two threads at once.
 
     Parameters
     ----------
@@ -39,7 +48,7 @@ class Together:
 
     @torch.no_grad()
     def advance(self) -> list[Text]:
-        """Read a page of a prompt, and take a step of each text that has read its own.
+        """Read a page's worth of prompts, and take a step of each text that has read its own.
 
         An error ends the text that it is of, and no other.
 
@@ -57,16 +66,68 @@ class Together:
         reading = [text for text in going if text.is_reading]
         steps = [text for text in going if not text.is_reading]
         if reading:
-            first = reading[0]
             # Experts are read once for a whole span, where nobody waits for it.
-            self._do(first, lambda: self._read(first, 1 if steps else SPAN_PAGES))
-            self._texts.remove(first)
-            self._texts.append(first)
+            self._read_some(reading, 1 if steps else SPAN_PAGES)
         for begin in range(0, len(steps), MAX_ROWS):
             self._step(steps[begin : begin + MAX_ROWS])
         over = [text for text in self._texts if text.is_over]
         self._texts = [text for text in self._texts if not text.is_over]
         return over
+
+    def _read_some(self, reading: Sequence[Text], num_pages: int) -> None:
+        """Read on in the first of some prompts, and in others as far as these pages have room."""
+        reading = [text for text in reading if not any(map(text.will_find, reading))]
+        picked: dict[Text, Span] = {}
+        with contextlib.suppress(Exception):  # comes again, to the text that it is of
+            picked = self._pick(reading, min(num_pages, span_pages(self._model)))
+        if len(picked) > 1:
+            self._read_together(picked)
+        else:
+            self._do(reading[0], lambda: self._read(reading[0], num_pages))
+        for text in picked or reading[:1]:
+            self._texts.remove(text)
+            self._texts.append(text)
+
+    def _pick(self, reading: Sequence[Text], num_pages: int) -> dict[Text, Span]:
+        """Return the prompts that go through the model together; the first one is of them."""
+        picked: dict[Text, Span] = {}
+        left = num_pages * PAGE_TOKENS
+        for text in reading:
+            if any(map(text.will_find, picked)):
+                continue
+            span = text.next_span(max(1, left // PAGE_TOKENS))
+            if span is None and not picked:
+                break
+            if span is not None and span.num_tokens <= left:
+                picked[text] = span
+                left -= span.num_tokens
+        return picked
+
+    def _read_together(self, picked: dict[Text, Span]) -> None:
+        """Read pages of several prompts; each is read alone if that fails."""
+        progress = [(text.streamer, text.progress_of(span)) for text, span in picked.items()]
+
+        def on_layer() -> None:
+            for streamer, tokens_read in progress:
+                streamer.read_tokens = tokens_read()
+            if all(streamer.stopped for streamer, _ in progress):
+                raise Stopped
+
+        try:
+            read_spans(list(picked.values()), on_layer)
+        except Stopped:
+            for text in picked:
+                self._do(text, text.streamer.check)
+            return
+        except Exception as error:  # noqa: BLE001 - it comes again, to the text that it is of
+            # An expert that cannot be read is not every text's.
+            logger.info("prompts.apart num=%d %s: %s", len(picked), type(error).__name__, error)
+            for text in picked:
+                text.restart()
+                self._do(text, functools.partial(self._read, text, 1))
+            return
+        for text, span in picked.items():
+            self._do(text, functools.partial(text.take_span, span))
 
     def _read(self, text: Text, num_pages: int) -> None:
         with contextlib.ExitStack() as stack:

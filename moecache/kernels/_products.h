@@ -6,8 +6,9 @@
 #include "_levels.h"
 #include "_threads.h"
 
-/* Inputs that a tile is given at once: their results fit on the stack. */
-#define MC_CHUNK 64
+/* Inputs that a tile is given at once: their results fit on the stack, and a tile takes six of them at a time
+ * where it takes most. */
+#define MC_CHUNK 66
 /* Weights of an item: a thread takes the next one every few microseconds. */
 #define MC_ITEM_BYTES (128 * 1024)
 

@@ -52,6 +52,8 @@ class Architecture:
         Regular expressions of tensors that transformers computes, or does not run.
     config_suffix : str
         The suffix of the configuration's name.
+    like : str
+        The architecture whose map of names serves where the `gguf` package has none.
     """
 
     prefix: str
@@ -60,3 +62,4 @@ class Architecture:
     source: Callable[[str, int, Metadata], Source | None] | None = None
     ignored: tuple[str, ...] = ()
     config_suffix: str = "Config"
+    like: str = ""

@@ -8,22 +8,27 @@ from moecache.integrations.transformers.gguf._architecture import Architecture
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
 ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] = {
+    "afmoe": _layers.AFMOE,
     "deepseek2": _sigmoid.deepseek2,
     "dots1": _sigmoid.DOTS1,
     "ernie4_5-moe": _sigmoid.ERNIE4_5_MOE,
+    "exaone-moe": _layers.EXAONE_MOE,
     "gemma4": _layers.GEMMA4,
     "glm4moe": _sigmoid.GLM4_MOE,
     "gpt-oss": _softmax.GPT_OSS,
     "granitemoe": _softmax.granitemoe,
     "hunyuan-moe": _softmax.HUNYUAN_MOE,
+    "hy_v3": _sigmoid.HY_V3,
     "lfm2moe": _layers.LFM2MOE,
     "llama": _softmax.MIXTRAL,
     "minimax-m2": _sigmoid.MINIMAX_M2,
+    "mistral4": _sigmoid.MISTRAL4,
     "olmoe": _softmax.OLMOE,
     "qwen2moe": _softmax.QWEN2MOE,
     "qwen35moe": _linear.QWEN35MOE,
     "qwen3moe": _softmax.QWEN3MOE,
     "qwen3next": _linear.QWEN3NEXT,
+    "qwen3vlmoe": _softmax.QWEN3VLMOE,
 }
 
 

@@ -2,10 +2,15 @@
 
 from typing import Any
 
+import numpy as np
+
 from moecache.errors import ConfigError
+from moecache.integrations.transformers.gguf._architecture import Source
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
 _TOKENS = ("bos", "eos", "pad")
+# The name of the tensor that corrects a router's scores.
+CORRECTION = "exp_probs_b.bias"
 # Tokens after which llama.cpp stops, beside the end of the sequence.
 _ENDS = ("eos", "eot", "eom")
 
@@ -172,3 +177,26 @@ def expert_width(said: Metadata) -> int:
         "of a model without experts, or was converted before llama.cpp stacked them; convert it "
         "again"
     )
+
+
+def group_counts(said: Metadata) -> tuple[int, int]:
+    """Return the groups of experts, and of how many a token may use experts."""
+    groups = max(said.size("expert_group_count", 1), 1)
+    used = max(said.size("expert_group_used_count", 1), 1)
+    if said.size("expert_count", least=1) % groups:
+        raise said.unsupported("expert_group_count", groups)
+    if used > groups:
+        raise said.unsupported("expert_group_used_count", used)
+    return groups, used
+
+
+def correction(leaf: str, layer: int, said: Metadata) -> Source | None:
+    """Return where the scores' correction is: nowhere, and so zero, in a file that has none."""
+    if not leaf.endswith(("e_score_correction_bias", "mlp.expert_bias")):
+        return None
+    name = f"blk.{layer}.{CORRECTION}"
+    if name in said.tensors:
+        return Source((name,))
+    count = said.size("expert_count", least=1)
+    shape = (1, count) if "moe_statics" in leaf else (count,)
+    return Source((), undo=lambda _: np.zeros(shape, np.float32))

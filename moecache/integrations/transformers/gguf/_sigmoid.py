@@ -7,8 +7,11 @@ import numpy as np
 from moecache.errors import ConfigError
 from moecache.integrations.transformers.gguf._architecture import Architecture, Source
 from moecache.integrations.transformers.gguf._common import (
+    CORRECTION,
     common_settings,
+    correction,
     expert_width,
+    group_counts,
     has_bias,
     plain_settings,
     rope,
@@ -16,18 +19,27 @@ from moecache.integrations.transformers.gguf._common import (
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
-# The name of a correction's tensor.
-_CORRECTION = "exp_probs_b.bias"
 
 
 def deepseek2(said: Metadata) -> Architecture:
     """Return DeepSeek V3 for scores by a sigmoid, V2 for those by a softmax."""
-    corrected = any(name.endswith(_CORRECTION) for name in said.tensors)
+    corrected = any(name.endswith(CORRECTION) for name in said.tensors)
     usual = _SIGMOID if corrected else _SOFTMAX
     function = said.number("expert_gating_func", usual)
     if function not in {_SOFTMAX, _SIGMOID} or (function == _SOFTMAX and corrected):
         raise said.unsupported("expert_gating_func", function)
     return _DEEPSEEK_V2 if function == _SOFTMAX else _DEEPSEEK_V3
+
+
+def _mistral4(said: Metadata) -> dict[str, Any]:
+    function = said.number("expert_gating_func", _SOFTMAX)
+    if function != _SOFTMAX:
+        raise said.unsupported("expert_gating_func", function)
+    settings = {**_latent(said), **_groups(said)}
+    parameters, width = settings["rope_parameters"], settings["qk_nope_head_dim"]
+    rotated = settings["qk_rope_head_dim"]
+    parameters["partial_rotary_factor"] = rotated / (rotated + width)
+    return settings
 
 
 def _latent(said: Metadata) -> dict[str, Any]:
@@ -68,7 +80,7 @@ def _latent(said: Metadata) -> dict[str, Any]:
 def _deepseek_v2(said: Metadata) -> dict[str, Any]:
     if said.flag("expert_weights_norm", default=False):
         raise said.unsupported("expert_weights_norm", value=True)
-    groups, used = _group_counts(said)
+    groups, used = group_counts(said)
     return {
         **_latent(said),
         "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
@@ -82,23 +94,12 @@ def _deepseek_v3(said: Metadata) -> dict[str, Any]:
 
 
 def _groups(said: Metadata) -> dict[str, Any]:
-    groups, used = _group_counts(said)
+    groups, used = group_counts(said)
     return {
         "norm_topk_prob": said.flag("expert_weights_norm", default=False),
         "n_group": groups,
         "topk_group": used,
     }
-
-
-def _group_counts(said: Metadata) -> tuple[int, int]:
-    """Return the groups of experts, and of how many a token may use experts."""
-    groups = max(said.size("expert_group_count", 1), 1)
-    used = max(said.size("expert_group_used_count", 1), 1)
-    if said.size("expert_count", least=1) % groups:
-        raise said.unsupported("expert_group_count", groups)
-    if used > groups:
-        raise said.unsupported("expert_group_used_count", used)
-    return groups, used
 
 
 def _shared(said: Metadata) -> dict[str, Any]:
@@ -141,6 +142,26 @@ def _minimax_m2(said: Metadata) -> dict[str, Any]:
     }
 
 
+def _hy_v3(said: Metadata) -> dict[str, Any]:
+    function = said.number("expert_gating_func", _SIGMOID)
+    if function != _SIGMOID:
+        raise said.unsupported("expert_gating_func", function)
+    if not said.flag("expert_weights_norm", default=False):
+        raise said.unsupported("expert_weights_norm", value=False)
+    width, layers = expert_width(said), range(said.num_layers)
+    routed = [f"blk.{layer}.ffn_gate_inp.weight" in said.tensors for layer in layers]
+    return {
+        **plain_settings(said),
+        "intermediate_size": said.size("feed_forward_length", width),
+        "moe_intermediate_size": width,
+        "num_experts": said.size("expert_count", least=1),
+        "num_shared_experts": said.size("expert_shared_feed_forward_length", width) // width,
+        "router_scaling_factor": said.real("expert_weights_scale", 1.0, least=-1.0) or 1.0,
+        "mlp_layer_types": ["sparse" if one else "dense" for one in routed],
+        "attention_bias": has_bias(said, "attn_q", "attn_k", "attn_v"),
+    }
+
+
 def _ernie(said: Metadata) -> dict[str, Any]:
     width = expert_width(said)
     # The file's own number is another one: the tensors have the right one.
@@ -169,9 +190,9 @@ def _ernie(said: Metadata) -> dict[str, Any]:
 def _ernie_source(leaf: str, layer: int, said: Metadata) -> Source | None:
     if not leaf.endswith("e_score_correction_bias"):
         return None
-    name = f"blk.{layer}.{_CORRECTION}"
+    name = f"blk.{layer}.{CORRECTION}"
     if name not in said.tensors:
-        return _correction(leaf, layer, said)
+        return correction(leaf, layer, said)
     return Source((name,), undo=lambda arrays: arrays[0].reshape(1, -1))
 
 
@@ -185,7 +206,7 @@ def _latent_source(leaf: str, layer: int, said: Metadata) -> Source | None:
         if len(keys) != 3 or len(values) != 3 or keys[:2] != values[::2]:
             raise ConfigError(f"{parts[0]} and {parts[1]} have no heads in common")
         return Source(parts, undo=_join_heads)
-    return _correction(leaf, layer, said)
+    return correction(leaf, layer, said)
 
 
 def _join_heads(arrays: list[np.ndarray]) -> np.ndarray:
@@ -195,21 +216,11 @@ def _join_heads(arrays: list[np.ndarray]) -> np.ndarray:
     return joined.reshape(-1, joined.shape[2])
 
 
-def _correction(leaf: str, layer: int, said: Metadata) -> Source | None:
-    """Return where the scores' correction is: nowhere, and so zero, in a file that has none."""
-    if not leaf.endswith("e_score_correction_bias"):
-        return None
-    name = f"blk.{layer}.{_CORRECTION}"
-    if name in said.tensors:
-        return Source((name,))
-    count = said.size("expert_count", least=1)
-    shape = (1, count) if "moe_statics" in leaf else (count,)
-    return Source((), undo=lambda _: np.zeros(shape, np.float32))
-
-
 _DEEPSEEK_V2 = Architecture("DeepseekV2", _deepseek_v2, source=_latent_source)
 _DEEPSEEK_V3 = Architecture("DeepseekV3", _deepseek_v3, source=_latent_source)
-GLM4_MOE = Architecture("Glm4Moe", _glm4_moe, source=_correction)
-DOTS1 = Architecture("Dots1", _dots1, source=_correction)
-MINIMAX_M2 = Architecture("MiniMaxM2", _minimax_m2, source=_correction)
+GLM4_MOE = Architecture("Glm4Moe", _glm4_moe, source=correction)
+DOTS1 = Architecture("Dots1", _dots1, source=correction)
+MINIMAX_M2 = Architecture("MiniMaxM2", _minimax_m2, source=correction)
 ERNIE4_5_MOE = Architecture("Ernie4_5_Moe", _ernie, source=_ernie_source)
+MISTRAL4 = Architecture("Mistral4", _mistral4, source=_latent_source)
+HY_V3 = Architecture("HYV3", _hy_v3, source=correction, like="exaone-moe")

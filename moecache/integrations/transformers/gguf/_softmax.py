@@ -49,6 +49,14 @@ def _qwen3moe(said: Metadata) -> dict[str, Any]:
     }
 
 
+def _qwen3vlmoe(said: Metadata) -> dict[str, Any]:
+    # Images go before a text in a file of their own. Of a text alone all three parts of a position
+    # are one number, and no layer has anything of an image added.
+    said.get("rope.dimension_sections", None)
+    said.get("n_deepstack_layers", None)
+    return _qwen3moe(said)
+
+
 def _olmoe(said: Metadata) -> dict[str, Any]:
     clip = said.number("attention.clamp_kqv", 0)
     return {
@@ -157,6 +165,7 @@ def permuted_heads(leaf: str, layer: int, said: Metadata) -> Source | None:
 
 QWEN2MOE = Architecture("Qwen2Moe", _qwen2moe)
 QWEN3MOE = Architecture("Qwen3Moe", _qwen3moe)
+QWEN3VLMOE = Architecture("Qwen3Moe", _qwen3vlmoe)
 OLMOE = Architecture("Olmoe", _olmoe)
 MIXTRAL = Architecture("Mixtral", _mixtral, source=permuted_heads)
 GPT_OSS = Architecture(

@@ -56,7 +56,7 @@ def find_sources(
     """
     said = Metadata(metadata, tensors)
     architecture = find_architecture(said)
-    names = _tensor_names(said)
+    names = _tensor_names(said, architecture)
     found: dict[str, Source] = {}
     missing = []
     for name, parameter in _wanted(model, config):
@@ -234,7 +234,7 @@ def _check_used(used: set[str], architecture: Architecture, said: Metadata) -> N
         )
 
 
-def _tensor_names(said: Metadata) -> Any:
+def _tensor_names(said: Metadata, architecture: Architecture) -> Any:
     try:
         import gguf
     except ImportError as error:
@@ -243,9 +243,10 @@ def _tensor_names(said: Metadata) -> Any:
             "pip install 'moecache[gguf]'"
         ) from error
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    if said.architecture not in known:
+    found = known.get(said.architecture, known.get(architecture.like))
+    if found is None:
         raise MissingDependencyError(
             f"gguf {getattr(gguf, '__version__', '')} does not know architecture "
             f"{said.architecture!r}; install a later one with: pip install -U gguf"
         )
-    return gguf.get_tensor_name_map(known[said.architecture], said.num_blocks)
+    return gguf.get_tensor_name_map(found, said.num_blocks)

@@ -27,6 +27,7 @@ PROMPTS = [
 HIDDEN, WIDTH = 64, 32
 # Each kind of experts, and of attention.
 DAILY = {"qwen3moe", "gpt-oss", "deepseek2 v3", "granitemoe", "qwen3next", "gemma4"}
+DAILY |= {"granitehybrid", "nemotron_h_moe latent"}
 MIXED = {"exps.weight": "Q4_0", "attn_q.": "Q8_0", "token_embd": "Q8_0", "output.": "Q4_0"}
 
 

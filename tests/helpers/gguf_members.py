@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.helpers import family_settings as tiny
+from tests.helpers.gguf_mamba import mamba
 from tests.helpers.gguf_mixed import mixed
 from tests.helpers.gguf_models import GgufModel, Tensors, expert_keys, head_keys
 
@@ -154,6 +155,55 @@ def _granite_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | Non
     return _interleave_heads(leaf, values, config)
 
 
+def _hy_v3(config: Any) -> dict[str, Any]:
+    return {
+        **head_keys(config),
+        "expert_shared_feed_forward_length": config.num_shared_experts
+        * config.moe_intermediate_size,
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(config.router_scaling_factor),
+        "expert_gating_func": 2,
+    }
+
+
+def _exaone_moe(config: Any) -> dict[str, Any]:
+    shared = config.num_shared_experts
+    return {
+        **head_keys(config),
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [
+            kind == "sliding_attention" for kind in config.layer_types
+        ],
+        "expert_shared_count": shared,
+        "expert_shared_feed_forward_length": shared * config.moe_intermediate_size,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_weights_norm": config.norm_topk_prob,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "rope.scaling.type": "none",
+        "expert_gating_func": 2,
+    }
+
+
+def _afmoe(config: Any) -> dict[str, Any]:
+    return {
+        **head_keys(config),
+        "attention.sliding_window": config.sliding_window,
+        "expert_shared_count": config.num_shared_experts,
+        "expert_weights_scale": float(config.route_scale),
+        "expert_weights_norm": True,
+        "leading_dense_block_count": config.num_dense_layers,
+        "expert_gating_func": 2,
+    }
+
+
+def _qwen3vl(config: Any) -> dict[str, Any]:
+    return {
+        **head_keys(config),
+        "rope.dimension_sections": [3, 3, 2, 0],
+        "n_deepstack_layers": 0,
+    }
+
+
 def _hunyuan(config: Any) -> dict[str, Any]:
     return {
         **head_keys(config),
@@ -258,6 +308,40 @@ def _members() -> Iterator[GgufModel]:
     dots1 |= {"intermediate_size": 56, "moe_intermediate_size": 24, "num_hidden_layers": 3}
     dots1 |= {"num_key_value_heads": 4, **sigmoid}
     yield GgufModel("dots1", "Dots1", dots1, _dots1)
+    wide = {"head_dim": 16, "num_hidden_layers": 5, "moe_intermediate_size": 24}
+    hy_v3 = {**tiny.QWEN3_MOE, **wide, "num_hidden_layers": 3, "router_scaling_factor": 1.5}
+    correction = {"mlp.e_score_correction_bias": "exp_probs_b"}
+    yield GgufModel("hy_v3", "HYV3", {**hy_v3, "num_shared_experts": 2}, _hy_v3, correction)
+    windows = {"sliding_window": 8, "num_experts": 8, "num_experts_per_tok": 3, **wide}
+    windows |= {"num_shared_experts": 1, "intermediate_size": 56}
+    exaone = {**windows, **sigmoid, "routed_scaling_factor": 1.5, "hidden_size": 64}
+    yield GgufModel("exaone-moe", "ExaoneMoe", exaone, _exaone_moe)
+    afmoe = {
+        "mlp.router.gate": "ffn_gate_inp",
+        "mlp.expert_bias": "exp_probs_b.bias",
+        "self_attn.gate_proj": "attn_gate",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_mlp_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    }
+    routed = {"route_scale": 1.5, "mup_enabled": True, "num_dense_layers": 1}
+    yield GgufModel(
+        "afmoe", "Afmoe", {**windows, **routed}, _afmoe, afmoe, published={"route_norm": True}
+    )
+    latent = {**tiny.DEEPSEEK_V3, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+    # What llama.cpp's converter leaves out, files do not ask for.
+    further = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.0}
+    latent |= {"rope_parameters": {**_YARN, **further}}
+    yield GgufModel(
+        "mistral4",
+        "Mistral4",
+        latent,
+        _deepseek,
+        _LATENT,
+        _split_latent,
+        published={"architectures": ["Mistral3ForConditionalGeneration"]},
+    )
+    yield GgufModel("qwen3vlmoe", "Qwen3Moe", {**tiny.QWEN3_MOE, **all_sparse}, _qwen3vl)
     hunyuan = {"mlp.gate.wg": "ffn_gate_inp"}
     for part in ("gate", "up", "down"):
         hunyuan[f"mlp.shared_mlp.{part}_proj"] = f"ffn_{part}_shexp"
@@ -268,6 +352,7 @@ def _members() -> Iterator[GgufModel]:
         "hunyuan-moe", "HunYuanMoEV1", {**tiny.HUNYUAN_V1_MOE, **lists}, _hunyuan, hunyuan
     )
     yield from mixed()
+    yield from mamba(_granite, _granite_change)
 
 
 MODELS: Mapping[str, GgufModel] = {model.name or model.architecture: model for model in _members()}

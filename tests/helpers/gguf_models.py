@@ -64,6 +64,8 @@ class GgufModel:
         Whether llama.cpp computes it as transformers does.
     shift : bool
         Whether 1 is added to norms.
+    published : mapping
+        What a published config.json says, and transformers does not write.
     """
 
     architecture: str
@@ -76,6 +78,7 @@ class GgufModel:
     name: str = ""
     in_llama_cpp: bool = True
     shift: bool = False
+    published: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self) -> Any:
         """Return the model with random weights, float32; the same each time."""
@@ -95,7 +98,8 @@ class GgufModel:
 
     def metadata(self, config: Any) -> dict[str, Any]:
         """Return all keys of the file."""
-        rope, further = config.rope_parameters, self.keys(config)
+        rope = getattr(config, "rope_parameters", None) or {}
+        further = self.keys(config)
         keys = {
             "block_count": config.num_hidden_layers,
             "context_length": config.max_position_embeddings,
@@ -227,7 +231,10 @@ def _fill_experts(module: Any, prefix: str, tensors: Tensors) -> None:
         if down is None:
             continue
         gate_up = tensors.get(f"{prefix}gate_up_exps.{kind}")
-        if gate_up is None:
+        is_gated = getattr(module, "has_gate", True)
+        if gate_up is None and not is_gated:
+            gate_up = tensors[f"{prefix}up_exps.{kind}"]
+        elif gate_up is None:
             parts = [tensors[f"{prefix}{part}_exps.{kind}"] for part in ("gate", "up")]
             if gguf.is_interleaved(module):
                 gate_up = np.stack(parts, 2).reshape(
@@ -237,8 +244,9 @@ def _fill_experts(module: Any, prefix: str, tensors: Tensors) -> None:
                 gate_up = np.concatenate(parts, 1)
         if kind == "weight" and module.is_transposed:
             gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
-        for name, values in ((f"gate_up_proj{suffix}", gate_up), (f"down_proj{suffix}", down)):
-            getattr(module, name).copy_(torch.from_numpy(np.array(values)))
+        first = "gate_up_proj" if is_gated else "up_proj"
+        for name, values in ((first, gate_up), ("down_proj", down)):
+            getattr(module, name + suffix).copy_(torch.from_numpy(np.array(values)))
 
 
 def _experts(leaf: str, values: np.ndarray) -> Tensors | None:

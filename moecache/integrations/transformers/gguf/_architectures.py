@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from moecache.errors import ConfigError
-from moecache.integrations.transformers.gguf import _layers, _linear, _sigmoid, _softmax
+from moecache.integrations.transformers.gguf import _layers, _linear, _mamba, _sigmoid, _softmax
 from moecache.integrations.transformers.gguf._architecture import Architecture
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
@@ -16,6 +16,7 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "gemma4": _layers.GEMMA4,
     "glm4moe": _sigmoid.GLM4_MOE,
     "gpt-oss": _softmax.GPT_OSS,
+    "granitehybrid": _mamba.GRANITE_HYBRID,
     "granitemoe": _softmax.granitemoe,
     "hunyuan-moe": _softmax.HUNYUAN_MOE,
     "hy_v3": _sigmoid.HY_V3,
@@ -23,6 +24,7 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "llama": _softmax.MIXTRAL,
     "minimax-m2": _sigmoid.MINIMAX_M2,
     "mistral4": _sigmoid.MISTRAL4,
+    "nemotron_h_moe": _mamba.NEMOTRON_H_MOE,
     "olmoe": _softmax.OLMOE,
     "qwen2moe": _softmax.QWEN2MOE,
     "qwen35moe": _linear.QWEN35MOE,

@@ -38,10 +38,16 @@ def common_settings(said: Metadata, *, keys: int | None = None) -> dict[str, Any
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads(said) if keys is None else keys,
         "max_position_embeddings": int(said.real("context_length")),
-        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": _epsilon(said),
         "tie_word_embeddings": "output.weight" not in said.tensors,
         **tokens(said, vocabulary),
     }
+
+
+def _epsilon(said: Metadata) -> float:
+    """Return what norms add; some converters call it otherwise."""
+    names = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+    return said.real(next((name for name in names if name in said), names[0]))
 
 
 def key_heads(said: Metadata) -> int:
@@ -194,9 +200,9 @@ def correction(leaf: str, layer: int, said: Metadata) -> Source | None:
     """Return where the scores' correction is: nowhere, and so zero, in a file that has none."""
     if not leaf.endswith(("e_score_correction_bias", "mlp.expert_bias")):
         return None
-    name = f"blk.{layer}.{CORRECTION}"
-    if name in said.tensors:
-        return Source((name,))
+    for name in (f"blk.{layer}.{CORRECTION}", f"blk.{layer}.exp_probs_b"):
+        if name in said.tensors:
+            return Source((name,))
     count = said.size("expert_count", least=1)
     shape = (1, count) if "moe_statics" in leaf else (count,)
     return Source((), undo=lambda _: np.zeros(shape, np.float32))

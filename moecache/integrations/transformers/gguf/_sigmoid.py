@@ -39,6 +39,11 @@ def _mistral4(said: Metadata) -> dict[str, Any]:
     parameters, width = settings["rope_parameters"], settings["qk_nope_head_dim"]
     rotated = settings["qk_rope_head_dim"]
     parameters["partial_rotary_factor"] = rotated / (rotated + width)
+    # Queries of far positions are scaled, if files say so.
+    beta = said.real("attention.temperature_scale", 0.0, least=-1.0)
+    parameters["llama_4_scaling_beta"] = beta
+    length = said.real("attention.temperature_length", settings["max_position_embeddings"])
+    parameters.setdefault("original_max_position_embeddings", int(length))
     return settings
 
 
@@ -49,6 +54,8 @@ def _latent(said: Metadata) -> dict[str, Any]:
     keys = said.size("attention.key_length_mla", said.size("attention.key_length"))
     if keys < rotated:
         raise said.unsupported("attention.key_length_mla", keys)
+    if rotated % 2:
+        raise said.unsupported("rope.dimension_count", rotated)
     parameters = rope(said, rotated)
     scale = said.number("rope.scaling.yarn_log_multiplier", 0.0)
     if scale and parameters["rope_type"] == "yarn":

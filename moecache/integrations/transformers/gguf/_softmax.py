@@ -114,12 +114,17 @@ def granitemoe(said: Metadata) -> Architecture:
 
 
 def _granite(said: Metadata) -> dict[str, Any]:
+    if not said.flag("rope.scaling.finetuned", default=True):
+        raise said.unsupported("rope.scaling.finetuned", value=False)  # no rotation at all
+    return granite_settings(said)
+
+
+def granite_settings(said: Metadata) -> dict[str, Any]:
+    """Return what all of Granite's models with experts say."""
     settings = plain_settings(said)
     width = settings.pop("head_dim")
     if width * settings["num_attention_heads"] != settings["hidden_size"]:
         raise said.unsupported("attention.key_length", width)
-    if not said.flag("rope.scaling.finetuned", default=True):
-        raise said.unsupported("rope.scaling.finetuned", value=False)  # no rotation at all
     return {
         **settings,
         "intermediate_size": expert_width(said),
@@ -138,7 +143,8 @@ def _granite_shared(said: Metadata) -> dict[str, Any]:
     return {**_granite(said), "shared_intermediate_size": shared}
 
 
-def _granite_source(leaf: str, layer: int, said: Metadata) -> Source | None:
+def granite_source(leaf: str, layer: int, said: Metadata) -> Source | None:
+    """Return where a parameter of Granite's attention, or of its shared expert, is."""
     if leaf == "shared_mlp.input_linear.weight":
         parts = tuple(f"blk.{layer}.ffn_{part}_shexp.weight" for part in ("gate", "up"))
         return Source(parts, rows=np.arange(sum(said.shape(part)[0] for part in parts)))
@@ -182,5 +188,5 @@ _GRANITE_NAMES = {
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
 }
-_GRANITE = Architecture("GraniteMoe", _granite, _GRANITE_NAMES, _granite_source)
-_GRANITE_SHARED = Architecture("GraniteMoeShared", _granite_shared, _GRANITE_NAMES, _granite_source)
+_GRANITE = Architecture("GraniteMoe", _granite, _GRANITE_NAMES, granite_source)
+_GRANITE_SHARED = Architecture("GraniteMoeShared", _granite_shared, _GRANITE_NAMES, granite_source)

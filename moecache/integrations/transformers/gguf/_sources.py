@@ -195,6 +195,8 @@ def _check_shape(
         # At most dimensions of one are put in.
         found, plain = (tuple(n for n in shape if n != 1) for shape in (found, wanted))
         wanted = wanted if found != plain else plain
+        if len(plain) == 1 and math.prod(found) == plain[0]:
+            found = wanted = plain  # rows, one behind the other
     elif source.undo is not None:
         shapes = [tensors[tensor] for tensor in source.tensors]
         same = sum(map(math.prod, shapes)) == math.prod(wanted)

@@ -81,7 +81,7 @@ def read_recipe(
         weights.uses(inner)
         inner = inner.language_model
     parts = ("embed_tokens", "layers", "norm", "rotary_emb")
-    missing = [part for part in parts if not hasattr(inner, part)]
+    missing = [part for part in parts if getattr(inner, part, None) is None]
     if missing or not hasattr(model, "lm_head"):
         raise UnknownFamilyError(f"{type(model).__name__} has no {', '.join(missing) or 'lm_head'}")
     # Its own hooks run, as they do around any forward.

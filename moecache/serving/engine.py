@@ -17,6 +17,7 @@ from moecache.serving.checks import Checks
 from moecache.serving.errors import RequestError
 from moecache.serving.generating import Generating
 from moecache.serving.requests import Asked
+from moecache.serving.turns import COUNTED_TOKENS, Turns
 
 Result = TypeVar("Result")
 # The largest Retry-After, however long the queue is.
@@ -113,12 +114,9 @@ class Engine:
             for size in ("small", "big")
         )
         self._generating = Generating(model)
-        self._answers: list[Answer] = []
-        # Requests that have a place in the queue: those that are read, and those that wait.
+        # Requests that are read; they have a place in the queue, as those that wait have.
         self._reading: set[asyncio.Future[Any]] = set()
-        self._waiting: list[asyncio.Future[None]] = []
-        # Requests whose turn it is.
-        self._num_turns = 0
+        self._turns = Turns(model, parallel)
         self._last_s = 1.0
         self.draining = False
 
@@ -140,17 +138,17 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests in the queue, also those whose prompt is still read."""
-        return len(self._reading) + len(self._waiting)
+        return len(self._reading) + self._turns.num_waiting
 
     @property
     def answers(self) -> tuple[Answer, ...]:
         """The answers that are being generated, the oldest first."""
-        return tuple(self._answers)
+        return self._turns.answers
 
     @property
     def answer(self) -> Answer | None:
         """The oldest of them."""
-        return self._answers[0] if self._answers else None
+        return next(iter(self.answers), None)
 
     async def read(
         self, body: bytes | bytearray, reader: Reader, *, gone: "asyncio.Future[Any]"
@@ -274,61 +272,36 @@ class Engine:
             If the server is about to end.
         """
         begun_s = time.perf_counter()
-        if not await self._turn(gone):
+        if self.draining:
+            self.totals.refused += 1
+            raise _ending()
+        room = self._find_room(prompt.shape[1])
+        counted = min(asked.max_tokens or self.most_tokens, COUNTED_TOKENS)
+        turn = await self._turns.take(prompt.shape[1] + counted, gone)
+        if turn is None:
             self.totals.left += 1
             return None
-        answer = Answer(
+        turn.answer = answer = Answer(
             self.model,
             self._tokenizer,
             asked,
             prompt,
             most_tokens=self.most_tokens,
-            room=self._find_room(prompt.shape[1]),
-            place=min(set(range(self.parallel)) - {each.place for each in self._answers}),
+            room=room,
+            place=min(set(range(self.parallel)) - {each.place for each in self.answers}),
             queued_s=time.perf_counter() - begun_s,
             prefixes=self.prefixes,
         )
-        self._answers.append(answer)
         gone.add_done_callback(lambda _: answer.stop())
         answer.start(self._generating, self._finish)
         return answer
-
-    async def _turn(self, gone: "asyncio.Future[Any]") -> bool:
-        """Return once fewer others are answered than may be, false if the client has left."""
-        if self.draining:
-            self.totals.refused += 1
-            raise _ending()
-        if gone.done():
-            return False
-        if self._num_turns < self.parallel:
-            self._num_turns += 1
-            return True
-        mine = asyncio.get_running_loop().create_future()
-        self._waiting.append(mine)
-        try:
-            await asyncio.wait((mine, gone), return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            self._give_up(mine)
-            raise
-        if gone.done():
-            self._give_up(mine)
-            return False
-        mine.result()
-        return True
-
-    def _give_up(self, mine: "asyncio.Future[None]") -> None:
-        """Leave the queue, or pass the turn on that has come meanwhile."""
-        if mine in self._waiting:
-            self._waiting.remove(mine)
-        elif mine.exception() is None:
-            self._pass_on()
 
     def _check_room(self) -> None:
         if self.draining:
             self.totals.refused += 1
             raise _ending()
         # One that is read while it could be answered waits for nobody.
-        if self.num_waiting >= self.most_waiting + self.parallel - self._num_turns:
+        if self.num_waiting >= self.most_waiting + self._turns.num_free:
             self.totals.refused += 1
             wait_s = self._last_s * (1 + self.num_waiting) / self.parallel
             retry_s = min(_MOST_RETRY_S, max(1, round(wait_s)))
@@ -339,16 +312,8 @@ class Engine:
                 headers={"Retry-After": str(retry_s)},
             )
 
-    def _pass_on(self) -> None:
-        """Give a turn to the request that has waited longest."""
-        if self._waiting:
-            self._waiting.pop(0).set_result(None)
-        else:
-            self._num_turns -= 1
-
     def _finish(self, answer: Answer) -> None:
         """Note an answer that has ended; the next one begins."""
-        self._answers.remove(answer)
         self._last_s = time.perf_counter() - answer.started_s
         totals = self.totals
         totals.prompt_tokens += answer.prompt_tokens
@@ -359,19 +324,16 @@ class Engine:
             totals.failed += 1
         else:
             totals.answered += 1
-        self._pass_on()
+        self._turns.end(answer)
 
     def drain(self) -> None:
         """Refuse what waits and what comes; the answers that are being generated go on."""
         self.draining = True
         # Jobs that were read meanwhile refuse themselves.
         unread = [job for job in self._reading if not job.done()]
-        self.totals.refused += len(self._waiting) + len(unread)
+        self.totals.refused += self._turns.refuse(_ending()) + len(unread)
         for job in unread:
             job.cancel()
-        waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            each.set_exception(_ending())
 
     async def stop(self) -> None:
         """End the answers that are being generated."""

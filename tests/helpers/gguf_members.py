@@ -100,6 +100,18 @@ def _split_latent(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
     return {"attn_k_b.weight": keys.swapaxes(1, 2), "attn_v_b.weight": rest}
 
 
+def _indexed(config: Any) -> dict[str, Any]:
+    types = getattr(config, "indexer_types", None)
+    return {
+        **_deepseek(config),
+        "expert_gating_func": 2,
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim,
+        "attention.indexer.top_k": config.index_topk,
+        "attention.indexer.types": None if types is None else [kind == "full" for kind in types],
+    }
+
+
 def _glm4(config: Any) -> dict[str, Any]:
     rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
     keys = {**head_keys(config), **_routed_keys(config), "rope.dimension_count": rotated}
@@ -181,6 +193,25 @@ def _exaone_moe(config: Any) -> dict[str, Any]:
         "leading_dense_block_count": config.first_k_dense_replace,
         "rope.scaling.type": "none",
         "expert_gating_func": 2,
+    }
+
+
+def _cohere2(config: Any) -> dict[str, Any]:
+    return {
+        **head_keys(config),
+        "attention.layer_norm_rms_epsilon": None,
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [
+            kind == "sliding_attention" for kind in config.layer_types
+        ],
+        "logit_scale": config.logit_scale,
+        "leading_dense_block_count": 1,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_shared_count": config.num_shared_experts,
+        "rope.scaling.type": "none",
+        "expert_gating_func": 2 if config.expert_selection_fn == "sigmoid" else 1,
     }
 
 
@@ -276,6 +307,18 @@ def _members() -> Iterator[GgufModel]:
         "deepseek2", "DeepseekV3", v3, _deepseek, _LATENT, _split_latent, name="deepseek2 v3"
     )
 
+    # llama.cpp turns keys of 64 numbers at least.
+    indexer = {"index_n_heads": 4, "index_head_dim": 64, "index_topk": 64, "head_dim": 8}
+    names = {
+        **_LATENT,
+        "self_attn.indexer.wq_b": "indexer.attn_q_b",
+        "self_attn.indexer.wk": "indexer.attn_k",
+        "self_attn.indexer.k_norm": "indexer.k_norm",
+        "self_attn.indexer.weights_proj": "indexer.proj",
+    }
+    for name, prefix in (("deepseek32", "DeepseekV32"), ("glm-dsa", "GlmMoeDsa")):
+        yield GgufModel(name, prefix, {**v3, **indexer}, _indexed, names, _split_latent)
+
     sigmoid = {"scoring_func": "sigmoid"}
     glm4 = {**tiny.GLM4_MOE, **sigmoid, "n_group": 1, "attention_bias": True}
     yield GgufModel(
@@ -316,6 +359,12 @@ def _members() -> Iterator[GgufModel]:
     windows |= {"num_shared_experts": 1, "intermediate_size": 56}
     exaone = {**windows, **sigmoid, "routed_scaling_factor": 1.5, "hidden_size": 64}
     yield GgufModel("exaone-moe", "ExaoneMoe", exaone, _exaone_moe)
+    cohere2 = {**windows, "intermediate_size": 24, "num_shared_experts": 2, "logit_scale": 0.5}
+    cohere2 |= {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 56}
+    cohere2 |= {"tie_word_embeddings": True, "rope_theta": 10_000.0}
+    for name, selection in (("cohere2moe", "softmax"), ("cohere2moe sigmoid", "sigmoid")):
+        further = {"expert_selection_fn": selection}
+        yield GgufModel("cohere2moe", "Cohere2Moe", {**cohere2, **further}, _cohere2, name=name)
     afmoe = {
         "mlp.router.gate": "ffn_gate_inp",
         "mlp.expert_bias": "exp_probs_b.bias",

@@ -86,7 +86,8 @@ class PromptReader:
 
     def restart(self) -> None:
         """Forget what was read: the cache has parts of a span that failed."""
-        self.cache, self.num_read, self._has_begun = new_cache(self._model), 0, False
+        self.cache, self._has_begun = new_cache(self._model), False
+        self.num_cached = self.num_read = 0
 
     def will_find(self, other: "PromptReader") -> bool:
         """Return whether pages that another prompt still reads need not be read for this one."""

@@ -19,7 +19,6 @@ from moecache.integrations.transformers.prompts import (
     SPAN_PAGES,
     Span,
     read_spans,
-    span_pages,
 )
 
 logger = logging.getLogger(__name__)
@@ -29,8 +28,8 @@ class Together:
     """Goes on with several texts: their next tokens come from one call, if the model decodes so.
 
     A page's worth of prompts is read between two of these calls, prompts take turns; short ones go
-    through the model together, so that an expert is read once for them. Each text has the tokens
-    that it has alone. Not for two threads at once.
+    through the model together, so that an expert is read once for them. Each text has the
+    tokens that it has alone. Not for two threads at once.
 
     Parameters
     ----------
@@ -75,11 +74,11 @@ class Together:
         return over
 
     def _read_some(self, reading: Sequence[Text], num_pages: int) -> None:
-        """Read on in the first of some prompts, and in others as far as these pages have room."""
+        """Read on in the first of some prompts; short ones go with it, a page's worth in all."""
         reading = [text for text in reading if not any(map(text.will_find, reading))]
         picked: dict[Text, Span] = {}
         with contextlib.suppress(Exception):  # comes again, to the text that it is of
-            picked = self._pick(reading, min(num_pages, span_pages(self._model)))
+            picked = self._pick(reading)
         if len(picked) > 1:
             self._read_together(picked)
         else:
@@ -88,19 +87,23 @@ class Together:
             self._texts.remove(text)
             self._texts.append(text)
 
-    def _pick(self, reading: Sequence[Text], num_pages: int) -> dict[Text, Span]:
-        """Return the prompts that go through the model together; the first one is of them."""
+    def _pick(self, reading: Sequence[Text]) -> dict[Text, Span]:
+        """Return the prompts that go through the model together, the first one among them.
+
+        Their experts are read once. Of more than a page's worth products take longer than reads:
+        one after the other, each has its first token earlier.
+        """
         picked: dict[Text, Span] = {}
-        left = num_pages * PAGE_TOKENS
+        left = PAGE_TOKENS
         for text in reading:
             if any(map(text.will_find, picked)):
                 continue
-            span = text.next_span(max(1, left // PAGE_TOKENS))
-            if span is None and not picked:
-                break
-            if span is not None and span.num_tokens <= left:
+            span = text.next_span(1)
+            if span is not None and text.num_unread <= left:
                 picked[text] = span
                 left -= span.num_tokens
+            elif not picked:
+                break
         return picked
 
     def _read_together(self, picked: dict[Text, Span]) -> None:

@@ -9,11 +9,14 @@ from moecache.integrations.transformers.gguf._metadata import Metadata
 
 ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] = {
     "afmoe": _layers.AFMOE,
+    "cohere2moe": _layers.COHERE2MOE,
     "deepseek2": _sigmoid.deepseek2,
+    "deepseek32": _sigmoid.DEEPSEEK_V32,
     "dots1": _sigmoid.DOTS1,
     "ernie4_5-moe": _sigmoid.ERNIE4_5_MOE,
     "exaone-moe": _layers.EXAONE_MOE,
     "gemma4": _layers.GEMMA4,
+    "glm-dsa": _sigmoid.GLM_DSA,
     "glm4moe": _sigmoid.GLM4_MOE,
     "gpt-oss": _softmax.GPT_OSS,
     "granitehybrid": _mamba.GRANITE_HYBRID,

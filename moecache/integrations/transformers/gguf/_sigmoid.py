@@ -100,6 +100,30 @@ def _deepseek_v3(said: Metadata) -> dict[str, Any]:
     return {**_latent(said), **_groups(said)}
 
 
+def _indexed(said: Metadata) -> dict[str, Any]:
+    """Return V3's settings, and those of what chooses the positions that are seen."""
+    function = said.number("expert_gating_func", _SIGMOID)
+    if function != _SIGMOID:
+        raise said.unsupported("expert_gating_func", function)
+    return {
+        **_deepseek_v3(said),
+        "index_n_heads": said.size("attention.indexer.head_count", least=1),
+        "index_head_dim": said.size("attention.indexer.key_length", least=1),
+        "index_topk": int(said.real("attention.indexer.top_k")),
+    }
+
+
+def _glm_dsa(said: Metadata) -> dict[str, Any]:
+    settings, count = _indexed(said), said.num_layers
+    # As llama.cpp has it where a file does not say it: GLM 5.2 alone has so long a context.
+    is_shared = settings["max_position_embeddings"] >= 2**20
+    usual = [not is_shared or layer < 2 or layer % 4 == 2 for layer in range(count)]
+    types = said.get("attention.indexer.types", usual)
+    if not isinstance(types, list | tuple) or len(types) < count:
+        raise said.unsupported("attention.indexer.types", types)
+    return {**settings, "indexer_types": ["full" if one else "shared" for one in types[:count]]}
+
+
 def _groups(said: Metadata) -> dict[str, Any]:
     groups, used = group_counts(said)
     return {
@@ -231,3 +255,5 @@ MINIMAX_M2 = Architecture("MiniMaxM2", _minimax_m2, source=correction)
 ERNIE4_5_MOE = Architecture("Ernie4_5_Moe", _ernie, source=_ernie_source)
 MISTRAL4 = Architecture("Mistral4", _mistral4, source=_latent_source)
 HY_V3 = Architecture("HYV3", _hy_v3, source=correction, like="exaone-moe")
+DEEPSEEK_V32 = Architecture("DeepseekV32", _indexed, source=_latent_source, like="glm-dsa")
+GLM_DSA = Architecture("GlmMoeDsa", _glm_dsa, source=_latent_source)

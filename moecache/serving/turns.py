@@ -56,7 +56,6 @@ class Turns:
         self._most = most
         self._waiting: list[Turn] = []
         self._turns: list[Turn] = []
-        self._token_bytes = generation.bytes_per_token(model)
 
     @property
     def num_waiting(self) -> int:
@@ -139,4 +138,4 @@ class Turns:
         if not self._turns:
             return True
         wanted = turn.num_tokens + sum(each.num_unwritten for each in self._turns)
-        return wanted * self._token_bytes <= free_bytes(self._model)
+        return wanted * generation.bytes_per_token(self._model) <= free_bytes(self._model)

@@ -20,7 +20,8 @@ def run(monkeypatch: pytest.MonkeyPatch, body: Body, *, most: int = 3, free: int
     from moecache.serving import turns
 
     monkeypatch.setattr(turns, "free_bytes", lambda model: model.free)
-    monkeypatch.setattr(turns.generation, "bytes_per_token", lambda _: 1)
+    monkeypatch.setattr(turns, "bytes_per_token", lambda _: 1)
+    monkeypatch.setattr(turns, "_LOOK_S", 0.001)
 
     async def with_turns() -> None:
         model = SimpleNamespace(free=free)
@@ -86,6 +87,51 @@ def test_a_request_waits_for_memory_beside_others(monkeypatch: pytest.MonkeyPatc
         house.model.free = 200
         house.turns.end(first.answer)
         assert await settled(*waits, fourth) == [True] * 4
+
+    run(monkeypatch, body)
+
+
+def test_memory_that_comes_free_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the end of an answer; what is promised to a prefix cache is not free."""
+
+    async def body(house: Any) -> None:
+        waits = [house.wait(10), house.wait(50)]
+        assert await settled(*waits) == [True, True]
+        house.turns._prefixes = SimpleNamespace(
+            max_bytes=80, stats=lambda: SimpleNamespace(nbytes=20)
+        )
+        third = house.wait(20)
+        await asyncio.sleep(0.01)
+        # 20 and the others' 60 of 100 less 60.
+        assert not third.task.done()
+        house.model.free = 140
+        await asyncio.wait_for(third.task, 10)
+
+    run(monkeypatch, body)
+
+
+def test_what_fails_leaves_no_turn_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is its own, and the next one has its turn."""
+    from moecache.serving import turns
+
+    async def body(house: Any) -> None:
+        first = house.wait(1)
+        assert await settled(first) == [True]
+
+        def fail(_: Any) -> int:
+            raise OSError("no such file")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(turns, "bytes_per_token", fail)
+            second = house.wait(1)
+            await settled(second)
+            with pytest.raises(OSError, match="no such file"):
+                await second.task
+        assert (house.turns.num_waiting, house.turns.num_free) == (0, 2)
+        third = house.wait(1)
+        assert await settled(third) == [True]
+        house.turns.give_up(third.task.result())
+        assert house.turns.num_free == 2
 
     run(monkeypatch, body)
 

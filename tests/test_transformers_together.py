@@ -202,16 +202,53 @@ def test_prompts_that_nobody_wants_any_more_end_within_a_layer(
 
 
 def test_a_prompt_that_begins_like_another_waits_for_its_pages(model: Any) -> None:
-    """All three come at once; what they share is read once."""
+    """All come at once, behind a short one; what they share is read once."""
     shared = tokens_of(4 * PAGE)
     some = [shared + tokens_of(num, num) for num in (40, 18, 3)]
+    some.append(tokens_of(7))
     alone = [logits_of(model, [prompt])[0] for prompt in some]
     prefixes = reading.open_prefixes(model, 2**24)
     made = [begin(model, prompt, prefixes) for prompt in some]
-    finish(model, [text for text, _ in made])
+    finish(model, [text for text, _ in (made[3], *made[:3])])
     for (text, seen), expected in zip(made, alone, strict=True):
         assert text.error is None
         assert np.array_equal(seen, expected)
     known = [text.streamer.cached_tokens for text, _ in made]
     assert known[0] == 0
-    assert min(known[1:]) >= 4 * PAGE
+    assert min(known[1:3]) >= 4 * PAGE
+
+
+def test_nobody_waits_for_pages_that_are_not_kept(model: Any) -> None:
+    """There is no room for a page: all are read in turns."""
+    shared = tokens_of(4 * PAGE)
+    prefixes = reading.open_prefixes(model, 1)
+    made = [begin(model, shared + tokens_of(num, num), prefixes)[0] for num in (40, 18)]
+    made[0].begin()
+    assert not made[1].will_find(made[0])
+    finish(model, made)
+    assert [text.streamer.cached_tokens for text in made] == [0, 0]
+
+
+def test_pages_that_cannot_be_restored_are_looked_for_again(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of them is left in the cache."""
+    prompt = tokens_of(3 * PAGE)
+    expected = logits_of(model, [prompt])[0]
+    prefixes = reading.open_prefixes(model, 2**24)
+    logits_of(model, [prompt], prefixes)
+    text, seen = begin(model, prompt, prefixes)
+    own = reading._restore
+
+    def fail(cache: Any, pages: Any) -> None:
+        own(cache, [page[:1] for page in pages])
+        raise MemoryError("no memory for pages")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reading, "_restore", fail)
+        with pytest.raises(MemoryError, match="no memory for pages"):
+            text.begin()
+    assert text.cache.get_seq_length() == 0
+    finish(model, [text])
+    assert text.streamer.cached_tokens == 2 * PAGE
+    assert np.array_equal(seen, expected)

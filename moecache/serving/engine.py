@@ -116,7 +116,7 @@ class Engine:
         self._generating = Generating(model)
         # Requests that are read; they have a place in the queue, as those that wait have.
         self._reading: set[asyncio.Future[Any]] = set()
-        self._turns = Turns(model, parallel)
+        self._turns = Turns(model, parallel, prefixes)
         self._last_s = 1.0
         self.draining = False
 
@@ -281,19 +281,23 @@ class Engine:
         if turn is None:
             self.totals.left += 1
             return None
-        turn.answer = answer = Answer(
-            self.model,
-            self._tokenizer,
-            asked,
-            prompt,
-            most_tokens=self.most_tokens,
-            room=room,
-            place=min(set(range(self.parallel)) - {each.place for each in self.answers}),
-            queued_s=time.perf_counter() - begun_s,
-            prefixes=self.prefixes,
-        )
+        try:
+            turn.answer = answer = Answer(
+                self.model,
+                self._tokenizer,
+                asked,
+                prompt,
+                most_tokens=self.most_tokens,
+                room=room,
+                place=min(set(range(self.parallel)) - {each.place for each in self.answers}),
+                queued_s=time.perf_counter() - begun_s,
+                prefixes=self.prefixes,
+            )
+            answer.start(self._generating, self._finish)
+        except BaseException:
+            self._turns.give_up(turn)
+            raise
         gone.add_done_callback(lambda _: answer.stop())
-        answer.start(self._generating, self._finish)
         return answer
 
     def _check_room(self) -> None:

@@ -63,6 +63,8 @@ class Generating:
         try:
             while self._take_in(together, going):
                 for text in together.advance():
+                    # Before its turn is passed on.
+                    text.forget()
                     _end(text, *going.pop(text))
         except BaseException as error:
             with self._lock:

@@ -4,13 +4,15 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from moecache.integrations.transformers import generation
-from moecache.integrations.transformers.prompts import free_bytes
+from moecache.decoding.prefixes import PrefixCache
+from moecache.integrations.transformers.prompts import bytes_per_token, free_bytes
 from moecache.serving.answer import Answer
 from moecache.serving.errors import RequestError
 
 # Tokens of an answer for which there has to be memory when its turn comes: few have more.
 COUNTED_TOKENS = 1024
+# Memory comes free without an answer's end, too.
+_LOOK_S = 1.0
 
 
 @dataclass(eq=False)
@@ -49,10 +51,13 @@ class Turns:
     model : PreTrainedModel
     most : int
         Turns at a time.
+    prefixes : PrefixCache, optional
+        Whose memory is not free, though it is not used yet.
     """
 
-    def __init__(self, model: Any, most: int) -> None:
+    def __init__(self, model: Any, most: int, prefixes: PrefixCache | None = None) -> None:
         self._model = model
+        self._prefixes = prefixes
         self._most = most
         self._waiting: list[Turn] = []
         self._turns: list[Turn] = []
@@ -91,16 +96,18 @@ class Turns:
             return None
         turn = Turn(asyncio.get_running_loop().create_future(), num_tokens)
         self._waiting.append(turn)
-        self._pass_on()
-        if turn.come.done():
-            return turn
         try:
-            await asyncio.wait((turn.come, gone), return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            self._give_up(turn)
+            self._pass_on()
+            while not turn.come.done() and not gone.done():
+                await asyncio.wait(
+                    (turn.come, gone), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                self._pass_on()
+        except BaseException:
+            self.give_up(turn)
             raise
         if gone.done():
-            self._give_up(turn)
+            self.give_up(turn)
             return None
         turn.come.result()
         return turn
@@ -117,8 +124,8 @@ class Turns:
             turn.come.set_exception(error)
         return len(waiting)
 
-    def _give_up(self, turn: Turn) -> None:
-        """Leave the queue, or pass the turn on that has come meanwhile."""
+    def give_up(self, turn: Turn) -> None:
+        """Leave the queue, or pass a turn on that has come."""
         for held in (self._waiting, self._turns):
             if turn in held:
                 held.remove(turn)
@@ -138,4 +145,7 @@ class Turns:
         if not self._turns:
             return True
         wanted = turn.num_tokens + sum(each.num_unwritten for each in self._turns)
-        return wanted * generation.bytes_per_token(self._model) <= free_bytes(self._model)
+        free = free_bytes(self._model)
+        if self._prefixes is not None:
+            free -= max(0, self._prefixes.max_bytes - self._prefixes.stats().nbytes)
+        return wanted * bytes_per_token(self._model) <= free

@@ -210,6 +210,11 @@ class Text:
         return self._reader.num_left > 0
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether nothing of the prompt was read but what was known."""
+        return self._reader.is_fresh
+
+    @property
     def num_unread(self) -> int:
         """Tokens of the prompt that are still to be read."""
         return self._reader.num_left
@@ -222,7 +227,7 @@ class Text:
         Stopped
             If the streamer wants no more.
         """
-        self._begin()
+        self.begin()
         self._take_logits(self._reader.advance(num_pages, self.streamer.read))
 
     def will_find(self, other: "Text") -> bool:
@@ -231,7 +236,7 @@ class Text:
 
     def next_span(self, num_pages: int) -> Span | None:
         """Return the prompt's next pages, at most so many; `None` if they go alone."""
-        self._begin()
+        self.begin()
         span = self._reader.next_span(num_pages)
         return None if span is None or span.is_decoded else span
 
@@ -251,12 +256,12 @@ class Text:
         self.streamer.read(span.end)
         self._take_logits(logits)
 
-    def restart(self) -> None:
-        """Have the prompt read anew, as a span with other prompts' pages has failed."""
-        self._reader.restart()
+    def forget(self) -> None:
+        """Give keys and values back; the prompt would have to be read anew."""
+        self._reader.forget()
 
-    def _begin(self) -> None:
-        """Find the prompt's pages that are known by now."""
+    def begin(self) -> None:
+        """Find the prompt's pages that are known by now, unless this was done before."""
         self._reader.begin()
         self.streamer.cached_tokens = self._reader.num_cached
 

@@ -27,7 +27,6 @@ from moecache.integrations.transformers.continuing import (
     sampling_of,
 )
 from moecache.integrations.transformers.streams import TokenTimes
-from moecache.sizing.headroom import kv_bytes_per_token
 from moecache.stores import CheckpointStore, GgufStore, is_gguf, open_store
 from moecache.stores._checkpoint import read_config
 
@@ -229,12 +228,6 @@ def context_of(model: Any, most: int | None = None) -> int | None:
     """Return the tokens that a model takes, `most` if that is fewer; `None` if there is no end."""
     own: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return own if most is None else most if own is None else min(own, most)
-
-
-def bytes_per_token(model: Any) -> int:
-    """Return the bytes of a token's keys and values, at most; 0 if the model does not say."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    return kv_bytes_per_token({**model.config.get_text_config().to_dict(), "dtype": dtype})
 
 
 def find_room(

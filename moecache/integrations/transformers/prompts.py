@@ -18,6 +18,7 @@ from moecache.decoding.prefixes import Page
 from moecache.integrations.transformers import _spans
 from moecache.integrations.transformers._cache_layers import GrowingLayer, SlidingLayer, adopt
 from moecache.integrations.transformers._forward import SpanExperts
+from moecache.sizing.headroom import kv_bytes_per_token
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import HostSlots
 
@@ -94,6 +95,15 @@ def free_bytes(model: Any) -> int:
         return free_host_bytes()
     unfilled = pool.nbytes * max(0, cache.capacity - cache.num_resident) // pool.num_slots
     return max(0, free_host_bytes() - unfilled)
+
+
+def bytes_per_token(model: Any) -> int:
+    """Return the bytes of a token's keys and values, each layer's attention being a full one.
+
+    0 if the model does not say how wide they are.
+    """
+    dtype = str(model.dtype).removeprefix("torch.")
+    return kv_bytes_per_token({**model.config.get_text_config().to_dict(), "dtype": dtype})
 
 
 def span_pages(model: Any) -> int:

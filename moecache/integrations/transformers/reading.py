@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from moecache.integrations.transformers.prompts import (
     PART_TOKENS,
     Span,
     are_rows_apart,
+    bytes_per_token,
     has_pages,
     new_cache,
     page_begin,
@@ -63,29 +65,37 @@ class PromptReader:
         self._paged = has_pages(model)
         self._prefixes = prefixes if self._paged else None
         self._has_begun = False
+        # Tokens of the beginning that others have, too.
+        self._shared: weakref.WeakKeyDictionary[PromptReader, int] = weakref.WeakKeyDictionary()
 
     @property
     def num_left(self) -> int:
         """Tokens that are still to be read."""
         return len(self._tokens) - self.num_read
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was read but what was known."""
+        return self.num_read == self.num_cached
+
     def begin(self) -> None:
         """Find the pages that are known, unless this was done before."""
         if self._has_begun:
             return
+        if self._prefixes is not None:
+            pages = self._prefixes.find(self._tokens, in_parts=are_rows_apart(self._model))
+            if pages:
+                cache = new_cache(self._model)
+                _restore(cache, pages)
+                self.cache = cache
+                self.num_cached = self.num_read = sum(map(num_positions, pages))
+                # The forward that begins a sequence is not computed.
+                if (offload := getattr(self._model, "moecache", None)) is not None:
+                    offload.runtime.begin_sequence()
         self._has_begun = True
-        if self._prefixes is None:
-            return
-        pages = self._prefixes.find(self._tokens, in_parts=are_rows_apart(self._model))
-        if pages:
-            _restore(self.cache, pages)
-            self.num_cached = self.num_read = sum(map(num_positions, pages))
-            # The forward that begins a sequence is not computed.
-            if (offload := getattr(self._model, "moecache", None)) is not None:
-                offload.runtime.begin_sequence()
 
-    def restart(self) -> None:
-        """Forget what was read: the cache has parts of a span that failed."""
+    def forget(self) -> None:
+        """Give keys and values back; the prompt would have to be read anew."""
         self.cache, self._has_begun = new_cache(self._model), False
         self.num_cached = self.num_read = 0
 
@@ -93,10 +103,15 @@ class PromptReader:
         """Return whether pages that another prompt still reads need not be read for this one."""
         if self._has_begun or not other._has_begun or self._prefixes is None:
             return False
-        pairs = enumerate(zip(self._tokens, other._tokens, strict=False))
-        shorter = min(len(self._tokens), len(other._tokens))
-        num_alike = next((num for num, (mine, its) in pairs if mine != its), shorter)
-        return other.num_read < page_begin(num_alike)
+        shared = self._shared.get(other)
+        if shared is None:
+            pairs = enumerate(zip(self._tokens, other._tokens, strict=False))
+            shorter = min(len(self._tokens), len(other._tokens))
+            shared = next((num for num, (mine, its) in pairs if mine != its), shorter)
+            # No more than is kept.
+            most = self._prefixes.max_bytes // max(1, bytes_per_token(self._model))
+            self._shared[other] = shared = page_begin(min(shared, most))
+        return other.num_read < shared
 
     def next_span(self, num_pages: int) -> Span | None:
         """Return the next pages, at most so many; `None` if the prompt is read as a whole."""

@@ -94,12 +94,17 @@ class Together:
         one after the other, each has its first token earlier.
         """
         picked: dict[Text, Span] = {}
+        begun: list[Text] = []
         left = PAGE_TOKENS
         for text in reading:
-            if any(map(text.will_find, picked)):
+            if any(map(text.will_find, begun)):
                 continue
-            span = text.next_span(1)
-            if span is not None and text.num_unread <= left:
+            text.begin()
+            begun.append(text)
+            # One that has read pages of its own would have to read them anew if this failed.
+            fits = text.is_fresh and text.num_unread <= left
+            span = text.next_span(1) if fits else None
+            if span is not None:
                 picked[text] = span
                 left -= span.num_tokens
             elif not picked:
@@ -126,7 +131,7 @@ class Together:
             # An expert that cannot be read is not every text's.
             logger.info("prompts.apart num=%d %s: %s", len(picked), type(error).__name__, error)
             for text in picked:
-                text.restart()
+                text.forget()
                 self._do(text, functools.partial(self._read, text, 1))
             return
         for text, span in picked.items():

@@ -35,6 +35,8 @@ def _mistral4(said: Metadata) -> dict[str, Any]:
     function = said.number("expert_gating_func", _SOFTMAX)
     if function != _SOFTMAX:
         raise said.unsupported("expert_gating_func", function)
+    # The model's own default is another one than that of files.
+    said.get("expert_weights_norm")
     settings = {**_latent(said), **_groups(said)}
     parameters, width = settings["rope_parameters"], settings["qk_nope_head_dim"]
     rotated = settings["qk_rope_head_dim"]
@@ -42,8 +44,11 @@ def _mistral4(said: Metadata) -> dict[str, Any]:
     # Queries of far positions are scaled, if files say so.
     beta = said.real("attention.temperature_scale", 0.0, least=-1.0)
     parameters["llama_4_scaling_beta"] = beta
-    length = said.real("attention.temperature_length", settings["max_position_embeddings"])
-    parameters.setdefault("original_max_position_embeddings", int(length))
+    usual = parameters.get("original_max_position_embeddings", settings["max_position_embeddings"])
+    length = said.real("attention.temperature_length", usual)
+    if beta and int(length) != usual:
+        raise said.unsupported("attention.temperature_length", length)
+    parameters["original_max_position_embeddings"] = usual
     return settings
 
 

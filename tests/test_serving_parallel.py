@@ -324,3 +324,20 @@ def test_a_text_whose_client_left_before_it_began_is_no_error(model: Any) -> Non
 
     with contextlib.closing(Generating(model)) as generating:
         assert [generating.submit(Left()).result(60) for _ in range(2)] == [None, None]
+
+
+def test_an_ended_text_has_given_its_memory_back(model: Any) -> None:
+    """Before anybody is told of its end: the next one's turn comes by what is free."""
+    from moecache.serving.generating import Generating
+
+    text, _ = make(model, 3)
+    seen: list[int] = []
+    job = SimpleNamespace(
+        begin=lambda: text,
+        end=lambda: seen.append(text.cache.get_seq_length()),
+        run=None,
+    )
+    with contextlib.closing(Generating(model)) as generating:
+        generating.submit(job).result(60)
+    assert seen == [0]
+    assert len(text.streamer.tokens) == NUM_TOKENS + 3

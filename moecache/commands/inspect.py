@@ -1,9 +1,9 @@
 """`moecache inspect`: a checkpoint's experts, and what a memory budget buys."""
 
 import argparse
+import itertools
 from collections import Counter
 from collections.abc import Iterable
-from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
 from moecache.stores import CheckpointStore, open_store
+from moecache.stores._mtp import enclosing
 from moecache.telemetry import ComputeStats
 from moecache.units import format_bytes
 
@@ -70,10 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True, markup=False)
     arguments.path = hub_path(arguments.path)
     with open_store(arguments.path, top_k=arguments.top_k) as store:
-        layout = store.layout
         kind = store.config.get("model_type")
         kind = printable(kind[:100]) if isinstance(kind, str) else ""
         console.print(f"{printable(store.path)}  {kind}", style="bold")
+        mtp, layers = _leave_mtp_out(store)
+        layout = store.layout
         quantized = _quantized(store)
         if layout.total_experts == 0:
             console.print("no experts: not a mixture-of-experts model, or of an unknown form")
@@ -83,8 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"{layout.num_layers} MoE layers x {layout.num_experts} experts, {top_k}; "
         f"{format_bytes(layout.total_bytes)} in experts"
     )
-    if quantized:
-        console.print(printable(quantized))
+    for line in (quantized, mtp):
+        if line:
+            console.print(printable(line))
     console.print(_layer_table(layout))
     planned = plan(
         arguments.path,
@@ -92,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.device,
         top_k=arguments.top_k,
         context_tokens=arguments.context,
+        layers=layers,
     )
     console.print(_memory_table(planned))
     console.print(_plan_table(planned))
@@ -110,6 +114,24 @@ def run(arguments: argparse.Namespace) -> int:
             style="yellow",
         )
     return 0
+
+
+def _leave_mtp_out(store: CheckpointStore) -> tuple[str, list[str] | None]:
+    """Serve the layers that `load` runs; return what is said of the others, and those that stay.
+
+    Nothing is left out of a file that has no other layers.
+    """
+    found, names = store.mtp_layers, store.layout.layer_names
+    kept = [name for name in names if enclosing(name, found) is None]
+    if not found or (names and not kept):
+        return "", None
+    store.keep_layers(kept)
+    shown = ", ".join(itertools.islice(found, 3)) + (", ..." if len(found) > 3 else "")
+    said = (
+        f"MTP: {shown} ({format_bytes(sum(found.values()))}), to guess further tokens: not run, "
+        "and not in slots"
+    )
+    return said, kept
 
 
 def _quantized(store: CheckpointStore) -> str:
@@ -228,6 +250,6 @@ def _layer_table(layout: ExpertLayout) -> Table:
 
 def _spans(numbers: list[int]) -> str:
     """Return ascending numbers, those that follow each other as one span: 0-3, 6."""
-    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     spans = [[number for _, number in run] for _, run in runs]
     return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 1 else str(s[0]) for s in spans)

@@ -24,6 +24,7 @@ from moecache.prefault.regions import Region
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import TensorEntry
 from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
+from moecache.stores._mtp import mtp_layers
 from moecache.stores._parts import TensorPart
 from moecache.stores.base import Parts, Run, destination_bytes
 
@@ -134,6 +135,15 @@ class CheckpointStore(ABC):
     @abstractmethod
     def quantization(self) -> str:
         """How the checkpoint says that weights are quantized, such as "fp8" or "Q4_K_M", or ""."""
+
+    @property
+    def mtp_layers(self) -> dict[str, int]:
+        """Bytes of each layer that guesses further tokens, by what its tensors' names begin with.
+
+        Such as {"model.layers.61": 23622320128}: its experts are among `layout`'s, and `load`
+        leaves them out.
+        """
+        return mtp_layers({name: entry.nbytes for name, (_, entry) in self._tensors.items()})
 
     def sources(self, layer: int) -> dict[tuple[str, int], str]:
         """Return a tensor that holds each matrix of a layer's experts, by (role, first byte).

@@ -129,10 +129,22 @@ def look_gelu_up(model: Any) -> bool:
 
 def run_llama(file: Path, prompt: list[int]) -> tuple[np.ndarray, list[int]]:
     """Return the same of llama.cpp, with a cache of float32."""
+    model = open_llama(file, len(prompt) + NEW_TOKENS)
+    model.eval(prompt)
+    logits = np.array(model.scores[: len(prompt)])
+    tokens = [int(logits[-1].argmax())]
+    while len(tokens) < NEW_TOKENS:
+        model.eval(tokens[-1:])
+        tokens.append(int(model.scores[model.n_tokens - 1].argmax()))
+    model.close()
+    return logits, tokens
+
+
+def open_llama(file: Path, length: int) -> Any:
+    """Return llama.cpp's model for so many tokens at most, with all logits kept."""
     import llama_cpp
 
-    length = len(prompt) + NEW_TOKENS
-    model = llama_cpp.Llama(
+    return llama_cpp.Llama(
         str(file),
         n_ctx=length,
         n_batch=length,
@@ -142,14 +154,6 @@ def run_llama(file: Path, prompt: list[int]) -> tuple[np.ndarray, list[int]]:
         type_v=llama_cpp.GGML_TYPE_F32,
         verbose=False,
     )
-    model.eval(prompt)
-    logits = np.array(model.scores[: len(prompt)])
-    tokens = [int(logits[-1].argmax())]
-    while len(tokens) < NEW_TOKENS:
-        model.eval(tokens[-1:])
-        tokens.append(int(model.scores[model.n_tokens - 1].argmax()))
-    model.close()
-    return logits, tokens
 
 
 def compare_tokenizers() -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -33,7 +34,8 @@ def add_parser(commands: Any) -> None:
         description="Show how a checkpoint's experts are laid out, and how many of them a memory "
         "budget holds: what is free, in this machine and in every memory cgroup this process is "
         "in, what the trunk and a KV cache take of it, and how many slots that leaves. Reads "
-        "headers only. Exit code 1 if the slots would not fit.",
+        "headers only, and of a GGUF that does not fit some experts: it says if they are worth "
+        "packing. Exit code 1 if the slots would not fit.",
         epilog="examples: moecache inspect ./Qwen3-30B-A3B --memory 8GiB | "
         "moecache inspect ./Qwen3-30B-A3B --device cuda",
     )
@@ -104,6 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     if gpu is None and kind:
         way = "one compiled call each" if has_recipe(kind) else "the model's modules: no recipe"
         console.print(f"tokens of {kind}: {way}")
+    if gpu is None and planned.capacity < planned.num_experts:
+        _suggest_form(console, arguments.path, layers)
     left = (free_host_bytes() if gpu is None else gpu.free_bytes()) - planned.slots_bytes
     room = planned.headroom
     needed = room.nbytes - room.spare_bytes
@@ -186,6 +190,21 @@ def _compute(planned: Plan, *, measures: bool) -> str:
         bytes_per_s=(None if planned.gpu else bandwidth(planned.profile, measures=measures)),
     )
     return f'with compute="fast": {stats.describe()}'
+
+
+def _suggest_form(console: Console, path: str, layers: list[str] | None) -> None:
+    """Say what experts in compute form would cost and save, if they are worth it here."""
+    # Imported here: it takes 7 MiB.
+    from moecache.packing import estimate_form
+
+    with open_store(path, layers=layers) as store:
+        estimate = estimate_form(store)
+    if estimate is not None and estimate.pays:
+        console.print(
+            f"pack it: moecache pack --compute-form {printable(shlex.quote(path))} OUT writes "
+            f"{estimate.describe()}",
+            style="green",
+        )
 
 
 def _memory_table(planned: Plan) -> Table:

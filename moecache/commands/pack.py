@@ -5,6 +5,7 @@ import contextlib
 import shlex
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from moecache.commands.paths import HUB_NAMES, hub_path, printable
 from moecache.errors import ConfigError
+from moecache.stores import is_gguf, open_store
 from moecache.units import format_bytes
 
 
@@ -99,7 +101,10 @@ def run(arguments: argparse.Namespace) -> int:
     model = hub_path(model)
     how = {"format": arguments.format, "compute_form": arguments.compute_form}
     if arguments.dry_run:
-        return _print_plan(console, packing.plan(model, out, **how))
+        code = _print_plan(console, packing.plan(model, out, **how))
+        _estimate(console, model, None, how)
+        return code
+    _estimate(console, model, out, how)
     try:
         with _bar(console, "packing") as show:
             report = packing.pack(model, out, **how, progress=show)
@@ -116,6 +121,28 @@ def run(arguments: argparse.Namespace) -> int:
         f"Python: load({path!r}), moecache.open({path!r})"
     )
     return 0
+
+
+def _estimate(console: Console, model: str, out: str | None, how: dict[str, Any]) -> None:
+    """Say what a GGUF's experts in compute form cost and save, or would if it was asked for.
+
+    Nothing is written without `out`, by whose disk it is told how long that takes.
+    """
+    from moecache import packing
+
+    if how["format"] is not None or not is_gguf(Path(model)):
+        return
+    directory = None
+    if out is not None:
+        # What cannot be packed there is an error before anything is measured.
+        packing.plan(model, out, **how)
+        directory = Path(out).absolute().parent
+    with open_store(model) as store:
+        estimate = packing.estimate_form(store, directory)
+    if estimate is not None and how["compute_form"]:
+        console.print(f"writes {estimate.describe()}")
+    elif estimate is not None and estimate.pays:
+        console.print(f"with --compute-form: {estimate.describe()}")
 
 
 def _verify(console: Console, out: str) -> None:

@@ -9,9 +9,21 @@ are quantized, or what a publisher quantized is dequantized. A GGUF file becomes
 two parts, of the trunk and of the experts.
 """
 
+from moecache.packing._estimate import FormEstimate, estimate_form
 from moecache.packing._manifest import Progress, verify
 from moecache.packing._pack import pack, plan
 from moecache.packing._plan import ALIGNMENT
 from moecache.packing._report import Deviation, PackPlan, PackReport
 
-__all__ = ["ALIGNMENT", "Deviation", "PackPlan", "PackReport", "Progress", "pack", "plan", "verify"]
+__all__ = [
+    "ALIGNMENT",
+    "Deviation",
+    "FormEstimate",
+    "PackPlan",
+    "PackReport",
+    "Progress",
+    "estimate_form",
+    "pack",
+    "plan",
+    "verify",
+]

@@ -13,15 +13,17 @@ import numpy as np
 
 from moecache.kernels.forms import tiler
 from moecache.layout import Role
-from moecache.packing._gguf import tiled
+from moecache.packing._copy import PackedFile
+from moecache.packing._gguf import GgufSource, form_extents, tiled
+from moecache.packing._plan import Extent, Unit
 from moecache.stores import CheckpointStore, GgufStore
 from moecache.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-# Experts of each kind of layer that are read and brought into compute form, and for how long.
-_NUM_EXPERTS, _MOST_S = 6, 1.0
-_WRITTEN_BYTES = 2**26
+# Experts of each kind of layer that are read and brought into compute form, and those that are
+# packed; seconds for each of both.
+_NUM_EXPERTS, _MOST_EXPERTS, _MOST_S = 6, 16, 1.0
 # A miss that is shorter by less is not worth a second file.
 _WORTH = 0.75
 
@@ -75,14 +77,15 @@ def estimate_form(
     """Measure what a GGUF's experts in compute form would cost to write, and what they save.
 
     Reads some experts of each kind of layer, wherever their bytes are now, on the disk or in the
-    page cache, and brings them into compute form, as a miss does. Blocks for a second or two.
+    page cache, and brings them into compute form, as a miss does; then packs some into a temporary
+    file. Blocks for a second or two.
 
     Parameters
     ----------
     store : CheckpointStore
     directory : str or Path, optional
-        A directory on the disk that would be written to: a temporary file of 64 MiB, written
-        and removed, tells its speed, if it can be written.
+        A directory on the disk that would be written to, for the temporary file, which is removed;
+        by default it is in memory. It is there as well if the directory cannot be written to.
 
     Returns
     -------
@@ -103,26 +106,36 @@ def estimate_form(
     for layer, roles in enumerate(layout.layers):
         kinds[tuple(roles)].append(layer)
     rng = np.random.default_rng()
-    read_s = make_s = packed_read_s = 0.0
-    for roles, layers in kinds.items():
-        num_experts = len(layers) * layout.num_experts
-        reading, making = _measure(store, roles, layers, rng, _MOST_S / len(kinds))
-        ratio = formed.expert_bytes(layers[0]) / layout.expert_bytes(layers[0])
-        read_s += num_experts * reading
-        make_s += num_experts * making
-        packed_read_s += num_experts * reading * ratio
+    miss_s = packed_miss_s = seconds = 0.0
+    is_written = directory is not None
+    with GgufSource(store.path) as source:
+        numbers = {name: layer for layer, name in enumerate(source.layout.layer_names)}
+        for roles, layers in kinds.items():
+            share = len(layers) / layout.num_layers
+            reading, making = _measure(store, roles, layers, rng, _MOST_S / len(kinds))
+            ratio = formed.expert_bytes(layers[0]) / layout.expert_bytes(layers[0])
+            miss_s += share * (reading + making)
+            packed_miss_s += share * reading * ratio
+            number = int(max(2, min(_MOST_S / len(kinds) / (reading + making), _MOST_EXPERTS)))
+            named = [numbers[layout.layer_names[layer]] for layer in layers]
+            extents = [
+                extent
+                for _ in range(number)
+                for extent in form_extents(
+                    source, int(rng.choice(named)), int(rng.integers(layout.num_experts))
+                )
+            ]
+            took, is_there = _pack(source, extents, directory)
+            seconds += len(layers) * layout.num_experts * took / number
+            is_written &= is_there
     nbytes = formed.total_bytes + store.trunk_bytes
-    seconds = read_s * (1 + store.trunk_bytes / layout.total_bytes) + make_s
-    write_rate = None if directory is None else _write_rate(Path(directory))
-    if write_rate is not None:
-        seconds += nbytes / write_rate
     total = layout.total_experts
     return FormEstimate(
         nbytes,
-        seconds,
-        is_written=write_rate is not None,
-        miss_s=(read_s + make_s) / total,
-        packed_miss_s=packed_read_s / total,
+        seconds * nbytes / formed.total_bytes,
+        is_written=is_written,
+        miss_s=miss_s,
+        packed_miss_s=packed_miss_s,
         miss_bytes=layout.total_bytes / total,
         packed_miss_bytes=formed.total_bytes / total,
     )
@@ -137,43 +150,49 @@ def _measure(
 ) -> tuple[float, float]:
     """Return the median seconds of reading an expert of some layers, and of converting it."""
     raw = {role.name: np.empty(role.nbytes, np.uint8) for role in roles}
-    forms = {role.name: np.empty(role.form_bytes, np.uint8) for role in roles if _is_made(role)}
-    tilers = {r.name: tiler(r.format, *r.matrix_shape) for r in roles if _is_made(r)}
+    made = [role for role in roles if role.form_bytes and not role.is_tiled]
+    forms = {role.name: np.empty(role.form_bytes, np.uint8) for role in made}
+    tilers = {role.name: tiler(role.format, *role.matrix_shape) for role in made}
     reading: list[float] = []
     making: list[float] = []
     began = time.perf_counter()
     while len(reading) < _NUM_EXPERTS and (not making or time.perf_counter() - began < most_s):
-        layer, expert = rng.choice(layers), rng.integers(store.layout.num_experts)
+        layer, expert = int(rng.choice(layers)), int(rng.integers(store.layout.num_experts))
         start = time.perf_counter()
-        store.read_into(int(layer), int(expert), raw)
+        store.read_into(layer, expert, raw)
         read = time.perf_counter()
-        for name, making_form in tilers.items():
-            making_form.tile(raw[name], forms[name])
+        for name, one in tilers.items():
+            one.tile(raw[name], forms[name])
         reading.append(read - start)
         making.append(time.perf_counter() - read)
     # The first one made tables, maybe.
     return float(np.median(reading[1:] or reading)), float(np.median(making[1:] or making))
 
 
-def _is_made(role: Role) -> bool:
-    return bool(role.form_bytes) and not role.is_tiled
-
-
-def _write_rate(directory: Path) -> float | None:
-    """Return the bytes per second at which a file is written and flushed; `None` if it cannot."""
-    # Zeros may be left out by a file system.
-    block = np.random.default_rng(0).bytes(2**22)
+def _pack(
+    source: GgufSource, extents: Sequence[Extent], directory: str | os.PathLike[str] | None
+) -> tuple[float, bool]:
+    """Return the seconds in which some extents are packed, and whether that was to the disk."""
+    unit = Unit("", "a sample", 0, sum(extent.nbytes for extent in extents), extents)
     try:
-        with tempfile.TemporaryFile(dir=directory, prefix=".moecache-", buffering=0) as file:
-            start = time.perf_counter()
-            for _ in range(_WRITTEN_BYTES // len(block)):
-                file.write(block)
-            os.fsync(file.fileno())
-            return _WRITTEN_BYTES / (time.perf_counter() - start)
+        if directory is not None:
+            with tempfile.TemporaryDirectory(dir=directory, prefix=".moecache-") as folder:
+                return _write(Path(folder) / "sample", unit, source), True
     except OSError as error:
-        # To be written and to be refused is the packing's own matter.
+        # To write there, and to be refused, is the packing's own matter.
         logger.info("pack.not_measured path=%s error=%s", directory, error)
-        return None
+    descriptor = os.memfd_create("moecache-pack")
+    try:
+        return _write(Path(f"/proc/self/fd/{descriptor}"), unit, source), False
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, unit: Unit, source: GgufSource) -> float:
+    start = time.perf_counter()
+    with PackedFile(path) as packed:
+        packed.write(unit, source, lambda _: None)
+    return time.perf_counter() - start
 
 
 def _seconds(seconds: float) -> str:

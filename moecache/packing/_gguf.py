@@ -104,38 +104,44 @@ def tiled(layout: ExpertLayout) -> ExpertLayout:
     return replace(layout, layers=layers)
 
 
+def form_extents(source: GgufSource, layer: int, expert: int) -> list[Extent]:
+    """Return the bytes of an expert in compute form, each matrix's as one extent."""
+    return [tensor.extent for tensor in _expert(source, 1, layer, expert, compute_form=True)]
+
+
 def _experts(source: GgufSource, alignment: int, *, compute_form: bool) -> Iterator[_Tensor]:
-    layout = source.layout
-    for layer, layer_name in enumerate(layout.layer_names):
-        roles = {role.name: role for role in layout.layers[layer]}
-        for expert in range(layout.num_experts):
-            for number, piece in enumerate(source.pieces(layer)):
-                name = piece.sources[0 if piece.stacked else expert]
-                entry = source.tensors[name][1]
-                # A stack is of matrices, or of vectors.
-                shape = entry.shape[1:] if len(entry.shape) > len(piece.shape) else entry.shape
-                place = int(piece.files[expert]), int(piece.offsets[expert])
-                role, kind = roles[piece.role], entry.type.number
-                extent, form = Extent(0, piece.nbytes, *place), None
-                if role.is_tiled or (compute_form and role.form_bytes):
-                    kind, form = BYTES_TYPE, FormOf(entry.type, *role.matrix_shape)
-                    if not role.is_tiled:
-                        places = ((*place, piece.nbytes),)
-                        what = f"{name} [{expert}]" if piece.stacked else name
-                        recipe = Tile(what, places, role.format, *role.matrix_shape)
-                        extent = Extent(0, recipe.nbytes, ZEROS, 0, recipe)
-                    shape = (extent.nbytes,)
-                # A role that is read straight into its slot begins a block, as it does there.
-                is_aligned = piece.start == 0 if form else number == 0
-                yield _Tensor(
-                    single_name(name, expert),
-                    shape,
-                    kind,
-                    extent,
-                    max(ALIGNMENT, alignment) if is_aligned else alignment,
-                    "" if expert or number else f"layer {layer} ({layer_name})",
-                    form,
-                )
+    for layer, layer_name in enumerate(source.layout.layer_names):
+        unit = f"layer {layer} ({layer_name})"
+        for expert in range(source.layout.num_experts):
+            tensors = _expert(source, alignment, layer, expert, compute_form=compute_form)
+            for number, tensor in enumerate(tensors):
+                yield tensor if expert or number else replace(tensor, unit=unit)
+
+
+def _expert(
+    source: GgufSource, alignment: int, layer: int, expert: int, *, compute_form: bool
+) -> Iterator[_Tensor]:
+    roles = {role.name: role for role in source.layout.layers[layer]}
+    for number, piece in enumerate(source.pieces(layer)):
+        name = piece.sources[0 if piece.stacked else expert]
+        entry = source.tensors[name][1]
+        # A stack is of matrices, or of vectors.
+        shape = entry.shape[1:] if len(entry.shape) > len(piece.shape) else entry.shape
+        place = int(piece.files[expert]), int(piece.offsets[expert])
+        role, kind = roles[piece.role], entry.type.number
+        extent, form = Extent(0, piece.nbytes, *place), None
+        if role.is_tiled or (compute_form and role.form_bytes):
+            kind, form = BYTES_TYPE, FormOf(entry.type, *role.matrix_shape)
+            if not role.is_tiled:
+                places = ((*place, piece.nbytes),)
+                what = f"{name} [{expert}]" if piece.stacked else name
+                recipe = Tile(what, places, role.format, *role.matrix_shape)
+                extent = Extent(0, recipe.nbytes, ZEROS, 0, recipe)
+            shape = (extent.nbytes,)
+        # A role that is read straight into its slot begins a block, as it does there.
+        is_aligned = piece.start == 0 if form else number == 0
+        boundary = max(ALIGNMENT, alignment) if is_aligned else alignment
+        yield _Tensor(single_name(name, expert), shape, kind, extent, boundary, form=form)
 
 
 def _trunk(source: GgufSource, alignment: int) -> Iterator[_Tensor]:

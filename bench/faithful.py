@@ -66,6 +66,12 @@ def main(argv: list[str] | None = None) -> int:
         f"{', '.join(models.PLAIN_TYPES)})",
     )
     parser.add_argument("--prompts", type=int, default=PROMPTS, help=f"of {PROMPT} tokens each")
+    parser.add_argument(
+        "--trunk",
+        choices=("native", "bf16"),
+        help="form of moecache's trunk, as `load` takes it (default: native with the kernels, whose "
+        "activations have 15 bits; bf16, values in the dtype, with torch's products)",
+    )
     parser.add_argument("--no-llama", action="store_true", help="leave llama.cpp out")
     arguments = begin(parser, argv, rounds=1)
     if unknown := set(arguments.architectures) - set(models.ARCHITECTURES):
@@ -84,18 +90,18 @@ def main(argv: list[str] | None = None) -> int:
         for architecture in arguments.architectures or models.ARCHITECTURES:
             files = models.write_all(architecture, mixes, Path(folder), with_llama=with_llama)
             for mix, file in files:
-                found = compare(file, arguments.prompts, with_llama=with_llama)
+                found = compare(
+                    file, arguments.prompts, trunk=arguments.trunk, with_llama=with_llama
+                )
                 figures.append({"architecture": architecture, "mix": mix, **found})
                 print("\n".join(describe(figures[-1])), flush=True)
     print("\n".join(summarize(figures, arguments.prompts)))
-    write_figures(
-        arguments, versions=_versions(), prompts=arguments.prompts, new_tokens=NEW_TOKENS,
-        figures=figures,
-    )  # fmt: skip
+    said = {"prompts": arguments.prompts, "trunk": arguments.trunk, "new_tokens": NEW_TOKENS}
+    write_figures(arguments, versions=_versions(), **said, figures=figures)
     return 0
 
 
-def compare(file: Path, num_prompts: int, *, with_llama: bool) -> dict[str, Any]:
+def compare(file: Path, num_prompts: int, *, trunk: str | None, with_llama: bool) -> dict[str, Any]:
     """Return how far each contestant is from the dequantized model in float64.
 
     Parameters
@@ -104,6 +110,8 @@ def compare(file: Path, num_prompts: int, *, with_llama: bool) -> dict[str, Any]
         A GGUF file.
     num_prompts : int
         Texts of `PROMPT` random tokens and `NEW_TOKENS` greedy ones of the reference.
+    trunk : str or None
+        Of moecache, as `load` takes it.
     with_llama : bool
         Whether llama.cpp is a contestant.
 
@@ -117,7 +125,7 @@ def compare(file: Path, num_prompts: int, *, with_llama: bool) -> dict[str, Any]
     texts = reference.texts(num_prompts)
     contestants = {}
     for name, (compute, dtype) in OURS.items():
-        contestants[name] = distance(texts, run_ours(file, texts, compute, dtype))
+        contestants[name] = distance(texts, run_ours(file, texts, compute, dtype, trunk))
     if with_llama:
         contestants[LLAMA] = distance(texts, run_llama(file, texts))
     largest = max(float(np.abs(text.logits).max()) for text in texts)
@@ -125,7 +133,7 @@ def compare(file: Path, num_prompts: int, *, with_llama: bool) -> dict[str, Any]
 
 
 def run_ours(
-    file: Path, texts: list[Text], compute: str, dtype: str
+    file: Path, texts: list[Text], compute: str, dtype: str, trunk: str | None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return moecache's logits and experts at each place of each text, as `Text` has them."""
     import torch
@@ -135,7 +143,7 @@ def run_ours(
 
     found = []
     with tempfile.TemporaryDirectory() as folder, quiet(verbose=False):
-        model = load(file, "100%", compute=compute, dtype=getattr(torch, dtype))
+        model = load(file, "100%", compute=compute, dtype=getattr(torch, dtype), trunk=trunk)
         with model.moecache as offload, torch.inference_mode():
             for text in texts:
                 cache, logits = None, []

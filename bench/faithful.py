@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--trunk",
         choices=("native", "bf16"),
-        help="form of moecache's trunk, as `load` takes it (default: native with the kernels, whose "
+        help="form of moecache's trunk, as `load` takes it (default: native with kernels, whose "
         "activations have 15 bits; bf16, values in the dtype, with torch's products)",
     )
     parser.add_argument("--no-llama", action="store_true", help="leave llama.cpp out")

@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         way = "one compiled call each" if has_recipe(kind) else "the model's modules: no recipe"
         console.print(f"tokens of {kind}: {way}")
     if gpu is None and planned.capacity < planned.num_experts:
-        _suggest_form(console, arguments.path, layers)
+        _suggest_form(console, arguments.path)
     left = (free_host_bytes() if gpu is None else gpu.free_bytes()) - planned.slots_bytes
     room = planned.headroom
     needed = room.nbytes - room.spare_bytes
@@ -192,12 +192,12 @@ def _compute(planned: Plan, *, measures: bool) -> str:
     return f'with compute="fast": {stats.describe()}'
 
 
-def _suggest_form(console: Console, path: str, layers: list[str] | None) -> None:
+def _suggest_form(console: Console, path: str) -> None:
     """Say what experts in compute form would cost and save, if they are worth it here."""
     # Imported here: it takes 7 MiB.
     from moecache.packing import estimate_form
 
-    with open_store(path, layers=layers) as store:
+    with open_store(path) as store:
         estimate = estimate_form(store)
     if estimate is not None and estimate.pays:
         console.print(

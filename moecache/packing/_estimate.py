@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from moecache.kernels.forms import tiler
-from moecache.layout import Role
+from moecache.layout import ExpertLayout, Role
 from moecache.packing._copy import PackedFile
 from moecache.packing._gguf import GgufSource, form_extents, tiled
 from moecache.packing._plan import Extent, Unit
@@ -21,9 +21,11 @@ from moecache.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-# Experts of each kind of layer that are read and brought into compute form, and those that are
-# packed; seconds for each of both.
-_NUM_EXPERTS, _MOST_EXPERTS, _MOST_S = 6, 16, 1.0
+# Mixes may have a kind for each layer: those of most layers stand for all.
+_MOST_KINDS = 4
+# Experts of a kind that are read and brought into compute form; those that are packed, and their
+# bytes; seconds for all of either.
+_NUM_EXPERTS, _MOST_EXPERTS, _MOST_BYTES, _MOST_S = 6, 16, 2**26, 1.0
 # A miss that is shorter by less is not worth a second file.
 _WORTH = 0.75
 
@@ -76,9 +78,9 @@ def estimate_form(
 ) -> FormEstimate | None:
     """Measure what a GGUF's experts in compute form would cost to write, and what they save.
 
-    Reads some experts of each kind of layer, wherever their bytes are now, on the disk or in the
-    page cache, and brings them into compute form, as a miss does; then packs some into a temporary
-    file. Blocks for a second or two.
+    Reads some experts of the four commonest kinds of layer, wherever their bytes are now, on the
+    disk or in the page cache, and brings them into compute form, as a miss does; then packs some
+    into a temporary file of 64 MiB, or two experts of each kind. Blocks for a second or two.
 
     Parameters
     ----------
@@ -102,31 +104,28 @@ def estimate_form(
     formed = tiled(layout)
     if not isinstance(store, GgufStore) or formed == layout or not layout.total_experts:
         return None
-    kinds: defaultdict[tuple[Role, ...], list[int]] = defaultdict(list)
-    for layer, roles in enumerate(layout.layers):
-        kinds[tuple(roles)].append(layer)
+    kinds = _kinds(layout)
+    num_layers = sum(map(len, kinds))
     rng = np.random.default_rng()
     miss_s = packed_miss_s = seconds = 0.0
     is_written = directory is not None
     with GgufSource(store.path) as source:
         numbers = {name: layer for layer, name in enumerate(source.layout.layer_names)}
-        for roles, layers in kinds.items():
-            share = len(layers) / layout.num_layers
-            reading, making = _measure(store, roles, layers, rng, _MOST_S / len(kinds))
-            ratio = formed.expert_bytes(layers[0]) / layout.expert_bytes(layers[0])
+        for layers in kinds:
+            share = len(layers) / num_layers
+            old, new = (one.expert_bytes(layers[0]) for one in (layout, formed))
+            reading, making = _measure(store, layers, rng, _MOST_S / len(kinds))
             miss_s += share * (reading + making)
-            packed_miss_s += share * reading * ratio
-            number = int(max(2, min(_MOST_S / len(kinds) / (reading + making), _MOST_EXPERTS)))
-            named = [numbers[layout.layer_names[layer]] for layer in layers]
-            extents = [
-                extent
-                for _ in range(number)
-                for extent in form_extents(
-                    source, int(rng.choice(named)), int(rng.integers(layout.num_experts))
-                )
-            ]
+            packed_miss_s += share * reading * new / old
+            most = (_MOST_EXPERTS, _MOST_BYTES / new, _MOST_S / (reading + making))
+            number = max(2, int(min(most) / len(kinds)))
+            extents: list[Extent] = []
+            for _ in range(number):
+                name = layout.layer_names[rng.choice(layers)]
+                expert = int(rng.integers(layout.num_experts))
+                extents += form_extents(source, numbers[name], expert)
             took, is_there = _pack(source, extents, directory)
-            seconds += len(layers) * layout.num_experts * took / number
+            seconds += share * layout.total_experts * took / number
             is_written &= is_there
     nbytes = formed.total_bytes + store.trunk_bytes
     total = layout.total_experts
@@ -141,14 +140,19 @@ def estimate_form(
     )
 
 
+def _kinds(layout: ExpertLayout) -> list[list[int]]:
+    """Return the layers that are alike, those of the commonest kinds."""
+    kinds: defaultdict[tuple[Role, ...], list[int]] = defaultdict(list)
+    for layer, roles in enumerate(layout.layers):
+        kinds[tuple(roles)].append(layer)
+    return sorted(kinds.values(), key=len, reverse=True)[:_MOST_KINDS]
+
+
 def _measure(
-    store: CheckpointStore,
-    roles: Sequence[Role],
-    layers: Sequence[int],
-    rng: np.random.Generator,
-    most_s: float,
+    store: CheckpointStore, layers: Sequence[int], rng: np.random.Generator, most_s: float
 ) -> tuple[float, float]:
-    """Return the median seconds of reading an expert of some layers, and of converting it."""
+    """Return the median seconds of reading an expert of like layers, and of converting it."""
+    roles = store.layout.layers[layers[0]]
     raw = {role.name: np.empty(role.nbytes, np.uint8) for role in roles}
     made = [role for role in roles if role.form_bytes and not role.is_tiled]
     forms = {role.name: np.empty(role.form_bytes, np.uint8) for role in made}

@@ -24,6 +24,7 @@ from moecache.commands.generate import (
     loaded,
 )
 from moecache.commands.live_line import LiveLine
+from moecache.commands.opened import opened
 from moecache.commands.paths import (
     HUB_NAMES,
     add_hub_options,
@@ -97,14 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     find_model(arguments)
-    from moecache.integrations.transformers import generation
-
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    with (
-        generation.quiet(verbose=arguments.verbose),
-        generation.opened(arguments.model) as opened,
-    ):
-        tokenizer = generation.load_tokenizer(opened)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(opened(arguments))
+        from moecache.integrations.transformers import generation
+
+        stack.enter_context(generation.quiet(verbose=arguments.verbose))
+        tokenizer = generation.load_tokenizer(store)
         # Before the model, which takes minutes: a template may be damaged.
         hello = [*_told(arguments), {"role": "user", "content": "Hello"}]
         generation.check_chat(tokenizer, hello)
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             told = read_conversation(arguments.resume) or told
             generation.check_chat(tokenizer, told or hello)
         with (
-            loaded(console, arguments, opened) as model,
+            loaded(console, arguments, store) as model,
             opened_prefixes(arguments, model) as prefixes,
         ):
             console.print("/help shows what else can be typed; Ctrl-D leaves", style="dim")

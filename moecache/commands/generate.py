@@ -23,6 +23,7 @@ from moecache.commands.grammar import (
     read_grammar,
 )
 from moecache.commands.live_line import LiveLine
+from moecache.commands.opened import opened
 from moecache.commands.paths import HUB_NAMES, add_hub_options, find_model, printable_lines
 from moecache.commands.prefixes import add_prefix_options, check_prefixes, opened_prefixes
 from moecache.commands.ranks import (
@@ -157,18 +158,19 @@ def run(arguments: argparse.Namespace) -> int:
     find_model(arguments)
     if rank() > 0:
         return follow(arguments, loaded)
-    from moecache.integrations.transformers import _following, generation, streams
-
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    with generation.quiet(verbose=arguments.verbose), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         grammar = read_grammar(*texts)
         prompt = _prompt(arguments)
-        opened = stack.enter_context(generation.opened(arguments.model))
-        tokenizer = generation.load_tokenizer(opened)
+        store = stack.enter_context(opened(arguments))
+        from moecache.integrations.transformers import _following, generation, streams
+
+        stack.enter_context(generation.quiet(verbose=arguments.verbose))
+        tokenizer = generation.load_tokenizer(store)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
         with (
-            loaded(console, arguments, opened) as model,
+            loaded(console, arguments, store) as model,
             _following.leading(model),
             _recorded(model, arguments),
             opened_prefixes(arguments, model) as prefixes,
@@ -200,10 +202,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def loaded(console: Console, arguments: argparse.Namespace, opened: Any = None) -> Iterator[Any]:
+def loaded(console: Console, arguments: argparse.Namespace, store: Any = None) -> Iterator[Any]:
     """Load the model as the options say, with a bar on a terminal, and close it at the end.
 
-    `opened` is what `generation.opened` gave, if it was asked.
+    `store` is what `opened` gave, if it was asked.
     """
     from moecache.integrations.transformers import load
 
@@ -230,7 +232,7 @@ def loaded(console: Console, arguments: argparse.Namespace, opened: Any = None) 
             options["prefix_memory"] = arguments.prefix_memory
         options |= rank_options(arguments)
         model = load(
-            opened or arguments.model,
+            store or arguments.model,
             arguments.memory,
             arguments.device,
             policy=arguments.policy,

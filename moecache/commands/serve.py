@@ -9,6 +9,7 @@ from rich.console import Console
 
 from moecache.commands.arguments import check_outputs
 from moecache.commands.generate import add_expert_options, check_max_new_tokens, loaded
+from moecache.commands.opened import opened
 from moecache.commands.paths import HUB_NAMES, add_hub_options, find_model, printable
 from moecache.commands.prefixes import (
     add_prefix_options,
@@ -132,6 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         contextlib.ExitStack() as stack,
         contextlib.closing(bind(arguments.host, arguments.port)) as bound,
     ):
+        store = stack.enter_context(opened(arguments))
         # Imports torch, which takes seconds.
         from moecache.integrations.transformers import _following, generation
         from moecache.serving.app import build_app
@@ -140,10 +142,9 @@ def run(arguments: argparse.Namespace) -> int:
         from moecache.serving.server import Server
 
         with generation.quiet(verbose=arguments.verbose):
-            opened = stack.enter_context(generation.opened(arguments.model))
-            tokenizer = generation.load_tokenizer(opened)
+            tokenizer = generation.load_tokenizer(store)
             with (
-                loaded(console, arguments, opened) as model,
+                loaded(console, arguments, store) as model,
                 opened_prefixes(arguments, model) as prefixes,
                 _following.leading(model),
             ):

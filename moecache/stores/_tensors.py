@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from moecache.prefault.regions import Region
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import TensorEntry
 from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
-from moecache.stores._mtp import mtp_layers
+from moecache.stores._mtp import enclosing, mtp_layers
 from moecache.stores._parts import TensorPart
 from moecache.stores.base import Parts, Run, destination_bytes
 
@@ -58,6 +58,8 @@ class CheckpointStore(ABC):
 
     config: Mapping[str, Any]
     format: str
+    # Whether a name is that of an expert's tensor.
+    _is_expert: Callable[[str], bool]
     _layout: ExpertLayout
     _pieces: list[list[TensorPart]]
 
@@ -303,6 +305,20 @@ class CheckpointStore(ABC):
             for file, offset, nbytes in merged:
                 mapping = self._map(file)
                 regions.append(Region(address_of(mapping)[0] + offset, nbytes, mapping))
+        return regions
+
+    def trunk_regions(self) -> list[Region]:
+        """Return (address, nbytes) of what `load` reads but experts, in the mapped files.
+
+        Valid as long as a region is referred to, as those of `regions`.
+        """
+        self._check_open()
+        left_out = self.mtp_layers
+        regions = []
+        for name, (file, entry) in self._tensors.items():
+            if not (self._is_expert(name) or enclosing(name, left_out)):
+                mapping = self._map(file)
+                regions.append(Region(address_of(mapping)[0] + entry.offset, entry.nbytes, mapping))
         return regions
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:

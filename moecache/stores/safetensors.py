@@ -60,6 +60,8 @@ class SafetensorsStore(CheckpointStore):
         If a file cannot be read.
     """
 
+    _is_expert = staticmethod(is_expert)
+
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -39,6 +39,7 @@ from moecache.layout import ExpertLayout
 from moecache.prefault.mappings import read_mappings, split
 from moecache.ranks import Placement, Share
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
+from moecache.runtime.options import Options
 from moecache.stores import CheckpointStore, GgufStore
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
@@ -164,6 +165,8 @@ def load(
         check_model(source.path)
         if num_threads is not None:
             kernels.use_threads(num_threads)
+        if ranks is None and on_host:
+            source.begin(Options(memory, **{**options, "prefetch": None}))
         make = _make_of_gguf if source.is_gguf else _make
         model = make(source, model_class, from_pretrained, trunk, compute, on_host=on_host)
         compute = compute or source.compute

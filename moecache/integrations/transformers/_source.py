@@ -13,6 +13,8 @@ from moecache.errors import ConfigError, StoreError
 from moecache.integrations.transformers._binding import Binding, bind
 from moecache.integrations.transformers._slots import NUMPY_TYPES
 from moecache.kernels import default_compute
+from moecache.runtime import head_start
+from moecache.runtime.options import Options
 from moecache.stores import CheckpointStore, GgufStore, is_gguf, open_store
 
 
@@ -75,6 +77,11 @@ class Source:
         self.compute = _usual_compute(self.store, bindings)
         return bindings
 
+    def begin(self, options: Options) -> None:
+        """Have disk and memory at work already, if the files are known; `take` ends it."""
+        if self._store is not None:
+            head_start.begin(self._store, options)
+
     def take(self) -> CheckpointStore:
         """Return the store, which is the caller's to close from now on.
 
@@ -85,11 +92,13 @@ class Source:
         """
         self.store.check_current()
         store, self._store = self.store, None
+        head_start.end(store)
         return store
 
     def close(self) -> None:
         """Close the store, if there is one."""
         if self._store is not None:
+            head_start.end(self._store)
             self._store.close()
             self._store = None
 

@@ -70,16 +70,6 @@ def quiet(*, verbose: bool) -> Iterator[None]:
         (hub.enable_progress_bars if hub_bars else hub.disable_progress_bars)()
 
 
-@contextlib.contextmanager
-def opened(path: str) -> Iterator[str | CheckpointStore]:
-    """Yield a GGUF file opened, for tokenizer and `load` to be of the same one; else the path."""
-    if not is_gguf(Path(path)):
-        yield path
-        return
-    with open_store(path) as store:
-        yield store
-
-
 def load_tokenizer(path: str | CheckpointStore) -> Any:
     """Return the tokenizer of a checkpoint, which may be open already.
 

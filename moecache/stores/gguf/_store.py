@@ -74,6 +74,7 @@ class GgufStore(CheckpointStore):
 
     _tensors: dict[str, tuple[int, GgufEntry]]
     format = ""
+    _is_expert = staticmethod(is_expert)
 
     def __init__(
         self,

@@ -2,21 +2,23 @@
 
 import sys
 
-from moecache.commands.ctrl_c import CTRL_C, EXIT_CODE
+from moecache.commands.ctrl_c import CTRL_C, EXIT_CODE, is_command
 
 
 def main() -> int:
     """Run the command line and return the exit code; 130 if its imports are interrupted."""
     CTRL_C.stay()
-    code = EXIT_CODE
+    code, has_returned = EXIT_CODE, False
     try:
         from moecache.cli import main as run
 
         code = run()
+        # A script that calls this has an exit code of its own.
+        has_returned = is_command()
     except KeyboardInterrupt:
         CTRL_C.tell()
     finally:
-        CTRL_C.end(code)
+        CTRL_C.end(code, has_returned=has_returned)
     return code
 
 

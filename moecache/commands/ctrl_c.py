@@ -35,6 +35,7 @@ class CtrlC:
         self._is_told = False
         self._raised_s: float | None = None
         self._code = EXIT_CODE
+        self._has_returned = False
 
     def catch(self) -> None:
         """Handle SIGINT from now on, unless it is ignored, as in a shell's background job."""
@@ -81,11 +82,14 @@ class CtrlC:
                 sys.stderr.write(_LINE)
                 sys.stderr.flush()
 
-    def end(self, code: int) -> None:
-        """Note that the command has ended, with an exit code."""
+    def end(self, code: int, *, has_returned: bool) -> None:
+        """Note that the command has ended, with an exit code that is the process's if it returned.
+
+        Anything else that leaves it, such as SystemExit, has a code of its own.
+        """
         # Before the code counts, of a process that an interrupt may end at once.
         _flush()
-        self._has_ended, self._code = True, code
+        self._has_ended, self._code, self._has_returned = True, code, has_returned
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - of a handler
         if self._is_running:
@@ -97,16 +101,19 @@ class CtrlC:
         self._exit()
 
     def _leave(self) -> None:
-        """End the process if it was interrupted; else let no signal kill it any more.
+        """End the process, or let no signal kill it any more.
 
-        Python takes its handlers away from here on. It also kills itself by SIGINT, whatever the
-        exit code, if an interrupt ever left `exec` of a string, of which imports have many.
+        All is closed by now, threads have ended, and the other functions of atexit were called.
+        Python would take a second to dissolve torch's modules, piece by piece. It also kills itself
+        by SIGINT, whatever the exit code, if an interrupt ever left `exec` of a string, of which
+        imports have many.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if self._raised_s is None:
+        if self._raised_s is None and (sys.gettrace() is not None or not self._has_returned):
             return
-        _flush()
-        os._exit(self._code)
+        # What cannot be written is Python's to tell of.
+        if _flush() or self._raised_s is not None:
+            os._exit(self._code)
 
     def _exit(self) -> None:
         with contextlib.suppress(OSError):
@@ -129,10 +136,16 @@ class CtrlC:
                 _thread.start_new_thread(_interrupt_soon, ())
 
 
-def _flush() -> None:
+def _flush() -> bool:
+    """Return whether all that was written has left."""
+    has_failed = False
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            stream.flush()
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            has_failed = True
+    return not has_failed
 
 
 def is_command() -> bool:

@@ -1,24 +1,27 @@
 """HeadStart: what is brought in before anybody asks for it, and given back."""
 
 import ctypes
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from moecache.errors import CapacityError
-from moecache.prefault import warming
+from moecache.prefault import holding
 from moecache.runtime import head_start
 from moecache.runtime.head_start import HeadStart
 from moecache.runtime.options import Options
-from moecache.stores import CheckpointStore, open_store
+from moecache.stores import open_store
 from tests.helpers.checkpoints import FAMILIES, write_checkpoint
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.leaks import nothing_left
-from tests.helpers.pages import PAGE, evict, num_cached, wait_until
+from tests.helpers.pages import evict, num_cached, wait_until
 
-Open = Callable[[], CheckpointStore]
+MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
@@ -28,18 +31,19 @@ def nothing_is_left_behind() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(name="swept")
-def _swept(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
-    """Return the regions of each sweep that begins; memory of slots counts, however little."""
-    swept: list[list[tuple[int, int]]] = []
+@pytest.fixture(name="held")
+def _held(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return the sizes of each process that holds memory; this machine is a virtual one."""
+    held: list[list[int]] = []
 
-    def warm(regions: list[tuple[int, int]], **options: object) -> object:
-        swept.append([tuple(region) for region in regions])  # type: ignore[misc]
-        return warming.warm(regions, **options)  # type: ignore[call-overload]
+    class Held(head_start._Held):
+        def __init__(self, sizes: list[int]) -> None:
+            held.append(sizes)
+            super().__init__(sizes)
 
-    monkeypatch.setattr(head_start, "warm", warm)
-    monkeypatch.setattr(head_start, "_LEAST_BYTES", 1)
-    return swept
+    monkeypatch.setattr(head_start, "_Held", Held)
+    monkeypatch.setattr(head_start, "_is_lent", lambda: True)
+    return held
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gguf"])
@@ -57,28 +61,47 @@ def test_a_trunk_is_all_that_is_no_experts(tmp_path: Path, family: str) -> None:
         assert not {tuple(one) for one in store.regions()} & {*store.trunk_regions()}
 
 
-def test_trunk_and_slots_are_brought_in_once(
-    tmp_path: Path, swept: list[list[tuple[int, int]]]
-) -> None:
-    """Pages of the trunk stay cached; the memory is as much as the slots take, and goes."""
+def test_trunk_and_memory_are_brought_in_once(tmp_path: Path, held: list[list[int]]) -> None:
+    """Pages of the trunk stay cached; memory is as much as trunk and slots take, and goes."""
     checkpoint = write_checkpoint(tmp_path, num_experts=64)
-    store = open_store(tmp_path)
     evict(tmp_path / "model.safetensors")
-    options = Options(slots=64)
-    head_start.begin(store, options)
-    head_start.begin(store, options)
-    trunk, memory = swept
-    assert trunk == store.trunk_regions()
-    slot_bytes = sum(part.nbytes for part in checkpoint.experts[0][0].values())
-    assert 64 * slot_bytes // PAGE * PAGE <= memory[0][1] < 3 * 64 * slot_bytes
-    begun = head_start._begun[store]
-    wait_until(lambda: all(sweep.done for sweep in begun._sweeps))
-    assert num_cached(tmp_path / "model.safetensors") > 0
-    assert b"\0" * memory[0][1] == ctypes.string_at(*memory[0])
-    head_start.end(store)
-    head_start.end(store)
-    assert begun._memory is None
-    store.close()
+    with open_store(tmp_path) as store:
+        for _ in range(2):
+            head_start.begin(store, Options(slots=64), holds=True)
+        ((trunk, slots),) = held
+        assert trunk >= store.trunk_bytes
+        of_experts = 64 * sum(part.nbytes for part in checkpoint.experts[0][0].values())
+        assert of_experts <= slots < 3 * of_experts
+        begun = head_start._begun[store]
+        assert begun._read is not None
+        wait_until(lambda: begun._read.done)
+        assert num_cached(tmp_path / "model.safetensors") > 0
+        process = begun._held._process
+        head_start.give_trunk(store)
+        head_start.end(store)
+        head_start.end(store)
+        assert process.returncode == -signal.SIGKILL
+        head_start.give_trunk(store)
+
+
+def test_memory_is_held_part_by_part() -> None:
+    """Each byte gives the next part back; the end of the input gives all back."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", holding.__file__, str(64 * MIB), str(32 * MIB)],
+        stdin=subprocess.PIPE,
+    )
+
+    def has(mebibytes: int) -> Callable[[], bool]:
+        memory = psutil.Process(process.pid).memory_info
+        return lambda: abs(memory().rss / MIB - mebibytes) < 24
+
+    wait_until(has(96 + 10))
+    assert process.stdin is not None
+    process.stdin.write(b".")
+    process.stdin.flush()
+    wait_until(has(32 + 10))
+    process.stdin.close()
+    assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize(
@@ -91,26 +114,27 @@ def test_trunk_and_slots_are_brought_in_once(
     ids=lambda options: f"{options.memory} {options.prefault}",
 )
 def test_what_cannot_be_used_is_left_to_the_plan(
-    tmp_path: Path, swept: list[list[tuple[int, int]]], options: Options
+    tmp_path: Path, held: list[list[int]], options: Options
 ) -> None:
     """Nothing is raised, and no memory taken."""
     write_checkpoint(tmp_path)
     with open_store(tmp_path) as store:
-        begun = HeadStart(store, options)
-        assert len(swept) == (options.prefault is None)
-        assert begun._memory is None
+        begun = HeadStart(store, options, holds=True)
+        assert (begun._read is None) == (options.prefault == "off")
+        assert not held
         begun.end()
 
 
 def test_of_little_memory_none_is_taken(
-    tmp_path: Path, swept: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, held: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trunk is there twice for a while, and libraries take a part."""
     write_checkpoint(tmp_path)
     with open_store(tmp_path) as store:
         monkeypatch.setattr(head_start, "free_host_bytes", lambda: 2**30)
-        HeadStart(store, Options(slots=8)).end()
-        assert not swept
+        begun = HeadStart(store, Options(slots=8), holds=True)
+        assert begun._read is None
+        assert not held
 
 
 def test_files_that_are_cut_fail_where_they_are_read(tmp_path: Path) -> None:
@@ -119,19 +143,22 @@ def test_files_that_are_cut_fail_where_they_are_read(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         with (tmp_path / "model.safetensors").open("r+b") as file:
             file.truncate(4096)
-        HeadStart(store, Options(slots=8)).end()
+        HeadStart(store, Options(slots=8), holds=True).end()
 
 
-def test_it_ends_where_it_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that fails has begun to read the trunk."""
+def test_without_a_process_memory_comes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that starts no more of them is no reason to fail."""
     write_checkpoint(tmp_path)
 
-    def refuse(*_: object) -> object:
-        raise CapacityError("too little")
+    def refuse(*_: object, **__: object) -> object:
+        raise OSError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(head_start, "plan_store", refuse)
+    monkeypatch.setattr(head_start, "_is_lent", lambda: True)
+    monkeypatch.setattr(head_start.subprocess, "Popen", refuse)
     with open_store(tmp_path) as store:
-        begun = HeadStart(store, Options(slots=8))
-        assert len(begun._sweeps) == 1
+        begun = HeadStart(store, Options(slots=8), holds=True)
+        assert begun._held is None
         begun.end()
         assert all(thread.name != "moecache-prefault" for thread in threading.enumerate())

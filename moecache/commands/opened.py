@@ -33,7 +33,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
                         read=arguments.read,
                         context_tokens=getattr(arguments, "context", None),
                     )
-                    head_start.begin(store, options)
+                    head_start.begin(store, options, holds=True)
             yield store
         finally:
             head_start.end(store)

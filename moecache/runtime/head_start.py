@@ -2,20 +2,23 @@
 
 Imports of torch and transformers take seconds in which the disk and, on most machines, a core are
 idle. What `load` needs first is brought in meanwhile: the trunk's pages, into the page cache, and
-the memory that slots will take. In a virtual machine memory that has been free for a while is the
-host's, and costs some two seconds a GiB to have back; pages that were freed a moment ago do not.
+the memory that trunk and slots will take. In a virtual machine memory that has been free for a
+while is the host's, and costs some two seconds a GiB to have back; pages that were freed a moment
+ago do not.
 """
 
 import contextlib
-import mmap
 import os
+import subprocess
+import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from moecache._prefault import address_of
 from moecache.errors import MoeCacheError
-from moecache.prefault import BackgroundSweep, Region, warm
+from moecache.prefault import BackgroundSweep, holding, warm
 from moecache.runtime.options import Options
 from moecache.runtime.plan import plan_store
 from moecache.settings import Settings, parse_prefault
@@ -24,32 +27,35 @@ from moecache.stores import CheckpointStore
 
 # What the libraries that are imported meanwhile, and the model's first steps, take.
 _OTHERS_BYTES = 2**30
-_LEAST_BYTES = 64 * 2**20
 
 
 class HeadStart:
-    """Reads of a trunk and memory of slots, begun before anybody asks for them.
+    """Reads of a trunk and memory for it and for slots, begun before anybody asks for them.
 
     Nothing here is handed on: pages are found in the page cache, and memory is given back just
-    before slots take it. What fails is left to those who need it. Threads end with `end`.
+    before it is taken. What fails is left to those who need it. Threads end with `end`.
 
     Parameters
     ----------
     store : CheckpointStore
     options : Options
         Those that `moecache.open` will get; what they do not say is measured.
+    holds : bool
+        Whether memory is taken, by a process of its own; else the trunk is read and no more.
     """
 
-    def __init__(self, store: CheckpointStore, options: Options) -> None:
-        self._sweeps: list[BackgroundSweep] = []
-        self._memory: mmap.mmap | None = None
+    def __init__(self, store: CheckpointStore, options: Options, *, holds: bool) -> None:
+        self._read: BackgroundSweep | None = None
+        self._held: _Held | None = None
         self._process = os.getpid()
         with contextlib.suppress(MoeCacheError, OSError, ImportError):
             settings = Settings.from_environ()
             if parse_prefault(settings.choose("prefault", options.prefault).value) != "off":
-                self._begin(store, options, settings)
+                self._begin(store, options, settings, holds=holds)
 
-    def _begin(self, store: CheckpointStore, options: Options, settings: Settings) -> None:
+    def _begin(
+        self, store: CheckpointStore, options: Options, settings: Settings, *, holds: bool
+    ) -> None:
         regions = store.trunk_regions()
         trunk = max(store.trunk_bytes, sum(nbytes for _, nbytes in regions))
         # The trunk is there twice for a while, as pages of the file and as weights.
@@ -57,51 +63,89 @@ class HeadStart:
         if room < 0:
             return
         if regions:
-            self._sweep(regions, keep_mapped=False)
-        if options.device != "cpu" or options.share is not None:
+            # Not by way of a mapping: whoever maps memory would wait for the disk.
+            self._read = warm(
+                regions,
+                gate="always",
+                method="read",
+                threads=1,
+                background=True,
+                keep_mapped=False,
+                read_back=False,
+            )
+        if not holds or options.device != "cpu" or options.share is not None:
             return
         needed = options.host_bytes or trunk + _OTHERS_BYTES
         slots = plan_store(store, replace(options, host_bytes=needed), settings).slots_bytes
-        nbytes = min(slots, room) // mmap.PAGESIZE * mmap.PAGESIZE
-        if nbytes < _LEAST_BYTES:
-            return
-        self._memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._sweep([Region(*address_of(self._memory), self._memory)], keep_mapped=True)
+        if _is_lent():
+            self._held = _Held([max(1, trunk), max(1, min(slots, room))])
 
-    def _sweep(self, regions: list[Region], *, keep_mapped: bool) -> None:
-        sweep = warm(
-            regions,
-            gate="always",
-            threads=1,
-            background=True,
-            keep_mapped=keep_mapped,
-            read_back=False,
-        )
-        self._sweeps.append(sweep)
+    def give_trunk(self) -> None:
+        """Give the memory back that is for the trunk, which is about to be read."""
+        if self._held is not None and os.getpid() == self._process:
+            self._held.give()
 
     def end(self) -> None:
         """Stop, and give all memory back; a second call does nothing. Pages stay cached."""
         if os.getpid() != self._process:
             return
-        sweeps, self._sweeps = self._sweeps, []
-        for sweep in sweeps:
-            sweep.cancel()
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            memory.close()
+        if self._read is not None:
+            self._read.cancel()
+        held, self._held = self._held, None
+        if held is not None:
+            held.end()
+
+
+class _Held:
+    """Memory that a process of its own takes from the system until it is given back."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        command = [sys.executable, "-I", "-S", holding.__file__, *map(str, sizes)]
+        self._process = subprocess.Popen(  # noqa: S603 - of this package
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        )
+
+    def give(self) -> None:
+        """Give the first part back that is left."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended
+            self._process.stdin.write(b".")
+
+    def end(self) -> None:
+        """Give all back; return once it is."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _is_lent() -> bool:
+    """Return whether memory is a virtual machine's, whose host may have it back."""
+    with contextlib.suppress(OSError):
+        return " hypervisor" in Path("/proc/cpuinfo").read_text()
+    return False
 
 
 _lock = threading.Lock()
 _begun: WeakKeyDictionary[CheckpointStore, HeadStart] = WeakKeyDictionary()
 
 
-def begin(store: CheckpointStore, options: Options) -> None:
-    """Begin a store's head start, unless it has begun."""
+def begin(store: CheckpointStore, options: Options, *, holds: bool = False) -> None:
+    """Begin a store's head start, unless it has begun; see `HeadStart`."""
     with _lock:
         if store not in _begun:
-            _begun[store] = HeadStart(store, options)
+            _begun[store] = HeadStart(store, options, holds=holds)
+
+
+def give_trunk(store: CheckpointStore) -> None:
+    """Give back what was taken for a store's trunk, if its head start has begun."""
+    begun = _begun.get(store)
+    if begun is not None:
+        begun.give_trunk()
 
 
 def end(store: CheckpointStore) -> None:

@@ -186,8 +186,14 @@ class CheckpointStore(ABC):
         role = Role(name, (matrix.rows, matrix.columns), format=matrix.format.name)
         return values_in(raw, role, stored=True, dtype=dtype)
 
-    def read_parts(self, name: str) -> np.ndarray:
+    def read_parts(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """Return the bytes of one of `trunk_matrices`, its parts one after the other.
+
+        Parameters
+        ----------
+        name : str
+        out : ndarray of uint8, optional
+            Contiguous memory for them, of their size.
 
         Raises
         ------
@@ -197,7 +203,10 @@ class CheckpointStore(ABC):
         if name not in self.trunk_matrices:
             raise ExpertNotFoundError(f"{self.path}: there is no quantized matrix {name!r}")
         matrix, tensors = self.trunk_matrices[name]
-        joined = np.concatenate([self._read_bytes(part) for part in tensors])
+        sizes = [self._entry(part).nbytes for part in tensors]
+        joined = np.empty(sum(sizes), np.uint8) if out is None else out
+        for part, of_it in zip(tensors, np.split(joined, np.cumsum(sizes)[:-1]), strict=True):
+            self._read_bytes(part, of_it)
         try:
             matrix.format.check(matrix.format.split(joined, matrix.rows, matrix.columns))
         except FormatError as error:
@@ -421,10 +430,10 @@ class CheckpointStore(ABC):
             raise ExpertNotFoundError(f"{self.path}: there is no tensor {name!r}")
         return self._tensors[name][1]
 
-    def _read_bytes(self, name: str) -> np.ndarray:
+    def _read_bytes(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """Return the bytes of a tensor, a copy."""
         entry = self._entry(name)
-        raw = np.empty(entry.nbytes, np.uint8)
+        raw = np.empty(entry.nbytes, np.uint8) if out is None else out
         if entry.nbytes:
             self._file(self._tensors[name][0]).read(entry.offset, [raw.data], f"tensor {name!r}")
         return raw

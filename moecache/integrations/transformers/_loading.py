@@ -166,6 +166,8 @@ def load(
         if num_threads is not None:
             kernels.use_threads(num_threads)
         if ranks is None and on_host:
+            if source.is_gguf:
+                source.open()
             source.begin(Options(memory, **{**options, "prefetch": None}))
         make = _make_of_gguf if source.is_gguf else _make
         model = make(source, model_class, from_pretrained, trunk, compute, on_host=on_host)

@@ -1,6 +1,6 @@
 """`trunk="native"`: layers whose weights stay quantized, computed by the kernels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,12 +167,20 @@ def can_keep(module: nn.Module, known: Format) -> bool:
 
 
 def keep(
-    module: nn.Module, raw: np.ndarray, known: Format, shape: tuple[int, int], dtype: torch.dtype
+    module: nn.Module,
+    raw: np.ndarray,
+    known: Format,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    memory: Callable[[int], np.ndarray],
 ) -> None:
-    """Give a layer without a weight a matrix as it is quantized, from its bytes in a file."""
+    """Give a layer without a weight a matrix as it is quantized, from its bytes in a file.
+
+    A linear layer gets its compute form, in `memory` of so many bytes; others have `raw` itself.
+    """
     if type(module) is nn.Linear:
         assert known.form is not None
-        form: np.ndarray = np.empty(known.form.nbytes(*shape), np.uint8)
+        form = memory(known.form.nbytes(*shape))
         tile(raw, known.name, *shape, form)
         become(module, NativeLinear)
     else:

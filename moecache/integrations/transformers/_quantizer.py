@@ -16,9 +16,11 @@ from moecache.integrations.transformers._native import NativeEmbedding
 from moecache.integrations.transformers._source import Source
 from moecache.integrations.transformers._trunk import (
     OTHER_TENSORS,
+    Memory,
     TrunkWeight,
     strip_quantized,
 )
+from moecache.runtime import head_start
 from moecache.stores import GgufStore
 from moecache.stores._index import PROJECTION
 
@@ -94,8 +96,10 @@ class TrunkQuantizer(HfQuantizer):
         store = self._source.store
         if self._trunk:
             is_native = self.quantization_config.trunk == "native"
+            head_start.give_trunk(store)
+            memory = Memory()
             for weight in logging.tqdm(self._trunk, desc="Reading the trunk"):
-                weight.read(store, is_native=is_native)
+                weight.read(store, memory, is_native=is_native)
             if isinstance(store, GgufStore):
                 share_embedding(model, self._trunk)
             if any(isinstance(module, NativeEmbedding) for module in model.modules()):

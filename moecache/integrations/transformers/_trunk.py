@@ -15,12 +15,41 @@ from moecache.integrations.transformers._slots import NUMPY_TYPES, as_tensor
 from moecache.integrations.transformers.gguf import Source
 from moecache.kernels import values_in
 from moecache.layout import Role
+from moecache.slots._memory import aligned_rows
 from moecache.stores import CheckpointStore
 
 _DIGITS = re.compile(r"\d+")
+_ALIGNMENT = 64
+_CHUNK_BYTES = 64 * 2**20
 # Tensors beside a weight, or in place of one, under other names; in regular expressions.
 OTHER_TENSORS = r"qweight|qzeros|scales?|g_idx|qscale_weight|\w+_scale"
 _BESIDE = rf"\.(weight_\w+|{OTHER_TENSORS})$"
+
+
+class Memory:
+    """Memory of a trunk, and of bytes on their way to it.
+
+    Fresh memory costs more time than what is read into it, most of all where it comes in pages of
+    4 KiB: weights are in huge pages, one behind the other, and other bytes where the last were.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+        self._chunk = np.empty(0, np.uint8)
+
+    def passing(self, nbytes: int) -> np.ndarray:
+        """Return so many bytes, which the next call may write to."""
+        if len(self._bytes) < nbytes:
+            self._bytes = aligned_rows(1, nbytes)[0]
+        return self._bytes[:nbytes]
+
+    def lasting(self, nbytes: int) -> np.ndarray:
+        """Return so many bytes, of zeros, aligned as vectors are."""
+        taken = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if len(self._chunk) < taken:
+            self._chunk = aligned_rows(1, max(_CHUNK_BYTES, taken))[0]
+        found, self._chunk = self._chunk[:nbytes], self._chunk[taken:]
+        return found
 
 
 @dataclass(frozen=True)
@@ -44,20 +73,30 @@ class TrunkWeight:
     dtype: torch.dtype
     is_buffer: bool = False
 
-    def read(self, store: CheckpointStore, *, is_native: bool) -> None:
+    def read(self, store: CheckpointStore, memory: "Memory", *, is_native: bool) -> None:
         """Give the module its values, rounded once, or the file's own bytes where that can be."""
         self.module.__dict__.pop(self.leaf, None)
         names, rows = self.source.tensors, self.source.rows
         matrices = [store.trunk_matrices[name][0] for name in names if name in store.trunk_matrices]
         first = matrices[0] if 0 < len(matrices) == len(names) else None
         if first is not None and self.source.undo is None and len({*matrices}) == 1:
-            raw = np.concatenate([store.read_parts(name) for name in names])
+            is_kept = is_native and can_keep(self.module, first.format)
+            nbytes = first.format.nbytes(first.rows, first.columns)
+            # What becomes something else is in memory that is used again; see `keep`.
+            is_left = is_kept and rows is None and type(self.module) is nn.Linear
+            raw = (
+                memory.passing(len(names) * nbytes)
+                if is_left
+                else np.empty(len(names) * nbytes, "u1")
+            )
+            for name, part in zip(names, raw.reshape(len(names), nbytes), strict=True):
+                store.read_parts(name, part)
             num_rows = len(matrices) * first.rows
             if rows is not None:
                 num_rows, raw = len(rows), raw.reshape(num_rows, -1)[rows].reshape(-1)
             shape = num_rows, first.columns
-            if is_native and can_keep(self.module, first.format):
-                keep(self.module, raw, first.format, shape, self.dtype)
+            if is_kept:
+                keep(self.module, raw, first.format, shape, self.dtype, memory.lasting)
                 return
             role = Role(names[0], shape, format=first.format.name)
             values = values_in(raw, role, stored=True, dtype=NUMPY_TYPES[self.dtype])

@@ -6,7 +6,7 @@ import typing
 from moecache.commands import ctrl_c as _ctrl_c
 
 # The imports of a command take long enough to be interrupted.
-if _ctrl_c.is_command():
+if _ctrl_c.IS_COMMAND:
     _ctrl_c.CTRL_C.catch()
 
 from moecache import compute, errors, prefault, sizing, telemetry, units

@@ -2,7 +2,7 @@
 
 import sys
 
-from moecache.commands.ctrl_c import CTRL_C, EXIT_CODE, is_command
+from moecache.commands.ctrl_c import CTRL_C, EXIT_CODE, IS_COMMAND
 
 
 def main() -> int:
@@ -14,7 +14,7 @@ def main() -> int:
 
         code = run()
         # A script that calls this has an exit code of its own.
-        has_returned = is_command()
+        has_returned = IS_COMMAND
     except KeyboardInterrupt:
         CTRL_C.tell()
     finally:

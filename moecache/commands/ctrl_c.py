@@ -148,8 +148,7 @@ def _flush() -> bool:
     return not has_failed
 
 
-def is_command() -> bool:
-    """Return whether this process was started as `moecache` or `python -m moecache`."""
+def _is_command() -> bool:
     name = (getattr(sys, "argv", None) or [""])[0]
     if name == "-m":  # until the module is found
         after = sys.orig_argv.index("-m") + 1 if "-m" in sys.orig_argv else len(sys.orig_argv)
@@ -164,3 +163,6 @@ def _interrupt_soon() -> None:
 
 
 CTRL_C = CtrlC()
+# Whether this process was started as `moecache` or `python -m moecache`, whose arguments say so no
+# more once the module is found.
+IS_COMMAND = _is_command()

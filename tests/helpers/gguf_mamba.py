@@ -1,4 +1,4 @@
-"""Tiny models with layers of Mamba 2, as GGUF files: their keys, and what becomes of weights."""
+"""Tiny models with layers of Mamba, as GGUF files: their keys, and what becomes of weights."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,7 +52,7 @@ def mamba(
     granite: Callable[[Any], dict[str, Any]],
     granite_change: Callable[[str, np.ndarray, Any], Tensors | None],
 ) -> Iterator[GgufModel]:
-    """Yield Granite 4 and Nemotron-H; Granite's keys and changes are given."""
+    """Yield Granite 4, Nemotron-H and Jamba; Granite's keys and changes are given."""
 
     def hybrid(config: Any) -> dict[str, Any]:
         attends = [kind == "full_attention" for kind in config.layer_types]
@@ -125,6 +125,42 @@ def mamba(
             in_llama_cpp=name == "nemotron_h_moe",
             published={"norm_eps": 1e-5},
         )
+    jamba = {
+        "pre_ff_layernorm": "ffn_norm",
+        "feed_forward.router": "ffn_gate_inp",
+        "feed_forward.gate_proj": "ffn_gate",
+        "feed_forward.up_proj": "ffn_up",
+        "feed_forward.down_proj": "ffn_down",
+        "final_layernorm": "output_norm",
+        "mamba.x_proj": "ssm_x",
+        "mamba.dt_proj": "ssm_dt",
+        "mamba.dt_layernorm": "ssm_dt_norm",
+        "mamba.b_layernorm": "ssm_b_norm",
+        "mamba.c_layernorm": "ssm_c_norm",
+        "mamba.D": "ssm_d",
+        **{f"mamba.{name}": tensor for name, tensor in _MAMBA.items()},
+    }
+    yield GgufModel("jamba", "Jamba", tiny.JAMBA, _jamba, jamba, _jamba_change)
+
+
+def _jamba(config: Any) -> dict[str, Any]:
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    return {
+        "attention.head_count_kv": [config.num_key_value_heads * one for one in attends],
+        "expert_count": config.num_experts,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "ssm.time_step_rank": config.mamba_dt_rank,
+    }
+
+
+def _jamba_change(leaf: str, values: np.ndarray, _config: Any) -> Tensors | None:
+    if leaf == "mamba.A_log":
+        import torch
+
+        return {"ssm_a": -torch.from_numpy(values).exp().numpy()}
+    return {"ssm_conv1d.weight": values[:, 0]} if leaf == "mamba.conv1d.weight" else None
 
 
 def _nemotron(config: Any) -> dict[str, Any]:

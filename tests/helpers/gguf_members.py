@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.helpers import family_settings as tiny
+from tests.helpers.gguf_factored import factored
 from tests.helpers.gguf_mamba import mamba
 from tests.helpers.gguf_mixed import mixed
 from tests.helpers.gguf_models import GgufModel, Tensors, expert_keys, head_keys
@@ -402,6 +403,7 @@ def _members() -> Iterator[GgufModel]:
     )
     yield from mixed()
     yield from mamba(_granite, _granite_change)
+    yield from factored()
 
 
 MODELS: Mapping[str, GgufModel] = {model.name or model.architecture: model for model in _members()}

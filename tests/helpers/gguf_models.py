@@ -66,6 +66,8 @@ class GgufModel:
         Whether 1 is added to norms.
     published : mapping
         What a published config.json says, and transformers does not write.
+    further : callable or None
+        Returns tensors that are no parameters, by the configuration.
     """
 
     architecture: str
@@ -79,6 +81,7 @@ class GgufModel:
     in_llama_cpp: bool = True
     shift: bool = False
     published: Mapping[str, Any] = field(default_factory=dict)
+    further: Callable[[Any], Tensors] | None = None
 
     def build(self) -> Any:
         """Return the model with random weights, float32; the same each time."""
@@ -120,7 +123,7 @@ class GgufModel:
 
     def tensors(self, model: Any) -> Tensors:
         """Return all tensors of the file."""
-        found: Tensors = {}
+        found: Tensors = self.further(model.config) if self.further else {}
         names = {**_LAYER, **self.names}
         tied = model.config.tie_word_embeddings
         for name, parameter in model.state_dict().items():
@@ -205,7 +208,7 @@ def build_from(metadata: Mapping[str, Any], tensors: Tensors) -> Any:
     from moecache.integrations.transformers import gguf
 
     shapes = {name: values.shape for name, values in tensors.items()}
-    config = gguf.find_config(metadata, shapes)
+    config = gguf.find_config(metadata, shapes, tensors.__getitem__)
     with torch.random.fork_rng(devices=[]):
         model = getattr(transformers, config.architectures[0])(config).eval()
     state = model.state_dict()
@@ -242,7 +245,7 @@ def _fill_experts(module: Any, prefix: str, tensors: Tensors) -> None:
                 )
             else:
                 gate_up = np.concatenate(parts, 1)
-        if kind == "weight" and module.is_transposed:
+        if kind == "weight" and getattr(module, "is_transposed", hasattr(module, "expert_dim")):
             gate_up, down = gate_up.swapaxes(1, 2), down.swapaxes(1, 2)
         first = "gate_up_proj" if is_gated else "up_proj"
         for name, values in ((first, gate_up), ("down_proj", down)):

@@ -12,7 +12,7 @@ from torch import nn
 from moecache.errors import ConfigError, FormatError
 from moecache.integrations.transformers import gguf
 from moecache.integrations.transformers._experts import ROLES, described, find_experts
-from moecache.integrations.transformers._llama4 import is_llama4
+from moecache.integrations.transformers._llama4 import is_llama4, is_transposed
 from moecache.integrations.transformers._longcat import is_longcat
 from moecache.integrations.transformers._slots import Regroup, interleaved, separated, weights_in
 from moecache.runtime.runtime import ExpertRuntime
@@ -339,7 +339,7 @@ def _check_weights(store: CheckpointStore, layer: int, path: str, module: nn.Mod
         role = roles[ROLES[name]]
         stored = (store.layout.num_experts, *role.shape)
         is_matrix = role.format or len(role.shape) == 2
-        if is_matrix and _has_output_rows(store, layer) and getattr(module, "is_transposed", False):
+        if is_matrix and _has_output_rows(store, layer) and is_transposed(module):
             stored = (stored[0], *reversed(role.shape))
         if stored != shape:
             transposed = stored == (shape[0], *reversed(shape[1:]))

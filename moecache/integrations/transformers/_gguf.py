@@ -17,7 +17,7 @@ def find_model_config(store: GgufStore) -> transformers.PretrainedConfig:
     Embedding and head count as two matrices, even if the file has one: one that stays quantized
     has another order in either.
     """
-    found = find_config(store.metadata, store.tensor_shapes)
+    found = find_config(store.metadata, store.tensor_shapes, store.read_tensor)
     found.dtype = torch.float32 if store.tensor_types <= {"F32"} else torch.bfloat16
     found.tie_word_embeddings = False
     return found

@@ -7,9 +7,9 @@ from torch import nn
 
 from moecache.cuda import check_experts
 from moecache.errors import ConfigError
-from moecache.integrations.transformers import _llama4
 from moecache.integrations.transformers._binding import Binding
 from moecache.integrations.transformers._fast import kernel_of, no_kernel
+from moecache.integrations.transformers._llama4 import is_transposed
 from moecache.integrations.transformers._on_device import DeviceKernel, device_kernel_of
 from moecache.kernels import SlotKernel
 from moecache.layout import ExpertLayout
@@ -100,8 +100,3 @@ def _is_interleaved(binding: Binding) -> bool:
     """Return whether rows of gate and up alternate in the slots."""
     is_interleaved = not getattr(binding.module, "is_concatenated", True)
     return is_interleaved != (binding.regroup is not None)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module's weights are stored [in, out]; Llama 4's are, without a flag."""
-    return bool(getattr(module, "is_transposed", _llama4.is_llama4(module)))

@@ -18,6 +18,11 @@ def is_llama4(module: nn.Module) -> bool:
     return any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__)
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a module's weights are stored [in, out]; Llama 4's are, without a flag."""
+    return bool(getattr(module, "is_transposed", is_llama4(module)))
+
+
 def patch(model: nn.Module, path: str) -> nn.Module:
     """Have the module around the experts at `path` compute them from slots; return it."""
     block: Any = model.get_submodule(path.rpartition(".")[0])

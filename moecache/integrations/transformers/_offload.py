@@ -34,11 +34,8 @@ from moecache.integrations.transformers._fast import (
 from moecache.integrations.transformers._figures import compute_stats
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._installing import install, uninstall
-from moecache.integrations.transformers._kernels import (
-    is_copied,
-    is_transposed,
-    make_kernels,
-)
+from moecache.integrations.transformers._kernels import is_copied, make_kernels
+from moecache.integrations.transformers._llama4 import is_transposed
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
 from moecache.integrations.transformers._native import thaw
 from moecache.integrations.transformers._on_device import follow_streams

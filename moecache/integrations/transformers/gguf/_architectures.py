@@ -3,7 +3,14 @@
 from collections.abc import Callable, Mapping
 
 from moecache.errors import ConfigError
-from moecache.integrations.transformers.gguf import _layers, _linear, _mamba, _sigmoid, _softmax
+from moecache.integrations.transformers.gguf import (
+    _factored,
+    _layers,
+    _linear,
+    _mamba,
+    _sigmoid,
+    _softmax,
+)
 from moecache.integrations.transformers.gguf._architecture import Architecture
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
@@ -23,12 +30,15 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "granitemoe": _softmax.granitemoe,
     "hunyuan-moe": _softmax.HUNYUAN_MOE,
     "hy_v3": _sigmoid.HY_V3,
+    "jamba": _mamba.JAMBA,
     "lfm2moe": _layers.LFM2MOE,
     "llama": _softmax.MIXTRAL,
+    "llama4": _factored.LLAMA4,
     "minimax-m2": _sigmoid.MINIMAX_M2,
     "mistral4": _sigmoid.MISTRAL4,
     "nemotron_h_moe": _mamba.NEMOTRON_H_MOE,
     "olmoe": _softmax.OLMOE,
+    "phimoe": _factored.PHIMOE,
     "qwen2moe": _softmax.QWEN2MOE,
     "qwen35moe": _linear.QWEN35MOE,
     "qwen3moe": _softmax.QWEN3MOE,

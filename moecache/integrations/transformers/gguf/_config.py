@@ -1,8 +1,9 @@
 """The configuration with which transformers builds the model of a GGUF file."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
@@ -12,7 +13,9 @@ from moecache.integrations.transformers.gguf._metadata import Metadata
 
 
 def find_config(
-    metadata: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray] | None = None,
 ) -> transformers.PretrainedConfig:
     """Return the configuration with which transformers builds the model of a GGUF file.
 
@@ -23,6 +26,9 @@ def find_config(
     tensors : mapping
         Shape of each tensor, slowest dimension first, by name. All lie within the file: sizes
         that are larger than every dimension are refused.
+    read : callable, optional
+        Returns a tensor's values by its name. Rotations of some architectures have factors that
+        are a tensor: without this, they are an error.
 
     Returns
     -------
@@ -35,7 +41,7 @@ def find_config(
         If the architecture is not supported, a value is missing or malformed, or one changes
         what the model computes in a way that transformers does not know.
     """
-    said = Metadata(metadata, tensors)
+    said = Metadata(metadata, tensors, read)
     architecture = find_architecture(said)
     name = f"{architecture.prefix}{architecture.config_suffix}"
     kind = getattr(transformers, name, None)

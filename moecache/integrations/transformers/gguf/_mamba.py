@@ -1,4 +1,4 @@
-"""Granite 4 and Nemotron-H: layers of Mamba 2 beside those of attention."""
+"""Granite 4, Nemotron-H and Jamba: layers of Mamba beside those of attention."""
 
 from typing import Any
 
@@ -147,6 +147,54 @@ def _nemotron_source(leaf: str, layer: int, said: Metadata) -> Source | None:
     return permuted_heads(leaf.replace("mixer.", "self_attn."), layer, said)
 
 
+def _jamba(said: Metadata) -> dict[str, Any]:
+    hidden, layers = said.size("embedding_length", least=1), range(said.num_layers)
+    expand, rest = divmod(said.size("ssm.inner_size", least=1), hidden)
+    if rest:
+        raise said.unsupported("ssm.inner_size", said.size("ssm.inner_size"))
+    counts = said.sizes("attention.head_count_kv")
+    attends = [layer for layer in layers if counts[layer]]
+    routed = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" in said.tensors]
+    periods = {}
+    for kind, key, chosen in (
+        ("attn", "attention.head_count_kv", attends),
+        ("expert", "expert_count", routed),
+    ):
+        offset, period = _period(chosen, said.num_layers)
+        if chosen != list(layers)[offset::period]:
+            raise said.unsupported(key, said.get(key))
+        periods |= {f"{kind}_layer_offset": offset, f"{kind}_layer_period": period}
+    return {
+        **common_settings(said),
+        **periods,
+        "intermediate_size": expert_width(said),
+        "num_experts": said.size("expert_count", least=1),
+        "num_experts_per_tok": said.size("expert_used_count", least=1),
+        "mamba_d_state": said.size("ssm.state_size", least=1),
+        "mamba_d_conv": said.size("ssm.conv_kernel", least=1),
+        "mamba_expand": expand,
+        "mamba_dt_rank": said.size("ssm.time_step_rank", least=1),
+        "mamba_conv_bias": has_bias(said, "ssm_conv1d"),
+        "mamba_proj_bias": has_bias(said, "ssm_in"),
+    }
+
+
+def _period(layers: list[int], count: int) -> tuple[int, int]:
+    """Return the first of some layers, and how many layers it is to the next of them."""
+    if not layers:
+        return count, count + 1
+    return layers[0], layers[1] - layers[0] if len(layers) > 1 else count
+
+
+def _jamba_source(leaf: str, layer: int, _said: Metadata) -> Source | None:
+    if leaf == "mamba.A_log":
+        return Source((f"blk.{layer}.ssm_a",), undo=lambda arrays: logarithms(arrays[0]))
+    if leaf == "mamba.conv1d.weight":
+        name = f"blk.{layer}.ssm_conv1d.weight"
+        return Source((name,), undo=lambda arrays: arrays[0][:, None])
+    return None
+
+
 GRANITE_HYBRID = Architecture(
     "GraniteMoeHybrid",
     _granite_hybrid,
@@ -181,3 +229,4 @@ NEMOTRON_H_MOE = Architecture(
     },
     _nemotron_source,
 )
+JAMBA = Architecture("Jamba", _jamba, {"mamba.D": "ssm_d"}, _jamba_source)

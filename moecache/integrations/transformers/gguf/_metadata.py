@@ -1,7 +1,7 @@
 """A GGUF file's metadata, read key by key and compared with its tensors."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,9 @@ class Metadata:
         Values by key, as the file has them: numbers, strings, flags and lists.
     tensors : mapping
         Shape of each tensor, slowest dimension first, by name.
+    read : callable, optional
+        Returns a tensor's values by its name. Called for small ones alone, and only if an
+        architecture has part of its configuration there.
 
     Raises
     ------
@@ -54,9 +57,15 @@ class Metadata:
         If it does not name the architecture, or is not of a model.
     """
 
-    def __init__(self, values: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        tensors: Mapping[str, tuple[int, ...]],
+        read: Callable[[str], np.ndarray] | None = None,
+    ) -> None:
         self.values = values
         self.tensors = tensors
+        self._read = read
         kind = values.get("general.type", "model")
         if kind != "model":
             raise ConfigError(f"the GGUF file holds no model but {kind!r} (general.type)")
@@ -97,7 +106,7 @@ class Metadata:
         if value is default:
             return value
         if _is_number(value) and math.isfinite(value):
-            return value if isinstance(value, int) else _as_written(value)
+            return value if isinstance(value, int) else as_written(value)
         raise ConfigError(f"{self._full(key)} is {_short(found)}, which is no number")
 
     def real(self, key: str, default: Any = _MISSING, *, least: float = 0.0) -> float:
@@ -178,6 +187,26 @@ class Metadata:
             )
         return self.tensors[name]
 
+    def vector(self, name: str, length: int) -> np.ndarray:
+        """Return the values of a tensor of one dimension: positive, finite float32.
+
+        Raises
+        ------
+        ConfigError
+            If the tensor is of another shape, has other values, or cannot be read.
+        """
+        if self.shape(name) != (length,):
+            raise ConfigError(
+                f"{name} is of shape {list(self.shape(name))}, and should have {length} values: "
+                "metadata and tensors of the file contradict each other"
+            )
+        if self._read is None:
+            raise ConfigError(f"architecture {self.architecture!r} needs the values of {name}")
+        found = np.asarray(self._read(name), np.float32)
+        if not (np.isfinite(found) & (found > 0)).all():
+            raise ConfigError(f"{name} has values that are not above 0; download the file again")
+        return found
+
     def unsupported(self, key: str, value: Any) -> ConfigError:
         """Return the error that a value cannot be represented."""
         return ConfigError(
@@ -211,7 +240,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _as_written(value: float) -> float:
+def as_written(value: float) -> float:
     """Return the number of fewest digits that the file's 32 bits stand for: 1e-6 is 1e-6 again."""
     single = np.float32(value)
     return float(str(single)) if float(single) == value else value

@@ -11,6 +11,7 @@ from torch import nn
 
 from moecache.errors import ConfigError, MissingDependencyError
 from moecache.integrations.transformers._experts import ROLES, described, find_experts
+from moecache.integrations.transformers._llama4 import is_transposed
 from moecache.integrations.transformers.gguf._architecture import Architecture, Source
 from moecache.integrations.transformers.gguf._architectures import find_architecture
 from moecache.integrations.transformers.gguf._common import key_heads
@@ -121,7 +122,7 @@ def _check_experts(
     for name, (shape, _, _) in described(module).items():
         kind = "bias" if name.endswith("_bias") else "weight"
         wanted = tuple(shape)
-        if kind == "weight" and getattr(module, "is_transposed", False):
+        if kind == "weight" and is_transposed(module):
             wanted = (wanted[0], wanted[2], wanted[1])
         part = name.partition("_proj")[0]
         found = tensors.get(f"{prefix}{part}_exps.{kind}")

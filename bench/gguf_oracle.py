@@ -91,7 +91,9 @@ def compare(llama_cpp: Path, architecture: str) -> dict[str, Any]:
     ours, _ = run_transformers(found, prompt)
     exact = bool(np.array_equal(ours, wanted))
     tabled = look_gelu_up(original)
-    if tabled:
+    change = MODELS[architecture].as_llama_cpp
+    changed = change(original) if change else ""
+    if tabled or changed:
         wanted, tokens = run_transformers(original, prompt)
     difference = float(np.abs(theirs - wanted).max())
     same = next((i for i in range(NEW_TOKENS) if tokens[i] != their_tokens[i]), NEW_TOKENS)
@@ -103,6 +105,7 @@ def compare(llama_cpp: Path, architecture: str) -> dict[str, Any]:
         "largest_logit": float(np.abs(wanted).max()),
         "same_greedy_tokens": same,
         **({"gelu": "in transformers of 16 bits, too, as in ggml's table"} if tabled else {}),
+        **({"changed": changed} if changed else {}),
     }
 
 

@@ -93,6 +93,28 @@ def _phimoe_factors(config: Any) -> Tensors:
     }
 
 
+def _norm_and_route(model: Any) -> str:
+    """Have norms not take the mean off, and the router be a softmax, as llama.cpp has them."""
+    import torch
+    from torch.nn.functional import linear
+
+    def norm(x: Any, module: Any) -> Any:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + module.eps)
+        return x * scale * module.weight + module.bias
+
+    def route(x: Any, module: Any) -> Any:
+        logits = linear(x, module.weight)
+        best = logits.softmax(-1).topk(2)
+        return logits, best.values / best.values.sum(-1, keepdim=True), best.indices
+
+    for module in model.modules():
+        name = type(module).__name__
+        computes = {"LayerNorm": norm, "PhimoeTopKRouter": route}.get(name)
+        if computes is not None:
+            module.forward = lambda x, module=module, f=computes: f(x, module)
+    return "norms do not take the mean off, and routers are a softmax, in transformers, too"
+
+
 def factored() -> Iterator[GgufModel]:
     """Yield Llama 4 and Phi MoE."""
     # Waves of 6 to 35 positions, two of them between those that are stretched and those that not.
@@ -116,7 +138,7 @@ def factored() -> Iterator[GgufModel]:
         further=_llama4_factors,
     )
     # As the converter has it: a function of both lengths.
-    scale = float(np.float32(math.sqrt(1 + math.log(4) / math.log(64))))
+    scale = float(np.float32(math.sqrt(1 + math.log(4) / math.log(256))))
     longrope = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,
@@ -124,16 +146,15 @@ def factored() -> Iterator[GgufModel]:
         "long_factor": [1.0, 2.2, 3.0, 5.5],
         "short_mscale": scale,
         "long_mscale": scale,
-        "original_max_position_embeddings": 64,
+        "original_max_position_embeddings": 256,
     }
     yield GgufModel(
         "phimoe",
         "Phimoe",
-        {**tiny.PHIMOE, "max_position_embeddings": 256, "rope_parameters": longrope},
+        {**tiny.PHIMOE, "max_position_embeddings": 1024, "rope_parameters": longrope},
         _phimoe,
-        {
-            "mlp.router": "ffn_gate_inp",
-        },
+        {"mlp.router": "ffn_gate_inp"},
         published={"architectures": ["PhiMoEForCausalLM"]},
         further=_phimoe_factors,
+        as_llama_cpp=_norm_and_route,
     )

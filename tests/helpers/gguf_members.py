@@ -10,6 +10,7 @@ from tests.helpers.gguf_factored import factored
 from tests.helpers.gguf_mamba import mamba
 from tests.helpers.gguf_mixed import mixed
 from tests.helpers.gguf_models import GgufModel, Tensors, expert_keys, head_keys
+from tests.helpers.gguf_windows import windowed
 
 
 def _qwen2moe(config: Any) -> dict[str, Any]:
@@ -404,6 +405,7 @@ def _members() -> Iterator[GgufModel]:
     yield from mixed()
     yield from mamba(_granite, _granite_change)
     yield from factored()
+    yield from windowed()
 
 
 MODELS: Mapping[str, GgufModel] = {model.name or model.architecture: model for model in _members()}

@@ -68,6 +68,8 @@ class GgufModel:
         What a published config.json says, and transformers does not write.
     further : callable or None
         Returns tensors that are no parameters, by the configuration.
+    as_llama_cpp : callable or None
+        Has a model compute something as llama.cpp does, and returns what that is.
     """
 
     architecture: str
@@ -82,6 +84,7 @@ class GgufModel:
     shift: bool = False
     published: Mapping[str, Any] = field(default_factory=dict)
     further: Callable[[Any], Tensors] | None = None
+    as_llama_cpp: Callable[[Any], str] | None = None
 
     def build(self) -> Any:
         """Return the model with random weights, float32; the same each time."""

@@ -10,6 +10,7 @@ from moecache.integrations.transformers.gguf import (
     _mamba,
     _sigmoid,
     _softmax,
+    _windows,
 )
 from moecache.integrations.transformers.gguf._architecture import Architecture
 from moecache.integrations.transformers.gguf._metadata import Metadata
@@ -34,6 +35,7 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "lfm2moe": _layers.LFM2MOE,
     "llama": _softmax.MIXTRAL,
     "llama4": _factored.LLAMA4,
+    "mimo2": _windows.MIMO2,
     "minimax-m2": _sigmoid.MINIMAX_M2,
     "mistral4": _sigmoid.MISTRAL4,
     "nemotron_h_moe": _mamba.NEMOTRON_H_MOE,

@@ -75,6 +75,7 @@ def compare(llama_cpp: Path, architecture: str) -> dict[str, Any]:
     prompt = np.random.default_rng(0).integers(3, vocabulary, PROMPT).tolist()
     with tempfile.TemporaryDirectory() as directory:
         checkpoint, file = Path(directory) / "hf", Path(directory) / "model.gguf"
+        name_as_published(original, MODELS[architecture].published_names)
         original.save_pretrained(checkpoint)
         config = json.loads((checkpoint / "config.json").read_text())
         config |= MODELS[architecture].published
@@ -119,6 +120,16 @@ def run_transformers(model: Any, prompt: list[int]) -> tuple[np.ndarray, list[in
         for _ in range(NEW_TOKENS):
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     return logits, tokens[len(prompt) :]
+
+
+def name_as_published(model: Any, kind: str) -> None:
+    """Have weights of a model of texts be saved under the names of the one with images, if any."""
+    from transformers import conversion_mapping as known
+
+    found = known.get_checkpoint_conversion_mapping(kind) if kind else None
+    if found is not None:
+        texts = [one for one in found if not one.source_patterns[0].startswith("^")]
+        known.register_checkpoint_conversion_mapping(model.config.model_type, texts, overwrite=True)
 
 
 def look_gelu_up(model: Any) -> bool:

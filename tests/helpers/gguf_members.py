@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 from tests.helpers import family_settings as tiny
+from tests.helpers.gguf_blocks import blocks
+from tests.helpers.gguf_delta import delta
 from tests.helpers.gguf_factored import factored
 from tests.helpers.gguf_mamba import mamba
 from tests.helpers.gguf_mixed import mixed
@@ -406,6 +408,8 @@ def _members() -> Iterator[GgufModel]:
     yield from mamba(_granite, _granite_change)
     yield from factored()
     yield from windowed()
+    yield from blocks()
+    yield from delta()
 
 
 MODELS: Mapping[str, GgufModel] = {model.name or model.architecture: model for model in _members()}

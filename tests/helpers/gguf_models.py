@@ -70,6 +70,9 @@ class GgufModel:
         Returns tensors that are no parameters, by the configuration.
     as_llama_cpp : callable or None
         Has a model compute something as llama.cpp does, and returns what that is.
+    published_names : str
+        The model type whose names of weights published checkpoints have, if transformers writes
+        its own for a model of texts alone.
     """
 
     architecture: str
@@ -85,6 +88,7 @@ class GgufModel:
     published: Mapping[str, Any] = field(default_factory=dict)
     further: Callable[[Any], Tensors] | None = None
     as_llama_cpp: Callable[[Any], str] | None = None
+    published_names: str = ""
 
     def build(self) -> Any:
         """Return the model with random weights, float32; the same each time."""

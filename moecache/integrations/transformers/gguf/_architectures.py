@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 
 from moecache.errors import ConfigError
 from moecache.integrations.transformers.gguf import (
+    _blocks,
+    _delta,
     _factored,
     _layers,
     _linear,
@@ -17,6 +19,7 @@ from moecache.integrations.transformers.gguf._metadata import Metadata
 
 ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] = {
     "afmoe": _layers.AFMOE,
+    "bailingmoe3": _delta.BAILING3,
     "cohere2moe": _layers.COHERE2MOE,
     "deepseek2": _sigmoid.deepseek2,
     "deepseek32": _sigmoid.DEEPSEEK_V32,
@@ -32,11 +35,13 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "hunyuan-moe": _softmax.HUNYUAN_MOE,
     "hy_v3": _sigmoid.HY_V3,
     "jamba": _mamba.JAMBA,
+    "kimi-linear": _delta.KIMI_LINEAR,
     "lfm2moe": _layers.LFM2MOE,
     "llama": _softmax.MIXTRAL,
     "llama4": _factored.LLAMA4,
     "mimo2": _windows.MIMO2,
     "minimax-m2": _sigmoid.MINIMAX_M2,
+    "minimax-m3": _blocks.MINIMAX_M3,
     "mistral4": _sigmoid.MISTRAL4,
     "nemotron_h_moe": _mamba.NEMOTRON_H_MOE,
     "olmoe": _softmax.OLMOE,

@@ -81,7 +81,7 @@ def _next_source(leaf: str, layer: int, said: Metadata) -> Source | None:
 
 def _outside(name: str) -> Source | None:
     if name == "model.norm.weight":
-        return Source(("output_norm.weight",), undo=_less_one)
+        return Source(("output_norm.weight",), undo=less_one)
     return None
 
 
@@ -92,7 +92,7 @@ def _changed(leaf: str, prefix: str) -> Source | None:
         return Source((f"{prefix}ssm_conv1d.weight",), undo=lambda arrays: arrays[0][:, None])
     if leaf.endswith("norm.weight") and leaf != "linear_attn.norm.weight":
         name = _NORMS.get(leaf.removesuffix(".weight"))
-        return Source((f"{prefix}{name}.weight",), undo=_less_one) if name else None
+        return Source((f"{prefix}{name}.weight",), undo=less_one) if name else None
     return None
 
 
@@ -104,7 +104,7 @@ _NORMS = {
 }
 
 
-def _less_one(arrays: list[np.ndarray]) -> np.ndarray:
+def less_one(arrays: list[np.ndarray]) -> np.ndarray:
     """Return a norm's weights without the 1 that transformers adds itself."""
     return arrays[0] - np.float32(1)
 

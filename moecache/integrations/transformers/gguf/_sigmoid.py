@@ -232,7 +232,8 @@ def _ernie_source(leaf: str, layer: int, said: Metadata) -> Source | None:
     return Source((name,), undo=lambda arrays: arrays[0].reshape(1, -1))
 
 
-def _latent_source(leaf: str, layer: int, said: Metadata) -> Source | None:
+def latent_source(leaf: str, layer: int, said: Metadata) -> Source | None:
+    """Return where the matrix is that makes heads' keys and values of latents, or a correction."""
     if leaf == "self_attn.kv_b_proj.weight":
         parts = tuple(f"blk.{layer}.attn_{part}_b.weight" for part in ("k", "v"))
         # Files of older converters have the matrix as it is.
@@ -252,13 +253,13 @@ def _join_heads(arrays: list[np.ndarray]) -> np.ndarray:
     return joined.reshape(-1, joined.shape[2])
 
 
-_DEEPSEEK_V2 = Architecture("DeepseekV2", _deepseek_v2, source=_latent_source)
-_DEEPSEEK_V3 = Architecture("DeepseekV3", _deepseek_v3, source=_latent_source)
+_DEEPSEEK_V2 = Architecture("DeepseekV2", _deepseek_v2, source=latent_source)
+_DEEPSEEK_V3 = Architecture("DeepseekV3", _deepseek_v3, source=latent_source)
 GLM4_MOE = Architecture("Glm4Moe", _glm4_moe, source=correction)
 DOTS1 = Architecture("Dots1", _dots1, source=correction)
 MINIMAX_M2 = Architecture("MiniMaxM2", _minimax_m2, source=correction)
 ERNIE4_5_MOE = Architecture("Ernie4_5_Moe", _ernie, source=_ernie_source)
-MISTRAL4 = Architecture("Mistral4", _mistral4, source=_latent_source)
+MISTRAL4 = Architecture("Mistral4", _mistral4, source=latent_source)
 HY_V3 = Architecture("HYV3", _hy_v3, source=correction, like="exaone-moe")
-DEEPSEEK_V32 = Architecture("DeepseekV32", _indexed, source=_latent_source, like="glm-dsa")
-GLM_DSA = Architecture("GlmMoeDsa", _glm_dsa, source=_latent_source)
+DEEPSEEK_V32 = Architecture("DeepseekV32", _indexed, source=latent_source, like="glm-dsa")
+GLM_DSA = Architecture("GlmMoeDsa", _glm_dsa, source=latent_source)

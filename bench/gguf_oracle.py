@@ -75,8 +75,7 @@ def compare(llama_cpp: Path, architecture: str) -> dict[str, Any]:
     prompt = np.random.default_rng(0).integers(3, vocabulary, PROMPT).tolist()
     with tempfile.TemporaryDirectory() as directory:
         checkpoint, file = Path(directory) / "hf", Path(directory) / "model.gguf"
-        name_as_published(original, MODELS[architecture].published_names)
-        original.save_pretrained(checkpoint)
+        save(original, MODELS[architecture], checkpoint)
         config = json.loads((checkpoint / "config.json").read_text())
         config |= MODELS[architecture].published
         (checkpoint / "config.json").write_text(json.dumps(config))
@@ -122,14 +121,22 @@ def run_transformers(model: Any, prompt: list[int]) -> tuple[np.ndarray, list[in
     return logits, tokens[len(prompt) :]
 
 
-def name_as_published(model: Any, kind: str) -> None:
-    """Have weights of a model of texts be saved under the names of the one with images, if any."""
+def save(model: Any, described: Any, checkpoint: Path) -> None:
+    """Write a model with the names that published checkpoints have."""
+    from safetensors.torch import load_file, save_file
     from transformers import conversion_mapping as known
 
-    found = known.get_checkpoint_conversion_mapping(kind) if kind else None
+    found = known.get_checkpoint_conversion_mapping(described.published_names)
     if found is not None:
         texts = [one for one in found if not one.source_patterns[0].startswith("^")]
         known.register_checkpoint_conversion_mapping(model.config.model_type, texts, overwrite=True)
+    model.save_pretrained(checkpoint)
+    file, tensors = checkpoint / "model.safetensors", {}
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        for part, published in described.renamed.items():
+            name = name.replace(part, published)  # noqa: PLW2901
+        tensors[name] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def look_gelu_up(model: Any) -> bool:

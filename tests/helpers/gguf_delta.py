@@ -79,7 +79,7 @@ def _bailing3_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | No
 
 def delta() -> Iterator[GgufModel]:
     """Yield Kimi Linear and Ling 3."""
-    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
     settings = {
         "num_key_value_heads": 4,
         "intermediate_size": 56,
@@ -96,7 +96,7 @@ def delta() -> Iterator[GgufModel]:
         "layer_types": kinds,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     }
-    linear = {"full_attn_layers": [2], "kda_layers": [1, 3]}
+    linear = {"full_attn_layers": [3], "kda_layers": [1, 2]}
     linear |= {"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}
     yield GgufModel(
         "kimi-linear",
@@ -111,6 +111,8 @@ def delta() -> Iterator[GgufModel]:
             "num_shared_experts": 1,
             "first_k_dense_replace": 1,
         },
+        # transformers writes the dense layer's as those of experts.
+        renamed={"layers.0.block_sparse_moe.": "layers.0.mlp."},
     )
     yield GgufModel(
         "bailingmoe3",
@@ -125,9 +127,13 @@ def delta() -> Iterator[GgufModel]:
             "head_dim": 16,
             "no_kda_lora": True,
             "gated_attention_proj_granularity_type": "head_wise",
-            "layer_group_size": 2,
+            "layer_group_size": 3,
             "first_k_dense_replace": 1,
             "score_function": "sigmoid",
+            "norm_topk_prob": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "max_position_embeddings": 128,
             "moe_shared_expert_intermediate_size": 24,
             "num_shared_experts": 1,
             "num_experts": 8,

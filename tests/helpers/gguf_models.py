@@ -73,6 +73,8 @@ class GgufModel:
     published_names : str
         The model type whose names of weights published checkpoints have, if transformers writes
         its own for a model of texts alone.
+    renamed : mapping
+        Parts of names of weights that transformers writes, and what published checkpoints have.
     """
 
     architecture: str
@@ -89,6 +91,7 @@ class GgufModel:
     further: Callable[[Any], Tensors] | None = None
     as_llama_cpp: Callable[[Any], str] | None = None
     published_names: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def build(self) -> Any:
         """Return the model with random weights, float32; the same each time."""

@@ -102,7 +102,7 @@ def _bailing3(said: Metadata) -> dict[str, Any]:
         "rope_parameters": parameters,
         "head_dim": said.size("kda.head_dim", least=1),
         "short_conv_kernel_size": said.size("ssm.conv_kernel", least=1),
-        "kda_safe_gate": said.flag("kda.safe_gate", default=False),
+        "kda_safe_gate": said.flag("kda.safe_gate", default=True),
         "kda_lower_bound": float(said.number("kda.gate_lower_bound", -5.0)),
         "num_mtp_layers": 0,
     }

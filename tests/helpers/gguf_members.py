@@ -7,6 +7,7 @@ import numpy as np
 
 from tests.helpers import family_settings as tiny
 from tests.helpers.gguf_blocks import blocks
+from tests.helpers.gguf_connections import connected
 from tests.helpers.gguf_delta import delta
 from tests.helpers.gguf_factored import factored
 from tests.helpers.gguf_mamba import mamba
@@ -313,7 +314,7 @@ def _members() -> Iterator[GgufModel]:
 
     # llama.cpp turns keys of 64 numbers at least.
     indexer = {"index_n_heads": 4, "index_head_dim": 64, "index_topk": 64, "head_dim": 8}
-    names = {
+    indexed = {
         **_LATENT,
         "self_attn.indexer.wq_b": "indexer.attn_q_b",
         "self_attn.indexer.wk": "indexer.attn_k",
@@ -321,7 +322,8 @@ def _members() -> Iterator[GgufModel]:
         "self_attn.indexer.weights_proj": "indexer.proj",
     }
     for name, prefix in (("deepseek32", "DeepseekV32"), ("glm-dsa", "GlmMoeDsa")):
-        yield GgufModel(name, prefix, {**v3, **indexer}, _indexed, names, _split_latent)
+        yield GgufModel(name, prefix, {**v3, **indexer}, _indexed, indexed, _split_latent)
+    yield from connected(_indexed, indexed, _split_latent)
 
     sigmoid = {"scoring_func": "sigmoid"}
     glm4 = {**tiny.GLM4_MOE, **sigmoid, "n_group": 1, "attention_bias": True}

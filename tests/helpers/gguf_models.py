@@ -143,7 +143,9 @@ class GgufModel:
             if ".layers." not in name:
                 stem, _, kind = name.removeprefix("model.").rpartition(".")
                 if not (tied and stem == "lm_head"):
-                    found[f"{_TOP.get(stem) or self.names[stem]}.{kind}"] = values
+                    leaf = f"{stem}.{kind}"
+                    whole = self.names.get(leaf)
+                    found[whole or f"{_TOP.get(stem) or self.names[stem]}.{kind}"] = values
                 continue
             number, leaf = name.partition(".layers.")[2].split(".", 1)
             changed = self.change(leaf, values, model.config) if self.change else None

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from moecache.errors import ConfigError
 from moecache.integrations.transformers.gguf import (
     _blocks,
+    _connections,
     _delta,
     _factored,
     _layers,
@@ -34,6 +35,7 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "granitemoe": _softmax.granitemoe,
     "hunyuan-moe": _softmax.HUNYUAN_MOE,
     "hy_v3": _sigmoid.HY_V3,
+    "hy_v4": _connections.HY_V4,
     "jamba": _mamba.JAMBA,
     "kimi-linear": _delta.KIMI_LINEAR,
     "lfm2moe": _layers.LFM2MOE,

@@ -105,7 +105,7 @@ def _deepseek_v3(said: Metadata) -> dict[str, Any]:
     return {**_latent(said), **_groups(said)}
 
 
-def _indexed(said: Metadata) -> dict[str, Any]:
+def indexed_settings(said: Metadata) -> dict[str, Any]:
     """Return V3's settings, and those of what chooses the positions that are seen."""
     function = said.number("expert_gating_func", _SIGMOID)
     if function != _SIGMOID:
@@ -119,7 +119,7 @@ def _indexed(said: Metadata) -> dict[str, Any]:
 
 
 def _glm_dsa(said: Metadata) -> dict[str, Any]:
-    settings, count = _indexed(said), said.num_layers
+    settings, count = indexed_settings(said), said.num_layers
     # As llama.cpp has it where a file does not say it: GLM 5.2 alone has so long a context.
     is_shared = settings["max_position_embeddings"] >= 2**20
     usual = [not is_shared or layer < 2 or layer % 4 == 2 for layer in range(count)]
@@ -261,5 +261,5 @@ MINIMAX_M2 = Architecture("MiniMaxM2", _minimax_m2, source=correction)
 ERNIE4_5_MOE = Architecture("Ernie4_5_Moe", _ernie, source=_ernie_source)
 MISTRAL4 = Architecture("Mistral4", _mistral4, source=latent_source)
 HY_V3 = Architecture("HYV3", _hy_v3, source=correction, like="exaone-moe")
-DEEPSEEK_V32 = Architecture("DeepseekV32", _indexed, source=latent_source, like="glm-dsa")
+DEEPSEEK_V32 = Architecture("DeepseekV32", indexed_settings, source=latent_source, like="glm-dsa")
 GLM_DSA = Architecture("GlmMoeDsa", _glm_dsa, source=latent_source)

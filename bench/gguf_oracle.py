@@ -86,6 +86,7 @@ def compare(llama_cpp: Path, architecture: str) -> dict[str, Any]:
         if ran.returncode:
             raise RuntimeError(f"the converter failed: {ran.stderr.strip()[-300:]}")
         found = build_from(*read_gguf(file))
+        rewritten = MODELS[architecture].rewrite(file)
         theirs, their_tokens = run_llama(file, prompt)
     wanted, tokens = run_transformers(original, prompt)
     ours, _ = run_transformers(found, prompt)
@@ -106,6 +107,7 @@ def compare(llama_cpp: Path, architecture: str) -> dict[str, Any]:
         "same_greedy_tokens": same,
         **({"gelu": "in transformers of 16 bits, too, as in ggml's table"} if tabled else {}),
         **({"changed": changed} if changed else {}),
+        **({"rewritten": rewritten} if rewritten else {}),
     }
 
 
@@ -123,7 +125,7 @@ def run_transformers(model: Any, prompt: list[int]) -> tuple[np.ndarray, list[in
 
 def save(model: Any, described: Any, checkpoint: Path) -> None:
     """Write a model with the names that published checkpoints have."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.numpy import load_file, save_file
     from transformers import conversion_mapping as known
 
     found = known.get_checkpoint_conversion_mapping(described.published_names)
@@ -131,12 +133,8 @@ def save(model: Any, described: Any, checkpoint: Path) -> None:
         texts = [one for one in found if not one.source_patterns[0].startswith("^")]
         known.register_checkpoint_conversion_mapping(model.config.model_type, texts, overwrite=True)
     model.save_pretrained(checkpoint)
-    file, tensors = checkpoint / "model.safetensors", {}
-    for name, tensor in load_file(checkpoint / "model.safetensors").items():
-        for part, published in described.renamed.items():
-            name = name.replace(part, published)  # noqa: PLW2901
-        tensors[name] = tensor
-    save_file(tensors, file, metadata={"format": "pt"})
+    file = checkpoint / "model.safetensors"
+    save_file(described.publish(load_file(file)), file, metadata={"format": "pt"})
 
 
 def look_gelu_up(model: Any) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 
 from tests.helpers import family_settings as tiny
 from tests.helpers.gguf_blocks import blocks
+from tests.helpers.gguf_compressed import compressed
 from tests.helpers.gguf_connections import connected
 from tests.helpers.gguf_delta import delta
 from tests.helpers.gguf_factored import factored
@@ -412,6 +413,7 @@ def _members() -> Iterator[GgufModel]:
     yield from windowed()
     yield from blocks()
     yield from delta()
+    yield from compressed()
 
 
 MODELS: Mapping[str, GgufModel] = {model.name or model.architecture: model for model in _members()}

@@ -157,6 +157,19 @@ class GgufModel:
             found.update({f"blk.{number}.{leaf}": array for leaf, array in changed.items()})
         return found
 
+    def publish(self, tensors: Tensors) -> Tensors:
+        """Return a checkpoint's tensors as published ones have them, of those of transformers."""
+        found = {}
+        for name, values in tensors.items():
+            for part, published in self.renamed.items():
+                name = name.replace(part, published)
+            found[name] = values
+        return found
+
+    def rewrite(self, file: Path) -> str:
+        """Have llama.cpp read something else than its converter wrote; return what that is."""
+        return ""
+
 
 _TOKENS = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
 
@@ -172,7 +185,7 @@ def write_gguf(
 
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
-        if key == "general.architecture":
+        if key == "general.architecture" or key.startswith("GGUF."):
             continue
         if isinstance(value, bool):
             writer.add_bool(key, value)
@@ -185,11 +198,12 @@ def write_gguf(
         else:
             writer.add_array(key, value)
     for name, values in tensors.items():
-        values = np.ascontiguousarray(values, np.float32)
+        is_table = values.dtype == np.int32
+        values = np.ascontiguousarray(values, None if is_table else np.float32)
         kind = next((one for part, one in types.items() if part in name), "F32")
         number = gguf.GGMLQuantizationType[kind]
         columns, _ = gguf.GGML_QUANT_SIZES[number]
-        if kind == "F32" or values.ndim < 2 or values.shape[-1] % columns:
+        if is_table or kind == "F32" or values.ndim < 2 or values.shape[-1] % columns:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=number)
@@ -208,7 +222,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Tensors]:
     tensors = {}
     for tensor in reader.tensors:
         shape = tuple(int(length) for length in reversed(tensor.shape))
-        tensors[tensor.name] = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+        is_table = tensor.tensor_type == gguf.GGMLQuantizationType.I32
+        values = tensor.data if is_table else gguf.dequantize(tensor.data, tensor.tensor_type)
+        tensors[tensor.name] = values.reshape(shape)
     return metadata, tensors
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from moecache.errors import ConfigError
 from moecache.integrations.transformers.gguf import (
     _blocks,
+    _compressed,
     _connections,
     _delta,
     _factored,
@@ -24,6 +25,7 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "cohere2moe": _layers.COHERE2MOE,
     "deepseek2": _sigmoid.deepseek2,
     "deepseek32": _sigmoid.DEEPSEEK_V32,
+    "deepseek4": _compressed.DEEPSEEK_V4,
     "dots1": _sigmoid.DOTS1,
     "ernie4_5-moe": _sigmoid.ERNIE4_5_MOE,
     "exaone-moe": _layers.EXAONE_MOE,

@@ -152,6 +152,7 @@ def _jamba(said: Metadata) -> dict[str, Any]:
     expand, rest = divmod(said.size("ssm.inner_size", least=1), hidden)
     if rest:
         raise said.unsupported("ssm.inner_size", said.size("ssm.inner_size"))
+    head_dim(said)  # heads are no wider than hidden states
     counts = said.sizes("attention.head_count_kv")
     attends = [layer for layer in layers if counts[layer]]
     routed = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" in said.tensors]

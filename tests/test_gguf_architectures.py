@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from moecache.errors import ConfigError, MissingDependencyError
+from tests.helpers.gguf_factored import llama3_factors
 from tests.helpers.gguf_members import MODELS
 from tests.helpers.gguf_models import Tensors, build_from, read_gguf, write_gguf
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("gguf")
+ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
 gguf = pytest.importorskip("moecache.integrations.transformers.gguf")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -25,6 +27,8 @@ TOKENS = [[3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28
 # A key and its value, or a tensor and its shape, and what the error says.
 CHANGES = [
     ("general.architecture", "zebra", "architecture 'zebra' is not supported; supported are "),
+    ("general.architecture", "grok", "'grok' is not supported: transformers has no model of it; "),
+    ("general.architecture", "step35", "'step35' is not supported: transformers has no model of"),
     ("general.architecture", None, "general.architecture is None"),
     ("general.type", "adapter", "holds no model but 'adapter'"),
     ("qwen3moe.block_count", 10**6, "qwen3moe.block_count is 1000000, and no number from 1 to "),
@@ -110,6 +114,49 @@ def test_a_configuration_that_transformers_refuses_is_a_configuration_error() ->
 
     with pytest.raises(ConfigError, match="transformers has no DeepseekV2Config as "):
         gguf.find_config(metadata | {"deepseek2.attention.head_count": 3}, shapes)
+
+
+def _changed(name: str, factors: np.ndarray) -> Any:
+    """Return the configuration of a file whose rotation has other factors."""
+    model, tensor = MODELS[name], "rope_freqs.weight"
+    original = model.build()
+    tensors = {**model.tensors(original), tensor: factors}
+    shapes = {name: array.shape for name, array in tensors.items()}
+    return gguf.find_config(model.metadata(original.config), shapes, tensors.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "length", "factor"),
+    [(1.0, 4.0, 40, 8.0), (1.0, 4.0, 32, 32.0), (1.0, 1.0, 64, 16.0), (2.0, 8.0, 90, 8.0)],
+)
+def test_a_rotation_of_which_the_file_has_the_factors_is_the_one_they_are_of(
+    low: float, high: float, length: int, factor: float
+) -> None:
+    """With two waves between short and long ones, with one, with none, and not from 1 on."""
+    rope = {"rope_type": "llama3", "rope_theta": 100.0, "factor": factor}
+    rope |= {"low_freq_factor": low, "high_freq_factor": high}
+    rope |= {"original_max_position_embeddings": length}
+    wanted = MODELS["llama4"].build().config
+    wanted.rope_parameters = dict(rope)
+
+    found = _changed("llama4", llama3_factors(rope, wanted.head_dim))
+
+    compute = ROPE_INIT_FUNCTIONS["llama3"]
+    assert torch.equal(compute(found, "cpu")[0], compute(wanted, "cpu")[0])
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ([1, 1, 1, 1, 2, 3, 8, 4], "rope_freqs.weight is [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 8.0, 4.0]"),
+        ([1, 1, 1, 0, 2, 3, 8, 8], "rope_freqs.weight has values that are not above 0"),
+        ([1, 1, 1, 1, 2, 3, 8], "rope_freqs.weight is of shape [7], and should have 8 values"),
+    ],
+)
+def test_factors_of_no_rotation_are_refused(factors: list[float], message: str) -> None:
+    """Rather than another one computed."""
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        _changed("llama4", np.array(factors, np.float32))
 
 
 def test_without_the_package_that_knows_the_names_the_error_says_how_to_install_it(

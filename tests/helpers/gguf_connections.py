@@ -89,9 +89,7 @@ def connected(
             "model.hc_pre.hc_head.": "model.hc_head.",
             "mlp.linear_gate.": "mlp.gate_proj.",
             "shared_experts.linear_gate.": "shared_experts.gate_proj.",
-            **{
-                f"hc_pre.hc_{kind}_layer.": f"hc_{kind}_layer.hc_pre." for kind in ("attn", "mlp")
-            },
+            **{f"hc_pre.hc_{kind}_layer.": f"hc_{kind}_layer.hc_pre." for kind in ("attn", "mlp")},
         },
         as_llama_cpp=_turn_neighbours,
     )

@@ -142,16 +142,17 @@ def factored() -> Iterator[GgufModel]:
     longrope = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,
-        "short_factor": [1.0, 1.1, 1.5, 2.0],
-        "long_factor": [1.0, 2.2, 3.0, 5.5],
+        "short_factor": [1.0, 1.0, 1.1, 1.1, 1.5, 1.7, 2.0, 2.0],
+        "long_factor": [1.0, 1.3, 2.2, 3.0, 3.5, 4.0, 5.0, 5.5],
         "short_mscale": scale,
         "long_mscale": scale,
         "original_max_position_embeddings": 256,
     }
+    lengths = {"max_position_embeddings": 1024}
     yield GgufModel(
         "phimoe",
         "Phimoe",
-        {**tiny.PHIMOE, "max_position_embeddings": 1024, "rope_parameters": longrope},
+        {**tiny.PHIMOE, "hidden_size": 64, "rope_parameters": longrope, **lengths},
         _phimoe,
         {"mlp.router": "ffn_gate_inp"},
         published={"architectures": ["PhiMoEForCausalLM"]},

@@ -15,6 +15,8 @@ from moecache.integrations.transformers._experts import ROLES, described, find_e
 from moecache.integrations.transformers._llama4 import is_llama4, is_transposed
 from moecache.integrations.transformers._longcat import is_longcat
 from moecache.integrations.transformers._slots import Regroup, interleaved, separated, weights_in
+from moecache.kernels import default_compute
+from moecache.layout import ExpertLayout
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.slots import CudaSlots
 from moecache.stores import CheckpointStore, GgufStore
@@ -159,6 +161,12 @@ def _layer_paths(
     paths = [targets.path_of(store, layer) for layer in range(len(names))]
     regroup |= dict.fromkeys(targets.separated, separated)
     return paths
+
+
+def usual_compute(bindings: Sequence[Binding], layout: ExpertLayout) -> str:
+    """Return what multiplies if nobody says: torch, too, for experts that have no kernel."""
+    without = any(is_llama4(one.module) or is_longcat(one.module) for one in bindings)
+    return "torch" if without else default_compute(layout)
 
 
 def check_family(model: nn.Module) -> dict[str, nn.Module]:

@@ -3,8 +3,6 @@
 import logging
 from collections.abc import Sequence
 
-from torch import nn
-
 from moecache.cuda import check_experts
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Binding

@@ -14,7 +14,7 @@ from torch import nn
 
 from moecache.errors import CapacityError, MoeCacheError
 from moecache.integrations.transformers import _llama4, _longcat
-from moecache.integrations.transformers._binding import Binding, bind_to
+from moecache.integrations.transformers._binding import Binding, bind_to, usual_compute
 from moecache.integrations.transformers._decoding import Decoder
 from moecache.integrations.transformers._experts import (
     ROLES,
@@ -52,7 +52,6 @@ from moecache.integrations.transformers._slots import (
     values_of,
 )
 from moecache.interrupts import uninterrupted
-from moecache.kernels import default_compute
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import CudaSlots
@@ -97,7 +96,7 @@ class Offload(NotCopied):
         self.runtime = runtime
         self.ranks = ranks
         self._bindings = bind_to(model, runtime)
-        self._compute = check_compute(compute or default_compute(runtime.layout))
+        self._compute = check_compute(compute or usual_compute(self._bindings, runtime.layout))
         self._kernels, self._left = make_kernels(self._bindings, runtime, self._compute)
         self._linears: list[nn.Module] = []
         self._owned = owned

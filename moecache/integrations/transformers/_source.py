@@ -10,9 +10,8 @@ import torch
 import transformers
 
 from moecache.errors import ConfigError, StoreError
-from moecache.integrations.transformers._binding import Binding, bind
+from moecache.integrations.transformers._binding import Binding, bind, usual_compute
 from moecache.integrations.transformers._slots import NUMPY_TYPES
-from moecache.kernels import default_compute
 from moecache.runtime import head_start
 from moecache.runtime.options import Options
 from moecache.stores import CheckpointStore, GgufStore, is_gguf, open_store
@@ -147,7 +146,7 @@ def _usual_compute(store: CheckpointStore, bindings: list[Binding]) -> str:
     is_mixed = any(not role.format for roles in store.layout.layers for role in roles)
     if is_mixed and {binding.dtype for binding in bindings} & {torch.float16, torch.float64}:
         return "torch"
-    return default_compute(store.layout)
+    return usual_compute(bindings, store.layout)
 
 
 def _slot_dtype(store: CheckpointStore, bindings: list[Binding]) -> np.dtype[Any] | None:

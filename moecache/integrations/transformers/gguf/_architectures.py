@@ -57,6 +57,17 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "qwen3vlmoe": _softmax.QWEN3VLMOE,
 }
 
+_NO_MODEL = "transformers has no model of it"
+_IMAGES = "transformers has no model of its texts alone, and images are another file's"
+# What cannot be built, and why.
+_REFUSED: Mapping[str, str] = {
+    "bailingmoe2": _NO_MODEL,
+    "glm5-next": _IMAGES,
+    "grok": _NO_MODEL,
+    "kimi-k3": _NO_MODEL,
+    "step35": _IMAGES,
+}
+
 
 def find_architecture(said: Metadata) -> Architecture:
     """Return the architecture of a file.
@@ -67,6 +78,11 @@ def find_architecture(said: Metadata) -> Architecture:
         If it is not supported.
     """
     found = ARCHITECTURES.get(said.architecture)
+    if said.architecture in _REFUSED:
+        raise ConfigError(
+            f"architecture {said.architecture!r} is not supported: "
+            f"{_REFUSED[said.architecture]}; run the file with llama.cpp"
+        )
     if found is None:
         raise ConfigError(
             f"architecture {said.architecture!r} is not supported; supported are "

@@ -147,5 +147,7 @@ def _factors(said: Metadata, part: str, count: int) -> list[float]:
     return [as_written(float(factor)) for factor in found]
 
 
-LLAMA4 = Architecture("Llama4", _llama4, config_suffix="TextConfig", ignored=(r"rope_freqs\.weight",))
+LLAMA4 = Architecture(
+    "Llama4", _llama4, config_suffix="TextConfig", ignored=(r"rope_freqs\.weight",)
+)
 PHIMOE = Architecture("Phimoe", _phimoe, ignored=(r"rope_factors_(short|long)\.weight",))

@@ -156,7 +156,7 @@ def _jamba(said: Metadata) -> dict[str, Any]:
     counts = said.sizes("attention.head_count_kv")
     attends = [layer for layer in layers if counts[layer]]
     routed = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" in said.tensors]
-    periods = {}
+    periods: dict[str, int] = {}
     for kind, key, chosen in (
         ("attn", "attention.head_count_kv", attends),
         ("expert", "expert_count", routed),

@@ -87,6 +87,4 @@ def _mimo2_source(leaf: str, layer: int, said: Metadata) -> Source | None:
     return None
 
 
-MIMO2 = Architecture(
-    "MiMoV2Flash", _mimo2, {"self_attn.sinks": "attn_sinks.weight"}, _mimo2_source
-)
+MIMO2 = Architecture("MiMoV2Flash", _mimo2, {"self_attn.sinks": "attn_sinks.weight"}, _mimo2_source)

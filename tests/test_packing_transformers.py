@@ -11,6 +11,7 @@ from moecache import packing
 from moecache.errors import MoeCacheError
 from tests.helpers import families, quantized
 from tests.helpers.families import Family, write_checkpoint
+from tests.helpers.more_families import MORE_FAMILIES
 from tests.helpers.offloading import generated, load_in_slots, load_whole
 from tests.helpers.packs import library_tensors
 
@@ -93,6 +94,17 @@ def test_what_was_packed_in_a_format_is_computed_as_it_lies(
     assert torch.equal(logits(loaded), by_torch)
     assert torch.equal(generated(loaded), tokens)
     torch.testing.assert_close(found[0], by_torch, rtol=0.1, atol=0.1)
+
+
+def test_a_stack_whose_name_has_no_experts_in_it_is_packed_too(tmp_path: Path) -> None:
+    """Step 3.7's: transformers knows the name of the whole alone."""
+    family = MORE_FAMILIES["step3p7"]
+    path = write_checkpoint(family, tmp_path / "model", "bfloat16")
+    wanted = logits(load_whole(family, path, "bfloat16"))
+    packing.pack(path, tmp_path / "packed")
+    model = load_in_slots(tmp_path / "packed", None, dtype=torch.bfloat16)
+    with model.moecache:
+        assert torch.equal(logits(model), wanted)
 
 
 @pytest.mark.parametrize("family", [quantized.QWEN3_MOE, GEMMA4], ids=["apart", "stacked"])

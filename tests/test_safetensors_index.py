@@ -304,6 +304,7 @@ def test_more_layers_than_any_model_has_cost_nothing(tmp_path: Path) -> None:
     [
         *("l.{}.experts.0.w1.weight", "l.{}.experts.w1", "l.{}.block_sparse_moe.experts.0.w1"),
         *("l.{}.block_sparse_moe.input_linear.weight", "l.{}\\u002eexperts.0.w1.weight"),
+        "l.{}.moe.gate_proj.weight",
         "l" * 600 + ".{}.experts.0.w1.weight",
     ],
 )

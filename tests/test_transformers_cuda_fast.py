@@ -43,6 +43,7 @@ REFUSED = {
     "muse_spark": "norm of its own",
     "nemotron_h": "relu2",
     "openai_privacy_filter": "stored transposed",
+    "step3p7": "gate is one of their own",
 }
 # A prompt, one that takes cuBLAS, and a batch of single tokens.
 PROMPTS = [torch.arange(n).reshape(b, -1) * 7 % 120 for b, n in ((1, 1), (1, 300), (3, 3), (3, 24))]

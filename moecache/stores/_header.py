@@ -27,7 +27,7 @@ FORMAT_KEY = "moecache.format"
 # Models have less than 200.
 MAX_LAYERS = 4096
 # The layer in a name of experts' tensors. Each byte is looked at once, in any text.
-_LAYER = re.compile(rb'"([^"]{1,512}?)\.(?:experts|block_sparse_moe)\.')
+_LAYER = re.compile(rb'"([^"]{1,512}?)\.(?:experts|block_sparse_moe|moe)\.')
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ _GRANITE_PIECES = {"input_linear": ("gate_up", 0), "output_linear": ("down", 0)}
 # A regular expression of the projections that stand behind "experts".
 PROJECTION = "|".join(_PIECES)
 _GRANITE_PROJECTION = "|".join(_GRANITE_PIECES)
+# Step 3.7's have none either.
+_STEP_PIECES = ("gate_proj", "up_proj", "down_proj")
 _KIND = r"(?P<kind>(?:[._]\w+)?)"
 _PER_EXPERT = re.compile(
     rf"(?P<layer>.+)\.experts\.(?P<expert>\d{{1,7}})\."
@@ -48,6 +50,10 @@ _GRANITE = re.compile(
     rf"(?P<layer>.+\.block_sparse_moe)\.(?P<piece>{_GRANITE_PROJECTION})\.(?P<kind>weight)",
     re.ASCII,
 )
+_STEP = re.compile(
+    rf"(?P<layer>.+\.moe)\.(?P<piece>{'|'.join(_STEP_PIECES)})\.(?P<kind>weight)", re.ASCII
+)
+_STACKS = (_STACKED, _GRANITE, _STEP)
 
 
 # Returns what the name of an experts' tensor says: layer, piece, expert (None: a stack), kind.
@@ -152,14 +158,15 @@ def split_name(name: str, expert: int) -> str:
     >>> split_name("model.layers.3.block_sparse_moe.input_linear.weight", 7)
     'model.layers.3.block_sparse_moe.experts.7.input_linear.weight'
     """
-    match = _STACKED.fullmatch(name) or _GRANITE.fullmatch(name)
+    match = next(filter(None, (form.fullmatch(name) for form in _STACKS)), None)
     if match is None:
         raise ValueError(f"tensor {shown(name)} is no stack of experts")
     return f"{match['layer']}.experts.{expert}.{name[match.start('piece') :]}"
 
 
 def _match_name(name: str) -> tuple[str, str, str | None, str] | None:
-    match = _PER_EXPERT.fullmatch(name) or _STACKED.fullmatch(name) or _GRANITE.fullmatch(name)
+    forms = (_PER_EXPERT, *_STACKS)
+    match = next(filter(None, (form.fullmatch(name) for form in forms)), None)
     if match is None:
         return None
     return match["layer"], match["piece"], match.groupdict().get("expert"), match["kind"]

@@ -332,6 +332,26 @@ _MEMBERS = (
     ),
     _of("solar_open", "SolarOpen"),
     _with_images(
+        "step3p7",
+        "Step3p7",
+        {
+            "share_expert_dim": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_sliding_attention_heads": 8,
+            # Of one layer's experts only.
+            "swiglu_limits": [0.0, 1.5, 0.0],
+        },
+        {
+            "width": 16,
+            "layers": 1,
+            "heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "max_position_embeddings": 4,
+        },
+        has_interface=False,
+    ),
+    _with_images(
         "unlimited_ocr",
         "UnlimitedOcr",
         {},

@@ -15,6 +15,7 @@ from moecache.integrations.transformers._experts import ROLES, described, find_e
 from moecache.integrations.transformers._llama4 import is_llama4, is_transposed
 from moecache.integrations.transformers._longcat import is_longcat
 from moecache.integrations.transformers._slots import Regroup, interleaved, separated, weights_in
+from moecache.integrations.transformers._step3p7 import is_step3p7
 from moecache.kernels import default_compute
 from moecache.layout import ExpertLayout
 from moecache.runtime.runtime import ExpertRuntime
@@ -165,7 +166,7 @@ def _layer_paths(
 
 def usual_compute(bindings: Sequence[Binding], layout: ExpertLayout) -> str:
     """Return what multiplies if nobody says: torch, too, for experts that have no kernel."""
-    without = any(is_llama4(one.module) or is_longcat(one.module) for one in bindings)
+    without = any(_is_without_interface(one.module) for one in bindings)
     return "torch" if without else default_compute(layout)
 
 
@@ -268,6 +269,11 @@ class Targets:
         path = None
         for (role, _), source in sorted(store.sources(layer).items()):
             target, pattern = self.rename(source)
+            whole = _SPLIT.sub(".", source)
+            if target not in self._known and whole != source:
+                # One of a stack whose own name has no "experts" in it.
+                renamed = self.rename(whole)
+                target, pattern = renamed if renamed[0] in self._known else (target, pattern)
             if pattern is not None:
                 target = self._of_group(source, target, pattern, store.layout.num_experts)
             if target not in self._known:
@@ -318,8 +324,13 @@ class Targets:
         return int(converter.source_patterns.index(pattern))
 
 
+def _is_without_interface(module: nn.Module) -> bool:
+    """Return whether the module around these experts is patched instead."""
+    return is_llama4(module) or is_longcat(module) or is_step3p7(module)
+
+
 def _check_interface(family: str, path: str, module: nn.Module) -> None:
-    if is_llama4(module) or is_longcat(module):
+    if _is_without_interface(module):
         return
     if not hasattr(module, "_apply_gate") or not hasattr(module, "config"):
         raise ConfigError(

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from moecache.errors import CapacityError, MoeCacheError
-from moecache.integrations.transformers import _llama4, _longcat
+from moecache.integrations.transformers import _llama4, _longcat, _step3p7
 from moecache.integrations.transformers._binding import Binding, bind_to, usual_compute
 from moecache.integrations.transformers._decoding import Decoder
 from moecache.integrations.transformers._experts import (
@@ -61,7 +61,11 @@ from moecache.units import format_bytes
 logger = logging.getLogger(__name__)
 
 # Families whose experts have no interface.
-_PATCHED = ((_llama4, _llama4.is_llama4), (_longcat, _longcat.is_longcat))
+_PATCHED = (
+    (_llama4, _llama4.is_llama4),
+    (_longcat, _longcat.is_longcat),
+    (_step3p7, _step3p7.is_step3p7),
+)
 
 
 class Offload(NotCopied):

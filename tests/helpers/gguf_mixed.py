@@ -9,6 +9,11 @@ from tests.helpers import family_settings as tiny
 from tests.helpers.gguf_models import GgufModel, Tensors, expert_keys, head_keys
 
 
+def _is_tiled(config: Any) -> bool:
+    """Return whether heads of values are stored one of each head of keys after another."""
+    return "3_5" in config.model_type or "qwen4" in config.model_type
+
+
 def _linear(config: Any) -> dict[str, Any]:
     width = config.linear_value_head_dim * config.linear_num_value_heads
     return {
@@ -23,7 +28,7 @@ def _linear(config: Any) -> dict[str, Any]:
         "rope.dimension_count": int(
             config.head_dim * config.rope_parameters["partial_rotary_factor"]
         ),
-        "rope.dimension_sections": [2, 1, 1, 0] if "3_5" in config.model_type else None,
+        "rope.dimension_sections": [2, 1, 1, 0] if _is_tiled(config) else None,
     }
 
 
@@ -44,7 +49,7 @@ def _linear_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | None
         values = -torch.from_numpy(values).exp().numpy()
     if name == "conv1d.weight":
         values = values[:, 0]
-    if "3_5" in config.model_type and name != "norm.weight":
+    if _is_tiled(config) and name != "norm.weight":
         first = 2 * heads * width if name in {"conv1d.weight", "in_proj_qkv.weight"} else 0
         values = values.T if name == "out_proj.weight" else values
         rest = values[first:].reshape(heads, config.linear_num_value_heads // heads, -1)
@@ -151,6 +156,86 @@ def _gemma4(config: Any) -> dict[str, Any]:
     }
 
 
+_QWEN4 = {
+    "ple.key_proj": "ple_key",
+    "ple.value_proj": "ple_value",
+    "self_attn.indexer.q_layernorm": "indexer.q_norm",
+    "self_attn.indexer.k_layernorm": "indexer.k_norm",
+}
+for _module, _tensor in (
+    ("attn_hyper_connection", "hc_attn"),
+    ("mlp_hyper_connection", "hc_ffn"),
+    ("hyper_connection_mixer", "output_hc"),
+):
+    _QWEN4 |= {
+        f"{_module}.hc_norm": f"{_tensor}_norm",
+        f"{_module}.input_mix_weight_down": f"{_tensor}_down",
+        f"{_module}.input_mix_weight_up": f"{_tensor}_up",
+        f"{_module}.block_inject_weight": f"{_tensor}_inject",
+    }
+
+
+class _Qwen4(GgufModel):
+    def metadata(self, config: Any) -> dict[str, Any]:
+        """Return all keys of the file, with the constants of the table of n-grams."""
+        import torch
+        import transformers
+
+        with torch.random.fork_rng(devices=[]):
+            model = transformers.Qwen4ExpForCausalLM(config)
+        state = model.state_dict()
+        prefix = "model.layers.0.ple.ple_embedding."
+        return super().metadata(config) | {
+            f"qwen4exp.ple.{key}": state[f"{prefix}{name}"].tolist()
+            for key, name in (
+                ("layer_multipliers", "layer_multipliers"),
+                ("head_offsets", "ngram_heads_offsets"),
+                ("head_vocab_sizes", "ngram_heads_vocab_sizes"),
+            )
+        }
+
+    def tensors(self, model: Any) -> Tensors:
+        """Return all tensors of the file; one table is of no block."""
+        found = super().tensors(model)
+        found["per_layer_token_embd.weight"] = found.pop("blk.0.per_layer_token_embd.weight")
+        return found
+
+
+def _qwen4(config: Any) -> dict[str, Any]:
+    linear = [kind == "linear_attention" for kind in config.layer_types]
+    return {
+        **_linear(config),
+        "attention.compress_ratios": [
+            0 if one else config.indexer_compress_ratio for one in linear
+        ],
+        "attention.indexer.head_count": config.indexer_n_heads,
+        "attention.indexer.key_length": config.indexer_head_dim,
+        "attention.indexer.top_k": config.indexer_budget,
+        "hyper_connection.count": config.hc_count,
+        "hyper_connection.low_rank": config.hc_lowrank,
+        "ple.layers": [0],
+        "ple.ngram_size": config.ngram_size,
+        "ple.heads_per_ngram": config.heads_per_ngram,
+        "ple.conv_kernel": config.ple_conv_kernel_size,
+        "ple.eos_token_id": config.eos_token_id,
+    }
+
+
+def _qwen4_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
+    name = leaf.removeprefix("ple.")
+    if name.startswith("ple_embedding."):
+        is_table = name.endswith("ngram_embedding.weight")
+        return {"per_layer_token_embd.weight": values} if is_table else {}
+    if name in {"norm_key.weight", "norm_query.weight", "norm_conv.weight"}:
+        return {f"ple_{name}": values + np.float32(1)}
+    if leaf == "ple.conv1d.weight":
+        return {"ple_conv1d.weight": values[:, 0]}
+    if leaf == "self_attn.indexer.index_qk_proj.weight":
+        cut = config.indexer_n_heads * config.indexer_head_dim
+        return {"indexer.q_proj.weight": values[:cut], "indexer.k_proj.weight": values[cut:]}
+    return _linear_change(leaf, values, config)
+
+
 _SECTIONS = {
     "rope_type": "default",
     "rope_theta": 10_000.0,
@@ -160,7 +245,7 @@ _SECTIONS = {
 
 
 def mixed() -> Iterator[GgufModel]:
-    """Yield LFM2, Qwen3-Next, Qwen 3.5 and Gemma 4."""
+    """Yield LFM2, Qwen3-Next, Qwen 3.5, Qwen 3.8 and Gemma 4."""
     yield GgufModel("lfm2moe", "Lfm2Moe", tiny.LFM2_MOE, _lfm2, _LFM2, _lfm2_change)
     after = {"post_attention_layernorm": "post_attention_norm"}
     yield GgufModel(
@@ -181,6 +266,34 @@ def mixed() -> Iterator[GgufModel]:
         _linear_change,
         config_suffix="TextConfig",
         shift=True,
+    )
+    ngrams = {"ple_layer_ids": [1], "ple_embed_dim": 32, "ngram_size": 3, "heads_per_ngram": 2}
+    ngrams |= {"ngram_vocab_size_base": 50, "split_ngram_parts": 2, "eos_token_id": 2}
+    # llama.cpp pools keys only once all positions are more than these.
+    indexer = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+    indexer |= {"indexer_budget": 64, "indexer_compress_ratio": 4}
+    yield _Qwen4(
+        "qwen4exp",
+        "Qwen4Exp",
+        {
+            **tiny.QWEN3_5_MOE,
+            **ngrams,
+            **indexer,
+            "hc_count": 2,
+            "hc_lowrank": 8,
+            "output_gate_type": "sigmoid",
+            "rope_parameters": _SECTIONS,
+        },
+        _qwen4,
+        _QWEN4,
+        _qwen4_change,
+        config_suffix="TextConfig",
+        shift=True,
+        published={
+            # transformers would call the layers otherwise.
+            "model_type": "qwen4",
+            "layer_types": tiny.QWEN3_5_MOE["layer_types"],
+        },
     )
 
     gemma4 = {**tiny.GEMMA4_TEXT, "final_logit_softcapping": 30.0}

@@ -195,6 +195,9 @@ def write_gguf(
             writer.add_float32(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
+        elif all(isinstance(one, int) and one >= 0 for one in value) and max(value) >= 2**31:
+            kinds = gguf.GGUFValueType
+            writer.add_key_value(key, value, kinds.ARRAY, sub_type=kinds.UINT64)
         else:
             writer.add_array(key, value)
     for name, values in tensors.items():

@@ -55,6 +55,7 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "qwen3moe": _softmax.QWEN3MOE,
     "qwen3next": _linear.QWEN3NEXT,
     "qwen3vlmoe": _softmax.QWEN3VLMOE,
+    "qwen4exp": _connections.QWEN4,
 }
 
 _NO_MODEL = "transformers has no model of it"

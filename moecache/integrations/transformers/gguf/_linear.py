@@ -14,7 +14,7 @@ from moecache.integrations.transformers.gguf._common import (
 )
 from moecache.integrations.transformers.gguf._metadata import Metadata
 
-_NAMES = {
+LINEAR_NAMES = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
     "linear_attn.conv1d.weight": "ssm_conv1d.weight",
@@ -56,7 +56,8 @@ def _qwen3next(said: Metadata) -> dict[str, Any]:
     }
 
 
-def _qwen35moe(said: Metadata) -> dict[str, Any]:
+def qwen35moe_settings(said: Metadata) -> dict[str, Any]:
+    """Return what Qwen 3.5, and what came of it, says."""
     settings = _settings(said)
     sections = said.get("rope.dimension_sections", None)
     if sections is not None:
@@ -138,16 +139,16 @@ def _heads_together(said: Metadata) -> np.ndarray:
     return np.concatenate(parts, axis=1).reshape(-1)
 
 
-def _dense_source(leaf: str, layer: int, said: Metadata) -> Source | None:
+def dense_source(leaf: str, layer: int, said: Metadata) -> Source | None:
     """Return the same where heads of values are stored one of each head of keys after another."""
     if layer < 0:
         return _outside(leaf)
     prefix = f"blk.{layer}."
     plain = _changed(leaf, prefix)
     order = _value_heads(said)
-    if order is None or leaf not in _NAMES:
+    if order is None or leaf not in LINEAR_NAMES:
         return plain
-    name = f"{prefix}{_NAMES[leaf]}"
+    name = f"{prefix}{LINEAR_NAMES[leaf]}"
     if leaf.endswith("out_proj.weight"):
         columns = _spread(order, said.matrix(name)[1] // len(order))
         return Source((name,), undo=lambda arrays: np.take(arrays[0], columns, axis=1))
@@ -182,11 +183,11 @@ def _spread(order: np.ndarray, width: int) -> np.ndarray:
     return (order[:, None] * width + np.arange(width)).reshape(-1)
 
 
-QWEN3NEXT = Architecture("Qwen3Next", _qwen3next, _NAMES, _next_source)
+QWEN3NEXT = Architecture("Qwen3Next", _qwen3next, LINEAR_NAMES, _next_source)
 QWEN35MOE = Architecture(
     "Qwen3_5Moe",
-    _qwen35moe,
-    _NAMES,
-    _dense_source,
+    qwen35moe_settings,
+    LINEAR_NAMES,
+    dense_source,
     config_suffix="TextConfig",
 )

@@ -87,7 +87,7 @@ SPLITS: Mapping[str, Split] = {
     **dict.fromkeys(("gpt-2", "olmo", "mpt"), Split((_GPT2,))),
     **dict.fromkeys(("refact", "starcoder", "smollm", "command-r"), _DIGITS),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), _DEEPSEEK3),
     **dict.fromkeys(("bailingmoe", "bailingmoe2"), Split((_BAILING,))),
     "deepseek-llm": _DEEPSEEK,
     "deepseek-coder": Split((_LINES, r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")),

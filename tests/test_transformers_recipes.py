@@ -14,6 +14,7 @@ from moecache.decoding.families import has_recipe
 from tests.helpers import quantized
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.kernels import computing
+from tests.helpers.more_families import MORE_FAMILIES
 from tests.helpers.offloading import generated, load_in_slots, load_whole, prompt
 
 torch = pytest.importorskip("torch")
@@ -58,6 +59,14 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "embedding_multiplier": 7.0,
             "logits_scaling": 4.0,
             "attention_multiplier": 0.2,
+        },
+    ),
+    # Layers that see all positions turn nothing.
+    "windows": (
+        "exaone_moe",
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
     "no shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "use_bias": True}),
@@ -114,7 +123,7 @@ def assert_near(model: Any, whole: Any, bound: float) -> list[Any]:
 def test_a_variant_decodes_as_its_own_forward_does(tmp_path: Path, name: str) -> None:
     """In float32; greedy tokens are equal."""
     kind, given_settings = VARIANTS[name]
-    family = FAMILIES[kind]
+    family = {**MORE_FAMILIES, **FAMILIES}[kind]
     family = replace(family, settings={**family.settings, **given_settings})
     path = write_checkpoint(family, tmp_path, "float32")
     whole = load_whole(family, path)
@@ -173,6 +182,7 @@ def test_inspect_knows_the_families(
         assert found == (name.removesuffix("_hub") in known), name
     for architecture in ("qwen3moe", "gpt-oss", "deepseek2", "llama", "minimax-m2", "ernie4_5-moe"):
         assert has_recipe(architecture)
+    assert all(map(has_recipe, ("hy_v3", "exaone_moe", "exaone-moe")))
     assert not has_recipe("lfm2moe")
     assert main(["inspect", str(qwen3_moe), "--memory", "10MiB"]) == 0
     assert "tokens of qwen3_moe: one compiled call each" in capsys.readouterr().out

@@ -31,6 +31,8 @@ class Family:
         Whether routers have `num_group`, `topk_group` and `routed_scaling_factor`.
     num_best : int
         Of a group, whose scores are its own.
+    scale : str, optional
+        Attribute of the router that multiplies weights, if it has no groups.
     shared : str, optional
         Attribute of a block that has the experts of all tokens; it may be `None`.
     shared_weight : str, optional
@@ -41,6 +43,8 @@ class Family:
         Whether these come after the rotation.
     pairs : str
         What a rotation turns together, as `Rotation` says it.
+    turns_windows : bool, default False
+        Whether layers that see all positions turn nothing, beside those with windows.
     is_latent : bool, default False
         Whether attention is DeepSeek's. If its configuration has `rope_interleave`, that says
         whether pairs are neighbours.
@@ -63,11 +67,13 @@ class Family:
     correction: str | None = None
     has_groups: bool = False
     num_best: int = 2
+    scale: str | None = None
     shared: str | None = None
     shared_weight: str | None = None
     norms: tuple[str, str] = ("q_norm", "k_norm")
     has_late_norms: bool = False
     pairs: str = "halves"
+    turns_windows: bool = False
     is_latent: bool = False
     clip: str | None = None
     sinks: str | None = None
@@ -97,6 +103,16 @@ FAMILIES = {
     ("olmoe", "OlmoeAttention", "OlmoeSparseMoeBlock"): Family(clip="clip_qkv"),
     ("glm4_moe", "Glm4MoeAttention", "Glm4MoeMoE"): _SIGMOID,
     ("dots1", "Dots1Attention", "Dots1MoE"): _SIGMOID,
+    ("exaone_moe", "ExaoneMoeAttention", "ExaoneMoeSparseMoEBlock"): replace(
+        _SIGMOID, turns_windows=True
+    ),
+    ("hy_v3", "HYV3Attention", "HYV3MoE"): replace(
+        _SIGMOID,
+        is_normalized=True,
+        correction="e_score_correction_bias",
+        has_groups=False,
+        scale="router_scaling_factor",
+    ),
     # Kimi K2 is one, too.
     ("deepseek_v3", "DeepseekV3Attention", "DeepseekV3MoE"): replace(_SIGMOID, is_latent=True),
     ("deepseek_v2", "DeepseekV2Attention", "DeepseekV2Moe"): Family(

@@ -205,7 +205,7 @@ class _Reader:
             width=width,
             value_width=value.matrix.rows // num_kv_heads,
             scale=weights.number(module, "scaling"),
-            rotation=Rotation(self.rotary_width, family.pairs),
+            rotation=Rotation(self._turned(config, index), family.pairs),
             query_norm=norms[0],
             key_norm=norms[1],
             has_late_norms=family.has_late_norms,
@@ -213,6 +213,11 @@ class _Reader:
             sinks=None if family.sinks is None else weights.floats(module, family.sinks),
             window=_window(config, index),
         )
+
+    def _turned(self, config: Any, index: int) -> int:
+        """Return how many numbers of a layer's heads are turned."""
+        is_whole = self._family.turns_windows and _window(config, index) is None
+        return 0 if is_whole and config.sliding_window is not None else self.rotary_width
 
     def _latents(self, index: int, module: Any) -> LatentAttention:
         weights, config = self._weights, module.config
@@ -250,6 +255,7 @@ class _Reader:
             has_groups = False
         elif getattr(module, "topk_method", "group_limited_greedy") != "group_limited_greedy":
             raise UnknownFamilyError(f"its router chooses by {module.topk_method}")
+        scale = "routed_scaling_factor" if family.has_groups else family.scale
         weight = getattr(module, family.router_weight)
         if isinstance(weight, nn.Module):
             linear = weights.linear(weight)
@@ -275,7 +281,7 @@ class _Reader:
             is_normalized=number(has_sum) if isinstance(has_sum, str) else has_sum,
             least=family.least,
             floor=0.0 if family.floor is None else number(family.floor),
-            scale=number("routed_scaling_factor") if family.has_groups else 1.0,
+            scale=1.0 if scale is None else number(scale),
             jitter=number("router_jitter_noise") if hasattr(module, "router_jitter_noise") else 0.0,
         )
 

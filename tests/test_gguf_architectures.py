@@ -116,13 +116,15 @@ def test_a_configuration_that_transformers_refuses_is_a_configuration_error() ->
         gguf.find_config(metadata | {"deepseek2.attention.head_count": 3}, shapes)
 
 
-def _changed(name: str, factors: np.ndarray) -> Any:
+def _changed(name: str, factors: np.ndarray, **keys: Any) -> Any:
     """Return the configuration of a file whose rotation has other factors."""
     model, tensor = MODELS[name], "rope_freqs.weight"
     original = model.build()
     tensors = {**model.tensors(original), tensor: factors}
     shapes = {name: array.shape for name, array in tensors.items()}
-    return gguf.find_config(model.metadata(original.config), shapes, tensors.__getitem__)
+    metadata = model.metadata(original.config)
+    metadata |= {f"{name}.rope.{key.replace('__', '.')}": keys[key] for key in keys}
+    return gguf.find_config(metadata, shapes, tensors.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,9 @@ def test_factors_of_no_rotation_are_refused(factors: list[float], message: str) 
     """Rather than another one computed."""
     with pytest.raises(ConfigError, match=re.escape(message)):
         _changed("llama4", np.array(factors, np.float32))
+    for key, value in (("scaling__factor", 4.0), ("freq_base", 1e308)):
+        with pytest.raises(ConfigError, match=r"rope\.(scaling\.type|freq_base) is "):
+            _changed("llama4", np.array([1, 1, 1, 1, 8, 8, 8, 8], np.float32), **{key: value})
 
 
 def test_without_the_package_that_knows_the_names_the_error_says_how_to_install_it(

@@ -19,6 +19,8 @@ _SIGMOID = 2  # of expert_gating_func
 # llama.cpp computes with these, and files do not say them.
 _CHUNK = 8192
 _UNNORMED_EXPERTS = 128
+# Positions that any model was trained with, and more.
+_LONGEST = 2.0**40
 
 
 def _llama4(said: Metadata) -> dict[str, Any]:
@@ -38,6 +40,7 @@ def _llama4(said: Metadata) -> dict[str, Any]:
     if said.number("rope.freq_base_swa", parameters["rope_theta"]) != parameters["rope_theta"]:
         raise said.unsupported("rope.freq_base_swa", said.number("rope.freq_base_swa"))
     if "rope_freqs.weight" in said.tensors:
+        _check_plain(said, parameters)
         factors = said.vector("rope_freqs.weight", settings["head_dim"] // 2)
         settings["rope_parameters"] = _llama3(said, parameters, factors)
     return {
@@ -79,6 +82,8 @@ def _llama3(said: Metadata, parameters: dict[str, Any], factors: np.ndarray) -> 
             slope *= 2 * math.pi
             ratio = 1 + 1 / max(slope / waves[ends[0]] - shares[0], 1e-9)
         length = slope * (ratio - 1)
+    if not length < _LONGEST:
+        raise said.unsupported("rope.freq_base", theta)
     for digits in (3, 5, 8):  # the number of fewest is the one that was written
         found = {
             "rope_type": "llama3",
@@ -119,8 +124,11 @@ def _phimoe(said: Metadata) -> dict[str, Any]:
         raise said.unsupported("attention.key_length", width)
     parts = ("short", "long")
     if any(f"rope_factors_{part}.weight" in said.tensors for part in parts):
+        _check_plain(said, settings["rope_parameters"])
         scale = said.real("rope.scaling.attn_factor", 1.0)
         length = int(said.real("rope.scaling.original_context_length"))
+        if not 1 <= length < _LONGEST:
+            raise said.unsupported("rope.scaling.original_context_length", length)
         settings["rope_parameters"] = {
             "rope_type": "longrope",
             "rope_theta": settings["rope_parameters"]["rope_theta"],
@@ -139,6 +147,12 @@ def _phimoe(said: Metadata) -> dict[str, Any]:
         "attention_bias": has_bias(said, "attn_q", "attn_k", "attn_v"),
         "lm_head_bias": "output.bias" in said.tensors,
     }
+
+
+def _check_plain(said: Metadata, parameters: dict[str, Any]) -> None:
+    """Raise ConfigError if a rotation that has factors is scaled otherwise, too."""
+    if parameters["rope_type"] != "default":
+        raise said.unsupported("rope.scaling.type", parameters["rope_type"])
 
 
 def _factors(said: Metadata, part: str, count: int) -> list[float]:

@@ -184,55 +184,6 @@ def _hy_v3(config: Any) -> dict[str, Any]:
     }
 
 
-def _exaone_moe(config: Any) -> dict[str, Any]:
-    shared = config.num_shared_experts
-    return {
-        **head_keys(config),
-        "attention.sliding_window": config.sliding_window,
-        "attention.sliding_window_pattern": [
-            kind == "sliding_attention" for kind in config.layer_types
-        ],
-        "expert_shared_count": shared,
-        "expert_shared_feed_forward_length": shared * config.moe_intermediate_size,
-        "expert_weights_scale": float(config.routed_scaling_factor),
-        "expert_weights_norm": config.norm_topk_prob,
-        "leading_dense_block_count": config.first_k_dense_replace,
-        "rope.scaling.type": "none",
-        "expert_gating_func": 2,
-    }
-
-
-def _cohere2(config: Any) -> dict[str, Any]:
-    return {
-        **head_keys(config),
-        "attention.layer_norm_rms_epsilon": None,
-        "attention.layer_norm_epsilon": config.layer_norm_eps,
-        "expert_feed_forward_length": config.intermediate_size,
-        "attention.sliding_window": config.sliding_window,
-        "attention.sliding_window_pattern": [
-            kind == "sliding_attention" for kind in config.layer_types
-        ],
-        "logit_scale": config.logit_scale,
-        "leading_dense_block_count": 1,
-        "expert_weights_norm": config.norm_topk_prob,
-        "expert_shared_count": config.num_shared_experts,
-        "rope.scaling.type": "none",
-        "expert_gating_func": 2 if config.expert_selection_fn == "sigmoid" else 1,
-    }
-
-
-def _afmoe(config: Any) -> dict[str, Any]:
-    return {
-        **head_keys(config),
-        "attention.sliding_window": config.sliding_window,
-        "expert_shared_count": config.num_shared_experts,
-        "expert_weights_scale": float(config.route_scale),
-        "expert_weights_norm": True,
-        "leading_dense_block_count": config.num_dense_layers,
-        "expert_gating_func": 2,
-    }
-
-
 def _qwen3vl(config: Any) -> dict[str, Any]:
     return {
         **head_keys(config),
@@ -358,32 +309,10 @@ def _members() -> Iterator[GgufModel]:
     dots1 |= {"intermediate_size": 56, "moe_intermediate_size": 24, "num_hidden_layers": 3}
     dots1 |= {"num_key_value_heads": 4, **sigmoid}
     yield GgufModel("dots1", "Dots1", dots1, _dots1)
-    wide = {"head_dim": 16, "num_hidden_layers": 5, "moe_intermediate_size": 24}
-    hy_v3 = {**tiny.QWEN3_MOE, **wide, "num_hidden_layers": 3, "router_scaling_factor": 1.5}
+    hy_v3 = {**tiny.QWEN3_MOE, "num_hidden_layers": 3, "router_scaling_factor": 1.5}
+    hy_v3 |= {"head_dim": 16, "moe_intermediate_size": 24}
     correction = {"mlp.e_score_correction_bias": "exp_probs_b"}
     yield GgufModel("hy_v3", "HYV3", {**hy_v3, "num_shared_experts": 2}, _hy_v3, correction)
-    windows = {"sliding_window": 8, "num_experts": 8, "num_experts_per_tok": 3, **wide}
-    windows |= {"num_shared_experts": 1, "intermediate_size": 56}
-    exaone = {**windows, **sigmoid, "routed_scaling_factor": 1.5, "hidden_size": 64}
-    yield GgufModel("exaone-moe", "ExaoneMoe", exaone, _exaone_moe)
-    cohere2 = {**windows, "intermediate_size": 24, "num_shared_experts": 2, "logit_scale": 0.5}
-    cohere2 |= {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 56}
-    cohere2 |= {"tie_word_embeddings": True, "rope_theta": 10_000.0}
-    for name, selection in (("cohere2moe", "softmax"), ("cohere2moe sigmoid", "sigmoid")):
-        further = {"expert_selection_fn": selection}
-        yield GgufModel("cohere2moe", "Cohere2Moe", {**cohere2, **further}, _cohere2, name=name)
-    afmoe = {
-        "mlp.router.gate": "ffn_gate_inp",
-        "mlp.expert_bias": "exp_probs_b.bias",
-        "self_attn.gate_proj": "attn_gate",
-        "post_attention_layernorm": "post_attention_norm",
-        "pre_mlp_layernorm": "ffn_norm",
-        "post_mlp_layernorm": "post_ffw_norm",
-    }
-    routed = {"route_scale": 1.5, "mup_enabled": True, "num_dense_layers": 1}
-    yield GgufModel(
-        "afmoe", "Afmoe", {**windows, **routed}, _afmoe, afmoe, published={"route_norm": True}
-    )
     latent = {**tiny.DEEPSEEK_V3, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
     # What llama.cpp's converter leaves out, files do not ask for.
     further = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.0}

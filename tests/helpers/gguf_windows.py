@@ -1,11 +1,60 @@
-"""Tiny models whose layers of sliding windows have other heads, as GGUF files."""
+"""Tiny models with layers of sliding windows beside others, as GGUF files."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from tests.helpers.gguf_models import GgufModel, Tensors
+from tests.helpers.gguf_models import GgufModel, Tensors, head_keys
+
+
+def _exaone_moe(config: Any) -> dict[str, Any]:
+    shared = config.num_shared_experts
+    return {
+        **head_keys(config),
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [
+            kind == "sliding_attention" for kind in config.layer_types
+        ],
+        "expert_shared_count": shared,
+        "expert_shared_feed_forward_length": shared * config.moe_intermediate_size,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_weights_norm": config.norm_topk_prob,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "rope.scaling.type": "none",
+        "expert_gating_func": 2,
+    }
+
+
+def _cohere2(config: Any) -> dict[str, Any]:
+    return {
+        **head_keys(config),
+        "attention.layer_norm_rms_epsilon": None,
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [
+            kind == "sliding_attention" for kind in config.layer_types
+        ],
+        "logit_scale": config.logit_scale,
+        "leading_dense_block_count": 1,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_shared_count": config.num_shared_experts,
+        "rope.scaling.type": "none",
+        "expert_gating_func": 2 if config.expert_selection_fn == "sigmoid" else 1,
+    }
+
+
+def _afmoe(config: Any) -> dict[str, Any]:
+    return {
+        **head_keys(config),
+        "attention.sliding_window": config.sliding_window,
+        "expert_shared_count": config.num_shared_experts,
+        "expert_weights_scale": float(config.route_scale),
+        "expert_weights_norm": True,
+        "leading_dense_block_count": config.num_dense_layers,
+        "expert_gating_func": 2,
+    }
 
 
 def _mimo2(config: Any) -> dict[str, Any]:
@@ -48,6 +97,34 @@ class _Fused(GgufModel):
 
 
 def windowed() -> Iterator[GgufModel]:
+    """Yield K-EXAONE, Cohere's with experts, AFMoE, and MiMo V2."""
+    wide = {"head_dim": 16, "num_hidden_layers": 5, "moe_intermediate_size": 24}
+    windows = {"sliding_window": 8, "num_experts": 8, "num_experts_per_tok": 3, **wide}
+    windows |= {"num_shared_experts": 1, "intermediate_size": 56}
+    exaone = {**windows, "scoring_func": "sigmoid", "routed_scaling_factor": 1.5, "hidden_size": 64}
+    yield GgufModel("exaone-moe", "ExaoneMoe", exaone, _exaone_moe)
+    cohere2 = {**windows, "intermediate_size": 24, "num_shared_experts": 2, "logit_scale": 0.5}
+    cohere2 |= {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 56}
+    cohere2 |= {"tie_word_embeddings": True, "rope_theta": 10_000.0}
+    for name, selection in (("cohere2moe", "softmax"), ("cohere2moe sigmoid", "sigmoid")):
+        further = {"expert_selection_fn": selection}
+        yield GgufModel("cohere2moe", "Cohere2Moe", {**cohere2, **further}, _cohere2, name=name)
+    afmoe = {
+        "mlp.router.gate": "ffn_gate_inp",
+        "mlp.expert_bias": "exp_probs_b.bias",
+        "self_attn.gate_proj": "attn_gate",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_mlp_layernorm": "ffn_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    }
+    routed = {"route_scale": 1.5, "mup_enabled": True, "num_dense_layers": 1}
+    yield GgufModel(
+        "afmoe", "Afmoe", {**windows, **routed}, _afmoe, afmoe, published={"route_norm": True}
+    )
+    yield from _mimo2_models()
+
+
+def _mimo2_models() -> Iterator[GgufModel]:
     """Yield MiMo V2, with queries, keys and values apart, and in one tensor."""
     rope = {"rope_type": "default", "partial_rotary_factor": 0.5}
     settings = {

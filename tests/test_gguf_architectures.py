@@ -164,6 +164,21 @@ def test_factors_of_no_rotation_are_refused(factors: list[float], message: str) 
             _changed("llama4", np.array([1, 1, 1, 1, 8, 8, 8, 8], np.float32), **{key: value})
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("original_context_length", 1e308), ("yarn_beta_fast", 5e-324), ("yarn_beta_slow", 1e308)],
+)
+def test_a_scaled_rotation_of_impossible_numbers_is_refused(key: str, value: float) -> None:
+    """Their logarithms are no numbers."""
+    original = MODELS["deepseek4"].build()
+    metadata = MODELS["deepseek4"].metadata(original.config)
+    tensors = MODELS["deepseek4"].tensors(original)
+    shapes = {name: array.shape for name, array in tensors.items()}
+
+    with pytest.raises(ConfigError, match=rf"rope\.scaling\.{key} is "):
+        gguf.find_config(metadata | {f"deepseek4.rope.scaling.{key}": value}, shapes)
+
+
 def test_without_the_package_that_knows_the_names_the_error_says_how_to_install_it(
     described: tuple[dict[str, Any], Tensors], monkeypatch: pytest.MonkeyPatch
 ) -> None:

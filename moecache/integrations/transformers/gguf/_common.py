@@ -156,6 +156,12 @@ def _yarn(said: Metadata) -> dict[str, Any]:
         "beta_fast": said.real("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": said.real("rope.scaling.yarn_beta_slow", 1.0),
     }
+    # Others are no model's, and their logarithms no numbers.
+    if not 1 <= length < 2.0**40:
+        raise said.unsupported("rope.scaling.original_context_length", length)
+    for key in ("beta_fast", "beta_slow"):
+        if not 2.0**-20 < found[key] < 2.0**20:
+            raise said.unsupported(f"rope.scaling.yarn_{key}", found[key])
     # Named as transformers' own value, which the converter copies.
     for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
         if key in said:

@@ -11,10 +11,10 @@ from moecache import kernels
 
 
 def begin(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, rounds: int
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, rounds: int, threads: int = 1
 ) -> argparse.Namespace:
     """Return the arguments, with those that all have; set the threads, say where this runs."""
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=threads)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)

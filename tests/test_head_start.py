@@ -1,5 +1,6 @@
 """HeadStart: what is brought in before anybody asks for it, and given back."""
 
+import argparse
 import ctypes
 import signal
 import subprocess
@@ -11,11 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+import moecache
+from moecache.commands.opened import opened
 from moecache.prefault import holding
 from moecache.runtime import head_start
 from moecache.runtime.head_start import HeadStart
-from moecache.runtime.options import Options
-from moecache.stores import open_store
+from moecache.stores import SafetensorsStore, open_store
 from tests.helpers.checkpoints import FAMILIES, write_checkpoint
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.leaks import nothing_left
@@ -63,15 +65,14 @@ def test_a_trunk_is_all_that_is_no_experts(tmp_path: Path, family: str) -> None:
 
 def test_trunk_and_memory_are_brought_in_once(tmp_path: Path, held: list[list[int]]) -> None:
     """Pages of the trunk stay cached; memory is as much as trunk and slots take, and goes."""
-    checkpoint = write_checkpoint(tmp_path, num_experts=64)
+    write_checkpoint(tmp_path)
     evict(tmp_path / "model.safetensors")
     with open_store(tmp_path) as store:
         for _ in range(2):
-            head_start.begin(store, Options(slots=64), holds=True)
+            head_start.begin(store, "auto", 64 * MIB)
         ((trunk, slots),) = held
         assert trunk >= store.trunk_bytes
-        of_experts = 64 * sum(part.nbytes for part in checkpoint.experts[0][0].values())
-        assert of_experts <= slots < 3 * of_experts
+        assert slots == 64 * MIB
         begun = head_start._begun[store]
         assert begun._read is not None
         wait_until(lambda: begun._read.done)
@@ -104,25 +105,31 @@ def test_memory_is_held_part_by_part() -> None:
     assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        Options(prefault="off"),
-        Options(memory="1 nonsense"),
-        Options(memory="1"),
-    ],
-    ids=lambda options: f"{options.memory} {options.prefault}",
-)
-def test_what_cannot_be_used_is_left_to_the_plan(
-    tmp_path: Path, held: list[list[int]], options: Options
+@pytest.mark.parametrize("prefault", ["off", "0", "auto"])
+def test_nothing_is_done_where_it_is_off(
+    tmp_path: Path, held: list[list[int]], prefault: str
 ) -> None:
-    """Nothing is raised, and no memory taken."""
+    """Without slots the trunk is read, and no memory taken."""
     write_checkpoint(tmp_path)
     with open_store(tmp_path) as store:
-        begun = HeadStart(store, options, holds=True)
-        assert (begun._read is None) == (options.prefault == "off")
+        begun = HeadStart(store, prefault, 0 if prefault == "auto" else MIB)
+        assert (begun._read is None) == (prefault != "auto")
         assert not held
         begun.end()
+
+
+@pytest.mark.parametrize("memory", ["1 nonsense", "1", None, "99999GiB"])
+def test_a_command_takes_what_its_plan_says(
+    tmp_path: Path, held: list[list[int]], memory: str | None
+) -> None:
+    """What cannot be planned is `load`'s to refuse."""
+    write_checkpoint(tmp_path)
+    arguments = argparse.Namespace(model=str(tmp_path), memory=memory, device="cpu", read=None)
+    with opened(arguments) as store:
+        assert isinstance(store, SafetensorsStore)
+        assert len(held) == (memory in {None, "99999GiB"})
+        plan = moecache.plan(store, memory if held else None)
+        assert [sizes[1] for sizes in held] == [plan.slots_bytes][: len(held)]
 
 
 def test_of_little_memory_none_is_taken(
@@ -132,7 +139,7 @@ def test_of_little_memory_none_is_taken(
     write_checkpoint(tmp_path)
     with open_store(tmp_path) as store:
         monkeypatch.setattr(head_start, "free_host_bytes", lambda: 2**30)
-        begun = HeadStart(store, Options(slots=8), holds=True)
+        begun = HeadStart(store, "auto", MIB)
         assert begun._read is None
         assert not held
 
@@ -143,7 +150,7 @@ def test_files_that_are_cut_fail_where_they_are_read(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         with (tmp_path / "model.safetensors").open("r+b") as file:
             file.truncate(4096)
-        HeadStart(store, Options(slots=8), holds=True).end()
+        HeadStart(store, "auto", MIB).end()
 
 
 def test_without_a_process_memory_comes_later(
@@ -158,7 +165,7 @@ def test_without_a_process_memory_comes_later(
     monkeypatch.setattr(head_start, "_is_lent", lambda: True)
     monkeypatch.setattr(head_start.subprocess, "Popen", refuse)
     with open_store(tmp_path) as store:
-        begun = HeadStart(store, Options(slots=8), holds=True)
+        begun = HeadStart(store, "auto", MIB)
         assert begun._held is None
         begun.end()
         assert all(thread.name != "moecache-prefault" for thread in threading.enumerate())

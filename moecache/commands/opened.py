@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator
 
 from moecache.commands.ranks import num_ranks
-from moecache.errors import ConfigError
+from moecache.errors import MoeCacheError
 from moecache.runtime import head_start
 from moecache.runtime.options import Options
+from moecache.runtime.plan import plan_store
+from moecache.settings import Settings
 from moecache.stores import CheckpointStore, open_store
 
 
@@ -25,15 +27,24 @@ def opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
     with open_store(arguments.model) as store:
         try:
             if num_ranks() == 1:
-                # What cannot be used is refused by `load`.
-                with contextlib.suppress(ConfigError):
-                    options = Options(
-                        arguments.memory,
-                        arguments.device,
-                        read=arguments.read,
-                        context_tokens=getattr(arguments, "context", None),
-                    )
-                    head_start.begin(store, options, holds=True)
+                settings = Settings.from_environ()
+                prefault = settings.choose("prefault").value
+                head_start.begin(store, prefault, _slots_bytes(arguments, store, settings))
             yield store
         finally:
             head_start.end(store)
+
+
+def _slots_bytes(arguments: argparse.Namespace, store: CheckpointStore, settings: Settings) -> int:
+    """Return the memory that slots will take; 0 where nobody can say, as `load` will."""
+    try:
+        options = Options(
+            arguments.memory,
+            arguments.device,
+            read=arguments.read,
+            context_tokens=getattr(arguments, "context", None),
+            host_bytes=store.trunk_bytes + head_start.OTHERS_BYTES,
+        )
+        return plan_store(store, options, settings).slots_bytes if options.device == "cpu" else 0
+    except MoeCacheError:
+        return 0

@@ -8,25 +8,26 @@ ago do not.
 """
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from moecache.errors import MoeCacheError
 from moecache.prefault import BackgroundSweep, holding, warm
-from moecache.runtime.options import Options
-from moecache.runtime.plan import plan_store
-from moecache.settings import Settings, parse_prefault
+from moecache.settings import parse_prefault
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.stores import CheckpointStore
 
 # What the libraries that are imported meanwhile, and the model's first steps, take.
-_OTHERS_BYTES = 2**30
+OTHERS_BYTES = 2**30
+# Hosts take back what has been free for some two seconds.
+_STAYS_S = 2.0
 
 
 class HeadStart:
@@ -38,28 +39,26 @@ class HeadStart:
     Parameters
     ----------
     store : CheckpointStore
-    options : Options
-        Those that `moecache.open` will get; what they do not say is measured.
-    holds : bool
-        Whether memory is taken, by a process of its own; else the trunk is read and no more.
+    prefault : str
+        As `Options` has it: nothing is done where it is off.
+    slots_bytes : int
+        Memory that slots will take; 0: none is taken, neither for the trunk.
     """
 
-    def __init__(self, store: CheckpointStore, options: Options, *, holds: bool) -> None:
+    def __init__(self, store: CheckpointStore, prefault: str, slots_bytes: int) -> None:
         self._read: BackgroundSweep | None = None
         self._held: _Held | None = None
+        self._given_s = -math.inf
         self._process = os.getpid()
         with contextlib.suppress(MoeCacheError, OSError, ImportError):
-            settings = Settings.from_environ()
-            if parse_prefault(settings.choose("prefault", options.prefault).value) != "off":
-                self._begin(store, options, settings, holds=holds)
+            if parse_prefault(prefault) != "off":
+                self._begin(store, slots_bytes)
 
-    def _begin(
-        self, store: CheckpointStore, options: Options, settings: Settings, *, holds: bool
-    ) -> None:
+    def _begin(self, store: CheckpointStore, slots_bytes: int) -> None:
         regions = store.trunk_regions()
         trunk = max(store.trunk_bytes, sum(nbytes for _, nbytes in regions))
         # The trunk is there twice for a while, as pages of the file and as weights.
-        room = free_host_bytes() - 2 * trunk - _OTHERS_BYTES
+        room = free_host_bytes() - 2 * trunk - OTHERS_BYTES
         if room < 0:
             return
         if regions:
@@ -73,12 +72,8 @@ class HeadStart:
                 keep_mapped=False,
                 read_back=False,
             )
-        if not holds or options.device != "cpu" or options.share is not None:
-            return
-        needed = options.host_bytes or trunk + _OTHERS_BYTES
-        slots = plan_store(store, replace(options, host_bytes=needed), settings).slots_bytes
-        if _is_lent():
-            self._held = _Held([max(1, trunk), max(1, min(slots, room))])
+        if slots_bytes and _is_lent():
+            self._held = _Held([max(1, trunk), max(1, min(slots_bytes, room))])
 
     def give_trunk(self) -> None:
         """Give the memory back that is for the trunk, which is about to be read."""
@@ -94,6 +89,12 @@ class HeadStart:
         held, self._held = self._held, None
         if held is not None:
             held.end()
+            self._given_s = time.monotonic()
+
+    @property
+    def has_given(self) -> bool:
+        """Whether memory was given back a moment ago, which is not the host's so far."""
+        return time.monotonic() - self._given_s < _STAYS_S
 
 
 class _Held:
@@ -134,11 +135,11 @@ _lock = threading.Lock()
 _begun: WeakKeyDictionary[CheckpointStore, HeadStart] = WeakKeyDictionary()
 
 
-def begin(store: CheckpointStore, options: Options, *, holds: bool = False) -> None:
+def begin(store: CheckpointStore, prefault: str, slots_bytes: int = 0) -> None:
     """Begin a store's head start, unless it has begun; see `HeadStart`."""
     with _lock:
         if store not in _begun:
-            _begun[store] = HeadStart(store, options, holds=holds)
+            _begun[store] = HeadStart(store, prefault, slots_bytes)
 
 
 def give_trunk(store: CheckpointStore) -> None:
@@ -150,7 +151,12 @@ def give_trunk(store: CheckpointStore) -> None:
 
 def end(store: CheckpointStore) -> None:
     """End a store's head start, if it has begun."""
-    with _lock:
-        begun = _begun.pop(store, None)
+    begun = _begun.get(store)
     if begun is not None:
         begun.end()
+
+
+def has_given(store: CheckpointStore) -> bool:
+    """Return whether a store's head start has given memory back a moment ago."""
+    begun = _begun.get(store)
+    return begun is not None and begun.has_given

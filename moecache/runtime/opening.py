@@ -12,6 +12,7 @@ from moecache.profiles.disk import keep_speed, speed_of
 from moecache.profiles.file import Profile, read_profile
 from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed, apply, calibrate, open_reader
+from moecache.runtime import head_start
 from moecache.runtime.cuda_opening import make_slots
 from moecache.runtime.decisions import Decisions
 from moecache.runtime.runtime import ExpertRuntime
@@ -176,7 +177,8 @@ def _start_prefault(
             background=True,
             progress=plan.options.progress,
             keep_mapped=False,
-            yielding=not waits,
+            # Memory that is still backed is taken at once, before it is not.
+            yielding=not (waits or head_start.has_given(store)),
         )
         if waits:
             sweep.join()

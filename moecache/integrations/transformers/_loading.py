@@ -39,7 +39,7 @@ from moecache.layout import ExpertLayout
 from moecache.prefault.mappings import read_mappings, split
 from moecache.ranks import Placement, Share
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
-from moecache.runtime.options import Options
+from moecache.settings import Settings
 from moecache.stores import CheckpointStore, GgufStore
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
@@ -168,7 +168,7 @@ def load(
         if ranks is None and on_host:
             if source.is_gguf:
                 source.open()
-            source.begin(Options(memory, **{**options, "prefetch": None}))
+            source.begin(Settings.from_environ().choose("prefault", options.get("prefault")).value)
         make = _make_of_gguf if source.is_gguf else _make
         model = make(source, model_class, from_pretrained, trunk, compute, on_host=on_host)
         compute = compute or source.compute

@@ -13,7 +13,6 @@ from moecache.errors import ConfigError, StoreError
 from moecache.integrations.transformers._binding import Binding, bind, usual_compute
 from moecache.integrations.transformers._slots import NUMPY_TYPES
 from moecache.runtime import head_start
-from moecache.runtime.options import Options
 from moecache.stores import CheckpointStore, GgufStore, is_gguf, open_store
 
 
@@ -76,10 +75,10 @@ class Source:
         self.compute = _usual_compute(self.store, bindings)
         return bindings
 
-    def begin(self, options: Options) -> None:
-        """Have disk and memory at work already, if the files are known; `take` ends it."""
+    def begin(self, prefault: str) -> None:
+        """Have the trunk read already, if the files are known; `take` ends it."""
         if self._store is not None:
-            head_start.begin(self._store, options)
+            head_start.begin(self._store, prefault)
 
     def take(self) -> CheckpointStore:
         """Return the store, which is the caller's to close from now on.

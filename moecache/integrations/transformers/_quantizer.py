@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moecache.integrations.transformers._binding import check_family, check_shapes
@@ -16,8 +15,8 @@ from moecache.integrations.transformers._native import NativeEmbedding
 from moecache.integrations.transformers._source import Source
 from moecache.integrations.transformers._trunk import (
     OTHER_TENSORS,
-    Memory,
     TrunkWeight,
+    read_trunk,
     strip_quantized,
 )
 from moecache.runtime import head_start
@@ -97,9 +96,7 @@ class TrunkQuantizer(HfQuantizer):
         if self._trunk:
             is_native = self.quantization_config.trunk == "native"
             head_start.give_trunk(store)
-            memory = Memory()
-            for weight in logging.tqdm(self._trunk, desc="Reading the trunk"):
-                weight.read(store, memory, is_native=is_native)
+            read_trunk(self._trunk, store, is_native=is_native)
             if isinstance(store, GgufStore):
                 share_embedding(model, self._trunk)
             if any(isinstance(module, NativeEmbedding) for module in model.modules()):

@@ -1,19 +1,23 @@
 """Weights of a trunk that moecache reads: quantized ones, and all of a GGUF file."""
 
 import re
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import transformers
 from torch import nn
+from transformers.utils import logging
 
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Targets, kept_dtype
 from moecache.integrations.transformers._native import can_keep, keep
 from moecache.integrations.transformers._slots import NUMPY_TYPES, as_tensor
 from moecache.integrations.transformers.gguf import Source
-from moecache.kernels import values_in
+from moecache.kernels import num_threads, values_in
 from moecache.layout import Role
 from moecache.slots._memory import aligned_rows
 from moecache.stores import CheckpointStore
@@ -21,6 +25,7 @@ from moecache.stores import CheckpointStore
 _DIGITS = re.compile(r"\d+")
 _ALIGNMENT = 64
 _CHUNK_BYTES = 64 * 2**20
+_MOST_THREADS = 4
 # Tensors beside a weight, or in place of one, under other names; in regular expressions.
 OTHER_TENSORS = r"qweight|qzeros|scales?|g_idx|qscale_weight|\w+_scale"
 _BESIDE = rf"\.(weight_\w+|{OTHER_TENSORS})$"
@@ -31,24 +36,28 @@ class Memory:
 
     Fresh memory costs more time than what is read into it, most of all where it comes in pages of
     4 KiB: weights are in huge pages, one behind the other, and other bytes where the last were.
+    Any number of threads may call.
     """
 
     def __init__(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
+        self._of_thread = threading.local()
         self._chunk = np.empty(0, np.uint8)
+        self._lock = threading.Lock()
 
     def passing(self, nbytes: int) -> np.ndarray:
-        """Return so many bytes, which the next call may write to."""
-        if len(self._bytes) < nbytes:
-            self._bytes = aligned_rows(1, nbytes)[0]
-        return self._bytes[:nbytes]
+        """Return so many bytes, which the thread's next call may write to."""
+        found: np.ndarray | None = getattr(self._of_thread, "bytes", None)
+        if found is None or len(found) < nbytes:
+            found = self._of_thread.bytes = aligned_rows(1, nbytes)[0]
+        return found[:nbytes]
 
     def lasting(self, nbytes: int) -> np.ndarray:
         """Return so many bytes, of zeros, aligned as vectors are."""
         taken = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if len(self._chunk) < taken:
-            self._chunk = aligned_rows(1, max(_CHUNK_BYTES, taken))[0]
-        found, self._chunk = self._chunk[:nbytes], self._chunk[taken:]
+        with self._lock:
+            if len(self._chunk) < taken:
+                self._chunk = aligned_rows(1, max(_CHUNK_BYTES, taken))[0]
+            found, self._chunk = self._chunk[:nbytes], self._chunk[taken:]
         return found
 
 
@@ -84,11 +93,8 @@ class TrunkWeight:
             nbytes = first.format.nbytes(first.rows, first.columns)
             # What becomes something else is in memory that is used again; see `keep`.
             is_left = is_kept and rows is None and type(self.module) is nn.Linear
-            raw = (
-                memory.passing(len(names) * nbytes)
-                if is_left
-                else np.empty(len(names) * nbytes, "u1")
-            )
+            total = len(names) * nbytes
+            raw = memory.passing(total) if is_left else np.empty(total, np.uint8)
             for name, part in zip(names, raw.reshape(len(names), nbytes), strict=True):
                 store.read_parts(name, part)
             num_rows = len(matrices) * first.rows
@@ -109,6 +115,16 @@ class TrunkWeight:
             self.module.register_buffer(self.leaf, tensor)
         else:
             self.module.register_parameter(self.leaf, nn.Parameter(tensor))
+
+
+def read_trunk(weights: Sequence[TrunkWeight], store: CheckpointStore, *, is_native: bool) -> None:
+    """Read weights into their modules, a few at a time, with a bar as transformers shows them."""
+    memory = Memory()
+    store.trunk_matrices  # noqa: B018 - found once
+    with ThreadPoolExecutor(min(_MOST_THREADS, num_threads()), "moecache-trunk") as pool:
+        done = pool.map(lambda one: one.read(store, memory, is_native=is_native), weights)
+        for _ in logging.tqdm(done, desc="Reading the trunk", total=len(weights)):
+            pass
 
 
 def strip_quantized(

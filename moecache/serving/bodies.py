@@ -78,6 +78,12 @@ class Bodies:
         )
 
 
+async def disconnected(receive: Receive) -> None:
+    """Return once the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def _drop(receive: Receive) -> None:
     until_s = time.monotonic() + _DROP_S
     with contextlib.suppress(TimeoutError):

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from moecache.errors import MoeCacheError
 from moecache.serving.answer import Answer, Cost
-from moecache.serving.bodies import Bodies
+from moecache.serving.bodies import Bodies, disconnected
 from moecache.serving.engine import Engine, Reader
 from moecache.serving.errors import RequestError
 from moecache.serving.grammars import GrammarError
@@ -168,9 +168,3 @@ def _failure(error: BaseException) -> RequestError:
 def _taken(answer: Answer) -> list[Noted]:
     """Return the tokens that were noted since the last time."""
     return [answer.noted.popleft() for _ in range(len(answer.noted))]
-
-
-async def disconnected(receive: Receive) -> None:
-    """Return once the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

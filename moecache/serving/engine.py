@@ -14,7 +14,7 @@ from moecache.integrations.transformers import generation
 from moecache.integrations.transformers.token_bound import TokenBound
 from moecache.serving.answer import Answer
 from moecache.serving.checks import Checks
-from moecache.serving.errors import RequestError
+from moecache.serving.errors import RequestError, ending
 from moecache.serving.generating import Generating
 from moecache.serving.requests import Asked
 from moecache.serving.turns import COUNTED_TOKENS, Turns
@@ -218,7 +218,7 @@ class Engine:
             self.totals.left += 1
             return None
         if job.cancelled():
-            raise _ending()
+            raise ending()
         return job.result()
 
     def _read(self, tokenizer: Any, body: bytes | bytearray, reader: Reader) -> tuple[Asked, Any]:
@@ -274,7 +274,7 @@ class Engine:
         begun_s = time.perf_counter()
         if self.draining:
             self.totals.refused += 1
-            raise _ending()
+            raise ending()
         room = self._find_room(prompt.shape[1])
         counted = min(asked.max_tokens or self.most_tokens, COUNTED_TOKENS)
         turn = await self._turns.take(prompt.shape[1] + counted, gone)
@@ -303,7 +303,7 @@ class Engine:
     def _check_room(self) -> None:
         if self.draining:
             self.totals.refused += 1
-            raise _ending()
+            raise ending()
         # One that is read while it could be answered waits for nobody.
         if self.num_waiting >= self.most_waiting + self._turns.num_free:
             self.totals.refused += 1
@@ -335,7 +335,7 @@ class Engine:
         self.draining = True
         # Jobs that were read meanwhile refuse themselves.
         unread = [job for job in self._reading if not job.done()]
-        self.totals.refused += self._turns.refuse(_ending()) + len(unread)
+        self.totals.refused += self._turns.refuse(ending()) + len(unread)
         for job in unread:
             job.cancel()
 
@@ -350,7 +350,3 @@ class Engine:
         self._generating.close()
         for executor, _ in (self._small, self._big):
             executor.shutdown(cancel_futures=True)
-
-
-def _ending() -> RequestError:
-    return RequestError(503, "the server ends; ask another one", headers={"Retry-After": "30"})

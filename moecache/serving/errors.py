@@ -39,6 +39,11 @@ class RequestError(Exception):
         self.headers = headers or {}
 
 
+def ending() -> RequestError:
+    """Return the error of a request that comes, or waits, as the server ends."""
+    return RequestError(503, "the server ends; ask another one", headers={"Retry-After": "30"})
+
+
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

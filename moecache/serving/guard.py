@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moecache.serving.errors import body_at
 
 # Paths that show nothing of the model: a page without figures, and the server's health.
-_OPEN_PATHS = ("/", "/health")
+_OPEN_PATHS = ("/", "/health", "/livez", "/readyz")
 
 
 class Guard:

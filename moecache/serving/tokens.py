@@ -11,8 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from moecache.errors import ConfigError
 from moecache.integrations.transformers import generation
-from moecache.serving.bodies import Bodies
-from moecache.serving.completions import disconnected
+from moecache.serving.bodies import Bodies, disconnected
 from moecache.serving.engine import Engine
 from moecache.serving.errors import RequestError
 from moecache.serving.fields import Fields, refuse, text_of

@@ -18,6 +18,7 @@ import pytest
 
 from moecache import cli
 from moecache.sizing.host_memory import peak_rss_bytes
+from tests.helpers.ranks import free_port
 from tests.helpers.serving import Served, serving, until, write_chat_model
 
 for package in ("torch", "transformers", "starlette", "uvicorn"):
@@ -183,6 +184,8 @@ def test_pages_of_other_sites_are_refused(
         ("/v1/models", "Bearer right and more", 401),
         ("/v1/models", "Basic right", 401),
         ("/health", None, 200),
+        ("/livez", None, 200),
+        ("/readyz", None, 200),
     ],
 )
 def test_a_key_is_asked_for(
@@ -262,7 +265,8 @@ def test_sigterm_has_the_running_answer_finished_and_refuses_others(
     """Exit code 0, however many come; the key is of a file, an address of all is warned of."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "key").write_text("secret\n")
-    command = [sys.executable, "-m", "moecache", "serve", str(directory), "--port", "0"]
+    port = free_port()
+    command = [sys.executable, "-m", "moecache", "serve", str(directory), "--port", str(port)]
     command += [
         "--memory",
         "25%",
@@ -277,8 +281,11 @@ def test_sigterm_has_the_running_answer_finished_and_refuses_others(
         assert process.stderr is not None
         first = process.stderr.readline()
         assert "0.0.0.0 is no address of this machine alone" in first, process.stderr.read()
-        port = int(process.stderr.readline().split("/v1,")[0].rpartition(":")[2])
         served = Served(port, None, None, directory)
+        # It listens by then, and has not imported torch.
+        assert (ask(served, path="/health")[1]["status"], ask(served, HELLO)[0]) == ("loading", 401)
+        assert f":{port}/v1, page at" in process.stderr.readline()
+        assert ask(served, path="/health") == (200, {"status": "ok", "waiting": 0})
         key = {"Authorization": "Bearer secret"}
         answers: dict[str, tuple[int, Any]] = {}
 

@@ -1,7 +1,9 @@
 """The page at `/`, in a real browser: what it shows is what the runtime says."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,3 +127,32 @@ def test_thoughts_stand_apart(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None
     assert tab.run("document.querySelector('.reply .thought').textContent") == "hm"
     assert "hm" not in tab.run("messages.at(-1).content")
     assert tab.complaints == []
+
+
+def test_the_page_waits_for_the_model(served: Served, tmp_path: Path) -> None:
+    """It says how far that is; a message that is sent meanwhile is answered afterwards."""
+    from moecache.serving.app import build_app
+    from moecache.serving.front import Front
+    from moecache.serving.loading import Loading
+    from moecache.serving.server import Server, bind
+
+    async def stop() -> None:
+        pass
+
+    loading = Loading()
+    front = Front(("tiny",), loading)
+    server = Server(front, front)
+    with contextlib.closing(bind("127.0.0.1", 0)) as bound, contextlib.closing(server):
+        server.start(bound)
+        loading.note("reading experts ahead", 1024, 4096)
+        with opened(tmp_path, f"http://127.0.0.1:{bound.getsockname()[1]}") as tab:
+            tab.until("$('status').textContent.startsWith('loading: reading experts ahead')")
+            assert "1.00 KiB of 4.00 KiB" in tab.run("$('status').textContent")
+            ask(tab, "def main(argv=None):")
+            until(lambda: front._num_waiting == 1)
+            # The engine goes on after this server.
+            ends = SimpleNamespace(drain=lambda: None, stop=stop)
+            front.open(build_app(served.engine), ends)
+            tab.until("document.querySelectorAll('.cost').length === 1")
+            tab.until("map.layers > 0")
+            assert [one for one in tab.complaints if "503" not in one] == []

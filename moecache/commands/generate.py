@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -202,10 +202,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def loaded(console: Console, arguments: argparse.Namespace, store: Any = None) -> Iterator[Any]:
+def loaded(
+    console: Console,
+    arguments: argparse.Namespace,
+    store: Any = None,
+    on_progress: Callable[[int, int], object] | None = None,
+) -> Iterator[Any]:
     """Load the model as the options say, with a bar on a terminal, and close it at the end.
 
-    `store` is what `opened` gave, if it was asked.
+    `store` is what `opened` gave, if it was asked. `on_progress` is told of what is read ahead:
+    bytes that are done, and all.
     """
     from moecache.integrations.transformers import load
 
@@ -224,6 +230,8 @@ def loaded(console: Console, arguments: argparse.Namespace, store: Any = None) -
             progress.update(
                 task, completed=done_bytes, total=total_bytes, description="reading ahead"
             )
+            if on_progress is not None:
+                on_progress(done_bytes, total_bytes)
 
         options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
         if getattr(arguments, "context", None) is not None:

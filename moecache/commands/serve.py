@@ -2,8 +2,12 @@
 
 import argparse
 import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -19,6 +23,14 @@ from moecache.commands.prefixes import (
 )
 from moecache.commands.ranks import follow, num_ranks, rank, rank_table, telling
 from moecache.errors import ConfigError
+from moecache.runtime import head_start
+
+if TYPE_CHECKING:
+    from moecache.serving.front import Front
+    from moecache.serving.loading import Loading
+    from moecache.serving.server import Server
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8000
 # Rows of the decoding program, whose module is not loaded for the help.
@@ -35,9 +47,11 @@ def add_parser(commands: Any) -> None:
         "/ that shows what becomes of each expert. Answers keep to a JSON schema or a grammar that "
         "a request names; /tokenize, /props and /slots are llama-server's. Up to --parallel "
         "requests are answered at a time, others wait. Answers are those of `moecache generate` "
-        "with the same seed. SIGTERM and Ctrl-C finish the running answers first. Under torchrun "
-        "the experts are spread over its processes: rank 0 serves, and the metrics of rank 1 are "
-        "at the next port of 127.0.0.1. Needs pip install 'moecache[serve]'.",
+        "with the same seed. It listens at once: while the model is loaded, /health says how far "
+        "that is, and requests get status 503, or wait if they say `Prefer: wait=SECONDS`. SIGTERM "
+        "and Ctrl-C finish the running answers first. Under torchrun the experts are spread over "
+        "its processes: rank 0 serves, and the metrics of rank 1 are at the next port of "
+        "127.0.0.1. Needs pip install 'moecache[serve]'.",
         epilog="examples: moecache serve ./Qwen3-30B-A3B --memory 16GiB | "
         "moecache serve -hf unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M | "
         "moecache serve ./OLMoE-1B-7B --port 9000 --host 0.0.0.0 --api-key SECRET",
@@ -114,7 +128,7 @@ def add_parser(commands: Any) -> None:
 
 @telling()
 def run(arguments: argparse.Namespace) -> int:
-    """Load, serve until a signal comes; return the exit code.
+    """Listen, load, serve until a signal comes; return the exit code.
 
     SIGINT and SIGTERM are ignored after that: the process is about to end.
     """
@@ -125,65 +139,102 @@ def run(arguments: argparse.Namespace) -> int:
     find_model(arguments)
     if rank() > 0:
         return follow(arguments, loaded, arguments.port)
-    from moecache.serving.guard import is_loopback
-    from moecache.serving.server import bind
-
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    with (
-        contextlib.ExitStack() as stack,
-        contextlib.closing(bind(arguments.host, arguments.port)) as bound,
-    ):
-        store = stack.enter_context(opened(arguments))
-        # Imports torch, which takes seconds.
+    with _listening(arguments, key, console) as early, opened(arguments) as store:
+        loading = early.loading
+        trunk = functools.partial(_trunk_of, store)
+        loading.enter("importing torch", trunk)
         from moecache.integrations.transformers import _following, generation
         from moecache.serving.app import build_app
         from moecache.serving.engine import Engine
         from moecache.serving.generating import why_alone
-        from moecache.serving.server import Server
 
         with generation.quiet(verbose=arguments.verbose):
+            loading.enter("reading the tokenizer", trunk)
             tokenizer = generation.load_tokenizer(store)
+            loading.enter("building the model", trunk)
+            ahead = functools.partial(loading.note, "reading experts ahead")
             with (
-                loaded(console, arguments, store) as model,
+                loaded(console, arguments, store, ahead) as model,
                 opened_prefixes(arguments, model) as prefixes,
                 _following.leading(model),
             ):
+                loading.enter("preparing to answer")
                 alone = why_alone(model)
                 if alone and (arguments.parallel or 1) > 1:
                     console.print(f"moecache: one answer at a time: {alone}")
                 engine = Engine(
                     model,
                     tokenizer,
-                    _names(arguments.named, arguments.alias),
+                    early.names,
                     most_waiting=arguments.queue,
                     parallel=1 if alone else arguments.parallel or DEFAULT_PARALLEL,
                     most_tokens=arguments.max_new_tokens,
                     context_tokens=arguments.context,
                     prefixes=prefixes,
                 )
-                with contextlib.closing(engine):
-                    if not is_loopback(arguments.host):
-                        console.print(_warning(arguments.host, key))
-                    host = arguments.host if ":" not in arguments.host else f"[{arguments.host}]"
-                    url = f"http://{host}:{bound.getsockname()[1]}"
-                    text = f"{printable(engine.names[0])} at {url}/v1, page at {url}"
-                    server = Server(
-                        build_app(engine, key=key, host=arguments.host),
-                        engine,
-                        on_ready=lambda: console.print(text),
-                        watch=_following.watch(model),
-                        verbose=arguments.verbose,
-                    )
-                    stack.enter_context(server.signals_taken())
-                    server.run([bound])
-                    if server.error is not None:
-                        raise server.error
+                with (
+                    contextlib.closing(engine),
+                    contextlib.closing(early.server),
+                    early.server.signals_taken(),
+                ):
+                    app = build_app(engine, key=key, host=arguments.host)
+                    early.front.open(app, engine, watch=_following.watch(model))
+                    url = early.url
+                    console.print(f"{printable(engine.names[0])} at {url}/v1, page at {url}")
+                    early.server.wait()
                 console.print(_summary(engine))
                 if prefixes is not None:
                     console.print(describe(prefixes.stats()))
                 if num_ranks() > 1:
                     console.print(rank_table(_following.gathered_figures(model)))
     return 0
+
+
+@dataclass(frozen=True)
+class _Early:
+    """A server that answers before there is a model."""
+
+    names: tuple[str, ...]
+    url: str
+    front: "Front"
+    loading: "Loading"
+    server: "Server"
+
+
+@contextlib.contextmanager
+def _listening(
+    arguments: argparse.Namespace, key: str | None, console: Console
+) -> Iterator[_Early]:
+    """Have a server answer, in a thread that has ended after the block.
+
+    To be entered before torch is imported, which takes seconds: nothing here needs it.
+    """
+    from moecache.serving.front import Front
+    from moecache.serving.guard import is_loopback
+    from moecache.serving.loading import Loading
+    from moecache.serving.server import Server, bind
+
+    host, loading = arguments.host, Loading()
+    names = _names(arguments.named, arguments.alias)
+    front = Front(names, loading, key=key, host=host, most_waiting=arguments.queue)
+    watch = front.look if num_ranks() > 1 else None
+    server = Server(front, front, watch=watch, verbose=arguments.verbose)
+    with (
+        contextlib.closing(bind(host, arguments.port)) as bound,
+        contextlib.closing(server),
+    ):
+        if not is_loopback(host):
+            console.print(_warning(host, key))
+        url = f"http://{host if ':' not in host else f'[{host}]'}:{bound.getsockname()[1]}"
+        server.start(bound)
+        logger.info("server.listening url=%s", url)
+        yield _Early(names, url, front, loading, server)
+
+
+def _trunk_of(store: Any) -> tuple[int, int] | None:
+    """Return how much of a trunk has been read, and all of it; `None` if nobody knows."""
+    return None if isinstance(store, str) else head_start.progress(store)
 
 
 def _check(arguments: argparse.Namespace) -> str | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from moecache.errors import MoeCacheError
-from moecache.prefault import BackgroundSweep, holding, warm
+from moecache.prefault import BackgroundSweep, Done, holding, warm
 from moecache.settings import parse_prefault
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.stores import CheckpointStore
@@ -74,6 +74,11 @@ class HeadStart:
             )
         if slots_bytes and _is_lent():
             self._held = _Held([max(1, trunk), max(1, min(slots_bytes, room))])
+
+    @property
+    def progress(self) -> Done | None:
+        """How much of the trunk has been read; `None` if nobody knows."""
+        return None if self._read is None else self._read.progress
 
     def give_trunk(self) -> None:
         """Give the memory back that is for the trunk, which is about to be read."""
@@ -140,6 +145,12 @@ def begin(store: CheckpointStore, prefault: str, slots_bytes: int = 0) -> None:
     with _lock:
         if store not in _begun:
             _begun[store] = HeadStart(store, prefault, slots_bytes)
+
+
+def progress(store: CheckpointStore) -> Done | None:
+    """Return how much of a store's trunk its head start has read; `None` if nobody knows."""
+    begun = _begun.get(store)
+    return None if begun is None else begun.progress
 
 
 def give_trunk(store: CheckpointStore) -> None:

@@ -5,16 +5,16 @@ import contextlib
 import json
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import h11
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moecache.errors import ConfigError
-from moecache.serving.engine import Engine
 from moecache.serving.errors import error_body
 
 MOST_CONNECTIONS = 128
@@ -25,6 +25,8 @@ HEAD_BYTES = 16 * 1024
 _UNREAD_S = 30.0
 _KEEP_ALIVE_S = 10
 _LAST_WORDS_S = 1.0
+# For the answers that say that the server ends, before what is left of its connections is cut.
+_HANG_UP_S = 0.5
 _WATCH_S = 2.0
 
 
@@ -49,11 +51,20 @@ _LONG = _answer(
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket of this address that does not listen yet.
+class Ending(Protocol):
+    """What has to end with a server: an engine, or the front that comes before it."""
 
-    Taken before a model is loaded, which takes minutes: a port that is taken is known at once, and
-    nobody is let in before there is an answer.
+    def drain(self) -> None:
+        """Refuse what waits and what comes."""
+
+    async def stop(self) -> None:
+        """End what is being generated."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at this address.
+
+    Taken before a model is loaded, which takes minutes: a port that is taken is known at once.
 
     Raises
     ------
@@ -69,6 +80,7 @@ def bind(host: str, port: int) -> socket.socket:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
+            bound.listen(MOST_CONNECTIONS)
         except BaseException:
             bound.close()
             raise
@@ -82,18 +94,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves an application until it is asked to end.
+    """Serves an application until it is asked to end, in a thread of its own.
 
     Within `signals_taken`, SIGTERM and SIGINT have the answer that is being generated finished
     and refuse all others. A second SIGINT ends that one, too; more change nothing.
 
     Parameters
     ----------
-    app : Starlette
-    engine : Engine
-        The engine of the same application; the caller closes it.
-    on_ready : callable (), optional
-        Called once clients are let in.
+    app : ASGI application
+    engine : Ending
+        The engine of the same application, or its front; the caller closes it.
     watch : callable (), optional
         Called every few seconds in a thread of its own; its error ends the server.
     verbose : bool, default False
@@ -101,16 +111,15 @@ class Server(uvicorn.Server):
 
     Attributes
     ----------
-    error : Exception or None
-        The error that `watch` raised.
+    error : BaseException or None
+        The error that `watch` raised, or that ended the server.
     """
 
     def __init__(
         self,
-        app: Starlette,
-        engine: Engine,
+        app: ASGIApp,
+        engine: Ending,
         *,
-        on_ready: Callable[[], object] | None = None,
         watch: Callable[[], object] | None = None,
         verbose: bool = False,
     ) -> None:
@@ -131,18 +140,59 @@ class Server(uvicorn.Server):
             )
         )
         self._engine = engine
-        self._on_ready = on_ready
         self._watch = watch
         self._watching: asyncio.Task[None] | None = None
-        self.error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._has_begun = threading.Event()
+        self._is_closed = False
+        self.error: BaseException | None = None
+
+    def start(self, bound: socket.socket) -> None:
+        """Serve a socket from now on, in a thread that ends with `close`; return once it answers.
+
+        Raises
+        ------
+        OSError
+            If it cannot be served.
+        """
+        # A daemon: an interrupt that comes right here leaves nobody who could end it.
+        self._thread = threading.Thread(
+            target=self._serve_in_thread, args=(bound,), name="moecache-server", daemon=True
+        )
+        self._thread.start()
+        self._has_begun.wait()
+        self._raise_error()
+
+    def wait(self) -> None:
+        """Return once the server has ended, by a signal; raise the error if it is one that did."""
+        assert self._thread is not None
+        self._thread.join()
+        self._raise_error()
+
+    def close(self) -> None:
+        """End the server at once, if it has not ended; no thread is left."""
+        self._is_closed = self.should_exit = self.force_exit = True
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+
+    def _serve_in_thread(self, bound: socket.socket) -> None:
+        try:
+            self.run([bound])
+        except BaseException as error:  # noqa: BLE001 - the starting thread's to raise
+            self.error = error
+        finally:
+            self._has_begun.set()
+
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Answer from now on, and look after what is needed for it."""
         await super().startup(sockets)
-        if self._on_ready is not None:
-            self._on_ready()
         if self._watch is not None:
             self._watching = asyncio.create_task(self._look(self._watch))
+        self._has_begun.set()
 
     async def _look(self, watch: Callable[[], object]) -> None:
         """End the server once what it needs is gone."""
@@ -160,11 +210,19 @@ class Server(uvicorn.Server):
         self._engine.drain()
         if self._watching is not None:
             self._watching.cancel()
+        if self._is_closed:
+            asyncio.get_running_loop().call_later(_HANG_UP_S, self._hang_up)
         await super().shutdown(sockets)
         # After a second signal there may still be an answer, and a client to be told so.
         await self._engine.stop()
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=_LAST_WORDS_S)
+
+    def _hang_up(self) -> None:
+        """Cut the connections of clients that are still sending, or do not read."""
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
 
     @contextlib.contextmanager
     def signals_taken(self) -> Iterator[None]:

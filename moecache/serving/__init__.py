@@ -1,7 +1,8 @@
 """A model behind HTTP, with OpenAI's protocol, metrics, and a page that shows the experts.
 
 `moecache serve` is made of these parts: `requests` reads what a client asks for, `engine` answers
-one request at a time, `answers` writes it down, `app` has the routes, and `server` the sockets.
+some requests at a time, `answer` writes each down, `app` has the routes, `server` the sockets, and
+`front` answers before there is a model.
 """
 
 import importlib.util

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moecache.serving.basics import ERROR_HANDLERS, basic_routes, metrics_of, readiness
@@ -81,7 +81,7 @@ class Front:
                 # The page asks for it, and shows the phase.
                 Route("/v1/moecache/state", self._health),
                 Route("/metrics", metrics),
-                Route("/{path:path}", _Rest(self)),
+                Mount("/", self._answer_later),
             ],
             middleware=[Middleware(Guard, key=key, host=host)],
             exception_handlers=ERROR_HANDLERS,
@@ -128,7 +128,7 @@ class Front:
         app = self._opened.result() if self._opened.done() else None
         await (app or self._app)(scope, receive, send)
 
-    async def answer_later(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer_later(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that needs the model, if its client waits that long.
 
         Raises
@@ -198,16 +198,6 @@ class Front:
             503,
             {"Cache-Control": "no-store", "Retry-After": str(self._loading.retry_s())},
         )
-
-
-class _Rest:
-    """All paths that need a model; an object, so that Starlette takes it for an application."""
-
-    def __init__(self, front: Front) -> None:
-        self._front = front
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._front.answer_later(scope, receive, send)
 
 
 def _wait_of(headers: Headers) -> int:

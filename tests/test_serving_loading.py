@@ -276,6 +276,23 @@ def test_a_server_that_ends_before_its_model_tells_those_that_wait() -> None:
     assert early.asked == []
 
 
+def test_a_second_signal_cuts_clients_that_are_still_sending(
+    early: Early, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are told nothing, and nothing is logged as an error."""
+    early.open()
+    with socket.create_connection(("127.0.0.1", early.port), timeout=60) as client:
+        client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode())
+        client.sendall(b"Content-Length: 9\r\n\r\n{ ")
+        until(lambda: early.server.server_state.tasks)
+        for _ in range(2):
+            early.server.handle_exit(signal.SIGINT, None)
+        early.server.wait()
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(99) == b""
+    assert caplog.records == []
+
+
 def test_the_time_to_come_back_is_that_of_the_bytes_that_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

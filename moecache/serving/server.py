@@ -27,6 +27,7 @@ _KEEP_ALIVE_S = 10
 _LAST_WORDS_S = 1.0
 # For the answers that say that the server ends, before what is left of its connections is cut.
 _HANG_UP_S = 0.5
+_FORCE_S = 0.1
 _WATCH_S = 2.0
 
 
@@ -144,7 +145,6 @@ class Server(uvicorn.Server):
         self._watching: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
         self._has_begun = threading.Event()
-        self._is_closed = False
         self.error: BaseException | None = None
 
     def start(self, bound: socket.socket) -> None:
@@ -171,7 +171,7 @@ class Server(uvicorn.Server):
 
     def close(self) -> None:
         """End the server at once, if it has not ended; no thread is left."""
-        self._is_closed = self.should_exit = self.force_exit = True
+        self.should_exit = self.force_exit = True
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
 
@@ -210,16 +210,21 @@ class Server(uvicorn.Server):
         self._engine.drain()
         if self._watching is not None:
             self._watching.cancel()
-        if self._is_closed:
-            asyncio.get_running_loop().call_later(_HANG_UP_S, self._hang_up)
+        forcing = asyncio.create_task(self._force())
         await super().shutdown(sockets)
         # After a second signal there may still be an answer, and a client to be told so.
         await self._engine.stop()
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=_LAST_WORDS_S)
+        forcing.cancel()
 
-    def _hang_up(self) -> None:
-        """Cut the connections of clients that are still sending, or do not read."""
+    async def _force(self) -> None:
+        """End the answers once that is asked for, and cut clients that send or do not read."""
+        while not self.force_exit:  # noqa: ASYNC110 - uvicorn sets it, in a signal
+            await asyncio.sleep(_FORCE_S)
+        # From Python 3.12 on, uvicorn itself waits for all connections.
+        await self._engine.stop()
+        await asyncio.sleep(_HANG_UP_S)
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()

@@ -7,7 +7,7 @@ from moecache.commands import ctrl_c as _ctrl_c
 
 # The imports of a command take long enough to be interrupted.
 if _ctrl_c.IS_COMMAND:
-    _ctrl_c.CTRL_C.catch()
+    _ctrl_c.CTRL_C.stay()
 
 from moecache import compute, errors, prefault, sizing, telemetry, units
 from moecache._slru import SlruCache

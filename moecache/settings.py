@@ -427,7 +427,11 @@ class Settings:
 
     @classmethod
     def from_environ(
-        cls, environ: Mapping[str, str] | None = None, *, only: tuple[str, ...] | None = None
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        only: tuple[str, ...] | None = None,
+        is_told: bool = True,
     ) -> Self:
         """Read the MOECACHE_* variables.
 
@@ -441,6 +445,8 @@ class Settings:
             Read instead of the process's environment.
         only : tuple of str, optional
             Options to be read; the others are not looked at.
+        is_told : bool, default True
+            Whether there are warnings; not where they come again.
         """
         environ = os.environ if environ is None else environ
         if only is not None:
@@ -453,13 +459,15 @@ class Settings:
                 continue
             text = environ[variable].strip()
             if variable not in known:
-                _warn_unknown(variable, list(known))
+                if is_told:
+                    _warn_unknown(variable, list(known))
             elif text:
                 option = known[variable]
                 try:
                     values[option.name] = option.parse(text)
                 except ValueError:
-                    logger.warning(
+                    logger.log(
+                        logging.WARNING if is_told else logging.DEBUG,
                         "settings.malformed %s=%r is not %s; using the default, %s",
                         variable,
                         text,
@@ -477,6 +485,11 @@ def markdown_table() -> str:
         default = f"`{option.default}`" if option.default in option.choices else option.instead
         lines.append(f"| `{option.variable}` | {argument} | {option.values} | {default} |")
     return "\n".join(lines)
+
+
+def prefaults(mode: object) -> bool:
+    """Return whether a pre-fault mode, known or not, asks for anything."""
+    return _PREFAULT_WORDS.get(str(mode).strip().lower()) != "off"
 
 
 def parse_prefault(mode: object, known: tuple[str, ...] = PREFAULT_MODES) -> str:

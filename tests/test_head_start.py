@@ -2,22 +2,24 @@
 
 import argparse
 import ctypes
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import moecache
 from moecache.commands.opened import opened
-from moecache.prefault import holding
+from moecache.prefault import holding, warm
 from moecache.runtime import head_start
 from moecache.runtime.head_start import HeadStart
-from moecache.stores import SafetensorsStore, open_store
+from moecache.stores import CheckpointStore, SafetensorsStore, open_store
 from tests.helpers.checkpoints import FAMILIES, write_checkpoint
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.leaks import nothing_left
@@ -46,6 +48,13 @@ def _held(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     monkeypatch.setattr(head_start, "_Held", Held)
     monkeypatch.setattr(head_start, "_is_lent", lambda: True)
     return held
+
+
+def started(store: CheckpointStore, prefault: str = "auto", slots_bytes: int = MIB) -> HeadStart:
+    """Return a head start that has begun."""
+    found = HeadStart()
+    found.begin(store, prefault, slots_bytes)
+    return found
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gguf"])
@@ -88,7 +97,15 @@ def test_trunk_and_memory_are_brought_in_once(tmp_path: Path, held: list[list[in
 def test_memory_is_held_part_by_part() -> None:
     """Each byte gives the next part back; the end of the input gives all back."""
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", holding.__file__, str(64 * MIB), str(32 * MIB)],
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            holding.__file__,
+            str(os.getpid()),
+            str(64 * MIB),
+            str(32 * MIB),
+        ],
         stdin=subprocess.PIPE,
     )
 
@@ -112,7 +129,7 @@ def test_nothing_is_done_where_it_is_off(
     """Without slots the trunk is read, and no memory taken."""
     write_checkpoint(tmp_path)
     with open_store(tmp_path) as store:
-        begun = HeadStart(store, prefault, 0 if prefault == "auto" else MIB)
+        begun = started(store, prefault, 0 if prefault == "auto" else MIB)
         assert (begun._read is None) == (prefault != "auto")
         assert not held
         begun.end()
@@ -139,18 +156,59 @@ def test_of_little_memory_none_is_taken(
     write_checkpoint(tmp_path)
     with open_store(tmp_path) as store:
         monkeypatch.setattr(head_start, "free_host_bytes", lambda: 2**30)
-        begun = HeadStart(store, "auto", MIB)
+        begun = started(store)
         assert begun._read is None
         assert not held
 
 
-def test_files_that_are_cut_fail_where_they_are_read(tmp_path: Path) -> None:
-    """The sweep's failure is logged; it kills nothing."""
-    write_checkpoint(tmp_path)
+def test_files_that_are_cut_fail_where_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the head start, and as it reads; it kills nothing, and is no error of its own."""
+    write_checkpoint(tmp_path, num_experts=64)
+
+    def cut(regions: object, **options: Any) -> object:
+        os.truncate(tmp_path / "model.safetensors", 4096)
+        return warm(regions, **options)
+
+    monkeypatch.setattr(head_start, "warm", cut)
     with open_store(tmp_path) as store:
-        with (tmp_path / "model.safetensors").open("r+b") as file:
-            file.truncate(4096)
-        HeadStart(store, "auto", MIB).end()
+        begun = started(store)
+        assert begun._read is not None
+        wait_until(lambda: begun._read.done)
+        assert "prefault.failed" in caplog.text
+        begun.end()
+        again = started(store)
+        assert again._read is None
+        again.end()
+
+
+def test_a_process_that_was_forked_keeps_no_memory() -> None:
+    """It has the pipe, too: memory goes with the process that it was held for."""
+    command = f"[sys.executable, '-I', '-S', {holding.__file__!r}, str(os.getpid()), '{MIB}']"
+    code = (
+        "import os, signal, subprocess, sys, time\n"
+        f"held = subprocess.Popen({command}, stdin=subprocess.PIPE)\n"
+        "forked = os.fork()\n"
+        "if forked:\n"
+        "    print(held.pid, forked, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.close(1)\n"
+        "time.sleep(120)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False)
+    held, forked = map(int, done.stdout.split())
+    try:
+        wait_until(lambda: not psutil.pid_exists(held) or _is_over(held))
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+def _is_over(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_without_a_process_memory_comes_later(
@@ -165,7 +223,7 @@ def test_without_a_process_memory_comes_later(
     monkeypatch.setattr(head_start, "_is_lent", lambda: True)
     monkeypatch.setattr(head_start.subprocess, "Popen", refuse)
     with open_store(tmp_path) as store:
-        begun = HeadStart(store, "auto", MIB)
+        begun = started(store)
         assert begun._held is None
         begun.end()
         assert all(thread.name != "moecache-prefault" for thread in threading.enumerate())

@@ -16,7 +16,7 @@ import moecache
 from moecache._prefault import address_of, resident_pages
 from moecache.prefault import BackgroundSweep, Region, merge, warm
 from moecache.prefault.sweep import Sweeper
-from moecache.runtime import opening, plan
+from moecache.runtime import head_start, opening, plan
 from moecache.runtime.opening import _cut_to
 from moecache.runtime.steps import reading
 from moecache.slots import HostSlots
@@ -465,4 +465,21 @@ def test_only_what_open_does_not_wait_for_yields(
 
     monkeypatch.setattr(opening, "warm", warm_and_note)
     with moecache.open(model.path, slots=9, prefault=mode, read="buffered"):
+        assert asked == [yielding]
+
+
+@pytest.mark.parametrize(("read", "yielding"), [("direct", False), ("buffered", True)])
+def test_memory_that_was_given_back_is_taken_at_once_but_no_file(
+    model: Checkpoint, monkeypatch: pytest.MonkeyPatch, read: str, yielding: bool
+) -> None:
+    """A host has it again in two seconds."""
+    asked: list[bool] = []
+
+    def warm_and_note(*arguments: object, **options: object) -> object:
+        asked.append(bool(options["yielding"]))
+        return warm(*arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(opening, "warm", warm_and_note)
+    monkeypatch.setattr(head_start, "has_given", lambda _: True)
+    with moecache.open(model.path, slots=9, read=read):
         assert asked == [yielding]

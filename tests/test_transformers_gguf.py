@@ -1,6 +1,8 @@
 """Models of GGUF files in a bounded number of slots."""
 
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from tests.helpers.nightly import some
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
+from moecache.integrations.transformers import _trunk  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = [
@@ -102,6 +106,63 @@ def test_experts_without_kernels_are_computed_by_torch_unless_it_is_said(tmp_pat
             torch.testing.assert_close(found, one, rtol=0, atol=2e-3)
     with pytest.raises(ConfigError, match='Llama4TextExperts cannot be computed with compute="f'):
         load(path, compute="fast")
+
+
+@pytest.mark.parametrize("trunk", ["bf16", "native"])
+@pytest.mark.parametrize("threads", [4, 0], ids=["four threads", "no thread to be had"])
+def test_a_trunk_is_the_same_by_any_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, trunk: str
+) -> None:
+    """Modules get their parameters in one order, whichever thread is done first."""
+    path = write(tmp_path / "model.gguf", sized("gpt-oss"), MIXED)
+    found = []
+    for number in (1, threads):
+        monkeypatch.setattr(_trunk, "num_threads", lambda number=number: max(1, number))
+        if number == 0:
+            monkeypatch.setattr(threading.Thread, "start", _refuse)
+        model = load(path, dtype=torch.float32, trunk=trunk, prefault="off", loader_threads=0)
+        monkeypatch.undo()
+        with model.moecache as offload:
+            offload.detach()
+        found.append(model.state_dict())
+    assert list(found[0]) == list(found[1])
+    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+
+
+def _refuse(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_an_interrupt_ends_the_reading_of_a_trunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no thread has begun is not read, and none is left."""
+    path = write(tmp_path / "model.gguf", sized("qwen3moe"), MIXED)
+    num_read = 0
+    is_over = threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            is_over.set()
+            super().shutdown(wait=wait)
+
+    def read(*_: object, **__: object) -> Callable[[], None]:
+        nonlocal num_read
+        num_read += 1
+        assert num_read == 1 or is_over.wait(60)
+        return interrupt
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_trunk, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(_trunk, "num_threads", lambda: 1)
+    monkeypatch.setattr(_trunk.TrunkWeight, "read", read)
+    with pytest.raises(KeyboardInterrupt):
+        load(path)
+    assert 1 <= num_read <= 2
+    assert not any(thread.name.startswith("moecache-trunk") for thread in threading.enumerate())
 
 
 def test_an_embedding_that_is_the_head_too_is_one_tensor(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class CtrlC:
         self._is_told = False
         self._raised_s: float | None = None
         self._code = EXIT_CODE
-        self._has_returned = False
+        self._has_returned = self._stays = self._is_first = False
 
     def catch(self) -> None:
         """Handle SIGINT from now on, unless it is ignored, as in a shell's background job."""
@@ -50,10 +50,13 @@ class CtrlC:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def stay(self) -> None:
-        """Handle SIGINT up to the end of the process."""
+        """Handle SIGINT up to the end of the process; a second call does nothing."""
+        if self._stays:
+            return
         self.catch()
         if signal.getsignal(signal.SIGINT) == self._handle:
-            # Registered first, called last.
+            # Registered first, called last, unless the interpreter was told to begin with another.
+            self._stays, self._is_first = True, not atexit._ncallbacks()  # noqa: SLF001
             atexit.register(self._leave)
             sys.unraisablehook = self._ignored
 
@@ -103,15 +106,17 @@ class CtrlC:
     def _leave(self) -> None:
         """End the process, or let no signal kill it any more.
 
-        All is closed by now, threads have ended, and the other functions of atexit were called.
-        Python would take a second to dissolve torch's modules, piece by piece. It also kills itself
-        by SIGINT, whatever the exit code, if an interrupt ever left `exec` of a string, of which
-        imports have many.
+        All is closed by now, threads have ended, and the other functions of atexit were called, as
+        this one was the first. Python would take a second to dissolve torch's modules, piece by
+        piece; programs that are traced or profiled have that, as C's functions at exit are left
+        out. It also kills itself by SIGINT, whatever the exit code, if an interrupt ever left
+        `exec` of a string, of which imports have many.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if self._raised_s is None and (sys.gettrace() is not None or not self._has_returned):
+        is_watched = sys.gettrace() is not None or sys.getprofile() is not None
+        if self._raised_s is None and (is_watched or not (self._has_returned and self._is_first)):
             return
-        # What cannot be written is Python's to tell of.
+        # Python reports what could not be written.
         if _flush() or self._raised_s is not None:
             os._exit(self._code)
 

@@ -15,7 +15,7 @@ from moecache.commands.arguments import add_option
 from moecache.commands.paths import HUB_NAMES, hub_path, printable
 from moecache.cuda import check_experts
 from moecache.decoding.families import has_recipe
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, StoreError
 from moecache.layout import ExpertLayout, Role
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
@@ -197,8 +197,12 @@ def _suggest_form(console: Console, path: str) -> None:
     # Imported here: it takes 7 MiB.
     from moecache.packing import estimate_form
 
-    with open_store(path) as store:
-        estimate = estimate_form(store)
+    try:
+        with open_store(path) as store:
+            estimate = estimate_form(store)
+    except StoreError as error:
+        console.print(f"whether packing pays was not measured: {printable(error)}", style="yellow")
+        return
     if estimate is not None and estimate.pays:
         console.print(
             f"pack it: moecache pack --compute-form {printable(shlex.quote(path))} OUT writes "

@@ -27,7 +27,8 @@ def opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
     with open_store(arguments.model) as store:
         try:
             if num_ranks() == 1:
-                settings = Settings.from_environ()
+                # `load` tells what cannot be read.
+                settings = Settings.from_environ(is_told=False)
                 prefault = settings.choose("prefault").value
                 head_start.begin(store, prefault, _slots_bytes(arguments, store, settings))
             yield store
@@ -36,7 +37,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
 
 
 def _slots_bytes(arguments: argparse.Namespace, store: CheckpointStore, settings: Settings) -> int:
-    """Return the memory that slots will take; 0 where nobody can say, as `load` will."""
+    """Return the memory that slots will take; 0 if the plan fails: `load` raises the error."""
     try:
         options = Options(
             arguments.memory,

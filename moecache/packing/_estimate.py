@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moecache.errors import StoreError
 from moecache.kernels.forms import tiler
 from moecache.layout import ExpertLayout, Role
 from moecache.packing._copy import PackedFile
@@ -182,8 +183,8 @@ def _pack(
         if directory is not None:
             with tempfile.TemporaryDirectory(dir=directory, prefix=".moecache-") as folder:
                 return _write(Path(folder) / "sample", unit, source), True
-    except OSError as error:
-        # To write there, and to be refused, is the packing's own matter.
+    except (OSError, StoreError) as error:
+        # To be refused is the packing's own matter; a file that cannot be read is told of below.
         logger.info("pack.not_measured path=%s error=%s", directory, error)
     descriptor = os.memfd_create("moecache-pack")
     try:

@@ -1,8 +1,9 @@
 """Holds memory for a process that needs it soon; run as a program, with nothing else imported.
 
-`python -I -S holding.py BYTES BYTES ...` takes that much from the system, part by part, and gives
-the next part back for each byte on its standard input, all at its end. In another process than the
-one that it is for: there, a thread that takes memory has all others wait that map or unmap some.
+`python -I -S holding.py PARENT BYTES BYTES ...` takes that much from the system, part by part. For
+each byte on its standard input it gives the next part back; when the input ends, or its parent is
+not process PARENT, it ends. A process of its own does this because a thread that populates memory
+blocks all others of its process that map or unmap some.
 """
 
 import contextlib
@@ -14,13 +15,15 @@ import time
 
 # Taken at once: as long as nothing is given back.
 _STEP_BYTES = 16 * 2**20
-# Else what was given back would be taken again, as it is the warmest.
+# What was freed last is handed out first: without a pause this process would take it again.
 _PAUSE_S = 2.0
+# Another process that was forked may keep the input open.
+_LOOK_S = 1.0
 # Linux 5.14.
 _MADV_POPULATE_WRITE = 23
 
 
-def hold(sizes: list[int]) -> None:
+def hold(parent: int, sizes: list[int]) -> None:
     """Take memory, and give it back as standard input says."""
     # If memory runs out, this goes first.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -31,16 +34,17 @@ def hold(sizes: list[int]) -> None:
     for part in parts:
         with contextlib.suppress(OSError):
             part.madvise(mmap.MADV_HUGEPAGE)
-    while first < len(parts):
+    while first < len(parts) and os.getppid() == parent:
         number = next((i for i in range(first, len(parts)) if taken[i] < len(parts[i])), None)
-        wait_s = None if number is None else max(0.0, resumes_s - time.monotonic())
+        pause_s = max(0.0, resumes_s - time.monotonic())
+        wait_s = _LOOK_S if number is None else min(pause_s, _LOOK_S)
         if select.select([0], [], [], wait_s)[0]:
             if not os.read(0, 1):
                 return
             parts[first].close()
             first += 1
             resumes_s = time.monotonic() + _PAUSE_S
-        elif number is not None:
+        elif number is not None and time.monotonic() >= resumes_s:
             step = min(_STEP_BYTES, len(parts[number]) - taken[number])
             try:
                 parts[number].madvise(_MADV_POPULATE_WRITE, taken[number], step)
@@ -50,4 +54,4 @@ def hold(sizes: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    hold([int(size) for size in sys.argv[1:]])
+    hold(int(sys.argv[1]), [int(size) for size in sys.argv[2:]])

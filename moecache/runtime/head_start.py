@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 from moecache.errors import MoeCacheError
 from moecache.prefault import BackgroundSweep, Done, holding, warm
-from moecache.settings import parse_prefault
-from moecache.sizing.host_memory import free_host_bytes
+from moecache.settings import prefaults
+from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
 from moecache.stores import CheckpointStore
 
 # What the libraries that are imported meanwhile, and the model's first steps, take.
@@ -34,24 +34,30 @@ class HeadStart:
     """Reads of a trunk and memory for it and for slots, begun before anybody asks for them.
 
     Nothing here is handed on: pages are found in the page cache, and memory is given back just
-    before it is taken. What fails is left to those who need it. Threads end with `end`.
-
-    Parameters
-    ----------
-    store : CheckpointStore
-    prefault : str
-        As `Options` has it: nothing is done where it is off.
-    slots_bytes : int
-        Memory that slots will take; 0: none is taken, neither for the trunk.
+    before it is taken. What fails is not told: whoever needs it meets the error. Threads end with
+    `end`.
     """
 
-    def __init__(self, store: CheckpointStore, prefault: str, slots_bytes: int) -> None:
+    def __init__(self) -> None:
         self._read: BackgroundSweep | None = None
         self._held: _Held | None = None
+        self._has_trunk = False
         self._given_s = -math.inf
         self._process = os.getpid()
-        with contextlib.suppress(MoeCacheError, OSError, ImportError):
-            if parse_prefault(prefault) != "off":
+
+    def begin(self, store: CheckpointStore, prefault: str, slots_bytes: int) -> None:
+        """Begin; an interrupt leaves nothing that `end` would not end.
+
+        Parameters
+        ----------
+        store : CheckpointStore
+        prefault : str
+            As `Options` has it: nothing is done where it is off.
+        slots_bytes : int
+            Memory that slots will take; 0 holds none, not even for the trunk.
+        """
+        with contextlib.suppress(MoeCacheError, OSError, ImportError, ValueError):
+            if prefaults(prefault):
                 self._begin(store, slots_bytes)
 
     def _begin(self, store: CheckpointStore, slots_bytes: int) -> None:
@@ -72,8 +78,9 @@ class HeadStart:
                 keep_mapped=False,
                 read_back=False,
             )
-        if slots_bytes and _is_lent():
+        if slots_bytes and _is_lent() and not _dies_whole():
             self._held = _Held([max(1, trunk), max(1, min(slots_bytes, room))])
+            self._has_trunk = True
 
     @property
     def progress(self) -> Done | None:
@@ -82,23 +89,24 @@ class HeadStart:
 
     def give_trunk(self) -> None:
         """Give the memory back that is for the trunk, which is about to be read."""
-        if self._held is not None and os.getpid() == self._process:
+        if self._has_trunk and self._held is not None and os.getpid() == self._process:
+            self._has_trunk = False
             self._held.give()
 
     def end(self) -> None:
         """Stop, and give all memory back; a second call does nothing. Pages stay cached."""
         if os.getpid() != self._process:
             return
-        if self._read is not None:
-            self._read.cancel()
         held, self._held = self._held, None
         if held is not None:
             held.end()
             self._given_s = time.monotonic()
+        if self._read is not None:
+            self._read.cancel()
 
     @property
     def has_given(self) -> bool:
-        """Whether memory was given back a moment ago, which is not the host's so far."""
+        """Whether memory was given back a moment ago, so that the host has not taken it yet."""
         return time.monotonic() - self._given_s < _STAYS_S
 
 
@@ -106,7 +114,9 @@ class _Held:
     """Memory that a process of its own takes from the system until it is given back."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        command = [sys.executable, "-I", "-S", holding.__file__, *map(str, sizes)]
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise OSError("there is no interpreter to start")
+        command = [sys.executable, "-I", "-S", holding.__file__, *map(str, (os.getpid(), *sizes))]
         self._process = subprocess.Popen(  # noqa: S603 - of this package
             command,
             stdin=subprocess.PIPE,
@@ -116,7 +126,7 @@ class _Held:
         )
 
     def give(self) -> None:
-        """Give the first part back that is left."""
+        """Give back the first part that is left."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended
             self._process.stdin.write(b".")
@@ -131,8 +141,18 @@ class _Held:
 
 def _is_lent() -> bool:
     """Return whether memory is a virtual machine's, whose host may have it back."""
-    with contextlib.suppress(OSError):
-        return " hypervisor" in Path("/proc/cpuinfo").read_text()
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as file:
+        flags = next((line for line in file if line.startswith("flags")), "")
+        return "hypervisor" in flags.split()
+    return False
+
+
+def _dies_whole() -> bool:
+    """Return whether memory that runs out ends this process too, not only the one that holds it."""
+    for group in cgroup_limits():
+        with contextlib.suppress(OSError):
+            if (Path(group.path) / "memory.oom.group").read_text().strip() == "1":
+                return True
     return False
 
 
@@ -143,8 +163,10 @@ _begun: WeakKeyDictionary[CheckpointStore, HeadStart] = WeakKeyDictionary()
 def begin(store: CheckpointStore, prefault: str, slots_bytes: int = 0) -> None:
     """Begin a store's head start, unless it has begun; see `HeadStart`."""
     with _lock:
-        if store not in _begun:
-            _begun[store] = HeadStart(store, prefault, slots_bytes)
+        if store in _begun:
+            return
+        begun = _begun[store] = HeadStart()
+    begun.begin(store, prefault, slots_bytes)
 
 
 def progress(store: CheckpointStore) -> Done | None:

@@ -177,8 +177,8 @@ def _start_prefault(
             background=True,
             progress=plan.options.progress,
             keep_mapped=False,
-            # Memory that is still backed is taken at once, before it is not.
-            yielding=not (waits or head_start.has_given(store)),
+            # Memory that is still backed is taken at once, before it is not; no file is read so.
+            yielding=not (waits or (not chosen and head_start.has_given(store))),
         )
         if waits:
             sweep.join()

@@ -319,15 +319,17 @@ class CheckpointStore(ABC):
     def trunk_regions(self) -> list[Region]:
         """Return (address, nbytes) of what `load` reads but experts, in the mapped files.
 
-        Valid as long as a region is referred to, as those of `regions`.
+        Files are mapped as long as a region is referred to.
         """
-        self._check_open()
         left_out = self.mtp_layers
+        maps: dict[int, mmap.mmap] = {}
         regions = []
         for name, (file, entry) in self._tensors.items():
             if not (self._is_expert(name) or enclosing(name, left_out)):
-                mapping = self._map(file)
-                regions.append(Region(address_of(mapping)[0] + entry.offset, entry.nbytes, mapping))
+                if file not in maps:
+                    maps[file] = self._mapped(file)
+                address = address_of(maps[file])[0] + entry.offset
+                regions.append(Region(address, entry.nbytes, maps[file]))
         return regions
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
@@ -410,19 +412,21 @@ class CheckpointStore(ABC):
     def _map(self, file: int) -> mmap.mmap:
         # One mapping per file, for good: `regions` gave its address away.
         with self._lock:
-            handle = self._file(file)
             if file not in self._maps:
-                if handle.nbytes < self._ends[file]:
-                    raise StoreError(
-                        f"{handle.path}: cannot be mapped: its tensors end at byte "
-                        f"{self._ends[file]}, but the file has only {handle.nbytes} now"
-                    )
-                try:
-                    mapping = mmap.mmap(handle.descriptor, 0, access=mmap.ACCESS_READ)
-                except (OSError, ValueError) as error:
-                    raise StoreError(f"{handle.path}: cannot be mapped: {error}") from error
-                self._maps[file] = mapping
+                self._maps[file] = self._mapped(file)
             return self._maps[file]
+
+    def _mapped(self, file: int) -> mmap.mmap:
+        handle = self._file(file)
+        if handle.nbytes < self._ends[file]:
+            raise StoreError(
+                f"{handle.path}: cannot be mapped: its tensors end at byte {self._ends[file]}, "
+                f"but the file has only {handle.nbytes} now"
+            )
+        try:
+            return mmap.mmap(handle.descriptor, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{handle.path}: cannot be mapped: {error}") from error
 
     def _entry(self, name: str) -> TensorEntry:
         self._check_open()

@@ -168,7 +168,8 @@ def load(
         if ranks is None and on_host:
             if source.is_gguf:
                 source.open()
-            source.begin(Settings.from_environ().choose("prefault", options.get("prefault")).value)
+            settings = Settings.from_environ(is_told=False)
+            source.begin(settings.choose("prefault", options.get("prefault")).value)
         make = _make_of_gguf if source.is_gguf else _make
         model = make(source, model_class, from_pretrained, trunk, compute, on_host=on_host)
         compute = compute or source.compute

@@ -166,28 +166,45 @@ def can_keep(module: nn.Module, known: Format) -> bool:
     return type(module) is nn.Embedding and len(known.parts(0, 0)) == 1
 
 
-def keep(
+def form_of(
     module: nn.Module,
     raw: np.ndarray,
     known: Format,
     shape: tuple[int, int],
-    dtype: torch.dtype,
     memory: Callable[[int], np.ndarray],
-) -> None:
-    """Give a layer without a weight a matrix as it is quantized, from its bytes in a file.
+) -> np.ndarray:
+    """Return what a layer without a weight keeps of a matrix.
 
-    A linear layer gets its compute form, in `memory` of so many bytes; others have `raw` itself.
+    Parameters
+    ----------
+    module : Module
+    raw : ndarray of uint8
+        The matrix as it is in a file.
+    known : Format
+    shape : (int, int)
+    memory : callable (nbytes)
+        Returns memory for a form.
+
+    Returns
+    -------
+    ndarray of uint8
+        A linear layer's compute form, in memory that `memory` returned; of others `raw` itself.
     """
-    if type(module) is nn.Linear:
-        assert known.form is not None
-        form = memory(known.form.nbytes(*shape))
-        tile(raw, known.name, *shape, form)
-        become(module, NativeLinear)
-    else:
-        form = raw.reshape(shape[0], -1)
-        become(module, NativeEmbedding)
+    if type(module) is not nn.Linear:
+        return raw.reshape(shape[0], -1)
+    assert known.form is not None
+    form = memory(known.form.nbytes(*shape))
+    tile(raw, known.name, *shape, form)
+    return form
+
+
+def keep(
+    module: nn.Module, form: np.ndarray, name: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Give a layer without a weight a matrix as it is quantized, by what `form_of` returned."""
+    become(module, NativeLinear if type(module) is nn.Linear else NativeEmbedding)
     module.register_buffer(FORM, torch.from_numpy(form), persistent=False)
-    module.__dict__[_KIND] = known.name, *shape, dtype
+    module.__dict__[_KIND] = name, *shape, dtype
 
 
 def thaw(model: nn.Module) -> None:

@@ -75,6 +75,8 @@ class TrunkQuantizer(HfQuantizer):
         if isinstance(store, GgufStore):
             self._trunk = strip_gguf(model, store)
         else:
+            # transformers reads most of it, from here on.
+            head_start.give_trunk(store)
             if known.checks_shapes:
                 check_shapes(model, store)
             self._trunk = strip_quantized(model, store)

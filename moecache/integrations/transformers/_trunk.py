@@ -2,9 +2,10 @@
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from transformers.utils import logging
 
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Targets, kept_dtype
-from moecache.integrations.transformers._native import can_keep, keep
+from moecache.integrations.transformers._native import can_keep, form_of, keep
 from moecache.integrations.transformers._slots import NUMPY_TYPES, as_tensor
 from moecache.integrations.transformers.gguf import Source
 from moecache.kernels import num_threads, values_in
@@ -45,18 +46,20 @@ class Memory:
         self._lock = threading.Lock()
 
     def passing(self, nbytes: int) -> np.ndarray:
-        """Return so many bytes, which the thread's next call may write to."""
+        """Return `nbytes` of scratch memory; this thread's next call may overwrite it."""
         found: np.ndarray | None = getattr(self._of_thread, "bytes", None)
         if found is None or len(found) < nbytes:
             found = self._of_thread.bytes = aligned_rows(1, nbytes)[0]
         return found[:nbytes]
 
     def lasting(self, nbytes: int) -> np.ndarray:
-        """Return so many bytes, of zeros, aligned as vectors are."""
+        """Return `nbytes` of zeros, aligned to 64 bytes, which live as long as they are used."""
         taken = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if taken > _CHUNK_BYTES // 4:
+            return aligned_rows(1, nbytes)[0]
         with self._lock:
             if len(self._chunk) < taken:
-                self._chunk = aligned_rows(1, max(_CHUNK_BYTES, taken))[0]
+                self._chunk = aligned_rows(1, _CHUNK_BYTES)[0]
             found, self._chunk = self._chunk[:nbytes], self._chunk[taken:]
         return found
 
@@ -82,16 +85,23 @@ class TrunkWeight:
     dtype: torch.dtype
     is_buffer: bool = False
 
-    def read(self, store: CheckpointStore, memory: "Memory", *, is_native: bool) -> None:
-        """Give the module its values, rounded once, or the file's own bytes where that can be."""
-        self.module.__dict__.pop(self.leaf, None)
+    def read(
+        self, store: CheckpointStore, memory: Memory, *, is_native: bool
+    ) -> Callable[[], None]:
+        """Read its values, rounded once, or the file's own bytes where that can be, in any thread.
+
+        Returns
+        -------
+        callable ()
+            Puts them into the module.
+        """
         names, rows = self.source.tensors, self.source.rows
         matrices = [store.trunk_matrices[name][0] for name in names if name in store.trunk_matrices]
         first = matrices[0] if 0 < len(matrices) == len(names) else None
         if first is not None and self.source.undo is None and len({*matrices}) == 1:
             is_kept = is_native and can_keep(self.module, first.format)
             nbytes = first.format.nbytes(first.rows, first.columns)
-            # What becomes something else is in memory that is used again; see `keep`.
+            # What becomes something else is read into scratch memory; see `form_of`.
             is_left = is_kept and rows is None and type(self.module) is nn.Linear
             total = len(names) * nbytes
             raw = memory.passing(total) if is_left else np.empty(total, np.uint8)
@@ -102,29 +112,49 @@ class TrunkWeight:
                 num_rows, raw = len(rows), raw.reshape(num_rows, -1)[rows].reshape(-1)
             shape = num_rows, first.columns
             if is_kept:
-                keep(self.module, raw, first.format, shape, self.dtype, memory.lasting)
-                return
+                form = form_of(self.module, raw, first.format, shape, memory.lasting)
+                return partial(self._keep, form, first.format.name, shape)
             role = Role(names[0], shape, format=first.format.name)
             values = values_in(raw, role, stored=True, dtype=NUMPY_TYPES[self.dtype])
         else:
             arrays = [store.read_tensor(name).astype(np.float32) for name in names]
             values = self.source.undo(arrays) if self.source.undo else np.concatenate(arrays)
             values = values if rows is None else values[rows]
-        tensor = as_tensor(np.ascontiguousarray(values)).to(self.dtype)
+        return partial(self._put, as_tensor(np.ascontiguousarray(values)).to(self.dtype))
+
+    def _keep(self, form: np.ndarray, name: str, shape: tuple[int, int]) -> None:
+        self.module.__dict__.pop(self.leaf, None)
+        keep(self.module, form, name, shape, self.dtype)
+
+    def _put(self, values: torch.Tensor) -> None:
+        self.module.__dict__.pop(self.leaf, None)
         if self.is_buffer:
-            self.module.register_buffer(self.leaf, tensor)
+            self.module.register_buffer(self.leaf, values)
         else:
-            self.module.register_parameter(self.leaf, nn.Parameter(tensor))
+            self.module.register_parameter(self.leaf, nn.Parameter(values))
 
 
 def read_trunk(weights: Sequence[TrunkWeight], store: CheckpointStore, *, is_native: bool) -> None:
-    """Read weights into their modules, a few at a time, with a bar as transformers shows them."""
+    """Read weights by a few threads, with a bar as transformers shows them.
+
+    Modules get them in the order of `weights`, in this thread: parameters have an order.
+    """
     memory = Memory()
     store.trunk_matrices  # noqa: B018 - found once
-    with ThreadPoolExecutor(min(_MOST_THREADS, num_threads()), "moecache-trunk") as pool:
-        done = pool.map(lambda one: one.read(store, memory, is_native=is_native), weights)
-        for _ in logging.tqdm(done, desc="Reading the trunk", total=len(weights)):
-            pass
+    read = partial(TrunkWeight.read, store=store, memory=memory, is_native=is_native)
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, num_threads()), "moecache-trunk")
+    try:
+        found: Iterable[Callable[[], None]]
+        try:
+            futures = [pool.submit(read, weight) for weight in weights]
+            found = (future.result() for future in futures)
+        except RuntimeError:  # no more threads to be had
+            pool.shutdown(cancel_futures=True)
+            found = map(read, weights)
+        for put in logging.tqdm(found, desc="Reading the trunk", total=len(weights)):
+            put()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def strip_quantized(

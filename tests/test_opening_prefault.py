@@ -452,34 +452,37 @@ def test_a_sweep_waits_for_reads_under_way_and_has_what_was_left_taken_in() -> N
     assert not is_reading()
 
 
-@pytest.mark.parametrize(("mode", "yielding"), [("background", True), ("force", False)])
+@pytest.fixture(name="yielding")
+def _yielding(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return whether each sweep that `open` begins yields to reads."""
+    asked: list[bool] = []
+
+    def warm_and_note(*arguments: object, **options: object) -> object:
+        asked.append(bool(options["yielding"]))
+        return warm(*arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(opening, "warm", warm_and_note)
+    return asked
+
+
+@pytest.mark.parametrize(("mode", "wanted"), [("background", True), ("force", False)])
 def test_only_what_open_does_not_wait_for_yields(
-    model: Checkpoint, monkeypatch: pytest.MonkeyPatch, mode: str, yielding: bool
+    model: Checkpoint, yielding: list[bool], mode: str, wanted: bool
 ) -> None:
     """A sweep beside requests begins nothing while they read; one before them uses threads."""
-    asked: list[bool] = []
-
-    def warm_and_note(*arguments: object, **options: object) -> object:
-        asked.append(bool(options["yielding"]))
-        return warm(*arguments, **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(opening, "warm", warm_and_note)
     with moecache.open(model.path, slots=9, prefault=mode, read="buffered"):
-        assert asked == [yielding]
+        assert yielding == [wanted]
 
 
-@pytest.mark.parametrize(("read", "yielding"), [("direct", False), ("buffered", True)])
+@pytest.mark.parametrize(("read", "wanted"), [("direct", False), ("buffered", True)])
 def test_memory_that_was_given_back_is_taken_at_once_but_no_file(
-    model: Checkpoint, monkeypatch: pytest.MonkeyPatch, read: str, yielding: bool
+    model: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    yielding: list[bool],
+    read: str,
+    wanted: bool,
 ) -> None:
     """A host has it again in two seconds."""
-    asked: list[bool] = []
-
-    def warm_and_note(*arguments: object, **options: object) -> object:
-        asked.append(bool(options["yielding"]))
-        return warm(*arguments, **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(opening, "warm", warm_and_note)
     monkeypatch.setattr(head_start, "has_given", lambda _: True)
     with moecache.open(model.path, slots=9, read=read):
-        assert asked == [yielding]
+        assert yielding == [wanted]

@@ -1,6 +1,6 @@
 """Roles of a layer's experts, and which parts of which tensors make them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +10,7 @@ from moecache.formats import format_of, stacked_name
 from moecache.layout import Role
 from moecache.stores._header import shown
 from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
+from moecache.stores.base import Run
 
 _ROLES = ("gate_up", "down")
 PIECE_NAMES = {("gate_up", 0): "gate", ("gate_up", 1): "up", ("down", 0): "down"}
@@ -35,6 +36,57 @@ class TensorPart:
     sources: tuple[str, ...]
     stacked: bool
     weight: str = ""
+
+
+def runs_of(parts: Sequence[TensorPart], expert: int) -> tuple[Run, ...]:
+    """Return where the bytes of one of a layer's experts lie, those that adjoin as one run."""
+    extents = sorted(
+        (
+            int(part.files[expert]),
+            int(part.offsets[expert]),
+            part.role,
+            part.start,
+            part.start + part.nbytes,
+        )
+        for part in parts
+        if part.nbytes
+    )
+    runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
+    for file, offset, role, start, stop in extents:
+        if runs:
+            last_file, last_offset, spans = runs[-1]
+            length = sum(end - begin for _, begin, end in spans)
+            if file == last_file and offset == last_offset + length:
+                last_role, last_start, last_stop = spans[-1]
+                if last_role == role and last_stop == start:
+                    spans[-1] = (role, last_start, stop)
+                else:
+                    spans.append((role, start, stop))
+                continue
+        runs.append((file, offset, [(role, start, stop)]))
+    return tuple((file, offset, tuple(spans)) for file, offset, spans in runs)
+
+
+def extents_of(
+    parts: Sequence[TensorPart], wanted: np.ndarray | None = None
+) -> list[tuple[int, int, int]]:
+    """Return (file, offset, nbytes) of a layer's experts, in file order, those that adjoin as one.
+
+    With `wanted`, bool [num_experts], only of these experts.
+    """
+    extents = sorted(
+        (int(file), int(offset), part.nbytes)
+        for part in parts
+        for expert, (file, offset) in enumerate(zip(part.files, part.offsets, strict=True))
+        if wanted is None or wanted[expert]
+    )
+    merged: list[tuple[int, int, int]] = []
+    for file, offset, nbytes in extents:
+        if merged and merged[-1][0] == file and sum(merged[-1][1:]) == offset:
+            merged[-1] = (file, merged[-1][1], merged[-1][2] + nbytes)
+        else:
+            merged.append((file, offset, nbytes))
+    return merged
 
 
 @dataclass

@@ -25,7 +25,7 @@ from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import TensorEntry
 from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
 from moecache.stores._mtp import enclosing, mtp_layers
-from moecache.stores._parts import TensorPart
+from moecache.stores._parts import TensorPart, extents_of, runs_of
 from moecache.stores.base import Parts, Run, destination_bytes
 
 logger = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ class CheckpointStore(ABC):
         runs = self._runs.get((layer, expert))
         if runs is None:
             self._layout.check(layer, expert)
-            runs = self._runs[layer, expert] = self._plan_runs(layer, expert)
+            runs = self._runs[layer, expert] = runs_of(self._pieces[layer], expert)
         return runs
 
     def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
@@ -297,20 +297,8 @@ class CheckpointStore(ABC):
         regions: list[Region] = []
         for layer in range(self._layout.num_layers) if layers is None else layers:
             self._layout.check(layer)
-            extents = sorted(
-                (int(file), int(offset), piece.nbytes)
-                for piece in self._pieces[layer]
-                for expert, (file, offset) in enumerate(
-                    zip(piece.files, piece.offsets, strict=True)
-                )
-                if held is None or held[layer, expert]
-            )
-            merged: list[list[int]] = []
-            for file, offset, nbytes in extents:
-                if merged and merged[-1][0] == file and sum(merged[-1][1:]) == offset:
-                    merged[-1][2] += nbytes
-                else:
-                    merged.append([file, offset, nbytes])
+            wanted = None if held is None else held[layer]
+            merged = extents_of(self._pieces[layer], wanted)
             for file, offset, nbytes in merged:
                 mapping = self._map(file)
                 regions.append(Region(address_of(mapping)[0] + offset, nbytes, mapping))
@@ -381,33 +369,6 @@ class CheckpointStore(ABC):
                 target[role][start:stop] = mapped[offset : offset + stop - start]
                 offset += stop - start
             handle.check_unchanged()
-
-    def _plan_runs(self, layer: int, expert: int) -> tuple[Run, ...]:
-        extents = sorted(
-            (
-                int(piece.files[expert]),
-                int(piece.offsets[expert]),
-                piece.role,
-                piece.start,
-                piece.start + piece.nbytes,
-            )
-            for piece in self._pieces[layer]
-            if piece.nbytes
-        )
-        runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
-        for file, offset, role, start, stop in extents:
-            if runs:
-                last_file, last_offset, spans = runs[-1]
-                length = sum(end - begin for _, begin, end in spans)
-                if file == last_file and offset == last_offset + length:
-                    last_role, last_start, last_stop = spans[-1]
-                    if last_role == role and last_stop == start:
-                        spans[-1] = (role, last_start, stop)
-                    else:
-                        spans.append((role, start, stop))
-                    continue
-            runs.append((file, offset, [(role, start, stop)]))
-        return tuple((file, offset, tuple(spans)) for file, offset, spans in runs)
 
     def _map(self, file: int) -> mmap.mmap:
         # One mapping per file, for good: `regions` gave its address away.

@@ -1,6 +1,7 @@
 """Errors of transformers and tokenizers over a checkpoint's files, as the project's own."""
 
 import linecache
+import math
 import os
 import re
 import sysconfig
@@ -122,9 +123,20 @@ def describe(error: BaseException) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
+# The largest number of bfloat16, rounded down.
+_MOST_VALUE = 3.38e38
+
+
 def check_sizes(path: str | os.PathLike[str], config: dict[str, Any]) -> None:
-    """Raise a FormatError for more layers than any model has, which would be built for hours."""
+    """Raise a FormatError for more layers than any model has, which would be built for hours.
+
+    So is a number beyond bfloat16, where torch would fail once a token is computed.
+    """
     for name, value in _numbers(config, ""):
+        if _MOST_VALUE < abs(value) < math.inf:
+            raise FormatError(
+                f"{Path(path) / 'config.json'}: {name} is {str(value)[:20]}; no weight is so large"
+            )
         most = _MOST_LABELS if name.endswith("labels") else MAX_LAYERS
         if value > most and _SIZES.search(name):
             raise FormatError(

@@ -42,7 +42,7 @@ INLINE __m512 mc_rows_bf16(
         int64_t k = 0;
 #pragma GCC unroll 4
         for (; k + 32 <= columns; k += 32) {
-            __builtin_prefetch(at + 2 * k + MC_AHEAD);
+            MC_FETCH(at + 2 * k);
             sum = mc_dp(sum, _mm512_loadu_si512(at + 2 * k), _mm512_loadu_si512(input + 2 * k));
         }
         if (tail)
@@ -165,7 +165,7 @@ INLINE void mc_few_dp(
                 block[t] = other[t] = _mm512_setzero_ps();
 #pragma GCC unroll 4
             for (int chunk = 0; chunk < 4; chunk++, at += 64) {
-                __builtin_prefetch(at + MC_AHEAD);
+                MC_FETCH(at);
                 __m512i values = _mm512_loadu_si512(at);
                 __m512i below = _mm512_permutex2var_epi8(low[0], values, low[1]);
                 __m512i above = _mm512_permutex2var_epi8(high[0], values, high[1]);

@@ -46,7 +46,7 @@ INLINE void LEVEL(row)(
     }
     for (; k + SIDES * LANES <= columns; k += SIDES * LANES) {
         for (int64_t line = 0; line < SIDES * LANES * bytes; line += 64)
-            __builtin_prefetch(row + k * bytes + line + MC_AHEAD);
+            MC_FETCH(row + k * bytes + line);
         for (int side = 0; side < SIDES; side++)
             STEP(side, LEVEL(load))
     }

@@ -13,9 +13,6 @@
 #define MC_TILE 16
 /* Columns whose codes lie together. */
 #define MC_BLOCK 32
-/* Bytes that are asked for before they are multiplied: processors foresee neither the next group of rows nor
- * codes whose bits lie apart. */
-#define MC_AHEAD 4096
 /* Columns that share a number by which their integer scales are multiplied. */
 #define MC_SUPER 256
 

@@ -26,7 +26,7 @@ DEFAULT_LOADER_THREADS = 2
 PREFAULT_MODES = ("auto", "background", "off", "force")
 DEFAULT_PREFAULT = "auto"
 # Instructions of the kernels, the best last.
-KERNEL_LEVELS = ("generic", "neon", "avx2", "avxvnni", "avx512vnni", "avx512")
+KERNEL_LEVELS = ("generic", "neon", "avx2", "avxvnni", "avx512vnni", "avx512", "amx")
 # The values of `compute=` that `load` takes.
 COMPUTE = {
     "torch": "transformers' own products, its output bit for bit",

@@ -65,7 +65,7 @@ def takes_denormals_as_zeros(level: str, name: str, dtype: np.dtype) -> bool:
     """Return whether vdpbf16ps multiplies, which does, or integers, which cannot be that small."""
     if has_integers(name):
         return True
-    return level == "avx512" and dtype == BF16 and name not in ("f32", "f16")
+    return level in ("avx512", "amx") and dtype == BF16 and name not in ("f32", "f16")
 
 
 @every_level

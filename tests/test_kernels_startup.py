@@ -61,7 +61,7 @@ def test_a_level_that_is_none_is_a_warning_at_the_start() -> None:
     found, logged = tell(MOECACHE_KERNELS="nonsense", MOECACHE_THREADS="3")
     assert found[:2] == [kernels.levels()[-1], "3"]
     assert "WARNING settings.malformed MOECACHE_KERNELS='nonsense' is not one of" in logged
-    assert "generic, neon, avx2, avxvnni, avx512vnni, avx512; using the default" in logged
+    assert "generic, neon, avx2, avxvnni, avx512vnni, avx512, amx; using the default" in logged
 
 
 @pytest.mark.skipif("avx512" in kernels.levels(), reason="the processor lacks no level")

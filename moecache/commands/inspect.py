@@ -189,7 +189,10 @@ def _compute(planned: Plan, *, measures: bool) -> str:
         # The host's memory is none of a GPU's business.
         bytes_per_s=(None if planned.gpu else bandwidth(planned.profile, measures=measures)),
     )
-    return f'with compute="fast": {stats.describe()}'
+    described = f'with compute="fast": {stats.describe()}'
+    if planned.gpu is None and kernels.amx_is_refused():
+        described += "; the system refuses AMX to this process, so that prompts take longer"
+    return described
 
 
 def _suggest_form(console: Console, path: str) -> None:

@@ -3,11 +3,12 @@
 The order of every sum depends on the number of columns alone, so that a token's result has the same
 bits alone and among others, with any number of threads, wherever the weights are. Products of
 integers have the same bits on every level of instructions ("generic", "avx2", "avxvnni",
-"avx512vnni", "avx512", "neon"); those of floats differ in their last bits.
+"avx512vnni", "avx512", "amx", "neon"); those of floats differ in their last bits.
 """
 
 from moecache.kernels._kernels import (
     ACTIVATIONS,
+    amx_is_refused,
     combine,
     level,
     levels,
@@ -30,6 +31,7 @@ from moecache.kernels.startup import usable_cores
 __all__ = [
     "ACTIVATIONS",
     "SlotKernel",
+    "amx_is_refused",
     "combine",
     "default_compute",
     "expand",

@@ -54,6 +54,7 @@ from moecache.kernels._products cimport (
     mc_share,
     mc_share_from,
     mc_shared_bytes,
+    mc_tiles_are_refused,
     mc_waking_bytes,
 )
 
@@ -96,6 +97,11 @@ def levels():
 def level():
     """Return the name of the level in use."""
     return (<bytes>_level.name).decode()
+
+
+def amx_is_refused():
+    """Return whether the processor has AMX, and the operating system denies it to this process."""
+    return bool(mc_tiles_are_refused)
 
 
 def use_level(str name):

@@ -234,6 +234,18 @@ typedef struct {
 typedef void (*mc_tile)(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out);
 
+/* Products with many inputs, which are packed once for all rows. */
+typedef struct {
+    /* Bytes of a room for inputs of a matrix, and for what is made of its rows: a multiple of 64, or 0 if
+     * tiles multiply this matrix. */
+    int64_t (*bytes)(const mc_matrix *matrix, int64_t num);
+    void (*pack)(
+        const mc_matrix *matrix, const uint8_t *const *inputs, int64_t num, uint8_t *room);
+    /* As a tile, with packed inputs. */
+    void (*multiply)(
+        const mc_matrix *matrix, int64_t row, int64_t num, uint8_t *room, float *out);
+} mc_many;
+
 /* Defines a tile that multiplies weights of one kind with `many` inputs at a time, then with `fewer`,
  * then with one: as many as registers hold. */
 #define MC_TILE_BY(name, few, many, fewer, codes)                                             \
@@ -257,6 +269,8 @@ typedef struct {
     mc_tile tiles[2][MC_NUM_CODES];
     /* By codes and flags: integers. NULL: there is no such form. */
     mc_tile planes[MC_NUM_CODES][MC_FLAGS];
+    /* What multiplies many inputs of a type, with the bits of a tile; NULL: tiles do. */
+    const mc_many *many[3];
     void (*activate)(float *gate, const float *up, int64_t num, const mc_activation *how);
     void (*quantize)(const uint8_t *from, int type, int64_t columns, int codes, uint8_t *to);
     uint8_t *(*form)(const mc_file *file, int64_t row, uint8_t *out, int *wrong);

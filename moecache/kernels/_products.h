@@ -96,20 +96,85 @@ static int64_t mc_tiles_per_item(const mc_matrix *matrix)
 
 static inline int64_t mc_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+/* From how many inputs on they are packed, and how many a room has. */
+#define MC_MANY 8
+#define MC_MANY_CHUNK 64
+/* Tiles of an item that packs its inputs: as many as make that cheap. */
+#define MC_MANY_TILES 32
+
+/* Inputs of an expert or a product, a chunk after the other, and what multiplies them with rows. */
+typedef struct {
+    const uint8_t *const *inputs;
+    int64_t num, left; /* of this chunk; from it on */
+    mc_tile tile;
+    const mc_many *many;
+    uint8_t *room; /* of inputs that are packed, or NULL */
+} mc_chunks;
+
+/* Without memory for a room, tiles multiply all. */
+static mc_chunks mc_chunks_of(
+    const mc_level *level, int type, const mc_matrix *matrix, const uint8_t *const *inputs,
+    int64_t num)
+{
+    mc_chunks chunks = {inputs, 0, num, mc_tile_of(level, type, matrix), level->many[type], NULL};
+    if (chunks.many && num >= MC_MANY) {
+        int64_t bytes = chunks.many->bytes(matrix, num < MC_MANY_CHUNK ? num : MC_MANY_CHUNK);
+        chunks.room = bytes ? aligned_alloc(64, (size_t)bytes) : NULL;
+    }
+    return chunks;
+}
+
+/* Goes on to the next inputs; returns how many, 0 behind the last one. */
+static int64_t mc_next_chunk(mc_chunks *chunks, const mc_matrix *matrix)
+{
+    int64_t most = chunks->room ? MC_MANY_CHUNK : MC_CHUNK;
+    chunks->inputs += chunks->num;
+    chunks->left -= chunks->num;
+    chunks->num = chunks->left < most ? chunks->left : most;
+    if (chunks->room && chunks->num >= MC_MANY) {
+        chunks->many->pack(matrix, chunks->inputs, chunks->num, chunks->room);
+    } else if (chunks->room) {
+        free(chunks->room);
+        chunks->room = NULL;
+    }
+    return chunks->num;
+}
+
+/* The products of rows [row, row + 16) with a chunk's inputs, as a tile gives them. */
+static inline void mc_multiply(
+    const mc_chunks *chunks, const mc_matrix *matrix, int64_t row, float *out)
+{
+    if (chunks->room)
+        chunks->many->multiply(matrix, row, chunks->num, chunks->room, out);
+    else
+        chunks->tile(matrix, row, chunks->inputs, chunks->num, out);
+}
+
+/* Makes items larger that pack their inputs, as long as there are enough for all threads. */
+static int64_t mc_many_tiles(
+    const mc_level *level, int type, int64_t tiles, int64_t all, int64_t num, int num_threads)
+{
+    int64_t most = all / (8 * num_threads);
+    if (!level->many[type] || num < MC_MANY)
+        return tiles;
+    most = most < MC_MANY_TILES ? most : MC_MANY_TILES;
+    return tiles > most ? tiles : most;
+}
+
 static void mc_product_item(void *job, int64_t item)
 {
     const mc_product *p = job;
-    mc_tile tile = mc_tile_of(p->level, p->input_type, &p->matrix);
     int64_t first = item * p->tiles_per_item * MC_TILE;
     int64_t last = first + p->tiles_per_item * MC_TILE;
     if (last > p->matrix.rows)
         last = p->matrix.rows;
-    for (int64_t row = first; row < last; row += MC_TILE) {
-        int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
-        for (int64_t t = 0; t < p->num_inputs; t += MC_CHUNK) {
+    mc_chunks chunks =
+        mc_chunks_of(p->level, p->input_type, &p->matrix, p->inputs, p->num_inputs);
+    for (int64_t t = 0, count; (count = mc_next_chunk(&chunks, &p->matrix)); t += count)
+        for (int64_t row = first; row < last; row += MC_TILE) {
+            int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
             float results[MC_CHUNK * MC_TILE];
-            int64_t count = p->num_inputs - t < MC_CHUNK ? p->num_inputs - t : MC_CHUNK;
-            tile(&p->matrix, row, p->inputs + t, count, results);
+            mc_multiply(&chunks, &p->matrix, row, results);
             for (int64_t i = 0; i < count; i++) {
                 mc_add_bias(results + i * MC_TILE, &p->bias, 0, row, num);
                 mc_from_f32(results + i * MC_TILE, num, p->out.type,
@@ -117,12 +182,13 @@ static void mc_product_item(void *job, int64_t item)
                                 + row * mc_input_bytes(p->out.type));
             }
         }
-    }
 }
 
 static void mc_products(mc_product *product, int num_threads)
 {
-    product->tiles_per_item = mc_tiles_per_item(&product->matrix);
+    product->tiles_per_item = mc_many_tiles(
+        product->level, product->input_type, mc_tiles_per_item(&product->matrix),
+        mc_ceil(product->matrix.rows, MC_TILE), product->num_inputs, num_threads);
     mc_share(num_threads, mc_product_item, product,
              mc_ceil(product->matrix.rows, product->tiles_per_item * MC_TILE),
              mc_read_bytes(&product->matrix, product->num_inputs));
@@ -163,13 +229,13 @@ static inline mc_matrix mc_in_slot(const mc_slots *slots, int64_t slot)
 /* Rows [row, row + num) of gate and of up, for a chunk of inputs, to fp32. */
 static void mc_gate_and_up(
     const mc_experts *e, const mc_matrix *matrix, int64_t slot, int64_t row, int64_t num,
-    const uint8_t *const *inputs, int64_t count, float *gate, float *up)
+    const mc_chunks *chunks, float *gate, float *up)
 {
-    mc_tile tile = mc_tile_of(e->level, e->input_type, matrix);
+    int64_t count = chunks->num;
     if (!e->is_interleaved) {
-        tile(matrix, row, inputs, count, gate);
+        mc_multiply(chunks, matrix, row, gate);
         if (e->is_gated) {
-            tile(matrix, row + e->up_row, inputs, count, up);
+            mc_multiply(chunks, matrix, row + e->up_row, up);
             for (int64_t i = 0; i < count; i++)
                 mc_add_bias(up + i * MC_TILE, &e->up.bias, slot, row + e->width, num);
         }
@@ -183,7 +249,7 @@ static void mc_gate_and_up(
         int64_t at = 2 * row + half * MC_TILE, left = matrix->rows - at;
         if (left <= 0)
             break;
-        tile(matrix, at, inputs, count, both);
+        mc_multiply(chunks, matrix, at, both);
         for (int64_t i = 0; i < count; i++) {
             mc_add_bias(both + i * MC_TILE, &e->up.bias, slot, at, left < MC_TILE ? left : MC_TILE);
             for (int j = 0; j < MC_TILE / 2; j++) {
@@ -242,24 +308,21 @@ static void mc_up_item(void *job, int64_t item)
                       e->inputs + begin, all, e->hidden.data + begin * e->hidden.row_bytes);
         return;
     }
-    for (int64_t row = first; row < last; row += MC_TILE) {
-        int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
-        for (int64_t t = e->offsets[expert]; t < e->offsets[expert + 1]; t += MC_CHUNK) {
+    mc_chunks chunks = mc_chunks_of(e->level, e->input_type, &matrix, e->inputs + begin, all);
+    for (int64_t t = begin, count; (count = mc_next_chunk(&chunks, &matrix)); t += count)
+        for (int64_t row = first; row < last; row += MC_TILE) {
+            int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
             float gate[MC_CHUNK * MC_TILE], up[MC_CHUNK * MC_TILE];
-            int64_t count = e->offsets[expert + 1] - t;
-            if (count > MC_CHUNK)
-                count = MC_CHUNK;
             /* No more than is used: for one input, 8 KiB of zeros cost a third of its products. */
             memset(gate, 0, (size_t)(count * MC_TILE) * sizeof *gate);
             memset(up, 0, (size_t)(count * MC_TILE) * sizeof *up);
-            mc_gate_and_up(e, &matrix, slot, row, num, e->inputs + t, count, gate, up);
+            mc_gate_and_up(e, &matrix, slot, row, num, &chunks, gate, up);
             e->level->activate(gate, e->is_gated ? up : NULL, count * MC_TILE, &e->activation);
             for (int64_t i = 0; i < count; i++)
                 mc_from_f32(gate + i * MC_TILE, num, e->hidden.type,
                             e->hidden.data + (t + i) * e->hidden.row_bytes
                                 + row * mc_input_bytes(e->hidden.type));
         }
-    }
 }
 
 static void mc_hidden_item(void *job, int64_t item)
@@ -275,19 +338,18 @@ static void mc_down_item(void *job, int64_t item)
     const mc_experts *e = job;
     int64_t expert = item / e->items_per_expert, slot = e->slots[expert];
     mc_matrix matrix = mc_in_slot(&e->down, slot);
-    mc_tile tile = mc_tile_of(e->level, e->hidden_type, &matrix);
     int64_t first = item % e->items_per_expert * e->tiles_per_item * MC_TILE;
     int64_t last = first + e->tiles_per_item * MC_TILE;
     if (last > matrix.rows)
         last = matrix.rows;
-    for (int64_t row = first; row < last; row += MC_TILE) {
-        int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
-        for (int64_t t = e->offsets[expert]; t < e->offsets[expert + 1]; t += MC_CHUNK) {
+    int64_t begin = e->offsets[expert];
+    mc_chunks chunks = mc_chunks_of(e->level, e->hidden_type, &matrix, e->hidden_inputs + begin,
+                                    e->offsets[expert + 1] - begin);
+    for (int64_t t = begin, count; (count = mc_next_chunk(&chunks, &matrix)); t += count)
+        for (int64_t row = first; row < last; row += MC_TILE) {
+            int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
             float results[MC_CHUNK * MC_TILE];
-            int64_t count = e->offsets[expert + 1] - t;
-            if (count > MC_CHUNK)
-                count = MC_CHUNK;
-            tile(&matrix, row, e->hidden_inputs + t, count, results);
+            mc_multiply(&chunks, &matrix, row, results);
             for (int64_t i = 0; i < count; i++) {
                 mc_add_bias(results + i * MC_TILE, &e->down.bias, slot, row, num);
                 mc_from_f32(results + i * MC_TILE, num, e->out.type,
@@ -295,7 +357,6 @@ static void mc_down_item(void *job, int64_t item)
                                 + row * mc_input_bytes(e->out.type));
             }
         }
-    }
 }
 
 #define MC_SUM_COLUMNS 1024
@@ -343,13 +404,19 @@ static void mc_compute_experts(mc_experts *e, int num_threads)
         run = run < MC_RUN ? run : MC_RUN;
         e->tiles_per_item = run > e->tiles_per_item ? run : e->tiles_per_item;
     }
+    e->tiles_per_item = mc_many_tiles(
+        e->level, e->input_type, e->tiles_per_item, e->num_experts * mc_ceil(e->width, MC_TILE),
+        num / (e->num_experts + !e->num_experts), num_threads);
     e->items_per_expert = mc_ceil(e->width, e->tiles_per_item * MC_TILE);
     mc_share(num_threads, mc_up_item, e, e->num_experts * e->items_per_expert,
              mc_read_bytes(&e->up.first, num));
     if (e->hidden_type == MC_X_PLANES) {
         mc_share(num_threads, mc_hidden_item, e, num, 4 * num * e->hidden.row_bytes);
     }
-    e->tiles_per_item = mc_tiles_per_item(&e->down.first);
+    e->tiles_per_item = mc_many_tiles(
+        e->level, e->hidden_type, mc_tiles_per_item(&e->down.first),
+        e->num_experts * mc_ceil(e->down.first.rows, MC_TILE),
+        num / (e->num_experts + !e->num_experts), num_threads);
     e->items_per_expert = mc_ceil(e->down.first.rows, e->tiles_per_item * MC_TILE);
     mc_share(num_threads, mc_down_item, e, e->num_experts * e->items_per_expert,
              mc_read_bytes(&e->down.first, num));

@@ -22,6 +22,7 @@ cdef extern from "_products.h" nogil:
         mc_matrix matrix
         mc_rows out
 
+    int mc_tiles_are_refused
     int64_t mc_shared_bytes
     int64_t mc_waking_bytes
     void mc_share_from(int64_t shared_bytes, int64_t waking_bytes)

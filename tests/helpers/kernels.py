@@ -15,9 +15,11 @@ from moecache.kernels import _kernels
 from moecache.layout import Role
 from tests.helpers.nightly import some
 
-# The levels to be tested: without bfloat16's products, AVX-512 computes floats as AVX2's code does.
+# The levels to be tested: without bfloat16's products, AVX-512 computes floats as AVX2's code does;
+# with AMX, few inputs and floats as without.
 LEVELS = some(
-    kernels.levels(), lambda level: level != "avx512vnni" or level == kernels.levels()[-1]
+    kernels.levels(),
+    lambda level: level not in ("avx512vnni", "avx512") or level == kernels.levels()[-1],
 )
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)

@@ -4,6 +4,17 @@
  * Prints a line with a checksum for each. The lines depend on neither the processor nor the level, so a
  * cross-compiled program has to print the same ones (`make arm`). Given a level's name, it fails if the
  * processor does not have that level. */
+#include <stdlib.h>
+
+/* Whether there is no memory for packed inputs. */
+static int is_out_of_memory;
+
+static void *sometimes(size_t alignment, size_t size)
+{
+    return is_out_of_memory ? NULL : aligned_alloc(alignment, size);
+}
+#define aligned_alloc sometimes
+
 #include "checks.h"
 #include "definition.h"
 #include "random_forms.h"
@@ -80,6 +91,17 @@ static void test_products(const mc_matrix *m)
                           "not the products as defined");
             }
         }
+        /* In a room, and without memory for one. */
+        for (is_out_of_memory = 0; is_out_of_memory < 2 && levels[l]->many[MC_X_PLANES]; is_out_of_memory++) {
+            static float out[NUM_INPUTS][MOST_ROWS];
+            mc_product product = {.level = levels[l], .matrix = *m, .inputs = inputs,
+                                  .out = {(uint8_t *)out, sizeof out[0], MC_X_F32},
+                                  .input_type = MC_X_PLANES, .num_inputs = NUM_INPUTS};
+            mc_products(&product, 1);
+            for (int i = 0; i < NUM_INPUTS; i++)
+                check(are_equal(out[i], right[i], m->rows), levels[l], "not the products as defined");
+        }
+        is_out_of_memory = 0;
     }
 }
 

@@ -166,6 +166,9 @@ static int mc_has_tiles(void)
 /* Products of bf16, that a processor with AVX-512 may have or not. */
 BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx512vbmi")
 #include "_avx512.h"
+#ifdef MC_AMX
+#include "_amx_floats.h"
+#endif
 #define PAGE(name) mc_avx512_page_dp_##name
 #define PAIRS 1
 #define VECTORS 4
@@ -276,6 +279,8 @@ static int mc_levels(const mc_level **levels)
                 with_tiles = best;
                 with_tiles.name = "amx";
                 with_tiles.many[MC_X_PLANES] = &mc_many_planes;
+                with_tiles.many[MC_X_BF16] = &mc_many_floats;
+                with_tiles.tiles[MC_X_BF16][MC_E4M3] = mc_tile_e4m3_amx;
                 levels[num++] = &with_tiles;
             }
 #endif

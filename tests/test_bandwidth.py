@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moecache import cli
+from moecache import cli, kernels
 from moecache.profiles import bandwidth as module
 from moecache.profiles.bandwidth import bandwidth, measure_bandwidth
 from moecache.profiles.file import read_profile, update_profile
@@ -143,6 +143,16 @@ def test_inspect_says_what_the_kernels_would_do(
     assert "this machine reads" not in plain
     assert cli.main(["inspect", str(tiny_moe), "--bandwidth"]) == 0
     assert "the 953.7 MiB/s that this machine reads allow" in capsys.readouterr().out
+
+
+def test_inspect_says_if_the_system_refuses_amx(
+    tiny_moe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processor has it; nothing is said otherwise."""
+    for is_refused in (False, True):
+        monkeypatch.setattr(kernels, "amx_is_refused", lambda is_refused=is_refused: is_refused)
+        assert cli.main(["inspect", str(tiny_moe)]) == 0
+        assert ("refuses AMX to this process" in capsys.readouterr().out) == is_refused
 
 
 def test_what_was_faster_than_memory_is_measured_once_more_alone(

@@ -8,32 +8,6 @@
  * A product of tiles takes 16 cycles, and 52 until it can be stored: each is made while those before are
  * stored and scaled. */
 
-enum { MC_GROUP = 16 };
-
-/* Registers have numbers that a compiler does not know: tiles are its memory's, see "memory". */
-#define TILE_LOAD(number, at, step)                                                            \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #number : : "r"(at), "r"((int64_t)(step)) : "memory")
-#define TILE_STORE(number, at)                                                                 \
-    __asm__ volatile("tilestored %%tmm" #number ", (%0,%1,1)" : : "r"(at), "r"((int64_t)64) : "memory")
-#define TILE_ZERO(number) __asm__ volatile("tilezero %%tmm" #number : : : "memory")
-/* sums += inputs * weights; both have signs. */
-#define TILE_DOT(sums, inputs, weights)                                                        \
-    __asm__ volatile("tdpbssd %%tmm" #weights ", %%tmm" #inputs ", %%tmm" #sums : : : "memory")
-
-typedef struct {
-    uint8_t palette, start_row, zeros[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} mc_tile_shapes;
-
-INLINE void mc_begin_tiles(const mc_tile_shapes *shapes)
-{
-    __asm__ volatile("ldtilecfg (%0)" : : "r"(shapes) : "memory");
-}
-
-/* Threads that hold no tiles are switched faster. */
-INLINE void mc_end_tiles(void) { __asm__ volatile("tilerelease" : : : "memory"); }
-
 /* 16 inputs, 32 columns after the other, the higher plane first. Sums are those of the first 16 columns, of
  * the others, of all. */
 typedef int8_t mc_amx_planes[2][MC_GROUP][MC_BLOCK];

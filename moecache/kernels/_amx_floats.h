@@ -4,9 +4,6 @@
  * in their order, and adds both to an fp32: it takes denormals as zeros. Columns that share a scale are
  * summed in the tile, then multiplied. Pairs of groups of 16 columns are left to vectors. */
 
-#define TILE_DOT_BF16(sums, inputs, weights)                                                   \
-    __asm__ volatile("tdpbf16ps %%tmm" #weights ", %%tmm" #inputs ", %%tmm" #sums : : : "memory")
-
 /* 32 columns of 16 rows: two of each row, 16 times. */
 typedef uint8_t mc_amx_pairs[16][4 * MC_TILE];
 

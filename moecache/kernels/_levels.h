@@ -148,6 +148,7 @@ END
 #include <unistd.h>
 #define MC_AMX 1
 BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
+#include "_amx_tiles.h"
 #include "_amx.h"
 END
 

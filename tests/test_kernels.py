@@ -62,7 +62,7 @@ def raw_product(matrix: object, inputs: np.ndarray, out: np.dtype = F32) -> np.n
 
 
 def takes_denormals_as_zeros(level: str, name: str, dtype: np.dtype) -> bool:
-    """Return whether vdpbf16ps multiplies, which does, or integers, which cannot be that small."""
+    """Return whether vdpbf16ps or AMX multiplies, or integers, which cannot be that small."""
     if has_integers(name):
         return True
     return level in ("avx512", "amx") and dtype == BF16 and name not in ("f32", "f16")

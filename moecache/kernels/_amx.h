@@ -238,8 +238,8 @@ INLINE void mc_multiply_group(
 #define LOAD(i)                                                                                   \
     {                                                                                             \
         TILE_LOAD(6, rows.weights[k][4 * (i)], 64);                                               \
-        TILE_LOAD(4, inputs.planes[k][0][0] + 16 * (i), MC_BLOCK);                                     \
-        TILE_LOAD(5, inputs.planes[k][1][0] + 16 * (i), MC_BLOCK);                                      \
+        TILE_LOAD(4, inputs.planes[k][0][0] + 16 * (i), MC_BLOCK);                                \
+        TILE_LOAD(5, inputs.planes[k][1][0] + 16 * (i), MC_BLOCK);                                \
     }
 #define DOT(sum, plane)                                                                           \
     {                                                                                             \
@@ -310,7 +310,7 @@ INLINE void mc_multiply_group(
                 _Pragma("GCC unroll 16") for (int t = 0; t < MC_GROUP; t++)                       \
                     all[t] += terms[t] * rows.times[1];                                           \
             }                                                                                     \
-            rows.times += 1 + has_offsets;                                                             \
+            rows.times += 1 + has_offsets;                                                        \
         }                                                                                         \
         k++;                                                                                      \
     }

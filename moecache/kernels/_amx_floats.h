@@ -7,29 +7,19 @@
 /* 32 columns of 16 rows: two of each row, 16 times. */
 typedef uint8_t mc_amx_pairs[16][4 * MC_TILE];
 
-/* `sizes`: the two halves of low bytes, then of high ones. */
 INLINE void mc_pairs_of(const uint8_t *at, const __m512i *sizes, uint8_t (*to)[4 * MC_TILE])
 {
-    __m512i sign = _mm512_set1_epi8(-128);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
-        __m512i values = _mm512_loadu_si512(at + 64 * i);
-        __m512i below = _mm512_permutex2var_epi8(sizes[0], values, sizes[1]);
-        __m512i above = _mm512_permutex2var_epi8(sizes[2], values, sizes[3]);
-        above = _mm512_ternarylogic_epi64(above, values, sign, 0xf8);
-        _mm512_store_si512(to[2 * i], _mm512_unpacklo_epi8(below, above));
-        _mm512_store_si512(to[2 * i + 1], _mm512_unpackhi_epi8(below, above));
+        __m512i first, second;
+        mc_fp8_pairs(at + 64 * i, sizes, &first, &second);
+        _mm512_store_si512(to[2 * i], first);
+        _mm512_store_si512(to[2 * i + 1], second);
     }
 }
 
-#define MC_SIZES                                                                               \
-    {                                                                                          \
-        _mm512_loadu_si512(mc_sizes.low), _mm512_loadu_si512(mc_sizes.low + 64),               \
-        _mm512_loadu_si512(mc_sizes.high), _mm512_loadu_si512(mc_sizes.high + 64),             \
-    }
-
-/* 16 rows with one or two inputs: a block is multiplied while the next is unpacked, and a group's sums are scaled
- * after that. */
+/* 16 rows with one or two inputs. A block is multiplied while the one after the next is unpacked, so that its
+ * bytes are in the cache by then; a group's sums are scaled one block later. */
 INLINE void mc_few_tiles(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int num, float *out, int unused)
 {
@@ -142,19 +132,23 @@ static void mc_pack_floats(
                     memset(to[k][t], 0, sizeof to[k][t]);
 }
 
-/* Up to 64 inputs at a time: each tile of weights is loaded once for them. */
+/* Each tile of weights is loaded once for all inputs. */
 static void mc_multiply_floats(
     const mc_matrix *matrix, int64_t row, int64_t num, uint8_t *room, float *out)
 {
-    enum { GROUPS = 4 };
     static const mc_tile_shapes shapes = {
         1, 0, {0}, {64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16}};
     const uint8_t *tile = matrix->data + row / MC_TILE * matrix->row_bytes;
     const uint8_t *at = tile + mc_factor_bytes(matrix->scale), *next = tile + matrix->row_bytes;
     int64_t blocks = mc_num_blocks(matrix), stretch = matrix->group / MC_BLOCK;
+    int groups = (int)((num + MC_GROUP - 1) / MC_GROUP);
     mc_amx_pairs *weights = (mc_amx_pairs *)room;
+    const mc_amx_pairs *inputs = (const mc_amx_pairs *)(room + mc_pairs_bytes(matrix));
     const __m512i sizes[4] = MC_SIZES;
-    __m512 *scales = (__m512 *)(weights + blocks);
+    __m512 *scales = (__m512 *)(weights + blocks), sums[MC_MANY_CHUNK];
+    /* A register each for the sums of 16 inputs. */
+    _Alignas(64) float products[MC_MANY_CHUNK][MC_TILE];
+    _Static_assert(MC_MANY_CHUNK == 4 * MC_GROUP, "EACH_GROUP");
     for (int64_t k = 0; k < blocks; k++, at += 512) {
         if (k % stretch == 0) {
             scales[k / stretch] = (__m512)mc_avx512_scales(at, matrix->scale);
@@ -162,48 +156,40 @@ static void mc_multiply_floats(
         }
         mc_pairs_of(at, sizes, weights[k]);
     }
+    for (int t = 0; t < groups * MC_GROUP; t++)
+        sums[t] = _mm512_setzero_ps();
     mc_begin_tiles(&shapes);
-    for (int64_t first = 0; first < num; first += GROUPS * MC_GROUP) {
-        const mc_amx_pairs *inputs =
-            (const mc_amx_pairs *)(room + mc_pairs_bytes(matrix)) + first / MC_GROUP * blocks;
-        int groups = (int)((num - first + MC_GROUP - 1) / MC_GROUP);
-        __m512 sums[GROUPS * MC_GROUP];
-        _Alignas(64) float products[GROUPS][MC_GROUP][MC_TILE];
-        groups = groups < GROUPS ? groups : GROUPS;
-        for (int t = 0; t < groups * MC_GROUP; t++)
-            sums[t] = _mm512_setzero_ps();
-        for (int64_t k = 0, end; k < blocks; k = end) {
-            __m512 scale = scales[k / stretch];
-            end = k + stretch < blocks ? k + stretch : blocks;
-#define EACH_GROUP(DO) DO(0, 4) if (groups > 1) DO(1, 5) if (groups > 2) DO(2, 4) if (groups > 3) DO(3, 5)
+#define EACH_GROUP(DO)                                                                         \
+    DO(0, 4) if (groups > 1) DO(1, 5) if (groups > 2) DO(2, 4) if (groups > 3) DO(3, 5)
 #define ZERO(group, number) TILE_ZERO(group);
 #define DOT(group, number)                                                                     \
     {                                                                                          \
         TILE_LOAD(number, inputs[group * blocks + j][0], 64);                                  \
         TILE_DOT_BF16(group, number, 6);                                                       \
     }
-#define STORE(group, number) TILE_STORE(group, products[group][0]);
-            EACH_GROUP(ZERO)
-            for (int64_t j = k; j < end; j++) {
-                for (int line = 0; line < 512 && !first; line += 64, next += 64)
-                    __builtin_prefetch(next, 0, 2);
-                TILE_LOAD(6, weights[j][0], 64);
-                EACH_GROUP(DOT)
-            }
-            EACH_GROUP(STORE)
+#define STORE(group, number) TILE_STORE(group, products[group * MC_GROUP]);
+    for (int64_t k = 0, end; k < blocks; k = end) {
+        __m512 scale = scales[k / stretch];
+        end = k + stretch < blocks ? k + stretch : blocks;
+        EACH_GROUP(ZERO)
+        for (int64_t j = k; j < end; j++) {
+            for (int line = 0; line < 512; line += 64, next += 64)
+                __builtin_prefetch(next, 0, 2);
+            TILE_LOAD(6, weights[j][0], 64);
+            EACH_GROUP(DOT)
+        }
+        EACH_GROUP(STORE)
+        for (int t = 0; t < groups * MC_GROUP; t++)
+            sums[t] = _mm512_fmadd_ps(_mm512_load_ps(products[t]), scale, sums[t]);
+    }
 #undef STORE
 #undef DOT
 #undef ZERO
 #undef EACH_GROUP
-            for (int t = 0; t < groups * MC_GROUP; t++)
-                sums[t] = _mm512_fmadd_ps(
-                    _mm512_load_ps(products[t / MC_GROUP][t % MC_GROUP]), scale, sums[t]);
-        }
-        for (int t = 0; t < groups * MC_GROUP && first + t < num; t++)
-            _mm512_storeu_ps(out + (first + t) * MC_TILE,
-                             (__m512)mc_avx512_scaled((vf)sums[t], tile, matrix->scale));
-    }
     mc_end_tiles();
+    for (int t = 0; t < num; t++)
+        _mm512_storeu_ps(
+            out + t * MC_TILE, (__m512)mc_avx512_scaled((vf)sums[t], tile, matrix->scale));
 }
 
 static const mc_many mc_many_floats = {mc_float_room_bytes, mc_pack_floats, mc_multiply_floats};

@@ -135,6 +135,24 @@ static void mc_fill_tables(void)
     mc_restore_floats(floats);
 }
 
+/* The sizes' low bytes, by halves, and high bytes. */
+#define MC_SIZES                                                                           \
+    {                                                                                      \
+        _mm512_loadu_si512(mc_sizes.low), _mm512_loadu_si512(mc_sizes.low + 64),           \
+        _mm512_loadu_si512(mc_sizes.high), _mm512_loadu_si512(mc_sizes.high + 64),         \
+    }
+
+/* FP8 of four columns as bf16: the first two of each row, and the other two. */
+INLINE void mc_fp8_pairs(const uint8_t *at, const __m512i *sizes, __m512i *first, __m512i *second)
+{
+    __m512i values = _mm512_loadu_si512(at);
+    __m512i below = _mm512_permutex2var_epi8(sizes[0], values, sizes[1]);
+    __m512i above = _mm512_permutex2var_epi8(sizes[2], values, sizes[3]);
+    above = _mm512_ternarylogic_epi64(above, values, _mm512_set1_epi8(-128), 0xf8);
+    *first = _mm512_unpacklo_epi8(below, above);
+    *second = _mm512_unpackhi_epi8(below, above);
+}
+
 /* 16 rows with `num` inputs: as in `_codes.h`, but two columns at a time, and 16 columns as two sums that
  * do not wait for each other. A chain has four products at most: others can overtake it in that time. */
 INLINE void mc_few_dp(
@@ -144,12 +162,8 @@ INLINE void mc_few_dp(
     const uint8_t *tile = matrix->data + row / MC_TILE * matrix->row_bytes;
     const uint8_t *at = tile + mc_factor_bytes(matrix->scale), *scales = at;
     int64_t columns = mc_input_columns(matrix), head = mc_head_bytes(matrix), group = 0;
-    __m512i sign = _mm512_set1_epi8(-128), low[2], high[2];
+    __m512i sizes[4] = MC_SIZES;
     __m512 sums[6], block[6], other[6];
-    for (int i = 0; i < 2; i++) {
-        low[i] = _mm512_loadu_si512(mc_sizes.low + 64 * i);
-        high[i] = _mm512_loadu_si512(mc_sizes.high + 64 * i);
-    }
     for (int t = 0; t < num; t++)
         sums[t] = _mm512_setzero_ps();
     for (int64_t k = 0; k < columns; k += MC_BLOCK) {
@@ -166,12 +180,8 @@ INLINE void mc_few_dp(
 #pragma GCC unroll 4
             for (int chunk = 0; chunk < 4; chunk++, at += 64) {
                 MC_FETCH(at);
-                __m512i values = _mm512_loadu_si512(at);
-                __m512i below = _mm512_permutex2var_epi8(low[0], values, low[1]);
-                __m512i above = _mm512_permutex2var_epi8(high[0], values, high[1]);
-                above = _mm512_ternarylogic_epi64(above, values, sign, 0xf8);
-                __m512i first = _mm512_unpacklo_epi8(below, above);
-                __m512i second = _mm512_unpackhi_epi8(below, above);
+                __m512i first, second;
+                mc_fp8_pairs(at, sizes, &first, &second);
                 int64_t column = k + 16 * half + 4 * chunk;
                 for (int t = 0; t < num; t++) {
                     block[t] = mc_dp(block[t], first, mc_pair(inputs[t], column));

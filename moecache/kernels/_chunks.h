@@ -7,9 +7,8 @@
 /* Inputs that a tile is given at once: their results fit on the stack, and a tile takes six of them at a time
  * where it takes most. */
 #define MC_CHUNK 66
-/* From how many inputs on they are packed, and how many a room has. */
+/* From how many inputs on they are packed. */
 #define MC_MANY 8
-#define MC_MANY_CHUNK 64
 
 /* A chunk after the other, and what multiplies it with rows. */
 typedef struct {

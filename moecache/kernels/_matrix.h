@@ -234,7 +234,8 @@ typedef struct {
 typedef void (*mc_tile)(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out);
 
-/* Products with many inputs, which are packed once for all rows. */
+/* Products with many inputs, up to MC_MANY_CHUNK, which are packed once for all rows. */
+#define MC_MANY_CHUNK 64
 typedef struct {
     /* Bytes of a room for inputs of a matrix, and for what is made of its rows: a multiple of 64, or 0 if
      * tiles multiply this matrix. */

@@ -343,6 +343,7 @@ static void mc_combine(mc_sum *sum, int num_threads)
 static void mc_compute_experts(mc_experts *e, int num_threads)
 {
     int64_t num = e->offsets[e->num_experts];
+    int64_t each = e->num_experts ? num / e->num_experts : 0;
     /* Gate and up: an item has tiles of both. */
     e->tiles_per_item = mc_ceil(mc_tiles_per_item(&e->up.first), 1 + e->is_gated);
     /* Runs are worth larger items, as long as there are enough of them for all threads. */
@@ -353,7 +354,7 @@ static void mc_compute_experts(mc_experts *e, int num_threads)
     }
     e->tiles_per_item = mc_many_tiles(
         e->level, e->input_type, e->tiles_per_item, e->num_experts * mc_ceil(e->width, MC_TILE),
-        num / (e->num_experts + !e->num_experts), num_threads);
+        each, num_threads);
     e->items_per_expert = mc_ceil(e->width, e->tiles_per_item * MC_TILE);
     mc_share(num_threads, mc_up_item, e, e->num_experts * e->items_per_expert,
              mc_read_bytes(&e->up.first, num));
@@ -363,7 +364,7 @@ static void mc_compute_experts(mc_experts *e, int num_threads)
     e->tiles_per_item = mc_many_tiles(
         e->level, e->hidden_type, mc_tiles_per_item(&e->down.first),
         e->num_experts * mc_ceil(e->down.first.rows, MC_TILE),
-        num / (e->num_experts + !e->num_experts), num_threads);
+        each, num_threads);
     e->items_per_expert = mc_ceil(e->down.first.rows, e->tiles_per_item * MC_TILE);
     mc_share(num_threads, mc_down_item, e, e->num_experts * e->items_per_expert,
              mc_read_bytes(&e->down.first, num));

@@ -16,7 +16,7 @@ from moecache.layout import Role
 from tests.helpers.nightly import some
 
 # The levels to be tested: without bfloat16's products, AVX-512 computes floats as AVX2's code does;
-# with AMX, few inputs and floats as without.
+# AMX computes all but many inputs and FP8 as AVX-512 does, which is the best of other machines.
 LEVELS = some(
     kernels.levels(),
     lambda level: level not in ("avx512vnni", "avx512") or level == kernels.levels()[-1],

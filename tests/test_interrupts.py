@@ -90,8 +90,8 @@ for number in range(num_rounds):
         found = sum(len(wave.pairs) for wave in runtime.waves(layer, every))
         assert found == every.size, (number, found)
     runtime.cache.check()
-# Python drops one that comes in a finalizer.
-assert num_interrupted > num_rounds * storm * 0.9, num_interrupted
+# Python drops one that comes in a finalizer, and takes two that come before its next look as one.
+assert num_interrupted > num_rounds * storm / 2, num_interrupted
 runtime.close()
 """
 

@@ -246,7 +246,7 @@ INLINE void mc_multiply_group(
         TILE_ZERO(sum);                                                                           \
         TILE_DOT(sum, plane, 6);                                                                  \
     }
-#define STORE(i, plane, sum) TILE_STORE(sum, products.of[(pair * (k - 1) + (i)) & 3][plane]);
+#define STORE(i, plane, sum) TILE_STORE(sum, products.of[(pair * (k - 1) + (i)) & 3][plane], 64);
 #define ADD(first)                                                                                \
     if (k >= 2) {                                                                                 \
         _Pragma("GCC unroll 4") for (int t = first; t < (first) + 4; t++)                         \
@@ -385,7 +385,6 @@ static void mc_multiply_planes(
             memcpy(out + (first + t) * MC_TILE, &sum, sizeof sum);
         }
     }
-    mc_end_tiles();
 }
 
 static const mc_many mc_many_planes = {mc_room_bytes, mc_pack_planes, mc_multiply_planes};

@@ -44,7 +44,7 @@ INLINE void mc_few_tiles(
             TILE_ZERO(sum);                                                                    \
         TILE_DOT_BF16(sum, number, 6);                                                         \
         if (is_last)                                                                           \
-            TILE_STORE(sum, products[groups[1] % RING][t]);                                    \
+            TILE_STORE(sum, products[groups[1] % RING][t], 64);                           \
     }
     mc_begin_tiles(&shapes);
     for (uint32_t k = 0; k < blocks + 3; k++) {
@@ -87,7 +87,6 @@ INLINE void mc_few_tiles(
             group++;
         }
     }
-    mc_end_tiles();
 #undef DOT
     for (int t = 0; t < num; t++)
         _mm512_storeu_ps(
@@ -167,7 +166,7 @@ static void mc_multiply_floats(
         TILE_LOAD(number, inputs[group * blocks + j][0], 64);                                  \
         TILE_DOT_BF16(group, number, 6);                                                       \
     }
-#define STORE(group, number) TILE_STORE(group, products[group * MC_GROUP]);
+#define STORE(group, number) TILE_STORE(group, products[group * MC_GROUP], 64);
     for (int64_t k = 0, end; k < blocks; k = end) {
         __m512 scale = scales[k / stretch];
         end = k + stretch < blocks ? k + stretch : blocks;
@@ -186,10 +185,8 @@ static void mc_multiply_floats(
 #undef DOT
 #undef ZERO
 #undef EACH_GROUP
-    mc_end_tiles();
     for (int t = 0; t < num; t++)
         _mm512_storeu_ps(
             out + t * MC_TILE, (__m512)mc_avx512_scaled((vf)sums[t], tile, matrix->scale));
 }
 
-static const mc_many mc_many_floats = {mc_float_room_bytes, mc_pack_floats, mc_multiply_floats};

@@ -6,8 +6,8 @@ enum { MC_GROUP = 16 };
 
 #define TILE_LOAD(number, at, step)                                                            \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #number : : "r"(at), "r"((int64_t)(step)) : "memory")
-#define TILE_STORE(number, at)                                                                 \
-    __asm__ volatile("tilestored %%tmm" #number ", (%0,%1,1)" : : "r"(at), "r"((int64_t)64) : "memory")
+#define TILE_STORE(number, at, step)                                                           \
+    __asm__ volatile("tilestored %%tmm" #number ", (%0,%1,1)" : : "r"(at), "r"((int64_t)(step)) : "memory")
 #define TILE_ZERO(number) __asm__ volatile("tilezero %%tmm" #number : : : "memory")
 /* sums += inputs * weights: bytes with signs, or bf16. */
 #define TILE_DOT(sums, inputs, weights)                                                        \
@@ -22,10 +22,21 @@ typedef struct {
     uint8_t rows[16];
 } mc_tile_shapes;
 
+/* Those that this thread's registers have: telling them takes as long as a KiB of weights, and nothing overtakes it. */
+static __thread const mc_tile_shapes *mc_shapes;
+
 INLINE void mc_begin_tiles(const mc_tile_shapes *shapes)
 {
+    if (mc_shapes == shapes)
+        return;
+    mc_shapes = shapes;
     __asm__ volatile("ldtilecfg (%0)" : : "r"(shapes) : "memory");
 }
 
-/* Threads that hold no tiles are switched faster. */
-INLINE void mc_end_tiles(void) { __asm__ volatile("tilerelease" : : : "memory"); }
+/* Threads that hold no tiles are switched faster, and other code has shapes of its own. */
+static void mc_release_tiles(void)
+{
+    if (mc_shapes)
+        __asm__ volatile("tilerelease" : : : "memory");
+    mc_shapes = NULL;
+}

@@ -3,6 +3,7 @@
 #define MOECACHE_LEVELS_H
 
 #include "_matrix.h"
+#include "_threads.h"
 
 /* Whether the processor has AMX, and this process may not use it. */
 static int mc_tiles_are_refused;
@@ -169,6 +170,7 @@ BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,av
 #include "_avx512.h"
 #ifdef MC_AMX
 #include "_amx_floats.h"
+#include "_amx_rows.h"
 #endif
 #define PAGE(name) mc_avx512_page_dp_##name
 #define PAIRS 1
@@ -277,10 +279,13 @@ static int mc_levels(const mc_level **levels)
 #ifdef MC_AMX
             if (mc_has_tiles()) {
                 static mc_level with_tiles;
+                mc_fill_shapes();
+                mc_after_items = mc_release_tiles;
                 with_tiles = best;
                 with_tiles.name = "amx";
                 with_tiles.many[MC_X_PLANES] = &mc_many_planes;
                 with_tiles.many[MC_X_BF16] = &mc_many_floats;
+                with_tiles.tiles[MC_X_BF16][MC_BF16] = mc_tile_bf16_amx;
                 with_tiles.tiles[MC_X_BF16][MC_E4M3] = mc_tile_e4m3_amx;
                 levels[num++] = &with_tiles;
             }

@@ -101,7 +101,7 @@ static inline int64_t mc_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int64_t mc_many_tiles(
     const mc_level *level, int type, int64_t tiles, int64_t all, int64_t num, int num_threads)
 {
-    int64_t most = all / (8 * num_threads);
+    int64_t most = all / (2 * num_threads);
     if (!level->many[type] || num < MC_MANY)
         return tiles;
     most = most < MC_MANY_TILES ? most : MC_MANY_TILES;

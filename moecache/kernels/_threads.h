@@ -56,6 +56,9 @@ static struct {
     .left = PTHREAD_COND_INITIALIZER,
 };
 
+/* What a thread does when there are no more items, or NULL. */
+static void (*mc_after_items)(void);
+
 static inline void mc_relax(void)
 {
 #if defined(__x86_64__) || defined(__i386__)
@@ -100,6 +103,8 @@ static int64_t mc_take_items(mc_work work, void *job, int64_t num_items)
     int64_t item, done = 0;
     for (; (item = __atomic_fetch_add(&mc_pool.next, 1, __ATOMIC_RELAXED)) < num_items; done++)
         work(job, item);
+    if (mc_after_items)
+        mc_after_items();
     return done;
 }
 
@@ -140,7 +145,7 @@ static void *mc_worker(void *unused)
     return NULL;
 }
 
-/* In the child of a fork there are no workers, whatever they were doing. */
+/* In the child of a fork there are no workers, whatever they were doing, and none that was late. */
 static void mc_after_fork(void)
 {
     pthread_mutex_init(&mc_pool.turn, NULL);
@@ -148,6 +153,7 @@ static void mc_after_fork(void)
     pthread_cond_init(&mc_pool.wake, NULL);
     pthread_cond_init(&mc_pool.left, NULL);
     mc_pool.num_workers = mc_pool.num_awake = mc_pool.num_wanted = mc_pool.num_joined = 0;
+    mc_pool.alone_until_ns = mc_pool.alone_ns = 0;
 }
 
 static void mc_start_workers(int num)
@@ -195,6 +201,8 @@ static void mc_share_as_set(int num_threads, mc_work work, void *job, int64_t nu
     if (!has_turn || mc_now_ns() < mc_pool.alone_until_ns) {
         for (int64_t item = 0; item < num_items; item++)
             work(job, item);
+        if (mc_after_items)
+            mc_after_items();
         if (has_turn)
             pthread_mutex_unlock(&mc_pool.turn);
         return;

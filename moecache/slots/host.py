@@ -72,7 +72,7 @@ class HostSlots:
         numbers = {id(roles): number for number, roles in enumerate(self._held)}
         self._variants = [numbers[id(roles)] for roles in self._held]
         self._targets: dict[tuple[int, int], tuple[tuple[Tiler, str, np.ndarray], ...]] = {}
-        self._num_buffers = _num_buffers(layout) if self._converts else 0
+        self._num_buffers = _num_buffers(layout, num_slots) if self._converts else 0
         for name, stride in _strides(self._held).items():
             try:
                 self._slabs[name] = aligned_rows(num_slots, stride)
@@ -374,9 +374,10 @@ def _float_dtype(dtype: npt.DTypeLike | None) -> np.dtype | None:
     return converted
 
 
-def _num_buffers(layout: ExpertLayout) -> int:
+def _num_buffers(layout: ExpertLayout, num_slots: int) -> int:
     widest = max(1, *map(layout.expert_bytes, range(layout.num_layers)))
-    return max(3, MAX_CONVERTED_BYTES // widest)
+    # A third is for reads ahead; what is left never has to be more than the slots.
+    return max(3, min(MAX_CONVERTED_BYTES // widest, 2 * num_slots))
 
 
 def _strides(layers: Sequence[Mapping[str, Held]], *, stored: bool = False) -> dict[str, int]:

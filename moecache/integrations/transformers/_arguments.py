@@ -76,10 +76,17 @@ def check_keywords(
     """Raise TypeError for an argument that nothing takes, before anything large is read."""
     if model_class is not None and not model_class.__module__.startswith("transformers."):
         return  # it may take anything
+    unknown = [
+        name
+        for name in from_pretrained
+        if name not in _TAKEN | OPTIONS and name[0] != "_" and not hasattr(config, name)
+    ]
+    if not unknown:
+        return  # signatures take 25 ms
     calls = [load, transformers.PreTrainedModel.from_pretrained, model_class or object]
     known = _TAKEN.union(OPTIONS, *(inspect.signature(call).parameters for call in calls))
-    for name in from_pretrained:
-        if name not in known and name[0] != "_" and not hasattr(config, name):
+    for name in unknown:
+        if name not in known:
             near = difflib.get_close_matches(name, known - _REFUSED.keys(), 3)
             raise TypeError(
                 f"load() has no argument {name!r}, and from_pretrained has none"

@@ -24,15 +24,15 @@ build: $(call stamp,base)
 
 prepare: $(call stamp,dev) ## install all that the other targets need
 
-# Two processes; in each a BLAS of one thread, as threads spin while they wait for a core. What one
-# process compiles, the others and their children load.
+# One process more than two cores, as some tests wait for other processes; in each a BLAS of one
+# thread, as threads spin while they wait for a core. What one compiles, the others and their children load.
 test: $(call stamp,test) ## run all tests
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-		$(BIN)/python -m pytest -q -n 2 --budgets
+		$(BIN)/python -m pytest -q -n 3 --budgets
 
 nightly: $(call stamp,test) ## more cases of what tests show, too long for each change
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-		$(BIN)/python -m pytest -q -n 2 -m nightly
+		$(BIN)/python -m pytest -q -n 3 -m nightly
 
 check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@
 #undef NARROW
 #undef PICK
 #undef LOOK_UP
+#undef ANY
 #undef PLANES_MANY
 #undef PLANES_FEWER
 #undef INLINE

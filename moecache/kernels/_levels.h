@@ -68,6 +68,7 @@ BEGIN("avx2,fma,f16c")
                           _mm256_extracti128_si256((__m256i)(words), 1))
 #define PICK(table, at) (vf) _mm256_permutevar8x32_ps((__m256)(table), (__m256i)(at))
 #define LOOK_UP(table, at) (vu) _mm256_shuffle_epi8((__m256i)(table), (__m256i)(at))
+#define ANY(lanes) !_mm256_testz_si256((__m256i)(lanes), (__m256i)(lanes))
 #define DOT_AVX2
 #include "_level.h"
 #include "_quantize.h"

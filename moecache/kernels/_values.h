@@ -1,5 +1,18 @@
 /* The values of codes and of scales: included once for each level. */
 
+/* FP8 whose lowest bit is bit `at` of a lane: sign, then 7 bits, which become those from the 26th on. */
+INLINE vf LEVEL(fp8_number)(vu lanes, int at)
+{
+    return (vf)((vi)(lanes << (24 - at)) >> 4 & (int32_t)0x87f00000) * LEVEL(all)(0x1p120f);
+}
+
+/* All 7 bits set are no number. */
+INLINE vf LEVEL(fp8)(vu lanes, int at)
+{
+    vi is_nan = (vi)(lanes >> at & 0x7f) == 0x7f;
+    return (vf)((vi)LEVEL(fp8_number)(lanes, at) | is_nan);
+}
+
 /* LANES codes as numbers, each from bit `at` of 32 on; the caller has put codes of 5 and 6 bits together.
  * All are exact: exponents of few bits become those of fp32 by a product with a power of two, denormals
  * included. */
@@ -42,10 +55,7 @@ INLINE vf LEVEL(value)(vu lanes, int at, int codes)
         uint32_t mask = (1u << mc_code_bits(codes)) - 1;
         return __builtin_convertvector((vi)(lanes >> at & mask) - mc_bias(codes), vf);
     }
-    /* Sign, then 7 bits from the 26th on; all of these set are no number. */
-    vi bits = (vi)(lanes << (24 - at)) >> 4 & (int32_t)0x87f00000;
-    vi is_nan = (bits & 0x07f00000) == 0x07f00000;
-    return (vf)((vi)((vf)bits * LEVEL(all)(0x1p120f)) | is_nan);
+    return LEVEL(fp8)(lanes, at);
 }
 
 /* Scales, zero points or offsets of 16 rows, or LANES of them, without the factor of them all. */

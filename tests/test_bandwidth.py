@@ -16,6 +16,7 @@ from moecache.telemetry import ComputeStats
 def rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each measurement give the next rate of a list; what this process knows is forgotten."""
     monkeypatch.setattr(module, "_measured", {})
+    monkeypatch.setattr(module, "_repeated", set())
     monkeypatch.setattr(module, "measure_bandwidth", [3e9, 2e9, 1e9].pop)
 
 

@@ -44,7 +44,7 @@ INLINE void mc_few_tiles(
             TILE_ZERO(sum);                                                                    \
         TILE_DOT_BF16(sum, number, 6);                                                         \
         if (is_last)                                                                           \
-            TILE_STORE(sum, products[groups[1] % RING][t], 64);                           \
+            TILE_STORE(sum, products[groups[1] % RING][t], 64);                                \
     }
     mc_begin_tiles(&shapes);
     for (uint32_t k = 0; k < blocks + 3; k++) {
@@ -189,4 +189,3 @@ static void mc_multiply_floats(
         _mm512_storeu_ps(
             out + t * MC_TILE, (__m512)mc_avx512_scaled((vf)sums[t], tile, matrix->scale));
 }
-

@@ -3,24 +3,22 @@
  * A row is chunks of 32 columns, the last one filled up with zeros, and a sum has one after the other. A tile is a chunk of
  * 16 rows. */
 
-enum { MC_CHUNK_COLUMNS = 32 };
-
 /* 16 times 32 columns: of a row or an input, or of 16 of them. */
-typedef uint8_t mc_amx_chunks[MC_GROUP][2 * MC_CHUNK_COLUMNS];
+typedef uint8_t mc_amx_chunks[MC_GROUP][2 * MC_BLOCK];
 
 INLINE int64_t mc_num_row_chunks(const mc_matrix *matrix)
 {
-    return (matrix->columns + MC_CHUNK_COLUMNS - 1) / MC_CHUNK_COLUMNS;
+    return (matrix->columns + MC_BLOCK - 1) / MC_BLOCK;
 }
 
 /* Chunk k of a row, with zeros behind its last column. */
 INLINE __m512i mc_row_chunk(const uint8_t *row, int64_t k, int64_t columns)
 {
-    int64_t left = columns - k * MC_CHUNK_COLUMNS;
-    if (left >= MC_CHUNK_COLUMNS)
-        return _mm512_loadu_si512(row + 2 * MC_CHUNK_COLUMNS * k);
+    int64_t left = columns - k * MC_BLOCK;
+    if (left >= MC_BLOCK)
+        return _mm512_loadu_si512(row + 2 * MC_BLOCK * k);
     return _mm512_maskz_loadu_epi16(
-        (__mmask32)((1u << left) - 1), row + 2 * MC_CHUNK_COLUMNS * k);
+        (__mmask32)((1u << left) - 1), row + 2 * MC_BLOCK * k);
 }
 
 /* Columns become rows, and rows columns: of 16 times 16 words. */
@@ -90,7 +88,7 @@ INLINE void mc_multiply_chunks(
     int wide = is_many ? 64 : 4;
     const uint8_t *first = matrix->data + row * step, *next = first + MC_TILE * step;
     _Alignas(64) mc_amx_chunks end;
-    _Alignas(64) uint8_t last[4][2 * MC_CHUNK_COLUMNS];
+    _Alignas(64) uint8_t last[4][2 * MC_BLOCK];
 #define EACH_SUM(DO) \
     DO(0, 6) if (num > 1) DO(1, 7) if (num > 2) DO(2, 6) if (num > 3) DO(3, 7)
 #define ZERO(sum, number) TILE_ZERO(sum);
@@ -108,7 +106,7 @@ INLINE void mc_multiply_chunks(
     EACH_SUM(ZERO)
     for (int64_t k = 0; k < chunks; k++) {
         const uint8_t *at = first + 64 * k;
-        int is_end = matrix->columns < (k + 1) * MC_CHUNK_COLUMNS;
+        int is_end = matrix->columns < (k + 1) * MC_BLOCK;
         for (int64_t line = 0; line < lines; line++, next += 64)
             __builtin_prefetch(next, 0, 2);
         if (is_end) {
@@ -154,6 +152,7 @@ static void mc_pack_rows(
         }
 }
 
+/* As a tile does, with inputs from a room. */
 static void mc_multiply_rows(
     const mc_matrix *matrix, int64_t row, int64_t num, uint8_t *room, float *out)
 {

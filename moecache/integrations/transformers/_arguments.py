@@ -76,15 +76,16 @@ def check_keywords(
     """Raise TypeError for an argument that nothing takes, before anything large is read."""
     if model_class is not None and not model_class.__module__.startswith("transformers."):
         return  # it may take anything
+    known = _TAKEN | OPTIONS
     unknown = [
         name
         for name in from_pretrained
-        if name not in _TAKEN | OPTIONS and name[0] != "_" and not hasattr(config, name)
+        if name not in known and name[0] != "_" and not hasattr(config, name)
     ]
     if not unknown:
         return  # signatures take 25 ms
     calls = [load, transformers.PreTrainedModel.from_pretrained, model_class or object]
-    known = _TAKEN.union(OPTIONS, *(inspect.signature(call).parameters for call in calls))
+    known = known.union(*(inspect.signature(call).parameters for call in calls))
     for name in unknown:
         if name not in known:
             near = difflib.get_close_matches(name, known - _REFUSED.keys(), 3)

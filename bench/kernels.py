@@ -255,12 +255,13 @@ class _Layer:
             self.matrices[role] = _kernels.Matrix(slab.ctypes.data, name, rows, columns, None, slab)
             del one
         self.width = width
+        slab, half = self.slabs["up"], self.strides["up"] // 2
+        places = (slab.ctypes.data + i * half for i in range(2))
         self.kernel = _kernels.Experts(
-            self.matrices["up"],
+            [_kernels.Matrix(place, name, width, hidden_size, None, slab) for place in places],
             self.strides["up"],
             self.matrices["down"],
             self.strides["down"],
-            width,
             width,
         )
         self.nbytes = TOP_K * sum(

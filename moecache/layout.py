@@ -66,7 +66,7 @@ class Role:
             raise ConfigError(
                 f"role {self.name!r}: {self.shape[0]} rows are not {self.matrices} times as many"
             )
-        if self.is_tiled and known.form is None:
+        if self.is_tiled and not known.has_form:
             raise ConfigError(f"role {self.name!r}: {self.format} has no compute form")
         known.parts(*self.matrix_shape)
 
@@ -80,8 +80,7 @@ class Role:
     @cached_property
     def form_bytes(self) -> int:
         """Bytes of the compute form; 0 if the format has none."""
-        has_form = self.format and find_format(self.format).form is not None
-        return self.matrices * self._matrix_bytes(is_tiled=True) if has_form else 0
+        return self.matrices * self._matrix_bytes(is_tiled=True) if self.format else 0
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -91,8 +90,7 @@ class Role:
 
     def _matrix_bytes(self, *, is_tiled: bool) -> int:
         known = find_format(self.format)
-        form = known.form if is_tiled else None
-        return (known if form is None else form).nbytes(*self.matrix_shape)
+        return (known.form_bytes if is_tiled else known.nbytes)(*self.matrix_shape)
 
     @property
     def array_shape(self) -> tuple[int, ...]:

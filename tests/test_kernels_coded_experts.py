@@ -58,10 +58,11 @@ def size_in(name: str, size: int) -> int:
 
 @given(
     names=st.tuples(formats, formats),
+    other=st.sampled_from((*BLOCKED, "f32", "f16", "bf16")),
     input_dtype=st.sampled_from(DTYPES),
     sizes=st.tuples(st.integers(1, 70), st.integers(1, 70)),
     activation=st.sampled_from(["silu", "swiglu", "relu", "clamped_silu"]),
-    kind=st.sampled_from(["two matrices", "one matrix", "interleaved", "no gate"]),
+    kind=st.sampled_from(["two matrices", "two types", "one matrix", "interleaved", "no gate"]),
     bias_dtype=st.sampled_from([None, *DTYPES]),
     num_tokens=st.integers(1, 9),
     threads=st.integers(1, 3),
@@ -70,6 +71,7 @@ def size_in(name: str, size: int) -> int:
 @few
 def test_experts_of_codes_are_as_good_as_sums_in_float32(
     names: tuple[str, str],
+    other: str,
     input_dtype: np.dtype,
     sizes: tuple[int, int],
     activation: str,
@@ -83,6 +85,9 @@ def test_experts_of_codes_are_as_good_as_sums_in_float32(
     kind = (
         "two matrices" if activation in ("swiglu", "clamped_silu") and kind == "no gate" else kind
     )
+    if kind == "two types":
+        both = [names[0] if names[0] in BLOCKED else "q4_0", other]
+        names = "+".join(both[:: 1 if seed % 2 else -1]), names[1]
     hidden_size, width = size_in(names[0], sizes[0]), size_in(names[1], sizes[1])
     if kind == "one matrix":
         width = -(-width // 32) * 32
@@ -117,15 +122,18 @@ def test_experts_of_codes_are_as_good_as_sums_in_float32(
         (("mxfp4", "mxfp4"), "interleaved"),
         (("fp8[128x128,f32]", "int4[1x16,f32]"), "two matrices"),
         (("int8[*x*,f32]", "fp8[1x*,bf16]"), "two matrices"),
+        (("q4_0+q8_0", "int8[*x*,f32]"), "two types"),
+        (("bf16+q4_0", "fp8[1x*,bf16]"), "two types"),
     ],
 )
 def test_a_pair_has_the_same_bits_in_any_wave(
     names: tuple[str, str], kind: str, dtype: np.dtype
 ) -> None:
     """With any number of threads, alone and among others."""
+    hidden_size = size_in(names[0], 136)
     experts = Experts(
         F32,
-        136,
+        hidden_size,
         200,
         5,
         activation="swiglu",
@@ -134,7 +142,7 @@ def test_a_pair_has_the_same_bits_in_any_wave(
         names=names,
         matrices=2 if kind == "two matrices" else 1,
     )
-    inputs = draw_inputs(40, 136, dtype, 1)
+    inputs = draw_inputs(40, hidden_size, dtype, 1)
     slots = np.random.default_rng(2).integers(0, 5, (40, 2))
     with computing(threads=1):
         alone = np.concatenate(
@@ -158,7 +166,7 @@ def test_a_format_without_a_compute_form_is_refused() -> None:
 @pytest.mark.parametrize(
     ("matrices", "is_interleaved", "message"),
     [
-        (1, False, "up begins at row 24; in a compute form that is a multiple of 16"),
+        (1, False, "up begins at row 24 of gate_up; in a compute form that is a multiple of 16"),
         (2, True, "rows of gate_up alternate in one matrix, not in two"),
     ],
 )

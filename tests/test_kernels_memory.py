@@ -164,11 +164,9 @@ def coded_experts():
     for name, width, at_end in itertools.product((*FORMS, *READ), (32, 88), (True, False)):
         width = fitting(name, width)
         size = fitting(name, 51)
-        # Gate and up are a matrix each; up's begins with a tile.
-        up_row = -(-width // 16) * 16
-        shapes = (up_row + width, size), (size, width)
-        up, down = (matrix(name, *shape, at_end) for shape in shapes)
-        kernel = _kernels.Experts(up, 0, down, 0, width, up_row)
+        shapes = (width, size), (width, size), (size, width)
+        *ups, down = (matrix(name, *shape, at_end) for shape in shapes)
+        kernel = _kernels.Experts(ups, 0, down, 0, width)
         for dtype in TYPES:
             hidden = guarded(draw((7, size), dtype), at_end)
             out = guarded(np.full((7, size), np.nan, dtype), at_end)

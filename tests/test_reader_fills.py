@@ -42,7 +42,7 @@ class Experts:
         form = np.zeros(self.tiler.form_bytes, np.uint8)
         at = expert * NBYTES if offset is None else offset
         runs = ((0, at, (("down", 0, NBYTES),)),)
-        return (expert, form), runs, {"down": part}, ((self.tiler, "down", form),)
+        return (expert, form), runs, {"down": part}, ((self.tiler, "down", 0, form),)
 
     def form(self, expert: int) -> np.ndarray:
         """Return a matrix in compute form, as it is made by itself."""
@@ -172,9 +172,12 @@ def test_parts_must_fit_what_they_are_tiled_into(experts: Experts) -> None:
     owner, runs, parts, fills = experts.load(0)
     short = np.zeros(experts.tiler.form_bytes - 16, np.uint8)
     with pytest.raises(ValueError, match="matrices of"):
-        reader.submit([experts.load(1), (owner, runs, parts, ((experts.tiler, "down", short),))])
+        reader.submit([experts.load(1), (owner, runs, parts, ((experts.tiler, "down", 0, short),))])
+    for start in (-1, 1, NBYTES, NBYTES + 1):
+        with pytest.raises(ValueError, match="matrices of"):
+            reader.submit([(owner, runs, parts, ((experts.tiler, "down", start, owner[1]),))])
     with pytest.raises(ValueError, match="no array for role 'up'"):
-        reader.submit([(owner, runs, parts, ((experts.tiler, "up", owner[1]),))])
+        reader.submit([(owner, runs, parts, ((experts.tiler, "up", 0, owner[1]),))])
     assert reader.num_in_flight == 0
     reader.submit([(owner, runs, parts, fills)])
     assert [error for _, error in _take(reader, 1)] == [None]
@@ -218,11 +221,11 @@ def test_threads_share_an_experts_matrices(
         forms = np.zeros((EXPERTS, nbytes), np.uint8)
         runs = ((0, 0, (("down", 0, EXPERTS * NBYTES),)),)
         end = (EXPERTS - 1) * NBYTES
-        parts = {"down": part, "most": part[:end], "last": part[end:], "none": part[:0]}
+        parts = {"down": part, "none": part[:0]}
         fills = [
-            (experts.tiler, "most", forms[: EXPERTS - 1]),
-            (experts.tiler, "last", forms[EXPERTS - 1 :]),
-            (experts.tiler, "none", forms[:0]),
+            (experts.tiler, "down", 0, forms[: EXPERTS - 1]),
+            (experts.tiler, "down", end, forms[EXPERTS - 1 :]),
+            (experts.tiler, "none", 0, forms[:0]),
         ]
         reader.submit([("owner", runs, parts, fills)])
         assert [error[0] for _, error in _take(reader, 1)] == [errno.EILSEQ]

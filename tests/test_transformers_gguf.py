@@ -200,18 +200,36 @@ def test_a_packed_file_is_the_same_model(name: str, compute: str, tmp_path: Path
         assert all(map(torch.equal, logits(model), found[0]))
 
 
-def test_gate_and_up_of_two_types_are_computed_by_torch(tmp_path: Path) -> None:
-    """With the dequantized values, packed or not; kernels are refused by name."""
-    mixed = {"blk.1.ffn_up_exps": "Q8_0", **MIXED}
-    path = write(tmp_path / "model.gguf", sized("qwen3moe"), mixed)
-    wanted = logits(build_from(*read_gguf(path)))
+def test_gate_and_up_of_two_types(tmp_path: Path) -> None:
+    """The dequantized values with torch, near to them with kernels; packed or not, the same."""
+    types = {
+        "blk.0.ffn_up_exps": "F16",
+        "blk.1.ffn_up_exps": "Q8_0",
+        "blk.2.ffn_gate_exps": "IQ4_NL",
+    }
+    path = write(tmp_path / "model.gguf", sized("qwen3moe"), {**types, **MIXED})
+    whole = build_from(*read_gguf(path))
+    text = whole.generate(PROMPTS[2], max_new_tokens=8, do_sample=False)
+    wanted, found = logits(whole), []
     packing.pack(path, tmp_path / "packed")
-    for place in (path, tmp_path / "packed"):
-        model = load(place, dtype=torch.float32)
+    packing.pack(path, tmp_path / "formed", compute_form=True)
+    for place in (path, tmp_path / "packed", tmp_path / "formed"):
+        model = load(place, dtype=torch.float32, compute="torch")
         with model.moecache:
             assert all(map(torch.equal, logits(model), wanted))
-    with pytest.raises(ConfigError, match=r'q4_0\+q8_0, which has no compute form; use "torch"'):
-        load(path, compute="fast")
+        for memory in ("100%", "30%"):
+            model = load(place, memory, dtype=torch.float32)
+            with model.moecache as offload:
+                assert offload.compute == "fast"
+                found.append(logits(model))
+                same = model.generate(PROMPTS[2], max_new_tokens=8, do_sample=False)
+                assert torch.equal(same, text)
+                assert offload.decoder is not None
+                assert offload.decoder.num_steps
+    for one in found:
+        assert all(map(torch.equal, one, found[0]))
+        for a, b in zip(one, wanted, strict=True):
+            assert (a - b).norm() <= 2e-4 * b.norm()
 
 
 @pytest.mark.parametrize("name", ["deepseek2 v3", "dots1", "qwen3moe"])

@@ -35,6 +35,7 @@ from moecache.kernels._jobs cimport (
     MC_X_F32,
     MC_X_PLANES,
     mc_activation,
+    mc_are_alike,
     mc_experts,
     mc_input_columns,
     mc_input_row_bytes,
@@ -372,7 +373,7 @@ cdef class Program:
             or not 0 <= layer.number < self.cache.num_layers
             or router.top_k != self.top_k
             or experts.experts.down.first.rows != hidden
-            or experts.experts.up.first.columns != hidden
+            or experts.experts.up[0].first.columns != hidden
             or not 1 <= router.num_kept_groups <= router.num_groups <= 64
             or layer.choice.num_experts % router.num_groups
             or not 1 <= router.num_best <= 2
@@ -479,9 +480,9 @@ cdef class Program:
             if layer.is_latent:
                 sizes[10] = max(sizes[10], layer.num_heads * (layer.held + layer.value_held))
             if layer.has_experts:
-                most = max(most, 4 * mc_input_columns(&layer.experts.up.first))
+                most = max(most, 4 * mc_input_columns(&layer.experts.up[0].first))
                 most = max(most, mc_input_row_bytes(
-                    MC_X_PLANES, (layer.experts.up.first.columns + 31) & ~31
+                    MC_X_PLANES, (layer.experts.up[0].first.columns + 31) & ~31
                 ))
                 expert_row = max(
                     expert_row,
@@ -510,14 +511,14 @@ cdef class Program:
         self.busy_ns = np.zeros(self.num_layers, np.int64)
         self.num_computed = np.zeros(self.num_layers, np.int64)
         self._work = np.zeros(
-            total * 4 + ROWS * self.converted_bytes + num * expert_row + 64, np.uint8
+            total * 4 + 2 * ROWS * self.converted_bytes + num * expert_row + 64, np.uint8
         )
         base = <float *>((<uintptr_t>cnp.PyArray_DATA(self._work) + 63) & ~<uintptr_t>63)
         for i in range(11):
             parts[i][0] = base
             base += sizes[i] * ROWS
         self.converted = <uint8_t *>base
-        self.expert_hidden = self.converted + ROWS * self.converted_bytes
+        self.expert_hidden = self.converted + 2 * ROWS * self.converted_bytes
         return 0
 
     cdef int _reserve_pairs(self, int64_t num) except -1:
@@ -527,7 +528,7 @@ cdef class Program:
         self.offsets = <int64_t *>malloc(<size_t>(num + 1) * sizeof(int64_t))
         self.pairs = <int64_t *>malloc(<size_t>num * sizeof(int64_t))
         self.places = <int64_t *>malloc(<size_t>experts * sizeof(int64_t))
-        self.inputs = <const uint8_t **>malloc(<size_t>num * sizeof(uint8_t *))
+        self.inputs = <const uint8_t **>malloc(<size_t>(2 * num) * sizeof(uint8_t *))
         self.hidden_inputs = <const uint8_t **>malloc(<size_t>num * sizeof(uint8_t *))
         if (
             self.slots == NULL or self.some == NULL or self.offsets == NULL or self.pairs == NULL
@@ -856,11 +857,11 @@ cdef class Program:
 
     cdef void _take(
         self, const mc_matrix *matrix, int wanted, const float *given, int64_t step, int64_t num,
-        const uint8_t **inputs
+        const uint8_t **inputs, int part=0
     ) noexcept nogil:
-        """Point to rows as a matrix is multiplied by them."""
+        """Point to rows as a matrix is multiplied by them; `part` has a room for each of two."""
         cdef int64_t i
-        cdef uint8_t *to = self.converted
+        cdef uint8_t *to = self.converted + part * ROWS * self.converted_bytes
         for i in range(num):
             if wanted == MC_X_F32 and mc_input_columns(matrix) == matrix.columns:
                 inputs[i] = <const uint8_t *>(given + i * step)
@@ -1093,7 +1094,8 @@ cdef class Program:
     ) noexcept nogil:
         """Write the rows of the pairs of experts; `offsets` says where each one's begin."""
         cdef mc_experts e = layer.experts
-        cdef int64_t i, filled, written
+        cdef int64_t i, filled, written, num = self.offsets[num_experts]
+        cdef int part
         cdef const uint8_t *given[ROWS]
         e.level = level_in_use()
         e.slots, e.offsets, e.pairs = slots, self.offsets, pairs
@@ -1101,26 +1103,33 @@ cdef class Program:
         e.out.data = <uint8_t *>cnp.PyArray_DATA(self.rows)
         e.out.row_bytes = self.hidden_size * 4
         e.out.type = MC_X_F32
-        e.input_type = mc_input_type(e.level, MC_X_F32, &e.up.first)
         e.hidden_type = mc_input_type(e.level, MC_X_F32, &e.down.first)
         e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_PLANES else e.hidden_type
-        self._take(
-            &e.up.first, e.input_type, <const float *>cnp.PyArray_DATA(self.normed),
-            self.hidden_size, self.num_rows, given
-        )
+        for part in range(e.num_ups):
+            e.input_types[part] = mc_input_type(e.level, MC_X_F32, &e.up[part].first)
+            e.inputs[part] = self.inputs + part * num
+            if part and mc_are_alike(&e.up[0].first, &e.up[1].first):
+                e.inputs[1] = self.inputs
+                break
+            self._take(
+                &e.up[part].first, e.input_types[part],
+                <const float *>cnp.PyArray_DATA(self.normed), self.hidden_size, self.num_rows,
+                given, part
+            )
+            for i in range(num):
+                self.inputs[part * num + i] = given[pairs[i] // self.top_k]
         filled = mc_input_row_bytes(e.hidden.type, mc_input_columns(&e.down.first))
         filled = max(filled, mc_input_row_bytes(e.hidden_type, mc_input_columns(&e.down.first)))
         e.hidden.row_bytes = (filled + 63) & ~63
         written = mc_input_row_bytes(e.hidden.type, e.width)
         e.hidden.data = self.expert_hidden
-        for i in range(self.offsets[num_experts]):
-            self.inputs[i] = given[pairs[i] // self.top_k]
+        for i in range(num):
             self.hidden_inputs[i] = self.expert_hidden + i * e.hidden.row_bytes
             memset(
                 <uint8_t *>self.hidden_inputs[i] + written, 0,
                 <size_t>(e.hidden.row_bytes - written)
             )
-        e.inputs, e.hidden_inputs = self.inputs, self.hidden_inputs
+        e.hidden_inputs = self.hidden_inputs
         run_experts(&e)
 
     def compute(self, cnp.ndarray slots not None, list chosen not None):

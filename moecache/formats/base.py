@@ -39,6 +39,15 @@ class Format(ABC):
         """How the kernels want a matrix, if that is another order than the file's."""
         return None
 
+    @property
+    def has_form(self) -> bool:
+        """Whether kernels compute with a matrix of it."""
+        return self.form is not None
+
+    def form_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of a matrix as the kernels want it; 0 if they cannot have it."""
+        return 0 if self.form is None else self.form.nbytes(rows, columns)
+
     @abstractmethod
     def parts(self, rows: int, columns: int) -> Parts:
         """Return dtype and shape of each array that a matrix consists of, by name.

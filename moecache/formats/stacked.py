@@ -25,6 +25,30 @@ class StackedFormat(Format):
 
     formats: tuple[Format, ...]
 
+    @property
+    def has_form(self) -> bool:
+        """Whether kernels compute with each of the matrices."""
+        return all(known.has_form or _is_plain(known) for known in self.formats)
+
+    def form_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of all as the kernels want them, one behind the other."""
+        if not self.has_form:
+            return 0
+        return sum(self.sizes(rows, columns, is_form=True))
+
+    def sizes(self, rows: int, columns: int, *, is_form: bool = False) -> list[int]:
+        """Return the bytes of each matrix, as in a file or as kernels want it."""
+        shape = rows // len(self.formats), columns
+        return [
+            (known.form_bytes if is_form and not _is_plain(known) else known.nbytes)(*shape)
+            for known in self.formats
+        ]
+
+    @property
+    def has_more_to_check(self) -> bool:
+        """Whether `check` of one looks at more than scales."""
+        return any(known.has_more_to_check for known in self.formats)
+
     def parts(self, rows: int, columns: int) -> Parts:
         """Return the part of each matrix, by its number."""
         if rows % len(self.formats):
@@ -35,14 +59,14 @@ class StackedFormat(Format):
         return found
 
     def matrices(
-        self, raw: np.ndarray, rows: int, columns: int
+        self, raw: np.ndarray, rows: int, columns: int, *, is_form: bool = False
     ) -> Iterator[tuple[Format, np.ndarray, tuple[int, int]]]:
-        """Return format, bytes and shape of each matrix."""
+        """Return format, bytes and shape of each matrix, as in a file or as kernels want them."""
         shape, start = (rows // len(self.formats), columns), 0
-        for known in self.formats:
-            stop = start + known.nbytes(*shape)
-            yield known, raw[start:stop], shape
-            start = stop
+        sizes = self.sizes(rows, columns, is_form=is_form)
+        for known, size in zip(self.formats, sizes, strict=True):
+            yield known, raw[start : start + size], shape
+            start += size
 
     def dequantize(
         self, parts: Mapping[str, np.ndarray], dtype: npt.DTypeLike = np.float32
@@ -91,6 +115,11 @@ def parse(name: str) -> StackedFormat | None:
         return None
     columns = max(known.block[1] for known in formats)  # powers of two
     return StackedFormat(name, (len(formats), columns), formats)
+
+
+def _is_plain(known: Format) -> bool:
+    """Return whether elements are numbers, which kernels take as they are."""
+    return known.block == (1, 1)
 
 
 def _alone(known: Format, part: np.ndarray) -> dict[str, np.ndarray]:

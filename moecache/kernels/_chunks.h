@@ -13,7 +13,7 @@
 /* A chunk after the other, and what multiplies it with rows. */
 typedef struct {
     const uint8_t *const *inputs;
-    int64_t num, left; /* of this chunk; from it on */
+    int64_t num, left, most; /* of this chunk; from it on; of any chunk */
     mc_tile tile;
     const mc_many *many;
     uint8_t *room; /* of inputs that are packed, or NULL */
@@ -24,10 +24,12 @@ static mc_chunks mc_chunks_of(
     const mc_level *level, int type, const mc_matrix *matrix, const uint8_t *const *inputs,
     int64_t num)
 {
-    mc_chunks chunks = {inputs, 0, num, mc_tile_of(level, type, matrix), level->many[type], NULL};
+    mc_chunks chunks = {
+        inputs, 0, num, MC_CHUNK, mc_tile_of(level, type, matrix), level->many[type], NULL};
     if (chunks.many && num >= MC_MANY) {
         int64_t bytes = chunks.many->bytes(matrix, num < MC_MANY_CHUNK ? num : MC_MANY_CHUNK);
         chunks.room = bytes ? aligned_alloc(64, (size_t)bytes) : NULL;
+        chunks.most = chunks.room ? MC_MANY_CHUNK : MC_CHUNK;
     }
     return chunks;
 }
@@ -35,10 +37,9 @@ static mc_chunks mc_chunks_of(
 /* Goes on to the next inputs; returns how many, 0 behind the last one. */
 static int64_t mc_next_chunk(mc_chunks *chunks, const mc_matrix *matrix)
 {
-    int64_t most = chunks->room ? MC_MANY_CHUNK : MC_CHUNK;
     chunks->inputs += chunks->num;
     chunks->left -= chunks->num;
-    chunks->num = chunks->left < most ? chunks->left : most;
+    chunks->num = chunks->left < chunks->most ? chunks->left : chunks->most;
     if (chunks->room && chunks->num >= MC_MANY) {
         chunks->many->pack(matrix, chunks->inputs, chunks->num, chunks->room);
     } else if (chunks->room) {

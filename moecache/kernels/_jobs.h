@@ -35,15 +35,16 @@ typedef struct {
  * i in [offsets[e], offsets[e + 1]). */
 typedef struct {
     const mc_level *level;
-    mc_slots up, down;
+    mc_slots up[2]; /* gate and up; or one, of up without a gate or of rows of both in turns */
+    mc_slots down;
     mc_activation activation;
-    int is_gated, is_interleaved;
-    int64_t width, up_row; /* rows of gate; the first one of up */
+    int num_ups, is_interleaved;
+    int64_t width; /* rows of gate */
     const int32_t *slots;
     const int64_t *offsets, *pairs;
     int64_t num_experts;
-    const uint8_t *const *inputs; /* of each i */
-    int input_type;
+    const uint8_t *const *inputs[2]; /* of each i, for each of `up`; the same if `mc_are_alike` */
+    int input_types[2];
     mc_rows hidden; /* scratch: activations of each i */
     int hidden_type; /* input type of `down`; MC_X_PLANES is made of fp32, in its place */
     const uint8_t **hidden_inputs;

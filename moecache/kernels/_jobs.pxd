@@ -117,19 +117,18 @@ cdef extern from "_jobs.h" nogil:
 
     ctypedef struct mc_experts:
         const mc_level *level
-        mc_slots up
+        mc_slots up[2]
         mc_slots down
         mc_activation activation
-        int is_gated
+        int num_ups
         int is_interleaved
         int64_t width
-        int64_t up_row
         const int32_t *slots
         const int64_t *offsets
         const int64_t *pairs
         int64_t num_experts
-        const uint8_t *const *inputs
-        int input_type
+        const uint8_t *const *inputs[2]
+        int input_types[2]
         mc_rows hidden
         int hidden_type
         const uint8_t **hidden_inputs
@@ -146,6 +145,7 @@ cdef extern from "_jobs.h" nogil:
     int mc_is_coded(const mc_matrix *matrix)
     mc_tile mc_tile_of(const mc_level *level, int type, const mc_matrix *matrix)
     int mc_input_type(const mc_level *level, int given, const mc_matrix *matrix)
+    int mc_are_alike(const mc_matrix *a, const mc_matrix *b)
     int64_t mc_input_columns(const mc_matrix *matrix)
     int64_t mc_input_row_bytes(int type, int64_t columns)
 

@@ -22,7 +22,8 @@ cdef class Matrix:
 cdef class Experts:
     cdef mc_experts experts
     cdef readonly object owner
-    cdef Matrix up
+    cdef tuple ups
+    cdef bint multiplies_alike  # whether gate and up multiply the same inputs
     cdef Matrix down
 
 
@@ -40,7 +41,7 @@ cdef struct Tiling:
 cdef class Tiler:
     cdef Tiling tiling
     cdef bytes zero_points
-    cdef int64_t check(self, cnp.ndarray raw, cnp.ndarray out) except -1
+    cdef int64_t check(self, cnp.ndarray raw, int64_t raw_at, cnp.ndarray out) except -1
 
 
 cdef const mc_level *level_in_use() noexcept nogil

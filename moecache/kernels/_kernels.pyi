@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Final, Self, final
 
 import numpy as np
@@ -60,14 +61,12 @@ class Inputs:
 class Experts:
     def __new__(
         cls,
-        up: Matrix,
+        ups: Sequence[Matrix],
         up_slot_bytes: int,
         down: Matrix,
         down_slot_bytes: int,
         width: int,
-        up_row: int,
         *,
-        is_gated: bool = True,
         is_interleaved: bool = False,
         activation: str = "silu",
         alpha: float = 1.702,

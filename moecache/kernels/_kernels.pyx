@@ -20,6 +20,7 @@ from moecache.kernels._jobs cimport (
     MC_TIMES,
     MC_X_F32,
     MC_X_PLANES,
+    mc_are_alike,
     mc_code_names,
     mc_experts,
     mc_file,
@@ -319,10 +320,10 @@ cdef class Matrix:
         product.bias.type = INPUTS.index(bias_type)
         product.num_inputs = num
         given = Inputs.__new__(Inputs)
-        given.given = INPUTS.index(input_type)
-        given.wanted = product.input_type = mc_input_type(_level, given.given, &self.matrix)
-        given.num = num
-        given.fill(<const uint8_t *>inputs, input_row_bytes, &self.matrix)
+        given.fill(
+            <const uint8_t *>inputs, INPUTS.index(input_type), num, input_row_bytes, &self.matrix
+        )
+        product.input_type = given.wanted
         found = _Rows(num)
         for i in range(num):
             found.rows[i] = given.first + i * given.row_bytes
@@ -338,15 +339,17 @@ cdef class Experts:
 
     Parameters
     ----------
-    up, down : Matrix
-        Those of slot 0. "up" has gate's rows above up's, or alternating ones, or no gate.
-    up_slot_bytes, down_slot_bytes : int
-        From a slot's matrix to the next one's.
+    ups : sequence of Matrix
+        Gate and up, of `width` rows each, in formats of their own; or one: up without a gate, or
+        rows of gate and up in turns. These and `down` are those of slot 0.
+    up_slot_bytes : int
+        From a slot's matrices to the next one's.
+    down : Matrix
+    down_slot_bytes : int
     width : int
         Rows of gate.
-    up_row : int
-        First row of up; 0 if there is no gate or rows alternate.
-    is_gated, is_interleaved : bool
+    is_interleaved : bool
+        Whether the one matrix has rows of gate and up in turns.
     activation : str
         One of `ACTIVATIONS`; "swiglu" is gpt-oss's, with `alpha` and `limit`; "clamped_silu"
         limits gate and up alike, and is silu(gate) * up then.
@@ -357,42 +360,51 @@ cdef class Experts:
     """
 
     def __cinit__(
-        self, Matrix up not None, int64_t up_slot_bytes, Matrix down not None,
-        int64_t down_slot_bytes, int64_t width, int64_t up_row, *, bint is_gated=True,
-        bint is_interleaved=False, str activation="silu", float alpha=1.702,
+        self, ups, int64_t up_slot_bytes, Matrix down not None, int64_t down_slot_bytes,
+        int64_t width, *, bint is_interleaved=False, str activation="silu", float alpha=1.702,
         float limit=7.0, up_bias=None, down_bias=None, owner=None
     ):
+        cdef Matrix up
+        cdef mc_rows *bias
+        cdef int i
         if activation not in ACTIVATIONS:
             raise ConfigError(
                 f"activation {activation!r} has no kernel; {', '.join(ACTIVATIONS)} have"
             )
-        if width < 0 or down.columns != width or up.rows < width * (1 + is_gated):
-            raise ConfigError(
-                f"experts of width {width} do not fit: up has {up.rows} rows, down "
-                f"{down.columns} columns"
-            )
-        if is_gated and not is_interleaved and not width <= up_row <= up.rows - width:
-            raise ConfigError(f"up begins at row {up_row} of {up.rows}, gate has {width}")
-        if mc_is_coded(&up.matrix) and up_row % MC_TILE:
-            raise ConfigError(
-                f"up begins at row {up_row}; in a compute form that is a multiple of {MC_TILE}"
-            )
-        if (is_interleaved or activation in ("swiglu", "clamped_silu")) and not is_gated:
+        self.ups, self.down, self.owner = tuple(ups), down, owner
+        if not 1 <= len(self.ups) <= 2 - is_interleaved:
+            raise ConfigError(f"an expert begins with {len(self.ups)} matrices")
+        for up in self.ups:
+            if (
+                width < 0 or down.columns != width or up.rows != width * (1 + is_interleaved)
+                or up.columns != (<Matrix>self.ups[0]).columns
+            ):
+                raise ConfigError(
+                    f"experts of width {width} do not fit: up is {up.rows} x {up.columns}, down "
+                    f"has {down.columns} columns"
+                )
+        if activation in ("swiglu", "clamped_silu") and len(self.ups) == 1 and not is_interleaved:
             raise ConfigError("experts without a gate have one input of the activation alone")
         memset(&self.experts, 0, sizeof(self.experts))
-        self.up, self.down, self.owner = up, down, owner
-        self.experts.up.first = up.matrix
-        self.experts.up.slot_bytes = up_slot_bytes
+        self.experts.num_ups = len(self.ups)
+        for i in range(self.experts.num_ups):
+            up = self.ups[i]
+            self.experts.up[i].first = up.matrix
+            self.experts.up[i].slot_bytes = up_slot_bytes
+            bias = &self.experts.up[i].bias
+            _set_bias(bias, up_bias)
+            if bias.data != NULL:
+                bias.data += i * width * mc_input_row_bytes(bias.type, 1)
+        self.multiplies_alike = len(self.ups) == 1 or mc_are_alike(
+            &self.experts.up[0].first, &self.experts.up[1].first
+        )
         self.experts.down.first = down.matrix
         self.experts.down.slot_bytes = down_slot_bytes
         self.experts.width = width
-        self.experts.up_row = up_row
-        self.experts.is_gated = is_gated
         self.experts.is_interleaved = is_interleaved
         self.experts.activation.kind = ACTIVATIONS.index(activation)
         self.experts.activation.alpha = alpha
         self.experts.activation.limit = limit
-        _set_bias(&self.experts.up.bias, up_bias)
         _set_bias(&self.experts.down.bias, down_bias)
 
     def inputs(
@@ -417,12 +429,17 @@ cdef class Experts:
             If there is none for what they are converted to.
         """
         cdef Inputs found = Inputs.__new__(Inputs)
-        found.given = INPUTS.index(input_type)
-        found.wanted = mc_input_type(_level, found.given, &self.experts.up.first)
-        found.codes = self.experts.up.first.codes
-        found.columns = self.experts.up.first.columns
-        found.num = max(0, num_tokens)
-        found.fill(<const uint8_t *>inputs, input_row_bytes, &self.experts.up.first)
+        cdef int given = INPUTS.index(input_type)
+        num_tokens = max(0, num_tokens)
+        found.fill(
+            <const uint8_t *>inputs, given, num_tokens, input_row_bytes, &self.experts.up[0].first
+        )
+        if not self.multiplies_alike:
+            found.more = Inputs.__new__(Inputs)
+            found.more.fill(
+                <const uint8_t *>inputs, given, num_tokens, input_row_bytes,
+                &self.experts.up[1].first
+            )
         return found
 
     def compute(
@@ -453,10 +470,12 @@ cdef class Experts:
             If there is none for the activations.
         """
         cdef mc_experts e = self.experts
-        cdef _Rows given, hidden
+        cdef Inputs of_part
+        cdef _Rows rows, hidden
+        cdef list kept = []
         cdef uint8_t *scratch
         cdef int64_t i, filled, written, num = pairs.shape[0]
-        cdef int threads = _num_threads
+        cdef int part, threads = _num_threads
         if offsets.shape[0] != slots.shape[0] + 1 or top_k < 1:
             raise ValueError("a wave has one offset more than slots, and a positive top_k")
         if offsets[0] != 0 or offsets[slots.shape[0]] != num:
@@ -480,18 +499,23 @@ cdef class Experts:
         e.out.data = <uint8_t *>out
         e.out.row_bytes = out_row_bytes
         e.out.type = INPUTS.index(out_type)
-        e.input_type = mc_input_type(_level, inputs.given, &e.up.first)
         e.hidden_type = mc_input_type(_level, inputs.given, &e.down.first)
-        if (
-            inputs.wanted != e.input_type or inputs.codes != e.up.first.codes
-            or inputs.columns != e.up.first.columns
-        ):
-            raise ValueError("these inputs were made for other experts, or for another level")
         e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_PLANES else e.hidden_type
-        given = _Rows(num)
-        for i in range(num):
-            given.rows[i] = inputs.first + pairs[i] // top_k * inputs.row_bytes
-        e.inputs = given.rows
+        for part in range(e.num_ups):
+            e.input_types[part] = mc_input_type(_level, inputs.given, &e.up[part].first)
+            of_part = inputs if part == 0 or self.multiplies_alike else inputs.more
+            if (
+                of_part is None or of_part.wanted != e.input_types[part]
+                or of_part.codes != e.up[part].first.codes
+                or of_part.columns != e.up[part].first.columns
+            ):
+                raise ValueError("these inputs were made for other experts, or for another level")
+            if part == 0 or of_part is not inputs:
+                rows = _Rows(num)
+                kept.append(rows)
+                for i in range(num):
+                    rows.rows[i] = of_part.first + pairs[i] // top_k * of_part.row_bytes
+            e.inputs[part] = rows.rows
         hidden = _Rows(num)
         filled = mc_input_row_bytes(e.hidden.type, mc_input_columns(&e.down.first))
         written = mc_input_row_bytes(e.hidden.type, e.width)
@@ -543,9 +567,13 @@ def combine(
 
 @cython.final
 cdef class Inputs:
-    """Rows that matrices multiply, where they lie or converted; `Experts.inputs` makes them."""
+    """Rows that matrices multiply, where they lie or converted; `Experts.inputs` makes them.
+
+    `more` are the same as up multiplies them, if not as gate does.
+    """
 
     cdef const uint8_t *first
+    cdef Inputs more
     cdef uint8_t *scratch
     cdef int64_t row_bytes, num, columns
     cdef int given, wanted, codes
@@ -559,13 +587,17 @@ cdef class Inputs:
         free(self.scratch)
 
     cdef int fill(
-        self, const uint8_t *inputs, int64_t row_bytes, const mc_matrix *matrix
+        self, const uint8_t *inputs, int given, int64_t num, int64_t row_bytes,
+        const mc_matrix *matrix
     ) except -1:
-        """Point to `num` rows, or to their values as `wanted`."""
-        cdef int64_t nbytes = mc_input_row_bytes(self.wanted, mc_input_columns(matrix))
+        """Point to `num` rows of a type, or to their values as a matrix multiplies them."""
+        cdef int64_t nbytes
         cdef mc_conversion conversion
         cdef int threads = _num_threads
+        self.given, self.wanted = given, mc_input_type(_level, given, matrix)
+        self.codes, self.columns, self.num = matrix.codes, matrix.columns, num
         self.first, self.row_bytes = inputs, row_bytes
+        nbytes = mc_input_row_bytes(self.wanted, mc_input_columns(matrix))
         if self.given == self.wanted and mc_input_columns(matrix) == matrix.columns:
             return 0
         self.scratch = <uint8_t *>malloc(max(1, self.num * nbytes))
@@ -728,17 +760,22 @@ cdef class Tiler:
             If these are not as many whole matrices as forms, or an array is not contiguous, or
             what is written to is read-only.
         """
-        cdef int64_t num = self.check(raw, out)
+        cdef int64_t num = self.check(raw, 0, out)
         cdef bint wrong
         cdef const uint8_t *given = <const uint8_t *>cnp.PyArray_DATA(raw)
         cdef uint8_t *form = <uint8_t *>cnp.PyArray_DATA(out)
+        if self.tiling.form_bytes and raw.nbytes != num * self.tiling.raw_bytes:
+            raise _misfit(self, raw, out)
         with nogil:
             wrong = tile_matrices(&self.tiling, given, form, num)
         return wrong
 
-    cdef int64_t check(self, cnp.ndarray raw, cnp.ndarray out) except -1:
-        """Return the number of matrices; raise ValueError if arrays do not fit together."""
-        cdef int64_t num
+    cdef int64_t check(self, cnp.ndarray raw, int64_t raw_at, cnp.ndarray out) except -1:
+        """Return the number of matrices; raise ValueError if arrays do not fit together.
+
+        They begin at a byte of `raw`, and others may lie behind them.
+        """
+        cdef int64_t num, given = cnp.PyArray_NBYTES(raw)
         if not (cnp.PyArray_IS_C_CONTIGUOUS(raw) and cnp.PyArray_ISCARRAY(out)):
             raise ValueError("a matrix must be contiguous, and what it is tiled into writable, too")
         if self.tiling.form_bytes == 0:
@@ -746,13 +783,17 @@ cdef class Tiler:
         num = cnp.PyArray_NBYTES(out) // self.tiling.form_bytes
         if (
             cnp.PyArray_NBYTES(out) != num * self.tiling.form_bytes
-            or cnp.PyArray_NBYTES(raw) != num * self.tiling.raw_bytes
+            or not 0 <= raw_at <= given or given - raw_at < num * self.tiling.raw_bytes
         ):
-            raise ValueError(
-                f"matrices of {self.raw_bytes} bytes are tiled into {self.form_bytes}; got "
-                f"{raw.nbytes} and {out.nbytes}"
-            )
+            raise _misfit(self, raw, out)
         return num
+
+
+def _misfit(Tiler tiler, cnp.ndarray raw, cnp.ndarray out):
+    return ValueError(
+        f"matrices of {tiler.raw_bytes} bytes are tiled into {tiler.form_bytes}; got {raw.nbytes} "
+        f"and {out.nbytes}"
+    )
 
 
 cdef bint tile_matrices(

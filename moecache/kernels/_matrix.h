@@ -443,6 +443,12 @@ static inline float mc_bits_to_float(uint32_t bits)
     return value;
 }
 
+/* Whether two matrices of as many columns multiply the same inputs. */
+static inline int mc_are_alike(const mc_matrix *a, const mc_matrix *b)
+{
+    return a->codes == b->codes && mc_flags(a) == mc_flags(b);
+}
+
 static inline uint32_t mc_float_to_bits(float value)
 {
     uint32_t bits;

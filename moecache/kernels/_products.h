@@ -173,35 +173,66 @@ static inline mc_matrix mc_in_slot(const mc_slots *slots, int64_t slot)
     return matrix;
 }
 
+/* Chunks of the same inputs for each of an expert's first matrices, which may be one. */
+typedef struct {
+    mc_matrix matrices[2];
+    mc_chunks chunks[2];
+    int num, num_kinds; /* 1: both multiply what was packed once */
+} mc_both;
+
+static mc_both mc_both_of(const mc_experts *e, int64_t slot, int64_t begin, int64_t num)
+{
+    mc_both both = {.num = e->num_ups, .num_kinds = 1};
+    for (int i = 0; i < both.num; i++)
+        both.matrices[i] = mc_in_slot(&e->up[i], slot);
+    if (both.num == 2 && !mc_are_alike(&both.matrices[0], &both.matrices[1]))
+        both.num_kinds = 2;
+    for (int i = 0; i < both.num_kinds; i++)
+        both.chunks[i] = mc_chunks_of(
+            e->level, e->input_types[i], &both.matrices[i], e->inputs[i] + begin, num);
+    if (both.num_kinds == 2) /* in step */
+        for (int i = 0; i < 2; i++)
+            if (both.chunks[i].most > both.chunks[!i].most)
+                both.chunks[i].most = both.chunks[!i].most;
+    return both;
+}
+
+static int64_t mc_next_of_both(mc_both *both)
+{
+    int64_t count = 0;
+    for (int i = 0; i < both->num_kinds; i++)
+        count = mc_next_chunk(&both->chunks[i], &both->matrices[i]);
+    return count;
+}
+
 /* Rows [row, row + num) of gate and of up, for a chunk of inputs, to fp32. */
 static void mc_gate_and_up(
-    const mc_experts *e, const mc_matrix *matrix, int64_t slot, int64_t row, int64_t num,
-    const mc_chunks *chunks, float *gate, float *up)
+    const mc_experts *e, const mc_both *both, int64_t slot, int64_t row, int64_t num, float *gate,
+    float *up)
 {
-    int64_t count = chunks->num;
+    int64_t count = both->chunks[0].num;
     if (!e->is_interleaved) {
-        mc_multiply(chunks, matrix, row, gate);
-        if (e->is_gated) {
-            mc_multiply(chunks, matrix, row + e->up_row, up);
+        for (int part = 0; part < both->num; part++) {
+            float *to = part ? up : gate;
+            mc_multiply(&both->chunks[both->num_kinds == 2 && part], &both->matrices[part], row, to);
             for (int64_t i = 0; i < count; i++)
-                mc_add_bias(up + i * MC_TILE, &e->up.bias, slot, row + e->width, num);
+                mc_add_bias(to + i * MC_TILE, &e->up[part].bias, slot, row, num);
         }
-        for (int64_t i = 0; i < count; i++)
-            mc_add_bias(gate + i * MC_TILE, &e->up.bias, slot, row, num);
         return;
     }
     /* Gate has the even rows, up the odd ones. */
-    float both[MC_CHUNK * MC_TILE];
+    float results[MC_CHUNK * MC_TILE];
     for (int half = 0; half < 2; half++) {
-        int64_t at = 2 * row + half * MC_TILE, left = matrix->rows - at;
+        int64_t at = 2 * row + half * MC_TILE, left = both->matrices[0].rows - at;
         if (left <= 0)
             break;
-        mc_multiply(chunks, matrix, at, both);
+        mc_multiply(&both->chunks[0], &both->matrices[0], at, results);
         for (int64_t i = 0; i < count; i++) {
-            mc_add_bias(both + i * MC_TILE, &e->up.bias, slot, at, left < MC_TILE ? left : MC_TILE);
+            mc_add_bias(
+                results + i * MC_TILE, &e->up[0].bias, slot, at, left < MC_TILE ? left : MC_TILE);
             for (int j = 0; j < MC_TILE / 2; j++) {
-                gate[i * MC_TILE + half * 8 + j] = both[i * MC_TILE + 2 * j];
-                up[i * MC_TILE + half * 8 + j] = both[i * MC_TILE + 2 * j + 1];
+                gate[i * MC_TILE + half * 8 + j] = results[i * MC_TILE + 2 * j];
+                up[i * MC_TILE + half * 8 + j] = results[i * MC_TILE + 2 * j + 1];
             }
         }
     }
@@ -213,23 +244,25 @@ static void mc_gate_and_up(
 #define MC_RUN_INPUTS 2
 
 static void mc_up_run(
-    const mc_experts *e, const mc_matrix *matrix, int64_t slot, int64_t first, int64_t last,
-    const uint8_t *const *inputs, int64_t count, uint8_t *out)
+    const mc_experts *e, int64_t slot, int64_t first, int64_t last, int64_t begin, int64_t count)
 {
-    mc_tile tile = mc_tile_of(e->level, e->input_type, matrix);
     float both[2][MC_RUN * MC_RUN_INPUTS * MC_TILE];
     int64_t size = count * MC_TILE;
+    uint8_t *out = e->hidden.data + begin * e->hidden.row_bytes;
     memset(both, 0, sizeof both);
-    for (int part = 0; part < 1 + e->is_gated; part++)
+    for (int part = 0; part < e->num_ups; part++) {
+        mc_matrix matrix = mc_in_slot(&e->up[part], slot);
+        mc_tile tile = mc_tile_of(e->level, e->input_types[part], &matrix);
         for (int64_t row = first, n = 0; row < last; row += MC_TILE, n++) {
             int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
             float *at = both[part] + n * size;
-            tile(matrix, row + part * e->up_row, inputs, count, at);
+            tile(&matrix, row, e->inputs[part] + begin, count, at);
             for (int64_t i = 0; i < count; i++)
-                mc_add_bias(at + i * MC_TILE, &e->up.bias, slot, row + part * e->width, num);
+                mc_add_bias(at + i * MC_TILE, &e->up[part].bias, slot, row, num);
         }
+    }
     e->level->activate(
-        both[0], e->is_gated ? both[1] : NULL, mc_ceil(last - first, MC_TILE) * size,
+        both[0], e->num_ups == 2 ? both[1] : NULL, mc_ceil(last - first, MC_TILE) * size,
         &e->activation);
     for (int64_t row = first, n = 0; row < last; row += MC_TILE, n++)
         for (int64_t i = 0; i < count; i++)
@@ -242,7 +275,6 @@ static void mc_up_item(void *job, int64_t item)
 {
     const mc_experts *e = job;
     int64_t expert = item / e->items_per_expert, slot = e->slots[expert];
-    mc_matrix matrix = mc_in_slot(&e->up, slot);
     int64_t first = item % e->items_per_expert * e->tiles_per_item * MC_TILE;
     int64_t last = first + e->tiles_per_item * MC_TILE;
     if (last > e->width)
@@ -250,21 +282,22 @@ static void mc_up_item(void *job, int64_t item)
     int64_t begin = e->offsets[expert], all = e->offsets[expert + 1] - begin;
     if (all <= MC_RUN_INPUTS && !e->is_interleaved) {
         for (int64_t row = first; row < last; row += MC_RUN * MC_TILE)
-            mc_up_run(e, &matrix, slot, row,
-                      last < row + MC_RUN * MC_TILE ? last : row + MC_RUN * MC_TILE,
-                      e->inputs + begin, all, e->hidden.data + begin * e->hidden.row_bytes);
+            mc_up_run(e, slot, row, last < row + MC_RUN * MC_TILE ? last : row + MC_RUN * MC_TILE,
+                      begin, all);
         return;
     }
-    mc_chunks chunks = mc_chunks_of(e->level, e->input_type, &matrix, e->inputs + begin, all);
-    for (int64_t t = begin, count; (count = mc_next_chunk(&chunks, &matrix)); t += count)
+    mc_both both = mc_both_of(e, slot, begin, all);
+    for (int64_t t = begin, count; (count = mc_next_of_both(&both)); t += count)
         for (int64_t row = first; row < last; row += MC_TILE) {
             int64_t num = last - row < MC_TILE ? last - row : MC_TILE;
             float gate[MC_CHUNK * MC_TILE], up[MC_CHUNK * MC_TILE];
             /* No more than is used: for one input, 8 KiB of zeros cost a third of its products. */
             memset(gate, 0, (size_t)(count * MC_TILE) * sizeof *gate);
             memset(up, 0, (size_t)(count * MC_TILE) * sizeof *up);
-            mc_gate_and_up(e, &matrix, slot, row, num, &chunks, gate, up);
-            e->level->activate(gate, e->is_gated ? up : NULL, count * MC_TILE, &e->activation);
+            mc_gate_and_up(e, &both, slot, row, num, gate, up);
+            e->level->activate(
+                gate, e->num_ups == 2 || e->is_interleaved ? up : NULL, count * MC_TILE,
+                &e->activation);
             for (int64_t i = 0; i < count; i++)
                 mc_from_f32(gate + i * MC_TILE, num, e->hidden.type,
                             e->hidden.data + (t + i) * e->hidden.row_bytes
@@ -342,22 +375,26 @@ static void mc_combine(mc_sum *sum, int num_threads)
 
 static void mc_compute_experts(mc_experts *e, int num_threads)
 {
-    int64_t num = e->offsets[e->num_experts];
-    int64_t each = e->num_experts ? num / e->num_experts : 0;
+    int64_t num = e->offsets[e->num_experts], num_tiles = e->num_experts * mc_ceil(e->width, MC_TILE);
+    int64_t each = e->num_experts ? num / e->num_experts : 0, nbytes = 0, fewest = 0, tiles;
+    for (int i = 0; i < e->num_ups; i++) {
+        nbytes += mc_read_bytes(&e->up[i].first, num);
+        tiles = mc_tiles_per_item(&e->up[i].first);
+        fewest = !i || tiles < fewest ? tiles : fewest;
+    }
     /* Gate and up: an item has tiles of both. */
-    e->tiles_per_item = mc_ceil(mc_tiles_per_item(&e->up.first), 1 + e->is_gated);
+    e->tiles_per_item = mc_ceil(fewest, 1 + (e->num_ups == 2 || e->is_interleaved));
     /* Runs are worth larger items, as long as there are enough of them for all threads. */
     if (num <= MC_RUN_INPUTS * e->num_experts) {
-        int64_t run = e->num_experts * mc_ceil(e->width, MC_TILE) / (16 * num_threads);
+        int64_t run = num_tiles / (16 * num_threads);
         run = run < MC_RUN ? run : MC_RUN;
         e->tiles_per_item = run > e->tiles_per_item ? run : e->tiles_per_item;
     }
-    e->tiles_per_item = mc_many_tiles(
-        e->level, e->input_type, e->tiles_per_item, e->num_experts * mc_ceil(e->width, MC_TILE),
-        each, num_threads);
+    for (int i = 0; i < e->num_ups; i++)
+        e->tiles_per_item = mc_many_tiles(
+            e->level, e->input_types[i], e->tiles_per_item, num_tiles, each, num_threads);
     e->items_per_expert = mc_ceil(e->width, e->tiles_per_item * MC_TILE);
-    mc_share(num_threads, mc_up_item, e, e->num_experts * e->items_per_expert,
-             mc_read_bytes(&e->up.first, num));
+    mc_share(num_threads, mc_up_item, e, e->num_experts * e->items_per_expert, nbytes);
     if (e->hidden_type == MC_X_PLANES) {
         mc_share(num_threads, mc_hidden_item, e, num, 4 * num * e->hidden.row_bytes);
     }

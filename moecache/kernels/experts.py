@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from moecache.errors import ConfigError
-from moecache.formats import find_format, format_of, tiled_rows
+from moecache.formats import TILE_ROWS, StackedFormat, find_format, format_of
 from moecache.kernels._kernels import Experts, Matrix
 from moecache.kernels.matrices import type_of
 from moecache.layout import Role
@@ -67,21 +67,20 @@ class SlotKernel:
         _check_alike(first, second)
         is_gated = "gate_up" in first
         wide = "gate_up" if is_gated else "up"
+        if is_interleaved and not is_gated:
+            raise ConfigError("rows of gate and up alternate, and there is no gate")
         known = {role.name: role for role in roles}
-        (up, up_shape), (down, down_shape) = (
-            _matrix(name, first[name], known.get(name)) for name in (wide, "down")
+        (ups, up_shape), ((down,), down_shape) = (
+            _matrices(name, first[name], known.get(name), number)
+            for name, number in ((wide, 1 + (is_gated and not is_interleaved)), ("down", 1))
         )
         self.hidden_size, width = down_shape
-        if up_shape != (width * (1 + is_gated), self.hidden_size) or down.rows != self.hidden_size:
+        if up_shape != (width * (1 + is_gated), self.hidden_size):
             raise ConfigError(
                 f"{wide} {list(up_shape)} and down {list(down_shape)} are not "
                 "[rows, columns] of one feed-forward; experts that are stored transposed have no "
                 "kernel"
             )
-        # Matrices of two tensors begin with a tile each; rows that alternate are of one.
-        up_row = up.rows - width if is_gated and not is_interleaved else 0
-        if is_interleaved and up.rows != up_shape[0]:
-            raise ConfigError(f"rows of {wide} alternate in one matrix, not in two")
         self.num_slots = num_slots
 
         def bias(role: str, rows: int) -> tuple[int, int, str] | None:
@@ -93,13 +92,11 @@ class SlotKernel:
             return array.ctypes.data, _distance(array, second[role]), type_of(array)
 
         self.experts = Experts(
-            up,
+            ups,
             _distance(first[wide], second[wide]),
             down,
             _distance(first["down"], second["down"]),
             width,
-            up_row,
-            is_gated=is_gated,
             is_interleaved=is_interleaved,
             activation=activation,
             alpha=alpha,
@@ -187,27 +184,50 @@ def _check_alike(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarra
             )
 
 
-def _matrix(name: str, array: np.ndarray, role: Role | None) -> tuple[Matrix, tuple[int, ...]]:
-    """Return what the kernels read, and the shape without what fills up tiles."""
+def _matrices(
+    name: str, array: np.ndarray, role: Role | None, number: int
+) -> tuple[list[Matrix], tuple[int, ...]]:
+    """Return so many matrices of as many rows as the kernels read them, and the shape of all."""
     if role is not None and role.format:
-        form = find_format(role.format).form
-        if form is None:
-            raise ConfigError(f"{name} is {role.format}, which has no compute form")
-        rows, columns = role.matrix_shape
-        height = tiled_rows(rows) * (role.matrices - 1) + rows
-        if array.nbytes < form.nbytes(height, columns) or not array.flags.c_contiguous:
-            raise ConfigError(
-                f"{name} has {array.nbytes} bytes; {height} x {columns} of {role.format} are "
-                f"{form.nbytes(height, columns)}, one after the other"
-            )
-        matrix = Matrix(array.ctypes.data, role.format, height, columns, None, array)
-        return matrix, role.shape
+        return _formed(name, array, role, number), role.shape
     if array.ndim != 2 or not array.flags.c_contiguous:
         raise ConfigError(f"{name} {list(array.shape)} is no contiguous matrix [rows, columns]")
-    rows, columns = array.shape
-    plain = format_of(array.dtype).name
-    matrix = Matrix(array.ctypes.data, plain, rows, columns, array.strides[0], array)
-    return matrix, array.shape
+    rows, columns = array.shape[0] // number, array.shape[1]
+    plain, stride = format_of(array.dtype).name, array.strides[0]
+    starts = [array.ctypes.data + i * rows * stride for i in range(number)]
+    return [Matrix(start, plain, rows, columns, stride, array) for start in starts], array.shape
+
+
+def _formed(name: str, array: np.ndarray, role: Role, number: int) -> list[Matrix]:
+    known = find_format(role.format)
+    if not known.has_form:
+        raise ConfigError(f"{name} is {role.format}, which has no compute form")
+    formats = known.formats if isinstance(known, StackedFormat) else (known,) * role.matrices
+    rows, columns = role.shape[0] // number, role.shape[1]
+    if number < len(formats):
+        raise ConfigError(f"rows of {name} alternate in one matrix, not in two")
+    if number > len(formats):
+        # One matrix is taken for two, of whole tiles.
+        if rows % TILE_ROWS:
+            raise ConfigError(
+                f"up begins at row {rows} of {name}; in a compute form that is a multiple of "
+                f"{TILE_ROWS}"
+            )
+        formats *= number
+    if isinstance(known, StackedFormat):
+        sizes = known.sizes(*role.shape, is_form=True)
+    else:
+        sizes = [known.form_bytes(rows, columns)] * number
+    if array.nbytes < sum(sizes) or not array.flags.c_contiguous:
+        raise ConfigError(
+            f"{name} has {array.nbytes} bytes; {role.shape[0]} x {columns} of {role.format} are "
+            f"{sum(sizes)}, one after the other"
+        )
+    starts = [array.ctypes.data + sum(sizes[:i]) for i in range(number)]
+    return [
+        Matrix(start, one.name, rows, columns, None, array)
+        for start, one in zip(starts, formats, strict=True)
+    ]
 
 
 def _distance(first: np.ndarray, second: np.ndarray) -> int:

@@ -56,7 +56,7 @@ _OUTPUTS = {"float32": "f32", "bfloat16": "bf16"}
 def has_form(name: str) -> bool:
     """Return whether there is such a format, and it has a compute form."""
     try:
-        return find_format(name).form is not None
+        return find_format(name).has_form
     except ConfigError:
         return False
 
@@ -68,7 +68,7 @@ def default_compute(layout: ExpertLayout) -> str:
 
 
 @functools.cache
-def tiler(name: str, rows: int, columns: int) -> "Tiler | Repacker":
+def tiler(name: str, rows: int, columns: int) -> "Tiler | Repacker | StackedTiler":
     """Return what makes the compute form of matrices of one format and one shape.
 
     Raises
@@ -76,6 +76,9 @@ def tiler(name: str, rows: int, columns: int) -> "Tiler | Repacker":
     ConfigError
         If the format has no compute form, or no matrix of this shape.
     """
+    known = find_format(name)
+    if isinstance(known, StackedFormat) and known.has_form:
+        return StackedTiler(known, rows, columns)
     return _tiler(*_known(name, rows, columns), rows, columns)
 
 
@@ -142,6 +145,52 @@ class Repacker:
             parts = self._repack(self._known.split(one, *self._shape))
             self._tiler.tile(joined(parts), form)
         return True
+
+
+class StackedTiler:
+    """Makes the compute forms of matrices in formats of their own, as `Tiler` does of one.
+
+    Parameters
+    ----------
+    known : StackedFormat
+    rows, columns : int
+        Of all.
+
+    Attributes
+    ----------
+    raw_bytes, form_bytes : int
+    pieces : tuple of (Tiler or Repacker or None, int, int, int)
+        What makes each matrix's form, or None: it is copied; its first byte in a file, and in the
+        form, and the bytes it has there.
+    """
+
+    def __init__(self, known: StackedFormat, rows: int, columns: int) -> None:
+        shape, pieces = (rows // len(known.formats), columns), []
+        sizes = known.sizes(rows, columns), known.sizes(rows, columns, is_form=True)
+        self.raw_bytes = self.form_bytes = 0
+        for one, stored, held in zip(known.formats, *sizes, strict=True):
+            making = None if one.form is None else _tiler(one, one.form, *shape)
+            pieces.append((making, self.raw_bytes, self.form_bytes, held))
+            self.raw_bytes += stored
+            self.form_bytes += held
+        self.pieces = tuple(pieces)
+
+    def tile(self, raw: np.ndarray, out: np.ndarray) -> bool:
+        """Write the forms; see `Tiler.tile`."""
+        if (raw.nbytes, out.nbytes) != (self.raw_bytes, self.form_bytes):
+            raise ValueError(
+                f"matrices of {self.raw_bytes} bytes are tiled into {self.form_bytes}; got "
+                f"{raw.nbytes} and {out.nbytes}"
+            )
+        wrong, given = False, raw.reshape(-1).view(np.uint8)
+        ends = [start for _, start, _, _ in self.pieces[1:]] + [self.raw_bytes]
+        for (making, start, at, nbytes), end in zip(self.pieces, ends, strict=True):
+            form = out[at : at + nbytes]
+            if making is None:
+                form[...] = given[start:end]
+            else:
+                wrong |= making.tile(given[start:end], form)
+        return wrong
 
 
 @functools.cache
@@ -295,8 +344,13 @@ def values_in(
     shape, known = role.matrix_shape, find_format(role.format)
     pieces = array.reshape(role.matrices, -1)
     if isinstance(known, StackedFormat):
+        is_form = known.has_form and (role.is_tiled or not stored)
         return np.concatenate(
-            [_values(*one, wanted) for raw in pieces for one in known.matrices(raw, *shape)]
+            [
+                _values(*one, wanted, is_form=is_form)
+                for raw in pieces
+                for one in known.matrices(raw, *shape, is_form=is_form)
+            ]
         )
     if known.form is None:
         return np.concatenate(
@@ -311,11 +365,13 @@ def values_in(
     return out.astype(wanted, copy=False)
 
 
-def _values(known: Format, raw: np.ndarray, shape: tuple[int, int], dtype: Any) -> np.ndarray:
-    """Return the values of a matrix as in a file."""
+def _values(
+    known: Format, raw: np.ndarray, shape: tuple[int, int], dtype: Any, *, is_form: bool
+) -> np.ndarray:
+    """Return the values of a matrix as in a file, or in its compute form."""
     if known.form is None:
         return known.dequantize(known.split(raw, *shape), dtype)
-    return values_in(raw, Role("", shape, format=known.name), stored=True, dtype=dtype)
+    return values_in(raw, Role("", shape, format=known.name), stored=not is_form, dtype=dtype)
 
 
 def _known(name: str, rows: int, columns: int) -> tuple[Format, Form]:

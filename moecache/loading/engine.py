@@ -10,7 +10,7 @@ class Read(Protocol):
     layer: int
     expert: int
     parts: Mapping[str, Any]
-    fills: tuple[tuple[Any, str, Any], ...]
+    fills: tuple[tuple[Any, str, int, Any], ...]
     is_wrong: bool
 
 

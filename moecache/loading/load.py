@@ -85,7 +85,7 @@ class Load:
         Queues of the steps that wait for it; each gets the load when it is over.
     parts : dict of role to ndarray
         The arrays to read to, while it is read.
-    fills : tuple of (Tiler, role, ndarray)
+    fills : tuple of (Tiler, role, int, ndarray)
         Parts that the engine brings into compute form, and the slot's arrays that it writes.
     is_wrong : bool
         Whether it found a scale there that is wrong.
@@ -120,7 +120,7 @@ class Load:
         self.state = LoadState.QUEUED
         self.waiting: list[SimpleQueue[Load]] = []
         self.parts: Mapping[str, Any] = {}
-        self.fills: tuple[tuple[Any, str, Any], ...] = ()
+        self.fills: tuple[tuple[Any, str, int, Any], ...] = ()
         self.is_wrong = False
         self.error: Exception | None = None
 

@@ -122,7 +122,8 @@ def _expert(
     source: GgufSource, alignment: int, layer: int, expert: int, *, compute_form: bool
 ) -> Iterator[_Tensor]:
     roles = {role.name: role for role in source.layout.layers[layer]}
-    for number, piece in enumerate(source.pieces(layer)):
+    pieces = source.pieces(layer)
+    for number, piece in enumerate(pieces):
         name = piece.sources[0 if piece.stacked else expert]
         entry = source.tensors[name][1]
         # A stack is of matrices, or of vectors.
@@ -130,12 +131,14 @@ def _expert(
         place = int(piece.files[expert]), int(piece.offsets[expert])
         role, kind = roles[piece.role], entry.type.number
         extent, form = Extent(0, piece.nbytes, *place), None
-        if role.is_tiled or (compute_form and role.form_bytes):
-            kind, form = BYTES_TYPE, FormOf(entry.type, *role.matrix_shape)
+        is_formed = entry.type.is_quantized and role.format
+        if is_formed and (role.is_tiled or (compute_form and role.form_bytes)):
+            rows = role.shape[0] // sum(other.role == piece.role for other in pieces)
+            kind, form = BYTES_TYPE, FormOf(entry.type, rows, role.shape[1])
             if not role.is_tiled:
                 places = ((*place, piece.nbytes),)
                 what = f"{name} [{expert}]" if piece.stacked else name
-                recipe = Tile(what, places, role.format, *role.matrix_shape)
+                recipe = Tile(what, places, entry.type.format, rows, role.shape[1])
                 extent = Extent(0, recipe.nbytes, ZEROS, 0, recipe)
             shape = (extent.nbytes,)
         # A role that is read straight into its slot begins a block, as it does there.

@@ -304,8 +304,8 @@ cdef class Reader:
             file's bytes from `offset` on are those of the roles' parts, one after
             the other. `parts` maps each role to a C-contiguous writable ndarray of
             any dtype, which is kept alive and must not be touched until then. `fills` are
-            (tiler, role, target): once all is read, the role's part is brought into compute form,
-            in a C-contiguous ndarray that is kept alive, too.
+            (tiler, role, start, target): once all is read, the role's part from byte `start` on is
+            brought into compute form, in a C-contiguous ndarray that is kept alive, too.
         deferred : bool, default False
             Let everything else go first, also what is submitted later, until `hasten`. What
             the kernel has been given is read all the same.
@@ -600,17 +600,18 @@ cdef class Reader:
 
     cdef int _add_fills(self, Request *load, parts, fills) except -1:
         cdef Tiler tiler
+        cdef int64_t begin
         cdef cnp.ndarray part, target
         cdef Fill *fill
         load.fills = <Fill *>(load + 1)
-        for making, role, form in fills:
-            tiler, target, part = making, form, parts.get(role)
+        for making, role, start, form in fills:
+            tiler, begin, target, part = making, start, form, parts.get(role)
             if part is None:
                 raise ValueError(f"there is no array for role {role!r}")
             fill = &load.fills[load.num_fills]
-            fill.num = tiler.check(part, target)
+            fill.num = tiler.check(part, begin, target)
             fill.tiling = &tiler.tiling
-            fill.raw = <const uint8_t *>cnp.PyArray_DATA(part)
+            fill.raw = <const uint8_t *>cnp.PyArray_DATA(part) + begin
             fill.form = <uint8_t *>cnp.PyArray_DATA(target)
             load.num_fills += 1
             load.num_to_fill += fill.num

@@ -8,7 +8,7 @@ import numpy as np
 from moecache.formats import find_format
 from moecache.kernels import has_form, tiler
 from moecache.kernels._kernels import Tiler
-from moecache.kernels.forms import Repacker
+from moecache.kernels.forms import Repacker, StackedTiler
 from moecache.layout import ExpertLayout, Role
 
 
@@ -30,7 +30,7 @@ class Held:
     role: Role
     shape: tuple[int, ...]
     dtype: np.dtype
-    tiler: Tiler | Repacker | None = None
+    tiler: Tiler | Repacker | StackedTiler | None = None
     has_to_be_checked: bool = False
 
     @property
@@ -42,6 +42,13 @@ class Held:
     def is_converted(self) -> bool:
         """Whether a slot has other bytes than the file."""
         return self.tiler is not None or self.dtype != self.role.dtype
+
+    @property
+    def pieces(self) -> tuple[tuple[Tiler | Repacker | None, int, int, int], ...]:
+        """What makes the matrices' compute forms, see `StackedTiler`."""
+        if isinstance(self.tiler, StackedTiler):
+            return self.tiler.pieces
+        return ((self.tiler, 0, 0, self.nbytes),)
 
     def view(self, raw: np.ndarray) -> np.ndarray:
         """Return a slot's bytes as the role's array."""

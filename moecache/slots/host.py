@@ -71,7 +71,7 @@ class HostSlots:
         # Layers alike have one number: views of a buffer, or of a slot, are made once for them.
         numbers = {id(roles): number for number, roles in enumerate(self._held)}
         self._variants = [numbers[id(roles)] for roles in self._held]
-        self._targets: dict[tuple[int, int], tuple[tuple[Tiler, str, np.ndarray], ...]] = {}
+        self._targets: dict[tuple[int, int], tuple[tuple[Tiler, str, int, np.ndarray], ...]] = {}
         self._num_buffers = _num_buffers(layout, num_slots) if self._converts else 0
         for name, stride in _strides(self._held).items():
             try:
@@ -213,11 +213,12 @@ class HostSlots:
         """Whether compiled code can fill every layer's slots, see `fills`."""
         return all(self._fills)
 
-    def fills(self, slot: int, layer: int) -> tuple[tuple[Tiler, str, np.ndarray], ...]:
+    def fills(self, slot: int, layer: int) -> tuple[tuple[Tiler, str, int, np.ndarray], ...]:
         """Return how compiled code fills a slot, after which `finish` stands for `upload`.
 
-        The tiler, the role and the slot's array of each role in compute form; nothing if only
-        `upload` fills the slot, or the parts that were read are the slot's own.
+        The tiler, the role, the first byte in what was read of it, and the slot's array, of each
+        role in compute form, or of each of its matrices; nothing if only `upload` fills the slot,
+        or the parts that were read are the slot's own.
         """
         tilers = self._fills[layer]
         if not tilers:
@@ -226,9 +227,9 @@ class HostSlots:
         key = slot, self._variants[layer]
         found = self._targets.get(key)
         if found is None:
-            roles = self._held[layer]
             found = self._targets[key] = tuple(
-                (tiler, name, slabs[name][slot, : roles[name].nbytes]) for name, tiler in tilers
+                (tiler, name, start, slabs[name][slot, at : at + nbytes])
+                for name, tiler, start, at, nbytes in tilers
             )
         return found
 
@@ -352,10 +353,16 @@ def _converts(layers: Sequence[Mapping[str, Held]]) -> bool:
     return any(held.is_converted for roles in layers for held in roles.values())
 
 
-def _all_tiled(roles: Mapping[str, Held]) -> tuple[tuple[str, Tiler], ...]:
-    """Return the roles' tilers; none if a role is converted by other means."""
-    converted = [(name, held.tiler) for name, held in roles.items() if held.is_converted]
-    tiled = [(name, tiler) for name, tiler in converted if isinstance(tiler, Tiler)]
+def _all_tiled(roles: Mapping[str, Held]) -> tuple[tuple[str, Tiler, int, int, int], ...]:
+    """Return the roles' tilers, see `Held.pieces`; none if a role is converted by other means."""
+    converted = [
+        (name, *piece) for name, held in roles.items() if held.is_converted for piece in held.pieces
+    ]
+    tiled = [
+        (name, tiler, start, at, nbytes)
+        for name, tiler, start, at, nbytes in converted
+        if isinstance(tiler, Tiler)
+    ]
     return tuple(tiled) if len(tiled) == len(converted) else ()
 
 

@@ -220,7 +220,7 @@ def _add_matrices(
 
 def _stacked_name(found: Mapping[int, Found]) -> str:
     """Return the format of matrices in formats of their own; "" if there is none."""
-    if any(group.matrix and group.matrix.is_tiled for group in found.values()):
+    if len({group.matrix.is_tiled for group in found.values() if group.matrix}) > 1:
         return ""
     try:
         return stacked_name(

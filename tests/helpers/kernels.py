@@ -76,9 +76,10 @@ def computing(level: str | None = None, threads: int | None = None) -> Iterator[
 
 def fitting(name: str, columns: int) -> int:
     """Return the most columns, up to `columns`, of which a format stores a matrix."""
+    known = find_format(name)
     while True:
         try:
-            find_format(name).parts(1, columns)
+            known.parts(max(1, known.block[0]), columns)
         except ConfigError:
             columns -= 1
         else:
@@ -100,8 +101,9 @@ def draw_inputs(num: int, columns: int, dtype: np.dtype, seed: int) -> np.ndarra
 
 def has_integers(name: str) -> bool:
     """Return whether weights of a format are multiplied as integers, by inputs of 15 bits."""
-    form = find_format(name).form
-    return form is not None and form.codes != "e4m3"
+    known = find_format(name)
+    forms = [one.form for one in getattr(known, "formats", (known,))]
+    return any(form is not None and form.codes != "e4m3" for form in forms)
 
 
 def product_error(inputs: np.ndarray, exact: np.ndarray, name: str = "") -> np.ndarray:
@@ -240,7 +242,7 @@ def in_forms(stack: np.ndarray, role: Role) -> tuple[np.ndarray, np.ndarray]:
     for given, form, exact in each:
         parts = known.quantize(given.astype(np.float32))
         raw = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts.values()])
-        kernels.tile(raw, role.format, *shape, form)
+        kernels.tiler(role.format, *shape).tile(raw, form)
         exact[...] = known.dequantize(parts)
     return forms, values.reshape(stack.shape)
 

@@ -39,17 +39,20 @@ static void test_experts(void)
     static const int32_t slots[] = {2, 0, 1};
     static const int64_t offsets[] = {0, 1, 4, 6}, pairs[PAIRS] = {3, 0, 2, 5, 1, 4};
     static float first[TOKENS * HIDDEN], found[TOKENS * HIDDEN];
-    mc_matrix up = matrix_of(MC_U4, MC_F16, MC_OFFSETS, 2 * WIDTH, HIDDEN, 32);
+    mc_matrix both = matrix_of(MC_U4, MC_F16, MC_OFFSETS, 2 * WIDTH, HIDDEN, 32);
     mc_matrix down = matrix_of(MC_I5, MC_F16, 0, HIDDEN, WIDTH, 32);
-    int64_t up_bytes = up.row_bytes * 2 * WIDTH / MC_TILE;
+    int64_t up_bytes = both.row_bytes * 2 * WIDTH / MC_TILE;
     int64_t slot_bytes = up_bytes + down.row_bytes * HIDDEN / MC_TILE;
     float input[TOKENS][HIDDEN], weights[PAIRS];
     snprintf(what, sizeof what, "experts");
     for (int i = 0; i < 3; i++) {
-        fill_form(&up, form + i * slot_bytes);
+        fill_form(&both, form + i * slot_bytes);
         fill_form(&down, form + i * slot_bytes + up_bytes);
         fill_input(input[i], HIDDEN, i);
     }
+    mc_matrix gate = both, up = both;
+    gate.rows = up.rows = WIDTH;
+    up.data = gate.data + up_bytes / 2;
     down.data = form + up_bytes;
     fill_input(weights, PAIRS, 0);
     for (int l = 0; l < num_levels; l++)
@@ -65,10 +68,11 @@ static void test_experts(void)
                 hidden_inputs[i] = (uint8_t *)hidden[i];
             }
             mc_experts experts = {
-                .level = levels[l], .up = {up, slot_bytes, {0}}, .down = {down, slot_bytes, {0}},
-                .activation = {MC_SILU, 0, 0}, .is_gated = 1, .width = WIDTH, .up_row = WIDTH,
+                .level = levels[l], .up = {{gate, slot_bytes, {0}}, {up, slot_bytes, {0}}},
+                .down = {down, slot_bytes, {0}}, .activation = {MC_SILU, 0, 0}, .num_ups = 2,
+                .width = WIDTH,
                 .slots = slots, .offsets = offsets, .pairs = pairs, .num_experts = 3,
-                .inputs = inputs, .input_type = MC_X_PLANES,
+                .inputs = {inputs, inputs}, .input_types = {MC_X_PLANES, MC_X_PLANES},
                 .hidden = {(uint8_t *)hidden, sizeof hidden[0], MC_X_F32},
                 .hidden_type = MC_X_PLANES, .hidden_inputs = hidden_inputs,
                 .out = {(uint8_t *)rows, sizeof rows[0], MC_X_F32}};

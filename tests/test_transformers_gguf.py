@@ -95,9 +95,13 @@ def test_kernels_have_the_same_bits_at_any_number_of_slots(name: str, tmp_path: 
         assert error < 1e-3 * other.square().mean().sqrt(), name
 
 
-def test_experts_without_kernels_are_computed_by_torch_unless_it_is_said(tmp_path: Path) -> None:
-    """Llama 4's; the trunk stays quantized as with kernels."""
+def test_experts_without_kernels_are_computed_by_torch_unless_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Llama 4's, as `inspect` says; the trunk stays quantized as with kernels."""
     path = write(tmp_path / "model.gguf", sized("llama4"), MIXED)
+    assert cli.main(["inspect", str(path)]) == 0
+    assert "experts of llama4 have no kernels, so that torch" in capsys.readouterr().out
     wanted = logits(build_from(*read_gguf(path)))
 
     model = load(path, dtype=torch.float32)

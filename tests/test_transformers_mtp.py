@@ -112,6 +112,8 @@ def test_a_block_of_a_gguf_that_guesses_is_named_and_in_no_slot(
     assert "2 MoE layers x 16 experts" in shown
     assert "MTP: blk.2 (" in shown
     assert "32 of 32 experts" in shown
+    assert cli.main(["warm", str(tmp_path / "m.gguf"), "--status", "--experts-only"]) == 0
+    assert "blk.2" not in capsys.readouterr().out
     found = load(tmp_path / "m.gguf")
     with found.moecache as offload, torch.inference_mode():
         assert offload.runtime.layout.layer_names == ("blk.0", "blk.1")

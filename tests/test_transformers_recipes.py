@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moecache.decoding.families import has_recipe
+from moecache.decoding.families import has_kernels, has_recipe
 from tests.helpers import quantized
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.kernels import computing
@@ -180,6 +180,7 @@ def test_inspect_knows_the_families(
     for name, family in FAMILIES.items():
         found = has_recipe(family.config().model_type)
         assert found == (name.removesuffix("_hub") in known), name
+        assert has_kernels(family.config().model_type) == family.has_interface, name
     for architecture in ("qwen3moe", "gpt-oss", "deepseek2", "llama", "minimax-m2", "ernie4_5-moe"):
         assert has_recipe(architecture)
     assert all(map(has_recipe, ("hy_v3", "exaone_moe", "exaone-moe")))

@@ -34,6 +34,7 @@ from moecache.commands.generate import add_model_options
 from moecache.commands.machine import describe_facts, machine_facts
 from moecache.commands.paths import HUB_NAMES, find_model, map_file
 from moecache.commands.ranks import num_ranks, rank, telling
+from moecache.decoding.families import has_kernels
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.files import Kind, write_whole
 from moecache.kernels import default_compute
@@ -251,7 +252,8 @@ def _usual_compute(model: str) -> str:
     if not os.path.exists(model):
         return "torch"
     with open_store(model) as store:
-        return default_compute(store.layout)
+        kind = str(store.config.get("model_type"))
+        return default_compute(store.layout) if has_kernels(kind) else "torch"
 
 
 def _by_rank(contestant: Contestant) -> str:

@@ -4,7 +4,7 @@ import argparse
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -14,14 +14,13 @@ from moecache import kernels
 from moecache.commands.arguments import add_option
 from moecache.commands.paths import HUB_NAMES, hub_path, printable
 from moecache.cuda import check_experts
-from moecache.decoding.families import has_recipe
+from moecache.decoding.families import has_kernels, has_recipe
 from moecache.errors import ConfigError, StoreError
 from moecache.layout import ExpertLayout, Role
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
 from moecache.stores import CheckpointStore, open_store
-from moecache.stores._mtp import enclosing
 from moecache.telemetry import ComputeStats
 from moecache.units import format_bytes
 
@@ -76,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         kind = store.config.get("model_type")
         kind = printable(kind[:100]) if isinstance(kind, str) else ""
         console.print(f"{printable(store.path)}  {kind}", style="bold")
-        mtp, layers = _leave_mtp_out(store)
+        left_out = store.leave_mtp_out()
         layout = store.layout
         quantized = _quantized(store)
         if layout.total_experts == 0:
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{layout.num_layers} MoE layers x {layout.num_experts} experts, {top_k}; "
         f"{format_bytes(layout.total_bytes)} in experts"
     )
-    for line in (quantized, mtp):
+    for line in (quantized, _mtp(left_out)):
         if line:
             console.print(printable(line))
     console.print(_layer_table(layout))
@@ -97,12 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.device,
         top_k=arguments.top_k,
         context_tokens=arguments.context,
-        layers=layers,
+        layers=layout.layer_names if left_out else None,
     )
     console.print(_memory_table(planned))
     console.print(_plan_table(planned))
     gpu = planned.gpu
-    console.print(printable(_compute(planned, measures=arguments.bandwidth)))
+    if gpu is not None or has_kernels(kind):
+        console.print(printable(_compute(planned, measures=arguments.bandwidth)))
+    else:
+        console.print(f"experts of {kind} have no kernels, so that torch multiplies")
     if gpu is None and kind:
         way = "one compiled call each" if has_recipe(kind) else "the model's modules: no recipe"
         console.print(f"tokens of {kind}: {way}")
@@ -120,22 +122,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _leave_mtp_out(store: CheckpointStore) -> tuple[str, list[str] | None]:
-    """Serve the layers that `load` runs; return what is said of the others, and those that stay.
-
-    Nothing is left out of a file that has no other layers.
-    """
-    found, names = store.mtp_layers, store.layout.layer_names
-    kept = [name for name in names if enclosing(name, found) is None]
-    if not found or (names and not kept):
-        return "", None
-    store.keep_layers(kept)
+def _mtp(found: Mapping[str, int]) -> str:
+    """Return what is said of the layers that the model does not run."""
+    if not found:
+        return ""
     shown = ", ".join(itertools.islice(found, 3)) + (", ..." if len(found) > 3 else "")
-    said = (
+    return (
         f"MTP: {shown} ({format_bytes(sum(found.values()))}), to guess further tokens: not run, "
         "and not in slots"
     )
-    return said, kept
 
 
 def _quantized(store: CheckpointStore) -> str:

@@ -85,6 +85,8 @@ def has_experts(path: str) -> bool:
 def open_experts(path: str, layers: list[int] | None) -> tuple[CheckpointStore, list[int]]:
     """Return the store of a checkpoint, to be closed, and the layers that were asked for.
 
+    By default those that the model runs, without layers that guess further tokens.
+
     Raises
     ------
     ConfigError
@@ -94,6 +96,8 @@ def open_experts(path: str, layers: list[int] | None) -> tuple[CheckpointStore, 
     """
     store = open_store(path)
     try:
+        if layers is None:
+            store.leave_mtp_out()
         num_layers = store.layout.num_layers
         if store.layout.total_experts == 0:
             raise ConfigError(f"{path}: there are no experts; is it a mixture-of-experts model?")

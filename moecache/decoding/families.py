@@ -160,6 +160,7 @@ FAMILIES = {
 # Of transformers' `model_type` and of GGUF's architecture, without what separates their parts.
 _MODEL_TYPES = {name.replace("_", "") for name, _, _ in FAMILIES}
 _MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama"}
+_WITHOUT_KERNELS = {"llama4", "llama4text", "longcatflash", "step3p7"}
 
 
 def has_recipe(model_type: str) -> bool:
@@ -170,4 +171,16 @@ def has_recipe(model_type: str) -> bool:
     model_type : str
         As in transformers' `config.json`, or the architecture in a GGUF file.
     """
-    return "".join(filter(str.isalnum, model_type)) in _MODEL_TYPES
+    return _plain(model_type) in _MODEL_TYPES
+
+
+def has_kernels(model_type: str) -> bool:
+    """Return whether experts of a type of model can be computed by kernels, as `has_recipe` does.
+
+    Others have no experts interface in transformers: `load` patches the module around them.
+    """
+    return _plain(model_type) not in _WITHOUT_KERNELS
+
+
+def _plain(model_type: str) -> str:
+    return "".join(filter(str.isalnum, model_type))

@@ -117,6 +117,18 @@ class CheckpointStore(ABC):
         self._pieces = [self._pieces[layer] for layer in kept]
         self._runs = {}
 
+    def leave_mtp_out(self) -> dict[str, int]:
+        """Serve the layers that the model runs alone; return the others, see `mtp_layers`.
+
+        A file of nothing but others, as drafts are published, keeps them: {}.
+        """
+        found, names = self.mtp_layers, self._layout.layer_names
+        kept = [name for name in names if enclosing(name, found) is None]
+        if not found or (names and not kept):
+            return {}
+        self.keep_layers(kept)
+        return found
+
     def check_current(self) -> None:
         """Compare the open files with what is at their paths now.
 

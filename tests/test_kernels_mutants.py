@@ -1,4 +1,4 @@
-"""Each row of the kernels' tables and each case of their switches is needed: the tests in C notice."""
+"""Each row of the kernels' tables, and each case of their switches, is tested in C."""
 
 import re
 import shutil
@@ -71,7 +71,7 @@ def build(folder: Path, headers: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(name="whole", scope="module")
 def _whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the tests print as the headers are."""
+    """Return what the tests print with the headers as they are."""
     found = build(tmp_path_factory.mktemp("whole"), HEADERS)
     assert found.returncode == 0, found.stderr
     return found.stdout

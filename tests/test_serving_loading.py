@@ -23,7 +23,7 @@ from tests.helpers.ranks import free_port
 from tests.helpers.serving import until
 
 fronts = pytest.importorskip("moecache.serving.front")
-loads = pytest.importorskip("moecache.serving.loading")
+loads = pytest.importorskip("moecache.telemetry.loading")
 servers = pytest.importorskip("moecache.serving.server")
 
 ROOT = Path(__file__).parents[1]

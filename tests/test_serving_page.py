@@ -133,8 +133,8 @@ def test_the_page_waits_for_the_model(served: Served, tmp_path: Path) -> None:
     """It says how far that is; a message that is sent meanwhile is answered afterwards."""
     from moecache.serving.app import build_app
     from moecache.serving.front import Front
-    from moecache.serving.loading import Loading
     from moecache.serving.server import Server, bind
+    from moecache.telemetry.loading import Loading
 
     async def stop() -> None:
         pass

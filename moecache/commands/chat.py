@@ -24,7 +24,7 @@ from moecache.commands.generate import (
     loaded,
 )
 from moecache.commands.live_line import LiveLine
-from moecache.commands.opened import opened
+from moecache.commands.opened import opened, trunk_read
 from moecache.commands.paths import (
     HUB_NAMES,
     add_hub_options,
@@ -39,8 +39,10 @@ from moecache.commands.prefixes import (
     opened_prefixes,
 )
 from moecache.commands.ranks import num_ranks
+from moecache.commands.start_line import StartLine
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.telemetry import RuntimeStats
+from moecache.telemetry.loading import Loading
 from moecache.units import format_bytes
 
 # Longer texts take minutes to tokenize, and exceed the context of every model.
@@ -101,9 +103,12 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(opened(arguments))
+        line = stack.enter_context(StartLine(console, Loading()))
+        line.loading.enter("importing torch", trunk_read(store))
         from moecache.integrations.transformers import generation
 
         stack.enter_context(generation.quiet(verbose=arguments.verbose))
+        line.loading.enter("reading the tokenizer", trunk_read(store))
         tokenizer = generation.load_tokenizer(store)
         # Before the model, which takes minutes: a template may be damaged.
         hello = [*_told(arguments), {"role": "user", "content": "Hello"}]
@@ -112,8 +117,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.resume is not None:
             told = read_conversation(arguments.resume) or told
             generation.check_chat(tokenizer, told or hello)
+        line.loading.enter("building the model", trunk_read(store))
         with (
-            loaded(console, arguments, store) as model,
+            loaded(arguments, store, line) as model,
             opened_prefixes(arguments, model) as prefixes,
         ):
             console.print("/help shows what else can be typed; Ctrl-D leaves", style="dim")

@@ -2,12 +2,12 @@
 
 import argparse
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from moecache.commands.arguments import (
     PLAIN_MODES,
@@ -23,7 +23,7 @@ from moecache.commands.grammar import (
     read_grammar,
 )
 from moecache.commands.live_line import LiveLine
-from moecache.commands.opened import opened
+from moecache.commands.opened import opened, trunk_read
 from moecache.commands.paths import HUB_NAMES, add_hub_options, find_model, printable_lines
 from moecache.commands.prefixes import add_prefix_options, check_prefixes, opened_prefixes
 from moecache.commands.ranks import (
@@ -35,9 +35,11 @@ from moecache.commands.ranks import (
     rank_table,
     telling,
 )
+from moecache.commands.start_line import StartLine
 from moecache.errors import ConfigError, StoreError
 from moecache.settings import COMPUTE
 from moecache.telemetry import RuntimeStats
+from moecache.telemetry.loading import Loading
 from moecache.traces.trace import TRACE_FILE
 from moecache.units import check_seed, format_bytes
 
@@ -163,22 +165,26 @@ def run(arguments: argparse.Namespace) -> int:
         grammar = read_grammar(*texts)
         prompt = _prompt(arguments)
         store = stack.enter_context(opened(arguments))
+        line = stack.enter_context(StartLine(console, Loading()))
+        line.loading.enter("importing torch", trunk_read(store))
         from moecache.integrations.transformers import _following, generation, streams
 
         stack.enter_context(generation.quiet(verbose=arguments.verbose))
+        line.loading.enter("reading the tokenizer", trunk_read(store))
         tokenizer = generation.load_tokenizer(store)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
+        line.loading.enter("building the model", trunk_read(store))
         with (
-            loaded(console, arguments, store) as model,
+            loaded(arguments, store, line) as model,
             _following.leading(model),
             _recorded(model, arguments),
             opened_prefixes(arguments, model) as prefixes,
         ):
             runtime = model.moecache.runtime
-            with LiveLine(console, runtime) as line:
-                stream = streams.TextStream(tokenizer, ids, line.write)
-                line.stamps_s, line.prompt = stream.stamps_s, stream.progress
+            with LiveLine(console, runtime) as text:
+                stream = streams.TextStream(tokenizer, ids, text.write)
+                text.stamps_s, text.prompt = stream.stamps_s, stream.progress
                 try:
                     generation.continue_tokens(
                         model,
@@ -203,56 +209,39 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def loaded(
-    console: Console,
     arguments: argparse.Namespace,
     store: Any = None,
-    on_progress: Callable[[int, int], object] | None = None,
+    line: StartLine | None = None,
 ) -> Iterator[Any]:
-    """Load the model as the options say, with a bar on a terminal, and close it at the end.
+    """Load the model as the options say, and close it at the end.
 
-    `store` is what `opened` gave, if it was asked. `on_progress` is told of what is read ahead:
-    bytes that are done, and all.
+    `store` is what `opened` gave, if it was asked. `line` is told of what is read ahead, and ends
+    once the model is there.
     """
     from moecache.integrations.transformers import load
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeElapsedColumn(),
+    options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
+    if getattr(arguments, "context", None) is not None:
+        options["context_tokens"] = arguments.context
+    if getattr(arguments, "prefix_memory", None) is not None:
+        options["prefix_memory"] = arguments.prefix_memory
+    if line is not None:
+        options["progress"] = functools.partial(line.loading.note, "reading experts ahead")
+    model = load(
+        store or arguments.model,
+        arguments.memory,
+        arguments.device,
+        policy=arguments.policy,
+        scope=arguments.scope,
+        prefetch=arguments.prefetch,
+        read=arguments.read,
+        compute=arguments.compute,
+        profile=arguments.profile,
+        **options | rank_options(arguments),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("loading", total=None)
-
-        def show(done_bytes: int, total_bytes: int) -> None:
-            progress.update(
-                task, completed=done_bytes, total=total_bytes, description="reading ahead"
-            )
-            if on_progress is not None:
-                on_progress(done_bytes, total_bytes)
-
-        options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
-        if getattr(arguments, "context", None) is not None:
-            options["context_tokens"] = arguments.context
-        if getattr(arguments, "prefix_memory", None) is not None:
-            options["prefix_memory"] = arguments.prefix_memory
-        options |= rank_options(arguments)
-        model = load(
-            store or arguments.model,
-            arguments.memory,
-            arguments.device,
-            policy=arguments.policy,
-            scope=arguments.scope,
-            prefetch=arguments.prefetch,
-            read=arguments.read,
-            compute=arguments.compute,
-            profile=arguments.profile,
-            progress=show,
-            **options,
-        )
     with model.moecache:
+        if line is not None:
+            line.stop()
         yield model
 
 

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moecache.commands.ranks import num_ranks
 from moecache.errors import MoeCacheError
@@ -34,6 +34,11 @@ def opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
             yield store
         finally:
             head_start.end(store)
+
+
+def trunk_read(store: str | CheckpointStore) -> Callable[[], tuple[int, int] | None]:
+    """Return what tells how much of a trunk has been read, and all of it; `None`: nobody knows."""
+    return lambda: None if isinstance(store, str) else head_start.progress(store)
 
 
 def _slots_bytes(arguments: argparse.Namespace, store: CheckpointStore, settings: Settings) -> int:

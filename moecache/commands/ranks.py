@@ -2,13 +2,11 @@
 
 import argparse
 import contextlib
-import io
 import logging
 import signal
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from moecache.commands.metrics import served
@@ -87,10 +85,9 @@ def follow(arguments: argparse.Namespace, loaded: Any, metrics_port: int = 0) ->
     """
     from moecache.integrations.transformers import _following, generation
 
-    silent = Console(file=io.StringIO())
     with (
         generation.quiet(verbose=arguments.verbose),
-        loaded(silent, arguments) as model,
+        loaded(arguments) as model,
         _deaf(),
         _metrics(model, metrics_port),
     ):

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from moecache.commands.arguments import check_outputs
 from moecache.commands.generate import add_expert_options, check_max_new_tokens, loaded
-from moecache.commands.opened import opened
+from moecache.commands.opened import opened, trunk_read
 from moecache.commands.paths import HUB_NAMES, add_hub_options, find_model, printable
 from moecache.commands.prefixes import (
     add_prefix_options,
@@ -22,13 +21,13 @@ from moecache.commands.prefixes import (
     opened_prefixes,
 )
 from moecache.commands.ranks import follow, num_ranks, rank, rank_table, telling
+from moecache.commands.start_line import StartLine
 from moecache.errors import ConfigError
-from moecache.runtime import head_start
 
 if TYPE_CHECKING:
     from moecache.serving.front import Front
-    from moecache.serving.loading import Loading
     from moecache.serving.server import Server
+    from moecache.telemetry.loading import Loading
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +139,12 @@ def run(arguments: argparse.Namespace) -> int:
     if rank() > 0:
         return follow(arguments, loaded, arguments.port)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    with _listening(arguments, key, console) as early, opened(arguments) as store:
-        loading = early.loading
-        trunk = functools.partial(_trunk_of, store)
+    with (
+        _listening(arguments, key, console) as early,
+        StartLine(console, early.loading) as line,
+        opened(arguments) as store,
+    ):
+        loading, trunk = early.loading, trunk_read(store)
         loading.enter("importing torch", trunk)
         from moecache.integrations.transformers import _following, generation
         from moecache.serving.app import build_app
@@ -153,9 +155,8 @@ def run(arguments: argparse.Namespace) -> int:
             loading.enter("reading the tokenizer", trunk)
             tokenizer = generation.load_tokenizer(store)
             loading.enter("building the model", trunk)
-            ahead = functools.partial(loading.note, "reading experts ahead")
             with (
-                loaded(console, arguments, store, ahead) as model,
+                loaded(arguments, store, line) as model,
                 opened_prefixes(arguments, model) as prefixes,
                 _following.leading(model),
             ):
@@ -212,8 +213,8 @@ def _listening(
     """
     from moecache.serving.front import Front
     from moecache.serving.guard import is_loopback
-    from moecache.serving.loading import Loading
     from moecache.serving.server import Server, bind
+    from moecache.telemetry.loading import Loading
 
     host, loading = arguments.host, Loading()
     names = _names(arguments.named, arguments.alias)
@@ -230,11 +231,6 @@ def _listening(
         server.start(bound)
         logger.info("server.listening url=%s", url)
         yield _Early(names, url, front, loading, server)
-
-
-def _trunk_of(store: Any) -> tuple[int, int] | None:
-    """Return how much of a trunk has been read, and all of it; `None` if nobody knows."""
-    return None if isinstance(store, str) else head_start.progress(store)
 
 
 def _check(arguments: argparse.Namespace) -> str | None:

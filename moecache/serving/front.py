@@ -21,8 +21,8 @@ from moecache.serving.basics import ERROR_HANDLERS, basic_routes, metrics_of, re
 from moecache.serving.bodies import Bodies, disconnected
 from moecache.serving.errors import RequestError, ending
 from moecache.serving.guard import Guard
-from moecache.serving.loading import Loading
 from moecache.serving.server import Ending
+from moecache.telemetry.loading import Loading
 
 _MOST_WAIT_S = 3600
 # RFC 7240: a preference, the first of its name counts.

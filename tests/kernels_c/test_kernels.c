@@ -70,6 +70,9 @@ static void test_products(const mc_matrix *m)
     for (int l = 0; l < num_levels; l++) {
         const uint8_t *inputs[NUM_INPUTS];
         mc_tile tile = mc_tile_of(levels[l], MC_X_PLANES, m);
+        check(mc_input_type(levels[l], MC_X_F32, m) == MC_X_PLANES
+                  && mc_input_type(levels[l], MC_X_BF16, m) == MC_X_PLANES,
+              levels[l], "inputs that are no integers");
         for (int i = 0; i < NUM_INPUTS; i++) {
             uint16_t half[MOST_COLUMNS];
             mc_from_f32(rows[i], m->columns, MC_X_BF16, (uint8_t *)half);
@@ -250,6 +253,7 @@ static void test_floats(int codes, const char *name)
     for (int l = 0; l < num_levels; l++)
         for (int64_t row = 0; row < m.rows; row++) {
             float out[MC_TILE];
+            check(mc_input_type(levels[l], MC_X_F32, &m) == MC_X_F32, levels[l], "integer inputs");
             double right = 0, size = 0;
             mc_tile_of(levels[l], MC_X_F32, &m)(&m, row / MC_TILE * MC_TILE, inputs, 1, out);
             for (int64_t k = 0; k < m.columns; k++) {

@@ -125,6 +125,12 @@ class Load:
         self.error: Exception | None = None
 
     @property
+    def is_unwanted(self) -> bool:
+        """Whether it was foreseen, and no step has asked for it so far."""
+        taken = self.urgent or self.waiting or self.is_cancelled
+        return self.cause is Cause.PREFETCH and not taken
+
+    @property
     def is_cancelled(self) -> bool:
         """Whether it was taken back."""
         return isinstance(self.error, ReadCancelledError)

@@ -1,5 +1,6 @@
 """SlotLoader: slots claimed in the cache, and loads that fill them; load.py has their states."""
 
+import contextlib
 import logging
 import os
 import threading
@@ -116,11 +117,8 @@ class SlotLoader:
             If the slots that leases and pins leave are too few. Nothing is held.
         """
         self.look()
-        try:
+        with contextlib.suppress(CapacityError):
             self._acquire(step)
-        except CapacityError:
-            pass
-        else:
             return
         # Loads that no step waits for may hold slots which the step would have had without
         # them, or did a moment ago.
@@ -518,13 +516,8 @@ class SlotLoader:
 
     def _cancel_prefetches(self, layer: int | None) -> bool:
         """Take back what is read ahead for a layer that came without it; `None`: for any layer."""
-        unwanted = [
-            load
-            for load in self._loads.values()
-            if load.cause is Cause.PREFETCH
-            and not (load.urgent or load.waiting or load.is_cancelled)
-            and (layer is None or load.layer == layer)
-        ]
+        loads = [one for one in self._loads.values() if one.is_unwanted]
+        unwanted = [load for load in loads if layer in (None, load.layer)]
         for load in unwanted:
             load.error = ReadCancelledError("the layer came without it")
             self.engine.cancel(load)

@@ -118,12 +118,11 @@ def _wait_until_ready(folder: Path, num_ranks: int) -> None:
 @pytest.mark.parametrize(
     ("number", "victim", "num_ranks", "timeout_s"),
     [
-        (signal.SIGKILL, 1, 3, 6.0),
-        (signal.SIGKILL, 0, 2, 6.0),
-        (signal.SIGSTOP, 1, 2, 3.0),
-        (signal.SIGSTOP, 0, 2, 3.0),
+        pytest.param(signal.SIGKILL, 1, 3, 6.0, id="killed"),
+        pytest.param(signal.SIGKILL, 0, 2, 6.0, id="killed-with-the-store"),
+        pytest.param(signal.SIGSTOP, 1, 2, 3.0, id="stopped", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGSTOP, 0, 2, 3.0, id="stopped-with-the-store"),
     ],
-    ids=["killed", "killed-with-the-store", "stopped", "stopped-with-the-store"],
 )
 def test_a_rank_that_is_gone_is_named(
     path: Path,
@@ -191,7 +190,7 @@ def test_ranks_end_when_the_network_loses_the_store(path: Path, tmp_path: Path) 
         assert one["closed"] == ""
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_rank_that_stops_while_it_loads_is_named(path: Path, tmp_path: Path, victim: int) -> None:
     """Long before the time that a rank may take to load."""
     found = ranks.start(

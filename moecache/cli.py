@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from moecache import __version__
 from moecache.commands import (
@@ -43,6 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to standard error as it is now, which makes room above a line that is shown there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def _run(argv: Sequence[str] | None) -> int:
     try:
         arguments = _parser().parse_args(argv)
@@ -55,6 +65,7 @@ def _run(argv: Sequence[str] | None) -> int:
     logging.basicConfig(
         level=logging.INFO if arguments.verbose else logging.WARNING,
         format="%(levelname)s %(message)s",
+        handlers=[_Handler()],
     )
     for stream in (sys.stdout, sys.stderr):
         # Characters that the terminal's encoding lacks, in a name or a map, are no reason to fail.

@@ -47,6 +47,15 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "m.bin"]
 
 
+@pytest.mark.parametrize("name", ["q4_0+q8_0", "gptq4[32,f16]"])
+def test_a_format_that_nothing_is_packed_in_is_refused(
+    name: str, small: Checkpoint, tmp_path: Path
+) -> None:
+    """Though kernels compute with it."""
+    with pytest.raises(ConfigError, match="cannot be packed; "):
+        packing.pack(small.path, tmp_path / "out", format=name)
+
+
 def test_a_header_that_no_reader_accepts_is_refused(
     small: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """How far a model has come, in one line of a terminal."""
 
 import io
+import sys
 import time
 
 import pytest
@@ -46,6 +47,10 @@ def test_it_is_on_terminals_alone_and_leaves_nothing(
     console = Console(file=written, force_terminal=is_terminal, width=80)
     with StartLine(console, Loading()) as line:
         line.loading.enter("importing torch")
+        if is_terminal:
+            # Others' lines stand above this one.
+            sys.stderr.write("a warning\n")
+            assert "a warning\n" in written.getvalue()
         end = time.monotonic() + 10
         while is_terminal and "importing torch" not in written.getvalue():
             assert time.monotonic() < end

@@ -101,14 +101,14 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(_memory_table(planned))
     console.print(_plan_table(planned))
     gpu = planned.gpu
-    if gpu is not None or has_kernels(kind):
+    if has_kernels(kind):
         console.print(printable(_compute(planned, measures=arguments.bandwidth)))
     else:
         console.print(f"experts of {kind} have no kernels, so that torch multiplies")
     if gpu is None and kind:
         way = "one compiled call each" if has_recipe(kind) else "the model's modules: no recipe"
         console.print(f"tokens of {kind}: {way}")
-    if gpu is None and planned.capacity < planned.num_experts:
+    if gpu is None and planned.capacity < planned.num_experts and has_kernels(kind):
         _suggest_form(console, arguments.path)
     left = (free_host_bytes() if gpu is None else gpu.free_bytes()) - planned.slots_bytes
     room = planned.headroom

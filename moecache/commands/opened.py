@@ -37,7 +37,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
 
 
 def trunk_read(store: str | CheckpointStore) -> Callable[[], tuple[int, int] | None]:
-    """Return what tells how much of a trunk has been read, and all of it; `None`: nobody knows."""
+    """Return a function that returns the trunk's bytes read so far, and all, if they are known."""
     return lambda: None if isinstance(store, str) else head_start.progress(store)
 
 

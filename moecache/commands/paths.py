@@ -85,7 +85,7 @@ def has_experts(path: str) -> bool:
 def open_experts(path: str, layers: list[int] | None) -> tuple[CheckpointStore, list[int]]:
     """Return the store of a checkpoint, to be closed, and the layers that were asked for.
 
-    By default those that the model runs, without layers that guess further tokens.
+    By default these are the layers that the model runs, without those that guess further tokens.
 
     Raises
     ------

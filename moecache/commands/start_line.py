@@ -12,14 +12,15 @@ from moecache.telemetry.loading import Loading
 from moecache.units import format_bytes
 
 _REFRESHES_PER_S = 8
-# A rate over less is a guess.
+# A rate over a shorter time is a guess.
 _LEAST_RATE_S = 0.3
 
 
 class StartLine:
-    """The phase of a load with its bytes and their rate; erased when it ends.
+    """The phase of a load with its bytes and their rate; the line is erased at the end.
 
-    Nothing is written where the console is no terminal that can move its cursor.
+    Nothing is written where the console is no terminal that can move its cursor. What others write
+    to `sys.stderr` meanwhile stands above the line.
 
     Parameters
     ----------
@@ -42,12 +43,11 @@ class StartLine:
             get_renderable=self.line,
             refresh_per_second=_REFRESHES_PER_S,
             redirect_stdout=False,
-            redirect_stderr=False,
             transient=True,
         )
 
     def line(self) -> Text:
-        """Return what is shown now, such as "building the model, 0.9 of 1.1 GiB, 4 s"."""
+        """Return the line, such as "building the model, 1.00 GiB of 1.10 GiB read, 4 s"."""
         figures = self.loading.figures()
         parts = [figures["phase"]]
         done, total = figures["done_bytes"], figures["total_bytes"]
@@ -67,13 +67,13 @@ class StartLine:
         return f" at {format_bytes(round((done - before) / (now - begun)))}/s"
 
     def __enter__(self) -> Self:
-        """Begin to show it, from a thread of its own."""
+        """Begin to show the line, by a thread of its own."""
         if self._is_shown:
             self._live.start()
         return self
 
     def stop(self) -> None:
-        """Erase it; a second call does nothing."""
+        """Erase the line; a second call does nothing."""
         self._live.stop()
 
     def __exit__(
@@ -82,5 +82,5 @@ class StartLine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Erase it."""
+        """Erase the line."""
         self.stop()

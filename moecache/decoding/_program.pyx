@@ -458,6 +458,7 @@ cdef class Program:
     cdef int _reserve(self) except -1:
         """Allocate what 16 rows need."""
         cdef int64_t i, sizes[11], total = 0, most = 0, expert_row = 0, num = ROWS * self.top_k
+        cdef int part
         cdef float *base
         cdef float **parts[11]
         cdef Layer *layer
@@ -480,10 +481,11 @@ cdef class Program:
             if layer.is_latent:
                 sizes[10] = max(sizes[10], layer.num_heads * (layer.held + layer.value_held))
             if layer.has_experts:
-                most = max(most, 4 * mc_input_columns(&layer.experts.up[0].first))
                 most = max(most, mc_input_row_bytes(
                     MC_X_PLANES, (layer.experts.up[0].first.columns + 31) & ~31
                 ))
+                for part in range(layer.experts.num_ups):
+                    most = max(most, 4 * mc_input_columns(&layer.experts.up[part].first))
                 expert_row = max(
                     expert_row,
                     4 * ((layer.experts.down.first.columns + 63) & ~63),
@@ -859,7 +861,7 @@ cdef class Program:
         self, const mc_matrix *matrix, int wanted, const float *given, int64_t step, int64_t num,
         const uint8_t **inputs, int part=0
     ) noexcept nogil:
-        """Point to rows as a matrix is multiplied by them; `part` has a room for each of two."""
+        """Point to rows as a matrix is multiplied by them; there is room for two matrices' rows."""
         cdef int64_t i
         cdef uint8_t *to = self.converted + part * ROWS * self.converted_bytes
         for i in range(num):

@@ -11,7 +11,7 @@ from moecache.formats.base import (
 )
 from moecache.formats.blocks import Q4_0, Q8_0, BlockFormat
 from moecache.formats.floats import BF16, F16, F32
-from moecache.formats.form import TILE_ROWS, Form, tiled_rows
+from moecache.formats.form import TILE_ROWS, Form
 from moecache.formats.grouped import GroupedFormat, grouped_name
 from moecache.formats.scaled import (
     MXFP4,
@@ -47,5 +47,4 @@ __all__ = [
     "quantize",
     "scaled_name",
     "stacked_name",
-    "tiled_rows",
 ]

@@ -41,11 +41,11 @@ class Format(ABC):
 
     @property
     def has_form(self) -> bool:
-        """Whether kernels compute with a matrix of it."""
+        """Whether it has a compute form."""
         return self.form is not None
 
     def form_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes of a matrix as the kernels want it; 0 if they cannot have it."""
+        """Return the bytes of a matrix in its compute form; 0 if there is none."""
         return 0 if self.form is None else self.form.nbytes(rows, columns)
 
     @abstractmethod

@@ -27,8 +27,9 @@ class StackedFormat(Format):
 
     @property
     def has_form(self) -> bool:
-        """Whether kernels compute with each of the matrices."""
-        return all(known.has_form or _is_plain(known) for known in self.formats)
+        """Whether kernels compute with all, and some are not plain numbers."""
+        kinds = [known.has_form for known in self.formats if not _is_plain(known)]
+        return bool(kinds) and all(kinds)
 
     def form_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of all as the kernels want them, one behind the other."""

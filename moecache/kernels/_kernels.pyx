@@ -373,8 +373,13 @@ cdef class Experts:
             )
         self.ups, self.down, self.owner = tuple(ups), down, owner
         if not 1 <= len(self.ups) <= 2 - is_interleaved:
-            raise ConfigError(f"an expert begins with {len(self.ups)} matrices")
+            raise ConfigError(
+                "an expert has gate and up, or up, or one matrix of both in turns; got "
+                f"{len(self.ups)} matrices{' in turns' if is_interleaved else ''}"
+            )
         for up in self.ups:
+            if up is None:
+                raise TypeError("a matrix is None")
             if (
                 width < 0 or down.columns != width or up.rows != width * (1 + is_interleaved)
                 or up.columns != (<Matrix>self.ups[0]).columns
@@ -569,7 +574,7 @@ def combine(
 cdef class Inputs:
     """Rows that matrices multiply, where they lie or converted; `Experts.inputs` makes them.
 
-    `more` are the same as up multiplies them, if not as gate does.
+    `more` has them as up multiplies them, where gate takes another type.
     """
 
     cdef const uint8_t *first
@@ -773,7 +778,7 @@ cdef class Tiler:
     cdef int64_t check(self, cnp.ndarray raw, int64_t raw_at, cnp.ndarray out) except -1:
         """Return the number of matrices; raise ValueError if arrays do not fit together.
 
-        They begin at a byte of `raw`, and others may lie behind them.
+        The matrices begin at byte `raw_at` of `raw`, and others may lie behind them.
         """
         cdef int64_t num, given = cnp.PyArray_NBYTES(raw)
         if not (cnp.PyArray_IS_C_CONTIGUOUS(raw) and cnp.PyArray_ISCARRAY(out)):

@@ -190,7 +190,7 @@ static mc_both mc_both_of(const mc_experts *e, int64_t slot, int64_t begin, int6
     for (int i = 0; i < both.num_kinds; i++)
         both.chunks[i] = mc_chunks_of(
             e->level, e->input_types[i], &both.matrices[i], e->inputs[i] + begin, num);
-    if (both.num_kinds == 2) /* in step */
+    if (both.num_kinds == 2) /* Both go on by the same number of inputs. */
         for (int i = 0; i < 2; i++)
             if (both.chunks[i].most > both.chunks[!i].most)
                 both.chunks[i].most = both.chunks[!i].most;

@@ -187,7 +187,7 @@ def _check_alike(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarra
 def _matrices(
     name: str, array: np.ndarray, role: Role | None, number: int
 ) -> tuple[list[Matrix], tuple[int, ...]]:
-    """Return so many matrices of as many rows as the kernels read them, and the shape of all."""
+    """Return a role as `number` matrices of as many rows each, and its shape."""
     if role is not None and role.format:
         return _formed(name, array, role, number), role.shape
     if array.ndim != 2 or not array.flags.c_contiguous:

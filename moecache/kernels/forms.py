@@ -76,10 +76,7 @@ def tiler(name: str, rows: int, columns: int) -> "Tiler | Repacker | StackedTile
     ConfigError
         If the format has no compute form, or no matrix of this shape.
     """
-    known = find_format(name)
-    if isinstance(known, StackedFormat) and known.has_form:
-        return StackedTiler(known, rows, columns)
-    return _tiler(*_known(name, rows, columns), rows, columns)
+    return _making(name, rows, columns)
 
 
 def tile(raw: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray) -> None:
@@ -93,11 +90,11 @@ def tile(raw: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray) -
         A format that has a compute form.
     rows, columns : int
     out : ndarray of uint8
-        C-contiguous; as many bytes as `Form.nbytes` says. What fills up the last rows and columns
-        is zero.
+        C-contiguous; as many bytes as `Format.form_bytes` says. What fills up the last rows and
+        columns is zero.
     """
-    known, form = _known(name, rows, columns)
-    wanted = known.nbytes(rows, columns), form.nbytes(rows, columns)
+    made, known = _making(name, rows, columns), find_format(name)
+    wanted = known.nbytes(rows, columns), known.form_bytes(rows, columns)
     if (raw.nbytes, out.nbytes) != wanted:
         raise ValueError(
             f"a {rows} x {columns} matrix in {name} takes {wanted[0]} bytes, tiled {wanted[1]}; "
@@ -105,7 +102,14 @@ def tile(raw: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray) -
         )
     if np.may_share_memory(raw, out):
         raise ValueError("a matrix cannot be tiled into the memory that it is in")
-    _tiler(known, form, rows, columns).tile(raw, out)
+    made.tile(raw, out)
+
+
+def _making(name: str, rows: int, columns: int) -> "Tiler | Repacker | StackedTiler":
+    known = find_format(name)
+    if isinstance(known, StackedFormat) and known.has_form:
+        return StackedTiler(known, rows, columns)
+    return _tiler(*_known(name, rows, columns), rows, columns)
 
 
 class Repacker:
@@ -376,6 +380,8 @@ def _values(
 
 def _known(name: str, rows: int, columns: int) -> tuple[Format, Form]:
     known = find_format(name)
+    if isinstance(known, StackedFormat) and known.has_form:
+        raise ConfigError(f"format {name!r} is of several matrices; expand each by itself")
     if known.form is None:
         raise ConfigError(f"format {name!r} has no compute form")
     if rows < 0 or columns < 0:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from moecache.errors import ConfigError
-from moecache.formats import BF16, TILE_ROWS, GroupedFormat, find_format
+from moecache.formats import BF16, TILE_ROWS, GroupedFormat, StackedFormat, find_format
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.kernels import has_form
 from moecache.layout import ExpertLayout, Role
@@ -41,7 +41,7 @@ def find_target(name: str | None) -> str:
     if name is None:
         return ""
     full = NAMES.get(name, name) if isinstance(name, str) else ""
-    is_made = has_form(full) and not isinstance(find_format(full), GroupedFormat)
+    is_made = has_form(full) and not isinstance(find_format(full), GroupedFormat | StackedFormat)
     if full != PLAIN and not is_made:
         raise ConfigError(
             f"format {name!r} cannot be packed; {', '.join(NAMES)} can, and others that have a "

@@ -118,9 +118,9 @@ class CheckpointStore(ABC):
         self._runs = {}
 
     def leave_mtp_out(self) -> dict[str, int]:
-        """Serve the layers that the model runs alone; return the others, see `mtp_layers`.
+        """Serve only the layers that the model runs; return the others, see `mtp_layers`.
 
-        A file of nothing but others, as drafts are published, keeps them: {}.
+        A file that has nothing else, such as a draft model's, keeps them, and {} is returned.
         """
         found, names = self.mtp_layers, self._layout.layer_names
         kept = [name for name in names if enclosing(name, found) is None]

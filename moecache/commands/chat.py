@@ -103,12 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(opened(arguments))
-        line = stack.enter_context(StartLine(console, Loading()))
-        line.loading.enter("importing torch", trunk_read(store))
+        loading, trunk = Loading(), trunk_read(store)
+        line = stack.enter_context(StartLine(console, loading))
+        loading.enter("importing torch", trunk)
         from moecache.integrations.transformers import generation
 
         stack.enter_context(generation.quiet(verbose=arguments.verbose))
-        line.loading.enter("reading the tokenizer", trunk_read(store))
+        loading.enter("reading the tokenizer", trunk)
         tokenizer = generation.load_tokenizer(store)
         # Before the model, which takes minutes: a template may be damaged.
         hello = [*_told(arguments), {"role": "user", "content": "Hello"}]
@@ -117,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.resume is not None:
             told = read_conversation(arguments.resume) or told
             generation.check_chat(tokenizer, told or hello)
-        line.loading.enter("building the model", trunk_read(store))
+        loading.enter("building the model", trunk)
         with (
             loaded(arguments, store, line) as model,
             opened_prefixes(arguments, model) as prefixes,

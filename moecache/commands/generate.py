@@ -165,16 +165,17 @@ def run(arguments: argparse.Namespace) -> int:
         grammar = read_grammar(*texts)
         prompt = _prompt(arguments)
         store = stack.enter_context(opened(arguments))
-        line = stack.enter_context(StartLine(console, Loading()))
-        line.loading.enter("importing torch", trunk_read(store))
+        loading, trunk = Loading(), trunk_read(store)
+        line = stack.enter_context(StartLine(console, loading))
+        loading.enter("importing torch", trunk)
         from moecache.integrations.transformers import _following, generation, streams
 
         stack.enter_context(generation.quiet(verbose=arguments.verbose))
-        line.loading.enter("reading the tokenizer", trunk_read(store))
+        loading.enter("reading the tokenizer", trunk)
         tokenizer = generation.load_tokenizer(store)
         # Before the model: it takes minutes, and the prompt may be wrong.
         ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
-        line.loading.enter("building the model", trunk_read(store))
+        loading.enter("building the model", trunk)
         with (
             loaded(arguments, store, line) as model,
             _following.leading(model),

@@ -37,7 +37,10 @@ def opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
 
 
 def trunk_read(store: str | CheckpointStore) -> Callable[[], tuple[int, int] | None]:
-    """Return a function that returns the trunk's bytes read so far, and all, if they are known."""
+    """Return a function that says how many of the trunk's bytes are read, and how many there are.
+
+    It returns `None` as long as nobody knows, and of a name on the hub.
+    """
     return lambda: None if isinstance(store, str) else head_start.progress(store)
 
 

@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
 ]
 Captured = pytest.CaptureFixture[str]
-OPTIONS = ("--memory", "25%", "--temperature", "0.8", "--seed", "3", "--max-new-tokens", "16")
+DRAWN = ("--temperature", "0.8", "--seed", "3", "--max-new-tokens", "16")
+OPTIONS = ("--memory", "25%", "--compute", "fast", *DRAWN)
 
 
 @pytest.fixture(name="model", scope="module")
@@ -73,7 +74,7 @@ def test_a_reply_is_that_of_generate_and_the_next_question_comes_after_it(
     assert asked[1][1][0] == "assistant"
     assert asked[1][1][1].removesuffix("\n") == reply.removesuffix("\n")
     assert asked[1][2] == ("user", "and now?")
-    assert shown.err.count("16 tokens") == 2
+    assert shown.err.count("16 tokens, ") == 2
 
     assert talk(model, monkeypatch, "one\n/reset\ntwo\n", "--system", "Be brief.") == 0
     assert asked[-1] == [("system", "Be brief."), ("user", "two")]

@@ -43,7 +43,7 @@ def _generated(served: Served) -> Any:
         import io
         from contextlib import redirect_stdout
 
-        few = ("--memory", "25%", "--temperature", "0.8", "--seed", "3")
+        few = ("--memory", "25%", "--compute", "fast", "--temperature", "0.8", "--seed", "3")
         with redirect_stdout(io.StringIO()) as shown:
             assert cli.main(["generate", str(served.directory), QUESTION, *few, *options]) == 0
         return shown.getvalue().removesuffix("\n")

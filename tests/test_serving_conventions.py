@@ -26,7 +26,7 @@ TEXT = "né</s>"
 @pytest.fixture(name="served", scope="module")
 def _served(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = write_chat_model(tiny_moe, tmp_path_factory.mktemp("served") / "tiny")
-    with serving(directory, parallel=2, context_tokens=CONTEXT) as served:
+    with serving(directory, compute="torch", parallel=2, context_tokens=CONTEXT) as served:
         yield served
 
 

@@ -28,7 +28,7 @@ GOOD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.fixture(name="served", scope="module")
 def _served(tiny_moe: Path) -> Iterator[Served]:
-    with serving(tiny_moe) as served:
+    with serving(tiny_moe, compute="torch") as served:
         yield served
 
 

@@ -36,7 +36,7 @@ FUNCTION = {
 @pytest.fixture(name="served", scope="module")
 def _served(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = write_chat_model(tiny_moe, tmp_path_factory.mktemp("served") / "tiny", TEMPLATE)
-    with serving(directory) as served:
+    with serving(directory, compute="torch") as served:
         yield served
 
 

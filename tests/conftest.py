@@ -37,7 +37,7 @@ MACHINE = (
     *("test_sweep", "test_telemetry_memory"),
 )
 # Files whose tests take many seconds and little of a processor: they wait for other processes.
-WAITING = ("test_ranks", "test_cli_ranks", "test_bench_ranks", "test_cuda_token_mutants")
+WAITING = ("test_ranks", "test_cli_ranks")
 
 try:
     from hypothesis import HealthCheck, settings

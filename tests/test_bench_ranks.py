@@ -21,6 +21,7 @@ def test_bytes_are_computed_by_hand(tmp_path: Path) -> None:
     assert ranks._sent_bytes(tmp_path, 3, 1, 2, number_bytes=2) == 2 * 2 * (rows + 2 * 3 * 16)
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_is_named_by_the_others(tmp_path: Path) -> None:
     """As fifty times in the benchmark."""
     model = ranks._qwen3(tmp_path / "model", 2, 8, 64, 32)

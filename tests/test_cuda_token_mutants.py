@@ -16,6 +16,8 @@ from moecache.errors import CapacityError, MoeCacheError
 from tests.helpers.cuda_tokens import EXPERTS, LAYERS, Model, expected, inputs, make_runtime
 from tests.helpers.fake_device import FakeDevice
 
+pytestmark = pytest.mark.nightly
+
 TOKENS = inputs(8)
 MUTANTS = {
     "slots are read before they are filled": (

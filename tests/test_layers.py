@@ -1,6 +1,7 @@
 """The rooms of the house: a room imports only rooms below it, and no room has a circle."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -51,20 +52,28 @@ def imports(path: Path) -> list[str]:
     return found
 
 
-SOURCES = {
-    path: imports(path)
-    for pattern in ("*.py", "*.pyx", "*.pxd")
-    for path in sorted(PACKAGE.rglob(pattern))
-}
-MODULES = {module_of(path) for path in SOURCES} - {""}
+@functools.cache
+def sources() -> dict[Path, list[str]]:
+    """Return what each source of the package imports."""
+    return {
+        path: imports(path)
+        for pattern in ("*.py", "*.pyx", "*.pxd")
+        for path in sorted(PACKAGE.rglob(pattern))
+    }
+
+
+@functools.cache
+def modules() -> frozenset[str]:
+    """Return the names of the package's modules."""
+    return frozenset(module_of(path) for path in sources()) - {""}
 
 
 def imported_modules(path: Path) -> set[str]:
     """Return the modules of this package that a source imports, the deepest that are named."""
     found = set()
-    for name in SOURCES[path]:
+    for name in sources()[path]:
         parts = name.split(".")[1:] if name.split(".")[0] == "moecache" else []
-        while parts and ".".join(parts) not in MODULES:
+        while parts and ".".join(parts) not in modules():
             parts.pop()
         found.add(".".join(parts))
     return found - {"", module_of(path)}
@@ -72,7 +81,7 @@ def imported_modules(path: Path) -> set[str]:
 
 def test_every_module_is_in_a_room() -> None:
     """A new file is put into one when it is made."""
-    assert {room_of(module) for module in MODULES} == set(ROOMS)
+    assert {room_of(module) for module in modules()} == set(ROOMS)
     assert len(ROOMS) == len(set(ROOMS))
     assert len({path.name for path in PACKAGE.iterdir()} - {"__pycache__"}) <= 41
 
@@ -81,7 +90,7 @@ def test_a_room_imports_only_rooms_below_it() -> None:
     """Without exception."""
     wrong = [
         f"{module_of(path)} imports {there}"
-        for path in SOURCES
+        for path in sources()
         if path.name != "__init__.py" or path.parent != PACKAGE
         for there in sorted(imported_modules(path))
         if ROOMS.index(room_of(there)) > ROOMS.index(room_of(module_of(path)))
@@ -92,7 +101,7 @@ def test_a_room_imports_only_rooms_below_it() -> None:
 def test_no_room_has_a_circle() -> None:
     """Also not by what is imported for types alone."""
     needs: dict[str, set[str]] = {}
-    for path in SOURCES:
+    for path in sources():
         here = module_of(path)
         inside = {there for there in imported_modules(path) if room_of(there) == room_of(here)}
         needs.setdefault(here, set()).update(inside)
@@ -105,7 +114,7 @@ def test_no_room_has_a_circle() -> None:
 
 def test_optional_packages_have_one_importer() -> None:
     """Integrations import torch, `serving` the server and llguidance, `cuda/_cupy.py` CuPy."""
-    for path, found in SOURCES.items():
+    for path, found in sources().items():
         heavy = {name.split(".")[0] for name in found} & HEAVY
         if path.relative_to(PACKAGE).parts[:2] == ("integrations", "transformers"):
             heavy -= {"torch", "transformers", "accelerate", "huggingface_hub"}
@@ -122,7 +131,7 @@ def test_optional_packages_have_one_importer() -> None:
 
 def test_commands_import_integrations_in_functions_only() -> None:
     """`moecache --help` does not wait for torch, nor for a server."""
-    for path in SOURCES:
+    for path in sources():
         if room_of(module_of(path)) in {"commands", "cli"}:
             body = ast.parse(path.read_text()).body
             named = [str(node.module) for node in body if isinstance(node, ast.ImportFrom)]
@@ -132,7 +141,7 @@ def test_commands_import_integrations_in_functions_only() -> None:
 
 def test_one_place_reads_the_environment_and_one_prints() -> None:
     """`os.environ` stands in settings.py alone, and `print(` in cli.py."""
-    for path in SOURCES:
+    for path in sources():
         text = path.read_text()
         if path.name != "settings.py":
             assert not re.search(r"\b(environ|getenv)\b", text), path

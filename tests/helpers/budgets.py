@@ -31,7 +31,6 @@ BUDGETS = {
     "tests/test_cli_chat.py": 10,
     "tests/test_serving_fields.py": 9,
     "tests/test_serving_grammars.py": 9,
-    "tests/test_cuda_token_mutants.py": 7,
     "tests/test_packing_resume.py": 7,
     "tests/test_serving_limits.py": 7,
     "tests/test_transformers_fast.py": 6,

@@ -56,9 +56,7 @@ def write_chat_model(source: Path, directory: Path, template: str = TEMPLATE) ->
 
 
 @contextlib.contextmanager
-def serving(
-    directory: Path, compute: str | None = "fast", **options: Any
-) -> Iterator[Served]:
+def serving(directory: Path, compute: str | None = "fast", **options: Any) -> Iterator[Served]:
     """Serve a checkpoint with a quarter of its experts in memory."""
     from moecache.integrations.transformers import generation, load
     from moecache.serving.app import build_app

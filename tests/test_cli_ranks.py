@@ -113,9 +113,9 @@ def test_a_server_ends_when_an_idle_rank_is_gone(tiny_moe: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("command", "victim"),
     [
-        (("generate", "MODEL", PROMPT, *FEW), 0),
+        pytest.param(("generate", "MODEL", PROMPT, *FEW), 0, marks=pytest.mark.nightly),
         (("generate", "MODEL", PROMPT, *FEW), 1),
-        (("bench", "MODEL"), 1),
+        pytest.param(("bench", "MODEL"), 1, marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_whose_file_is_cut_is_named(

@@ -93,6 +93,7 @@ def test_record_makes_a_sequence_per_prompt(
     assert (first.metadata["policy"], second.metadata["policy"]) == ("echo", "lfu")
 
 
+@pytest.mark.nightly
 def test_the_shipped_trace_is_that_of_its_command(tmp_path: Path) -> None:
     """docs/traces.md has the command; prompts do not depend on how fast sums are rounded."""
     output = tmp_path / "again.npz"

@@ -18,6 +18,7 @@ pytestmark = [
 PROMPT = [5, 17, 99, 3, 64, 28, 77, 41]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_checkpoint_loads_and_its_greedy_text_uses_several_experts(
     name: str, tmp_path: Path

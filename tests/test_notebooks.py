@@ -55,12 +55,9 @@ def test_there_are_notebooks() -> None:
 
 
 # One from each directory that the notebooks promise to work from.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "directory"),
-    [
-        pytest.param("hit_rates.ipynb", ROOT, marks=pytest.mark.nightly),
-        ("policies.ipynb", NOTEBOOKS),
-    ],
+    ("name", "directory"), [("hit_rates.ipynb", ROOT), ("policies.ipynb", NOTEBOOKS)]
 )
 def test_a_run_gives_the_committed_outputs(name: str, directory: Path) -> None:
     """No cell raises or writes to standard error, and every text is the committed one."""

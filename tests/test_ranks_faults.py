@@ -121,7 +121,9 @@ def _wait_until_ready(folder: Path, num_ranks: int) -> None:
         pytest.param(signal.SIGKILL, 1, 3, 6.0, id="killed"),
         pytest.param(signal.SIGKILL, 0, 2, 6.0, id="killed-with-the-store"),
         pytest.param(signal.SIGSTOP, 1, 2, 3.0, id="stopped", marks=pytest.mark.nightly),
-        pytest.param(signal.SIGSTOP, 0, 2, 3.0, id="stopped-with-the-store"),
+        pytest.param(
+            *(signal.SIGSTOP, 0, 2, 3.0), id="stopped-with-the-store", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_a_rank_that_is_gone_is_named(

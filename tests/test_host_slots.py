@@ -334,9 +334,7 @@ def test_an_array_that_was_put_into_a_slots_buffers_is_copied() -> None:
     pool = HostSlots(layout, NUM_SLOTS)
     wanted = _parts(layout, 0, 5)
 
-    buffers = pool.buffers(2, 0)
-    buffers.update(wanted)
-    pool.upload(2, 0, buffers)
+    pool.upload(2, 0, {**pool.buffers(2, 0), **wanted})
 
     assert _holds(pool, 2, 0, wanted)
     buffers = pool.buffers(1, 0)

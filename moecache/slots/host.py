@@ -2,6 +2,7 @@
 
 import resource
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Self
 
 import numpy as np
@@ -62,7 +63,6 @@ class HostSlots:
         self._num_slots = num_slots
         self._held = hold_all(layout, _float_dtype(dtype))
         self._slabs: dict[str, np.ndarray] = {}
-        self._rows: dict[str, np.ndarray] = {}
         # Buffers that reads go to before they are converted: in use, by slot, and free.
         self._lent: dict[int, _Buffer] = {}
         self._bounces: list[_Buffer] = []
@@ -72,6 +72,9 @@ class HostSlots:
         numbers = {id(roles): number for number, roles in enumerate(self._held)}
         self._variants = [numbers[id(roles)] for roles in self._held]
         self._targets: dict[tuple[int, int], tuple[tuple[Tiler, str, int, np.ndarray], ...]] = {}
+        self._views: dict[tuple[int, int], Mapping[str, np.ndarray]] = {}
+        every = (held for roles in self._held for held in roles.values())
+        self._has_checks = any(held.has_to_be_checked for held in every)
         self._num_buffers = _num_buffers(layout, num_slots) if self._converts else 0
         for name, stride in _strides(self._held).items():
             try:
@@ -81,10 +84,6 @@ class HostSlots:
                 raise MemoryError(
                     f"no memory for {num_slots} slots of role {name!r} ({size}); lower the budget"
                 ) from error
-        # Layers alike, the usual case: a slot's arrays are rows of the slabs.
-        alike = len(set(layout.layers)) == 1
-        if alike:
-            self._rows = {name: self.slab(name) for name in self._held[0]}
         if self._converts:
             self._add_buffers(self._num_buffers)
 
@@ -140,7 +139,7 @@ class HostSlots:
             If there is no such role, or layers differ in its shape or dtype: use
             `expert` there.
         """
-        slabs, _ = self._open()
+        slabs = self._open()
         held = {roles[role] for roles in self._held if role in roles}
         if len(held) != 1:
             problem = "layers differ in it" if held else "there is no such role"
@@ -154,12 +153,10 @@ class HostSlots:
 
     def expert(self, slot: int, layer: int) -> dict[str, np.ndarray]:
         """Return one slot as arrays per role, in the shapes of `layer`."""
-        slabs, rows = self._open()
+        slabs = self._open()
         self._layout.check(layer)
         if not 0 <= slot < self._num_slots:
             raise ValueError(f"slot {slot} is not in [0, {self._num_slots})")
-        if rows:
-            return {name: slab[slot] for name, slab in rows.items()}
         return {name: held.view(slabs[name][slot]) for name, held in self._held[layer].items()}
 
     @property
@@ -182,11 +179,15 @@ class HostSlots:
         """All zero: `upload` itself copies."""
         return _NO_UPLOADS
 
-    def buffers(self, slot: int, layer: int) -> dict[str, np.ndarray]:
+    def buffers(self, slot: int, layer: int) -> Mapping[str, np.ndarray]:
         """Return the slot's own arrays; for roles that are converted, a buffer's until `upload`."""
+        variant = self._variants[layer]
         if not self._converts:
-            return self.expert(slot, layer)
-        bounce, variant = self._lent.get(slot), self._variants[layer]
+            own = self._views.get((slot, variant))
+            if own is None:
+                own = self._views[slot, variant] = MappingProxyType(self.expert(slot, layer))
+            return own
+        bounce = self._lent.get(slot)
         if bounce is None:
             try:
                 bounce = self._bounces.pop()
@@ -194,7 +195,7 @@ class HostSlots:
                 self._add_buffers(1)
                 bounce = self._bounces.pop()
             self._lent[slot] = bounce
-        slabs, _ = self._open()
+        slabs = self._open()
         known = bounce.views.get(variant)
         if known is None:
             known = bounce.views[variant] = {
@@ -223,7 +224,7 @@ class HostSlots:
         tilers = self._fills[layer]
         if not tilers:
             return ()
-        slabs, _ = self._open()
+        slabs = self._open()
         key = slot, self._variants[layer]
         found = self._targets.get(key)
         if found is None:
@@ -283,6 +284,8 @@ class HostSlots:
         FormatError
             If the parts of a format cannot be, such as scales that are no numbers.
         """
+        if not self._has_checks and parts is self._views.get((slot, self._variants[layer])):
+            return  # they were read in place
         target = self.expert(slot, layer)
         check_parts(self._layout, layer, parts, held=target)
         for name, held in self._held[layer].items():
@@ -305,10 +308,10 @@ class HostSlots:
     def close(self) -> None:
         """Drop the slabs; a second call does nothing. Arrays handed out stay valid."""
         self._slabs = {}
-        self._rows = {}
         self._bounces = []
         self._lent = {}
         self._targets = {}
+        self._views = {}
 
     def __enter__(self) -> Self:
         """Return the pool."""
@@ -326,12 +329,12 @@ class HostSlots:
             _Buffer({name: row[i] for name, row in rows.items()}) for i in range(number)
         ]
 
-    def _open(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """Return slabs and rows: another thread may close the pool while they are used."""
-        slabs, rows = self._slabs, self._rows
+    def _open(self) -> dict[str, np.ndarray]:
+        """Return the slabs: another thread may close the pool while they are used."""
+        slabs = self._slabs
         if not slabs:
             raise MoeCacheError("the slots are closed")
-        return slabs, rows
+        return slabs
 
 
 class _Buffer:

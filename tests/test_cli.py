@@ -182,7 +182,7 @@ def test_errors_are_one_line_with_the_remedy(
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["frobnicate"], ["demo", "--polcy", "lru"], ["demo", "--policy", "clock"], ["inspect"]],
+    [[], ["frobnicate"], ["demo", "--polcy", "lru"], ["demo", "--policy", "nonesuch"], ["inspect"]],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The parser names what is wrong."""
@@ -356,9 +356,9 @@ def test_a_wrong_choice_is_named_with_its_option_and_the_right_ones(
 ) -> None:
     """In the last line; exit code 2."""
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["demo", "--policy", "clock"])
+        cli.main(["demo", "--policy", "nonesuch"])
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "argument --policy: invalid choice: 'clock'" in last
+    assert "argument --policy: invalid choice: 'nonesuch'" in last
     assert all(policy in last for policy in OPTIONS["policy"].choices)
 
 

@@ -14,6 +14,7 @@ from moecache.commands.warm import parse_layers
 from moecache.stores import open_store
 from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.gguf_files import write_gguf
+from tests.helpers.pages import undisturbed
 
 MIB = 2**20
 
@@ -45,6 +46,7 @@ def resident_bytes(path: Path) -> int:
     return prefault.residency(np.memmap(path, mode="r"))[0].resident_bytes
 
 
+@undisturbed
 def test_warm_brings_a_file_into_memory(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every page, the last and partial one too; the second time there is nothing to do."""
     assert cli.main(["warm", str(file)]) == 0
@@ -70,6 +72,7 @@ def test_warm_takes_directories_and_counts_no_file_twice(
     assert "3.00 MiB" in capsys.readouterr().out
 
 
+@undisturbed
 def test_warm_takes_all_parts_of_a_gguf_that_one_is_given_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +96,7 @@ def test_warm_takes_all_parts_of_a_gguf_that_one_is_given_of(
     assert reports[0].num_bytes == reports[1].num_bytes
 
 
+@undisturbed
 def test_warm_takes_the_experts_of_some_layers_alone(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +117,7 @@ def test_warm_takes_the_experts_of_some_layers_alone(
     assert all(one.resident_bytes == one.num_bytes for one in found)
 
 
+@undisturbed
 def test_evict_drops_what_status_then_shows_as_gone(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +143,7 @@ def test_status_reads_nothing(file: Path) -> None:
     assert resident_bytes(file) == 0
 
 
+@undisturbed
 def test_status_has_a_line_for_each_layer(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

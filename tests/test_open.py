@@ -69,7 +69,7 @@ def test_conversion_counts_in_the_budget(tiny_moe: Path) -> None:
         ({"memory": "nan%"}, "no share"),
         ({"memory": "1MiB", "slots": 3}, "not both"),
         ({"slots": 0}, "at least 1, got 0"),
-        ({"policy": "clock"}, "'clock' is not one of"),
+        ({"policy": "nonesuch"}, "'nonesuch' is not one of"),
         ({"scope": "galaxy"}, "'galaxy' is not one of"),
         ({"slots": 4, "scope": "layer"}, "4 slots cannot be split over 8 layers"),
         ({"device": "gpu"}, """'gpu' is neither "cpu" nor "cuda\""""),

@@ -152,7 +152,11 @@ def test_settings_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value", "default"),
-    [("MEMORY", "lots", "what is free"), ("POLICY", "clock", "echo"), ("SCOPE", "all", "global")],
+    [
+        ("MEMORY", "lots", "what is free"),
+        ("POLICY", "none", "echo"),
+        ("SCOPE", "all", "global"),
+    ],
 )
 def test_a_value_of_no_meaning_is_a_warning_with_the_default(
     variable: str, value: str, default: str, caplog: pytest.LogCaptureFixture

@@ -41,8 +41,8 @@ class ExpertRuntime:
     """Hands a host loop the experts of each layer, resident or read on demand.
 
     Made by `moecache.open`, or from parts: any store and a pool with at least
-    `cache.capacity` slots; any more are staging slots. Methods may be
-    called from several threads, but not in a forked child.
+    `cache.capacity` slots; any more are staging slots, of which there is one at least unless
+    all experts fit. Methods may be called from several threads, but not in a forked child.
 
     Parameters
     ----------

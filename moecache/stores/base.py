@@ -43,7 +43,10 @@ class ExpertStore(Protocol):
         """
 
     def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
-        """Return one expert without copying, read-only, valid until `close`."""
+        """Return one expert without copying, read-only; arrays may be misaligned.
+
+        Valid until `close`: what a view shows afterwards is the store's own matter.
+        """
 
     def regions(
         self, layers: Iterable[int] | None = None, *, held: np.ndarray | None = None
@@ -57,7 +60,10 @@ class ExpertStore(Protocol):
         """Hint that experts will be read soon; never fails because of the hint."""
 
     def close(self) -> None:
-        """Give back files and mappings; a second call does nothing."""
+        """Give back files and mappings; a second call does nothing.
+
+        Afterwards `read_into`, `view` and `files` raise StoreError; `layout` and `runs` do not.
+        """
 
 
 @runtime_checkable

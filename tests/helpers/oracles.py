@@ -220,6 +220,8 @@ class OracleCache:
             return OracleLeastStale(size, num_experts=self.num_experts)
         if size == 1:
             return OracleLru(size)
+        if policy not in ("slru", "slru-lfu"):
+            raise KeyError(f"{policy} has no oracle: it needs a row in SIMPLE")
         probationary = max(1, size // 4)
         count_of = None
         if policy == "slru-lfu":

@@ -106,9 +106,13 @@ def read_recipe(
         raise UnknownFamilyError("its layers are not of one family")
     reader = _Reader(weights, families[0], 2 * frequencies.numel(), found)
     family, config = families[0], inner.config
+    try:
+        layers = tuple(reader.layer(index, layer) for index, layer in enumerate(inner.layers))
+    except AttributeError as error:
+        raise UnknownFamilyError(f"its layers have another form: {error}") from error
     recipe = Recipe(
         config.hidden_size,
-        tuple(reader.layer(index, layer) for index, layer in enumerate(inner.layers)),
+        layers,
         weights.norm(inner.norm),
         weights.linear(model, "lm_head"),
         float(weights.number(inner, family.embedding)) if family.embedding else 1.0,
@@ -128,7 +132,14 @@ def _family_of(layer: Any, kernels: Mapping[int, Any]) -> Family:
         has_experts = id(getattr(block, "experts", None)) in kernels
         if block is not None and (not has_experts or type(block).__name__ == routing):
             return family
-    raise UnknownFamilyError(f"{kind} of {type(layer).__name__} has no recipe")
+    blocks = " and ".join(
+        type(module).__name__
+        for module in layer.children()
+        if id(getattr(module, "experts", None)) in kernels
+    )
+    raise UnknownFamilyError(
+        f"{kind} beside {blocks or 'no experts'} in {type(layer).__name__} has no recipe"
+    )
 
 
 class _Reader:

@@ -87,6 +87,8 @@ KINDS = {
     "window": grouped(window=4, sinks=drawn(HEADS), rotation=Rotation(ROTARY, "neighbours")),
     "norms": grouped(query_norm=norm(10), key_norm=norm(20), clip=0.7),
     "late norms": grouped(query_norm=norm(10), key_norm=norm(10), has_late_norms=True),
+    "chunks": grouped(window=4, is_chunked=True),
+    "tempered": grouped(tempering=(2.0, 0.7)),
     "latent": latent(),
     "three latent heads": latent(3),
 }
@@ -173,6 +175,10 @@ class Oracle:
             q, k = normed(a.query_norm, q), normed(a.key_norm, k)
         past.append((k, v.reshape(a.num_kv_heads, -1)))
         seen = past[-a.window :] if a.window else past
+        if a.is_chunked and a.window:
+            seen = past[position // a.window * a.window :]
+        if a.tempering is not None:
+            q = q * (1 + a.tempering[1] * np.log1p((position + 1) // a.tempering[0]))
         out = []
         for head in range(a.num_heads):
             shared = head // (a.num_heads // a.num_kv_heads)
@@ -360,6 +366,44 @@ def test_a_router_chooses_by_its_formula(name: str) -> None:
     assert program.logits_of(1).shape == (1, 1, VOCABULARY)
 
 
+def test_a_score_may_be_on_the_input_of_the_only_expert() -> None:
+    """Its result then counts whole; the shared feed-forward gets the input as it is."""
+    kernel = kernels.SlotKernel(
+        lambda _: {"gate_up": drawn(16, HIDDEN), "down": drawn(HIDDEN, 8)}, 1
+    )
+    router = Router(linear(16, HIDDEN), 1, "sigmoid", scales_input=True)
+    layer = Layer(norm(HIDDEN), grouped(), norm(HIDDEN), FORWARD, router, kernel.experts, number=0)
+    plain = replace(layer, router=replace(router, scales_input=False))
+    found = []
+    for one in (layer, plain):
+        recipe = Recipe(HIDDEN, (one,), norm(HIDDEN), linear(VOCABULARY, HIDDEN))
+        program = Program(recipe, ExpertCache(num_layers=1, num_experts=16, capacity=4))
+        tokens = np.random.default_rng(5).normal(size=(1, 2, HIDDEN)).astype(np.float32)
+        program.hidden[:2] = tokens[0]
+        turns = np.array([angles(0), angles(1)], np.float32)
+        pages = pages_of(recipe, 1, 2)
+        program.begin(pages, 0, 2, np.zeros(1, np.int64), np.cos(turns), np.sin(turns))
+        assert program.run() == 0
+        given, ids = program.normed[:2].copy(), program.ids[:2].copy()
+        program.rows[:2] = 0
+        program.resume()
+        assert program.run() == -1
+        found.append((given, ids, program.logits_of(2)))
+    (scaled, chosen, logits), (given, ids, others) = found
+    assert np.array_equal(chosen, ids)
+    all_scores = 1 / (1 + np.exp(-times(router.linear, given.astype(np.float64))))
+    scores = np.take_along_axis(all_scores, ids.astype(np.int64), 1)
+    np.testing.assert_allclose(scaled, given * scores, rtol=1e-5)
+    # Of experts that add nothing, the rest is the same.
+    assert np.array_equal(logits, others)
+    with pytest.raises(ConfigError, match="does not fit its experts"):
+        two = replace(layer, router=replace(router, top_k=2))
+        Program(
+            Recipe(HIDDEN, (two,), norm(HIDDEN), linear(VOCABULARY, HIDDEN)),
+            ExpertCache(num_layers=1, num_experts=16, capacity=4),
+        )
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -369,6 +413,7 @@ def test_a_router_chooses_by_its_formula(name: str) -> None:
         ({"sinks": drawn(3)}, "3 float32 are not 4"),
         ({"query_norm": norm(9)}, "does not fit"),
         ({"window": -1}, "do not share"),
+        ({"tempering": (0.0, 0.1)}, "cannot be tempered"),
         ({"out": linear(HIDDEN, HEADS * 6)}, "is not one of"),
     ],
 )

@@ -31,7 +31,7 @@ PROMPTS = [
 HIDDEN, WIDTH = 64, 32
 # Each kind of experts, and of attention.
 DAILY = {"qwen3moe", "gpt-oss", "deepseek2 v3", "granitemoe", "qwen3next", "gemma4"}
-DAILY |= {"granitehybrid", "nemotron_h_moe latent"}
+DAILY |= {"granitehybrid", "nemotron_h_moe latent", "llama4"}
 MIXED = {"exps.weight": "Q4_0", "attn_q.": "Q8_0", "token_embd": "Q8_0", "output.": "Q4_0"}
 
 
@@ -76,10 +76,7 @@ def test_a_model_in_few_slots_has_the_bits_of_the_whole_one(name: str, tmp_path:
     assert all(map(torch.equal, logits(model), wanted))
 
 
-# Llama 4's experts have no kernel.
-@pytest.mark.parametrize(
-    "name", some([name for name in MODELS if name != "llama4"], lambda name: name in DAILY)
-)
+@pytest.mark.parametrize("name", some(MODELS, lambda name: name in DAILY))
 def test_kernels_have_the_same_bits_at_any_number_of_slots(name: str, tmp_path: Path) -> None:
     """And, the trunk quantized as in the file, nearly those of torch: activations have 15 bits."""
     path = write(tmp_path / "model.gguf", sized(name), MIXED)
@@ -95,21 +92,35 @@ def test_kernels_have_the_same_bits_at_any_number_of_slots(name: str, tmp_path: 
         assert error < 1e-3 * other.square().mean().sqrt(), name
 
 
-def test_experts_without_kernels_are_computed_by_torch_unless_it_is_said(
+def test_llama4_decodes_by_kernels_with_chunks_and_tempered_queries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Llama 4's, as `inspect` says; the trunk stays quantized as with kernels."""
+    """As its own forward does, chunks passed, in a padded batch; one row's bits in any slots."""
     path = write(tmp_path / "model.gguf", sized("llama4"), MIXED)
     assert cli.main(["inspect", str(path)]) == 0
-    assert "experts of llama4 have no kernels, so that torch" in capsys.readouterr().out
-    wanted = logits(build_from(*read_gguf(path)))
-
-    model = load(path, dtype=torch.float32)
-    with model.moecache:
-        for found, one in zip(logits(model), wanted, strict=True):
-            torch.testing.assert_close(found, one, rtol=0, atol=2e-3)
-    with pytest.raises(ConfigError, match='Llama4TextExperts cannot be computed with compute="f'):
-        load(path, compute="fast")
+    assert "tokens of llama4: one compiled call each" in capsys.readouterr().out
+    whole = build_from(*read_gguf(path))
+    models = [load(path, memory, dtype=torch.float32) for memory in ("25%", "100%")]
+    for model in (whole, *models):
+        model.config.attention_chunk_size = 8
+        for layer in model.model.layers:
+            layer.self_attn.floor_scale, layer.self_attn.attn_scale = 4, 0.5
+    ids = torch.arange(26).reshape(2, 13) + 3
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False}
+    given |= {"return_dict_in_generate": True, "output_logits": True}
+    wanted = whole.generate(ids, **given)
+    found = []
+    for model in models:
+        with model.moecache as offload:
+            found.append(model.generate(ids, **given))
+            assert offload.decoder.num_steps == 13, offload.decoder.reason
+    for one in found:
+        assert torch.equal(one.sequences, wanted.sequences)
+        for logits_, theirs in zip(one.logits, wanted.logits, strict=True):
+            assert (logits_ - theirs).norm() < 1e-3 * theirs.norm()
+    assert all(map(torch.equal, found[0].logits, found[1].logits))
 
 
 @pytest.mark.parametrize("trunk", ["bf16", "native"])

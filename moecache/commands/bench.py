@@ -39,7 +39,7 @@ from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.files import Kind, write_whole
 from moecache.kernels import default_compute
 from moecache.settings import COMPUTE, DEFAULT_POLICY, POLICIES
-from moecache.stores import open_store
+from moecache.stores import GgufStore, open_store
 from moecache.units import check_seed, format_bytes, parse_budget
 
 JSON_VERSION = 1
@@ -253,7 +253,8 @@ def _usual_compute(model: str) -> str:
         return "torch"
     with open_store(model) as store:
         kind = str(store.config.get("model_type"))
-        return default_compute(store.layout) if has_kernels(kind) else "torch"
+        is_known = has_kernels(kind, in_gguf=isinstance(store, GgufStore))
+        return default_compute(store.layout) if is_known else "torch"
 
 
 def _by_rank(contestant: Contestant) -> str:

@@ -20,7 +20,7 @@ from moecache.layout import ExpertLayout, Role
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
-from moecache.stores import CheckpointStore, open_store
+from moecache.stores import CheckpointStore, GgufStore, open_store
 from moecache.telemetry import ComputeStats
 from moecache.units import format_bytes
 
@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     with open_store(arguments.path, top_k=arguments.top_k) as store:
         kind = store.config.get("model_type")
         kind = printable(kind[:100]) if isinstance(kind, str) else ""
+        in_gguf = isinstance(store, GgufStore)
         console.print(f"{printable(store.path)}  {kind}", style="bold")
         left_out = store.leave_mtp_out()
         layout = store.layout
@@ -101,14 +102,16 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(_memory_table(planned))
     console.print(_plan_table(planned))
     gpu = planned.gpu
-    if has_kernels(kind):
+    is_computed = has_kernels(kind, in_gguf=in_gguf)
+    if is_computed:
         console.print(printable(_compute(planned, measures=arguments.bandwidth)))
     else:
         console.print(f"experts of {kind} have no kernels, so that torch multiplies")
     if gpu is None and kind:
-        way = "one compiled call each" if has_recipe(kind) else "the model's modules: no recipe"
+        is_called = has_recipe(kind, in_gguf=in_gguf)
+        way = "one compiled call each" if is_called else "the model's modules: no recipe"
         console.print(f"tokens of {kind}: {way}")
-    if gpu is None and planned.capacity < planned.num_experts and has_kernels(kind):
+    if gpu is None and planned.capacity < planned.num_experts and is_computed:
         _suggest_form(console, arguments.path)
     left = (free_host_bytes() if gpu is None else gpu.free_bytes()) - planned.slots_bytes
     room = planned.headroom

@@ -115,6 +115,9 @@ cdef struct Layer:
     float scale
     float clip
     bint has_late_norms
+    bint is_chunked
+    float floor
+    float tempering
     const float *sinks
     # Heads of the cache, and numbers of what it holds of each.
     int64_t num_kv_heads
@@ -134,6 +137,7 @@ cdef struct Layer:
     mc_activation activation
     Linear router
     mc_router choice
+    bint scales_input
     mc_experts experts
     bint has_experts
     int number
@@ -366,7 +370,7 @@ cdef class Program:
         layer.choice.is_normalized = router.is_normalized
         layer.choice.num_best, layer.choice.jitter = router.num_best, router.jitter
         layer.choice.least, layer.choice.floor = router.least, router.floor
-        layer.choice.scale = router.scale
+        layer.choice.scale, layer.scales_input = router.scale, router.scales_input
         if (
             not 1 <= router.top_k <= layer.choice.num_experts
             or layer.choice.num_experts != self.cache.num_experts
@@ -380,6 +384,7 @@ cdef class Program:
             or (router.num_groups > 1
                 and layer.choice.num_experts < router.num_best * router.num_groups)
             or (layer.choice.kind == MC_SPARSEMIXER and router.top_k > 2)
+            or (layer.scales_input and router.top_k > 1)
         ):
             raise ConfigError(f"the router of layer {given.number} does not fit its experts")
         layer.choice.correction = self._floats(router.correction, layer.choice.num_experts)
@@ -399,7 +404,11 @@ cdef class Program:
         layer.held, layer.value_held = a.width, a.value_width
         self._bind_rotation(layer, a, a.width)
         layer.clip, layer.window = a.clip or 0.0, a.window or 0
-        layer.has_late_norms = a.has_late_norms
+        layer.has_late_norms, layer.is_chunked = a.has_late_norms, a.is_chunked
+        if a.tempering is not None:
+            layer.floor, layer.tempering = a.tempering
+            if not layer.floor > 0:
+                raise ConfigError(f"queries cannot be tempered by {a.tempering}")
         if layer.num_kv_heads < 1 or layer.num_heads % layer.num_kv_heads or layer.window < 0:
             raise ConfigError(f"{a.num_heads} heads do not share {a.num_kv_heads}")
         self._bind_linear(&layer.query, a.query, hidden, layer.num_heads * layer.width)
@@ -718,6 +727,10 @@ cdef class Program:
                     held.values = page.values + sequence * page.heads * held.value_head
                     held.position = lengths[i] + token
                     held.begin = begins[i * batch + sequence]
+                    if layer.is_chunked and layer.window:
+                        held.begin += (
+                            (held.position - held.begin) // layer.window * layer.window
+                        )
                     held.dropped = page.dropped
                     held += 1
         return 0
@@ -941,6 +954,9 @@ cdef class Program:
         if layer.has_late_norms:
             self._norms(&layer.query_norm, self.queries, num, queries)
             self._norms(&layer.key_norm, self.keys, num, wide)
+        if layer.floor > 0:
+            for i in range(num):
+                _temper(layer, heads.held[i].position, self.queries + i * queries, queries)
         for i in range(num):
             for j in range(layer.num_kv_heads):
                 self._hold(
@@ -1024,6 +1040,11 @@ cdef class Program:
         for i in range(num):
             mc_route(&layer.choice, self.logits + i * experts, self.scratch,
                      ids + i * self.top_k, self.weights + i * self.top_k)
+        if layer.scales_input:
+            self._add_shared(layer)
+            for i in range(num):
+                _scale(normed + i * hidden, hidden, self.weights[i])
+                self.weights[i] = 1.0
 
     cdef bint _resident(self, Layer *layer) except -1:
         """Compute a token's experts if they are all in their slots."""
@@ -1189,11 +1210,9 @@ cdef class Program:
 
     cdef void _add_forward(self, const Layer *layer) noexcept nogil:
         """Add the experts' sum and the feed-forward of all tokens to `hidden`."""
-        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i, width
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows
         cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
-        cdef float *normed = <float *>cnp.PyArray_DATA(self.normed)
         cdef mc_sum job
-        cdef float weight
         if layer.has_experts:
             job.rows = <const float *>cnp.PyArray_DATA(self.rows)
             job.num_tokens, job.top_k, job.columns = num, self.top_k, hidden
@@ -1203,6 +1222,15 @@ cdef class Program:
             job.out.row_bytes = hidden * 4
             run_sum(&job)
             mc_add(x, self.added, num * hidden, layer.residual)
+        if not layer.scales_input:
+            self._add_shared(layer)
+
+    cdef void _add_shared(self, const Layer *layer) noexcept nogil:
+        """Add the feed-forward of all tokens to `hidden`, if there is one."""
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i, width
+        cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
+        cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
+        cdef float weight
         if not layer.gate.is_there:
             return
         width = layer.gate.matrix.rows
@@ -1246,11 +1274,27 @@ cdef int64_t _parts(const Layer *layer) noexcept nogil:
 
 cdef extern from "<math.h>" nogil:
     float expf(float x)
+    float floorf(float x)
+    float log1pf(float x)
     float INFINITY
 
 
 cdef float _sigmoid(float x) noexcept nogil:
     return 1.0 / (1.0 + expf(-x))
+
+
+cdef void _scale(float *values, int64_t num, float factor) noexcept nogil:
+    cdef int64_t i
+    for i in range(num):
+        values[i] *= factor
+
+
+cdef void _temper(
+    const Layer *layer, int64_t position, float *query, int64_t num
+) noexcept nogil:
+    """Multiply a row's queries by what grows with their position."""
+    cdef float times = floorf((<float>position + 1.0) / layer.floor)
+    _scale(query, num, log1pf(times) * layer.tempering + 1.0)
 
 
 cdef void _clip(float *values, int64_t num, float bound) noexcept nogil:

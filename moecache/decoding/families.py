@@ -33,6 +33,8 @@ class Family:
         Of a group, whose scores are its own.
     scale : str, optional
         Attribute of the router that multiplies weights, if it has no groups.
+    scales_input : bool, default False
+        Whether a weight multiplies the input of a token's only expert.
     shared : str, optional
         Attribute of a block that has the experts of all tokens; it may be `None`.
     shared_weight : str, optional
@@ -68,6 +70,7 @@ class Family:
     has_groups: bool = False
     num_best: int = 2
     scale: str | None = None
+    scales_input: bool = False
     shared: str | None = None
     shared_weight: str | None = None
     norms: tuple[str, str] = ("q_norm", "k_norm")
@@ -155,31 +158,48 @@ FAMILIES = {
     ("phimoe", "PhimoeAttention", "PhimoeSparseMoeBlock"): Family(
         router="router", scores="sparsemixer", is_normalized=False
     ),
+    ("llama4", "Llama4TextAttention", "Llama4TextMoe"): Family(
+        block="feed_forward",
+        router="router",
+        scores="sigmoid",
+        is_normalized=False,
+        scales_input=True,
+        shared="shared_expert",
+        norms=("qk_norm", "qk_norm"),
+        has_late_norms=True,
+        pairs="neighbours",
+    ),
 }
 
 # Of transformers' `model_type` and of GGUF's architecture, without what separates their parts.
 _MODEL_TYPES = {name.replace("_", "") for name, _, _ in FAMILIES}
 _MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama"}
-_WITHOUT_KERNELS = {"llama4", "llama4text", "longcatflash", "step3p7"}
+_WITHOUT_KERNELS = {"longcatflash", "step3p7"}
+# Their checkpoints have matrices as [in, out].
+_WITHOUT_KERNELS_TRANSPOSED = {"llama4", "llama4text"}
 
 
-def has_recipe(model_type: str) -> bool:
+def has_recipe(model_type: str, *, in_gguf: bool = False) -> bool:
     """Return whether models of a type decode by a program, as their configurations usually are.
 
     Parameters
     ----------
     model_type : str
         As in transformers' `config.json`, or the architecture in a GGUF file.
+    in_gguf : bool, default False
+        Whether it is a GGUF file's.
     """
-    return _plain(model_type) in _MODEL_TYPES
+    return _plain(model_type) in _MODEL_TYPES and has_kernels(model_type, in_gguf=in_gguf)
 
 
-def has_kernels(model_type: str) -> bool:
+def has_kernels(model_type: str, *, in_gguf: bool = False) -> bool:
     """Return whether experts of a type of model can be computed by kernels, as `has_recipe` does.
 
-    Others have no experts interface in transformers: `load` patches the module around them.
+    Others have no experts interface in transformers: `load` patches the module around them; or
+    they are stored transposed.
     """
-    return _plain(model_type) not in _WITHOUT_KERNELS
+    kind = _plain(model_type)
+    return kind not in _WITHOUT_KERNELS and (in_gguf or kind not in _WITHOUT_KERNELS_TRANSPOSED)
 
 
 def _plain(model_type: str) -> str:

@@ -79,6 +79,11 @@ class Attention:
         A logit beside those of the positions, that has no value.
     window : int, optional
         Positions that a token sees, its own among them; all without it.
+    is_chunked : bool, default False
+        Whether it sees, of these, only what is in its own chunk of so many positions.
+    tempering : (float, float), optional
+        (floor, scale): queries at position p are multiplied by
+        1 + scale * log(1 + floor((p + 1) / floor)). Nakanishi, Scalable-Softmax, 2025.
     """
 
     query: Linear
@@ -97,6 +102,8 @@ class Attention:
     clip: float | None = None
     sinks: np.ndarray | None = None
     window: int | None = None
+    is_chunked: bool = False
+    tempering: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,8 @@ class Router:
         Multiplies the weights.
     jitter : float, default 0
         Of "sparsemixer".
+    scales_input : bool, default False
+        Whether the weight of a token's only expert multiplies its input, and not its result.
     """
 
     linear: Linear
@@ -180,6 +189,7 @@ class Router:
     floor: float = 0.0
     scale: float = 1.0
     jitter: float = 0.0
+    scales_input: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,13 @@ from torch import nn
 
 from moecache.errors import ConfigError, FormatError
 from moecache.integrations.transformers import gguf
-from moecache.integrations.transformers._experts import ROLES, described, find_experts
-from moecache.integrations.transformers._llama4 import is_llama4, is_transposed
+from moecache.integrations.transformers._experts import (
+    ROLES,
+    described,
+    find_experts,
+    is_llama4,
+    is_transposed,
+)
 from moecache.integrations.transformers._longcat import is_longcat
 from moecache.integrations.transformers._slots import Regroup, interleaved, separated, weights_in
 from moecache.integrations.transformers._step3p7 import is_step3p7
@@ -166,7 +171,10 @@ def _layer_paths(
 
 def usual_compute(bindings: Sequence[Binding], layout: ExpertLayout) -> str:
     """Return what multiplies if nobody says: torch, too, for experts that have no kernel."""
-    without = any(_is_without_interface(one.module) for one in bindings)
+    without = any(
+        _is_without_interface(one.module) and not (is_llama4(one.module) and one.has_output_rows)
+        for one in bindings
+    )
     return "torch" if without else default_compute(layout)
 
 

@@ -63,6 +63,16 @@ class OffloadedExperts(NotCopied, nn.Module):
         return super().__getattr__(name)
 
 
+def is_llama4(module: nn.Module) -> bool:
+    """Return whether a module holds Llama 4's experts."""
+    return any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a module's weights are stored [in, out]; Llama 4's are, without a flag."""
+    return bool(getattr(module, "is_transposed", is_llama4(module)))
+
+
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's experts modules by their paths, in the order of its layers."""
     return {path: module for path, module in model.named_modules() if described(module)}

@@ -6,6 +6,7 @@ from torch import nn
 from transformers.integrations import moe
 
 from moecache.errors import ConfigError
+from moecache.integrations.transformers._experts import is_llama4
 
 # Class of an activation module -> its kernel.
 _ACTIVATIONS = {
@@ -50,6 +51,7 @@ def gate_of(module: Any) -> dict[str, Any]:
         alpha, limit = (getattr(module, name) for name in _SWIGLU[family])
         return {"activation": "swiglu", "alpha": alpha, "limit": limit}
     is_known = family in _CLAMPED or family in _USUAL or _has_default_gate(module)
+    is_known = is_known or is_llama4(module)
     if getattr(module, "has_gate", True) and not is_known:
         raise ConfigError("their gate is one of their own")
     # Some call torch's function.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from moecache.cuda import check_experts
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Binding
+from moecache.integrations.transformers._experts import is_transposed
 from moecache.integrations.transformers._fast import kernel_of, no_kernel
-from moecache.integrations.transformers._llama4 import is_transposed
 from moecache.integrations.transformers._on_device import DeviceKernel, device_kernel_of
 from moecache.kernels import SlotKernel
 from moecache.layout import ExpertLayout

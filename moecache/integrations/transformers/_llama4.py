@@ -9,18 +9,10 @@ from torch import nn
 
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.integrations.transformers._experts import become
+from moecache.integrations.transformers._fast import TYPES, fast_rows
 from moecache.integrations.transformers._slots import SlotWeights, layer_of, pairs_of
+from moecache.kernels import SlotKernel
 from moecache.runtime.steps import Wave
-
-
-def is_llama4(module: nn.Module) -> bool:
-    """Return whether a module holds Llama 4's experts."""
-    return any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module's weights are stored [in, out]; Llama 4's are, without a flag."""
-    return bool(getattr(module, "is_transposed", is_llama4(module)))
 
 
 def patch(model: nn.Module, path: str) -> nn.Module:
@@ -89,6 +81,12 @@ def _forward(
 ) -> torch.Tensor:
     layer = layer_of(block.experts, hidden)
     ids = torch.topk(logits, 1, dim=1).indices
+    if isinstance(layer.kernel, SlotKernel):
+        given = hidden * scores.gather(1, ids)
+        given = given.contiguous() if given.dtype in TYPES else given.float()
+        found, num = fast_rows(layer.runtime, layer.layer, layer.kernel, given, ids, layer.ranks)
+        layer.num_products += num
+        return found.to(hidden.dtype)
     # The original takes every token through every expert, times a score of 0. A float32 product of
     # few rows may round otherwise than one of many.
     whole = hidden.dtype in {torch.float32, torch.float64}

@@ -22,6 +22,8 @@ from moecache.integrations.transformers._experts import (
     become_again,
     described,
     dispatch,
+    is_llama4,
+    is_transposed,
     num_bytes,
     restore,
     strip,
@@ -35,7 +37,6 @@ from moecache.integrations.transformers._figures import compute_stats
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._installing import install, uninstall
 from moecache.integrations.transformers._kernels import is_copied, make_kernels
-from moecache.integrations.transformers._llama4 import is_transposed
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
 from moecache.integrations.transformers._native import thaw
 from moecache.integrations.transformers._on_device import follow_streams
@@ -62,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 # Families whose experts have no interface.
 _PATCHED = (
-    (_llama4, _llama4.is_llama4),
+    (_llama4, is_llama4),
     (_longcat, _longcat.is_longcat),
     (_step3p7, _step3p7.is_step3p7),
 )

@@ -10,6 +10,7 @@ from torch import nn
 from moecache.compute import CudaExperts, on_device
 from moecache.cuda import ACTIVATIONS
 from moecache.errors import ConfigError
+from moecache.integrations.transformers._experts import is_llama4
 from moecache.integrations.transformers._gates import gate_of
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.slots import CudaSlots
@@ -93,6 +94,8 @@ def device_kernel_of(
     """
     if is_transposed:
         raise ConfigError("their weights are stored transposed, [in, out]")
+    if is_llama4(module):
+        raise ConfigError("a score multiplies an expert's input")
     gate = gate_of(module)
     if getattr(module, "has_post_expert_norm", False):
         raise ConfigError("each expert has a norm of its own")

@@ -10,8 +10,12 @@ import transformers
 from torch import nn
 
 from moecache.errors import ConfigError, MissingDependencyError
-from moecache.integrations.transformers._experts import ROLES, described, find_experts
-from moecache.integrations.transformers._llama4 import is_transposed
+from moecache.integrations.transformers._experts import (
+    ROLES,
+    described,
+    find_experts,
+    is_transposed,
+)
 from moecache.integrations.transformers.gguf._architecture import Architecture, Source
 from moecache.integrations.transformers.gguf._architectures import find_architecture
 from moecache.integrations.transformers.gguf._common import key_heads

@@ -206,22 +206,27 @@ class Weights:
         rows, columns = weight.shape
         return Matrix(weight.data_ptr(), TYPES[weight.dtype], rows, columns, None, weight)
 
-    def norm(self, module: Any) -> Norm:
+    def norm(self, module: Any, width: int = 0) -> Norm:
         """Return a root mean square norm, or a layer norm."""
         self.uses(module)
+        kind = type(module).__name__
+        epsilon = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
+        if kind == "Llama4TextL2Norm":  # as wide as what it is given, without weights
+            return Norm(np.ones(width, np.float32), self.number(module, epsilon))
         weight = self.values(module, "weight")
         if type(module) is nn.LayerNorm and module.bias is not None:
             return Norm(weight, self.number(module, "eps"), self.values(module, "bias"))
-        if not type(module).__name__.endswith("RMSNorm"):
-            raise NoRecipeError(f"{type(module).__name__} is no root mean square norm")
-        return Norm(weight, self.number(module, "variance_epsilon"))
+        if not kind.endswith("RMSNorm"):
+            raise NoRecipeError(f"{kind} is no root mean square norm")
+        return Norm(weight, self.number(module, epsilon))
 
     def feed_forward(self, module: Any) -> FeedForward:
         """Return a feed-forward of gate_proj, up_proj and down_proj."""
         self.uses(module)
-        activation = _ACTIVATIONS.get(type(module.act_fn).__name__)
+        given = module.activation_fn if hasattr(module, "activation_fn") else module.act_fn
+        activation = _ACTIVATIONS.get(type(given).__name__)
         if activation is None:
-            raise NoRecipeError(f"{type(module).__name__} computes {type(module.act_fn).__name__}")
+            raise NoRecipeError(f"{type(module).__name__} computes {type(given).__name__}")
         return FeedForward(
             self.linear(module, "gate_proj"),
             self.linear(module, "up_proj"),

@@ -28,6 +28,7 @@ from moecache.kernels import SlotKernel
 
 __all__ = ["NoRecipeError", "Reading", "UnknownFamilyError", "read_recipe"]
 
+_CHUNKED = "chunked_attention"
 _MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 
@@ -199,7 +200,7 @@ class _Reader:
     def _attention(self, index: int, module: Any) -> Attention:
         weights, family, config = self._weights, self._family, module.config
         norms = [
-            weights.norm(getattr(module, name))
+            weights.norm(getattr(module, name), module.head_dim)
             if isinstance(getattr(module, name, None), nn.Module)
             else None
             for name in family.norms
@@ -216,17 +217,29 @@ class _Reader:
             width=width,
             value_width=value.matrix.rows // num_kv_heads,
             scale=weights.number(module, "scaling"),
-            rotation=Rotation(self._turned(config, index), family.pairs),
+            rotation=Rotation(self._turned(module, index), family.pairs),
             query_norm=norms[0],
             key_norm=norms[1],
             has_late_norms=family.has_late_norms,
             clip=None if family.clip is None else weights.number(config, family.clip),
             sinks=None if family.sinks is None else weights.floats(module, family.sinks),
             window=_window(config, index),
+            is_chunked=_kind(config, index) == _CHUNKED,
+            tempering=self._tempering(module),
         )
 
-    def _turned(self, config: Any, index: int) -> int:
+    def _tempering(self, module: Any) -> tuple[float, float] | None:
+        """Return what queries of layers without rotation are scaled by, if they are."""
+        if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+            return None
+        floor, scale = (self._weights.number(module, f"{name}_scale") for name in ("floor", "attn"))
+        return float(floor), float(scale)
+
+    def _turned(self, module: Any, index: int) -> int:
         """Return how many numbers of a layer's heads are turned."""
+        config = module.config
+        if not getattr(module, "use_rope", True):
+            return 0
         is_whole = self._family.turns_windows and _window(config, index) is None
         return 0 if is_whole and config.sliding_window is not None else self.rotary_width
 
@@ -294,19 +307,25 @@ class _Reader:
             floor=0.0 if family.floor is None else number(family.floor),
             scale=1.0 if scale is None else number(scale),
             jitter=number("router_jitter_noise") if hasattr(module, "router_jitter_noise") else 0.0,
+            scales_input=family.scales_input,
         )
 
 
 def _window(config: Any, index: int) -> int | None:
     """Return how many positions a layer's tokens see; `None` if it is all of them."""
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if kinds is None or kinds[index] == "sliding_attention":
-        if window is None and kinds is None:
+    kind = _kind(config, index)
+    window = getattr(config, "attention_chunk_size" if kind == _CHUNKED else "sliding_window", None)
+    if kind in (None, "sliding_attention", _CHUNKED):
+        if window is None and kind is None:
             return None
         if not isinstance(window, int) or window < 2:
             raise UnknownFamilyError(f"a layer has a window of {window}")
         return window
-    if kinds[index] != "full_attention":
-        raise UnknownFamilyError(f"a layer has {kinds[index]}")
+    if kind != "full_attention":
+        raise UnknownFamilyError(f"a layer has {kind}")
     return None
+
+
+def _kind(config: Any, index: int) -> str | None:
+    kinds = getattr(config, "layer_types", None)
+    return None if kinds is None else str(kinds[index])

@@ -131,8 +131,8 @@ def test_conversion_takes_few_buffers_however_much_is_asked_for(
                     assert found["down"].dtype == np.float32
                     assert same_converted(found, model.experts[layer][expert])
         assert max(most) <= 3
-        assert len(runtime.pool._bounces) <= 3
-        assert not runtime.pool._lent
+        assert len(runtime.pool._bounces._free) <= 3
+        assert not runtime.pool._bounces._lent
 
 
 @pytest.mark.usefixtures("quick")

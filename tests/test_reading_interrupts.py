@@ -80,7 +80,7 @@ def assert_nothing_lost(runtime: moecache.ExpertRuntime, model: Checkpoint) -> N
     with runtime.lease(1, np.arange(6)):
         pass
     runtime.cache.check()
-    assert not runtime.pool._lent
+    assert not runtime.pool._bounces._lent
     assert not runtime._loader._loads
     assert not runtime._loader._num_queued
     assert not runtime._loader._num_reading

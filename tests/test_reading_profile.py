@@ -245,7 +245,7 @@ def test_a_calibration_of_a_file_that_was_cut_is_a_warning(
         assert "model.safetensors" in caplog.text
         assert (reader.depth, reader.piece_bytes) == default_queue(reader, store)
         assert reader.num_in_flight == 0
-        assert not pool._lent
+        assert not pool._bounces._lent
         reader.close()
 
 

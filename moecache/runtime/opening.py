@@ -52,6 +52,8 @@ def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
                 store, direct=plan.read == "direct", staging_bytes=plan.staging_bytes
             )
             undo.callback(reader.close)
+            if reader.direct and isinstance(pool, HostSlots):
+                pool.lie_as_read(_begins(store), reader.alignment)
         if plan.gpu is None and plan.lock:
             pool.lock()  # type: ignore[attr-defined]
         profile = None if plan.profile is None else read_profile(plan.profile)
@@ -111,6 +113,23 @@ def _make_pool(plan: Decisions, undo: contextlib.ExitStack) -> tuple[SlotPool, i
     undo.callback(on_gpu.close)
     on_gpu.pin_ahead()
     return on_gpu, capacity
+
+
+def _begins(store: CheckpointStore) -> list[dict[str, int]]:
+    """Return where each layer's first expert begins in its file, role by role.
+
+    The others of a layer begin at as many whole blocks from there, as a rule.
+    """
+    begins: list[dict[str, int]] = []
+    for layer in range(store.layout.num_layers):
+        found: dict[str, int] = {}
+        for _, offset, spans in store.runs(layer, 0):
+            at = offset
+            for role, start, stop in spans:
+                found.setdefault(role, at - start)
+                at += stop - start
+        begins.append(found)
+    return begins
 
 
 def _measure_disk(

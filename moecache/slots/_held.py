@@ -1,6 +1,7 @@
 """Held: how a role lies in a slot of the host, which may not be as it lies in the file."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from moecache.kernels import has_form, tiler
 from moecache.kernels._kernels import Tiler
 from moecache.kernels.forms import Repacker, StackedTiler
 from moecache.layout import ExpertLayout, Role
+from moecache.slots._memory import ALIGNMENT, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +108,13 @@ def hold_all(layout: ExpertLayout, dtype: np.dtype | None = None) -> list[dict[s
     """Return how each layer's roles lie in a slot; layers alike share what says so."""
     variants = {roles: {role.name: hold(role, dtype) for role in roles} for roles in layout.layers}
     return [variants[roles] for roles in layout.layers]
+
+
+def strides_of(layers: Sequence[Mapping[str, Held]], *, stored: bool = False) -> dict[str, int]:
+    """Return the bytes of each role in its widest layer: in a slot or, `stored`, as read."""
+    strides: dict[str, int] = {}
+    for roles in layers:
+        for name, held in roles.items():
+            nbytes = padded(held.role.nbytes if stored else held.nbytes, ALIGNMENT)
+            strides[name] = max(strides.get(name, 0), nbytes)
+    return strides

@@ -9,6 +9,8 @@ import numpy as np
 from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout
 
+# A cache line, and the widest vector register.
+ALIGNMENT = 64
 # The largest alignment of a disk's blocks: direct reads go straight into roles that begin there.
 BLOCK_BYTES = 4096
 # Smaller roles are copied into place: a block for each would be a waste.

@@ -13,13 +13,12 @@ from moecache.errors import CapacityError, ConfigError, FormatError, MoeCacheErr
 from moecache.kernels._kernels import Tiler
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
-from moecache.slots._held import Held, hold_all
-from moecache.slots._memory import aligned_rows, check_parts, padded
+from moecache.slots._bounces import Bounces
+from moecache.slots._held import Held, hold_all, strides_of
+from moecache.slots._memory import aligned_rows, check_parts
 from moecache.slots.base import UploadCounts
 from moecache.units import format_bytes
 
-# A cache line, and the widest vector register.
-ALIGNMENT = 64
 # An expert that is converted needs memory of its own between file and slot.
 MAX_CONVERTED_BYTES = 32 * 2**20
 _NO_UPLOADS = UploadCounts()
@@ -63,9 +62,6 @@ class HostSlots:
         self._num_slots = num_slots
         self._held = hold_all(layout, _float_dtype(dtype))
         self._slabs: dict[str, np.ndarray] = {}
-        # Buffers that reads go to before they are converted: in use, by slot, and free.
-        self._lent: dict[int, _Buffer] = {}
-        self._bounces: list[_Buffer] = []
         self._converts = _converts(self._held)
         self._fills = [_all_tiled(roles) for roles in self._held]
         # Layers alike have one number: views of a buffer, or of a slot, are made once for them.
@@ -76,7 +72,7 @@ class HostSlots:
         every = (held for roles in self._held for held in roles.values())
         self._has_checks = any(held.has_to_be_checked for held in every)
         self._num_buffers = _num_buffers(layout, num_slots) if self._converts else 0
-        for name, stride in _strides(self._held).items():
+        for name, stride in strides_of(self._held).items():
             try:
                 self._slabs[name] = aligned_rows(num_slots, stride)
             except MemoryError as error:
@@ -84,13 +80,24 @@ class HostSlots:
                 raise MemoryError(
                     f"no memory for {num_slots} slots of role {name!r} ({size}); lower the budget"
                 ) from error
-        if self._converts:
-            self._add_buffers(self._num_buffers)
+        self._bounces = Bounces(self._held, self._variants, self._num_buffers)
+
+    def lie_as_read(self, offsets: Sequence[Mapping[str, int]], unit: int) -> None:
+        """Have buffers lie as direct reads want them, which else are copied once more.
+
+        Parameters
+        ----------
+        offsets : sequence of dict of role to int
+            Of each layer, where in a file a role of an expert begins.
+        unit : int
+            Addresses and offsets leave the same when they are divided by it.
+        """
+        self._bounces.lie_as_read(offsets, unit)
 
     @staticmethod
     def bytes_per_slot(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> int:
         """Return the bytes that one slot takes: all roles, converted and aligned."""
-        return sum(_strides(hold_all(layout, _float_dtype(dtype))).values())
+        return sum(strides_of(hold_all(layout, _float_dtype(dtype))).values())
 
     @property
     def layout(self) -> ExpertLayout:
@@ -187,22 +194,8 @@ class HostSlots:
             if own is None:
                 own = self._views[slot, variant] = MappingProxyType(self.expert(slot, layer))
             return own
-        bounce = self._lent.get(slot)
-        if bounce is None:
-            try:
-                bounce = self._bounces.pop()
-            except IndexError:
-                self._add_buffers(1)
-                bounce = self._bounces.pop()
-            self._lent[slot] = bounce
         slabs = self._open()
-        known = bounce.views.get(variant)
-        if known is None:
-            known = bounce.views[variant] = {
-                name: held.stored_view(bounce.rows[name])
-                for name, held in self._held[layer].items()
-                if held.is_converted
-            }
+        known = self._bounces.views(slot, layer)
         roles = self._held[layer]
         if len(known) == len(roles):
             return known
@@ -262,9 +255,7 @@ class HostSlots:
 
     def reclaim(self, slot: int) -> None:
         """Keep the slot's buffer for another one; without conversion there is none."""
-        bounce = self._lent.pop(slot, None)
-        if bounce is not None:
-            self._bounces.append(bounce)
+        self._bounces.give_back(slot)
 
     def upload(
         self,
@@ -308,8 +299,7 @@ class HostSlots:
     def close(self) -> None:
         """Drop the slabs; a second call does nothing. Arrays handed out stay valid."""
         self._slabs = {}
-        self._bounces = []
-        self._lent = {}
+        self._bounces.close()
         self._targets = {}
         self._views = {}
 
@@ -321,30 +311,12 @@ class HostSlots:
         """Close the pool."""
         self.close()
 
-    def _add_buffers(self, number: int) -> None:
-        """Make buffers; together they lie in huge pages, which direct reads are faster into."""
-        strides = _strides(hold_all(self._layout), stored=True)
-        rows = {name: aligned_rows(number, stride) for name, stride in strides.items()}
-        self._bounces += [
-            _Buffer({name: row[i] for name, row in rows.items()}) for i in range(number)
-        ]
-
     def _open(self) -> dict[str, np.ndarray]:
         """Return the slabs: another thread may close the pool while they are used."""
         slabs = self._slabs
         if not slabs:
             raise MoeCacheError("the slots are closed")
         return slabs
-
-
-class _Buffer:
-    """Memory that an expert is read to before it is converted, and views of it by kind of layer."""
-
-    __slots__ = ("rows", "views")
-
-    def __init__(self, rows: dict[str, np.ndarray]) -> None:
-        self.rows = rows
-        self.views: dict[int, dict[str, np.ndarray]] = {}
 
 
 def converts(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> bool:
@@ -388,13 +360,3 @@ def _num_buffers(layout: ExpertLayout, num_slots: int) -> int:
     widest = max(1, *map(layout.expert_bytes, range(layout.num_layers)))
     # A third is for reads ahead; what is left never has to be more than the slots.
     return max(3, min(MAX_CONVERTED_BYTES // widest, 2 * num_slots))
-
-
-def _strides(layers: Sequence[Mapping[str, Held]], *, stored: bool = False) -> dict[str, int]:
-    """Return the bytes of each role in its widest layer: in a slot or, `stored`, as read."""
-    strides: dict[str, int] = {}
-    for roles in layers:
-        for name, held in roles.items():
-            nbytes = padded(held.role.nbytes if stored else held.nbytes, ALIGNMENT)
-            strides[name] = max(strides.get(name, 0), nbytes)
-    return strides

@@ -202,12 +202,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.release(numbers)
         self.oracle.release(slots)
 
-    @rule(place=PLACES, evict=st.sampled_from([True, True, False]), foreseen=st.booleans())
-    def claim(self, place: tuple[int, int], evict: bool, foreseen: bool) -> None:
+    @rule(
+        place=PLACES,
+        evict=st.sampled_from([True, True, False]),
+        foreseen=st.booleans(),
+        likely=st.booleans(),
+    )
+    def claim(self, place: tuple[int, int], evict: bool, foreseen: bool, likely: bool) -> None:
         """Start a prefetch, or not."""
         layer, expert = self.place(*place)
-        slot = self.oracle.claim(layer, expert, evict=evict, foreseen=foreseen)
-        self.bind(slot, self.cache.claim(layer, expert, evict=evict, foreseen=foreseen))
+        how = {"evict": evict, "foreseen": foreseen, "likely": likely}
+        slot = self.oracle.claim(layer, expert, **how)
+        self.bind(slot, self.cache.claim(layer, expert, **how))
         if slot is not None:
             self.filling.append(slot)
 

@@ -38,9 +38,14 @@ def counters(foresight: Foresight) -> tuple[int, ...]:
 
 def wanted(foresight: Foresight, *arguments: Any, **options: Any) -> list[int]:
     """Return the experts that `expect` names; no expert is None, never an empty array."""
+    return named(foresight, *arguments, **options)[0]
+
+
+def named(foresight: Foresight, *arguments: Any, **options: Any) -> tuple[list[int], int]:
+    """Return them, and how many of them, the first ones, are likely."""
     found = foresight.expect(*arguments, **options)
-    assert found is None or (found.dtype == np.int32 and len(found) > 0)
-    return [] if found is None else found.tolist()
+    assert found is None or (found[0].dtype == np.int32 and 0 <= found[1] <= len(found[0]) > 0)
+    return ([], 0) if found is None else (found[0].tolist(), found[1])
 
 
 def taught(foresight: Foresight, *, right: int, wrong: int, score: float | None = 0.5) -> None:
@@ -58,6 +63,15 @@ def test_who_is_there_or_on_its_way_is_not_wanted() -> None:
     cache.claim(0, 7)
 
     assert wanted(Foresight(cache), 0, [9, 5, 7, 6, 2]) == [9, 6, 2]
+
+
+def test_who_is_more_likely_than_not_comes_first() -> None:
+    """By how often guesses of its class were right; nobody is before any were."""
+    foresight = Foresight(empty())
+    assert named(foresight, 0, [1, 2, 3]) == ([1, 2, 3], 0)
+    taught(foresight, right=0, wrong=20, score=0.2)
+    taught(foresight, right=20, wrong=0, score=0.9)
+    assert named(foresight, 0, [4, 5, 6], [0.2, 0.9, 0.9]) == ([5, 6, 4], 2)
 
 
 def test_recall_and_precision_are_counted_at_k_and_2k() -> None:
@@ -266,7 +280,7 @@ def test_everything_is_as_in_plain_python(
     for kind, layer, *rest in made:
         if kind == "expect":
             ids, scores, least = rest
-            found = wanted(foresight, layer, np.array(ids, dtype), scores, min_likelihood=least)
+            found = named(foresight, layer, np.array(ids, dtype), scores, min_likelihood=least)
             assert found == oracle.expect(layer, ids, scores, least)
         elif kind == "score":
             foresight.score(layer, np.array(rest[0], dtype))
@@ -292,7 +306,7 @@ def test_likelihoods_are_those_of_plain_python_over_a_long_time() -> None:
         ids = rng.permutation(16)[:6].tolist()
         scores = rng.choice([0.1, 0.5, 0.9], 6).tolist() if rng.random() < 0.7 else None
         least = float(rng.random())
-        found = wanted(foresight, 0, ids, scores, min_likelihood=least)
+        found = named(foresight, 0, ids, scores, min_likelihood=least)
         assert found == oracle.expect(0, ids, scores, least)
         used = [expert for expert in ids if rng.random() < 0.4]
         foresight.score(0, np.array(used, np.int32))

@@ -98,8 +98,8 @@ def test_a_prefetched_expert_is_there_when_it_is_asked_for() -> None:
 def test_a_warm_start_counts_its_own_bytes_and_foresees_nothing() -> None:
     """Free slots are filled with what an earlier run used."""
     bench = Bench(1)
-    assert bench.loader.prefetch(0, 2, cause=Cause.WARM_START, evict=False)
-    assert not bench.loader.prefetch(0, 3, cause=Cause.WARM_START, evict=False)
+    assert bench.loader.prefetch(0, 2, cause=Cause.WARM_START)
+    assert not bench.loader.prefetch(0, 3, cause=Cause.WARM_START)
     assert bench.lease(0, 2) == [2.0]
     assert bench.loader.counts.bytes_read[Cause.WARM_START] == NUM_BYTES
     assert bench.cache.num_foreseen_hits == 0
@@ -107,21 +107,23 @@ def test_a_warm_start_counts_its_own_bytes_and_foresees_nothing() -> None:
 
 
 def test_what_is_there_is_not_read_again() -> None:
-    """Nor is what the policy values less than those that would have to leave."""
+    """Nor is what the policy values less than those that would have to leave, if not likely."""
     bench = Bench(2)
     bench.lease(0, 1, 2)
-    assert not bench.loader.prefetch(0, 1)
+    assert not bench.loader.prefetch(0, 1, likely=True)
     assert not bench.loader.prefetch(0, 5)
     assert bench.store.reads == [(0, 1), (0, 2)]
+    assert bench.loader.prefetch(0, 5, likely=True)
+    assert bench.cache.num_evictions == 1
     bench.close()
 
 
-def test_without_evict_only_free_slots_are_taken() -> None:
-    """With it the expert that was used more often takes a slot."""
+def test_a_warm_start_takes_only_free_slots() -> None:
+    """Else the expert that was used more often takes one."""
     bench = Bench(1)
     for expert in (5, 5, 6):
         bench.lease(0, expert)
-    assert not bench.loader.prefetch(0, 5, evict=False)
+    assert not bench.loader.prefetch(0, 5, cause=Cause.WARM_START)
     assert bench.loader.prefetch(0, 5)
     assert bench.cache.slot_table[0, 5] >= 0
     bench.close()

@@ -305,7 +305,8 @@ cdef class ExpertCache:
                     self.leave()
 
     def claim(
-        self, Py_ssize_t layer, Py_ssize_t expert, *, bint evict=True, bint foreseen=True
+        self, Py_ssize_t layer, Py_ssize_t expert, *, bint evict=True, bint foreseen=True,
+        bint likely=False
     ) -> int:
         """Claim a slot for an expert that no step has asked for yet.
 
@@ -320,6 +321,9 @@ cdef class ExpertCache:
         foreseen : bool, default True
             Count what becomes of the expert: `num_foreseen_hits`,
             `num_foreseen_late`, `num_foreseen_unused`.
+        likely : bool, default False
+            Take the place of whom the policy would evict for a step that asks for the expert:
+            such a step will come, more likely than not, and would take it as well.
 
         Returns
         -------
@@ -349,7 +353,7 @@ cdef class ExpertCache:
                     victim = part.victim()
                     if self.scripted and (<PythonPolicy>part).error is not None:
                         return -1
-                    if victim < 0 or not part.prefers(local, victim):
+                    if victim < 0 or not (likely or part.prefers(local, victim)):
                         return -1
                 slot = self.take_slot(part, partition, <int>layer, <int>expert, False)
                 self.slots[slot].foreseen = foreseen

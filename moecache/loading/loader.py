@@ -130,7 +130,7 @@ class SlotLoader:
             self._making_room.discard(step)
 
     def prefetch(
-        self, layer: int, expert: int, *, cause: Cause = Cause.PREFETCH, evict: bool = True
+        self, layer: int, expert: int, *, cause: Cause = Cause.PREFETCH, likely: bool = False
     ) -> bool:
         """Read an expert that no step asked for, behind everything that a step waits for.
 
@@ -140,23 +140,22 @@ class SlotLoader:
         Returns
         -------
         bool
-            False if the expert is there or on its way, no slot is free (without `evict`), the
-            policy values the expert less than the one that it would replace, or the runtime
-            is closed.
+            False if the expert is there or on its way, there is no slot for it (a warm start takes
+            none from another; `likely`: see `ExpertCache.claim`), or the runtime is closed.
         """
         with uninterrupted():
             with self._lock:
                 if self._closed or self._making_room:
                     return False
                 self._drain()
-                foreseen = cause is Cause.PREFETCH
-                slot = self._cache.claim(layer, expert, evict=evict, foreseen=foreseen)
+                ahead = cause is Cause.PREFETCH
+                slot = self._cache.claim(layer, expert, evict=ahead, foreseen=ahead, likely=likely)
                 if slot < 0:
                     return False
                 load = Load(layer, expert, slot, cause)
                 load.state = LoadState.READING
                 self._loads[slot] = load
-                if foreseen:
+                if ahead:
                     self.counts.begin_prefetch(self._store.layout.expert_bytes(layer))
             self._submit([load], deferred=True)
             # Joined, or of no use any more, before the engine had it.

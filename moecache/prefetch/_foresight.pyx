@@ -15,6 +15,8 @@ cnp.import_array()
 
 # The belief in a class that has not been seen weighs as much as this many guesses.
 cdef double PRIOR_TRIALS = 8
+# A guess that is right more often than not: a step will take a slot for it, if nothing else does.
+cdef double LIKELY = 0.5
 # When a class has seen this many guesses, they count half from then on.
 cdef double MAX_TRIALS = 1024
 
@@ -66,7 +68,7 @@ cdef class Foresight:
 
     def expect(
         self, Py_ssize_t layer, ids, scores=None, *, double min_likelihood=0.0
-    ) -> np.ndarray | None:
+    ) -> tuple | None:
         """Note a prediction for a layer, instead of an earlier one; return the experts to fetch.
 
         Parameters
@@ -82,9 +84,10 @@ cdef class Foresight:
 
         Returns
         -------
-        ndarray of int32, shape [m], or None
-            Those that are neither resident nor on their way, and likely enough; `None` if there
-            are none.
+        (ndarray of int32, shape [m], int), or None
+            Those that are neither resident nor on their way, and likely enough, and how many of
+            them are of classes that were right more often than not: these come first. `None` if
+            there are none.
 
         Raises
         ------
@@ -99,9 +102,11 @@ cdef class Foresight:
         cdef Py_ssize_t base = layer * MAX_GUESSES
         cdef bint scored = scores is not None
         cdef const float[::1] values = None
-        cdef int count = 0, wanted = 0, number
+        cdef int count = 0, wanted = 0, likely = 0, number
         cdef int64_t expert, key
+        cdef double chance
         cdef int32_t[MAX_GUESSES] chosen
+        cdef int32_t[MAX_GUESSES] others
         self.cache.checked(layer, 0)
         if scored:
             values = np.ascontiguousarray(scores, np.float32).reshape(-1)
@@ -128,20 +133,24 @@ cdef class Foresight:
             self.absent[base + count] = (
                 self.cache.table[key] < 0 and self.cache.in_flight[key] < 0
             )
-            if (
-                self.absent[base + count]
-                and self.likelihood(number, scored) >= min_likelihood
-            ):
-                chosen[wanted] = <int32_t>expert
-                wanted += 1
+            if self.absent[base + count]:
+                chance = self.likelihood(number, scored)
+                if chance >= min_likelihood and chance > LIKELY:
+                    chosen[likely] = <int32_t>expert
+                    likely += 1
+                elif chance >= min_likelihood:
+                    others[wanted] = <int32_t>expert
+                    wanted += 1
             count += 1
         self.num_guesses[layer] = count
-        if wanted == 0:
+        if likely + wanted == 0:
             return None
-        found = np.empty(wanted, np.int32)
-        for i in range(wanted):
-            (<int32_t*>cnp.PyArray_DATA(<cnp.ndarray>found))[i] = chosen[i]
-        return found
+        found = np.empty(likely + wanted, np.int32)
+        for i in range(likely + wanted):
+            (<int32_t*>cnp.PyArray_DATA(<cnp.ndarray>found))[i] = (
+                chosen[i] if i < likely else others[i - likely]
+            )
+        return found, likely
 
     def score(self, Py_ssize_t layer, ids) -> None:
         """Compare what one token uses at a layer with what was foreseen, and forget the latter.

@@ -223,10 +223,10 @@ class Prefetcher:
             taken = self.queue.take()
             if taken is None:
                 return False
-            layer, expert = taken
+            layer, expert, is_likely = taken
             if (layer, expert) in self._failed:
                 continue
-            if self._loader.prefetch(layer, expert):
+            if self._loader.prefetch(layer, expert, likely=is_likely):
                 return True
             if len(self._advised) and self._advise(layer, expert):
                 return True
@@ -271,7 +271,7 @@ class Prefetcher:
         )
         if wanted is None or not self.active or self.closed:
             return
-        self.queue.put(layer, wanted.tolist())
+        self.queue.put(layer, wanted[0].tolist(), wanted[1])
         if self._idle:
             self._idle = False
             self._wake.put(None)

@@ -39,9 +39,9 @@ class PrefetchQueue:
         """Note that a layer has come: requests for it are out of date."""
         self._visits[layer] += 1
 
-    def put(self, layer: int, experts: Sequence[int]) -> None:
-        """Ask for one or more experts, the likeliest first."""
-        request = _Request(layer, experts, self._visits[layer])
+    def put(self, layer: int, experts: Sequence[int], num_likely: int = 0) -> None:
+        """Ask for one or more experts, the likeliest first; `num_likely` more likely than not."""
+        request = _Request(layer, experts, num_likely, self._visits[layer])
         with self._lock:
             self.num_requests += 1
             self._requests.append(request)
@@ -49,8 +49,8 @@ class PrefetchQueue:
                 self._requests.popleft()
                 self.num_dropped += 1
 
-    def take(self) -> tuple[int, int] | None:
-        """Return layer and expert: the newest request's likeliest that was not taken yet."""
+    def take(self) -> tuple[int, int, bool] | None:
+        """Return layer, expert, and whether it is likely: the newest request's best not taken."""
         with self._lock:
             while self._requests:
                 request = self._requests[-1]
@@ -62,7 +62,7 @@ class PrefetchQueue:
                 request.place += 1
                 if request.place == len(request.experts):
                     self._requests.pop()
-                return request.layer, expert
+                return request.layer, expert, request.place <= request.num_likely
             return None
 
     def clear(self) -> None:
@@ -75,10 +75,11 @@ class PrefetchQueue:
 class _Request:
     """Experts of a layer, before its next visit."""
 
-    __slots__ = ("experts", "layer", "place", "visit")
+    __slots__ = ("experts", "layer", "num_likely", "place", "visit")
 
-    def __init__(self, layer: int, experts: Sequence[int], visit: int) -> None:
+    def __init__(self, layer: int, experts: Sequence[int], num_likely: int, visit: int) -> None:
         self.layer = layer
         self.experts = experts
+        self.num_likely = num_likely
         self.place = 0
         self.visit = visit

@@ -168,7 +168,7 @@ class WarmStart:
         while self._loader.num_in_flight >= self._max_in_flight and not self._cancelled:
             self._look()
         place = divmod(key, self._cache.num_experts)
-        if not self._loader.prefetch(*place, cause=Cause.WARM_START, evict=False):
+        if not self._loader.prefetch(*place, cause=Cause.WARM_START):
             return bool(self._cache.slot_table[place] < 0)
         self._num_done += 1
         return False

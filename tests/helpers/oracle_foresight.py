@@ -48,10 +48,13 @@ class OracleForesight:
 
     def expect(
         self, layer: int, ids: Sequence[int], scores: Sequence[float] | None, min_likelihood: float
-    ) -> list[int]:
-        """Note a prediction; return the experts that are missing and likely enough."""
+    ) -> tuple[list[int], int]:
+        """Note a prediction; return the experts that are missing and likely enough.
+
+        Those that are more likely than not come first; the number of them stands beside.
+        """
         guesses: list[tuple[int, int, bool]] = []
-        wanted = []
+        likely, others = [], []
         for index, expert in enumerate(ids):
             known = {guess[0] for guess in guesses}
             if not 0 <= expert < self.num_experts or expert in known or len(guesses) == MAX_GUESSES:
@@ -62,10 +65,11 @@ class OracleForesight:
                 number = int(share * np.float32(NUM_CLASSES - 1))
             absent = self.is_absent(layer, expert)
             guesses.append((expert, number, absent))
-            if absent and self.likelihood(number, scored=scores is not None) >= min_likelihood:
-                wanted.append(expert)
+            chance = self.likelihood(number, scored=scores is not None)
+            if absent and chance >= min_likelihood:
+                (likely if chance > 0.5 else others).append(expert)
         self.guesses[layer] = guesses
-        return wanted
+        return likely + others, len(likely)
 
     def score(self, layer: int, ids: Sequence[int]) -> None:
         """Compare a prediction with what came."""

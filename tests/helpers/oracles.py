@@ -134,9 +134,15 @@ class OracleCache:
         return [self.slots.get((layer, e)) for e in ids], first
 
     def claim(
-        self, layer: int, expert: int, *, evict: bool = True, foreseen: bool = True
+        self,
+        layer: int,
+        expert: int,
+        *,
+        evict: bool = True,
+        foreseen: bool = True,
+        likely: bool = False,
     ) -> OracleSlot | None:
-        """Start a prefetch, if there is room or another expert is worth less."""
+        """Start a prefetch, if there is room, another expert is worth less, or it is likely."""
         part = self._part(layer)
         if (layer, expert) in self.slots:
             return None
@@ -145,7 +151,7 @@ class OracleCache:
                 return None
             part.expect(self._local(layer, expert))
             victim = part.victim()
-            if victim < 0 or not part.prefers(self._local(layer, expert), victim):
+            if victim < 0 or not (likely or part.prefers(self._local(layer, expert), victim)):
                 return None
         slot = self._take(layer, expert, accessed=False)
         slot.foreseen = foreseen

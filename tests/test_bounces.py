@@ -31,6 +31,8 @@ def test_a_direct_read_goes_to_a_buffer_that_lies_as_the_file_does(
     for read in ("direct", "buffered"):
         with moecache.open(path, slots=3, read=read, prefault="off", policy="lru") as runtime:
             reader = runtime._loader.engine._reader  # type: ignore[attr-defined]
+            if read == "direct" and not reader.direct:
+                pytest.skip("this file system has no direct reads")
             before = reader.bytes_copied, reader.bytes_wanted
             experts = []
             for layer in range(2):
@@ -61,13 +63,13 @@ def test_buffers_in_use_stay_where_they_are(tmp_path: Path) -> None:
         pool.reclaim(slot)
         return address % 512
 
-    pool.lie_as_read([{"down": 512 * 7 + 48}] * layout.num_layers, 512)
+    pool.align_to_file([{"down": 512 * 7 + 48}] * layout.num_layers, 512)
     assert remainder(0) == 48
-    pool.lie_as_read([{"down": 8192 + 80}] * layout.num_layers, 8192)
+    pool.align_to_file([{"down": 8192 + 80}] * layout.num_layers, 8192)
     assert remainder(1) == 48
     pool.buffers(2, 0)
-    pool.lie_as_read([{"down": 64}] * layout.num_layers, 512)
+    pool.align_to_file([{"down": 64}] * layout.num_layers, 512)
     pool.reclaim(2)
     assert remainder(2) == 48
-    pool.lie_as_read([{"down": 65}] * layout.num_layers, 512)
+    pool.align_to_file([{"down": 65}] * layout.num_layers, 512)
     assert remainder(2) % 64 == 0

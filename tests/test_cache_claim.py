@@ -54,6 +54,28 @@ def test_a_claim_without_evict_leaves_the_policy_as_it_was(policy: str) -> None:
     assert np.array_equal(asked.slot_table, left.slot_table)
 
 
+def test_a_likely_claim_takes_what_a_step_would_take() -> None:
+    """But no expert of the layer whose step it is for, which a step would hold."""
+    made = {scope: ExpertCache(2, 8, 2, policy="lru", scope=scope) for scope in ("global", "layer")}
+
+    def step(scope: str, layer: int) -> None:
+        slots, misses = np.empty(1, np.int32), np.empty(1, np.int32)
+        if made[scope].acquire(layer, [1], slots, misses):
+            made[scope].publish(int(slots[0]))
+        made[scope].release(slots)
+
+    for scope, cache in made.items():
+        step(scope, 1)
+        step(scope, 0)
+        # The oldest is one of layer 1.
+        assert cache.claim(1, 2) == cache.claim(1, 2, likely=True) == -1
+        step(scope, 1)
+        assert cache.claim(1, 2) == -1
+    assert made["layer"].claim(1, 2, likely=True) == -1
+    assert made["global"].claim(1, 2, likely=True) >= 0
+    assert (made["global"].slot_table[0] < 0).all()
+
+
 def test_a_slot_that_waits_for_its_lease_is_not_free() -> None:
     """The slot was claimed for an expert that could not be read."""
     cache = ExpertCache(1, 8, 1, policy="lru")

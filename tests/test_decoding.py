@@ -88,7 +88,7 @@ KINDS = {
     "norms": grouped(query_norm=norm(10), key_norm=norm(20), clip=0.7),
     "late norms": grouped(query_norm=norm(10), key_norm=norm(10), has_late_norms=True),
     "chunks": grouped(window=4, is_chunked=True),
-    "tempered": grouped(tempering=(2.0, 0.7)),
+    "temperature": grouped(temperature=(2.0, 0.7)),
     "latent": latent(),
     "three latent heads": latent(3),
 }
@@ -177,8 +177,8 @@ class Oracle:
         seen = past[-a.window :] if a.window else past
         if a.is_chunked and a.window:
             seen = past[position // a.window * a.window :]
-        if a.tempering is not None:
-            q = q * (1 + a.tempering[1] * np.log1p((position + 1) // a.tempering[0]))
+        if a.temperature is not None:
+            q = q * (1 + a.temperature[1] * np.log1p((position + 1) // a.temperature[0]))
         out = []
         for head in range(a.num_heads):
             shared = head // (a.num_heads // a.num_kv_heads)
@@ -413,7 +413,7 @@ def test_a_score_may_be_on_the_input_of_the_only_expert() -> None:
         ({"sinks": drawn(3)}, "3 float32 are not 4"),
         ({"query_norm": norm(9)}, "does not fit"),
         ({"window": -1}, "do not share"),
-        ({"tempering": (0.0, 0.1)}, "cannot be tempered"),
+        ({"temperature": (0.0, 0.1)}, "have no temperature"),
         ({"out": linear(HIDDEN, HEADS * 6)}, "is not one of"),
     ],
 )

@@ -65,8 +65,9 @@ def test_who_is_there_or_on_its_way_is_not_wanted() -> None:
     assert wanted(Foresight(cache), 0, [9, 5, 7, 6, 2]) == [9, 6, 2]
 
 
-def test_who_is_more_likely_than_not_comes_first() -> None:
-    """By how often guesses of its class were right; nobody is before any were."""
+def test_experts_that_are_more_likely_than_not_come_first() -> None:
+    """By how often guesses of its class were right, and by scores as long as few were made."""
+    assert named(Foresight(empty()), 0, [2, 1], [0.2, 0.9]) == ([1, 2], 1)
     foresight = Foresight(empty())
     assert named(foresight, 0, [1, 2, 3]) == ([1, 2, 3], 0)
     taught(foresight, right=0, wrong=20, score=0.2)

@@ -328,6 +328,18 @@ def test_a_pool_closed_by_another_thread_meanwhile_says_so() -> None:
             pool.slab("down")
 
 
+def test_a_layer_that_is_none_is_refused() -> None:
+    """Also where a slot's arrays are known from an earlier read."""
+    layout = _layout()
+    pool = HostSlots(layout, NUM_SLOTS)
+    buffers = pool.buffers(0, layout.num_layers - 1)
+    for layer in (-1, layout.num_layers):
+        with pytest.raises(ValueError, match="layer"):
+            pool.buffers(0, layer)
+        with pytest.raises(ValueError, match="layer"):
+            pool.upload(0, layer, buffers)
+
+
 def test_an_array_that_was_put_into_a_slots_buffers_is_copied() -> None:
     """Only what `buffers` returned is in its place already; and a closed pool takes nothing."""
     layout = _layout()

@@ -113,7 +113,8 @@ def test_what_is_there_is_not_read_again() -> None:
     assert not bench.loader.prefetch(0, 1, likely=True)
     assert not bench.loader.prefetch(0, 5)
     assert bench.store.reads == [(0, 1), (0, 2)]
-    assert bench.loader.prefetch(0, 5, likely=True)
+    assert not bench.loader.prefetch(0, 5, likely=True)  # for one of the same layer
+    assert bench.loader.prefetch(1, 5, likely=True)
     assert bench.cache.num_evictions == 1
     bench.close()
 

@@ -310,7 +310,7 @@ cdef class ExpertCache:
     ) -> int:
         """Claim a slot for an expert that no step has asked for yet.
 
-        Takes a free slot, or that of an expert that the policy values less.
+        Takes a free slot, or that of an expert that the policy values less, or see `likely`.
         The slot is not leased; the caller publishes or abandons it.
 
         Parameters
@@ -322,8 +322,9 @@ cdef class ExpertCache:
             Count what becomes of the expert: `num_foreseen_hits`,
             `num_foreseen_late`, `num_foreseen_unused`.
         likely : bool, default False
-            Take the place of whom the policy would evict for a step that asks for the expert:
-            such a step will come, more likely than not, and would take it as well.
+            Evict the expert that the policy names even if the policy values that one more:
+            a step will ask for this one, more likely than not, and would evict it as well.
+            Not an expert of the same layer, which the same step may want.
 
         Returns
         -------
@@ -353,7 +354,11 @@ cdef class ExpertCache:
                     victim = part.victim()
                     if self.scripted and (<PythonPolicy>part).error is not None:
                         return -1
-                    if victim < 0 or not (likely or part.prefers(local, victim)):
+                    if victim < 0:
+                        return -1
+                    # Where each layer has a policy, its keys are the layer's own experts.
+                    likely = likely and self.is_global and victim // self.num_experts != layer
+                    if not (likely or part.prefers(local, victim)):
                         return -1
                 slot = self.take_slot(part, partition, <int>layer, <int>expert, False)
                 self.slots[slot].foreseen = foreseen

@@ -20,7 +20,7 @@ from moecache.layout import ExpertLayout, Role
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
-from moecache.stores import CheckpointStore, GgufStore, open_store
+from moecache.stores import CheckpointStore, has_output_rows, open_store
 from moecache.telemetry import ComputeStats
 from moecache.units import format_bytes
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     with open_store(arguments.path, top_k=arguments.top_k) as store:
         kind = store.config.get("model_type")
         kind = printable(kind[:100]) if isinstance(kind, str) else ""
-        in_gguf = isinstance(store, GgufStore)
+        is_turned = has_output_rows(store)
         console.print(f"{printable(store.path)}  {kind}", style="bold")
         left_out = store.leave_mtp_out()
         layout = store.layout
@@ -102,13 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(_memory_table(planned))
     console.print(_plan_table(planned))
     gpu = planned.gpu
-    is_computed = has_kernels(kind, in_gguf=in_gguf)
+    # A score on an expert's input, as Llama 4 has it, is for RAM alone.
+    is_computed = has_kernels(kind, has_output_rows=is_turned and gpu is None)
     if is_computed:
         console.print(printable(_compute(planned, measures=arguments.bandwidth)))
     else:
         console.print(f"experts of {kind} have no kernels, so that torch multiplies")
     if gpu is None and kind:
-        is_called = has_recipe(kind, in_gguf=in_gguf)
+        is_called = has_recipe(kind, has_output_rows=is_turned)
         way = "one compiled call each" if is_called else "the model's modules: no recipe"
         console.print(f"tokens of {kind}: {way}")
     if gpu is None and planned.capacity < planned.num_experts and is_computed:

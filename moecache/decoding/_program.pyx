@@ -117,7 +117,7 @@ cdef struct Layer:
     bint has_late_norms
     bint is_chunked
     float floor
-    float tempering
+    float temperature
     const float *sinks
     # Heads of the cache, and numbers of what it holds of each.
     int64_t num_kv_heads
@@ -405,10 +405,10 @@ cdef class Program:
         self._bind_rotation(layer, a, a.width)
         layer.clip, layer.window = a.clip or 0.0, a.window or 0
         layer.has_late_norms, layer.is_chunked = a.has_late_norms, a.is_chunked
-        if a.tempering is not None:
-            layer.floor, layer.tempering = a.tempering
+        if a.temperature is not None:
+            layer.floor, layer.temperature = a.temperature
             if not layer.floor > 0:
-                raise ConfigError(f"queries cannot be tempered by {a.tempering}")
+                raise ConfigError(f"queries have no temperature of {a.temperature}")
         if layer.num_kv_heads < 1 or layer.num_heads % layer.num_kv_heads or layer.window < 0:
             raise ConfigError(f"{a.num_heads} heads do not share {a.num_kv_heads}")
         self._bind_linear(&layer.query, a.query, hidden, layer.num_heads * layer.width)
@@ -956,7 +956,7 @@ cdef class Program:
             self._norms(&layer.key_norm, self.keys, num, wide)
         if layer.floor > 0:
             for i in range(num):
-                _temper(layer, heads.held[i].position, self.queries + i * queries, queries)
+                _scale_query(layer, heads.held[i].position, self.queries + i * queries, queries)
         for i in range(num):
             for j in range(layer.num_kv_heads):
                 self._hold(
@@ -1026,7 +1026,10 @@ cdef class Program:
         )
 
     cdef void _choose(self, const Layer *layer) noexcept nogil:
-        """Write the norm before the feed-forward, and the router's choice."""
+        """Write the norm before the feed-forward, and the router's choice.
+
+        Where a score is on the experts' input, add the feed-forward of all tokens, and scale it.
+        """
         cdef int64_t hidden = self.hidden_size, num = self.num_rows, i
         cdef int64_t experts = layer.choice.num_experts
         cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
@@ -1041,6 +1044,7 @@ cdef class Program:
             mc_route(&layer.choice, self.logits + i * experts, self.scratch,
                      ids + i * self.top_k, self.weights + i * self.top_k)
         if layer.scales_input:
+            # First, as it takes the input without the score.
             self._add_shared(layer)
             for i in range(num):
                 _scale(normed + i * hidden, hidden, self.weights[i])
@@ -1289,12 +1293,12 @@ cdef void _scale(float *values, int64_t num, float factor) noexcept nogil:
         values[i] *= factor
 
 
-cdef void _temper(
+cdef void _scale_query(
     const Layer *layer, int64_t position, float *query, int64_t num
 ) noexcept nogil:
-    """Multiply a row's queries by what grows with their position."""
+    """Multiply a row's queries by the factor of its position."""
     cdef float times = floorf((<float>position + 1.0) / layer.floor)
-    _scale(query, num, log1pf(times) * layer.tempering + 1.0)
+    _scale(query, num, log1pf(times) * layer.temperature + 1.0)
 
 
 cdef void _clip(float *values, int64_t num, float bound) noexcept nogil:

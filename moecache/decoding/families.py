@@ -179,27 +179,37 @@ _WITHOUT_KERNELS = {"longcatflash", "step3p7"}
 _WITHOUT_KERNELS_TRANSPOSED = {"llama4", "llama4text"}
 
 
-def has_recipe(model_type: str, *, in_gguf: bool = False) -> bool:
+def has_recipe(model_type: str, *, has_output_rows: bool = False) -> bool:
     """Return whether models of a type decode by a program, as their configurations usually are.
 
     Parameters
     ----------
     model_type : str
         As in transformers' `config.json`, or the architecture in a GGUF file.
-    in_gguf : bool, default False
-        Whether it is a GGUF file's.
+    has_output_rows : bool, default False
+        Whether experts' matrices are [out, in] whatever transformers' are: in GGUF, and in formats.
     """
-    return _plain(model_type) in _MODEL_TYPES and has_kernels(model_type, in_gguf=in_gguf)
+    return _plain(model_type) in _MODEL_TYPES and has_kernels(
+        model_type, has_output_rows=has_output_rows
+    )
 
 
-def has_kernels(model_type: str, *, in_gguf: bool = False) -> bool:
-    """Return whether experts of a type of model can be computed by kernels, as `has_recipe` does.
+def has_kernels(model_type: str, *, has_output_rows: bool = False) -> bool:
+    """Return whether kernels compute the experts of a type of model in RAM.
 
-    Others have no experts interface in transformers: `load` patches the module around them; or
-    they are stored transposed.
+    They do not where the experts have no interface in transformers, so that `load` patches the
+    module around them, and where matrices are [in, out].
+
+    Parameters
+    ----------
+    model_type : str
+    has_output_rows : bool, default False
+        As for `has_recipe`.
     """
     kind = _plain(model_type)
-    return kind not in _WITHOUT_KERNELS and (in_gguf or kind not in _WITHOUT_KERNELS_TRANSPOSED)
+    return kind not in _WITHOUT_KERNELS and (
+        has_output_rows or kind not in _WITHOUT_KERNELS_TRANSPOSED
+    )
 
 
 def _plain(model_type: str) -> str:

@@ -80,8 +80,8 @@ class Attention:
     window : int, optional
         Positions that a token sees, its own among them; all without it.
     is_chunked : bool, default False
-        Whether it sees, of these, only what is in its own chunk of so many positions.
-    tempering : (float, float), optional
+        Whether it sees only positions of its own chunk of `window`.
+    temperature : (float, float), optional
         (floor, scale): queries at position p are multiplied by
         1 + scale * log(1 + floor((p + 1) / floor)). Nakanishi, Scalable-Softmax, 2025.
     """
@@ -103,7 +103,7 @@ class Attention:
     sinks: np.ndarray | None = None
     window: int | None = None
     is_chunked: bool = False
-    tempering: tuple[float, float] | None = None
+    temperature: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ cdef class Foresight:
         -------
         (ndarray of int32, shape [m], int), or None
             Those that are neither resident nor on their way, and likely enough, and how many of
-            them are of classes that were right more often than not: these come first. `None` if
-            there are none.
+            them are more likely than not: these come first. A class's likelihood is how often its
+            guesses were right, where its score counts as eight of them. `None` if there are none.
 
         Raises
         ------

@@ -36,8 +36,9 @@ class Prefetcher:
     """Predicts the next layer's experts after every step, and reads those that are missing.
 
     Requests wait in a `PrefetchQueue`. Slots are claimed when a read begins, never before,
-    and only free ones or those of experts that the policy values less; no more than 16 MiB, or
-    an expert, are on their way at once. A read ahead is right with some likelihood, which is
+    and only free ones or those of experts that the policy values less, or, for a guess that is
+    more likely than not, would evict; no more than 16 MiB, or an expert, are on their way at once.
+    A read ahead is right with some likelihood, which is
     measured (`Foresight`), and it is begun if that is enough to pay (`BreakEven`). The loader
     takes back a read that still goes on when its layer has come without it.
 
@@ -271,7 +272,8 @@ class Prefetcher:
         )
         if wanted is None or not self.active or self.closed:
             return
-        self.queue.put(layer, wanted[0].tolist(), wanted[1])
+        experts, num_likely = wanted
+        self.queue.put(layer, experts.tolist(), num_likely)
         if self._idle:
             self._idle = False
             self._wake.put(None)

@@ -53,7 +53,7 @@ def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
             )
             undo.callback(reader.close)
             if reader.direct and isinstance(pool, HostSlots):
-                pool.lie_as_read(_begins(store), reader.alignment)
+                pool.align_to_file(_begins(store), reader.alignment)
         if plan.gpu is None and plan.lock:
             pool.lock()  # type: ignore[attr-defined]
         profile = None if plan.profile is None else read_profile(plan.profile)
@@ -118,7 +118,7 @@ def _make_pool(plan: Decisions, undo: contextlib.ExitStack) -> tuple[SlotPool, i
 def _begins(store: CheckpointStore) -> list[dict[str, int]]:
     """Return where each layer's first expert begins in its file, role by role.
 
-    The others of a layer begin at as many whole blocks from there, as a rule.
+    The others of a layer begin whole blocks further, as a rule.
     """
     begins: list[dict[str, int]] = []
     for layer in range(store.layout.num_layers):

@@ -1,4 +1,4 @@
-"""Bounces: buffers that experts are read to before they are brought into their slots' form."""
+"""BounceBuffers: memory that experts are read to before they are brought into their slots' form."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,11 +7,11 @@ import numpy as np
 from moecache.slots._held import Held, strides_of
 from moecache.slots._memory import BLOCK_BYTES, aligned_rows
 
-# Arrays of any dtype, and what makes compute forms of them, want no less.
+# Dtypes and tilers need addresses that are multiples of this.
 _LEAST_ALIGNMENT = 16
 
 
-class Bounces:
+class BounceBuffers:
     """Buffers for the roles that are converted, each lent to a slot until that is filled.
 
     Parameters
@@ -28,16 +28,14 @@ class Bounces:
         self, held: Sequence[Mapping[str, Held]], variants: Sequence[int], number: int
     ) -> None:
         self._held = held
-        self._free: list[_Buffer] = []
         self._lent: dict[int, _Buffer] = {}
         self._unit = 1
-        # Of each layer: its variant, and where roles begin, as a share of the unit.
+        # Of each layer: its variant, and the remainders at which its roles begin.
         self._kinds: list[tuple[int, tuple[tuple[str, int], ...]]] = [(v, ()) for v in variants]
-        if number:
-            self._add(number)
+        self._free = self._made(number) if number else []
 
-    def lie_as_read(self, offsets: Sequence[Mapping[str, int]], unit: int) -> None:
-        """Let buffers lie as parts of a file do; see `HostSlots.lie_as_read`."""
+    def align_to_file(self, offsets: Sequence[Mapping[str, int]], unit: int) -> None:
+        """Have buffers begin as parts of a file do; see `HostSlots.align_to_file`."""
         if unit > BLOCK_BYTES or self._lent:
             return
         self._unit = unit
@@ -55,8 +53,7 @@ class Bounces:
             try:
                 buffer = self._free.pop()
             except IndexError:
-                self._add(1)
-                buffer = self._free.pop()
+                (buffer,) = self._made(1)
             self._lent[slot] = buffer
         kind = self._kinds[layer]
         known = buffer.views.get(kind)
@@ -81,19 +78,19 @@ class Bounces:
         self._lent = {}
 
     def _begin(self, row: np.ndarray, place: int | None) -> np.ndarray:
-        """Return a row from where it leaves the same as a place in the file."""
+        """Return the part of a row that begins at the remainder of a place in the file."""
         if place is None or place % _LEAST_ALIGNMENT:
             return row
         return row[(place - row.ctypes.data) % self._unit :]
 
-    def _add(self, number: int) -> None:
+    def _made(self, number: int) -> "list[_Buffer]":
         """Make buffers; together they lie in huge pages, which direct reads are faster into."""
         # A role may begin anywhere in the first block.
         strides = strides_of(self._held, stored=True)
         rows = {
             name: aligned_rows(number, stride + BLOCK_BYTES) for name, stride in strides.items()
         }
-        self._free += [_Buffer({name: row[i] for name, row in rows.items()}) for i in range(number)]
+        return [_Buffer({name: row[i] for name, row in rows.items()}) for i in range(number)]
 
 
 class _Buffer:

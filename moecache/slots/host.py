@@ -13,7 +13,7 @@ from moecache.errors import CapacityError, ConfigError, FormatError, MoeCacheErr
 from moecache.kernels._kernels import Tiler
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
-from moecache.slots._bounces import Bounces
+from moecache.slots._bounces import BounceBuffers
 from moecache.slots._held import Held, hold_all, strides_of
 from moecache.slots._memory import aligned_rows, check_parts
 from moecache.slots.base import UploadCounts
@@ -80,19 +80,22 @@ class HostSlots:
                 raise MemoryError(
                     f"no memory for {num_slots} slots of role {name!r} ({size}); lower the budget"
                 ) from error
-        self._bounces = Bounces(self._held, self._variants, self._num_buffers)
+        self._bounces = BounceBuffers(self._held, self._variants, self._num_buffers)
 
-    def lie_as_read(self, offsets: Sequence[Mapping[str, int]], unit: int) -> None:
-        """Have buffers lie as direct reads want them, which else are copied once more.
+    def align_to_file(self, offsets: Sequence[Mapping[str, int]], unit: int) -> None:
+        """Have buffers begin where a direct read goes straight into them.
+
+        To be called before anything is read: it does nothing while a buffer is in use, nor for a
+        unit above 4096.
 
         Parameters
         ----------
         offsets : sequence of dict of role to int
             Of each layer, where in a file a role of an expert begins.
         unit : int
-            Addresses and offsets leave the same when they are divided by it.
+            Addresses get the same remainder as offsets, divided by it.
         """
-        self._bounces.lie_as_read(offsets, unit)
+        self._bounces.align_to_file(offsets, unit)
 
     @staticmethod
     def bytes_per_slot(layout: ExpertLayout, dtype: npt.DTypeLike | None = None) -> int:
@@ -188,11 +191,12 @@ class HostSlots:
 
     def buffers(self, slot: int, layer: int) -> Mapping[str, np.ndarray]:
         """Return the slot's own arrays; for roles that are converted, a buffer's until `upload`."""
-        variant = self._variants[layer]
+        self._layout.check(layer)
         if not self._converts:
-            own = self._views.get((slot, variant))
+            key, held_views = (slot, self._variants[layer]), self._views
+            own = held_views.get(key)
             if own is None:
-                own = self._views[slot, variant] = MappingProxyType(self.expert(slot, layer))
+                own = held_views[key] = MappingProxyType(self.expert(slot, layer))
             return own
         slabs = self._open()
         known = self._bounces.views(slot, layer)
@@ -275,6 +279,7 @@ class HostSlots:
         FormatError
             If the parts of a format cannot be, such as scales that are no numbers.
         """
+        self._layout.check(layer)
         if not self._has_checks and parts is self._views.get((slot, self._variants[layer])):
             return  # they were read in place
         target = self.expert(slot, layer)

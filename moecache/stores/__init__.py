@@ -19,9 +19,17 @@ __all__ = [
     "GgufStore",
     "MemoryStore",
     "SafetensorsStore",
+    "has_output_rows",
     "is_gguf",
     "open_store",
 ]
+
+
+def has_output_rows(store: CheckpointStore, layer: int = 0) -> bool:
+    """Return whether a layer's matrices are [out, in] as a rule of the file's, or of a format."""
+    return isinstance(store, GgufStore) or (
+        layer < store.layout.num_layers and any(role.format for role in store.layout.layers[layer])
+    )
 
 
 def open_store(

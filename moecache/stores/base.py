@@ -62,7 +62,8 @@ class ExpertStore(Protocol):
     def close(self) -> None:
         """Give back files and mappings; a second call does nothing.
 
-        Afterwards `read_into`, `view` and `files` raise StoreError; `layout` and `runs` do not.
+        Afterwards `read_into`, `view`, `regions` and `files` raise StoreError, and `prefetch` may;
+        `layout` and `runs` do not.
         """
 
 

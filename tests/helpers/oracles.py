@@ -151,6 +151,7 @@ class OracleCache:
                 return None
             part.expect(self._local(layer, expert))
             victim = part.victim()
+            likely = likely and self.is_global and victim // self.num_experts != layer
             if victim < 0 or not (likely or part.prefers(self._local(layer, expert), victim)):
                 return None
         slot = self._take(layer, expert, accessed=False)

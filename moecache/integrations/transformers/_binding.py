@@ -25,7 +25,7 @@ from moecache.kernels import default_compute
 from moecache.layout import ExpertLayout
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.slots import CudaSlots
-from moecache.stores import CheckpointStore, GgufStore
+from moecache.stores import CheckpointStore, GgufStore, has_output_rows
 from moecache.stores._index import is_expert
 
 # Conversions that leave experts as stores serve them: one after another, gate above up.
@@ -110,7 +110,7 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
             by_path[path],
             names[by_path[path]],
             _dtype(model, path, module),
-            has_output_rows=_has_output_rows(store, by_path[path]),
+            has_output_rows=has_output_rows(store, by_path[path]),
             regroup=regroup.get(path),
         )
         for path, module in modules.items()
@@ -145,11 +145,6 @@ def bind_to(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list
                 remedy = f"load the model with dtype={names!r}, as slots on a GPU hold the file's"
             raise ConfigError(f"the slots hold {names}, the model computes in {wanted}; {remedy}")
     return bindings
-
-
-def _has_output_rows(store: CheckpointStore, layer: int) -> bool:
-    """Return whether matrices are [out, in] as a rule of the file's, or of a format."""
-    return isinstance(store, GgufStore) or any(r.format for r in store.layout.layers[layer])
 
 
 def _layer_paths(
@@ -366,7 +361,7 @@ def _check_weights(store: CheckpointStore, layer: int, path: str, module: nn.Mod
         role = roles[ROLES[name]]
         stored = (store.layout.num_experts, *role.shape)
         is_matrix = role.format or len(role.shape) == 2
-        if is_matrix and _has_output_rows(store, layer) and is_transposed(module):
+        if is_matrix and has_output_rows(store, layer) and is_transposed(module):
             stored = (stored[0], *reversed(role.shape))
         if stored != shape:
             transposed = stored == (shape[0], *reversed(shape[1:]))

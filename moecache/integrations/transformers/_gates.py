@@ -50,8 +50,9 @@ def gate_of(module: Any) -> dict[str, Any]:
     if family in _SWIGLU:
         alpha, limit = (getattr(module, name) for name in _SWIGLU[family])
         return {"activation": "swiglu", "alpha": alpha, "limit": limit}
-    is_known = family in _CLAMPED or family in _USUAL or _has_default_gate(module)
-    is_known = is_known or is_llama4(module)
+    is_known = (
+        family in _CLAMPED or family in _USUAL or _has_default_gate(module) or is_llama4(module)
+    )
     if getattr(module, "has_gate", True) and not is_known:
         raise ConfigError("their gate is one of their own")
     # Some call torch's function.

@@ -29,6 +29,8 @@ from moecache.kernels import SlotKernel
 __all__ = ["NoRecipeError", "Reading", "UnknownFamilyError", "read_recipe"]
 
 _CHUNKED = "chunked_attention"
+# Of every layer.
+_PARTS = ("self_attn", "input_layernorm", "post_attention_layernorm")
 _MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 
@@ -107,10 +109,11 @@ def read_recipe(
         raise UnknownFamilyError("its layers are not of one family")
     reader = _Reader(weights, families[0], 2 * frequencies.numel(), found)
     family, config = families[0], inner.config
-    try:
-        layers = tuple(reader.layer(index, layer) for index, layer in enumerate(inner.layers))
-    except AttributeError as error:
-        raise UnknownFamilyError(f"its layers have another form: {error}") from error
+    for layer in inner.layers:
+        missing = [name for name in _PARTS if not hasattr(layer, name)]
+        if missing:
+            raise UnknownFamilyError(f"{type(layer).__name__} has no {', '.join(missing)}")
+    layers = tuple(reader.layer(index, layer) for index, layer in enumerate(inner.layers))
     recipe = Recipe(
         config.hidden_size,
         layers,
@@ -225,11 +228,11 @@ class _Reader:
             sinks=None if family.sinks is None else weights.floats(module, family.sinks),
             window=_window(config, index),
             is_chunked=_kind(config, index) == _CHUNKED,
-            tempering=self._tempering(module),
+            temperature=self._temperature(module),
         )
 
-    def _tempering(self, module: Any) -> tuple[float, float] | None:
-        """Return what queries of layers without rotation are scaled by, if they are."""
+    def _temperature(self, module: Any) -> tuple[float, float] | None:
+        """Return (floor, scale) of a layer without rotation, if its family has them."""
         if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
             return None
         floor, scale = (self._weights.number(module, f"{name}_scale") for name in ("floor", "attn"))

@@ -304,6 +304,7 @@ ROUTERS = {
         "least": 1e-20,
     },
     "best of a group": {"scores": "softmax", "num_groups": 4, "num_kept_groups": 3, "num_best": 1},
+    "sigmoid of the chosen": {"scores": "sigmoid of the chosen"},
     "floor": {"scores": "softmax", "is_normalized": True, "floor": 0.9},
 }
 
@@ -340,7 +341,7 @@ def test_a_router_chooses_by_its_formula(name: str) -> None:
     logits = times(router.linear, program.normed[0].astype(np.float64))
     scores = 1 / (1 + np.exp(-logits)) if "sigmoid" in name else np.exp(logits)
     scores = scores if "sigmoid" in name else scores / scores.sum()
-    choice = (logits if name == "of the chosen" else scores).copy()
+    choice = (logits if name.endswith("of the chosen") else scores).copy()
     if router.correction is not None:
         choice += router.correction
     if router.num_groups > 1:
@@ -371,7 +372,7 @@ def test_a_score_may_be_on_the_input_of_the_only_expert() -> None:
     kernel = kernels.SlotKernel(
         lambda _: {"gate_up": drawn(16, HIDDEN), "down": drawn(HIDDEN, 8)}, 1
     )
-    router = Router(linear(16, HIDDEN), 1, "sigmoid", scales_input=True)
+    router = Router(linear(16, HIDDEN), 1, "sigmoid of the chosen", scales_input=True)
     layer = Layer(norm(HIDDEN), grouped(), norm(HIDDEN), FORWARD, router, kernel.experts, number=0)
     plain = replace(layer, router=replace(router, scales_input=False))
     found = []

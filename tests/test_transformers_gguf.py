@@ -92,35 +92,49 @@ def test_kernels_have_the_same_bits_at_any_number_of_slots(name: str, tmp_path: 
         assert error < 1e-3 * other.square().mean().sqrt(), name
 
 
-def test_llama4_decodes_by_kernels_with_chunks_and_tempered_queries(
+def test_llama4_decodes_by_kernels_with_chunks_and_attention_temperature(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As its own forward does, chunks passed, in a padded batch; one row's bits in any slots."""
+    """As its own forward does, chunks passed, in a padded batch; the same bits in any slots.
+
+    Also once its settings were changed, and with logits whose sigmoids are all 1.
+    """
     path = write(tmp_path / "model.gguf", sized("llama4"), MIXED)
     assert cli.main(["inspect", str(path)]) == 0
     assert "tokens of llama4: one compiled call each" in capsys.readouterr().out
     whole = build_from(*read_gguf(path))
     models = [load(path, memory, dtype=torch.float32) for memory in ("25%", "100%")]
-    for model in (whole, *models):
-        model.config.attention_chunk_size = 8
-        for layer in model.model.layers:
-            layer.self_attn.floor_scale, layer.self_attn.attn_scale = 4, 0.5
     ids = torch.arange(26).reshape(2, 13) + 3
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     given = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False}
     given |= {"return_dict_in_generate": True, "output_logits": True}
-    wanted = whole.generate(ids, **given)
-    found = []
+    num_steps = 0
+    for chunk, floor, scale, times in ((8, 4, 0.5, 1), (16, 4, 0.5, 1), (16, 3, 0.2, 20)):
+        for model in (whole, *models):
+            model.config.attention_chunk_size = chunk
+            for layer in model.model.layers:
+                layer.self_attn.floor_scale, layer.self_attn.attn_scale = floor, scale
+                if layer.is_moe_layer:
+                    with torch.no_grad():
+                        layer.feed_forward.router.weight.mul_(times)
+        wanted = whole.generate(ids, **given)
+        found = [model.generate(ids, **given) for model in models]
+        num_steps += 13
+        assert models[0].moecache.decoder.num_steps == num_steps, models[0].moecache.decoder.reason
+        for one in found:
+            assert torch.equal(one.sequences, wanted.sequences)
+            for ours, theirs in zip(one.logits, wanted.logits, strict=True):
+                assert (ours - theirs).norm() < 1e-3 * theirs.norm()
+        assert all(map(torch.equal, found[0].logits, found[1].logits))
+    # A cache that was made for other chunks is the modules' business.
+    with torch.no_grad():
+        out = models[0](input_ids=ids[1:], use_cache=True)
+        models[0].config.attention_chunk_size = 4
+        out = models[0](input_ids=ids[1:, :1], past_key_values=out.past_key_values)
+    assert out.logits.isfinite().all()
     for model in models:
-        with model.moecache as offload:
-            found.append(model.generate(ids, **given))
-            assert offload.decoder.num_steps == 13, offload.decoder.reason
-    for one in found:
-        assert torch.equal(one.sequences, wanted.sequences)
-        for logits_, theirs in zip(one.logits, wanted.logits, strict=True):
-            assert (logits_ - theirs).norm() < 1e-3 * theirs.norm()
-    assert all(map(torch.equal, found[0].logits, found[1].logits))
+        model.moecache.close()
 
 
 @pytest.mark.parametrize("trunk", ["bf16", "native"])

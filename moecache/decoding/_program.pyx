@@ -12,6 +12,7 @@ from moecache.decoding._steps cimport (
     MC_PAIRED_NEIGHBOURS,
     MC_PAIRED_NEIGHBOURS_TO_HALVES,
     MC_SIGMOID,
+    MC_SIGMOID_OF_CHOSEN,
     MC_SOFTMAX,
     MC_SOFTMAX_OF_CHOSEN,
     MC_SPARSEMIXER,
@@ -74,7 +75,7 @@ cdef enum:
 MAX_ROWS = ROWS
 _SCORES = {
     "softmax": MC_SOFTMAX, "sigmoid": MC_SIGMOID, "softmax of the chosen": MC_SOFTMAX_OF_CHOSEN,
-    "sparsemixer": MC_SPARSEMIXER,
+    "sparsemixer": MC_SPARSEMIXER, "sigmoid of the chosen": MC_SIGMOID_OF_CHOSEN,
 }
 _PAIRS = {
     "halves": MC_PAIRED_HALVES, "neighbours": MC_PAIRED_NEIGHBOURS,

@@ -201,7 +201,13 @@ static void mc_latent_item(void *job, int64_t item)
 }
 
 /* How a router chooses: scores of all, then those of the chosen. */
-enum { MC_SOFTMAX, MC_SIGMOID, MC_SOFTMAX_OF_CHOSEN, MC_SPARSEMIXER };
+enum {
+    MC_SOFTMAX,
+    MC_SIGMOID,
+    MC_SOFTMAX_OF_CHOSEN,
+    MC_SPARSEMIXER,
+    MC_SIGMOID_OF_CHOSEN /* of large logits, whose sigmoids are all 1, the largest is chosen */
+};
 typedef struct {
     int64_t num_experts, top_k, num_groups, num_kept; /* groups that experts may be chosen from */
     int64_t num_best;                                 /* of a group, whose scores are its own */
@@ -315,6 +321,9 @@ static void mc_route(
         sum = r->floor;
     if (r->kind == MC_SOFTMAX_OF_CHOSEN)
         mc_softmax(weights, r->top_k);
+    else if (r->kind == MC_SIGMOID_OF_CHOSEN)
+        for (int64_t k = 0; k < r->top_k; k++)
+            weights[k] = 1.0f / (1.0f + expf(-weights[k]));
     for (int64_t k = 0; k < r->top_k; k++)
         weights[k] = (r->is_normalized ? weights[k] / sum : weights[k]) * r->scale;
 }

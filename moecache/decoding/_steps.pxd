@@ -11,6 +11,7 @@ cdef extern from "_steps.h" nogil:
         MC_SIGMOID
         MC_SOFTMAX_OF_CHOSEN
         MC_SPARSEMIXER
+        MC_SIGMOID_OF_CHOSEN
 
     enum:
         MC_PAIRED_HALVES

@@ -161,7 +161,7 @@ FAMILIES = {
     ("llama4", "Llama4TextAttention", "Llama4TextMoe"): Family(
         block="feed_forward",
         router="router",
-        scores="sigmoid",
+        scores="sigmoid of the chosen",
         is_normalized=False,
         scales_input=True,
         shared="shared_expert",

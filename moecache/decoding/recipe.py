@@ -154,9 +154,10 @@ class Router:
     ----------
     linear : Linear [num_experts, hidden_size]
     top_k : int
-    scores : {"softmax", "sigmoid", "softmax of the chosen", "sparsemixer"}
-        What is made of the logits; the largest are chosen, and are the experts' weights. The last
-        is Liu et al., GRIN, 2024, of two experts.
+    scores : str
+        What is made of the logits; the largest are chosen, and are the experts' weights: "softmax",
+        "sigmoid", "softmax of the chosen", "sigmoid of the chosen" (the largest logits are chosen,
+        and weights made of theirs), or "sparsemixer", Liu et al., GRIN, 2024, of two experts.
     correction : ndarray of float32, shape [num_experts], optional
         Added to the scores for the choice alone.
     num_groups, num_kept_groups : int, default 1

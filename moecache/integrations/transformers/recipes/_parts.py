@@ -224,6 +224,8 @@ class Weights:
         """Return a feed-forward of gate_proj, up_proj and down_proj."""
         self.uses(module)
         given = module.activation_fn if hasattr(module, "activation_fn") else module.act_fn
+        if isinstance(given, nn.Module):
+            self.uses(given)
         activation = _ACTIVATIONS.get(type(given).__name__)
         if activation is None:
             raise NoRecipeError(f"{type(module).__name__} computes {type(given).__name__}")

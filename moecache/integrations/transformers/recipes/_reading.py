@@ -29,6 +29,8 @@ from moecache.kernels import SlotKernel
 __all__ = ["NoRecipeError", "Reading", "UnknownFamilyError", "read_recipe"]
 
 _CHUNKED = "chunked_attention"
+# Settings that say what positions a layer sees.
+_SEEN = ("layer_types", "sliding_window", "attention_chunk_size")
 # Of every layer.
 _PARTS = ("self_attn", "input_layernorm", "post_attention_layernorm")
 _MODELS = ("ForCausalLM", "ForConditionalGeneration")
@@ -109,6 +111,9 @@ def read_recipe(
         raise UnknownFamilyError("its layers are not of one family")
     reader = _Reader(weights, families[0], 2 * frequencies.numel(), found)
     family, config = families[0], inner.config
+    for name in _SEEN:
+        if hasattr(config, name):
+            weights.number(config, name)
     for layer in inner.layers:
         missing = [name for name in _PARTS if not hasattr(layer, name)]
         if missing:
@@ -233,7 +238,10 @@ class _Reader:
 
     def _temperature(self, module: Any) -> tuple[float, float] | None:
         """Return (floor, scale) of a layer without rotation, if its family has them."""
-        if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        is_set = hasattr(module, "attn_temperature_tuning")
+        if not (is_set and self._weights.number(module, "attn_temperature_tuning")):
+            return None
+        if module.use_rope:
             return None
         floor, scale = (self._weights.number(module, f"{name}_scale") for name in ("floor", "attn"))
         return float(floor), float(scale)
@@ -241,7 +249,7 @@ class _Reader:
     def _turned(self, module: Any, index: int) -> int:
         """Return how many numbers of a layer's heads are turned."""
         config = module.config
-        if not getattr(module, "use_rope", True):
+        if hasattr(module, "use_rope") and not self._weights.number(module, "use_rope"):
             return 0
         is_whole = self._family.turns_windows and _window(config, index) is None
         return 0 if is_whole and config.sliding_window is not None else self.rotary_width

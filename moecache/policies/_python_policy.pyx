@@ -19,8 +19,9 @@ cdef class PythonPolicy(Policy):
     have `begin_step(layer, ids)` (ids: int32 [rows, top_k], -1 for no expert),
     `begin_sequence()`, and `prefers(candidate, resident) -> bool`: whether a key that is
     read ahead is worth the slot of another. Without it what is read ahead takes free slots
-    alone, unless it is more likely than not (`ExpertCache.claim`). After an error that it raises it is not asked again: `error` keeps it, and the
-    lowest key that may leave is the victim.
+    alone, unless it is more likely than not (`ExpertCache.claim`). After an error that it
+    raises it is not asked again: `error` keeps it, and the lowest key that may leave is the
+    victim.
 
     Parameters
     ----------

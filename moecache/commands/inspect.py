@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     with open_store(arguments.path, top_k=arguments.top_k) as store:
         kind = store.config.get("model_type")
         kind = printable(kind[:100]) if isinstance(kind, str) else ""
-        is_turned = has_output_rows(store)
+        has_rows = has_output_rows(store)
         console.print(f"{printable(store.path)}  {kind}", style="bold")
         left_out = store.leave_mtp_out()
         layout = store.layout
@@ -103,13 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(_plan_table(planned))
     gpu = planned.gpu
     # A score on an expert's input, as Llama 4 has it, is for RAM alone.
-    is_computed = has_kernels(kind, has_output_rows=is_turned and gpu is None)
+    is_computed = has_kernels(kind, has_output_rows=has_rows and gpu is None)
     if is_computed:
         console.print(printable(_compute(planned, measures=arguments.bandwidth)))
     else:
         console.print(f"experts of {kind} have no kernels, so that torch multiplies")
     if gpu is None and kind:
-        is_called = has_recipe(kind, has_output_rows=is_turned)
+        is_called = has_recipe(kind, has_output_rows=has_rows)
         way = "one compiled call each" if is_called else "the model's modules: no recipe"
         console.print(f"tokens of {kind}: {way}")
     if gpu is None and planned.capacity < planned.num_experts and is_computed:

@@ -217,7 +217,7 @@ def test_a_graph_holds_a_token(
 ) -> None:
     """Of the whole model, with a static cache: each replay is a token with the logits of eager."""
     model = fast(checkpoint(name), "100%", prefetch="router")
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("sdpa")
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     with model.moecache as offload, torch.no_grad():
         offload.runtime.usage.fill().wait()

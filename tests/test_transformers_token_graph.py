@@ -13,7 +13,7 @@ import pytest
 from moecache.errors import CapacityError, ConfigError, MoeCacheError, StoreError
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.nightly import some
-from tests.helpers.tensor_device import opened
+from tests.helpers.tensor_device import TensorDevice, opened
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -60,7 +60,7 @@ def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fast(path: Path, memory: str | None, **options: Any) -> Any:
     """Return a model whose experts the GPU's kernels compute."""
     model = load(path, memory, "cuda", **{"compute": "fast", "prefetch": "off", **options})
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("sdpa")
     Loaded.now = model
     return model
 
@@ -173,6 +173,10 @@ def test_what_cannot_be_in_a_graph_is_refused(gpu: str, path: Path) -> None:
                 TokenGraph(model, cache)
         with pytest.raises(ConfigError, match="up to 4 sequences, and the cache has 5"):
             TokenGraph(model, prompted(model, 5))
+        model.set_attn_implementation("eager")
+        with pytest.raises(ConfigError, match=r'attention is "eager".*set_attn_impl.*"sdpa"'):
+            TokenGraph(model, prompted(model, 1))
+        model.set_attn_implementation("sdpa")
         graph = TokenGraph(model, prompted(model, 2))
         with pytest.raises(ConfigError, match=r"token \[1, 1\] is not \[2, 1\]"):
             graph(tokens(model, 1, 5))
@@ -180,3 +184,12 @@ def test_what_cannot_be_in_a_graph_is_refused(gpu: str, path: Path) -> None:
         graph(tokens(model, 2, 5))
     with pytest.raises(MoeCacheError, match="one that is closed"):
         TokenGraph(model, None)
+
+
+def test_a_number_of_the_host_is_no_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device made for tests refuses what torch refuses in a capture: a copy to the GPU."""
+    with (
+        pytest.raises(AssertionError, match="lift_fresh"),
+        torch_graph.capturing(TensorDevice(), monkeypatch),
+    ):
+        torch.tensor(0.0)

@@ -18,6 +18,8 @@ _WAITS = {
     torch.ops.aten.equal.default,
     torch.ops.aten.is_nonzero.default,
     torch.ops.aten.masked_select.default,
+    # `torch.tensor(0.0, device="cuda")`: a copy from memory that is not pinned.
+    torch.ops.aten.lift_fresh.default,
 }
 
 

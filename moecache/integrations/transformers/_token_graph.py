@@ -38,7 +38,8 @@ class TokenGraph(NotCopied):
     Raises
     ------
     ConfigError
-        If torch computes some experts, or the cache has layers that are not simply static.
+        If torch computes some experts, the cache has layers that are not simply static, or
+        attention is "eager".
     CapacityError
         If the cache has fewer slots than a token has experts in a layer.
     MoeCacheError
@@ -49,6 +50,7 @@ class TokenGraph(NotCopied):
         self._model: Any = model
         self._kernels = _kernels_of(model)
         self._experts = _experts_of(self._kernels)
+        _check_attention(model)
         self._lengths = _lengths_of(cache)
         rows = len(cache.layers[0].keys)
         if rows > _MAX_ROWS:
@@ -171,6 +173,16 @@ def _experts_of(kernels: list[DeviceKernel]) -> CudaExperts:
     if len(found) != 1:
         raise ConfigError(f"experts of {len(found)} kinds cannot be in one graph, only of one")
     return next(iter(found.values()))
+
+
+def _check_attention(model: Any) -> None:
+    # The mask of "eager" is made from a number of the host, which torch refuses in a capture
+    # (masking_utils.eager_mask of transformers 5.17).
+    if model.config.get_text_config()._attn_implementation == "eager":
+        raise ConfigError(
+            'attention is "eager", whose mask copies from the host, and no graph can hold that; '
+            'call model.set_attn_implementation("sdpa")'
+        )
 
 
 def _lengths_of(cache: Any) -> list[torch.Tensor]:

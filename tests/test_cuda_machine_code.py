@@ -74,3 +74,21 @@ def test_loads_are_of_128_bits_and_eight_are_under_way(arch: int) -> None:
     others = [name for name in code if name.startswith("LDG") and name.endswith("128")]
     assert len(others) - len(weights) == IN_FLIGHT // 2 + 2 * IN_FLIGHT // 4
     assert not any(name.startswith(("LDL", "STL")) for name in code)
+
+
+@disassembled
+def test_no_product_and_no_sum_loses_small_numbers() -> None:
+    """CuPy compiles with -ftz=true: only expf, erff and tanhf of an activation may heed it.
+
+    `down` has none of these, and `gate_up` has the same ones whatever the format is.
+    """
+    for kernel in ("bf16", "bf16|mxfp4|mxfp4|1"):
+        assert not _flushing(f"down_{kernel}")
+        assert len(_flushing(f"gate_up_{kernel}")) == len(_flushing("gate_up_bf16")) < 64
+    assert not _flushing("combine_rows_bf16")
+
+
+def _flushing(kernel: str) -> list[str]:
+    """Return the sums and products that take numbers below 2^-126 for zero."""
+    names = ("FFMA", "FMUL", "FADD")
+    return [one for one in instructions(kernel, 90) if one.startswith(names) and ".FTZ" in one]

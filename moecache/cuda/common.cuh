@@ -4,8 +4,10 @@
 // choice p % top_k of token p / top_k.
 //
 // A sum has one order, which does not depend on the grid, the alignment, or the split into launches
-// and into waves. Each operation says how it rounds. It is compiled with -fmad=false besides: a
-// product and a sum that some later line leaves to the compiler are rounded twice in every kernel.
+// and into waves. Each operation says how it rounds, in PTX: CuPy compiles with -ftz=true, which
+// would make numbers below 2^-126 zero in every operation of C++ and in __fmaf_rn and its like, and
+// has no say in what asm gives. It is compiled with -fmad=false besides: a product and a sum that
+// some later line leaves to the compiler are rounded twice in every kernel.
 
 #ifndef MOECACHE_EMULATED
 __device__ inline float half_to_float(unsigned short bits)
@@ -20,6 +22,43 @@ __device__ inline unsigned short float_to_half(float x)
     unsigned short bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
     return bits;
+}
+
+__device__ inline float fma_rn(float a, float b, float c)
+{
+    float x;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(x) : "f"(a), "f"(b), "f"(c));
+    return x;
+}
+
+__device__ inline float mul_rn(float a, float b)
+{
+    float x;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
+}
+
+__device__ inline float add_rn(float a, float b)
+{
+    float x;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
+}
+
+__device__ inline float div_rn(float a, float b)
+{
+    float x;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
+}
+
+__device__ inline bool is_less(float a, float b)
+{
+    unsigned found;
+    asm("{ .reg .pred p; setp.lt.f32 p, %1, %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(found)
+        : "f"(a), "f"(b));
+    return found;
 }
 #endif
 
@@ -116,19 +155,19 @@ __device__ inline float activated(float x, int activation)
     case SILU: {
         // exp of a negative number only: no infinity over infinity for large |x|.
         const float small = expf(-fabsf(x));
-        return __fdiv_rn(__fmul_rn(x, x >= 0.0f ? 1.0f : small), __fadd_rn(1.0f, small));
+        return div_rn(mul_rn(x, x >= 0.0f ? 1.0f : small), add_rn(1.0f, small));
     }
     case GELU: {
-        const float share = __fadd_rn(1.0f, erff(__fmul_rn(x, 0.70710678f)));
-        return __fmul_rn(__fmul_rn(0.5f, x), share);
+        const float share = add_rn(1.0f, erff(mul_rn(x, 0.70710678f)));
+        return mul_rn(mul_rn(0.5f, x), share);
     }
     case GELU_TANH: {
-        const float cube = __fmul_rn(__fmul_rn(x, x), x);
-        const float inner = __fmul_rn(0.79788456f, __fmaf_rn(0.044715f, cube, x));
-        return __fmul_rn(__fmul_rn(0.5f, x), __fadd_rn(1.0f, tanhf(inner)));
+        const float cube = mul_rn(mul_rn(x, x), x);
+        const float inner = mul_rn(0.79788456f, fma_rn(0.044715f, cube, x));
+        return mul_rn(mul_rn(0.5f, x), add_rn(1.0f, tanhf(inner)));
     }
     case RELU:
-        return x < 0.0f ? 0.0f : x; // fmaxf loses a NaN
+        return is_less(x, 0.0f) ? 0.0f : x; // fmaxf loses a NaN
     default:
         return __uint_as_float(NOT_A_NUMBER);
     }
@@ -137,12 +176,12 @@ __device__ inline float activated(float x, int activation)
 // act(gate) * up. gpt-oss's SWIGLU and CLAMPED_SILU limit both, gate from above alone; a NaN passes.
 __device__ inline float gated(float gate, float up, int activation, float alpha, float limit)
 {
-    if (activation < SWIGLU) return __fmul_rn(activated(gate, activation), up);
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up < -limit ? -limit : up;
-    if (activation == CLAMPED_SILU) return __fmul_rn(activated(gate, SILU), up);
-    const float share = __fadd_rn(1.0f, expf(__fmul_rn(-alpha, gate)));
-    return __fmul_rn(__fdiv_rn(gate, share), __fadd_rn(up, 1.0f));
+    if (activation < SWIGLU) return mul_rn(activated(gate, activation), up);
+    gate = is_less(limit, gate) ? limit : gate;
+    up = is_less(limit, up) ? limit : is_less(up, -limit) ? -limit : up;
+    if (activation == CLAMPED_SILU) return mul_rn(activated(gate, SILU), up);
+    const float share = add_rn(1.0f, expf(mul_rn(-alpha, gate)));
+    return mul_rn(div_rn(gate, share), add_rn(up, 1.0f));
 }
 
 template <class D> __device__ inline float weight_of(const void* weights, int kind, long long pair)
@@ -153,7 +192,7 @@ template <class D> __device__ inline float weight_of(const void* weights, int ki
 
 __device__ inline float add_weighted(float sum, float weight, float row)
 {
-    return __fadd_rn(sum, __fmul_rn(weight, row));
+    return add_rn(sum, mul_rn(weight, row));
 }
 
 // Every block has come this far before any goes on. The upper half of the counter is the number of

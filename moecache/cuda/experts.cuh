@@ -27,7 +27,7 @@ __device__ inline float with_bias(float sum, const u8* bias, int kind, int index
         value = F16::widen(((Row<F16>)bias)[index]);
     else
         value = BF16::widen(((Row<BF16>)bias)[index]);
-    return __fadd_rn(sum, value);
+    return add_rn(sum, value);
 }
 
 __device__ inline int gate_row(int part, int is_interleaved)

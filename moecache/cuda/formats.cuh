@@ -41,7 +41,7 @@ __device__ inline void integers(unsigned bytes, float bias, float* codes)
 #pragma unroll
     for (unsigned i = 0; i < 4; i++) {
         const unsigned bits = __byte_perm(bytes, 0x4b000000u, 0x7440u | i);
-        codes[i * STEP] = __fadd_rn(__uint_as_float(bits), -(8388608.0f + bias));
+        codes[i * STEP] = add_rn(__uint_as_float(bits), -(8388608.0f + bias));
     }
 }
 
@@ -147,7 +147,7 @@ struct E4M3Scale {
     {
         if ((*at & 0x7f) == 0x7f) return __uint_as_float(NOT_A_NUMBER);
         const unsigned bits = (*at & 0x80u) << 8 | (*at & 0x7fu) << 7;
-        return __fmul_rn(half_to_float((unsigned short)bits), 256.0f);
+        return mul_rn(half_to_float((unsigned short)bits), 256.0f);
     }
 };
 
@@ -227,13 +227,13 @@ template <class F> struct Quantized {
                 load_inputs<IS_ALIGNED, X>(x, column, n, inputs);
                 if constexpr (F::HAS_OFFSETS)
 #pragma unroll
-                    for (unsigned i = 0; i < RUN; i++) input_sum = __fadd_rn(input_sum, inputs[i]);
+                    for (unsigned i = 0; i < RUN; i++) input_sum = add_rn(input_sum, inputs[i]);
 #pragma unroll
                 for (unsigned r = 0; r < ROWS; r++) {
                     float codes[RUN], sum = 0.0f;
                     F::codes(raw[r], run, codes);
 #pragma unroll
-                    for (unsigned i = 0; i < RUN; i++) sum = __fmaf_rn(codes[i], inputs[i], sum);
+                    for (unsigned i = 0; i < RUN; i++) sum = fma_rn(codes[i], inputs[i], sum);
                     sums[r] = F::add(raw[r], run, sum, input_sum, sums[r]);
                 }
             }
@@ -325,8 +325,8 @@ struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>
     {
         const unsigned block = BLOCK_COLUMNS ? column / (BLOCK_COLUMNS ? BLOCK_COLUMNS : 1) : 0;
         const float found = Scale::read(at.scales + block * Scale::BYTES);
-        if (GLOBAL == DIVIDES) return __fdiv_rn(found, at.whole);
-        return GLOBAL == MULTIPLIES ? __fmul_rn(found, at.whole) : found;
+        if (GLOBAL == DIVIDES) return div_rn(found, at.whole);
+        return GLOBAL == MULTIPLIES ? mul_rn(found, at.whole) : found;
     }
 
     static __device__ void codes(const Raw& raw, unsigned run, float* codes)
@@ -336,7 +336,7 @@ struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>
 
     static __device__ float add(const Raw& raw, unsigned run, float sum, float, float before)
     {
-        if (Code::FACTOR != 1.0f) sum = __fmul_rn(sum, Code::FACTOR);
-        return __fmaf_rn(raw.scales[run], sum, before);
+        if (Code::FACTOR != 1.0f) sum = mul_rn(sum, Code::FACTOR);
+        return fma_rn(raw.scales[run], sum, before);
     }
 };

@@ -30,7 +30,7 @@ template <class F, unsigned COLUMNS, unsigned BYTES> struct Blocks : Quantized<F
     template <class Raw>
     static __device__ float add(const Raw& raw, unsigned run, float sum, float, float before)
     {
-        return __fmaf_rn(raw.scale(run), sum, before);
+        return fma_rn(raw.scale(run), sum, before);
     }
 };
 
@@ -118,7 +118,7 @@ struct Mxfp4Gguf : Blocks<Mxfp4Gguf, 32, 17> {
 
     static __device__ float add(const Raw& raw, unsigned run, float sum, float, float before)
     {
-        return __fmaf_rn(raw.scale(run), __fmul_rn(sum, 2 * FP4_FACTOR), before);
+        return fma_rn(raw.scale(run), mul_rn(sum, 2 * FP4_FACTOR), before);
     }
 };
 
@@ -158,8 +158,8 @@ template <class F, unsigned BYTES> struct Q45K : Blocks<F, 256, BYTES> {
             scale = is_first ? scale & 63 : (both & 15) | scale >> 6 << 4;
             offset = is_first ? offset & 63 : both >> 4 | offset >> 6 << 4;
             // Exact: 11 bits times 6.
-            raw.scales[run] = __fmul_rn(d, (float)scale);
-            raw.offsets[run] = __fmul_rn(d_min, (float)offset);
+            raw.scales[run] = mul_rn(d, (float)scale);
+            raw.offsets[run] = mul_rn(d_min, (float)-(int)offset);
         }
         return raw;
     }
@@ -177,8 +177,8 @@ template <class F, unsigned BYTES> struct Q45K : Blocks<F, 256, BYTES> {
     static __device__ float add(
         const Raw& raw, unsigned run, float sum, float input_sum, float before)
     {
-        return __fmaf_rn(
-            -raw.offsets[run], input_sum, __fmaf_rn(raw.scales[run], sum, before));
+        return fma_rn(
+            raw.offsets[run], input_sum, fma_rn(raw.scales[run], sum, before));
     }
 };
 
@@ -208,7 +208,7 @@ struct Q6K : Blocks<Q6K, 256, 210> {
         return {
             load_bytes<false>(block + 64 * half + 16 * part),
             shifted(load_bytes<false>(block + 128 + 32 * half + part % 2 * 16), part / 2 * 2),
-            {__fmul_rn(d, (float)scales[0]), __fmul_rn(d, (float)scales[4])}};
+            {mul_rn(d, (float)scales[0]), mul_rn(d, (float)scales[4])}};
     }
 
     static __device__ void codes(const Raw& raw, unsigned run, float* codes)

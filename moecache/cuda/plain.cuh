@@ -4,7 +4,7 @@
 __device__ inline float sum_lanes(float sum)
 {
     for (int distance = 16; distance > 0; distance /= 2)
-        sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, distance));
+        sum = add_rn(sum, __shfl_xor_sync(ALL_LANES, sum, distance));
     return sum;
 }
 
@@ -60,7 +60,7 @@ template <class D> struct Plain {
                         for (unsigned r = 0; r < ROWS; r++)
 #pragma unroll
                             for (unsigned i = 0; i < at_once; i++)
-                                sums[r] = __fmaf_rn(
+                                sums[r] = fma_rn(
                                     element<D>(chunks[k][r], part + i), values[i], sums[r]);
                     }
                 }
@@ -98,7 +98,7 @@ template <class D> struct Plain {
                 const float value = X::widen(x[i]);
 #pragma unroll
                 for (unsigned r = 0; r < ROWS; r++)
-                    sums[r] = __fmaf_rn(D::widen(rows[r][i]), value, sums[r]);
+                    sums[r] = fma_rn(D::widen(rows[r][i]), value, sums[r]);
             }
     }
 };

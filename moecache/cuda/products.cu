@@ -80,8 +80,8 @@ __device__ inline void multiply_add(float (&d)[4], const unsigned (&a)[4], const
 #pragma unroll
             for (unsigned i = 0; i < 4; i++) {
                 const unsigned x = rows[i / 2], y = columns[i % 2];
-                d[i] = __fmaf_rn(Hidden::widen(x & 0xffffu), Hidden::widen(y & 0xffffu), d[i]);
-                d[i] = __fmaf_rn(Hidden::widen(x >> 16), Hidden::widen(y >> 16), d[i]);
+                d[i] = fma_rn(Hidden::widen(x & 0xffffu), Hidden::widen(y & 0xffffu), d[i]);
+                d[i] = fma_rn(Hidden::widen(x >> 16), Hidden::widen(y >> 16), d[i]);
             }
         }
 #endif

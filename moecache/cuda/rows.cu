@@ -32,7 +32,7 @@ __device__ inline void activate_rows(
             load<D, N>(both + row * 2 * width + k, gate);
             load<D, N>(both + row * 2 * width + width + k, up);
             for (unsigned i = 0; i < N; i++)
-                gate[i] = __fmul_rn(activated(gate[i], activation), up[i]);
+                gate[i] = mul_rn(activated(gate[i], activation), up[i]);
             store<D, N>(out + row * width + k, gate);
         }
 }

@@ -315,10 +315,11 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift)
 }
 
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float fma_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float mul_rn(float a, float b) { return a * b; }
+inline float add_rn(float a, float b) { return a + b; }
+inline float div_rn(float a, float b) { return a / b; }
+inline bool is_less(float a, float b) { return a < b; }
 
 inline unsigned __float_as_uint(float x)
 {

@@ -25,6 +25,8 @@ def _tool(name: str) -> str | None:
 
 
 NVCC = _tool("nvcc")
+# Behind the package's own: CuPy appends it to every compilation, and the last one holds.
+_OF_CUPY = ("-ftz=true",)
 _FOUND = re.compile(
     r"Compiling entry function '(\w+)' for.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
     r".*?Used (\d+) registers",
@@ -60,7 +62,7 @@ def compiled(kernel: str, arch: int) -> tuple[dict[str, MachineCode], bytes]:
     """Return what ptxas says of every kernel of a source, by name, and the file that it makes."""
     assert NVCC is not None
     source = source_of(kernel).text
-    command = [NVCC, *OPTIONS, "-cubin", "-Xptxas", "-v", f"-arch=sm_{arch}"]
+    command = [NVCC, *OPTIONS, *_OF_CUPY, "-cubin", "-Xptxas", "-v", f"-arch=sm_{arch}"]
     version = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True)
 
     def make(archive: Path) -> None:

@@ -196,6 +196,67 @@ def test_more_streams_than_are_noted_are_waited_for() -> None:
     pool.close()
 
 
+def test_no_event_becomes_part_of_another_threads_graph() -> None:
+    """A refill waits until the capture is over, and then for what the stream did before it."""
+    device = FakeDevice(eager=False)
+    with CudaSlots(LAYOUT, 2, device=device) as pool:
+        fill(pool, 0, 1)
+        fill(pool, 1, 1)
+        slots = np.array([0, 1], np.int32)
+        seen: list[int] = []
+        side = device.create_stream()
+        with device.using(side):
+            pool.before_compute(slots)
+            device.work(lambda: seen.append(int(pool.expert(0, 0)["gate_up"].flat[0])))
+        captured, over = threading.Event(), threading.Event()
+        graphs = []
+
+        def capture() -> None:
+            device.begin_capture(side)
+            captured.set()
+            over.wait(30)
+            graphs.append(device.end_capture(side).owner)
+
+        thread = threading.Thread(target=capture)
+        thread.start()
+        captured.wait(30)
+        try:
+            pool.release_after_compute(slots)
+            refill = threading.Thread(target=lambda: [fill(pool, slot, 2) for slot in (0, 1)])
+            refill.start()
+            refill.join(0.2)
+            assert refill.is_alive()
+        finally:
+            over.set()
+            thread.join()
+        refill.join(30)
+        assert_holds(pool, 0, 2)
+        assert_holds(pool, 1, 2)
+        assert seen == [1]
+        assert graphs == [[]]
+        device.synchronize(side)
+    device.destroy_stream(side)
+
+
+def test_a_capture_without_an_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refill says what it waited for; after the capture it works."""
+    monkeypatch.setattr("moecache.slots._uploads._LONGEST_CAPTURE_S", 0.05)
+    device = FakeDevice()
+    with CudaSlots(LAYOUT, 1, device=device) as pool:
+        fill(pool, 0, 1)
+        side, slots = device.create_stream(), np.array([0], np.int32)
+        with device.using(side):
+            pool.before_compute(slots)
+        device.begin_capture(side)
+        pool.release_after_compute(slots)
+        with pytest.raises(MoeCacheError, match="captured for 0.05 s .* slot 0"):
+            fill(pool, 0, 2)
+        device.end_capture(side)
+        fill(pool, 0, 3)
+        assert_holds(pool, 0, 3)
+    device.destroy_stream(side)
+
+
 def test_uploads_are_counted_and_timed(gpu: Any) -> None:
     """What was copied, how long the device took, and what it still has to do."""
     with CudaSlots(LAYOUT, 4, device=gpu) as pool:

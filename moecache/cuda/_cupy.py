@@ -349,8 +349,11 @@ class CupyDevice:
         if stream.pointer in _LEGACY_STREAMS:
             # These never capture, and asking them fails while another stream does.
             return False
-        with self._guarded():
-            return bool(runtime.streamIsCapturing(stream.pointer))
+        try:
+            with self._current:
+                return bool(runtime.streamIsCapturing(stream.pointer))
+        except runtime.CUDARuntimeError as error:
+            self._fail(error)
 
     def begin_capture(self, stream: Stream) -> None:
         """Capture the stream's work from now on; not for the legacy default stream."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -10,6 +11,9 @@ import numpy as np
 from moecache.cuda import Device, Stream
 from moecache.errors import MoeCacheError
 from moecache.slots.base import UploadCounts
+
+# A refill waits so long for a capture in a stream that has used its slot.
+_LONGEST_CAPTURE_S = 60.0
 
 
 class Upload:
@@ -68,11 +72,13 @@ class Use:
     Its events are free for others once no slot refers to it.
     """
 
-    __slots__ = ("_pool", "events")
+    __slots__ = ("_pool", "captured", "events")
 
     def __init__(self, pool: Events) -> None:
         self._pool = pool
         self.events: list[int] = []
+        # Streams in which a graph was captured then: an event would have become part of it.
+        self.captured: list[Stream] = []
 
     def __del__(self) -> None:
         """Give the events back."""
@@ -133,6 +139,7 @@ class Uploads:
         If that fails, no copy is under way any more when the error is raised.
         """
         device, stream = self._device, self._copying[behind]
+        self._record_captured(slot)
         with self._lock:
             self._check_open()
             start = self._timing.take()
@@ -193,6 +200,9 @@ class Uploads:
             streams.update(self._users[slot])
         for stream in streams.values():
             try:
+                if self._device.is_capturing(stream):
+                    use.captured.append(stream)
+                    continue
                 event = self._plain.take()
                 use.events.append(event)
                 self._device.record(event, stream)
@@ -247,6 +257,31 @@ class Uploads:
             stack.callback(self._settle)
             for stream in streams.values():
                 stack.callback(self._synchronize, stream)
+
+    def _record_captured(self, slot: int) -> None:
+        """Record the events that a slot's release left out, once the captures are over."""
+        use = self._uses[slot]
+        until = time.monotonic() + _LONGEST_CAPTURE_S
+        while use is not None and use.captured:
+            # Slots that were released together share it.
+            with self._lock:
+                self._check_open()
+                waiting = []
+                while use.captured:
+                    stream = use.captured.pop()
+                    if self._device.is_capturing(stream):
+                        waiting.append(stream)
+                        continue
+                    use.events.append(self._plain.take())
+                    self._device.record(use.events[-1], stream)
+                use.captured += waiting
+            if use.captured and time.monotonic() > until:
+                raise MoeCacheError(
+                    f"a graph has been captured for {_LONGEST_CAPTURE_S} s in a stream that used "
+                    f"slot {slot}, which is to be filled; end the capture"
+                )
+            if use.captured:
+                time.sleep(0.001)
 
     def _drop(self) -> None:
         # All copies are done by then; those that could not be queried any more are not counted.

@@ -89,6 +89,7 @@ class FakeDevice:
         # As with CuPy's pool, what is freed is not handed out again before its stream is so far.
         self._kept: list[np.ndarray] = []
         self._capture: list[Callable[[], None]] | None = None
+        self._captured = (0, 0)  # by which thread, and in which stream
         self._current = threading.local()
         self._default = self._new_stream()
 
@@ -143,7 +144,7 @@ class FakeDevice:
 
     @contextmanager
     def capturing(self) -> Iterator[list[Callable[[], None]]]:
-        """Note what the streams are given instead of doing it; the host may wait for nothing."""
+        """Note what this stream is given instead of doing it; this thread may wait for nothing."""
         self.begin_capture(self.current_stream())
         assert self._capture is not None
         try:
@@ -358,13 +359,15 @@ class FakeDevice:
         return np.array(array)
 
     def is_capturing(self, stream: Stream) -> bool:
-        """Return whether a graph is being noted."""
-        return self._capture is not None
+        """Return whether a graph is being noted in a stream."""
+        return self._capture is not None and self._captured[1] == stream.pointer
 
     def begin_capture(self, stream: Stream) -> None:
-        """Note what the streams are given instead of doing it."""
+        """Note what the stream is given instead of doing it."""
         assert self._capture is None, "captured twice"
-        self._capture = []
+        with self._lock:
+            self._captured = (threading.get_ident(), stream.pointer)
+            self._capture = []
 
     def end_capture(self, stream: Stream) -> Graph:
         """Return what was noted."""
@@ -455,13 +458,17 @@ class FakeDevice:
         return check
 
     def _no_capture(self, what: str) -> None:
-        assert self._capture is None, f"cannot {what} in a graph"
+        # As in CUDA's mode "thread_local": other threads may.
+        mine = self._captured[0] == threading.get_ident()
+        assert self._capture is None or not mine, f"cannot {what} in a graph"
 
     def _enqueue(
         self, stream: Stream, work: Callable[[], None], ready: Callable[[], bool] | None = None
     ) -> None:
         with self._lock:
-            if self._capture is not None:
+            if self._capture is not None and self._captured[1] == stream.pointer:
+                mine = self._captured[0] == threading.get_ident()
+                assert mine, "another thread's work becomes part of a graph"
                 self._capture.append(work)
                 return
             self._queues[stream.pointer].append((ready or _always, work))

@@ -77,6 +77,15 @@ def test_loads_are_of_128_bits_and_eight_are_under_way(arch: int) -> None:
 
 
 @disassembled
+def test_a_gate_is_loaded_through_the_caches() -> None:
+    """By all warps of a launch; past them go the barrier's loads and what the host is told."""
+    code = instructions("decode_bf16", 90)
+    strong = [one for one in code if one.startswith("LD") and "STRONG" in one]
+    assert {one.split(".STRONG")[0] for one in strong} == {"LDG.E.64"}
+    assert any(one.startswith("ST") and "STRONG.SYS" in one for one in code)
+
+
+@disassembled
 def test_no_product_and_no_sum_loses_small_numbers() -> None:
     """CuPy compiles with -ftz=true: only expf, erff and tanhf of an activation may heed it.
 

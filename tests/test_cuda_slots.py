@@ -249,7 +249,7 @@ def test_a_capture_without_an_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -
             pool.before_compute(slots)
         device.begin_capture(side)
         pool.release_after_compute(slots)
-        with pytest.raises(MoeCacheError, match="captured for 0.05 s .* slot 0"):
+        with pytest.raises(MoeCacheError, match=r"captured for 0.05 s .* slot 0"):
             fill(pool, 0, 2)
         device.end_capture(side)
         fill(pool, 0, 3)

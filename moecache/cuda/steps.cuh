@@ -7,7 +7,8 @@
 
 enum Closed { OPEN, STALLED, OUTSIDE };
 
-struct Control {
+// One load of 16 bytes.
+struct alignas(16) Control {
     int closed;
     int first_layer; // results of layers before it are there already
     unsigned token;
@@ -33,17 +34,16 @@ template <class R>
 __device__ inline bool enter_step(const StepGate* gate, const R& routing, int num_tokens, int top_k)
 {
     if (!gate) return true;
-    // Volatile: block 0 may close the gate before others have looked. They come to its result.
-    volatile Control* control = gate->control;
-    volatile Notice* notice = gate->notice;
-    const int closed = control->closed;
-    const unsigned token = control->token;
+    // Loaded plainly, through the caches, by all warps: the host's copies write it between launches
+    // only. Block 0 may close it before others have looked; they come to its result either way.
+    const Control control = *gate->control;
+    volatile Notice* const notice = gate->notice;
     const bool tells = blockIdx.x == 0 && threadIdx.x == 0;
-    if (closed != OPEN) {
-        if (tells && closed == OUTSIDE) notice->outside = 1;
+    if (control.closed != OPEN) {
+        if (tells && control.closed == OUTSIDE) notice->outside = 1;
         return false;
     }
-    if (gate->layer < control->first_layer) return false;
+    if (gate->layer < control.first_layer) return false;
     const int num_pairs = num_tokens * top_k;
     bool is_missing = false;
     for (int pair = 0; pair < num_pairs; pair++)
@@ -54,13 +54,13 @@ __device__ inline bool enter_step(const StepGate* gate, const R& routing, int nu
         record[3 + pair] = (int)routing.id_of(pair);
     record[1] = num_tokens;
     record[2] = top_k;
-    record[0] = (int)token;
+    record[0] = (int)control.token;
     if (is_missing) {
         notice->stalled_layer = gate->layer;
         // The host may look at any time: the record and the layer must reach it before the token.
         __threadfence_system();
-        notice->stalled_token = token;
-        control->closed = STALLED;
+        notice->stalled_token = control.token;
+        gate->control->closed = STALLED;
     }
     return !is_missing;
 }

@@ -1,8 +1,9 @@
 """Random experts: checkpoints of any size, files of experts alone, stacks of layers in memory."""
 
+import functools
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,18 +194,8 @@ class SharedStore(MemoryStore):
     """
 
     def __init__(self, size: StackSize, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        stack, formats = (1, size.num_experts), None
-        if size.format == "bf16":
-            arrays = {
-                name: random_weights(rng, (*stack, *shape)) for name, shape in size.shapes.items()
-            }
-        else:
-            formats = {name: (size.format, shape) for name, shape in size.shapes.items()}
-            arrays = {}
-            for name, shape in size.shapes.items():
-                arrays[name] = random_mxfp4(rng, size.num_experts, *shape)
-                arrays[f"{name}_bias"] = random_weights(rng, (*stack, shape[0]))
+        # Drawn once in a process: a benchmark opens the same experts a dozen times.
+        arrays, formats = _experts_of(replace(size, num_layers=1), seed)
         super().__init__(arrays, top_k=size.top_k, formats=formats)
         (roles,) = self._layout.layers
         self._layout = ExpertLayout(size.num_experts, size.top_k, [roles] * size.num_layers)
@@ -218,6 +209,24 @@ class SharedStore(MemoryStore):
         """Return where all of them lie, whichever layers are asked for."""
         del layers
         return super().regions([0])
+
+
+@functools.lru_cache(maxsize=1)
+def _experts_of(size: StackSize, seed: int) -> tuple[dict[str, np.ndarray], Any]:
+    """Return a layer's experts, as stacks by role, and the formats of those that have one."""
+    rng = np.random.default_rng(seed)
+    stack, formats = (1, size.num_experts), None
+    if size.format == "bf16":
+        arrays = {
+            name: random_weights(rng, (*stack, *shape)) for name, shape in size.shapes.items()
+        }
+    else:
+        formats = {name: (size.format, shape) for name, shape in size.shapes.items()}
+        arrays = {}
+        for name, shape in size.shapes.items():
+            arrays[name] = random_mxfp4(rng, size.num_experts, *shape)
+            arrays[f"{name}_bias"] = random_weights(rng, (*stack, shape[0]))
+    return arrays, formats
 
 
 def random_weights(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

@@ -45,6 +45,7 @@ MEASUREMENTS = {
 }
 # Exit codes of `timeout`, and of a process that it had to kill.
 TIMED_OUT = (124, 137)
+INTERRUPTED = 130
 TAIL_CHARACTERS = 2000
 COUNTS = ("tests", "failures", "errors", "skipped")
 
@@ -119,7 +120,8 @@ def _parser() -> argparse.ArgumentParser:
 def run_benchmark(arguments: argparse.Namespace, device: Device | None) -> int:
     """Measure, print and write the figures; return 1 if a bound does not hold, 2 without a GPU.
 
-    `host` returns 0 also where a bound does not hold.
+    `host` returns 0 also where a bound does not hold. An interrupt writes what is done, with
+    "partial" and no bounds, and returns 130.
     """
     # Not with this file, of which a report needs a part that imports nothing.
     from rich.console import Console
@@ -141,7 +143,16 @@ def run_benchmark(arguments: argparse.Namespace, device: Device | None) -> int:
         console.print(device.description, markup=False)
         found["device"] = device.description
     module = importlib.import_module(MEASUREMENTS[what][0])
-    found |= getattr(module, f"measure_{what}")(device, arguments)
+    # What is done so far: a measurement that is interrupted leaves that.
+    arguments.progress = {}
+    try:
+        found |= getattr(module, f"measure_{what}")(device, arguments)
+    except KeyboardInterrupt:
+        found |= {"partial": True, **arguments.progress, "bounds": []}
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        console.print(f"interrupted; done: {', '.join(arguments.progress) or 'nothing'}")
+        return INTERRUPTED
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     SHOWN[what](found, console)

@@ -9,14 +9,15 @@ ALL_STAGES=(build tests upload decode resident mxfp4 memory "${SANITIZERS[@]}")
 usage() {
     cat <<'END'
 usage: bench/gpu.sh [--quick] [--only STAGE,...] [--python PYTHON] [--traces DIR] [--prebuilt]
-                    [--limit SECONDS] [OUT.json]
+                    [--limit SECONDS] [--budget SECONDS] [OUT.json]
 
 Builds in place, runs `pytest -m gpu` and the measurements upload, decode, resident, mxfp4 and
 memory of bench/gpu.py, then compute-sanitizer's memcheck, initcheck, synccheck and racecheck over
 a short selection of the tests. Writes one JSON, by default
-gpu-MACHINE-DATE.json in $OUT if that is set, else in bench/results; logs go to $OUT/logs or
-build/gpu. A stage that fails or takes too long does not stop those after it: it is interrupted
-(SIGINT), so that what it has done so far is written, and 20 seconds later it is killed.
+gpu-MACHINE-DATE.json in $OUT if that is set, else in bench/results, anew after every stage; logs go
+to build/gpu, or into $OUT as one archive. A stage that fails or takes too long does not stop those
+after it: it is interrupted (SIGINT), so that a measurement writes the ways that are done, and 20
+seconds later it is killed.
 
   --quick           in about 10 minutes, and a build: fewer runs, fewer layers, less to copy, and
                     of the sanitizers memcheck alone
@@ -28,6 +29,8 @@ build/gpu. A stage that fails or takes too long does not stop those after it: it
   --prebuilt        do not build: take the extension modules that are there, whatever their age.
                     Without it they are built where one is missing or older than a source
   --limit SECONDS   the longest that any stage may take
+  --budget SECONDS  the longest that all of it may take: each stage gets what is left at most, and
+                    is left out where that is less than 30 seconds
 
 Needs a GPU, CUDA's driver, and of Python: NumPy, CuPy, ml_dtypes, psutil, rich, pytest; Cython and
 setuptools to build; torch, transformers and hypothesis for the tests that use them.
@@ -43,12 +46,14 @@ out=""
 traces=""
 prebuilt=0
 longest=""
+budget=""
+began=$(date +%s)
 while (($#)); do
     case "$1" in
         -h | --help) usage; exit 0 ;;
         --quick) quick=1 ;;
         --prebuilt) prebuilt=1 ;;
-        --only | --python | --traces | --limit)
+        --only | --python | --traces | --limit | --budget)
             if (($# < 2)); then
                 echo "gpu.sh: $1 needs a value" >&2
                 exit 2
@@ -58,6 +63,7 @@ while (($#)); do
                 --python) python=$2 ;;
                 --traces) traces=$2 ;;
                 --limit) longest=$2 ;;
+                --budget) budget=$2 ;;
             esac
             shift
             ;;
@@ -74,6 +80,10 @@ while (($#)); do
 done
 if [[ -n $longest && ! $longest =~ ^[1-9][0-9]*$ ]]; then
     echo "gpu.sh: --limit $longest is no number of seconds" >&2
+    exit 2
+fi
+if [[ -n $budget && ! $budget =~ ^[1-9][0-9]*$ ]]; then
+    echo "gpu.sh: --budget $budget is no number of seconds" >&2
     exit 2
 fi
 if [[ -n $traces && ! -f $traces/bigmoe-qwen.npz ]]; then
@@ -173,7 +183,12 @@ if [[ -z $out ]]; then
 fi
 
 work=build/gpu
-if [[ -n ${OUT-} ]]; then work=$OUT/logs; fi
+if [[ -n ${OUT-} ]]; then
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+fi
+# Nothing of an earlier run may come into this one's report.
+for stage in "${ALL_STAGES[@]}"; do rm -f "$work/$stage".{status,json,xml,log}; done
 mkdir -p "$work"
 export PYTHONPATH=$PWD
 export PYTHONDONTWRITEBYTECODE=1
@@ -185,9 +200,28 @@ leave_out() {
     echo "$2" | tee "$work/$1.log"
 }
 
+# Of the stages so far, so that there is one whatever becomes of the others.
+write_report() {
+    local report=("$python" bench/gpu.py report --work "$work" --out "$out") one
+    for one in "${stages[@]}"; do report+=(--stage "$one"); done
+    for one in "${facts[@]}"; do report+=(--fact "$one"); done
+    if [[ -n ${OUT-} ]]; then tar -czf "$OUT/gpu-logs.tar.gz" -C "$work" .; fi
+    "${report[@]}"
+}
+
+# A stage that is interrupted has 20 seconds, and the reports take a few.
+RESERVE=25
 # run NAME SECONDS COMMAND...
 run() {
-    local name=$1 limit=$2 code=0 start end
+    local name=$1 limit=$2 code=0 start end left
+    if [[ -n $budget ]]; then
+        left=$((budget - ($(date +%s) - began) - RESERVE))
+        if ((left < 5)); then
+            leave_out "$name" "no time is left of $budget s"
+            return
+        fi
+        if ((left < limit)); then limit=$left; fi
+    fi
     shift 2
     rm -f "$work/$name".{status,json,xml}
     echo "== $name: $*"
@@ -198,6 +232,7 @@ run() {
     tail -n 40 "$work/$name.log"
     echo "$code $(awk -v a="$start" -v b="$end" 'BEGIN { print b - a }') $limit" \
         >"$work/$name.status"
+    write_report >/dev/null || true
 }
 
 # The project's own settings want plug-ins of pytest that may not be here, and warnings of
@@ -280,12 +315,9 @@ for tool in "${SANITIZERS[@]}"; do
     if [[ -z $sanitizer ]]; then
         leave_out "$tool" "compute-sanitizer was not found"
     else
-        run "$tool" "${limit[$tool]}" "$sanitizer" --tool "$tool" --error-exitcode 9 \
+        run "$tool" "${limit[$tool]}" "$sanitizer" --tool "$tool" --error-exitcode 9 --report-api-errors no \
             "${pytest[@]}" --junitxml="$work/$tool.xml" -k "$checked" tests/test_cuda_experts.py
     fi
 done
 
-report=("$python" bench/gpu.py report --work "$work" --out "$out")
-for stage in "${stages[@]}"; do report+=(--stage "$stage"); done
-for fact in "${facts[@]}"; do report+=(--fact "$fact"); done
-"${report[@]}"
+write_report

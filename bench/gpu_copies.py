@@ -72,6 +72,7 @@ def measure_upload(device: Device, arguments: Namespace) -> dict[str, Any]:
             directory=Path(name),
             copy_bytes=parse_bytes(arguments.copy_bytes),
         )
+        arguments.progress["uploads"] = rows
         storm = look_ups(
             device,
             shapes[0],

@@ -259,7 +259,8 @@ class Contest:
                     row.run(tokens, self.rates[-1])
                     check_bits(row.decoder, tokens[-1], self.expected)
             figures = {row.decoder.name: row.figures(rows[0]) for row in rows}
-        self.found = {**figures, **self.found}
+        # In place: it is what an interrupt leaves.
+        self.found |= {**figures, **self.found}
 
     def _row(self, decoder: Decoder) -> Row:
         return LayerRow(decoder, self.place, self.timer) if self.timer else Row(decoder)
@@ -317,6 +318,7 @@ def decode_ways(
     num_tokens: int,
     copy_bytes: int,
     loader_threads: int = 8,
+    progress: dict[str, Any],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Return the figures of every way, by name, and those that were refused with the reason."""
     with ExitStack() as stack:
@@ -325,6 +327,7 @@ def decode_ways(
         total = size.num_layers * size.num_experts
         whole = stack.enter_context(open_stack(device, size, total, loader_threads=loader_threads))
         contest = Contest(place, copy, num_runs, num_tokens, loader_threads)
+        progress["ways"] = contest.found
         always = [
             stack.enter_context(Decoder(RESIDENT, place, whole)),
             stack.enter_context(GraphDecoder(GRAPH, place, whole)),
@@ -352,6 +355,7 @@ def measure_decode(device: Device, arguments: Namespace) -> dict[str, Any]:
         num_tokens=arguments.tokens,
         copy_bytes=parse_bytes(arguments.copy_bytes),
         loader_threads=arguments.threads,
+        progress=arguments.progress,
     )
     return {
         "runs": arguments.runs,
@@ -415,6 +419,7 @@ def decode_shares(
     num_runs: int,
     num_tokens: int,
     copy_bytes: int,
+    progress: dict[str, Any],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str], list[float]]:
     """Return figures by way, why others were refused, and the rates of the device's copies."""
     total = size.num_layers * size.num_experts
@@ -424,6 +429,7 @@ def decode_shares(
         copy = stack.enter_context(DeviceCopy(device, place.stream, copy_bytes))
         whole = stack.enter_context(open_stack(device, size, total, policy="echo"))
         contest = Contest(place, copy, num_runs, num_tokens, timer=timer)
+        progress["ways"] = contest.found
         reference = stack.enter_context(Decoder("100%", place, whole))
         verify(reference, contest.expected)
         for ways in share_groups():
@@ -457,6 +463,7 @@ def measure_resident(device: Device, arguments: Namespace) -> dict[str, Any]:
         num_runs=arguments.runs,
         num_tokens=arguments.tokens,
         copy_bytes=parse_bytes(arguments.copy_bytes),
+        progress=arguments.progress,
     )
     copied = statistics.median(copies)
     for kind in KINDS:

@@ -230,7 +230,7 @@ def test_a_way_with_other_bits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.gpu_decode.open_stack", open_some)
     with pytest.raises(SystemExit, match=r"50%, lru, token \d+: other bits"):
         gpu_decode.decode_ways(
-            FakeDevice(), SIZE, make_trace(), num_runs=1, num_tokens=1, copy_bytes=4096
+            FakeDevice(), SIZE, make_trace(), num_runs=1, num_tokens=1, copy_bytes=4096, progress={}
         )
 
 
@@ -239,6 +239,43 @@ def test_outputs_that_say_nothing_are_refused(outputs: np.ndarray) -> None:
     """Zeros and NaNs are equal to each other, whatever computed them."""
     with pytest.raises(ValueError, match="zero or not finite"):
         digest(outputs)
+
+
+@pytest.mark.parametrize("what", ["upload", "decode", "resident", "mxfp4"])
+def test_an_interrupt_leaves_what_is_done(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ways, or the uploads, before it; "partial", and no bound."""
+    path, calls = tmp_path / "partial.json", 0
+    contest = gpu_decode.Contest._run
+
+    def run(self: Any, always: Any, ways: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        contest(self, always, ways)
+
+    def look_ups(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_decode.Contest, "_run", run)
+    monkeypatch.setattr("bench.gpu_copies.look_ups", look_ups)
+    options = ["--json", str(path), "--runs", "1", "--copy-bytes", "4KiB"]
+    size: Any = (Shape("1.5 MB", 16, 8),)
+    if what == "upload":
+        options += ["--bytes", "4KiB", "--directory", str(tmp_path)]
+    else:
+        size = replace(SIZE, format="mxfp4", hidden=64, width=32) if what == "mxfp4" else SIZE
+        Trace(make_trace(), num_experts=SIZE.num_experts).save(tmp_path / "trace.npz")
+        options += ["--tokens", "1", "--trace", str(tmp_path / "trace.npz")]
+    assert gpu.main([what, *options], FakeDevice(), size) == gpu.INTERRUPTED
+    found = json.loads(path.read_text())
+    assert (found["partial"], found["bounds"]) == (True, [])
+    done = found["uploads" if what == "upload" else "ways"]
+    assert done
+    assert "25%, echo" not in done
+    assert "50%, tokens" not in done
 
 
 @pytest.fixture(scope="module")

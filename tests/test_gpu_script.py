@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,12 @@ if arguments[:2] == ["bench/gpu.py", "report"]:
 with open(os.environ["NOTES"], "a") as notes:
     notes.write(json.dumps(arguments) + "\\n")
 name = arguments[2] if arguments[0] == "-m" else "build"
+name = arguments[3] if name == "bench.gpu" else name
+if "CLOCK" in os.environ:
+    with open(os.environ["CLOCK"]) as clock:
+        now = int(clock.read())
+    with open(os.environ["CLOCK"], "w") as clock:
+        clock.write(str(now + int(os.environ["TAKES"])))
 try:
     if name in os.environ.get("SLOW", "").split():
         print("slow", flush=True)
@@ -53,7 +62,7 @@ SANITIZER = f"""#!{sys.executable}
 import os, sys
 with open(os.environ["NOTES"], "a") as notes:
     notes.write('["sanitizer", "' + sys.argv[2] + '"]\\n')
-os.execv(sys.argv[5], sys.argv[5:])
+os.execv(sys.argv[7], sys.argv[7:])
 """
 
 
@@ -85,9 +94,32 @@ class Stand:
             timeout=60,
         )
 
+    def start(self, *options: str, **variables: str) -> subprocess.Popen[bytes]:
+        """Start the script in a group of processes of its own."""
+        path = f"{self._directory}:{os.defpath}"
+        return subprocess.Popen(
+            [SCRIPT, "--python", str(self.python), *options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": path, "NOTES": str(self._notes), "OUT": str(self.out), **variables},
+            start_new_session=True,
+        )
+
     def notes(self) -> list[list[str]]:
         """Return what was asked of python and of the sanitizer, in order."""
+        if not self._notes.exists():
+            return []
         return [json.loads(line) for line in self._notes.read_text().splitlines()]
+
+    def logs(self) -> dict[str, str]:
+        """Return the files of the archive by their names."""
+        with tarfile.open(self.out / "gpu-logs.tar.gz") as archive:
+            found = {}
+            for member in archive:
+                if member.isfile():
+                    text: Any = archive.extractfile(member)
+                    found[member.name.removeprefix("./")] = text.read().decode()
+        return found
 
     def report(self) -> dict[str, Any]:
         """Return the JSON."""
@@ -132,8 +164,9 @@ def test_everything_is_written_below_out(stand: Stand) -> None:
     assert report["ok"]
     assert {stage["status"] for stage in report["stages"].values()} == {"ok"}
     assert report["gpu"] == "NVIDIA Stand-In 1"
-    logs = {path.name for path in (stand.out / "logs").iterdir()}
-    assert {f"{name}.log" for name in names} <= logs
+    assert {f"{name}.log" for name in names} <= stand.logs().keys()
+    # As many files come back from a machine that is lent.
+    assert len([path for path in stand.out.rglob("*") if path.is_file()]) <= 8
     assert sorted((ROOT / "bench" / "results").iterdir()) == before
 
 
@@ -175,7 +208,51 @@ def test_a_slow_stage_is_interrupted_and_the_next_runs(stand: Stand) -> None:
     assert done.returncode == 1
     assert [stage["status"] for stage in report["stages"].values()] == ["timed out", "ok"]
     assert report["stages"]["upload"]["limit_s"] == 1
-    assert "interrupted, written" in (stand.out / "logs" / "upload.log").read_text()
+    assert "interrupted, written" in stand.logs()["upload.log"]
+
+
+DATE = """#!/bin/sh
+if [ "$*" = +%s ]; then cat "$CLOCK"; else exec /bin/date "$@"; fi
+"""
+
+
+def test_a_budget_cuts_each_stage_to_what_is_left(stand: Stand, tmp_path: Path) -> None:
+    """By a clock of the test's: what has no time left is left out, with the reason."""
+    date, clock = tmp_path / "date", tmp_path / "clock"
+    date.write_text(DATE)
+    date.chmod(0o755)
+    clock.write_text("1000")
+    done = stand.run(
+        *("--quick", "--budget", "550", "--only", "upload,decode,resident,mxfp4,memory"),
+        SUFFIX=".none",
+        CLOCK=str(clock),
+        TAKES="150",
+    )
+    stages = stand.report()["stages"]
+    assert done.returncode == 0, done.stdout + done.stderr
+    # 550 - 25 - 150 times the stages before it, and at most what the stage may take by itself.
+    assert [stage.get("limit_s") for stage in stages.values()] == [70, 70, 100, 75, None]
+    assert stages["memory"]["note"] == "no time is left of 550 s"
+    wrong = stand.run("--budget", "soon", CLOCK=str(clock))
+    assert (wrong.returncode, "--budget soon is no number" in wrong.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["decode", "memory"])
+def test_there_is_a_report_of_the_stages_before_one_that_is_killed(stand: Stand, name: str) -> None:
+    """Whenever the script ends: the report is written anew after every stage."""
+    stages = ["upload", "decode", "resident", "mxfp4", "memory"]
+    before = stages[: stages.index(name)]
+    process = stand.start("--quick", "--budget", "550", "--only", ",".join(stages), SLOW=name)
+    try:
+        until = time.monotonic() + 30
+        while not any(name in note for note in stand.notes()) and time.monotonic() < until:
+            time.sleep(0.02)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    found = stand.report()["stages"]
+    assert [one for one in stages if found[one]["status"] == "ok"] == before
+    assert f"{before[-1]}.log" in stand.logs()
 
 
 def test_modules_that_are_there_are_not_built(stand: Stand) -> None:

@@ -278,6 +278,27 @@ def test_an_interrupt_leaves_what_is_done(
     assert "50%, tokens" not in done
 
 
+def test_the_host_is_no_part_of_a_graphs_time() -> None:
+    """The device has work already when the clock starts; what is timed is issued behind it."""
+    device = FakeDevice(eager=False)
+    queued = []
+
+    class Watching(Timer):
+        def time_ns(self, work: Any, stream: Any) -> int:
+            queued.append(device.num_queued)
+            return super().time_ns(work, stream)
+
+    with (
+        gpu_decode.open_place(device, SIZE, make_trace()) as place,
+        gpu_decode.open_stack(device, SIZE, 16) as runtime,
+        Watching(device) as timer,
+        gpu_decode.GraphDecoder("graph", place, runtime) as decoder,
+    ):
+        gpu_decode.LayerRow(decoder, place, timer).run([0, 1], 1.0)
+    assert len(queued) == 2
+    assert all(queued)
+
+
 @pytest.fixture(scope="module")
 def resident(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the figures of a small stack with slots for all, nine in ten and half."""

@@ -9,13 +9,13 @@ STUBBED := $(subst /,.,$(basename $(wildcard moecache/*.pyi moecache/*/*.pyi moe
 PROJECT := pyproject.toml setup.py constraints.txt
 # All that tests use. Other targets install what EXTRAS names, by default nothing.
 TESTED := transformers,study,notebooks,prometheus,serve
-EXTRAS ?= $(if $(filter test nightly,$(MAKECMDGOALS)),$(TESTED))
+EXTRAS ?= $(if $(filter test nightly older,$(MAKECMDGOALS)),$(TESTED))
 comma := ,
 # Part of the stamps' names: other extras are another installation.
 stamp = $(VENV)/.moecache-$1$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 install = PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --editable
 
-.PHONY: demo build prepare test nightly check dist docs debug sanitize arm bench bench-small gpu notebooks clean
+.PHONY: demo build prepare test nightly older check dist docs debug sanitize arm bench bench-small gpu notebooks clean
 
 demo: build ## generate text with the tiny model, a quarter of its experts in memory
 	$(BIN)/moecache demo
@@ -33,6 +33,14 @@ test: $(call stamp,test) ## run all tests
 nightly: $(call stamp,test) ## more cases of what tests show, too long for each change
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 		$(BIN)/python -m pytest -q -n 3 -m nightly
+
+# The release that machines with a GPU had; its dependencies that differ from the pinned ones.
+OLDER = transformers==5.17.0 'huggingface_hub>=1.5,<2' httpx httpcore
+older: $(call stamp,test) ## what runs on GPUs with transformers, with an older transformers
+	rm -rf build/older
+	$(BIN)/python -m pip install --quiet --no-deps --target build/older $(OLDER)
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/older $(BIN)/python -m pytest -q -n 2 \
+		tests/test_transformers_cuda*.py tests/test_transformers_token_graph.py
 
 check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/ruff check .

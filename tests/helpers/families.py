@@ -9,6 +9,10 @@ from typing import Any
 from tests.helpers import family_settings as tiny
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# As constraints.txt has it, without the last number.
+PINNED = (5, 23)
+# Families whose experts older releases stack otherwise, or whose own reference fails there.
+_OTHERWISE = ("aria", "deepseek_v4")
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
@@ -99,9 +103,15 @@ def write_checkpoint(family: Family, directory: Path, dtype: str) -> Path:
     dtype : {"bfloat16", "float32"}
         Type of every weight.
     """
+    import pytest
     import torch
+    import transformers
     from safetensors.torch import load_file, save_file
 
+    # Only of releases older than the one that CI pins: there a missing class is a failure.
+    is_there = hasattr(transformers, family.prefix + family.model_suffix)
+    if _is_older(PINNED) and (not is_there or family.name in _OTHERWISE):
+        pytest.skip(f"transformers {transformers.__version__} has no {family.name}, or another")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sum(family.name.removesuffix("_hub").encode()))
         model = family.model_class(family.config())
@@ -111,6 +121,14 @@ def write_checkpoint(family: Family, directory: Path, dtype: str) -> Path:
         shard = directory / "model.safetensors"
         save_file(family.relayout(load_file(shard)), shard, metadata={"format": "pt"})
     return directory
+
+
+def _is_older(release: tuple[int, int]) -> bool:
+    """Return whether the transformers that is here is older than a release."""
+    import transformers
+
+    major, minor = transformers.__version__.split(".")[:2]
+    return (int(major), int(minor)) < release
 
 
 def _randomize(model: Any) -> None:

@@ -7,7 +7,7 @@
 
 enum Closed { OPEN, STALLED, OUTSIDE };
 
-// One load of 16 bytes.
+// Aligned, so that a warp reads it by few loads.
 struct alignas(16) Control {
     int closed;
     int first_layer; // results of layers before it are there already

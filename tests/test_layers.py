@@ -20,7 +20,7 @@ ROOMS = (
 PLACES = {"_slru": "policies", "_prefault": "prefault"}
 HEAVY = {
     *("torch", "transformers", "accelerate", "huggingface_hub", "cupy"),
-    *("starlette", "uvicorn", "llguidance"),
+    *("starlette", "uvicorn", "llguidance", "vllm"),
 }
 
 
@@ -113,11 +113,15 @@ def test_no_room_has_a_circle() -> None:
 
 
 def test_optional_packages_have_one_importer() -> None:
-    """Integrations import torch, `serving` the server and llguidance, `cuda/_cupy.py` CuPy."""
+    """Integrations import torch, `_vllm.py` vLLM, `serving` the server, `cuda/_cupy.py` CuPy."""
     for path, found in sources().items():
         heavy = {name.split(".")[0] for name in found} & HEAVY
         if path.relative_to(PACKAGE).parts[:2] == ("integrations", "transformers"):
             heavy -= {"torch", "transformers", "accelerate", "huggingface_hub"}
+        if path.relative_to(PACKAGE).parts[:2] == ("integrations", "vllm"):
+            heavy -= {"torch"}
+        if path == PACKAGE / "integrations" / "vllm" / "_vllm.py":
+            heavy -= {"vllm"}
         if path.relative_to(PACKAGE).parts[0] == "integrations" and path.stem.startswith("hub"):
             heavy -= {"huggingface_hub"}
         if path.relative_to(PACKAGE).parts[0] == "serving":

@@ -50,7 +50,7 @@ def run(path: Path, tmp_path: Path, **given: Any) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.helpers.vllm_child", str(path), json.dumps(given)]
     done = subprocess.run(
         [*command, str(out)],
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT},  # noqa: TID251 - for a child
         capture_output=True,
         text=True,
         timeout=280,
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_vllm(name: str, checkpoints: Any, tmp_path: Path) -
 
 
 def test_a_compiled_graph_calls_the_slots(checkpoints: Any, tmp_path: Path) -> None:
-    """vLLM's operator is opaque: a graph that torch compiles has the same experts."""
+    """The operator of vLLM is opaque: a graph that torch compiles has the same experts."""
     path = checkpoints("qwen3_moe")
     compiled = run(path, tmp_path, batches=[3], enforce_eager=False, **offloaded(memory="25%"))
     eager = run(path, tmp_path, batches=[3], **offloaded(memory="25%"))

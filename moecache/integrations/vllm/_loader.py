@@ -53,7 +53,9 @@ class SlotLoader(DefaultModelLoader):
             super().__init__(load_config)
 
     def get_all_weights(
-        self, model_config: Any, model: Any
+        self,
+        model_config: Any,
+        model: Any,  # noqa: ARG002 - vLLM's signature
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of the trunk; experts' are not even read."""
         _, files = self._find(model_config)

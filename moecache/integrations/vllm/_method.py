@@ -122,8 +122,8 @@ class SlotMethod(FusedMoEMethodBase):
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
+        shared_experts: Any,  # noqa: ARG002 - vLLM computes these itself
+        shared_experts_input: torch.Tensor | None,  # noqa: ARG002 - vLLM's signature
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts; those of other ranks count as zero.
 

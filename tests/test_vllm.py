@@ -22,6 +22,17 @@ NAMES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v2")
 # DeepSeek's keys are latent: their widths are its own.
 _OTHER = {"deepseek_v2": {"num_key_value_heads": 2, "head_dim": 64}}
 
+# As published; vLLM takes gpt-oss with no other.
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 150_000.0,
+    "truncate": False,
+}
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -32,7 +43,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if name not in written:
             directory = tmp_path_factory.mktemp(name)
             if name == "gpt_oss":
-                family = replace(GPT_OSS, settings={**GPT_OSS.settings, **SIZES})
+                settings = {**GPT_OSS.settings, **SIZES, "rope_parameters": _YARN}
+                family = replace(GPT_OSS, settings=settings)
                 written[name], _ = write_quantized(family, mxfp4(), directory)
             else:
                 family = FAMILIES[name]

@@ -23,6 +23,7 @@ from moecache.integrations.vllm._vllm import (
 from moecache.layout import ExpertLayout
 from moecache.ranks import Placement, Share
 from moecache.runtime.runtime import ExpertRuntime
+from moecache.telemetry import PrometheusCollector
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class SlotLoader(DefaultModelLoader):
 
     def __init__(self, load_config: Any) -> None:
         self._options = options_of(load_config.model_loader_extra_config)
+        self._metrics_port = self._options.pop("metrics_port", None)
         with plain_format(load_config):
             super().__init__(load_config)
 
@@ -84,6 +86,8 @@ class SlotLoader(DefaultModelLoader):
         folder, _ = self._find(model_config)
         runtime = self._open(folder, layers)
         try:
+            if self._metrics_port is not None:
+                show_metrics(runtime, self._metrics_port)
             placed = _numbered(layers, runtime.layout)
             for layer, number in placed:
                 layer.quant_method.bind(layer, runtime, number)
@@ -118,6 +122,29 @@ class SlotLoader(DefaultModelLoader):
         if not is_safetensors:
             raise ConfigError(f"{folder}: experts are read from safetensors files; there are none")
         return folder, sorted(files)
+
+
+def show_metrics(runtime: ExpertRuntime, port: int) -> None:
+    """Serve a runtime's counters to Prometheus from this process, on a port of this machine.
+
+    vLLM's own metrics are its front's, which is another process than the experts'. A rank adds
+    its number to the port.
+
+    Raises
+    ------
+    ConfigError
+        If the port cannot be listened to.
+    """
+    import prometheus_client
+
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(PrometheusCollector(runtime))
+    port += 0 if runtime.share is None else runtime.share.rank
+    try:
+        server, _ = prometheus_client.start_http_server(port, addr="127.0.0.1", registry=registry)
+    except OSError as error:
+        raise ConfigError(f"metrics_port {port}: {error.strerror}; choose another") from error
+    runtime.closing(server.shutdown)
 
 
 def is_routed(name: str) -> bool:

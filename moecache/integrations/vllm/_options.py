@@ -10,7 +10,7 @@ _NOT_TAKEN = ("device", "dtype", "layers", "share", "progress")
 
 
 def options_of(given: object) -> dict[str, Any]:
-    """Return keywords for `moecache.Options` from what vLLM was given as JSON.
+    """Return keywords for `moecache.Options`, and "metrics_port", from what vLLM got as JSON.
 
     Raises
     ------
@@ -24,9 +24,12 @@ def options_of(given: object) -> dict[str, Any]:
     for name in given:
         if name in _NOT_TAKEN:
             raise ConfigError(f"{name} is decided by vLLM; leave it out of moecache's options")
+    port = given.get("metrics_port")
+    if port is not None and (not isinstance(port, int) or not 0 < port < 65536):
+        raise ConfigError(f"metrics_port must be a port from 1 to 65535, got {port!r}")
     try:
         # Refused here, before the trunk is read.
-        Options(**given)
+        Options(**{name: given[name] for name in given if name != "metrics_port"})
     except TypeError as error:
         raise ConfigError(f"--model-loader-extra-config: {error}; see docs/vllm.md") from error
     return dict(given)

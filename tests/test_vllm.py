@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.families import FAMILIES, write_checkpoint
-from tests.helpers.quantized import GPT_OSS, mxfp4, write_quantized
 from tests.helpers.vllm_child import ENVIRONMENT, SIZES
 
 pytestmark = pytest.mark.skipif(
@@ -30,17 +29,6 @@ _LATENT = {
 }
 _OTHER = {"deepseek_v2": _LATENT}
 
-# As published; vLLM takes gpt-oss with no other.
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 2.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": 64,
-    "rope_theta": 150_000.0,
-    "truncate": False,
-}
-
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -50,15 +38,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def write(name: str) -> Path:
         if name not in written:
             directory = tmp_path_factory.mktemp(name)
-            if name == "gpt_oss":
-                settings = {**GPT_OSS.settings, **SIZES, "rope_parameters": _YARN}
-                family = replace(GPT_OSS, settings=settings)
-                written[name], _ = write_quantized(family, mxfp4(), directory)
-            else:
-                family = FAMILIES[name]
-                sizes = {**SIZES, **_OTHER.get(name, {})}
-                family = replace(family, settings={**family.settings, **sizes})
-                written[name] = write_checkpoint(family, directory, "bfloat16")
+            family = FAMILIES[name]
+            sizes = {**SIZES, **_OTHER.get(name, {})}
+            family = replace(family, settings={**family.settings, **sizes})
+            written[name] = write_checkpoint(family, directory, "bfloat16")
         return written[name]
 
     return write
@@ -85,7 +68,7 @@ def offloaded(**options: Any) -> dict[str, Any]:
     return {"load_format": "moecache", "model_loader_extra_config": options}
 
 
-@pytest.mark.parametrize("name", [*NAMES, "gpt_oss"])
+@pytest.mark.parametrize("name", NAMES)
 def test_bits_do_not_depend_on_the_slots(name: str, checkpoints: Any, tmp_path: Path) -> None:
     """All resident, a quarter, and one layer's worth: tokens and log probabilities are equal."""
     path = checkpoints(name)

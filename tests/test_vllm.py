@@ -95,7 +95,7 @@ def test_tokens_are_those_of_vllm(name: str, checkpoints: Any, tmp_path: Path) -
 
 
 def test_a_compiled_graph_calls_the_slots(checkpoints: Any, tmp_path: Path) -> None:
-    """The operator of vLLM is opaque: a graph that torch compiles has the same experts."""
+    """A graph that torch compiles has the same experts, by an operator."""
     path = checkpoints("qwen3_moe")
     compiled = run(path, tmp_path, batches=[3], enforce_eager=False, **offloaded(memory="25%"))
     eager = run(path, tmp_path, batches=[3], **offloaded(memory="25%"))

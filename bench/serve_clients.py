@@ -74,14 +74,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=16, help="at least, in each question")
     parser.add_argument("--new-tokens", type=int, default=64)
     arguments = begin(parser, argv, rounds=5)
-    questions = [_question(client, arguments.prompt_tokens) for client in range(arguments.clients)]
+    questions = [question(client, arguments.prompt_tokens) for client in range(arguments.clients)]
     alone, together = [], []
     with _serving(arguments) as (port, process):
         ask(port, process, questions, arguments.new_tokens, at_once=True)  # warms up
         for _ in range(arguments.rounds):
             alone.append(ask(port, process, questions, arguments.new_tokens, at_once=False))
             together.append(ask(port, process, questions, arguments.new_tokens, at_once=True))
-    figures = {"alone": _figures(alone), "together": _figures(together)}
+    figures = {"alone": figures_of(alone), "together": figures_of(together)}
     ratios = [
         one.clock_s / all_.clock_s * all_.num_tokens / one.num_tokens
         for one, all_ in zip(alone, together, strict=True)
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if is_equal else 1
 
 
-def _question(client: int, num_words: int) -> str:
+def question(client: int, num_words: int) -> str:
     """Return a text of so many words, each at least a token to any tokenizer."""
     drawn = np.random.default_rng(client).choice(WORDS, num_words)
     return " ".join(drawn)
@@ -142,7 +142,7 @@ def ask(
 ) -> Round:
     """Have each client ask its question, all at once or one after the other."""
     found = Round()
-    cpu, clock = process.cpu_times(), time.perf_counter()
+    cpu_s, clock = _cpu_s(process), time.perf_counter()
     with ThreadPoolExecutor(len(questions) if at_once else 1) as pool:
         answers = pool.map(lambda question: _answer(port, question, num_tokens), questions)
         for text, first_s, count in answers:
@@ -150,9 +150,14 @@ def ask(
             found.first_s.append(first_s)
             found.num_tokens += count
     found.clock_s = time.perf_counter() - clock
-    now = process.cpu_times()
-    found.cpu_s = now.user + now.system - cpu.user - cpu.system
+    found.cpu_s = _cpu_s(process) - cpu_s
     return found
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Return what a server has taken, with the processes that it began."""
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 def _answer(port: int, question: str, num_tokens: int) -> tuple[str, float, int]:
@@ -183,7 +188,7 @@ def _answer(port: int, question: str, num_tokens: int) -> tuple[str, float, int]
     return "".join(parts), first_s, usage
 
 
-def _figures(rounds: list[Round]) -> dict[str, Any]:
+def figures_of(rounds: list[Round]) -> dict[str, Any]:
     """Return medians over the rounds, and the percentiles of all first tokens."""
     p50, p95 = np.percentile([first_s for one in rounds for first_s in one.first_s], (50, 95))
     return {

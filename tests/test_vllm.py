@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.quantized import GPT_OSS, mxfp4, write_quantized
 from tests.helpers.vllm_child import ENVIRONMENT, SIZES
 
 pytestmark = pytest.mark.skipif(
@@ -28,6 +29,16 @@ _LATENT = {
     "v_head_dim": 128,
 }
 _OTHER = {"deepseek_v2": _LATENT}
+# As published; vLLM takes gpt-oss with no other.
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 150_000.0,
+    "truncate": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +49,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def write(name: str) -> Path:
         if name not in written:
             directory = tmp_path_factory.mktemp(name)
+            if name == "gpt_oss":
+                settings = {**GPT_OSS.settings, **SIZES, "rope_parameters": _YARN}
+                family = replace(GPT_OSS, settings=settings)
+                written[name], written["gpt_oss_plain"] = write_quantized(
+                    family, mxfp4(), directory
+                )
+                return written[name]
             family = FAMILIES[name]
             sizes = {**SIZES, **_OTHER.get(name, {})}
             family = replace(family, settings={**family.settings, **sizes})
@@ -68,7 +86,7 @@ def offloaded(**options: Any) -> dict[str, Any]:
     return {"load_format": "moecache", "model_loader_extra_config": options}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "gpt_oss"])
 def test_bits_do_not_depend_on_the_slots(name: str, checkpoints: Any, tmp_path: Path) -> None:
     """All resident, a quarter, and one layer's worth: tokens and log probabilities are equal."""
     path = checkpoints(name)
@@ -87,6 +105,33 @@ def test_tokens_are_those_of_vllm(name: str, checkpoints: Any, tmp_path: Path) -
     own = run(path, tmp_path)
     ours = run(path, tmp_path, **offloaded(memory="25%"))
     assert ours["parameter_bytes"] < own["parameter_bytes"]
+    assert_close(ours, own)
+
+
+def test_experts_of_gpt_oss_are_the_published_ones(checkpoints: Any, tmp_path: Path) -> None:
+    """vLLM has no MXFP4 on CPUs: the same experts in bfloat16 are what its own code computes."""
+    published, plain = checkpoints("gpt_oss"), checkpoints("gpt_oss_plain")
+    own = run(plain, tmp_path)
+    assert_close(run(published, tmp_path, **offloaded(memory="25%")), own)
+
+
+def test_ranks_have_experts_of_their_own(checkpoints: Any, tmp_path: Path) -> None:
+    """Two ranks, each with half of the experts, give one process's tokens but for rounding."""
+    path = checkpoints("qwen3_moe")
+    alone = run(path, tmp_path, batches=[3], **offloaded(memory="25%"))
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    assert_close(run(path, tmp_path, batches=[3], **ranks, **offloaded(memory="25%")), alone)
+
+
+def test_wrong_experts_are_an_error_at_load(checkpoints: Any, tmp_path: Path) -> None:
+    """A layer that computes another one's experts is found before the first request."""
+    damaged = {"damage": True, "batches": [1], **offloaded(memory="25%")}
+    with pytest.raises(AssertionError, match="off that of plain products"):
+        run(checkpoints("qwen3_moe"), tmp_path, **damaged)
+
+
+def assert_close(ours: dict[str, Any], own: dict[str, Any]) -> None:
+    """Compare first log probabilities, and most sequences' tokens."""
     num_equal = 0
     for (tokens, chosen), (others, theirs) in zip(ours["answers"], own["answers"], strict=True):
         assert abs(chosen[0] - theirs[0]) < 0.1

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -16,6 +17,7 @@ from moecache.integrations.vllm._options import options_of
 from moecache.integrations.vllm._sequences import Sequences
 from moecache.integrations.vllm._vllm import (
     DefaultModelLoader,
+    GptOssRoutedExperts,
     RoutedExperts,
     get_current_vllm_config,
     plain_format,
@@ -23,6 +25,7 @@ from moecache.integrations.vllm._vllm import (
 from moecache.layout import ExpertLayout
 from moecache.ranks import Placement, Share
 from moecache.runtime.runtime import ExpertRuntime
+from moecache.settings import Settings
 from moecache.telemetry import PrometheusCollector
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,10 @@ class SlotExperts(RoutedExperts):
         if get_current_vllm_config().load_config.load_format == LOAD_FORMAT:
             return SlotMethod(moe_config, SEQUENCES)
         return super()._get_quant_method(prefix, quant_config, moe_config)
+
+
+class SlotGptOssExperts(SlotExperts, GptOssRoutedExperts):
+    """The same for gpt-oss, whose class reads weights in a way of its own."""
 
 
 class SlotLoader(DefaultModelLoader):
@@ -107,6 +114,18 @@ class SlotLoader(DefaultModelLoader):
             share = _share_of(layers, store.layout, parallel)
         options = dict(self._options)
         memory = options.pop("memory", None)
+        cache_bytes = get_current_vllm_config().cache_config.kv_cache_memory_bytes
+        settings = Settings.from_environ(is_told=False)
+        is_bounded = settings.choose("memory", memory).value is not None or "slots" in options
+        if not is_bounded and cache_bytes is None:
+            raise ConfigError(
+                "vLLM takes a share of all memory for its KV cache when the experts have theirs; "
+                'say how much either is: --model-loader-extra-config \'{"memory": "4GiB"}\', or '
+                "--kv-cache-memory-bytes"
+            )
+        if cache_bytes is not None:
+            # Allocated after the slots.
+            options.setdefault("host_bytes", cache_bytes)
         runtime = moecache.open(store, memory, **options, share=share)
         logger.info(
             "vllm.slots slots=%d experts=%d", runtime.cache.capacity, runtime.layout.total_experts
@@ -177,10 +196,13 @@ def _numbered(layers: list[Any], layout: ExpertLayout) -> list[tuple[Any, int]]:
 
 
 def _share_of(layers: list[Any], layout: ExpertLayout, parallel: Any) -> Share:
-    """Return this rank's experts as vLLM places them; every rank has as many, in one order."""
-    even = Placement.even(layout.num_layers, layout.num_experts, parallel.ep_size)
-    owners = even.owners.copy()
-    each = -(-layout.num_experts // parallel.ep_size)
-    for _, number in _numbered(layers, layout):
-        owners[number] = [expert // each for expert in range(layout.num_experts)]
-    return Share(Placement(owners, parallel.ep_size), parallel.ep_rank)
+    """Return this rank's experts, as vLLM's own maps name them.
+
+    Which of the other ranks has another expert is of no matter here, as vLLM adds the rows up.
+    """
+    rank, size = parallel.ep_rank, parallel.ep_size
+    others = [other for other in range(size) if other != rank]
+    owners = np.resize(np.array(others, np.int32), (layout.num_layers, layout.num_experts))
+    for layer, number in _numbered(layers, layout):
+        owners[number, (layer.expert_map >= 0).numpy()] = rank
+    return Share(Placement(owners, size), rank)

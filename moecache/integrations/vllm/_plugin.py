@@ -23,6 +23,8 @@ def register() -> None:
         return
     if "RoutedExperts" in _vllm.replaced():
         return
-    _vllm.PluggableLayer.register_oot(_loader.SlotExperts, name="RoutedExperts")
+    register = _vllm.PluggableLayer.register_oot
+    register(name="RoutedExperts")(_loader.SlotExperts)
+    register(name="GptOssRoutedExperts")(_loader.SlotGptOssExperts)
     _vllm.register_model_loader(_loader.LOAD_FORMAT)(_loader.SlotLoader)
     _vllm.watch_steps(_loader.SEQUENCES.begin)

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from moecache.errors import MissingDependencyError
@@ -34,6 +35,7 @@ _NEEDED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
 __all__ = [
     "DefaultModelLoader",
     "FusedMoEMethodBase",
+    "GptOssRoutedExperts",
     "PluggableLayer",
     "RoutedExperts",
     "check_names",

@@ -1,7 +1,7 @@
 """vLLM with moecache's plug-in in a limit of memory, beside vLLM alone and `moecache serve`.
 
     python -m bench.qwen3_moe DIR                    # a model of 3.2 GB
-    python -m bench.vllm_clients DIR --vllm build/vllm/bin/python --limit 2560MiB --memory 1GiB
+    python -m bench.vllm_clients DIR --vllm build/vllm/bin/python --limit 3584MiB --memory 1GiB
 
 Each server runs in a memory cgroup of its own, one after the other in each round. One client asks
 questions one after the other, then as many as `--clients` ask at once; answers are greedy and take
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("model", type=Path)
     parser.add_argument("--vllm", required=True, help="a Python that has vLLM and the plug-in")
-    parser.add_argument("--limit", default="2560MiB", help="of a server's memory (2560MiB)")
+    parser.add_argument("--limit", default="3584MiB", help="of a server's memory (3584MiB)")
     parser.add_argument("--memory", default="1GiB", help="for experts (1GiB)")
     parser.add_argument("--cache", default="128MiB", help="vLLM's KV cache (128MiB)")
     parser.add_argument("--clients", type=int, default=8)
@@ -131,13 +131,13 @@ def _waited(process: subprocess.Popen[bytes], port: int, group: MemoryLimit) -> 
     while time.monotonic() < until and process.poll() is None:
         if group.facts()["num_oom_kills"]:
             return False
-        with contextlib.suppress(OSError):
-            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, 5)) as link:
-                link.request("GET", "/v1/models")
-                if link.getresponse().status == http.HTTPStatus.OK:
-                    link.request("GET", "/health")
-                    if link.getresponse().status == http.HTTPStatus.OK:
-                        return True
+        with (
+            contextlib.suppress(OSError),
+            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, 5)) as link,
+        ):
+            link.request("GET", "/health")
+            if link.getresponse().status == http.HTTPStatus.OK:
+                return True
         time.sleep(0.5)
     return False
 

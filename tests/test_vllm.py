@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -65,13 +66,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return write
 
 
-def run(path: Path, tmp_path: Path, **given: Any) -> dict[str, Any]:
-    """Return what vLLM answers in a process of its own."""
+def run(path: Path, tmp_path: Path, cores: str = "", **given: Any) -> dict[str, Any]:
+    """Return what vLLM answers in a process of its own; `cores` binds the threads of each rank."""
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "tests.helpers.vllm_child", str(path), json.dumps(given)]
     done = subprocess.run(
         [*command, str(out)],
-        env={**os.environ, **ENVIRONMENT},  # noqa: TID251 - for a child
+        env={  # noqa: TID251 - for a child
+            **os.environ,
+            **ENVIRONMENT,
+            **({"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {}),
+        },
         capture_output=True,
         text=True,
         timeout=280,
@@ -119,7 +124,7 @@ def test_ranks_have_experts_of_their_own(checkpoints: Any, tmp_path: Path) -> No
     """Two ranks, each with half of the experts, give one process's tokens but for rounding."""
     path = checkpoints("qwen3_moe")
     alone = run(path, tmp_path, batches=[3], **offloaded(memory="25%"))
-    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "cores": "0|1"}
     assert_close(run(path, tmp_path, batches=[3], **ranks, **offloaded(memory="25%")), alone)
 
 
@@ -128,6 +133,13 @@ def test_wrong_experts_are_an_error_at_load(checkpoints: Any, tmp_path: Path) ->
     damaged = {"damage": True, "batches": [1], **offloaded(memory="25%")}
     with pytest.raises(AssertionError, match="off that of plain products"):
         run(checkpoints("qwen3_moe"), tmp_path, **damaged)
+
+
+def test_a_read_that_fails_is_said(checkpoints: Any, tmp_path: Path) -> None:
+    """A file that is cut while vLLM serves ends the engine with an error that names it."""
+    path = shutil.copytree(checkpoints("qwen3_moe"), tmp_path / "cut")
+    with pytest.raises(AssertionError, match="StoreError: .*model.safetensors"):
+        run(path, tmp_path, cut=True, batches=[16], **offloaded(slots=8, prefault="off"))
 
 
 def assert_close(ours: dict[str, Any], own: dict[str, Any]) -> None:

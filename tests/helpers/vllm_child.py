@@ -1,6 +1,7 @@
 """A process of its own in which vLLM answers some prompts: python -m tests.helpers.vllm_child."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ def answer(path: str, given: dict[str, Any]) -> dict[str, Any]:
     sizes = given.pop("batches", [1, 3, 16])
     if given.pop("damage", False):
         swap_layers()
+    cut = given.pop("cut", False)
     llm = LLM(
         path,
         dtype="bfloat16",
@@ -37,6 +39,9 @@ def answer(path: str, given: dict[str, Any]) -> dict[str, Any]:
         enable_chunked_prefill=True,
         **{"enforce_eager": True, **given},
     )
+    if cut:
+        for file in Path(path).glob("*.safetensors"):
+            os.truncate(file, file.stat().st_size // 2)
     sampling = SamplingParams(
         temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, detokenize=False
     )

@@ -101,8 +101,9 @@ def _serving(
             options = json.dumps({"memory": arguments.memory})
             command += ["--load-format", "moecache", "--model-loader-extra-config", options]
     with MemoryLimit(parse_bytes(arguments.limit)) as group:
+        inside = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', str(group.join_file), *command]
         process = subprocess.Popen(
-            ["sh", "-c", 'echo $$ > "$0"; exec "$@"', str(group.join_file), *command],
+            inside,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=ROOT,

@@ -69,14 +69,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def run(path: Path, tmp_path: Path, cores: str = "", **given: Any) -> dict[str, Any]:
     """Return what vLLM answers in a process of its own; `cores` binds the threads of each rank."""
     out = tmp_path / "out.json"
+    variables = {**ENVIRONMENT, **({"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {})}
     command = [sys.executable, "-m", "tests.helpers.vllm_child", str(path), json.dumps(given)]
     done = subprocess.run(
         [*command, str(out)],
-        env={  # noqa: TID251 - for a child
-            **os.environ,
-            **ENVIRONMENT,
-            **({"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {}),
-        },
+        env={**os.environ, **variables},  # noqa: TID251 - for a child
         capture_output=True,
         text=True,
         timeout=280,
@@ -114,7 +111,7 @@ def test_tokens_are_those_of_vllm(name: str, checkpoints: Any, tmp_path: Path) -
 
 
 def test_experts_of_gpt_oss_are_the_published_ones(checkpoints: Any, tmp_path: Path) -> None:
-    """vLLM has no MXFP4 on CPUs: the same experts in bfloat16 are what its own code computes."""
+    """On CPUs vLLM has no MXFP4; what is compared are the same values in bfloat16, its own code."""
     published, plain = checkpoints("gpt_oss"), checkpoints("gpt_oss_plain")
     own = run(plain, tmp_path)
     assert_close(run(published, tmp_path, **offloaded(memory="25%")), own)
@@ -138,7 +135,7 @@ def test_wrong_experts_are_an_error_at_load(checkpoints: Any, tmp_path: Path) ->
 def test_a_read_that_fails_is_said(checkpoints: Any, tmp_path: Path) -> None:
     """A file that is cut while vLLM serves ends the engine with an error that names it."""
     path = shutil.copytree(checkpoints("qwen3_moe"), tmp_path / "cut")
-    with pytest.raises(AssertionError, match="StoreError: .*model.safetensors"):
+    with pytest.raises(AssertionError, match=r"StoreError: .*model\.safetensors"):
         run(path, tmp_path, cut=True, batches=[16], **offloaded(slots=8, prefault="off"))
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from moecache import ExpertCache, ExpertRuntime
-from moecache.compute import on_device
+from moecache.compute import _waves, on_device
+from moecache.cuda import Memory
 from moecache.cuda._launches import tiles_of
 from moecache.slots import CudaSlots
 from tests.helpers.cuda_layers import ACTIVATIONS
@@ -32,11 +33,9 @@ def make_step(num_tokens: int, num_used: int) -> tuple[np.ndarray, np.ndarray, n
     return hidden, ids.astype(np.int64), rng.random((num_tokens, TOP_K)).astype(np.float32)
 
 
-def computed(
-    step: tuple[np.ndarray, np.ndarray, np.ndarray], capacity: int, *, eager: bool = True
-) -> tuple[np.ndarray, FakeDevice, RandomStore]:
-    """Return what a device with some slots computes of a step, the device, and the experts."""
-    store = RandomStore(
+def make_store() -> RandomStore:
+    """Return experts in two formats."""
+    return RandomStore(
         "fp8[16x32,f32]",
         "int8[1x*,f32]",
         SIZE,
@@ -45,11 +44,21 @@ def computed(
         num_experts=EXPERTS,
         top_k=TOP_K,
     )
-    device = FakeDevice(eager=eager)
-    hidden, ids, weights = step
+
+
+def make_runtime(device: FakeDevice, store: RandomStore, capacity: int) -> ExpertRuntime:
+    """Return a runtime whose slots are on the device."""
     cache = ExpertCache(LAYERS, EXPERTS, capacity, policy="lru")
-    pool = CudaSlots(store.layout, capacity, 2, device)
-    with ExpertRuntime(store, pool, cache) as runtime:
+    return ExpertRuntime(store, CudaSlots(store.layout, capacity, 2, device), cache)
+
+
+def computed(
+    step: tuple[np.ndarray, np.ndarray, np.ndarray], capacity: int, *, eager: bool = True
+) -> tuple[np.ndarray, FakeDevice, RandomStore]:
+    """Return what a device with some slots computes of a step, the device, and the experts."""
+    device, store = FakeDevice(eager=eager), make_store()
+    hidden, ids, weights = step
+    with make_runtime(device, store, capacity) as runtime:
         if capacity == EXPERTS:
             runtime.usage.fill().wait()
         x, w = on(device, hidden, weights)
@@ -93,3 +102,46 @@ def test_a_tokens_bits_depend_neither_on_waves_nor_on_other_tokens(capacity: int
     some = slice(3, 24, 3)
     alone, _, _ = computed((hidden[some], ids[some], weights[some]), EXPERTS)
     assert np.array_equal(alone.view(np.uint16), whole[some].view(np.uint16))
+
+
+class NotingDevice(FakeDevice):
+    """A device that notes what is asked for."""
+
+    def __init__(self, *, eager: bool) -> None:
+        super().__init__(eager=eager)
+        self.sizes: list[int] = []
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Return memory."""
+        self.sizes.append(num_bytes)
+        return super().allocate(num_bytes)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, EXPERTS])  # with two for staging
+@pytest.mark.parametrize("eager", [True, False])
+def test_the_scratch_of_a_prompt_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, capacity: int, eager: bool
+) -> None:
+    """Many parts, the same bits; rows of all tokens are there only where experts come in turns."""
+    limit = 4096  # 25 tokens' rows, and h of 28 pairs
+    steps = [make_step(num_tokens, EXPERTS) for num_tokens in (20, 70)]
+    wanted = [computed(step, EXPERTS)[0] for step in steps]
+    monkeypatch.setattr(_waves, "MAX_SCRATCH_BYTES", limit)
+    device = NotingDevice(eager=eager)
+    with make_runtime(device, make_store(), capacity) as runtime:
+        if capacity == EXPERTS:
+            runtime.usage.fill().wait()
+        device.run()
+        device.sizes.clear()
+        for (hidden, ids, weights), one in zip(steps, wanted, strict=True):
+            x, w = on(device, hidden, weights)
+            # Its own result: a part must not overwrite what a later one begins with.
+            on_device(runtime)(0, x, ids, w, out=x)
+            device.run()
+            assert np.array_equal(bits(device, x).view(np.uint16), one.view(np.uint16))
+        num_steps = runtime.stats().num_steps
+    assert num_steps == len(steps)
+    beyond = [size for size in device.sizes if size > limit]
+    assert len(beyond) == (capacity < EXPERTS)
+    if capacity == EXPERTS:
+        assert device.num_launches["combine_bf16"] == 1 + 3

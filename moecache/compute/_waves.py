@@ -1,5 +1,7 @@
 """Waves: a step on a GPU whose experts come one after the other."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from moecache.cuda._launches import Launches, Pool, Step, Tiles, tiles_of
@@ -11,6 +13,8 @@ from moecache.runtime.steps import Wave
 # A step of this many tokens or fewer reads weights for about one row each: kernels that stream
 # the weights are enough. With more tokens, tensor cores or cuBLAS multiply several rows at once.
 MAX_STREAMED_TOKENS = 4
+# Of h, and of rows: together half of what `reserve` keeps free by default.
+MAX_SCRATCH_BYTES = 128 * 2**20
 
 
 class Waves:
@@ -90,21 +94,43 @@ class Waves:
 
     def _group(self, runtime: ExpertRuntime, step: Step, ids: np.ndarray) -> None:
         """Compute a step of many tokens wave by wave: all of a wave's experts in two launches."""
-        device, launches = self._device, self._launches
-        h = step.scratch.room("h", step.num_pairs * step.width * step.dtype.itemsize)
-        rows = step.scratch.room("rows", step.num_pairs * step.size * step.dtype.itemsize)
+        rows = 0  # there is a wave
         waves = runtime.waves(step.layer, ids)
         try:
             for wave in waves:
-                found = tiles_of(wave)
-                lists = np.concatenate([found.ravel(), wave.pairs]).astype(np.int32)
-                at = device.locate(self._ring.to_device(lists, step.stream)).address
-                tiles = Tiles(at, len(found), at + found.nbytes)
-                launches.multiply_gate_up(step, tiles, h)
-                launches.multiply_down(step, tiles, h, rows)
+                if len(wave.pairs) == step.num_pairs:
+                    self._group_whole(step, wave)
+                    return
+                # A token's rows are summed in its order once the last has come.
+                rows = step.scratch.room("rows", step.num_pairs * _row_bytes(step))
+                self._multiply_wave(step, wave, rows)
         finally:
             waves.close()
-        launches.combine(step, rows, 0)
+        self._launches.combine(step, rows, 0)
+
+    def _group_whole(self, step: Step, wave: Wave) -> None:
+        """Compute a step whose experts are all leased, as many tokens at a time as have room."""
+        for part, own in _parts(step, wave, MAX_SCRATCH_BYTES // _row_bytes(step)):
+            num_bytes = part.num_pairs * _row_bytes(step)
+            rows = step.scratch.room("rows", num_bytes, MAX_SCRATCH_BYTES)
+            self._multiply_wave(part, own, rows)
+            self._launches.combine(part, rows, 0)
+
+    def _multiply_wave(self, step: Step, wave: Wave, rows: int) -> None:
+        """Compute the rows of a wave's pairs, as many at a time as there is room for their h."""
+        device, launches = self._device, self._launches
+        pair_bytes = step.width * step.dtype.itemsize
+        most = max(1, MAX_SCRATCH_BYTES // pair_bytes)
+        num_bytes = min(most, step.num_pairs) * pair_bytes
+        h = step.scratch.room("h", num_bytes, MAX_SCRATCH_BYTES)
+        for start in range(0, len(wave.pairs), most):
+            piece = _piece(wave, start, start + most)
+            found = tiles_of(piece)
+            lists = np.concatenate([found.ravel(), piece.pairs]).astype(np.int32)
+            at = device.locate(self._ring.to_device(lists, step.stream)).address
+            tiles = Tiles(at, len(found), at + found.nbytes)
+            launches.multiply_gate_up(step, tiles, h)
+            launches.multiply_down(step, tiles, h, rows)
 
     def _multiply(self, runtime: ExpertRuntime, step: Step, ids: np.ndarray) -> None:
         """Compute a step of many tokens wave by wave: the products of one expert after another."""
@@ -131,3 +157,30 @@ class Waves:
             waves.close()
         where = self._ring.to_device(place, step.stream)
         launches.combine(step, rows, device.locate(where).address)
+
+
+def _row_bytes(step: Step) -> int:
+    return step.size * step.dtype.itemsize
+
+
+def _parts(step: Step, wave: Wave, max_pairs: int) -> Iterator[tuple[Step, Wave]]:
+    """Yield the step of some tokens after the other, of so many pairs at most, and its wave."""
+    most = max(1, max_pairs // step.top_k)
+    num_parts = -(-step.num_tokens // most)
+    if num_parts == 1:
+        yield step, wave
+        return
+    size = -(-step.num_tokens // num_parts)
+    for first in range(0, step.num_tokens, size):
+        last = min(first + size, step.num_tokens)
+        start, stop = first * step.top_k, last * step.top_k
+        is_taken = (wave.pairs >= start) & (wave.pairs < stop)
+        num_before = np.concatenate([[0], np.cumsum(is_taken)])
+        pairs = wave.pairs[is_taken] - start
+        yield step.part(first, last), Wave(wave.slots, pairs, num_before[wave.offsets], step.top_k)
+
+
+def _piece(wave: Wave, start: int, stop: int) -> Wave:
+    """Return some of a wave's pairs, and their experts."""
+    offsets = np.clip(wave.offsets, start, stop) - start
+    return Wave(wave.slots, wave.pairs[start:stop], offsets, wave.top_k)

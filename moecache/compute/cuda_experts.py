@@ -40,8 +40,9 @@ class CudaExperts:
     by kernels that stream the weights: in one launch where every expert of the model is resident,
     with nothing that the host waits for, so that a CUDA graph can hold it; else by the same
     arithmetic, wave by wave. More tokens, in bfloat16 or float16, are two launches for all experts
-    of a wave. In float32 they are grouped by expert and multiplied by cuBLAS, where the experts are
-    plain numbers without biases; else they are computed as few are.
+    of a wave, or of as many tokens as have room at a time. In float32 they are grouped by expert
+    and multiplied by cuBLAS, where the experts are plain numbers without biases; else they are
+    computed as few are.
 
     Work is issued in the current stream of the calling thread; any number of threads may call.
     A captured graph uses this object's memory for intermediate results: run one at a time, and none

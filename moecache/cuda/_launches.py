@@ -75,6 +75,12 @@ class Step:
         self.stream = scratch.stream
         of_hidden = weights.dtype != np.float32
         self.weights = (np.uint64(weights.address), np.int32(of_hidden))
+        self._weights = weights
+
+    def part(self, first: int, last: int) -> "Step":
+        """Return the step of the tokens from one to before another."""
+        x, weights, out = (_rows(array, first, last) for array in (self.x, self._weights, self.out))
+        return Step(self.layer, x, weights, out, last - first, self.top_k, self.kind, self.scratch)
 
 
 class Tiles(NamedTuple):
@@ -103,6 +109,12 @@ def tiles_of(wave: Any) -> np.ndarray:
     first = wave.offsets[:-1][expert] + number * _TILE_PAIRS
     last = np.minimum(first + _TILE_PAIRS, wave.offsets[1:][expert])
     return np.stack([wave.slots[expert], first, last - first], 1).astype(np.int32)
+
+
+def _rows(array: DeviceArray, first: int, last: int) -> DeviceArray:
+    num_columns = array.shape[1]
+    address = array.address + first * num_columns * array.dtype.itemsize
+    return DeviceArray(address, (last - first, num_columns), array.dtype, array.owner)
 
 
 class Launches:

@@ -21,14 +21,24 @@ class Scratch:
         self._captured: set[str] = set()
         self._kept: list[Memory] = []  # replaced by larger ones, but graphs write into them
 
-    def room(self, name: str, num_bytes: int) -> int:
-        """Return a scratch address of at least `num_bytes`, zeros when they are new."""
+    def room(self, name: str, num_bytes: int, limit: int | None = None) -> int:
+        """Return a scratch address of at least `num_bytes`, zeros when they are new.
+
+        Parameters
+        ----------
+        name : str
+        num_bytes : int
+        limit : int, optional
+            Bytes beyond which none are taken for later.
+        """
         memory = self._memory.get(name)
         if memory is None or memory.nbytes < num_bytes:
             if not self.grows:
                 raise MoeCacheError("compute one step in this stream before capturing a graph")
             # A quarter on top: prompts get longer bit by bit.
             wanted = num_bytes if memory is None else num_bytes * 5 // 4
+            if limit is not None:
+                wanted = max(num_bytes, min(wanted, limit))
             with uninterrupted():
                 self._memory[name] = self._device.allocate(wanted)
                 if name in self._captured:

@@ -384,6 +384,7 @@ class NoDevice:
     allocation_bytes = 4096
     max_resident_blocks = 3 * 132
     stream_source: Callable[[], int] | None = None
+    on_out_of_memory: Callable[[], object] | None = None
 
     def __init__(self) -> None:
         self._stream = Stream(1)

@@ -3,6 +3,7 @@
 import importlib
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from moecache.compute import on_device
+from moecache.cuda import Stream
 from moecache.cuda.device import dtype_of, is_in_host_memory
 from moecache.errors import MoeCacheError
 from tests.helpers.fake_device import FakeArray, FakeDevice
@@ -48,6 +50,9 @@ class NoOpRuntime(types.ModuleType):
         self.last_error = self.status or self.last_error
         return self.status
 
+    def memsetAsync(self, *_: int) -> None:  # noqa: N802 - CuPy's name
+        """Do nothing."""
+
     def check_status(self, status: int) -> None:
         """Raise, and clear the last error."""
         if status:
@@ -64,12 +69,33 @@ def _runtime(monkeypatch: pytest.MonkeyPatch) -> NoOpRuntime:
         CompileException=type("CompileException", (Exception,), {})
     )
     cuda.driver = types.SimpleNamespace(CUDADriverError=type("CUDADriverError", (Exception,), {}))
+    cuda.get_current_stream = lambda *_: types.SimpleNamespace(ptr=1, synchronize=lambda: None)
     cupy: Any = types.ModuleType("cupy")
     cupy.cuda = cuda
+    cupy.ndarray = lambda shape, dtype, pointer, strides: (shape, dtype, pointer)
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.runtime", runtime)):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "moecache.cuda._cupy", raising=False)
     return runtime
+
+
+class Pointer(int):
+    """An address as CuPy has it."""
+
+    @property
+    def ptr(self) -> int:
+        """The address."""
+        return int(self)
+
+
+def allocate(device: Any) -> Any:
+    """Return the address of new memory."""
+    return device.allocate(64).address
+
+
+def make_array(device: Any) -> Any:
+    """Return the address of a new array."""
+    return device.empty((4, 4), np.dtype(np.float32), Stream(1))[2]
 
 
 def make_device() -> Any:
@@ -99,6 +125,39 @@ def test_other_states_of_an_event_are_errors(runtime: NoOpRuntime) -> None:
     runtime.status = ILLEGAL_ADDRESS
     with pytest.raises(MoeCacheError, match="start it again"):
         device.is_done(1)
+
+
+@pytest.mark.parametrize("take", [allocate, make_array])
+def test_memory_is_asked_for_once_more_when_another_library_has_given_back(
+    runtime: NoOpRuntime, monkeypatch: pytest.MonkeyPatch, take: Callable[[Any], Any]
+) -> None:
+    """Without one that could, and where it has nothing either, it is the error that it was."""
+    device = make_device()
+    cuda: Any = sys.modules["cupy.cuda"]
+    free = asked = num_tries = 0
+
+    def alloc(num_bytes: int) -> Any:
+        nonlocal num_tries
+        num_tries += 1
+        if num_bytes > free:
+            raise MemoryError(f"{free} bytes are free")
+        return Pointer(7)
+
+    def give_back(num_bytes: int) -> None:
+        nonlocal free, asked
+        free, asked = num_bytes, asked + 1
+
+    monkeypatch.setattr(cuda, "alloc", alloc, raising=False)
+    with pytest.raises(MemoryError, match="0 bytes are free"):
+        take(device)
+    assert num_tries == 1
+    device.on_out_of_memory = lambda: give_back(0)
+    with pytest.raises(MemoryError, match="0 bytes are free"):
+        take(device)
+    device.on_out_of_memory = lambda: give_back(64)
+    assert take(device) == 7
+    assert take(device) == 7
+    assert asked == 2
 
 
 def test_host_memory_is_numpys_and_torchs(runtime: NoOpRuntime) -> None:

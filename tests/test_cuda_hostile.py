@@ -351,3 +351,30 @@ def test_hidden_states_may_be_their_own_result(gpu: Any) -> None:
         assert x.shape == (3, HIDDEN)
         wanted = bits(gpu, on_device(runtime)(0, x, ids, w))
         assert np.array_equal(bits(gpu, on_device(runtime)(0, x, ids, w, out=x)), wanted)
+
+
+def test_a_prompt_that_finds_no_memory_asks_the_other_library_once() -> None:
+    """Then it goes on; without one, or where there is nothing, it is an error."""
+    device = FakeDevice()
+    hidden, ids, weights = make_step(TYPES["bfloat16"], 9)
+    with make_runtime(device, TYPES["bfloat16"], 5) as runtime:
+        x, w = on(device, hidden, weights)
+        compute = on_device(runtime)
+        free, device.total_bytes = device.total_bytes, device.used_bytes
+        with pytest.raises(MemoryError):
+            compute(0, x, ids, w)
+        asked: list[int] = []
+        device.on_out_of_memory = lambda: asked.append(0)
+        with pytest.raises(MemoryError):
+            compute(0, x, ids, w)
+        assert len(asked) == 1
+
+        def give_back() -> None:
+            asked.append(1)
+            device.total_bytes = free
+
+        device.on_out_of_memory = give_back
+        found = bits(device, compute(0, x, ids, w))
+        assert asked == [0, 1]
+        assert np.array_equal(bits(device, compute(0, x, ids, w)), found)
+        assert asked == [0, 1]

@@ -15,13 +15,16 @@ import moecache
 from moecache import cli
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.slots import CudaSlots
+from tests.helpers.fake_device import FakeDevice
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.offloading import generated, load_whole, prompt
 from tests.helpers.tensor_device import opened
+from tests.test_cuda_experts import FP32, make_runtime
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from moecache.integrations.transformers import attach, load  # noqa: E402
+from moecache.integrations.transformers._on_device import join_torch  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -174,3 +177,13 @@ def test_attach_takes_a_runtime_on_a_gpu(gpu: str, qwen3_moe: Path, whole_model:
             assert len(lease.slots) == 2
         model.moecache.close()
     whole_model.to("cpu")
+
+
+def test_torch_gives_back_what_it_keeps_where_slots_need_it() -> None:
+    """Its allocator and CuPy's know nothing of each other."""
+    device = FakeDevice()
+    with make_runtime(device, FP32, 5) as runtime:
+        join_torch(runtime)
+        assert device.on_out_of_memory is torch.cuda.empty_cache
+        assert device.stream_source is not None
+        device.stream_source = None

@@ -19,6 +19,7 @@ from moecache.cuda.device import (
     Stream,
     dtype_of,
     is_in_host_memory,
+    with_memory,
 )
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 
@@ -69,6 +70,9 @@ class CupyDevice:
     stream_source : callable () -> int, optional
         Returns the stream (cudaStream_t) that the calling thread computes in, where that is not
         CuPy's current one: `lambda: torch.cuda.current_stream(device).cuda_stream`.
+    on_out_of_memory : callable (), optional
+        Makes another library give back memory that it only keeps (`torch.cuda.empty_cache`), where
+        CuPy finds none; then it is asked once more.
 
     Raises
     ------
@@ -84,6 +88,7 @@ class CupyDevice:
     def __init__(self, number: int) -> None:
         self._number = number
         self.stream_source: Callable[[], int] | None = None
+        self.on_out_of_memory: Callable[[], object] | None = None
         try:
             count = runtime.getDeviceCount()
         except runtime.CUDARuntimeError as error:
@@ -129,7 +134,7 @@ class CupyDevice:
     def allocate(self, num_bytes: int) -> Memory:
         """Return memory filled with zeros."""
         with self._guarded():
-            pointer = cupy.cuda.alloc(num_bytes)
+            pointer = with_memory(self, lambda: cupy.cuda.alloc(num_bytes))
             stream = cupy.cuda.get_current_stream()
             runtime.memsetAsync(pointer.ptr, 0, num_bytes, stream.ptr)
             stream.synchronize()
@@ -290,7 +295,7 @@ class CupyDevice:
         """Return an uninitialised array, for work in a stream."""
         num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         with self._guarded(), self._in(stream):
-            pointer = cupy.cuda.alloc(max(1, num_bytes))
+            pointer = with_memory(self, lambda: cupy.cuda.alloc(max(1, num_bytes)))
             return self.array(Memory(pointer.ptr, num_bytes, pointer), 0, shape, dtype)
 
     def locate(self, array: Any) -> DeviceArray:

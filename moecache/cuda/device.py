@@ -5,13 +5,14 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from moecache.errors import ConfigError
 
 _DLPACK_CPU = 1
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -108,6 +109,9 @@ class Device(Protocol):
 
     # Returns the stream (cudaStream_t) that the calling thread computes in; None: CuPy's.
     stream_source: Callable[[], int] | None
+    # Called where memory is short, before it is asked for once more: makes another library give
+    # back what it only keeps. None: nobody is asked.
+    on_out_of_memory: Callable[[], object] | None
     # Allocations are rounded up to a multiple of it.
     allocation_bytes: int
     # Blocks of 256 threads that run at once, whatever each of them uses.
@@ -242,6 +246,17 @@ class Device(Protocol):
 
     def products(self, products: Sequence[Product], dtype: np.dtype, stream: Stream) -> None:
         """Compute out[n, m] = rows[n, k] @ matrix[m, k].T, one after the other, sums in float32."""
+
+
+def with_memory(device: Device, allocate: Callable[[], _T]) -> _T:
+    """Return what an allocation does, tried again after `on_out_of_memory` if it fails."""
+    try:
+        return allocate()
+    except MemoryError:
+        if device.on_out_of_memory is None:
+            raise
+        device.on_out_of_memory()
+        return allocate()
 
 
 def dtype_of(array: Any) -> np.dtype:

@@ -18,7 +18,7 @@ import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by name
 import numpy as np
 
 from moecache.cuda import DeviceArray, Graph, Memory, Product, Stream
-from moecache.cuda.device import dtype_of
+from moecache.cuda.device import dtype_of, with_memory
 from moecache.errors import ConfigError, MoeCacheError
 from tests.helpers.cuda_emulator import EmulatedKernels
 
@@ -66,6 +66,7 @@ class FakeDevice:
         self.eager = eager
         self.max_pinned_bytes = max_pinned_bytes
         self.stream_source: Callable[[], int] | None = None
+        self.on_out_of_memory: Callable[[], object] | None = None
         self.fail_at = -1  # which of the calls to come fails, 0 the next
         self.num_calls = 0
         self.num_waits = 0  # of the host
@@ -160,8 +161,11 @@ class FakeDevice:
 
     def allocate(self, num_bytes: int) -> Memory:
         """Return memory filled with zeros."""
-        self._call()
         self._no_capture("allocate")
+        return with_memory(self, lambda: self._allocated(num_bytes))
+
+    def _allocated(self, num_bytes: int) -> Memory:
+        self._call()
         taken = -(-num_bytes // self.allocation_bytes) * self.allocation_bytes
         if self._used_bytes + taken > self.total_bytes:
             raise MemoryError(f"{self.description} is out of memory")

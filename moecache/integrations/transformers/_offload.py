@@ -39,7 +39,7 @@ from moecache.integrations.transformers._installing import install, uninstall
 from moecache.integrations.transformers._kernels import is_copied, make_kernels
 from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
 from moecache.integrations.transformers._native import thaw
-from moecache.integrations.transformers._on_device import follow_streams
+from moecache.integrations.transformers._on_device import join_torch
 from moecache.integrations.transformers._parallel import agree_before
 from moecache.integrations.transformers._ranks import Ranks
 from moecache.integrations.transformers._sequences import SequenceHook
@@ -125,7 +125,7 @@ class Offload(NotCopied):
             self._layers = self._strip()
             if self._compute != "torch" and not isinstance(runtime.pool, CudaSlots):
                 self._linears = quicken(model, find_routers(model, self.paths))
-            follow_streams(runtime)
+            join_torch(runtime)
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
             self._agreements = [] if ranks is None else list(agree_before(model, ranks))
             self.decoder: Decoder | None = self._start_decoder(model)

@@ -108,13 +108,14 @@ def device_kernel_of(
     return DeviceKernel(experts, layer, down.shape[0], dtype)
 
 
-def follow_streams(runtime: ExpertRuntime) -> None:
-    """Have slots on a GPU wait for torch's streams, and torch's streams for them."""
+def join_torch(runtime: ExpertRuntime) -> None:
+    """Have slots on a GPU work in torch's streams, and torch give back memory that they lack."""
     if not isinstance(runtime.pool, CudaSlots):
         return
     device = torch.device(runtime.pool.device.name)
     if device.type == "cuda":
         runtime.pool.device.stream_source = lambda: torch.cuda.current_stream(device).cuda_stream
+        runtime.pool.device.on_out_of_memory = torch.cuda.empty_cache
 
 
 def is_captured(runtime: ExpertRuntime) -> bool:

@@ -19,8 +19,8 @@ to build/gpu, or into $OUT as one archive. A stage that fails or takes too long 
 after it: it is interrupted (SIGINT), so that a measurement writes the ways that are done, and 20
 seconds later it is killed.
 
-  --quick           in about 10 minutes, and a build: fewer runs, fewer layers, less to copy, and
-                    of the sanitizers memcheck alone
+  --quick           in about 10 minutes, and a build: fewer runs, fewer layers, less to copy, no
+                    tests that are marked nightly, and of the sanitizers memcheck alone
   --only STAGE,...  of: build tests upload decode resident mxfp4 memory memcheck initcheck
                     synccheck racecheck
   --python PYTHON   by default python3
@@ -244,7 +244,9 @@ markers =
     gpu: needs a GPU that CuPy can use
     nightly: one more case of what other tests show
 END
-pytest=("$python" -m pytest -c "$work/pytest.ini" --rootdir "$PWD" -m gpu)
+marks=gpu
+if ((quick)); then marks="gpu and not nightly"; fi
+pytest=("$python" -m pytest -c "$work/pytest.ini" --rootdir "$PWD" -m "$marks")
 
 test_files=()
 left_out=()

@@ -197,6 +197,7 @@ def test_quick_leaves_sanitizers_but_one_out(stand: Stand) -> None:
     stand.run("--quick", SUFFIX=".none")
     report = stand.report()
     assert list(report["stages"])[-1] == "memcheck"
+    assert any("gpu and not nightly" in note for note in stand.notes())
     assert "--runs" in next(note for note in stand.notes() if "resident" in note)
     assert report["quick"] == "1"
 

@@ -16,6 +16,7 @@ import pytest
 DEFAULT = 4
 BUDGETS = {
     # These compile kernels for the emulator, and one with nvcc, unless an earlier run has.
+    "tests/test_cuda_bits.py": 12,
     "tests/test_cuda_quantized.py": 12,
     "tests/test_transformers_cuda_quantized.py": 12,
     "tests/test_cuda_experts.py": 10,

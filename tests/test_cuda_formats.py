@@ -1,13 +1,16 @@
 """Quantised matrices in the kernels' registers are what their formats say, to the bit."""
 
 import shutil
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
 
+from moecache.cuda import open_device
 from moecache.cuda._formats import check_matrix, cuda_type
-from moecache.cuda._sources import source_of
-from moecache.errors import ConfigError
+from moecache.cuda._sources import OPTIONS, source_of
+from moecache.errors import ConfigError, MoeCacheError
 from moecache.formats import find_format
 from tests.helpers.cuda_emulator import COMPILER, EmulatedModule, address_of
 from tests.helpers.cuda_layers import ends_at_guard, starts_at_guard
@@ -36,26 +39,81 @@ extern "C" __global__ void products_{number}(
 """
 
 
-@pytest.fixture(scope="module")
-def kernels() -> EmulatedModule:
-    """Return a kernel for each format, for this processor."""
-    if shutil.which(COMPILER) is None:
-        pytest.skip(f"{COMPILER} compiles the kernels for the CPU and is not here")
+class Kernels(Protocol):
+    """A kernel for each format."""
+
+    def launch(
+        self, kernel: str, arrays: Sequence[np.ndarray], sizes: Sequence[np.int32]
+    ) -> np.ndarray:
+        """Return the last array, as the kernel leaves it: matrix, rows, columns, x, inputs, out."""
+
+
+class OnProcessor:
+    """Kernels for this processor, in one module."""
+
+    def __init__(self, text: str) -> None:
+        self._module = EmulatedModule(text, sanitize=True)
+
+    def launch(
+        self, kernel: str, arrays: Sequence[np.ndarray], sizes: Sequence[np.int32]
+    ) -> np.ndarray:
+        """Run a kernel."""
+        matrix, x, out = map(address_of, arrays)
+        self._module.launch(kernel, 1, 256, [matrix, *sizes[:2], x, sizes[2], out])
+        return arrays[-1]
+
+
+class OnGpu:
+    """Kernels on a GPU, to which arrays are copied, aligned as they are here."""
+
+    def __init__(self, text: str) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._module = cupy.RawModule(code=text, options=OPTIONS)
+
+    def launch(
+        self, kernel: str, arrays: Sequence[np.ndarray], sizes: Sequence[np.int32]
+    ) -> np.ndarray:
+        """Run a kernel."""
+        places = [self._copied(array) for array in arrays]
+        matrix, x, out = (np.uint64(place.data.ptr) for place in places)
+        args = (matrix, *sizes[:2], x, sizes[2], out)
+        self._module.get_function(kernel)((1,), (256,), args)
+        found: np.ndarray = places[-1].get()
+        return found.view(arrays[-1].dtype).reshape(arrays[-1].shape)
+
+    def _copied(self, array: np.ndarray) -> Any:
+        # Behind it, as in a slot, whole words can be read.
+        room = self._cupy.zeros(array.nbytes + 512, np.uint8)
+        start = (array.ctypes.data - room.data.ptr) % 256
+        place = room[start : start + array.nbytes]
+        place.set(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        return place
+
+
+@pytest.fixture(scope="module", params=["emulated", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Return the kernels for this processor, and then for a GPU, if there is one."""
     text = source_of("decode_f32").text.partition("using Hidden")[0]
     for number, name in enumerate(FORMATS):
         text += KERNEL.format(number=number, type=cuda_type(name))
-    return EmulatedModule(text, sanitize=True)
+    if request.param == "emulated":
+        if shutil.which(COMPILER) is None:
+            pytest.skip(f"{COMPILER} compiles the kernels for the CPU and is not here")
+        return OnProcessor(text)
+    try:
+        open_device(request.param)
+    except MoeCacheError as error:
+        pytest.skip(str(error))
+    return OnGpu(text)
 
 
-def products(
-    kernels: EmulatedModule, name: str, raw: np.ndarray, rows: int, x: np.ndarray
-) -> np.ndarray:
+def products(kernels: Kernels, name: str, raw: np.ndarray, rows: int, x: np.ndarray) -> np.ndarray:
     """Return the products of a matrix with inputs, [inputs, rows]."""
     out = np.full((len(x), rows), np.nan, np.float32)
-    args = [address_of(raw), np.int32(rows), np.int32(x.shape[1]), address_of(x)]
-    kernel = f"products_{FORMATS.index(name)}"
-    kernels.launch(kernel, 1, 256, [*args, np.int32(len(x)), address_of(out)])
-    return out
+    sizes = np.int32(rows), np.int32(x.shape[1]), np.int32(len(x))
+    return kernels.launch(f"products_{FORMATS.index(name)}", (raw, x, out), sizes)
 
 
 def columns_of(name: str) -> list[int]:
@@ -67,7 +125,7 @@ def columns_of(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_column_alone_is_the_formats_value(kernels: EmulatedModule, name: str) -> None:
+def test_a_column_alone_is_the_formats_value(kernels: Kernels, name: str) -> None:
     """Each weight in turn, by inputs that are zero but for one column."""
     for columns in columns_of(name):
         parts = random_parts(name, 4, columns)
@@ -80,7 +138,7 @@ def test_a_column_alone_is_the_formats_value(kernels: EmulatedModule, name: str)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_alignment_and_neighbours_have_no_say(kernels: EmulatedModule, name: str) -> None:
+def test_alignment_and_neighbours_have_no_say(kernels: Kernels, name: str) -> None:
     """Sums are the same wherever a matrix lies; no byte outside whole words is touched."""
     columns = columns_of(name)[0]
     parts = random_parts(name, 4, columns, seed=1)
@@ -101,7 +159,7 @@ def test_alignment_and_neighbours_have_no_say(kernels: EmulatedModule, name: str
 
 
 @pytest.mark.parametrize("name", ["fp8[16x32,bf16]", "fp8[1x32,e8m0]", "mxfp4", "nvfp4"])
-def test_what_is_no_number_reaches_its_row_alone(kernels: EmulatedModule, name: str) -> None:
+def test_what_is_no_number_reaches_its_row_alone(kernels: Kernels, name: str) -> None:
     """A code, or a scale, that is NaN."""
     x = np.ones((1, 64), np.float32)
     for part in ("codes", "scales"):
@@ -120,7 +178,7 @@ def test_what_is_no_number_reaches_its_row_alone(kernels: EmulatedModule, name: 
         assert not expected.all()
 
 
-def test_every_code_is_read(kernels: EmulatedModule) -> None:
+def test_every_code_is_read(kernels: Kernels) -> None:
     """All 256 bytes of FP8 that are numbers, and 16 of FP4, with and without a scale's extremes."""
     for name, scales in (("fp8[1x32,e8m0]", [0, 1, 127, 200]), ("mxfp4", [0, 1, 127, 254])):
         for scale in scales:
@@ -136,7 +194,7 @@ def test_every_code_is_read(kernels: EmulatedModule) -> None:
 
 
 @pytest.mark.parametrize("power", [0, 1, 2, 127, 254])
-def test_every_power_of_ggmls_fp4_is_read(kernels: EmulatedModule, power: int) -> None:
+def test_every_power_of_ggmls_fp4_is_read(kernels: Kernels, power: int) -> None:
     """Those below the normal numbers, too."""
     parts = random_parts("mxfp4_gguf", 2, 32)
     parts["blocks"][..., 0] = power

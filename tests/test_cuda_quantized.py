@@ -84,34 +84,33 @@ def expected(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_tokens", some([1, 3, 7], lambda num_tokens: num_tokens != 3))
-def test_the_device_computes_what_the_format_says(kind: str, num_tokens: int) -> None:
+def test_the_device_computes_what_the_format_says(gpu: Any, kind: str, num_tokens: int) -> None:
     """With few slots and with all, of few tokens and of more; all with the same bits."""
     store, results = make_store(kind), []
     step = make_step(store, num_tokens)
     wanted = expected(store, kind, 1, step)
     for capacity in (2, LAYERS * EXPERTS):
-        device = FakeDevice()
         hidden, ids, weights = step
-        with make_runtime(device, make_store(kind), capacity) as runtime:
+        with make_runtime(gpu, make_store(kind), capacity) as runtime:
             runtime.usage.fill().wait()
-            x, w = on(device, hidden, weights)
+            x, w = on(gpu, hidden, weights)
             experts = on_device(runtime, **options_of(kind))
             assert experts is on_device(runtime, **options_of(kind))
-            results.append(bits(device, experts(1, x, ids, w)))
+            results.append(bits(gpu, experts(1, x, ids, w)))
     found = results[0].view(np.dtype("bfloat16")).reshape(wanted.shape).astype(np.float64)
     assert np.linalg.norm(found - wanted) < 1e-2 * np.linalg.norm(wanted)
     assert np.array_equal(results[0], results[1])
 
 
-def test_hidden_states_are_of_the_type_that_was_asked_for() -> None:
+def test_hidden_states_are_of_the_type_that_was_asked_for(gpu: Any) -> None:
     """Quantised experts take any, and no other than that."""
-    device, store = FakeDevice(), make_store("fp8")
+    store = make_store("fp8")
     hidden, ids, weights = make_step(store, 1)
     wanted = expected(store, "fp8", 0, (hidden, ids, weights))
-    with make_runtime(device, store, LAYERS * EXPERTS) as runtime:
+    with make_runtime(gpu, store, LAYERS * EXPERTS) as runtime:
         experts = on_device(runtime, dtype="float32")
-        x, w, narrow = on(device, hidden.astype(np.float32), weights, hidden)
-        found = device.to_host(experts(0, x, ids, w))
+        x, w, narrow = on(gpu, hidden.astype(np.float32), weights, hidden)
+        found = gpu.to_host(experts(0, x, ids, w))
         assert np.linalg.norm(found - wanted) < 1e-5 * np.linalg.norm(wanted)
         with pytest.raises(ConfigError, match="the experts take float32"):
             experts(0, narrow, ids, w)
@@ -162,7 +161,7 @@ def test_a_compute_form_is_for_processors() -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu", "clamped_silu"])
-def test_plain_experts_may_have_biases(activation: str) -> None:
+def test_plain_experts_may_have_biases(gpu: Any, activation: str) -> None:
     """In float32, with both kinds of gates, of one token and of nine."""
     rng = np.random.default_rng(0)
     shapes = {"gate_up": (48, 40), "down": (40, 24), "gate_up_bias": (48,), "down_bias": (40,)}
@@ -170,7 +169,6 @@ def test_plain_experts_may_have_biases(activation: str) -> None:
         role: (rng.normal(size=(LAYERS, EXPERTS, *shape)) / 6).astype(np.float32)
         for role, shape in shapes.items()
     }
-    device = FakeDevice()
     for num_tokens in (1, 9):
         hidden = rng.normal(size=(num_tokens, 40)).astype(np.float32)
         ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(num_tokens)])
@@ -189,10 +187,8 @@ def test_plain_experts_may_have_biases(activation: str) -> None:
         wanted = (rows * weights[..., None]).sum(1)
         for capacity in (3, LAYERS * EXPERTS):
             store = MemoryStore(arrays, top_k=TOP_K)
-            with make_runtime(device, store, capacity) as runtime:
+            with make_runtime(gpu, store, capacity) as runtime:
                 runtime.usage.fill().wait()
-                x, w = on(device, hidden, weights)
-                found = device.to_host(
-                    on_device(runtime, activation, alpha=2, limit=1)(0, x, ids, w)
-                )
+                x, w = on(gpu, hidden, weights)
+                found = gpu.to_host(on_device(runtime, activation, alpha=2, limit=1)(0, x, ids, w))
                 assert np.linalg.norm(found - wanted) < 1e-5 * np.linalg.norm(wanted)

@@ -1,5 +1,6 @@
-"""A small model on the fake device, to be run token by token, in a graph or not."""
+"""A small model on a device, to be run token by token, in a graph or not."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,40 @@ from tests.helpers.fake_device import FakeDevice
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 6, 2, 16, 8
 FP32 = np.dtype(np.float32)
+# Routers and sums on a GPU. One thread a token: it is the order of the sums that matters.
+KERNELS = """
+extern "C" __global__ void route(
+    const float* hidden, const float* router, int size, int num_experts, int top_k, long long* ids,
+    float* weights)
+{
+    const int token = threadIdx.x;
+    unsigned chosen = 0;
+    for (int k = 0; k < top_k; k++) {
+        int best = -1;
+        float highest = 0;
+        for (int expert = 0; expert < num_experts; expert++) {
+            if (chosen >> expert & 1) continue;
+            float score = 0;
+            for (int i = 0; i < size; i++) {
+                const float x = hidden[token * size + i];
+                score += (x == x ? fminf(fmaxf(x, -9), 9) : 0) * router[i * num_experts + expert];
+            }
+            if (best < 0 || score > highest) best = expert, highest = score;
+        }
+        chosen |= 1u << best;
+        ids[token * top_k + k] = best;
+        weights[token * top_k + k] = 1.0f / (1 + k);
+    }
+}
+
+extern "C" __global__ void add(const float* hidden, const float* out, float* next, int count)
+{
+    for (int i = threadIdx.x; i < count; i += blockDim.x) next[i] = tanhf(hidden[i] + out[i]);
+}
+"""
 
 
-def make_runtime(device: FakeDevice, capacity: int, **options: Any) -> ExpertRuntime:
+def make_runtime(device: Any, capacity: int, **options: Any) -> ExpertRuntime:
     """Return a runtime of random experts."""
     rng = np.random.default_rng(0)
     store = MemoryStore(
@@ -63,29 +95,22 @@ class Model:
         pairs = (num_tokens, top_k)
         self.ids = [self.device.empty(pairs, np.dtype(np.int64), stream) for _ in range(LAYERS)]
         self.weights = [self.device.empty(pairs, FP32, stream) for _ in range(LAYERS)]
+        if not isinstance(self.device, FakeDevice):
+            self._routers = [self.device.to_device(router, stream) for router in self.routers]
+            for name in ("route", "add"):  # before a graph is captured
+                _kernel(name)
 
     def begin(self, hidden: np.ndarray) -> None:
         """Give the device what a token begins with."""
-        given = hidden.copy()
-        self.device.work(lambda: np.copyto(self.hidden[0], given))
+        if isinstance(self.device, FakeDevice):
+            given = hidden.copy()
+            self.device.work(lambda: np.copyto(self.hidden[0], given))
+        else:
+            self.hidden[0].set(hidden)
 
     def layer(self, layer: int) -> None:
         """Issue a layer."""
-
-        def route() -> None:
-            # What stalled steps leave behind may be anything.
-            x = np.nan_to_num(self.hidden[layer], nan=0, posinf=1, neginf=-1)
-            scores = np.clip(x, -9, 9) @ self.routers[layer]
-            top_k = self.ids[layer].shape[1]
-            self.ids[layer][...] = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
-            self.weights[layer][...] = 1 / (1 + np.arange(top_k))
-
-        def add() -> None:
-            with np.errstate(all="ignore"):
-                moved = np.tanh(self.hidden[layer] + self.out[layer])
-            np.copyto(self.hidden[layer + 1], moved)
-
-        self.device.work(route)
+        self.route(layer)
         self.compute(
             layer,
             self.hidden[layer],
@@ -93,7 +118,42 @@ class Model:
             self.weights[layer],
             out=self.out[layer],
         )
-        self.device.work(add)
+        self.add(layer)
+
+    def route(self, layer: int) -> None:
+        """Issue a layer's router."""
+
+        def work() -> None:
+            # What stalled steps leave behind may be anything.
+            x = np.nan_to_num(self.hidden[layer], nan=0, posinf=1, neginf=-1)
+            scores = np.clip(x, -9, 9) @ self.routers[layer]
+            top_k = self.ids[layer].shape[1]
+            self.ids[layer][...] = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+            self.weights[layer][...] = 1 / (1 + np.arange(top_k))
+
+        if isinstance(self.device, FakeDevice):
+            self.device.work(work)
+            return
+        num_tokens, top_k = self.ids[layer].shape
+        sizes = np.int32(HIDDEN), np.int32(EXPERTS), np.int32(top_k)
+        arrays = self.ids[layer], self.weights[layer]
+        _kernel("route")(
+            (1,), (num_tokens,), (self.hidden[layer], self._routers[layer], *sizes, *arrays)
+        )
+
+    def add(self, layer: int) -> None:
+        """Issue the sum behind a layer's experts."""
+
+        def work() -> None:
+            with np.errstate(all="ignore"):
+                moved = np.tanh(self.hidden[layer] + self.out[layer])
+            np.copyto(self.hidden[layer + 1], moved)
+
+        if isinstance(self.device, FakeDevice):
+            self.device.work(work)
+            return
+        arrays = self.hidden[layer], self.out[layer], self.hidden[layer + 1]
+        _kernel("add")((1,), (128,), (*arrays, np.int32(self.hidden[layer].size)))
 
     def capture(self, first: int = 0, last: int = LAYERS) -> Callable[[], None]:
         """Return what issues a graph of some layers."""
@@ -154,8 +214,17 @@ def inputs(num: int, num_tokens: int = 1, seed: int = 5) -> list[np.ndarray]:
     return [kinds[rng.integers(4)] for _ in range(num)]
 
 
-def expected(tokens: list[np.ndarray], top_k: int = TOP_K, seed: int = 0) -> list[np.ndarray]:
+def expected(
+    tokens: list[np.ndarray], top_k: int = TOP_K, seed: int = 0, device: Any = None
+) -> list[np.ndarray]:
     """Return the results with every expert resident, and no token begun."""
-    with make_runtime(FakeDevice(), LAYERS * EXPERTS) as runtime:
+    with make_runtime(device or FakeDevice(), LAYERS * EXPERTS) as runtime:
         model = Model(runtime, tokens[0].shape[0], top_k, seed)
         return [model.plain(hidden) for hidden in tokens]
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    import cupy
+
+    return cupy.RawModule(code=KERNELS, options=("-fmad=false",)).get_function(name)

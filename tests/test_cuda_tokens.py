@@ -569,3 +569,38 @@ def test_either_the_last_call_or_close_frees_what_tokens_have() -> None:
     runtime.close()
     assert len(closed) == 1
     assert device.used_bytes == device.pinned_bytes == device.num_events == 0
+
+
+def test_close_waits_for_a_look_whether_a_step_has_stalled() -> None:
+    """The page that is looked at is freed behind it; later looks find nothing."""
+    device = FakeDevice()
+    runtime = make_runtime(device, 9)
+    model = Model(runtime)
+    model.compute.begin_token()
+    tokens = model.compute._tokens
+    assert tokens is not None
+    closing = threading.Thread(target=model.compute.close)
+    pinned: list[int] = []
+
+    class Notice:
+        def __getitem__(self, place: int) -> int:
+            before = device.pinned_bytes
+            if not pinned:
+                closing.start()
+                closing.join(0.2)
+            pinned.append(device.pinned_bytes - before)
+            return tokens.number
+
+    notice, tokens._notice = tokens._notice, Notice()  # type: ignore[assignment]
+    assert model.compute.has_stalled
+    tokens._notice = notice
+    closing.join(30)
+    assert pinned == [0]
+    # As if the look had begun before `close`.
+    tokens._owner, tokens._notice = threading.get_ident(), Notice()  # type: ignore[assignment]
+    assert tokens.is_open
+    assert not model.compute.has_stalled
+    assert pinned == [0]
+    tokens._owner, tokens._notice = None, notice
+    runtime.close()
+    assert device.used_bytes == device.pinned_bytes == device.num_events == 0

@@ -249,7 +249,11 @@ class CudaExperts:
 
         A loop that issues much between two steps may look, and go to `end_token` at once.
         """
-        return self._tokens is not None and self._tokens.is_open and self._tokens.has_stalled
+        tokens = self._tokens
+        if tokens is None or not tokens.is_open:
+            return False
+        with self._left:  # `close` frees the page that is read
+            return not self._closed and tokens.has_stalled
 
     def close(self) -> None:
         """Free the memory of intermediate results; a second call does nothing.

@@ -487,6 +487,56 @@ def test_a_thread_that_ended_holds_no_token(wanted: list[np.ndarray]) -> None:
         assert runtime.cache.evicts
 
 
+@pytest.mark.parametrize("way", ["lease", "step"])
+def test_what_lacks_slots_gives_up_the_token_of_a_thread_that_ended(
+    wanted: list[np.ndarray], way: str
+) -> None:
+    """Not only the next token: a program may begin none."""
+    device = FakeDevice(eager=False)
+    with make_runtime(device, 9) as runtime:
+        model = Model(runtime)
+        model.compute.begin_token()
+        replay = model.capture()
+        model.compute.end_token()
+        for hidden in TOKENS:
+            model.plain(hidden)
+        assert runtime.cache.num_resident == 9
+
+        def leave() -> None:
+            model.begin(TOKENS[0])
+            model.compute.begin_token()
+            for layer in range(LAYERS):
+                model.layer(layer)
+
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        assert not runtime.cache.evicts
+        if way == "lease":
+            runtime.lease(0, np.arange(EXPERTS)).close()
+            assert runtime.cache.num_resident == 9
+        assert_same([model.plain(hidden) for hidden in TOKENS], wanted)
+        assert runtime.cache.evicts
+        replay()
+        device.run()
+        with pytest.raises(MoeCacheError, match="outside of begin_token"):
+            model.compute.begin_token()
+        assert_same([model.token(hidden) for hidden in TOKENS], wanted)
+    assert device.used_bytes == device.pinned_bytes == device.num_events == 0
+
+
+def test_a_lease_leaves_the_token_of_a_thread_that_lives() -> None:
+    """It lacks slots then."""
+    with make_runtime(FakeDevice(), 9) as runtime:
+        model = Model(runtime)
+        for hidden in TOKENS:
+            model.plain(hidden)
+        model.compute.begin_token()
+        with pytest.raises(CapacityError):
+            runtime.lease(0, np.arange(EXPERTS))
+        assert model.compute.end_token() is None
+
+
 def test_a_miss_beside_another_frozen_token_says_so() -> None:
     """It is not that the cache is too small."""
     with make_runtime(FakeDevice(), 9) as runtime:

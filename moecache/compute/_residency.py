@@ -1,10 +1,18 @@
 """Residency: which experts of a runtime stay where they are, as far as a device relies on it."""
 
 import threading
-from weakref import WeakKeyDictionary
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from moecache.errors import MoeCacheError
 from moecache.runtime.runtime import ExpertRuntime
+
+
+class Holder(Protocol):
+    """What freezes a cache on behalf of a thread."""
+
+    def give_up_left(self, runtime: ExpertRuntime) -> bool:
+        """Thaw it if that thread has ended; return whether it had."""
 
 
 class Residency:
@@ -14,6 +22,7 @@ class Residency:
     """
 
     def __init__(self) -> None:
+        self._holders: WeakSet[Holder] = WeakSet()
         self._all_resident = False
         self._freezing = threading.Lock()
         self._num_frozen = 0
@@ -52,6 +61,9 @@ class Residency:
         that needs more is a `CapacityError`. Calls nest; each needs a `thaw`.
         """
         runtime.steps.check_usable()
+        if runtime.steps.reclaim is None:
+            known = ref(runtime)
+            runtime.steps.reclaim = lambda: self.give_up_left(known())
         with self._freezing:
             self._num_frozen += 1
             runtime.cache.evicts = False
@@ -60,6 +72,19 @@ class Residency:
     def is_frozen(self) -> bool:
         """Whether nothing is evicted now."""
         return self._num_frozen > 0
+
+    def add(self, holder: Holder) -> None:
+        """Know of one that will freeze the cache."""
+        with self._freezing:
+            self._holders.add(holder)
+
+    def give_up_left(self, runtime: ExpertRuntime | None) -> bool:
+        """Thaw what threads froze that have ended since; return whether any had."""
+        if runtime is None or not self.is_frozen:
+            return False
+        with self._freezing:
+            holders = list(self._holders)
+        return sum(holder.give_up_left(runtime) for holder in holders) > 0
 
     def thaw(self, runtime: ExpertRuntime) -> None:
         """Let experts be evicted again."""

@@ -88,6 +88,7 @@ class TokenSteps:
             _settle(device.synchronize, stream)
             self._end()
             raise
+        residency.add(self)
 
     @property
     def number(self) -> int:
@@ -233,6 +234,14 @@ class TokenSteps:
             stack.callback(self._end)
             if self._owner is not None:
                 stack.callback(self._drop, runtime)
+
+    def give_up_left(self, runtime: ExpertRuntime) -> bool:
+        """End the token of a thread that has ended; return whether there was one."""
+        with self._lock:
+            is_left = self._owner is not None and not self._thread.is_alive()
+            if is_left and not self._closed:
+                self._drop(runtime)
+            return is_left
 
     def stop(self) -> None:
         """Have calls that are under way, and all others, end with an error."""

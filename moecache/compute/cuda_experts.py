@@ -188,6 +188,7 @@ class CudaExperts:
                     "one was computed outside, or between begin_token and end_token"
                 )
             else:
+                self._residency.give_up_left(runtime)
                 self._waves.compute(runtime, step, self._on_host(ids, chosen))
         finally:
             self._leave(scratch)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from moecache.cache._cache import ExpertCache
 from moecache.cache.warmpin import WarmPin
-from moecache.errors import MoeCacheError
+from moecache.errors import CapacityError, MoeCacheError
 from moecache.loading.loader import SlotLoader
 from moecache.ranks import Share
 from moecache.runtime import steps
@@ -39,6 +39,8 @@ class StepSource:
         Set by the runtime that ends.
     count_resident : callable (num=1)
         Count steps that found everything there, and leased nothing.
+    reclaim : callable () -> bool, optional
+        Called where a lease finds too few slots; returns whether there may be more now.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class StepSource:
         warm_pin: WarmPin,
     ) -> None:
         self.closed = False
+        self.reclaim: Callable[[], bool] | None = None
         self.count_resident = loader.count_resident_steps
         self._loader = loader
         self._cache = cache
@@ -132,15 +135,24 @@ class StepSource:
         self.check_usable()
         self._look_at_pins()
         chosen = self._chosen(layer, ids, ignore_out_of_range)
-        return steps.lease(
-            self._loader,
-            self._cache,
-            layer,
-            chosen,
-            observe=self._observe,
-            ignore_out_of_range=ignore_out_of_range or self._share is not None,
-            sequences=self._batch.of(chosen) if sequences is None else sequences,
-        )
+
+        def take() -> Lease:
+            return steps.lease(
+                self._loader,
+                self._cache,
+                layer,
+                chosen,
+                observe=self._observe,
+                ignore_out_of_range=ignore_out_of_range or self._share is not None,
+                sequences=self._batch.of(chosen) if sequences is None else sequences,
+            )
+
+        try:
+            return take()
+        except CapacityError:
+            if self.reclaim is None or not self.reclaim():
+                raise
+            return take()
 
     def count_hits(self, first: int, ids: np.ndarray) -> None:
         """Count steps that a device took by itself, and tell the policy what was chosen.

@@ -525,6 +525,23 @@ def test_what_lacks_slots_gives_up_the_token_of_a_thread_that_ended(
     assert device.used_bytes == device.pinned_bytes == device.num_events == 0
 
 
+def test_a_thread_has_no_token_of_one_that_ended(wanted: list[np.ndarray]) -> None:
+    """Though it may have the other's number: its steps would wait for nothing that they miss."""
+    with make_runtime(FakeDevice(), 9) as runtime:
+        model = Model(runtime)
+        thread = threading.Thread(target=model.compute.begin_token)
+        thread.start()
+        thread.join()
+        tokens = model.compute._tokens
+        assert tokens is not None
+        tokens._owner = threading.get_ident()
+        assert not tokens.is_open
+        with pytest.raises(MoeCacheError, match="call begin_token first"):
+            model.compute.end_token()
+        assert_same([model.plain(hidden) for hidden in TOKENS], wanted)
+        assert runtime.cache.evicts
+
+
 def test_a_lease_leaves_the_token_of_a_thread_that_lives() -> None:
     """It lacks slots then."""
     with make_runtime(FakeDevice(), 9) as runtime:

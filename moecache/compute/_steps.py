@@ -98,7 +98,8 @@ class TokenSteps:
     @property
     def is_open(self) -> bool:
         """Return whether the calling thread has begun a token."""
-        return self._owner == threading.get_ident()
+        # A thread that ends leaves its number to others.
+        return self._owner == threading.get_ident() and self._thread is threading.current_thread()
 
     @property
     def memory(self) -> TokenMemory:
@@ -107,11 +108,7 @@ class TokenSteps:
 
     def is_plain(self, layer: int, stream: Stream) -> bool:
         """Return whether a step of a layer that was taken before is taken again, uncaptured."""
-        return (
-            self._owner == threading.get_ident()
-            and stream.pointer == self._pointer
-            and layer not in self._through_waves
-        )
+        return self.is_open and stream.pointer == self._pointer and layer not in self._through_waves
 
     def takes(self, runtime: ExpertRuntime, step: Step, *, capturing: bool) -> bool:
         """Return whether the device takes a step; else it goes through waves.
@@ -148,8 +145,7 @@ class TokenSteps:
         with self._lock:
             if self._closed:
                 raise MoeCacheError("the runtime is closed")
-            is_others = self._owner not in (None, threading.get_ident())
-            if is_others and self._thread.is_alive():
+            if self._owner is not None and not self.is_open and self._thread.is_alive():
                 raise MoeCacheError(
                     "another thread's token is open; end it first, or give each thread a runtime"
                 )
@@ -257,7 +253,7 @@ class TokenSteps:
             )
 
     def _checked_stream(self) -> Stream:
-        if self._owner != threading.get_ident() or self._stream is None:
+        if not self.is_open or self._stream is None:
             raise MoeCacheError("no token of this thread is open: call begin_token first")
         if self._closed:
             raise MoeCacheError("the runtime is closed")

@@ -270,7 +270,7 @@ facts+=("tests_left_out=${left_out[*]-}")
 
 declare -A limit options
 if ((quick)); then
-    limits=(300 150 70 70 100 100 30 180 180 180 180)
+    limits=(300 240 70 70 100 100 30 180 180 180 180)
     options[upload]="--runs 5 --bytes 256MiB --copy-bytes 512MiB --look-ups 2000"
     options[decode]="--runs 5 --tokens 8 --layers 8 --copy-bytes 512MiB"
     options[resident]="--runs 10 --layers 8 --copy-bytes 512MiB"

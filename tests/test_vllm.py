@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.families import FAMILIES, write_checkpoint
-from tests.helpers.quantized import GPT_OSS, mxfp4, write_quantized
+from tests.helpers.quantized import GPT_OSS, grouped, mxfp4, write_quantized
 from tests.helpers.vllm_child import ENVIRONMENT, SIZES
 
 pytestmark = pytest.mark.skipif(
@@ -30,6 +30,14 @@ _LATENT = {
     "v_head_dim": 128,
 }
 _OTHER = {"deepseek_v2": _LATENT}
+_WIDE = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "intermediate_size": 256,
+}
 # As published; vLLM takes gpt-oss with no other.
 _YARN = {
     "rope_type": "yarn",
@@ -115,6 +123,15 @@ def test_experts_of_gpt_oss_are_the_published_ones(checkpoints: Any, tmp_path: P
     published, plain = checkpoints("gpt_oss"), checkpoints("gpt_oss_plain")
     own = run(plain, tmp_path)
     assert_close(run(published, tmp_path, **offloaded(memory="25%")), own)
+
+
+def test_a_trunk_in_awq_is_vllms(tmp_path: Path) -> None:
+    """Its experts have no kernel in vLLM on CPUs, and ours; the trunk's matrices are vLLM's."""
+    settings = {**FAMILIES["qwen3_moe"].settings, **SIZES, **_WIDE}
+    family = replace(FAMILIES["qwen3_moe"], settings=settings)
+    published, plain = write_quantized(family, grouped("awq"), tmp_path)
+    own = run(plain, tmp_path, batches=[3])
+    assert_close(run(published, tmp_path, batches=[3], **offloaded(memory="25%")), own)
 
 
 def test_ranks_have_experts_of_their_own(checkpoints: Any, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("gguf", type=Path)
     parser.add_argument("--busy", type=int, default=2, help="busy processes (2)")
+    parser.add_argument("--ways", nargs="+", choices=("torch", "fast"), default=("torch", "fast"))
     arguments = begin(parser, argv, rounds=5)
     tokens = np.random.default_rng(0).integers(5, 200, PROMPT + NEW_TOKENS).tolist()
     part = usable_cores() / (arguments.threads + arguments.busy)
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             opened.enter_context(llama(arguments.gguf, arguments.threads)),
             *(
                 opened.enter_context(ours(arguments.checkpoint, "100%", way, arguments.threads))
-                for way in ("torch", "fast")
+                for way in arguments.ways
             ),
         ]
         for one in contestants:

@@ -107,11 +107,6 @@ class SlotLoader(DefaultModelLoader):
         logger.info("vllm.opened layers=%d compared=%d", len(layers), compared)
 
     def _open(self, folder: str, layers: list[Any]) -> ExpertRuntime:
-        parallel = layers[0].moe_config.moe_parallel_config
-        store = moecache.open_store(folder)
-        share = None
-        if parallel.use_ep and parallel.ep_size > 1:
-            share = _share_of(layers, store.layout, parallel)
         options = dict(self._options)
         memory = options.pop("memory", None)
         cache_bytes = get_current_vllm_config().cache_config.kv_cache_memory_bytes
@@ -126,7 +121,16 @@ class SlotLoader(DefaultModelLoader):
         if cache_bytes is not None:
             # Allocated after the slots.
             options.setdefault("host_bytes", cache_bytes)
-        runtime = moecache.open(store, memory, **options, share=share)
+        parallel = layers[0].moe_config.moe_parallel_config
+        store = moecache.open_store(folder)
+        try:
+            share = None
+            if parallel.use_ep and parallel.ep_size > 1:
+                share = _share_of(layers, store.layout, parallel)
+            runtime = moecache.open(store, memory, **options, share=share)
+        except BaseException:
+            store.close()
+            raise
         logger.info(
             "vllm.slots slots=%d experts=%d", runtime.cache.capacity, runtime.layout.total_experts
         )

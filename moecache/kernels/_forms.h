@@ -9,108 +9,153 @@ typedef uint64_t LEVEL(v2) __attribute__((vector_size(16)));
 #define v8 LEVEL(v8)
 #define v4 LEVEL(v4)
 #define v2 LEVEL(v2)
+typedef uint16_t LEVEL(vw) __attribute__((vector_size(LANES * 4)));
+typedef uint64_t LEVEL(vl) __attribute__((vector_size(LANES * 4)));
+#define vw LEVEL(vw)
+#define vl LEVEL(vl)
 #define SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
 
-/* Words of 4 rows to words of 4 columns, and back. */
-INLINE void LEVEL(transpose)(v4 *words)
+/* A shuffle of each 16 bytes of one vector or of two alike; `SECOND` is where numbers of the second begin. */
+#if LANES == 16
+#define BY_LANES(a, b, ORDER, step) \
+    __builtin_shufflevector(a, b, ORDER(0), ORDER(step), ORDER(2 * step), ORDER(3 * step))
+#elif LANES == 8
+#define BY_LANES(a, b, ORDER, step) __builtin_shufflevector(a, b, ORDER(0), ORDER(step))
+#else
+#define BY_LANES(a, b, ORDER, step) __builtin_shufflevector(a, b, ORDER(0))
+#endif
+
+/* Words of 4 rows to words of 4 columns, and back; of each 16 bytes. */
+INLINE void LEVEL(transpose)(vu *words)
 {
-    v4 two[4];
+#define LOW(i) i, i + LANES, i + 1, i + 1 + LANES
+#define HIGH(i) i + 2, i + 2 + LANES, i + 3, i + 3 + LANES
+    vu two[4];
     for (int i = 0; i < 2; i++) {
-        two[i] = __builtin_shufflevector(words[i], words[i + 2], 0, 4, 1, 5);
-        two[2 + i] = __builtin_shufflevector(words[i], words[i + 2], 2, 6, 3, 7);
+        two[i] = BY_LANES(words[i], words[i + 2], LOW, 4);
+        two[2 + i] = BY_LANES(words[i], words[i + 2], HIGH, 4);
     }
     for (int i = 0; i < 2; i++) {
-        words[2 * i] = __builtin_shufflevector(two[2 * i], two[2 * i + 1], 0, 4, 1, 5);
-        words[2 * i + 1] = __builtin_shufflevector(two[2 * i], two[2 * i + 1], 2, 6, 3, 7);
+        words[2 * i] = BY_LANES(two[2 * i], two[2 * i + 1], LOW, 4);
+        words[2 * i + 1] = BY_LANES(two[2 * i], two[2 * i + 1], HIGH, 4);
     }
+#undef LOW
+#undef HIGH
+}
+
+INLINE v16 LEVEL(load16)(const uint8_t *at)
+{
+    v16 bytes;
+    memcpy(&bytes, at, 16);
+    return bytes;
+}
+
+/* 16 bytes of every fourth of LANES rows, one row's after another's: a transposition of 4 such vectors gives words of
+ * LANES rows. */
+INLINE vb LEVEL(fourths)(const uint8_t *const *rows, int64_t at)
+{
+#if LANES == 4
+    return (vb)LEVEL(load16)(rows[0] + at);
+#elif LANES == 8
+    return JOIN(LEVEL(load16)(rows[0] + at), LEVEL(load16)(rows[4] + at));
+#else
+    return JOIN(LEVEL(load16)(rows[0] + at), LEVEL(load16)(rows[4] + at),
+                LEVEL(load16)(rows[8] + at), LEVEL(load16)(rows[12] + at));
+#endif
 }
 
 /* Codes of 8 bits: pairs of columns of each 4 rows are put side by side. */
 INLINE void LEVEL(form_bytes)(const uint8_t *const *blocks, uint32_t flip, uint8_t *out)
 {
-    for (int r = 0; r < MC_TILE; r += 4)
+#define EVENS(i) i, i + 2, i + 4, i + 6, i + 1, i + 3, i + 5, i + 7
+    for (int r = 0; r < MC_TILE; r += LANES)
         for (int half = 0; half < 2; half++) {
-            v4 words[4];
+            vu words[4];
             for (int i = 0; i < 4; i++)
-                memcpy(&words[i], blocks[r + i] + 16 * half, 16);
+                words[i] = (vu)LEVEL(fourths)(blocks + r + i, 16 * half);
             LEVEL(transpose)(words);
             for (int i = 0; i < 4; i++) {
-                v8 pairs = SHUFFLE((v8)(words[i] ^ flip), 0, 2, 4, 6, 1, 3, 5, 7);
-                memcpy(out + (4 * half + i) * 64 + r * 4, &pairs, 16);
+                vw pairs = (vw)(words[i] ^ flip);
+                pairs = BY_LANES(pairs, pairs, EVENS, 8);
+                memcpy(out + (4 * half + i) * 64 + r * 4, &pairs, sizeof pairs);
             }
         }
+#undef EVENS
 }
 
-/* The words of one row of 32 codes of 4 bits, 8 columns each: even columns, then odd ones. */
-INLINE v4 LEVEL(words)(const uint8_t *block, int order)
+/* The words of rows of 32 codes of 4 bits, 8 columns each: even columns, then odd ones. */
+INLINE vu LEVEL(words)(vb bytes, int order)
 {
-    v16 bytes;
-    memcpy(&bytes, block, 16);
     if (order == MC_HALVES_FP4) /* one zero */
-        bytes ^= ((v16)((bytes & 15) == 8) & 8) | ((v16)((bytes & 0xf0) == 0x80) & 0x80);
+        bytes ^= ((vb)((bytes & 15) == 8) & 8) | ((vb)((bytes & 0xf0) == 0x80) & 0x80);
     if (order == MC_NIBBLES) {
         /* Two even columns' codes, or odd ones', in the low byte of each 16 bits. */
-        v8 even = (v8)(bytes & 15), odd = (v8)bytes >> 4 & 0x0f0f;
-        return (v4)__builtin_shufflevector((v16)(even | even >> 4), (v16)(odd | odd >> 4),
-                                           0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30);
+        vw even = (vw)(bytes & 15), odd = (vw)bytes >> 4 & 0x0f0f;
+#define SIDES_OF(i) \
+    i, i + 2, i + 4 * LANES, i + 2 + 4 * LANES, i + 4, i + 6, i + 4 + 4 * LANES, i + 6 + 4 * LANES
+#define TWICE(i) SIDES_OF(i), SIDES_OF(i + 8)
+        return (vu)BY_LANES((vb)(even | even >> 4), (vb)(odd | odd >> 4), TWICE, 16);
+#undef TWICE
+#undef SIDES_OF
     }
     /* Bytes of columns 0, 4, 1, 5 and 2, 6, 3, 7 of each 8, for the low and the high nibbles. */
-    v16 one = SHUFFLE(bytes, 0, 4, 1, 5, 8, 12, 9, 13, 0, 4, 1, 5, 8, 12, 9, 13);
-    v16 two = SHUFFLE(bytes, 2, 6, 3, 7, 10, 14, 11, 15, 2, 6, 3, 7, 10, 14, 11, 15);
-    v16 low = (one & 15) | (v16)((v8)(two & 15) << 4);
-    v16 high = ((v16)((v8)one >> 4) & 15) | (two & 0xf0);
-    return (v4)__builtin_shufflevector(
-        low, high, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31);
+#define FIRST(i) i, i + 4, i + 1, i + 5, i + 8, i + 12, i + 9, i + 13
+#define TWICE(i) FIRST(i), FIRST(i)
+    vb one = BY_LANES(bytes, bytes, TWICE, 16);
+#undef TWICE
+#define TWICE(i) FIRST(i + 2), FIRST(i + 2)
+    vb two = BY_LANES(bytes, bytes, TWICE, 16);
+#undef TWICE
+#undef FIRST
+    vb low = (one & 15) | (vb)((vw)(two & 15) << 4);
+    vb high = ((vb)((vw)one >> 4) & 15) | (two & 0xf0);
+    /* The first 8 bytes of one, the last 8 of the other. */
+#define ENDS(i) i, i + 1 + LANES / 2
+    return (vu)BY_LANES((vl)low, (vl)high, ENDS, 2);
+#undef ENDS
 }
 
-/* Codes of 4 bits of 4 rows: words of the same 8 columns are put side by side. */
-INLINE void LEVEL(four_rows)(const uint8_t *const *blocks, int order, v4 *words)
+/* Codes of 4 bits in the order of MC_HALVES: words of the same 8 columns of LANES rows are put side by side. */
+INLINE void LEVEL(form_halves)(const vb *fourths, uint8_t *out)
 {
+    vu words[4];
     for (int i = 0; i < 4; i++)
-        words[i] = LEVEL(words)(blocks[i], order);
+        words[i] = LEVEL(words)(fourths[i], MC_HALVES);
     LEVEL(transpose)(words);
+    for (int i = 0; i < 4; i++)
+        memcpy(out + i * 64, &words[i], sizeof words[i]);
 }
 
 INLINE void LEVEL(form_nibbles)(const uint8_t *const *blocks, int order, uint8_t *out)
 {
-    for (int r = 0; r < MC_TILE; r += 4) {
-        v4 words[4];
-        LEVEL(four_rows)(blocks + r, order, words);
+    for (int r = 0; r < MC_TILE; r += LANES) {
+        vu words[4];
         for (int i = 0; i < 4; i++)
-            memcpy(out + i * 64 + r * 4, &words[i], 16);
+            words[i] = LEVEL(words)(LEVEL(fourths)(blocks + r + i, 0), order);
+        LEVEL(transpose)(words);
+        for (int i = 0; i < 4; i++)
+            memcpy(out + i * 64 + r * 4, &words[i], sizeof words[i]);
     }
-}
-
-/* Codes of 4 bits of 16 rows, in the order of MC_HALVES. */
-SHARED void LEVEL(form_halves)(const v16 *rows, uint8_t *out)
-{
-    const uint8_t *blocks[MC_TILE];
-    for (int r = 0; r < MC_TILE; r++)
-        blocks[r] = (const uint8_t *)&rows[r];
-    LEVEL(form_nibbles)(blocks, MC_HALVES, out);
 }
 
 /* The bits of codes of 5 or 6 bits above the fourth, given as codes of 4 bits. */
-SHARED void LEVEL(form_above)(const v16 *rows, int bits, uint8_t *out)
+INLINE void LEVEL(form_above)(const vb *fourths, int bits, uint8_t *out)
 {
-    for (int r = 0; r < MC_TILE; r += 4) {
-        const uint8_t *blocks[4];
-        v4 words[4];
-        for (int i = 0; i < 4; i++)
-            blocks[i] = (const uint8_t *)&rows[r + i];
-        LEVEL(four_rows)(blocks, MC_HALVES, words);
-        /* The bits of each byte's two nibbles, side by side. */
-        for (int i = 0; i < 4; i++)
-            words[i] = bits == 5 ? (words[i] | words[i] >> 3) & 0x03030303
-                                 : (words[i] | words[i] >> 2) & 0x0f0f0f0f;
-        v4 one = words[0] | words[1] << (bits == 5 ? 2 : 4);
-        v4 two = words[2] | words[3] << (bits == 5 ? 2 : 4);
-        if (bits == 5)
-            one |= two << 4;
-        else
-            memcpy(out + 64 + r * 4, &two, 16);
-        memcpy(out + r * 4, &one, 16);
-    }
+    vu words[4];
+    for (int i = 0; i < 4; i++)
+        words[i] = LEVEL(words)(fourths[i], MC_HALVES);
+    LEVEL(transpose)(words);
+    /* The bits of each byte's two nibbles, side by side. */
+    for (int i = 0; i < 4; i++)
+        words[i] = bits == 5 ? (words[i] | words[i] >> 3) & 0x03030303
+                             : (words[i] | words[i] >> 2) & 0x0f0f0f0f;
+    vu one = words[0] | words[1] << (bits == 5 ? 2 : 4);
+    vu two = words[2] | words[3] << (bits == 5 ? 2 : 4);
+    if (bits == 5)
+        one |= two << 4;
+    else
+        memcpy(out + 64, &two, sizeof two);
+    memcpy(out, &one, sizeof one);
 }
 
 /* Sets bits if one of 16 scales is above `largest` in size, as infinities and NaN are. Sizes compare as
@@ -198,7 +243,7 @@ INLINE uint8_t *LEVEL(form_of)(
             out = LEVEL(form_scales)(file, scales, num_rows, group, out, &too_large);
         /* Prefetch the next 16 rows in memory order: the processor does not foresee 16 places at once. */
         for (int64_t line = 0; line < MC_TILE * file->block_bytes; line += 64)
-            __builtin_prefetch(next + line);
+            __builtin_prefetch(next + line, 0, 2);
         next += MC_TILE * file->block_bytes;
         if (num_rows == MC_TILE && k + MC_BLOCK <= file->columns) {
             for (int r = 0; r < MC_TILE; r++)
@@ -266,29 +311,34 @@ INLINE void LEVEL(codes_above)(const uint8_t *at, uint8_t (*rows)[MC_BLOCK], int
 SHARED void LEVEL(codes)(const uint8_t *at, uint8_t (*rows)[MC_BLOCK], int bits)
 {
     int is_half = bits < 8;
-    for (int r = 0; r < MC_TILE; r += 4)
+#define BACK(i) i, i + 4, i + 1, i + 5, i + 2, i + 6, i + 3, i + 7
+#define NEXT(i) i, i + 2, i + 4 * LANES, i + 2 + 4 * LANES, i + 1, i + 3, i + 1 + 4 * LANES, i + 3 + 4 * LANES
+#define FIRST(i) NEXT(i), NEXT(i + 4)
+#define LAST(i) NEXT(i + 8), NEXT(i + 12)
+    for (int r = 0; r < MC_TILE; r += LANES)
         for (int half = 0; half < (is_half ? 1 : 2); half++) {
-            v4 words[4];
+            vu words[4];
             for (int i = 0; i < 4; i++) {
-                memcpy(&words[i], at + (4 * half + i) * 64 + r * 4, 16);
+                memcpy(&words[i], at + (4 * half + i) * 64 + r * 4, sizeof words[i]);
                 if (!is_half)
-                    words[i] = (v4)SHUFFLE((v8)words[i], 0, 4, 1, 5, 2, 6, 3, 7);
+                    words[i] = (vu)BY_LANES((vw)words[i], (vw)words[i], BACK, 8);
             }
             LEVEL(transpose)(words);
             for (int i = 0; i < 4; i++) {
-                if (!is_half) {
-                    memcpy(rows[r + i] + 16 * half, &words[i], 16);
-                    continue;
+                vb low = (vb)words[i] & 15, high = (vb)(words[i] >> 4) & 15;
+                vb first = is_half ? BY_LANES(low, high, FIRST, 16) : (vb)words[i];
+                vb last = BY_LANES(low, high, LAST, 16);
+                for (int j = 0; j < LANES / 4; j++) {
+                    memcpy(rows[r + i + 4 * j] + 16 * half, (uint8_t *)&first + 16 * j, 16);
+                    if (is_half)
+                        memcpy(rows[r + i + 4 * j] + 16, (uint8_t *)&last + 16 * j, 16);
                 }
-                v16 low = (v16)words[i] & 15, high = (v16)(words[i] >> 4) & 15;
-                v16 first = __builtin_shufflevector(
-                    low, high, 0, 2, 16, 18, 1, 3, 17, 19, 4, 6, 20, 22, 5, 7, 21, 23);
-                v16 last = __builtin_shufflevector(
-                    low, high, 8, 10, 24, 26, 9, 11, 25, 27, 12, 14, 28, 30, 13, 15, 29, 31);
-                memcpy(rows[r + i], &first, 16);
-                memcpy(rows[r + i] + 16, &last, 16);
             }
         }
+#undef BACK
+#undef NEXT
+#undef FIRST
+#undef LAST
     if (bits == 5 || bits == 6)
         LEVEL(codes_above)(at + 256, rows, bits);
 }
@@ -372,6 +422,9 @@ static void LEVEL(expand)(
 }
 
 #undef SHUFFLE
+#undef BY_LANES
+#undef vw
+#undef vl
 #undef v16
 #undef v8
 #undef v4

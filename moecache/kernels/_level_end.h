@@ -6,6 +6,8 @@
 #undef F16C
 #undef WIDEN
 #undef NARROW
+#undef JOIN
+#undef JOIN_TWO
 #undef PICK
 #undef LOOK_UP
 #undef ANY

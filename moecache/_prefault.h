@@ -108,7 +108,7 @@ static int mc_lock(uintptr_t address, size_t nbytes)
 #endif
 }
 
-/* Take the pages of a file mapping out of this process; they stay in the page cache. */
+/* Take pages out of this process: those of a file stay in the page cache, others are gone. */
 static int mc_unmap_pages(uintptr_t address, size_t nbytes)
 {
 #ifdef __linux__

@@ -353,6 +353,21 @@ def lock_pages(uintptr_t address, size_t nbytes):
         raise OSError(error, os.strerror(error))
 
 
+def give_back_pages(uintptr_t address, size_t nbytes):
+    """Give the memory of a mapped range back, in whole pages; return whether the system took it.
+
+    Anonymous memory is zeros from then on, until it is written; a file's is read again.
+    """
+    cdef size_t page = mc_page_size()
+    cdef uintptr_t first = (address + page - 1) // page * page
+    cdef uintptr_t end = (address + nbytes) // page * page
+    cdef int error = 0
+    if end > first:
+        with nogil:
+            error = mc_unmap_pages(first, end - first)
+    return error == 0
+
+
 def resident_pages(uintptr_t address, size_t nbytes):
     """Return how many pages of a mapped range are in memory (mincore).
 

@@ -62,6 +62,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.oracle = OracleCache(num_layers, num_experts, capacity, policy=policy, scope=scope)
         self.numbers: dict[OracleSlot, int] = {}
         self.filling: list[OracleSlot] = []
+        self.withheld: list[int] = []
         self.steps: list[tuple[npt.NDArray[np.int32], list[OracleSlot | None]]] = []
 
     def place(self, layer: int, index: int) -> tuple[int, int]:
@@ -217,6 +218,41 @@ class CacheMachine(RuleBasedStateMachine):
         if slot is not None:
             self.filling.append(slot)
 
+    @precondition(lambda self: self.oracle.is_global)
+    @rule(num=st.integers(0, 6))
+    def withhold(self, num: int) -> None:
+        """Take the last slots out of use that nothing holds."""
+        cache, oracle = self.cache, self.oracle
+        places = {self.numbers[slot]: place for place, slot in oracle.slots.items()}
+        taken = {self.numbers[slot] for slot in oracle.abandoned} | set(self.withheld)
+        takes = []
+        for number in reversed(range(cache.capacity)):
+            if number in taken or len(takes) == num:
+                continue
+            if len(self.withheld) + len(takes) + 1 == cache.capacity:
+                break
+            if number not in places or oracle.can_give(oracle.slots[places[number]]):
+                takes.append(number)
+        gone = [places[number] for number in takes if number in places]
+        assert cache.withhold(num) == takes
+        oracle.withhold(gone, len(takes))
+        self.withheld += takes
+
+    @precondition(lambda self: self.oracle.is_global and self.withheld)
+    @rule(num=st.integers(1, 6))
+    def restore(self, num: int) -> None:
+        """Take some into use again; what is no withheld slot changes nothing."""
+        given = self.withheld[:num]
+        in_use = [number for number in range(self.cache.capacity) if number not in self.withheld]
+        for wrong in ([*given, given[0]], [*given, in_use[0]], [*given, self.cache.capacity]):
+            before = self.visible()
+            with pytest.raises(ValueError, match=r"withheld|twice"):
+                self.cache.restore(wrong)
+            assert self.visible() == before
+        self.cache.restore(given)
+        del self.withheld[:num]
+        self.oracle.num_withheld -= len(given)
+
     @rule(place=PLACES)
     def pin(self, place: tuple[int, int]) -> None:
         """Pin an expert that is resident."""
@@ -258,7 +294,8 @@ class CacheMachine(RuleBasedStateMachine):
         for place in resident:
             assert table[place] == self.numbers[oracle.slots[place]]
         assert cache.num_resident == len(resident) <= cache.capacity
-        assert cache.num_free == oracle.num_free
+        assert cache.num_free == oracle.num_free == len(cache.free_slots_now())
+        assert cache.num_withheld == len(self.withheld)
         assert cache.num_evictions == oracle.num_evictions
         assert self.foreseen() == (
             oracle.num_foreseen_hits,

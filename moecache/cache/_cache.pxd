@@ -12,6 +12,7 @@ cdef enum SlotState:
     FILLING    # claimed: the expert is on its way
     RESIDENT
     ABANDONED  # the claim failed while others lease the slot
+    WITHHELD   # out of use
 
 
 cdef struct Slot:
@@ -33,7 +34,8 @@ cdef class ExpertCache:
     cdef readonly AccessProfiler profiler
     cdef public RouteLog route_log  # notes every step, unless None
     cdef list partitions        # one Policy, or one per layer
-    cdef int* abandoned         # [len(partitions)] slots without an expert until they are released
+    cdef int* abandoned         # [len(partitions)] slots without an expert that are not free
+    cdef readonly int num_withheld
     cdef Slot* slots            # [capacity]
     cdef int* free_slots        # stack
     cdef int num_free_slots
@@ -81,6 +83,7 @@ cdef class ExpertCache:
         self, Policy part, int partition, int layer, int expert, bint accessed
     ) noexcept nogil
     cdef void evict(self, Policy part, int victim, int partition) noexcept nogil
+    cdef bint withhold_slot(self, Policy part, int slot) noexcept nogil
     cdef void free_slot(self, int slot) noexcept nogil
     cdef int count_missing(
         self, int layer, const void* ids, bint wide, Py_ssize_t n, Py_ssize_t top_k, bint drop

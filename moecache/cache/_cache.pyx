@@ -71,6 +71,8 @@ cdef class ExpertCache:
         slots are claimed, and experts keep their slots.
     num_changes : int
         How often `slot_table` changed.
+    num_withheld : int
+        Slots that are out of use, see `withhold`.
 
     Raises
     ------
@@ -410,6 +412,66 @@ cdef class ExpertCache:
                 if self.scripted:
                     self.leave()
 
+    def withhold(self, Py_ssize_t num) -> list[int]:
+        """Take slots out of use until `restore`, the last ones first; their experts are evicted.
+
+        Slots that are leased, being filled or pinned stay in use, and one always does.
+
+        Parameters
+        ----------
+        num : int
+
+        Returns
+        -------
+        list of int
+            The slots that were taken, at most `num`.
+
+        Raises
+        ------
+        ConfigError
+            If each layer has slots of its own.
+        """
+        cdef int slot
+        cdef Policy part
+        cdef list taken = []
+        if not self.is_global:
+            raise ConfigError('slots can be withheld with scope "global" alone')
+        with cython.critical_section(self):
+            if self.scripted:
+                self.enter()
+            try:
+                self.heed_reset()
+                part = self.part(0)
+                for slot in range(self.capacity - 1, -1, -1):
+                    if len(taken) >= num or self.num_withheld + 1 >= self.capacity:
+                        break
+                    if self.withhold_slot(part, slot):
+                        taken.append(slot)
+            finally:
+                if self.scripted:
+                    self.leave()
+        return taken
+
+    def restore(self, slots) -> None:
+        """Take slots that `withhold` returned into use again.
+
+        Raises
+        ------
+        ValueError
+            If one is not withheld, or is given twice. Nothing is changed then.
+        """
+        cdef list given = [int(slot) for slot in slots]
+        with cython.critical_section(self):
+            for slot in given:
+                if not 0 <= slot < self.capacity or self.slots[<int>slot].state != WITHHELD:
+                    raise ValueError(f"slot {slot} is not withheld")
+            if len(set(given)) != len(given):
+                raise ValueError(f"slots {given} have one twice")
+            for slot in given:
+                self.abandoned[0] -= 1
+                self.num_withheld -= 1
+                self.free_slot(<int>slot)
+
     def count_hits(self, Py_ssize_t first, ids, *, sequences=None) -> None:
         """Count steps that found their experts in their slots, and tell the policy of them.
 
@@ -624,6 +686,11 @@ cdef class ExpertCache:
         """Number of slots that hold nothing."""
         return self.num_free_slots
 
+    def free_slots_now(self) -> list[int]:
+        """Return the slots that hold nothing and are in use, for those who watch."""
+        with cython.critical_section(self):
+            return [self.free_slots[i] for i in range(self.num_free_slots)]
+
     def check(self) -> None:
         """Audit every invariant; for tests.
 
@@ -632,7 +699,7 @@ cdef class ExpertCache:
         AssertionError
             If the tables contradict each other.
         """
-        cdef int slot, layer, expert, key, resident = 0, empty = 0
+        cdef int slot, layer, expert, key, resident = 0, empty = 0, withheld = 0
         cdef Policy part
         with cython.critical_section(self):
             if self.scripted:
@@ -641,11 +708,12 @@ cdef class ExpertCache:
                 for slot in range(self.capacity):
                     key = self.slots[slot].key
                     state = self.slots[slot].state
-                    if state == FREE or state == ABANDONED:
+                    if state == FREE or state == ABANDONED or state == WITHHELD:
                         empty += state == FREE
+                        withheld += state == WITHHELD
                         _require(key == -1, f"slot {slot} holds nothing but has key {key}")
                         _require(
-                            (state == FREE) == (self.slots[slot].leases == 0),
+                            (state != ABANDONED) == (self.slots[slot].leases == 0),
                             f"empty slot {slot} has {self.slots[slot].leases} leases",
                         )
                         continue
@@ -664,6 +732,10 @@ cdef class ExpertCache:
                 _require(
                     empty == self.num_free_slots,
                     f"{empty} free slots, counted {self.num_free_slots}",
+                )
+                _require(
+                    withheld == self.num_withheld,
+                    f"{withheld} slots withheld, counted {self.num_withheld}",
                 )
                 for layer in range(self.num_layers):
                     for expert in range(self.num_experts):
@@ -691,7 +763,7 @@ cdef class ExpertCache:
 
     cdef int share_of(self, int layer) noexcept:
         if self.is_global:
-            return max(1, self.capacity // self.num_layers)
+            return max(1, (self.capacity - self.num_withheld) // self.num_layers)
         return self.part(layer).capacity
 
     cdef Policy part(self, int layer):
@@ -742,6 +814,30 @@ cdef class ExpertCache:
         self.num_evictions += 1
         self.num_changes += 1
         self.free_slot(slot)
+
+    cdef bint withhold_slot(self, Policy part, int slot) noexcept nogil:
+        cdef int i, at = self.num_free_slots
+        cdef Slot* one = &self.slots[slot]
+        if one.state == RESIDENT:
+            # Held while it is leased, or pinned.
+            if part.nodes[one.key].blocked:
+                return False
+            self.evict(part, one.key, 0)
+            at = self.num_free_slots - 1
+        elif one.state == FREE:
+            at = 0
+            while self.free_slots[at] != slot:
+                at += 1
+        else:
+            return False
+        self.num_free_slots -= 1
+        for i in range(at, self.num_free_slots):
+            self.free_slots[i] = self.free_slots[i + 1]
+        one.state = WITHHELD
+        # It takes the room of an expert, as an abandoned one does.
+        self.abandoned[0] += 1
+        self.num_withheld += 1
+        return True
 
     cdef void free_slot(self, int slot) noexcept nogil:
         self.slots[slot].key = -1
@@ -802,7 +898,7 @@ cdef class ExpertCache:
         cdef Policy part = self.part(layer)
         cdef int32_t* table = self.table + layer * self.num_experts
         cdef int local_base = layer * self.num_experts if self.is_global else 0
-        cdef int i, slot, wanted = 0, hits = 0, evictable_hits = 0, room, limit
+        cdef int i, slot, slots, wanted = 0, hits = 0, evictable_hits = 0, room, limit
         cdef int64_t expert
         cdef Py_ssize_t position
         for i in range(num_missing):
@@ -825,10 +921,11 @@ cdef class ExpertCache:
             limit = <int>max(0, share - hits - (num_missing - wanted))
             return min(wanted, min(limit, room))
         if wanted > room:
+            slots = part.capacity - self.num_withheld
             raise CapacityError(
                 f"layer {layer} asks for {wanted} experts that are not resident, but of "
-                f"{part.capacity} slots only {room} are free or can be evicted "
-                f"({part.pin_count} pinned, {part.capacity - room - part.pin_count} in use); "
+                f"{slots} slots only {room} are free or can be evicted "
+                f"({part.pin_count} pinned, {slots - room - part.pin_count} in use); "
                 "raise the memory, ask for fewer at once, or go through waves"
             )
         return wanted

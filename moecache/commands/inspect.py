@@ -97,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.device,
         top_k=arguments.top_k,
         context_tokens=arguments.context,
+        makes_room=True,
         layers=layout.layer_names if left_out else None,
     )
     console.print(_memory_table(planned))

@@ -62,11 +62,11 @@ def check_prefixes(arguments: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def opened_prefixes(arguments: argparse.Namespace, model: Any) -> "Iterator[PrefixCache | None]":
     """Yield a cache of prompts' pages, closed at the end; `None` if there is none."""
-    from moecache.integrations.transformers.prompts import free_bytes
+    from moecache.integrations.transformers.prompts import room_bytes
     from moecache.integrations.transformers.reading import open_prefixes
 
     if arguments.prefix_memory is None:
-        max_bytes = min(_DEFAULT_BYTES, free_bytes(model) // _DEFAULT_SHARE)
+        max_bytes = min(_DEFAULT_BYTES, room_bytes(model) // _DEFAULT_SHARE)
     else:
         max_bytes = parse_bytes(arguments.prefix_memory)
     directory = arguments.prefix_cache

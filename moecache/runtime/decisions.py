@@ -26,6 +26,8 @@ class Decisions:
     layout : ExpertLayout
     capacity, staging_slots : int
         Experts in the cache, and slots beside it.
+    borrowed_slots : int
+        Slots of the cache that are in memory of the KV cache, until it needs that.
     slot_bytes : int
         Bytes of one slot, as allocated.
     sizing : SizingPlan or None
@@ -78,6 +80,7 @@ class Decisions:
     record_trace: Choice
     reasons: Mapping[str, str]
     gpu: Device | None = field(repr=False, compare=False)
+    borrowed_slots: int = 0
 
     @property
     def num_experts(self) -> int:

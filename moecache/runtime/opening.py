@@ -13,6 +13,7 @@ from moecache.profiles.file import Profile, read_profile
 from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed, apply, calibrate, open_reader
 from moecache.runtime import head_start
+from moecache.runtime.borrowed import Borrowed
 from moecache.runtime.cuda_opening import make_slots
 from moecache.runtime.decisions import Decisions
 from moecache.runtime.runtime import ExpertRuntime
@@ -89,6 +90,8 @@ def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
             share=plan.options.share,
         )
         undo.pop_all()
+    spare = plan.headroom.spare_bytes // 2  # the other half is for what nobody announces
+    runtime.borrowed = Borrowed(runtime.cache, pool, plan.borrowed_slots, spare)
     try:
         _start_recording(runtime, plan)
         if profile is not None and plan.profile is not None:
@@ -181,6 +184,14 @@ def _start_prefault(
         # Nothing is in the slots yet: the memory that they will take still counts as free.
         room = free_host_bytes() * 4 // 5
         of_slots = [Region(*pair, getattr(pair, "owner", None)) for pair in pool.regions()]
+        if plan.borrowed_slots:
+            # The last ones may be given back; they have memory once they are filled.
+            kept = plan.capacity - plan.borrowed_slots
+            of_slots = [
+                Region(address, nbytes // pool.num_slots * kept, one.owner)
+                for one in of_slots
+                for address, nbytes in [one]
+            ]
         slots = _cut_to(of_slots, room)
         rest = room - sum(num_bytes for _, num_bytes in of_slots)
         chosen = regions if mode == "force" else _cut_to(regions, rest)

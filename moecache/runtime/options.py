@@ -107,7 +107,10 @@ class Options:
         Bytes that the host will still take for trunk, products and prompts. A plan without `memory`
         and `reserve` leaves them free; by default the trunk's bytes, as stored. Give 0 if the
         trunk is in memory already.
-
+    makes_room : bool, default False
+        Whether the host calls `ExpertRuntime.make_room` before its KV cache takes memory. Slots in
+        RAM then have what a plan without `memory` and `reserve` keeps for the cache, all but its
+        first 512 tokens, until it is asked for.
     share : Share, optional
         The experts that this process has, if others have the rest: slots, reads, pre-fault and
         what is kept in a profile are of these alone, and a step's other ids are dropped. Shares of
@@ -140,6 +143,7 @@ class Options:
     layers: Collection[str] | None = None
     context_tokens: int | None = None
     host_bytes: int | None = None
+    makes_room: bool = False
     share: Share | None = None
 
     @classmethod

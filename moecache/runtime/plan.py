@@ -147,19 +147,10 @@ def plan_store(store: CheckpointStore, options: Options, settings: Settings) -> 
     )
     if slot_bytes == 0:
         raise ConfigError("the experts have no weights: every role is of size 0")
-    sizing = None
-    if options.slots is None:
-        memory = choose("memory")
-        sizing, staging = _budgeted(layout, total, memory, slot_bytes, reserve_bytes, gpu)
-        capacity = sizing.slots
-        budget = "what is free, less what is kept free" if memory is None else f"memory {memory}"
-        advice = f"; {sizing.advice}" if sizing.advice else ""
-        reasons["capacity"] = f"{budget} ({reasons['memory']}){advice}"
-    else:
-        capacity = min(options.slots, total)
-        staging = num_staging_slots(layout.top_k, capacity)
-        staging = staging if capacity < total else 0
-        reasons["capacity"] = f"slots={options.slots} (argument)"
+    memory = choose("memory") if options.slots is None else None
+    sizing, capacity, staging, reasons["capacity"] = _slots_of(
+        layout, options, total, memory, slot_bytes, reserve_bytes, gpu, reasons.get("memory", "")
+    )
     scope = choose("scope")
     if options.share is not None and scope == "layer" and staging == 0:
         # Layers have as many slots each, but not as many experts of the share.
@@ -169,6 +160,13 @@ def plan_store(store: CheckpointStore, options: Options, settings: Settings) -> 
         if fewer < capacity:
             reasons["capacity"] += f"; fewer than {capacity}, for want of memory on {gpu.name}"
         capacity = fewer
+    lock = choose("lock")
+    borrowed = 0
+    if memory is None and reserve is None and gpu is None and scope == "global" and not lock:
+        borrowed = _num_borrowed(options, capacity, total, room.later_bytes // slot_bytes)
+    if borrowed:
+        reasons["capacity"] += f"; {borrowed} of them until the KV cache needs their memory"
+    # What is borrowed counts as the KV cache's from here on.
     slots_bytes = 0 if gpu is not None else (capacity + staging) * slot_bytes
     read, reasons["read"] = _way_of_reading(
         layout, options, choose("read"), reasons["read"], slots_bytes, reserve_bytes, gpu
@@ -179,12 +177,15 @@ def plan_store(store: CheckpointStore, options: Options, settings: Settings) -> 
     record_trace = settings.choose("record_trace", options.record_trace)
     # Ranks on one machine do not write the same file.
     own = _as_given if options.share is None else options.share.own_path
-    check_fits(slots_bytes, staging_bytes + min(buffers, layout.total_bytes))
+    check_fits(
+        slots_bytes + borrowed * slot_bytes, staging_bytes + min(buffers, layout.total_bytes)
+    )
     return Plan(
         path=os.fspath(store.path),
         options=options,
         layout=layout,
-        capacity=capacity,
+        capacity=capacity + borrowed,
+        borrowed_slots=borrowed,
         staging_slots=staging,
         slot_bytes=slot_bytes,
         sizing=sizing,
@@ -197,7 +198,7 @@ def plan_store(store: CheckpointStore, options: Options, settings: Settings) -> 
         scope=scope,
         prefetch=choose("prefetch"),
         prefault=choose("prefault"),
-        lock=choose("lock"),
+        lock=lock,
         warmpin=choose("warmpin"),
         warmpin_after=choose("warmpin_after"),
         loader_threads=choose("loader_threads"),
@@ -207,6 +208,28 @@ def plan_store(store: CheckpointStore, options: Options, settings: Settings) -> 
         reasons=reasons,
         gpu=gpu,
     )
+
+
+def _slots_of(
+    layout: ExpertLayout,
+    options: Options,
+    total: int,
+    memory: int | str | None,
+    slot_bytes: int,
+    reserve_bytes: int,
+    gpu: Device | None,
+    origin: str,
+) -> tuple[SizingPlan | None, int, int, str]:
+    """Return how slots come from a budget, if they do, their number, staging slots, and why."""
+    if options.slots is not None:
+        capacity = min(options.slots, total)
+        staging = num_staging_slots(layout.top_k, capacity)
+        why = f"slots={options.slots} (argument)"
+        return None, capacity, staging if capacity < total else 0, why
+    sizing, staging = _budgeted(layout, total, memory, slot_bytes, reserve_bytes, gpu)
+    budget = "what is free, less what is kept free" if memory is None else f"memory {memory}"
+    advice = f"; {sizing.advice}" if sizing.advice else ""
+    return sizing, sizing.slots, staging, f"{budget} ({origin}){advice}"
 
 
 def _budgeted(
@@ -248,6 +271,14 @@ def _budgeted(
             f"{format_bytes(slot_bytes)} and {staging} for staging; raise memory to at least {need}"
         )
     return found, 0 if found.slots == total else staging
+
+
+def _num_borrowed(options: Options, capacity: int, total: int, most: int) -> int:
+    """Return how many slots there may be in memory of a KV cache that is not needed yet."""
+    if not options.makes_room or options.slots is not None or options.share is not None:
+        return 0
+    # One less than all: where every expert has a slot there is no staging.
+    return max(0, min(most, total - 1 - capacity))
 
 
 def _way_of_reading(

@@ -22,6 +22,7 @@ from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed
 from moecache.runtime._closing import close_parts
 from moecache.runtime._parts import check_parts, make_loader
+from moecache.runtime.borrowed import Borrowed
 from moecache.runtime.figures import Figures
 from moecache.runtime.source import StepSource
 from moecache.runtime.steps import Lease, Wave, reading
@@ -76,6 +77,8 @@ class ExpertRuntime:
 
     Attributes
     ----------
+    borrowed : Borrowed
+        Memory that slots have until the host needs it.
     usage : KeptUsage
         How experts are used from one run to the next: profiles, and slots filled with them.
     steps : StepSource
@@ -112,6 +115,7 @@ class ExpertRuntime:
         self.pool = pool
         self.cache = cache
         self.profiler = cache.profiler
+        self.borrowed = Borrowed(cache, pool)
         self._expert_stats = expert_stats
         self.prefault = prefault
         self.disk = disk
@@ -255,9 +259,8 @@ class ExpertRuntime:
     def hint(self, layer: int, ids: npt.ArrayLike, scores: npt.ArrayLike | None = None) -> None:
         """Say which experts a layer will probably use at its next step.
 
-        For host loops that know more than the past: one that applied the next layer's router
-        to the hidden state already, say. Takes the place of the runtime's own prediction.
-        Does nothing with prefetch="off". Never waits.
+        For host loops that know more than the past, as of the next layer's router. Takes the place
+        of the runtime's own prediction. Does nothing with prefetch="off". Never waits.
 
         Parameters
         ----------
@@ -374,10 +377,7 @@ class ExpertRuntime:
         self._closing.append(callback)
 
     def close(self) -> None:
-        """Stop the threads, write the report if asked for, free slots and file.
-
-        A second call does nothing. Never fails because of the report.
-        """
+        """Stop the threads, write a report if asked for, free slots and file; once."""
         if self.closed:
             return
         self.steps.closed = True

@@ -10,6 +10,8 @@ from moecache.sizing.planning import RESERVE_BYTES
 from moecache.units import format_bytes
 
 DEFAULT_CONTEXT_TOKENS = 4096
+# Tokens whose keys and values have memory from the first moment on.
+FIRST_TOKENS = 512
 # A sixteenth of a host's free memory stays spare, but at least 32 MiB, if these are no more than a
 # quarter of it.
 _SPARE_PART = 16
@@ -42,6 +44,12 @@ class Headroom:
     staging_bytes: int
     spare_bytes: int = RESERVE_BYTES
     takes: str = "trunk"
+
+    @property
+    def later_bytes(self) -> int:
+        """The part of the KV cache that a host does not need before its first tokens' are full."""
+        first = min(FIRST_TOKENS, self.context_tokens)
+        return self.kv_cache_bytes - self.kv_cache_bytes * first // max(1, self.context_tokens)
 
     @property
     def nbytes(self) -> int:

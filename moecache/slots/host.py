@@ -1,14 +1,14 @@
 """HostSlots: slots in RAM, as NumPy arrays."""
 
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from moecache._prefault import lock_pages
+from moecache._prefault import PAGE_SIZE, give_back_pages, lock_pages, resident_pages
 from moecache.errors import CapacityError, ConfigError, FormatError, MoeCacheError
 from moecache.kernels._kernels import Tiler
 from moecache.layout import ExpertLayout
@@ -139,6 +139,20 @@ class HostSlots:
                     f"slots of {format_bytes(self.nbytes)} cannot be locked: {error.strerror}; "
                     f"the limit is {allowed}: raise it with ulimit -l, or do not lock"
                 ) from error
+
+    def count_backed(self, slots: Collection[int]) -> int:
+        """Return how many of some slots have memory: those that were filled, or backed ahead."""
+        widest = max(self._open().values(), key=lambda slab: slab.shape[1])
+        address, stride = widest.ctypes.data, widest.shape[1]
+        middles = (address + slot * stride + stride // 2 for slot in slots)
+        return sum(resident_pages(middle - middle % PAGE_SIZE, 1) for middle in middles)
+
+    def discard(self, slots: Collection[int]) -> None:
+        """Give the memory of slots back; they are zeros until they are filled anew."""
+        for slab in self._open().values():
+            address, stride = slab.ctypes.data, slab.shape[1]
+            for slot in slots:
+                give_back_pages(address + slot * stride, stride)
 
     def slab(self, role: str) -> np.ndarray:
         """Return all slots of a role, an array [num_slots, *shape].

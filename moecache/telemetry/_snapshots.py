@@ -58,7 +58,7 @@ class RuntimeStats(RuntimeCounters):
             num_in_flight=loader.num_in_flight,
             num_resident=cache.num_resident,
             num_pinned=cache.num_pinned,
-            capacity=cache.capacity,
+            capacity=cache.capacity - cache.num_withheld,
             staging_slots=loader.num_staging,
             total_experts=total_experts,
             pool_bytes=pool_bytes,

@@ -52,6 +52,7 @@ class OracleCache:
         self.capacity = min(capacity, num_layers * num_experts)
         self.slots: dict[tuple[int, int], OracleSlot] = {}
         self.abandoned: list[OracleSlot] = []
+        self.num_withheld = 0
         self.counts = [[0] * num_experts for _ in range(num_layers)]
         self.num_hits = self.num_misses = self.num_evictions = 0
         self.num_foreseen_hits = self.num_foreseen_late = self.num_foreseen_unused = 0
@@ -181,6 +182,21 @@ class OracleCache:
             else:
                 self._update_hold(slot)
 
+    def withhold(self, gone: Sequence[tuple[int, int]], num: int) -> None:
+        """Take slots out of use, those of some experts among them."""
+        for layer, expert in gone:
+            slot = self.slots.pop((layer, expert))
+            self._part(layer).remove(self._local(layer, expert))
+            slot.state = "evicted"
+            self.num_foreseen_unused += slot.foreseen
+            self.num_evictions += 1
+        self.num_withheld += num
+
+    def can_give(self, slot: OracleSlot) -> bool:
+        """Return whether an expert's slot can be withheld."""
+        key = self._local(slot.layer, slot.expert)
+        return slot.state == "resident" and bool(self._part(slot.layer).unblocked([key]))
+
     def pin(self, layer: int, expert: int) -> bool:
         """Keep a resident expert."""
         if self._state(layer, expert) != "resident":
@@ -206,7 +222,7 @@ class OracleCache:
 
     def fair_share(self, layer: int) -> int:
         """Return the slots a layer has, or would have if all had the same."""
-        share = max(1, self.capacity // self.num_layers)
+        share = max(1, (self.capacity - self.num_withheld) // self.num_layers)
         return share if self.is_global else self.parts[layer].capacity
 
     def resident(self) -> set[tuple[int, int]]:
@@ -216,7 +232,7 @@ class OracleCache:
     @property
     def num_free(self) -> int:
         """Slots that hold nothing and wait for nothing."""
-        return self.capacity - len(self.slots) - len(self.abandoned)
+        return self.capacity - len(self.slots) - len(self.abandoned) - self.num_withheld
 
     def _make_policy(self, policy: str, index: int, size: int) -> OracleLru:
         if policy in SIMPLE:
@@ -251,7 +267,7 @@ class OracleCache:
 
     def _room_left(self, layer: int) -> int:
         waiting = sum(self._part(slot.layer) is self._part(layer) for slot in self.abandoned)
-        return self._part(layer).capacity - len(self._part(layer)) - waiting
+        return self._part(layer).capacity - len(self._part(layer)) - waiting - self.num_withheld
 
     def _count(self, layer: int, expert: int, *, hit: bool) -> None:
         self.counts[layer][expert] += 1

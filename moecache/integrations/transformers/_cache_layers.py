@@ -201,6 +201,13 @@ def _can_change(held: torch.Tensor) -> bool:
     return not held.is_inference() or torch.is_inference_mode_enabled()
 
 
+def growth(length: int, num: int) -> int:
+    """Return how many tokens' memory a cache may take for new ones; 0 where they have room."""
+    if num == 1 and length % _PAGE:
+        return 0
+    return num + (length + num) // 8 + _PAGE
+
+
 def _larger(like: torch.Tensor, seen: torch.Tensor | None, num: int) -> torch.Tensor:
     """Return a tensor that begins with what is seen and has room for more tokens behind it."""
     length = 0 if seen is None else seen.shape[2]

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from moecache.decoding._program import MAX_ROWS, KeyValues, Program
 from moecache.decoding.recipe import Layer
 from moecache.errors import ConfigError
+from moecache.integrations.transformers._cache_layers import growth
 from moecache.integrations.transformers._fast import fast_rows
 from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._operators import is_transformed
@@ -28,6 +29,7 @@ from moecache.integrations.transformers.prompts import (
     cuts,
     has_pages,
     is_paged,
+    make_room,
     new_cache,
     read_prompt,
     span_pages,
@@ -203,6 +205,7 @@ class Decoder:
             raise ConfigError(f"positions {places.tolist()} are none of {num} tokens")
         if not self._is_plain({"position_ids": places}):
             return None
+        make_room(self._model(), sum([growth(length, 1) for length in lengths]))
         with self._lock:
             if not self._is_ready():
                 return None

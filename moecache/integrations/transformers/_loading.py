@@ -192,6 +192,7 @@ def load(
             **options,
             dtype=source.dtype if on_host else None,
             host_bytes=host_bytes if on_host else None,
+            makes_room=on_host and ranks is None,
             share=share,
         )
         try:

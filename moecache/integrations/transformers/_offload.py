@@ -52,6 +52,7 @@ from moecache.integrations.transformers._slots import (
     device_of,
     values_of,
 )
+from moecache.integrations.transformers.prompts import bytes_per_token
 from moecache.interrupts import uninterrupted
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.sizing.host_memory import free_host_bytes
@@ -129,7 +130,8 @@ class Offload(NotCopied):
             dispatch([binding.module for binding in self._bindings], IMPLEMENTATION)
             self._agreements = [] if ranks is None else list(agree_before(model, ranks))
             self.decoder: Decoder | None = self._start_decoder(model)
-            self._hook = model.register_forward_pre_hook(SequenceHook(runtime), with_kwargs=True)
+            hook = SequenceHook(runtime, bytes_per_token(model))
+            self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
             guard(model, getattr(runtime.store, "path", Path()))
             self._start_look_ahead(routers)
             model.__dict__["moecache"] = self

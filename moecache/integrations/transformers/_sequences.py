@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moecache.integrations.transformers._cache_layers import growth
 from moecache.integrations.transformers._experts import NotCopied
 from moecache.integrations.transformers._on_device import is_captured
 from moecache.integrations.transformers._operators import number, numbered, operator
@@ -15,10 +16,18 @@ TOKENS = ("input_ids", "inputs_embeds")
 
 
 class SequenceHook(NotCopied):
-    """Tells the runtime of the first forward of a sequence."""
+    """Tells the runtime of the first forward of a sequence, and what keys and values will take.
 
-    def __init__(self, runtime: ExpertRuntime) -> None:
+    Parameters
+    ----------
+    runtime : ExpertRuntime
+    bytes_per_token : int
+        Of keys and values, in all layers.
+    """
+
+    def __init__(self, runtime: ExpertRuntime, bytes_per_token: int) -> None:
         self._runtime = runtime
+        self._bytes_per_token = bytes_per_token
         self._number = number(self)
 
     def __call__(
@@ -52,9 +61,13 @@ class SequenceHook(NotCopied):
         """Begin a sequence for each row of the batch if no token of them is held."""
         if isinstance(held, torch.Tensor) and is_captured(self._runtime):
             return  # Its value would be waited for; graphs are of tokens that others precede.
-        if not held and not self._runtime.closed:
-            batched = isinstance(tokens, torch.Tensor) and tokens.ndim > 1
+        if self._runtime.closed:
+            return
+        batched = isinstance(tokens, torch.Tensor) and tokens.ndim > 1
+        if not held:
             self._runtime.begin_sequence(max(1, len(tokens)) if batched else 1)
+        if batched and isinstance(held, int) and (more := growth(held, tokens.shape[1])):
+            self._runtime.borrowed.make_room(len(tokens) * more * self._bytes_per_token)
 
 
 _outside = torch.compiler.disable(SequenceHook.follow)

@@ -97,6 +97,18 @@ def free_bytes(model: Any) -> int:
     return max(0, free_host_bytes() - unfilled)
 
 
+def room_bytes(model: Any) -> int:
+    """Return the memory that is free, or that slots give back as `make_room` asks for it."""
+    return free_bytes(model) + int(model.moecache.runtime.borrowed.nbytes)
+
+
+def make_room(model: Any, num_tokens: int) -> None:
+    """Have slots give back what keys and values of new tokens take, as far as it was borrowed."""
+    offload = getattr(model, "moecache", None)
+    if num_tokens and offload is not None:
+        offload.runtime.borrowed.make_room(num_tokens * bytes_per_token(model))
+
+
 def bytes_per_token(model: Any) -> int:
     """Return the bytes of a token's keys and values, each layer's attention being a full one.
 

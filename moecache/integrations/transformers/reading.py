@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 import moecache
 from moecache.decoding.prefixes import Page, PrefixCache, num_positions
+from moecache.integrations.transformers._cache_layers import growth
 from moecache.integrations.transformers.prompts import (
     PAGE_TOKENS,
     PART_TOKENS,
@@ -22,6 +23,7 @@ from moecache.integrations.transformers.prompts import (
     are_rows_apart,
     bytes_per_token,
     has_pages,
+    make_room,
     new_cache,
     page_begin,
     read_spans,
@@ -82,6 +84,7 @@ class PromptReader:
         """Find the pages that are known, unless this was done before."""
         if self._has_begun:
             return
+        make_room(self._model, growth(0, len(self._tokens)))
         if self._prefixes is not None:
             pages = self._prefixes.find(self._tokens, in_parts=are_rows_apart(self._model))
             if pages:

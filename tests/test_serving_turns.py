@@ -19,7 +19,7 @@ def run(monkeypatch: pytest.MonkeyPatch, body: Body, *, most: int = 3, free: int
     """Run something with turns of a model whose tokens take a byte each."""
     from moecache.serving import turns
 
-    monkeypatch.setattr(turns, "free_bytes", lambda model: model.free)
+    monkeypatch.setattr(turns, "room_bytes", lambda model: model.free)
     monkeypatch.setattr(turns, "bytes_per_token", lambda _: 1)
     monkeypatch.setattr(turns, "_LOOK_S", 0.001)
 

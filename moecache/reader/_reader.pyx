@@ -154,7 +154,8 @@ cdef class Reader:
     cdef int _num_tried  # pending pieces that a thread is to copy out of the page cache
     cdef int _num_fillers  # threads that serve, and fill
     cdef int _num_inside
-    cdef bint _reaping
+    cdef bint _reaping  # a thread waits in the kernel, or is about to
+    cdef bint _reaper_serves  # it waits for no load
     cdef bint _closed
     cdef bint _drained  # closed, and nothing is in flight
     cdef int _process
@@ -490,7 +491,10 @@ cdef class Reader:
             pthread_mutex_lock(&self._mutex)
             self._epoch += 1
             pthread_cond_broadcast(&self._done)
-            if self._reaping and not self._closed and not mc_ring_is_full(&self._ring):
+            if (
+                self._reaping and not self._reaper_serves and not self._closed
+                and not mc_ring_is_full(&self._ring)
+            ):
                 # One of them waits in the kernel.
                 mc_ring_push_nothing(&self._ring)
                 self._hand_over()
@@ -801,10 +805,10 @@ cdef class Reader:
         cdef int64_t result = 0
         cdef bint found = False
         while mc_ring_pop(&self._ring, &popped, &result):
-            found = True
             piece = <Piece *>popped
             if piece == NULL:
                 continue
+            found = True
             self._in_kernel -= 1
             piece.next = NULL
             if not self._judge(piece, mc_faulty(result, piece.nbytes - piece.num_done)):
@@ -814,8 +818,12 @@ cdef class Reader:
             else:
                 self._arrived_end[0] = piece
                 self._arrived_end = &piece.next
-        if found and self._reaping and not mc_ring_is_full(&self._ring):
-            # Another thread is about to wait in the kernel for the read that was just taken in.
+        if (
+            found and self._reaping and (not self._reaper_serves or self._unfilled != NULL)
+            and not mc_ring_is_full(&self._ring)
+        ):
+            # Another thread is about to wait in the kernel for the read that was just taken in, or
+            # it could fill.
             mc_ring_push_nothing(&self._ring)
         return found
 
@@ -975,7 +983,10 @@ cdef class Reader:
         self._num_to_fill -= 1
         self._finish(load)
         pthread_cond_broadcast(&self._done)
-        if self._reaping and not self._closed and not mc_ring_is_full(&self._ring):
+        if (
+            self._reaping and not self._reaper_serves and not self._closed
+            and not mc_ring_is_full(&self._ring)
+        ):
             # A thread that waits in the kernel may wait for this expert.
             mc_ring_push_nothing(&self._ring)
             self._hand_over()
@@ -1086,7 +1097,7 @@ cdef class Reader:
             # Another thread waits in the kernel, or has the last reads in its hands.
             mc_wait(&self._done, &self._mutex, timeout)
             return True
-        self._reaping = True
+        self._reaping, self._reaper_serves = True, is_serving
         pthread_mutex_unlock(&self._mutex)
         error = mc_ring_enter(&self._ring, True, timeout)
         pthread_mutex_lock(&self._mutex)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from moecache.prefetch.switch import WARM_UP, WINDOW, Gain, Switch, gained
+from moecache.prefetch.switch import PRESUMED, WARM_UP, WINDOW, Gain, Switch, gained
 
 TRIAL = 8 * WINDOW  # tokens: four pairs of windows
 SHORT = 4 * WINDOW  # what is clear then is decided
@@ -74,6 +74,22 @@ def test_it_is_off_and_untried_at_first() -> None:
     switch = Host(factor(1)).switch
     assert (switch.on, switch.reason, switch.num_trials) == (False, "not tried yet", 0)
     assert switch.settled_off
+
+
+def test_what_is_presumed_to_pay_is_on_until_it_is_tried() -> None:
+    """Four times as long as otherwise; then a trial decides, as ever."""
+    host = Host(factor(1.05))
+    host.switch.presume()
+    assert (host.switch.on, host.switch.settled_off) == (True, False)
+    assert "presumed" in host.switch.reason
+    host.run(5)
+    host.switch.presume()  # a second time, which is no reason to wait longer
+    states = host.run(PRESUMED + SHORT - 5).states
+    assert all(states[:PRESUMED])
+    assert states[PRESUMED : PRESUMED + WINDOW] == [False] * WINDOW
+    assert (host.switch.num_trials, host.switch.on) == (1, False)
+    host.switch.presume()
+    assert not host.switch.on
 
 
 def test_windows_alternate_so_that_drift_counts_for_both() -> None:

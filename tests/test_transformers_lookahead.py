@@ -152,6 +152,8 @@ def test_only_auto_and_router_look_ahead(prefetch: str, look_ahead: bool, tiny_m
         assert isinstance(offload.runtime.predictor, RouterLookAhead) == look_ahead
         stats = offload.stats().prefetch
         assert (stats.mode if stats else "off") == prefetch
+        # Routers are asked from the first token on; "auto" tries them later.
+        assert (stats is not None and stats.active) == (prefetch != "off")
 
 
 def test_a_predictor_of_ones_own_is_asked(tiny_moe: Path) -> None:

@@ -126,6 +126,13 @@ class Prefetcher:
         """Experts whose read ahead was begun."""
         return self.counts.num_prefetches
 
+    def use(self, predictor: Predictor, mode: str | None) -> None:
+        """Take another predictor, and mode; one that `is_likely` is used before it is tried."""
+        self.predictor = predictor
+        self.mode = mode or self.mode
+        if self.switch is not None and getattr(predictor, "is_likely", False):
+            self.switch.presume()
+
     def step(self, layer: int, ids: np.ndarray, sequences: npt.ArrayLike | None = None) -> None:
         """Learn from a step, and ask for what the next layer will use; never waits.
 

@@ -8,6 +8,8 @@ import numpy as np
 
 # Before the first trial: predictors learn, and the cache finds its residents.
 WARM_UP = 32
+# The same, of a predictor that is presumed to be right.
+PRESUMED = 128
 # Tokens in a row with it or without; the first of them still feels what was before.
 WINDOW = 16
 _SETTLING = 2
@@ -43,6 +45,8 @@ class Switch:
     Workers, 4th edition, section 49.1). Misses that on itself adds, by what it evicts, are not
     seen there: so tokens may not be slower by the plain means either, beyond three standard errors.
 
+    What is presumed to pay is on until the first trial (`presume`): most conversations end before.
+
     Parameters
     ----------
     clock : callable () -> int
@@ -75,6 +79,12 @@ class Switch:
         self._place = 0  # in the trial
         self._decision: bool | None = None
         self._samples: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
+
+    def presume(self) -> None:
+        """Be on until the first trial, after 128 tokens; does nothing once there was one."""
+        if self._decision is None and self._left and not self.on:
+            self.on, self._left = True, self._left + PRESUMED - WARM_UP
+            self.reason = "presumed to pay, not tried yet"
 
     @property
     def settled_off(self) -> bool:

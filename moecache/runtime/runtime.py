@@ -303,8 +303,7 @@ class ExpertRuntime:
         self.steps.check_usable()
         check_predictor(predictor)
         if self._prefetcher is not None:
-            self._prefetcher.predictor = predictor
-            self._prefetcher.mode = mode or self._prefetcher.mode
+            self._prefetcher.use(predictor, mode)
 
     def record_trace(
         self,

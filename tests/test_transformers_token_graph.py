@@ -19,7 +19,11 @@ from tests.helpers.tensor_device import TensorDevice
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from moecache.integrations.transformers import TokenGraph, token_cache  # noqa: E402
+from moecache.integrations.transformers import (  # noqa: E402
+    TokenGraph,
+    _token_graph,
+    token_cache,
+)
 from moecache.integrations.transformers._span_graphs import SpanGraphs  # noqa: E402
 from tests.helpers import torch_graph  # noqa: E402
 from tests.helpers.token_graphs import eager, fast, prepared, prompted, tokens  # noqa: E402
@@ -106,6 +110,51 @@ def test_a_token_goes_on_from_the_layer_that_missed(
                 # There a miss is known at once, and nothing is issued behind it.
                 assert sorted(issued) == sorted([*range(num_layers + 1), *again])
     assert num_stalls > 0
+
+
+class Mark:
+    """An event that is done when it was asked three times."""
+
+    in_flight: list["Mark"]
+    most = 0
+
+    def __init__(self) -> None:
+        self._num_asked = 0
+
+    def record(self) -> None:
+        """Stand for what was issued."""
+        self._num_asked = 0
+        assert self not in Mark.in_flight, "an event is recorded while it is waited for"
+        Mark.in_flight.append(self)
+        Mark.most = max(Mark.most, len(Mark.in_flight))
+
+    def query(self) -> bool:
+        """Return whether it is done; then those before it are, too."""
+        self._num_asked += 1
+        if self._num_asked < 3:
+            return False
+        if self in Mark.in_flight:
+            del Mark.in_flight[: Mark.in_flight.index(self) + 1]
+        return True
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_only_some_graphs_are_issued_and_not_done(
+    path: Path, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is issued behind a miss runs for nothing; the host waits, and looks for a miss."""
+    prepared("fake", monkeypatch)
+    monkeypatch.setattr(_token_graph, "_AHEAD", ahead)
+    monkeypatch.setattr(_token_graph, "_new_mark", lambda _: Mark())
+    model = fast(path, "100%")
+    with model.moecache, torch.no_grad():
+        wanted = eager(model, prompted(model, 1), 1, NUMBERS)
+        graph = TokenGraph(model, prompted(model, 1))
+        assert len(graph._graphs) == 3
+        for number, logits in zip(NUMBERS, wanted, strict=True):
+            Mark.in_flight, Mark.most = [], 0
+            assert torch.equal(graph(tokens(model, 1, number)), logits)
+            assert Mark.most == ahead
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", "gpt_oss"])

@@ -25,8 +25,11 @@ disassembled = pytest.mark.skipif(
             ("decode_bf16|mxfp4|mxfp4|1", 90),
             ("decode_bf16|fp8[128x128,f32]|fp8[128x128,f32]|2", 100),
             ("decode_bf16|q8_0|q6_k|2", 80),
+            ("decode_bf16|fp8[128x128,f32]|fp8[128x128,f32]|2", 90),
+            ("decode_bf16|nvfp4|nvfp4|2", 90),
+            ("decode_bf16|q4_k|q4_k|2", 90),
         ],
-        lambda case: case in {("decode_bf16", 90), ("decode_bf16|mxfp4|mxfp4|1", 90)},
+        lambda case: case in {("decode_bf16", 90), ("decode_bf16|nvfp4|nvfp4|2", 90)},
     ),
 )
 def test_registers_suffice(kernel: str, arch: int) -> None:

@@ -181,9 +181,44 @@ template <class F> struct Quantized {
         if (is_aligned)
             add_units<true, X>(rows, x, n, sums);
         else
-            add_units<false, X>(rows, x, n, sums);
+            add_unaligned<X>(rows, x, n, sums);
 #pragma unroll
         for (unsigned r = 0; r < ROWS; r++) sums[r] = sum_lanes(sums[r]);
+    }
+
+    // Rows that are not aligned are rare, and take more registers than others: in a function that is
+    // called, so that the kernel keeps its own in registers. What it is given lies in memory.
+    template <unsigned ROWS, class At> struct Call {
+        At rows[ROWS];
+        float sums[ROWS];
+    };
+
+    template <class X, unsigned ROWS, class At>
+    static __device__ __noinline__ void call_unaligned(
+        Call<ROWS, At>& call, Row<X> x, unsigned n)
+    {
+        At rows[ROWS];
+        float sums[ROWS];
+#pragma unroll
+        for (unsigned r = 0; r < ROWS; r++) {
+            rows[r] = call.rows[r];
+            sums[r] = 0.0f;
+        }
+        add_units<false, X>(rows, x, n, sums);
+#pragma unroll
+        for (unsigned r = 0; r < ROWS; r++) call.sums[r] = sums[r];
+    }
+
+    template <class X, unsigned ROWS, class At>
+    static __device__ inline void add_unaligned(
+        const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
+    {
+        Call<ROWS, At> call;
+#pragma unroll
+        for (unsigned r = 0; r < ROWS; r++) call.rows[r] = rows[r];
+        call_unaligned<X>(call, x, n);
+#pragma unroll
+        for (unsigned r = 0; r < ROWS; r++) sums[r] = call.sums[r];
     }
 
     static __device__ unsigned num_units(unsigned n) { return (n + UNIT - 1) / UNIT; }

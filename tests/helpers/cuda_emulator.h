@@ -25,6 +25,7 @@
 #endif
 #define __device__
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __noinline__
 
 struct Dim3 {

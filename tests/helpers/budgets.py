@@ -44,6 +44,7 @@ BUDGETS = {
     "tests/test_docs_examples.py": 5,
     "tests/test_echo_oracle.py": 5,
     "tests/test_gpu_script.py": 5,
+    "tests/test_gpu_script_interrupts.py": 9,
     "tests/test_serving.py": 5,
     "tests/test_serving_page.py": 5,
     "tests/test_serving_parallel.py": 5,

@@ -17,6 +17,14 @@ __device__ inline float half_to_float(unsigned short bits)
     return x;
 }
 
+// The lower and the upper half of a word.
+__device__ inline void halves_to_floats(unsigned word, float& low, float& high)
+{
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+        : "=f"(low), "=f"(high)
+        : "r"(word));
+}
+
 __device__ inline unsigned short float_to_half(float x)
 {
     unsigned short bits;

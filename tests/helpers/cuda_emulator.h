@@ -344,6 +344,12 @@ inline float half_to_float(unsigned short bits)
     return __uint_as_float(sign | __float_as_uint(ldexpf((float)rest, -24)));
 }
 
+inline void halves_to_floats(unsigned word, float& low, float& high)
+{
+    low = half_to_float((unsigned short)word);
+    high = half_to_float((unsigned short)(word >> 16));
+}
+
 inline unsigned short float_to_half(float x)
 {
     const unsigned bits = __float_as_uint(x), sign = bits >> 16 & 0x8000u;

@@ -42,10 +42,10 @@ pytestmark = [
 MUTANTS = {
     "the cache is not cleared": ("    cache.reset()\n", ""),
     "a larger cache is empty": (
-        "                    _move(_parts(made.cache), larger.cache, length)\n",
+        "                    _move(made.cache, larger.cache, length)\n",
         "",
     ),
-    "the prompt is left out": ("            _move(_parts(read), made.cache, length)\n", ""),
+    "the prompt is left out": ("            _move(read, made.cache, length)\n", ""),
     "a full cache is written to": ("if length >= made.size:", "if False:"),
     "changes are not seen": ("if state != self._state:", "if not self._state:"),
     "hooks are left out": ('startswith("moecache.")', 'startswith("")'),
@@ -216,6 +216,24 @@ def test_a_model_that_changes_gets_graphs_of_its_own(gpu: str, path: Path, small
         hook.remove()
         assert_same(text(model), changed)
         assert offload.tokens.num_graphs > before
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "context", "size"),
+    [
+        (1, None, 1024),
+        (1024, None, 1024),
+        (1025, None, 2048),
+        (2100, None, 3072),
+        (4156, None, 6144),
+        (9000, 10_000, 10_000),
+        (9000, None, 12_288),
+    ],
+)
+def test_caches_come_in_few_sizes(num_tokens: int, context: int | None, size: int) -> None:
+    """None beyond the context; a third of one, or a thousand tokens, is too much at most."""
+    assert _device_tokens._size(num_tokens, context) == size
+    assert _device_tokens._size(size, context) == size
 
 
 def test_what_cannot_be_captured_is_computed_eagerly(

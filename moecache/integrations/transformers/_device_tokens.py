@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moecache.errors import CapacityError, ConfigError, MoeCacheError
 from moecache.integrations.transformers._experts import NotCopied
@@ -18,7 +18,7 @@ from moecache.integrations.transformers._token_graph import TokenGraph, kernels_
 
 logger = logging.getLogger(__name__)
 
-# A cache holds as many tokens as a power of two, this at least; it is cleared for the next text.
+# A cache holds this many tokens at least; it is cleared for the next text.
 LEAST_TOKENS = 1024
 # Room behind a prompt, so that short answers do not move to a larger cache.
 _ROOM = 256
@@ -116,12 +116,12 @@ class DeviceTokens(NotCopied):
                 return
             length = len(prompt)
             made = self._of_size(model, _size(length + _ROOM, context))
-            _move(_parts(read), made.cache, length)
+            _move(read, made.cache, length)
             del read, logits
             while token is not None:
                 if length >= made.size:
-                    larger = self._of_size(model, _size(2 * made.size, context))
-                    _move(_parts(made.cache), larger.cache, length)
+                    larger = self._of_size(model, _size(made.size + 1, context))
+                    _move(made.cache, larger.cache, length)
                     made = larger
                 max_new_tokens -= 1
                 ids = torch.tensor([[token]], device=model.device)
@@ -208,20 +208,20 @@ def _left_out(model: Any) -> str:
 
 
 def _size(num_tokens: int, context: int | None) -> int:
-    """Return how many tokens the cache of a text holds."""
-    size = max(LEAST_TOKENS, 1 << (num_tokens - 1).bit_length())
+    """Return how many tokens the cache of a text holds: a third too many at most, or a thousand."""
+    step = max(LEAST_TOKENS, (1 << (num_tokens - 1).bit_length()) // 4)
+    size = -(-num_tokens // step) * step
     return size if context is None else min(size, context)
 
 
-def _parts(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(layer.keys, layer.values) for layer in cache.layers]
-
-
-def _move(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], cache: Any, length: int) -> None:
-    """Have a cache hold the first keys and values of another, and nothing else."""
+def _move(given: Any, cache: Any, length: int) -> None:
+    """Have a cache hold the first keys and values of another, which gives its dynamic ones up."""
     cache.reset()
-    for layer, (keys, values) in zip(cache.layers, parts, strict=True):
-        layer.update(keys[:, :, :length], values[:, :, :length])
+    for layer, old in zip(cache.layers, given.layers, strict=True):
+        layer.update(old.keys[:, :, :length], old.values[:, :, :length])
+        if isinstance(old, DynamicLayer):
+            # Layer by layer: there may be no memory for both caches.
+            old.keys = old.values = None
 
 
 def _numbers(logits: torch.Tensor) -> np.ndarray:

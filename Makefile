@@ -49,7 +49,7 @@ older: $(call stamp,test) ## what runs on GPUs with transformers, with an older 
 	rm -rf build/older
 	$(BIN)/python -m pip install --quiet --no-deps --target build/older $(OLDER)
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/older $(BIN)/python -m pytest -q -n 2 \
-		tests/test_transformers_cuda*.py tests/test_transformers_token_graph.py
+		tests/test_transformers_cuda*.py tests/test_transformers_token_graph.py tests/test_transformers_device_tokens.py
 
 check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/ruff check .

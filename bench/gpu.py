@@ -129,6 +129,7 @@ def run_benchmark(arguments: argparse.Namespace, device: Device | None) -> int:
     from bench.machine import describe_machine
     from moecache.cuda import open_device
     from moecache.errors import MoeCacheError
+    from moecache.interrupts import uninterrupted
 
     what = arguments.what
     console = Console(width=140, highlight=False)
@@ -149,8 +150,10 @@ def run_benchmark(arguments: argparse.Namespace, device: Device | None) -> int:
         found |= getattr(module, f"measure_{what}")(device, arguments)
     except KeyboardInterrupt:
         found |= {"partial": True, **arguments.progress, "bounds": []}
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        # `timeout` sends two: to its child, and to its group.
+        with uninterrupted():
+            if arguments.json:
+                arguments.json.write_text(json.dumps(found, indent=1) + "\n")
         console.print(f"interrupted; done: {', '.join(arguments.progress) or 'nothing'}")
         return INTERRUPTED
     if arguments.json:

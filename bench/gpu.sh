@@ -17,7 +17,8 @@ a short selection of the tests. Writes one JSON, by default
 gpu-MACHINE-DATE.json in $OUT if that is set, else in bench/results, anew after every stage; logs go
 to build/gpu, or into $OUT as one archive. A stage that fails or takes too long does not stop those
 after it: it is interrupted (SIGINT), so that a measurement writes the ways that are done, and 20
-seconds later it is killed.
+seconds later it is killed. Ctrl-C, or SIGTERM, does the same to the stage that runs, and leaves
+the others out.
 
   --quick           in about 10 minutes, and a build: fewer runs, fewer layers, less to copy, no
                     tests that are marked nightly, and of the sanitizers memcheck alone
@@ -35,7 +36,8 @@ seconds later it is killed.
 Needs a GPU, CUDA's driver, and of Python: NumPy, CuPy, ml_dtypes, psutil, rich, pytest; Cython and
 setuptools to build; torch, transformers and hypothesis for the tests that use them.
 
-exit code: 0 all is well, 1 a stage failed or a bound does not hold, 2 nothing could be run
+exit code: 0 all is well, 1 a stage failed or a bound does not hold, 2 nothing could be run, 130 it
+was interrupted
 END
 }
 
@@ -209,11 +211,24 @@ write_report() {
     "${report[@]}"
 }
 
+# The stage that runs, and whether the script was interrupted.
+running=""
+interrupted=0
+interrupt() {
+    interrupted=1
+    if [[ -n $running ]]; then kill -INT "$running" 2>/dev/null || true; fi
+}
+trap interrupt INT TERM
+
 # A stage that is interrupted has 20 seconds, and the reports take a few.
 RESERVE=25
 # run NAME SECONDS COMMAND...
 run() {
     local name=$1 limit=$2 code=0 start end left
+    if ((interrupted)); then
+        leave_out "$name" "interrupted"
+        return
+    fi
     if [[ -n $budget ]]; then
         left=$((budget - ($(date +%s) - began) - RESERVE))
         if ((left < 5)); then
@@ -227,7 +242,17 @@ run() {
     echo "== $name: $*"
     start=$(date +%s.%N)
     if [[ -n $longest ]] && ((longest < limit)); then limit=$longest; fi
-    timeout --signal=INT --kill-after=20 "$limit" "$@" >"$work/$name.log" 2>&1 || code=$?
+    # In the background: bash heeds no signal before a command in the foreground ends.
+    timeout --signal=INT --kill-after=20 "$limit" "$@" >"$work/$name.log" 2>&1 &
+    running=$!
+    if ((interrupted)); then interrupt; fi
+    wait "$running" || code=$?
+    # A signal ends `wait`, not the stage.
+    while kill -0 "$running" 2>/dev/null; do
+        code=0
+        wait "$running" || code=$?
+    done
+    running=""
     end=$(date +%s.%N)
     tail -n 40 "$work/$name.log"
     echo "$code $(awk -v a="$start" -v b="$end" 'BEGIN { print b - a }') $limit" \
@@ -322,4 +347,7 @@ for tool in "${SANITIZERS[@]}"; do
     fi
 done
 
-write_report
+code=0
+write_report || code=$?
+if ((interrupted)); then code=130; fi
+exit "$code"

@@ -523,6 +523,7 @@ def measure_memory(device: Device, arguments: Namespace) -> dict[str, Any]:
     """Evict experts, open and close runtimes; return what was lost, and bounds."""
     size: StackSize = arguments.size or MEMORY_SIZE
     evicted = evictions(device, size, arguments.evictions)
+    arguments.progress["evictions"] = evicted
     opened = rounds(device, size, arguments.rounds)
     bounds = []
     for found, what in (

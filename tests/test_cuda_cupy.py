@@ -1,5 +1,6 @@
 """CupyDevice over a CUDA runtime that does nothing: what it asks for, and what it leaves behind."""
 
+import contextlib
 import importlib
 import sys
 import types
@@ -12,6 +13,7 @@ import pytest
 
 from moecache.compute import on_device
 from moecache.cuda import Stream
+from moecache.cuda._launches import DECODE_ARGUMENTS
 from moecache.cuda.device import dtype_of, is_in_host_memory
 from moecache.errors import MoeCacheError
 from tests.helpers.fake_device import FakeArray, FakeDevice
@@ -125,6 +127,43 @@ def test_other_states_of_an_event_are_errors(runtime: NoOpRuntime) -> None:
     runtime.status = ILLEGAL_ADDRESS
     with pytest.raises(MoeCacheError, match="start it again"):
         device.is_done(1)
+
+
+def test_decode_gets_one_argument_of_bytes(
+    runtime: NoOpRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy passes an array of one element by value; with fields its address would take 20 us."""
+    launched: list[tuple[Any, ...]] = []
+    function = types.SimpleNamespace(
+        get_function=lambda entry: lambda *given: launched.append((entry, *given))
+    )
+    cupy: Any = sys.modules["cupy"]
+    cupy.RawModule = lambda **_: function
+    device = make_device()
+    monkeypatch.setattr(device, "_in", lambda _: contextlib.nullcontext())
+    prepared: list[Any] = []
+    fake = FakeDevice()
+    dtype = np.dtype(np.float32)
+    with make_runtime(fake, dtype) as opened:
+        opened.usage.fill().wait()
+        arrays = on(fake, *make_step(dtype, 2))
+        launch = fake.launch
+        monkeypatch.setattr(
+            fake, "launch", lambda *given, **how: (prepared.append(given), launch(*given, **how))
+        )
+        on_device(opened)(1, *arrays)
+        num_slots = opened.pool.num_slots
+    kernel, num_blocks, arguments, stream = prepared[0]
+    device.launch(kernel, num_blocks, arguments, stream, cooperative=True)
+    ((entry, grid, block, given),) = launched
+    assert (entry, grid, block) == ("decode", (num_blocks,), (256,))
+    (argument,) = given
+    assert isinstance(argument, np.ndarray)
+    assert argument.size == 1
+    assert argument.dtype.fields is None
+    fields = argument.view(DECODE_ARGUMENTS)[0]
+    assert (fields["num_tokens"], fields["top_k"]) == (2, TOP_K)
+    assert (fields["num_experts"], fields["num_slots"]) == (EXPERTS, num_slots)
 
 
 @pytest.mark.parametrize("take", [allocate, make_array])

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from moecache.compute.experts import silu
-from tests.helpers.cuda_emulator import COMPILER, EmulatedKernels, address_of
+from moecache.cuda._launches import DECODE_ARGUMENTS
+from moecache.cuda._sources import source_of
+from tests.helpers.cuda_emulator import COMPILER, EmulatedKernels, EmulatedModule, address_of
 from tests.helpers.cuda_layers import (
     ACTIVATIONS,
     BLOCK,
@@ -333,3 +335,22 @@ def test_every_half_is_widened(kernels: EmulatedKernels, suffix: str) -> None:
     with np.errstate(all="ignore"):
         wide = rows.astype(np.float32)
     np.testing.assert_array_equal(out.astype(np.float32), wide)
+
+
+def test_the_argument_of_decode_is_laid_out_alike_on_both_sides() -> None:
+    """Each field where the kernel looks for it."""
+    names, fields = DECODE_ARGUMENTS.names, DECODE_ARGUMENTS.fields
+    assert names is not None
+    assert fields is not None
+    places = ", ".join(f"__builtin_offsetof(DecodeArguments, {name})" for name in names)
+    source = f"""{source_of("decode_bf16").text}
+extern "C" __global__ void lay_out(int* out)
+{{
+    if (threadIdx.x) return;
+    const int found[] = {{{places}, sizeof(DecodeArguments)}};
+    for (int i = 0; i < {len(names) + 1}; i++) out[i] = found[i];
+}}"""
+    found = np.zeros(len(names) + 1, np.int32)
+    EmulatedModule(source).launch("lay_out", 1, 32, [address_of(found)])
+    wanted = [fields[name][1] for name in names]
+    assert found.tolist() == [*wanted, DECODE_ARGUMENTS.itemsize]

@@ -22,11 +22,15 @@ disassembled = pytest.mark.skipif(
             *(("decode_bf16", arch) for arch in (80, 90, 100)),
             *((f"decode_{hidden}", 90) for hidden in ("f32", "f16")),
             ("gather_bf16", 90),
-            ("decode_bf16|mxfp4|mxfp4|1", 90),
+            *(("decode_bf16|mxfp4|mxfp4|1", arch) for arch in (80, 90, 100)),
+            ("decode_bf16|mxfp4|mxfp4|2", 90),
             ("decode_bf16|fp8[128x128,f32]|fp8[128x128,f32]|2", 100),
             ("decode_bf16|q8_0|q6_k|2", 80),
+            ("decode_bf16|fp8[128x128,f32]|fp8[128x128,f32]|2", 90),
+            ("decode_bf16|nvfp4|nvfp4|2", 90),
+            ("decode_bf16|q4_k|q4_k|2", 90),
         ],
-        lambda case: case in {("decode_bf16", 90), ("decode_bf16|mxfp4|mxfp4|1", 90)},
+        lambda case: case in {("decode_bf16", 90), ("decode_bf16|nvfp4|nvfp4|2", 90)},
     ),
 )
 def test_registers_suffice(kernel: str, arch: int) -> None:
@@ -74,6 +78,35 @@ def test_loads_are_of_128_bits_and_eight_are_under_way(arch: int) -> None:
     others = [name for name in code if name.startswith("LDG") and name.endswith("128")]
     assert len(others) - len(weights) == IN_FLIGHT // 2 + 2 * IN_FLIGHT // 4
     assert not any(name.startswith(("LDL", "STL")) for name in code)
+
+
+@disassembled
+def test_fp8_becomes_halves_by_the_hardware() -> None:
+    """Two codes by an instruction, where there is one; the others are put together from bits."""
+    kernel = "gate_up_bf16|fp8[128x128,f32]|fp8[128x128,f32]|2"
+    code = instructions(kernel, 90)
+    made = [one for one in code if one.startswith("F2FP") and "E4M3" in one]
+    widened = [one for one in code if one.startswith("HADD2.F32")]
+    assert len(made) >= 32
+    assert len(widened) >= 2 * len(made)
+    assert not any("E4M3" in one for one in instructions(kernel, 80))
+
+
+@disassembled
+def test_fp4_takes_a_permutation_for_two_codes() -> None:
+    """Bytes are put into the upper halves of both halves of a word, which are widened there."""
+    code = instructions("gate_up_bf16|mxfp4|mxfp4|1", 90)
+    widened = sum(one.startswith("HADD2.F32") for one in code)
+    assert widened >= 64
+    assert sum(one.startswith("PRMT") for one in code) <= widened
+
+
+@disassembled
+def test_the_next_unit_of_mxfp4_is_fetched_before_this_one_is_computed() -> None:
+    """Of two rows, two units: twice the bytes under way."""
+    code = instructions("gate_up_bf16|mxfp4|mxfp4|1", 90)
+    first = next(at for at, one in enumerate(code) if one.startswith("FFMA"))
+    assert sum(one.endswith("EF.128") for one in code[:first]) == 4
 
 
 @disassembled

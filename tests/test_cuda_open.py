@@ -2,11 +2,13 @@
 
 import functools
 import itertools
+import json
 import logging
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -257,11 +259,47 @@ def test_inspect_plans_for_a_gpu(
     assert "256 of 256 experts, 12.0 MiB" in shown
     assert 'with compute="fast": computed by kernels: cuda; bfloat16; ' in shown
     assert "this machine reads" not in shown
+    assert 'tokens of olmoe: CUDA graphs with compute="fast"' in shown
     device.allocate(795 * 2**20)
     assert cli.main([*command, "--memory", "10MiB"]) == 0
     assert "for want of memory on cuda:0" in capsys.readouterr().out
     assert cli.main([*command[:-1], "gpu"]) != 0
     assert 'neither "cpu" nor "cuda"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "memory", "reason"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "25%", "linear_attention"),
+        ({"text_config": {"attention_chunk_size": 64}}, "25%", "attention by chunks"),
+        ({"mamba_d_state": 16, "layer_types": 3}, "25%", "states"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "25%", ""),
+        ({}, "160KiB", "a token asks for 4 experts of a layer, and there are 2 slots"),
+    ],
+)
+def test_inspect_says_why_tokens_are_no_graphs(
+    said: dict[str, Any],
+    memory: str,
+    reason: str,
+    tiny_moe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By what config.json names; the report of a model that is loaded looks at the model."""
+    for file in tiny_moe.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tiny_moe / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | said))
+    monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: FakeDevice())
+    assert cli.main(["inspect", str(tmp_path), "--device", "cuda", "--memory", memory]) == 0
+    shown = capsys.readouterr().out
+    if reason:
+        assert "tokens of olmoe: the model's modules: " in shown
+        assert reason in shown
+    else:
+        assert 'tokens of olmoe: CUDA graphs with compute="fast"' in shown
 
 
 def test_inspect_says_why_a_gpu_has_no_kernels(

@@ -24,6 +24,9 @@ from moecache.stores import CheckpointStore, has_output_rows, open_store
 from moecache.telemetry import ComputeStats
 from moecache.units import format_bytes
 
+# Layers whose keys and values stay where they are.
+_KEPT = {"full_attention", "sliding_attention"}
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser."""
@@ -109,6 +112,10 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(printable(_compute(planned, measures=arguments.bandwidth)))
     else:
         console.print(f"experts of {kind} have no kernels, so that torch multiplies")
+    if gpu is not None and is_computed and kind:
+        reason = _why_no_graphs(store.config, planned)
+        way = f"the model's modules: {reason}" if reason else 'CUDA graphs with compute="fast"'
+        console.print(f"tokens of {kind}: {way}")
     if gpu is None and kind:
         is_called = has_recipe(kind, has_output_rows=has_rows)
         way = "one compiled call each" if is_called else "the model's modules: no recipe"
@@ -125,6 +132,27 @@ def run(arguments: argparse.Namespace) -> int:
             style="yellow",
         )
     return 0
+
+
+def _why_no_graphs(config: Mapping[str, Any], planned: Plan) -> str:
+    """Return why tokens on a GPU are no graphs, as far as the files say; empty if they are."""
+    try:
+        check_experts(planned.layout)
+    except ConfigError:
+        return "not every layer's experts have kernels"
+    top_k, slots = planned.layout.top_k, planned.capacity
+    if top_k and slots < top_k:
+        return f"a token asks for {top_k} experts of a layer, and there are {slots} slots"
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
+    kinds = text.get("layer_types")
+    named = {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else set()
+    others = sorted(named - _KEPT)
+    if text.get("attention_chunk_size"):
+        others.append("attention by chunks")
+    if any(name.startswith(("mamba_", "linear_", "ssm_", "conv_")) for name in text):
+        others.append("states")
+    return f"no graph holds {printable(', '.join(others))}" if others else ""
 
 
 def _mtp(found: Mapping[str, int]) -> str:

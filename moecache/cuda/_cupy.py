@@ -384,7 +384,7 @@ class CupyDevice:
         self,
         kernel: str,
         num_blocks: int,
-        arguments: Sequence[np.generic],
+        arguments: Sequence[np.generic | np.ndarray],
         stream: Stream,
         *,
         cooperative: bool = False,

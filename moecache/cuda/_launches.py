@@ -21,6 +21,24 @@ _TILE_PAIRS, _TILE_PARTS = 64, {"gate_up": 64, "down": 128}
 _WARPS = 256 // 32
 
 
+# Fields of `DecodeArguments` in decode.cu, in their order.
+DECODE_ARGUMENTS = np.dtype(
+    [
+        *((name, np.uint64) for name in ("x", "ids", "slot_table", "weights", "first_slot")),
+        *((name, np.int64) for name in ("slot_stride", "gate_up_offset", "down_offset")),
+        *((name, np.int64) for name in ("gate_up_bias_offset", "down_bias_offset")),
+        *((name, np.uint64) for name in ("h", "out", "barrier", "step_gate")),
+        *((name, np.int32) for name in ("ids_kind", "weights_kind", "bias_kind")),
+        *((name, np.int32) for name in ("is_interleaved", "num_tokens", "top_k", "num_experts")),
+        *((name, np.int32) for name in ("num_slots", "hidden", "width", "activation")),
+        *((name, np.float32) for name in ("alpha", "limit")),
+    ],
+    align=True,
+)
+# As bytes: NumPy takes 20 us to say where an array with fields lies, and CuPy asks it each time.
+_DECODE_BYTES = np.dtype((np.void, DECODE_ARGUMENTS.itemsize))
+
+
 class Pool(Protocol):
     """The slots as kernels need them."""
 
@@ -40,11 +58,11 @@ class Pool(Protocol):
 
 
 class PreparedLaunch(NamedTuple):
-    """A kernel, the blocks to start, and its arguments."""
+    """A kernel, the blocks to start, and its argument: `DECODE_ARGUMENTS`, as bytes."""
 
     kernel: str
     num_blocks: int
-    arguments: tuple[np.generic, ...]
+    arguments: tuple[np.ndarray]
 
 
 class Step:
@@ -180,30 +198,20 @@ class Launches:
         h = scratch.room("h", step.num_pairs * step.width * 4)
         barrier = scratch.room("barrier", 8)
         work = max(step.num_pairs * step.width, step.num_tokens * step.size)
-        arguments: tuple[np.generic, ...] = (
-            np.uint64(step.x.address),
-            np.uint64(ids.address),
-            np.int32(ids_kind(ids.dtype)),
-            np.uint64(table),
-            *step.weights,
-            *self._slots("gate_up", "down"),
-            *self._biases(step, "gate_up_bias", "down_bias"),
-            self._is_interleaved,
-            np.int32(step.num_tokens),
-            np.int32(step.top_k),
-            np.int32(num_ids),
-            np.int32(self._pool.num_slots),
-            np.int32(step.size),
-            np.int32(step.width),
-            self._activation,
-            *self._limits,
-            np.uint64(h),
-            np.uint64(step.out.address),
-            np.uint64(barrier),
-            np.uint64(0 if memory is None else memory.gate(step.layer)),
+        pool, bias_kind = self._pool, step.kind.bias_kind
+        biases = ("gate_up_bias", "down_bias")
+        fields = (
+            *(step.x.address, ids.address, table, step.weights[0], pool.address, pool.slot_stride),
+            *(pool.offset("gate_up"), pool.offset("down")),
+            *(pool.offset(role) if bias_kind else 0 for role in biases),
+            *(h, step.out.address, barrier, 0 if memory is None else memory.gate(step.layer)),
+            *(ids_kind(ids.dtype), step.weights[1], bias_kind, self._is_interleaved),
+            *(step.num_tokens, step.top_k, num_ids, pool.num_slots, step.size, step.width),
+            *(self._activation, *self._limits),
         )
+        arguments = np.array([fields], DECODE_ARGUMENTS).view(_DECODE_BYTES)
         blocks = min(self._device.max_resident_blocks, -(-work // _WARPS))
-        launch = PreparedLaunch(step.kind.kernel("decode"), blocks, arguments)
+        launch = PreparedLaunch(step.kind.kernel("decode"), blocks, (arguments,))
         self.start(launch, step.stream)
         return launch
 

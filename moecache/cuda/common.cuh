@@ -17,6 +17,14 @@ __device__ inline float half_to_float(unsigned short bits)
     return x;
 }
 
+// The lower and the upper half of a word.
+__device__ inline void halves_to_floats(unsigned word, float& low, float& high)
+{
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+        : "=f"(low), "=f"(high)
+        : "r"(word));
+}
+
 __device__ inline unsigned short float_to_half(float x)
 {
     unsigned short bits;
@@ -195,6 +203,18 @@ __device__ inline float add_weighted(float sum, float weight, float row)
     return add_rn(sum, mul_rn(weight, row));
 }
 
+// Blocks of the launch, looked up anew at each call: `decode` has no register to keep it in.
+__device__ inline unsigned num_blocks()
+{
+#ifdef MOECACHE_EMULATED
+    return gridDim.x;
+#else
+    unsigned number;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(number));
+    return number;
+#endif
+}
+
 // Every block has come this far before any goes on. The upper half of the counter is the number of
 // barriers passed; the lower half is zero between them, so launches may differ in their grids.
 __device__ inline void grid_barrier(u64* barrier)
@@ -202,7 +222,7 @@ __device__ inline void grid_barrier(u64* barrier)
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        const u64 share = blockIdx.x == 0 ? (1ull << 32) - (gridDim.x - 1) : 1;
+        const u64 share = blockIdx.x == 0 ? (1ull << 32) - (num_blocks() - 1) : 1;
         const u64 before = atomicAdd(barrier, share);
         while (*(volatile u64*)barrier >> 32 == before >> 32) __nanosleep(32);
         __threadfence();

@@ -124,7 +124,7 @@ __device__ inline void reduce_experts(
     const unsigned all_groups = num_tokens * groups_of_token;
     unsigned turn = 0;
     for (unsigned start = blockIdx.x * num_groups; start < all_groups;
-         start += gridDim.x * num_groups) {
+         start += num_blocks() * num_groups) {
         float sum = 0.0f; // of the row that one of the first threads ends
         for (int first = 0; first < top_k; first += per_group, turn ^= 1) {
             const unsigned warp = threadIdx.x / 32, group = start + warp / per_group;
@@ -163,33 +163,52 @@ __device__ inline void reduce_experts(
     }
 }
 
+// All of what `decode` is given, as one argument: numbers cost the host time one by one.
+// DECODE_ARGUMENTS of _launches.py has the same fields.
+struct DecodeArguments {
+    const Hidden::Bits* x;
+    const void* ids;
+    const int* slot_table;
+    const void* weights;
+    const u8* first_slot;
+    long long slot_stride;
+    long long gate_up_offset, down_offset, gate_up_bias_offset, down_bias_offset;
+    float* h;
+    Hidden::Bits* out;
+    u64* barrier;
+    const StepGate* step_gate;
+    int ids_kind, weights_kind, bias_kind, is_interleaved, num_tokens, top_k;
+    int num_experts, num_slots, hidden, width, activation;
+    float alpha, limit;
+};
+
 extern "C" __global__ void __launch_bounds__(256, 3) decode(
-    const Hidden::Bits* x, const void* ids, int ids_kind, const int* slot_table,
-    const void* weights, int weights_kind, const u8* first_slot, long long slot_stride,
-    long long gate_up_offset, long long down_offset, long long gate_up_bias_offset,
-    long long down_bias_offset, int bias_kind, int is_interleaved, int num_tokens, int top_k,
-    int num_experts, int num_slots, int hidden, int width, int activation, float alpha,
-    float limit, float* h, Hidden::Bits* out, u64* barrier, const StepGate* step_gate)
+    const __grid_constant__ DecodeArguments given)
 {
-    const Routing routing = {ids, ids_kind, slot_table, num_experts, num_slots};
-    if (!enter_step(step_gate, routing, num_tokens, top_k)) return;
-    const Slots slots = {first_slot, slot_stride};
-    const Gate gate = {slots,  gate_up_offset, gate_up_bias_offset, bias_kind, is_interleaved,
-                       hidden, width,          activation,          alpha,     limit};
-    const unsigned num_pairs = num_tokens * top_k;
+    const Routing routing = {
+        given.ids, given.ids_kind, given.slot_table, given.num_experts, given.num_slots};
+    if (!enter_step(given.step_gate, routing, given.num_tokens, given.top_k)) return;
+    const Slots slots = {given.first_slot, given.slot_stride};
+    const Gate gate = {
+        slots, given.gate_up_offset, given.gate_up_bias_offset, given.bias_kind,
+        given.is_interleaved, given.hidden, given.width, given.activation, given.alpha,
+        given.limit};
+    const int top_k = given.top_k, hidden = given.hidden, width = given.width;
+    const unsigned num_pairs = given.num_tokens * top_k;
     for (Task task(width); task.item < num_pairs; task.advance(width)) {
         const int slot = routing.slot_of(task.item);
         if (slot < 0) continue;
-        const Row<Hidden> row = x + (long long)(task.item / top_k) * hidden;
+        const Row<Hidden> row = given.x + (long long)(task.item / top_k) * hidden;
         const float value = gate.value(row, slot, task.part);
-        if (threadIdx.x % 32 == 0) h[(long long)task.item * width + task.part] = value;
+        if (threadIdx.x % 32 == 0) given.h[(long long)task.item * width + task.part] = value;
     }
 
-    grid_barrier(barrier);
+    grid_barrier(given.barrier);
 
     reduce_experts(
-        routing, weights, weights_kind, slots, down_offset, down_bias_offset, bias_kind,
-        (Row<F32>)h, num_tokens, top_k, hidden, width, out);
+        routing, given.weights, given.weights_kind, slots, given.down_offset,
+        given.down_bias_offset, given.bias_kind, (Row<F32>)given.h, given.num_tokens, top_k, hidden,
+        width, given.out);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 3) gate_up(

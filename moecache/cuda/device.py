@@ -234,12 +234,15 @@ class Device(Protocol):
         self,
         kernel: str,
         num_blocks: int,
-        arguments: Sequence[np.generic],
+        arguments: Sequence[np.generic | np.ndarray],
         stream: Stream,
         *,
         cooperative: bool = False,
     ) -> None:
-        """Start a kernel, by its name, with 256 threads a block."""
+        """Start a kernel, by its name, with 256 threads a block.
+
+        An argument that is an array is of one element, a struct's bytes, passed by value.
+        """
 
     def prepare(self, kernels: Sequence[str]) -> None:
         """Compile kernels before they are needed."""

@@ -49,8 +49,10 @@ __device__ inline void integers(unsigned bytes, float bias, float* codes)
 template <unsigned STEP> __device__ inline void upper_halves(unsigned bytes, float* codes)
 {
 #pragma unroll
-    for (unsigned i = 0; i < 4; i++)
-        codes[i * STEP] = half_to_float((unsigned short)((bytes >> 8 * i & 0xffu) << 8));
+    for (unsigned i = 0; i < 4; i += 2) {
+        const unsigned word = __byte_perm(bytes, 0, i ? 0x3424 : 0x1404);
+        halves_to_floats(word, codes[i * STEP], codes[(i + 1) * STEP]);
+    }
 }
 
 // Four FP4 in the lower halves of bytes, 2^-14 times their value: a half's exponent has a bias of
@@ -66,10 +68,23 @@ constexpr float FP4_FACTOR = 16384.0f;
 // 16 codes of the formats of safetensors: FACTOR times `read` is their value.
 struct E4M3 {
     static constexpr unsigned BITS = 8;
-    static constexpr float FACTOR = 256.0f; // a half's exponent has a bias of 15, not 7
+    static constexpr float FACTOR = 1.0f;
 
     static __device__ void read(const unsigned* words, float* codes)
     {
+#if !defined(MOECACHE_EMULATED) && __CUDA_ARCH__ >= 890
+#pragma unroll
+        for (unsigned k = 0; k < 4; k++) {
+            unsigned pairs[2];
+            asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; "
+                "cvt.rn.f16x2.e4m3x2 %1, h; }"
+                : "=r"(pairs[0]), "=r"(pairs[1])
+                : "r"(words[k]));
+            halves_to_floats(pairs[0], codes[4 * k], codes[4 * k + 1]);
+            halves_to_floats(pairs[1], codes[4 * k + 2], codes[4 * k + 3]);
+        }
+#else
+        // As floats, whose exponent has a bias of 127, not 7.
         unsigned all_set = 0;
 #pragma unroll
         for (unsigned k = 0; k < 4; k++) {
@@ -78,12 +93,13 @@ struct E4M3 {
 #pragma unroll
             for (unsigned i = 0; i < 4; i++) {
                 const unsigned byte = words[k] >> 8 * i & 0xffu;
-                const unsigned bits = (byte & 0x80u) << 8 | (byte & 0x7fu) << 7;
-                codes[4 * k + i] = half_to_float((unsigned short)bits);
+                const unsigned bits = (byte & 0x80u) << 24 | (byte & 0x7fu) << 20;
+                codes[4 * k + i] = mul_rn(__uint_as_float(bits), 0x1p120f);
             }
         }
         // A code that is NaN makes the run's sum NaN, wherever it is.
         if (all_set & 0x80808080u) codes[0] = __uint_as_float(NOT_A_NUMBER);
+#endif
     }
 };
 
@@ -181,9 +197,44 @@ template <class F> struct Quantized {
         if (is_aligned)
             add_units<true, X>(rows, x, n, sums);
         else
-            add_units<false, X>(rows, x, n, sums);
+            add_unaligned<X>(rows, x, n, sums);
 #pragma unroll
         for (unsigned r = 0; r < ROWS; r++) sums[r] = sum_lanes(sums[r]);
+    }
+
+    // Rows that are not aligned are rare, and take more registers than others: in a function that is
+    // called, so that the kernel keeps its own in registers. What it is given lies in memory.
+    template <unsigned ROWS, class At> struct Call {
+        At rows[ROWS];
+        float sums[ROWS];
+    };
+
+    template <class X, unsigned ROWS, class At>
+    static __device__ __noinline__ void call_unaligned(
+        Call<ROWS, At>& call, Row<X> x, unsigned n)
+    {
+        At rows[ROWS];
+        float sums[ROWS];
+#pragma unroll
+        for (unsigned r = 0; r < ROWS; r++) {
+            rows[r] = call.rows[r];
+            sums[r] = 0.0f;
+        }
+        add_units<false, X>(rows, x, n, sums);
+#pragma unroll
+        for (unsigned r = 0; r < ROWS; r++) call.sums[r] = sums[r];
+    }
+
+    template <class X, unsigned ROWS, class At>
+    static __device__ inline void add_unaligned(
+        const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
+    {
+        Call<ROWS, At> call;
+#pragma unroll
+        for (unsigned r = 0; r < ROWS; r++) call.rows[r] = rows[r];
+        call_unaligned<X>(call, x, n);
+#pragma unroll
+        for (unsigned r = 0; r < ROWS; r++) sums[r] = call.sums[r];
     }
 
     static __device__ unsigned num_units(unsigned n) { return (n + UNIT - 1) / UNIT; }
@@ -209,16 +260,35 @@ template <class F> struct Quantized {
                                 : F::add(raw, 1, codes[i], 1.0f, 0.0f);
     }
 
+    template <bool IS_ALIGNED, unsigned ROWS, class At, class Raw>
+    static __device__ inline void fetch_rows(
+        const At (&rows)[ROWS], unsigned unit, unsigned n, Raw (&raw)[ROWS])
+    {
+#pragma unroll
+        for (unsigned r = 0; r < ROWS; r++) raw[r] = F::template fetch<IS_ALIGNED>(rows[r], unit, n);
+    }
+
     template <bool IS_ALIGNED, class X, unsigned ROWS, class At>
     static __device__ inline void add_units(
         const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
     {
+        // A unit ahead, so that twice the bytes are under way, where 80 registers hold them: beside
+        // inputs of 16 bits.
+        constexpr bool IS_AHEAD =
+            IS_ALIGNED && F::HAS_SMALL_UNITS && sizeof(typename X::Bits) == 2;
+        typename F::Raw next[ROWS];
+        const unsigned first = threadIdx.x % 32;
+        if (IS_AHEAD && first < num_units(n)) fetch_rows<IS_ALIGNED>(rows, first, n, next);
 #pragma unroll 1
-        for (unsigned unit = threadIdx.x % 32; unit < num_units(n); unit += 32) {
+        for (unsigned unit = first; unit < num_units(n); unit += 32) {
             typename F::Raw raw[ROWS];
+            if constexpr (IS_AHEAD) {
 #pragma unroll
-            for (unsigned r = 0; r < ROWS; r++)
-                raw[r] = F::template fetch<IS_ALIGNED>(rows[r], unit, n);
+                for (unsigned r = 0; r < ROWS; r++) raw[r] = next[r];
+                if (unit + 32 < num_units(n)) fetch_rows<IS_ALIGNED>(rows, unit + 32, n, next);
+            } else {
+                fetch_rows<IS_ALIGNED>(rows, unit, n, raw);
+            }
 #pragma unroll
             for (unsigned run = 0; run < 2; run++) {
                 const unsigned column = F::column(unit, run);
@@ -248,6 +318,9 @@ template <class Code, int BLOCK_ROWS, int BLOCK_COLUMNS, class Scale, Global GLO
 struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>> {
     static constexpr unsigned UNIT_BYTES = UNIT * Code::BITS / 8, WORDS = UNIT_BYTES / 4;
     static constexpr bool HAS_OFFSETS = false;
+    // MXFP4's: 16 bytes and one scale of a byte.
+    static constexpr bool HAS_SMALL_UNITS =
+        Code::BITS == 4 && BLOCK_COLUMNS % UNIT == 0 && BLOCK_COLUMNS && Scale::BYTES == 1;
 
     struct At {
         const u8 *codes, *scales;

@@ -1,7 +1,7 @@
 // ggml's formats, of blocks of 32 columns and of 256; moecache/formats has their definitions.
 
 template <class F, unsigned COLUMNS, unsigned BYTES> struct Blocks : Quantized<F> {
-    static constexpr bool HAS_OFFSETS = false;
+    static constexpr bool HAS_OFFSETS = false, HAS_SMALL_UNITS = false;
     using At = const u8*;
 
     static __device__ long long row_bytes(int columns)

@@ -17,6 +17,7 @@ DEFAULT = 4
 BUDGETS = {
     # These compile kernels for the emulator, and one with nvcc, unless an earlier run has.
     "tests/test_cuda_bits.py": 12,
+    "tests/test_transformers_device_tokens.py": 14,
     "tests/test_cuda_quantized.py": 12,
     "tests/test_transformers_cuda_quantized.py": 12,
     "tests/test_cuda_experts.py": 10,
@@ -38,10 +39,12 @@ BUDGETS = {
     "tests/test_transformers_generation.py": 6,
     "tests/test_transformers_prompts.py": 6,
     "tests/test_transformers_sequences.py": 6,
-    "tests/test_transformers_token_graph.py": 6,
+    "tests/test_transformers_span_graphs.py": 6,
+    "tests/test_transformers_token_graph.py": 7,
     "tests/test_docs_examples.py": 5,
     "tests/test_echo_oracle.py": 5,
     "tests/test_gpu_script.py": 5,
+    "tests/test_gpu_script_interrupts.py": 9,
     "tests/test_serving.py": 5,
     "tests/test_serving_page.py": 5,
     "tests/test_serving_parallel.py": 5,

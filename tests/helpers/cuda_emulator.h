@@ -25,6 +25,7 @@
 #endif
 #define __device__
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __noinline__
 
 struct Dim3 {
@@ -341,6 +342,12 @@ inline float half_to_float(unsigned short bits)
     if (exponent == 31) return __uint_as_float(sign | 0x7f800000u | rest << 13);
     if (exponent != 0) return __uint_as_float(sign | (exponent + 112) << 23 | rest << 13);
     return __uint_as_float(sign | __float_as_uint(ldexpf((float)rest, -24)));
+}
+
+inline void halves_to_floats(unsigned word, float& low, float& high)
+{
+    low = half_to_float((unsigned short)word);
+    high = half_to_float((unsigned short)(word >> 16));
 }
 
 inline unsigned short float_to_half(float x)

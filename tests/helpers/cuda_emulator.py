@@ -58,7 +58,7 @@ class EmulatedModule:
         name: str,
         grid: int,
         block: int,
-        args: Sequence[np.generic],
+        args: Sequence[np.generic | np.ndarray],
         *,
         cooperative: bool = False,
         seed: int = 0,
@@ -71,7 +71,7 @@ class EmulatedModule:
         grid, block : int
             Blocks, and threads of each: a multiple of 32.
         args : sequence of NumPy scalars
-            Pointers as uint64, of host memory.
+            Pointers as uint64, of host memory. A struct is an array of one element.
         cooperative : bool, default False
             Have all blocks alive at once; otherwise one runs after the other.
         seed : int, default 0
@@ -137,7 +137,7 @@ class EmulatedKernels:
         name: str,
         grid: int,
         block: int,
-        args: Sequence[np.generic],
+        args: Sequence[np.generic | np.ndarray],
         *,
         cooperative: bool = False,
         seed: int = 0,

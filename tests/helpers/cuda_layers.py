@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
+from moecache.cuda._launches import DECODE_ARGUMENTS
 from tests.helpers.cuda_emulator import EmulatedKernels, address_of
 
 DTYPES: dict[str, np.dtype] = {
@@ -174,19 +175,26 @@ class Layer:
         h = self.place(np.full((self.ids.size, self.width), np.nan, np.float32))
         out = self.place(np.zeros_like(self.x)) if out is None else out
         barrier = self.place(np.zeros(1, np.uint64)) if barrier is None else barrier
-        args: Arguments = [
-            *(address_of(self.x), address_of(self.ids), np.int32(self.ids.itemsize == 8)),
-            *(address_of(self.slot_table), address_of(self.weights), np.int32(self.own_weights)),
-            *(address_of(self.slots), np.int64(self.slot_stride)),
-            *(np.int64(self.gate_up_offset), np.int64(self.down_offset)),
-            *(np.int64(0), np.int64(0), np.int32(0), np.int32(0)),
-            *(np.int32(self.num_tokens), np.int32(self.top_k), np.int32(self.num_experts)),
-            *(np.int32(len(self.slots)), np.int32(self.hidden), np.int32(self.width)),
-            *(np.int32(self.activation), np.float32(0), np.float32(0)),
-            *(address_of(h), address_of(out), address_of(barrier)),
-            np.uint64(gate),
-        ]
-        module.launch(f"decode_{self.suffix}", grid, BLOCK, args, cooperative=True, seed=seed)
+        given = np.zeros(1, DECODE_ARGUMENTS)
+        arrays = {
+            "x": self.x,
+            "ids": self.ids,
+            "slot_table": self.slot_table,
+            "weights": self.weights,
+            "first_slot": self.slots,
+            "h": h,
+            "out": out,
+            "barrier": barrier,
+        }
+        for name, array in arrays.items():
+            given[name] = address_of(array)
+        for name in ("slot_stride", "gate_up_offset", "down_offset", "num_tokens", "top_k"):
+            given[name] = getattr(self, name)
+        for name in ("num_experts", "hidden", "width", "activation"):
+            given[name] = getattr(self, name)
+        given["ids_kind"], given["weights_kind"] = self.ids.itemsize == 8, self.own_weights
+        given["num_slots"], given["step_gate"] = len(self.slots), gate
+        module.launch(f"decode_{self.suffix}", grid, BLOCK, [given], cooperative=True, seed=seed)
         return out
 
     def by_parts(

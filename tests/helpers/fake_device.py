@@ -18,6 +18,7 @@ import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by name
 import numpy as np
 
 from moecache.cuda import DeviceArray, Graph, Memory, Product, Stream
+from moecache.cuda._launches import DECODE_ARGUMENTS
 from moecache.cuda.device import dtype_of, with_memory
 from moecache.errors import ConfigError, MoeCacheError
 from tests.helpers.cuda_emulator import EmulatedKernels
@@ -390,7 +391,7 @@ class FakeDevice:
         self,
         kernel: str,
         num_blocks: int,
-        arguments: Sequence[np.generic],
+        arguments: Sequence[np.generic | np.ndarray],
         stream: Stream,
         *,
         cooperative: bool = False,
@@ -400,8 +401,9 @@ class FakeDevice:
         assert not cooperative or num_blocks <= self.max_resident_blocks
         assert kernel in self.prepared, f"{kernel} would be compiled now"
         self.num_launches[kernel] = self.num_launches.get(kernel, 0) + 1
-        values = list(arguments)
-        check = self._alive([int(value) for value in values if value.dtype == np.uint64])
+        # A struct is copied when the kernel is queued.
+        values = [value.copy() for value in arguments]
+        check = self._alive([int(part) for value in values for part in _pointers(value)])
         self._enqueue(
             stream,
             lambda: (
@@ -494,6 +496,17 @@ class FakeDevice:
             while not done():
                 if not self._move():
                     raise DeadlockError("nothing can go on")
+
+
+def _pointers(argument: np.generic | np.ndarray) -> Iterator[int]:
+    """Return the addresses in an argument of a kernel."""
+    if argument.dtype == np.uint64:
+        yield int(argument)
+    elif argument.dtype.kind == "V":
+        fields = argument.view(DECODE_ARGUMENTS)
+        for name in DECODE_ARGUMENTS.names or ():
+            if fields[name].dtype == np.uint64:
+                yield int(fields[name][0])
 
 
 def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -56,7 +56,9 @@ def write_chat_model(source: Path, directory: Path, template: str = TEMPLATE) ->
 
 
 @contextlib.contextmanager
-def serving(directory: Path, compute: str | None = "fast", **options: Any) -> Iterator[Served]:
+def serving(
+    directory: Path, compute: str | None = "fast", device: str = "cpu", **options: Any
+) -> Iterator[Served]:
     """Serve a checkpoint with a quarter of its experts in memory."""
     from moecache.integrations.transformers import generation, load
     from moecache.serving.app import build_app
@@ -65,7 +67,7 @@ def serving(directory: Path, compute: str | None = "fast", **options: Any) -> It
 
     tokenizer = generation.load_tokenizer(str(directory))
     with contextlib.closing(bind("127.0.0.1", 0)) as bound:
-        model = load(directory, memory="25%", prefetch="off", compute=compute)
+        model = load(directory, "25%", device, prefetch="off", compute=compute)
         with (
             model.moecache,
             contextlib.closing(Engine(model, tokenizer, (directory.name,), **options)) as engine,

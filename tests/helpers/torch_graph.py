@@ -1,8 +1,8 @@
 """What `torch.cuda.graph` does, on a CPU: torch's operators noted beside a fake device's work."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import pytest
 import torch  # noqa: TID253 - for tests with torch
@@ -46,10 +46,12 @@ class _Noting(TorchDispatchMode):
             self._works.append(lambda: _again(func, args, named, out if made else None))
         return out
 
-    def spoil(self) -> None:
+    def spoil(self, kept: Sequence[Any] = ()) -> None:
         """Fill the graph's own memory with rubbish: what is made in it shares its places."""
+        left = {tensor.untyped_storage().data_ptr() for tensor in kept}
         for tensor in self._made:
-            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+            if tensor.untyped_storage().data_ptr() not in left:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
 
 def _arguments(func: Any) -> Any:
@@ -67,12 +69,55 @@ def _again(func: Any, args: Sequence[Any], named: Any, out: Any) -> None:
             place.copy_(value)
 
 
+class FakeCapture:
+    """What `SpanGraphs` captures with: graphs one after the other, in memory that they share.
+
+    Before one is issued, memory that is not kept holds rubbish.
+    """
+
+    def __init__(self, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kept: Sequence[Any] = ()
+        self._device, self._monkeypatch = device, monkeypatch
+        self._stack = ExitStack()
+        self._begin = 0
+
+    def __enter__(self) -> Self:
+        """Note what torch and the device are given."""
+        with ExitStack() as stack:
+            self._works = stack.enter_context(self._device.capturing())
+            stack.enter_context(_refusing(self._monkeypatch))
+            self._noting = stack.enter_context(_Noting(self._works))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Note no more."""
+        self._stack.__exit__(None, None, None)
+
+    def begin(self) -> None:
+        """Begin a graph."""
+        self._begin = len(self._works)
+
+    def end(self) -> Callable[[], None]:
+        """Return what does the work since then again."""
+        works = slice(self._begin, len(self._works))
+
+        def replay() -> None:
+            with torch.no_grad():
+                self._noting.spoil(self.kept)
+                for work in self._works[works]:
+                    work()
+
+        return replay
+
+    def keep(self, tensors: Sequence[Any]) -> None:
+        """Let no rubbish into the memory of some tensors."""
+        self.kept = tensors
+
+
 @contextmanager
 def capturing(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Note what torch and the device are given; yield what does it all again, in order."""
-
-    def refuse(*_: object, **__: object) -> None:
-        pytest.fail("a tensor goes to the host, which a graph cannot wait for")
 
     def replay() -> None:
         with torch.no_grad():
@@ -80,9 +125,20 @@ def capturing(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
             for work in works:
                 work()
 
-    with device.capturing() as works, monkeypatch.context() as patched:
-        for name in ("cpu", "numpy", "tolist", "item"):
-            patched.setattr(torch.Tensor, name, refuse)
+    with device.capturing() as works, _refusing(monkeypatch):
         noting = _Noting(works)
         with noting:
             yield replay
+
+
+@contextmanager
+def _refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Refuse to read a tensor on the host."""
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("a tensor goes to the host, which a graph cannot wait for")
+
+    with monkeypatch.context() as patched:
+        for name in ("cpu", "numpy", "tolist", "item"):
+            patched.setattr(torch.Tensor, name, refuse)
+        yield

@@ -24,6 +24,7 @@ from moecache.integrations.transformers._loading import load
 from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._offload import Offload, attach
 from moecache.integrations.transformers._quantizer import MoeCacheConfig
+from moecache.integrations.transformers._static_cache import token_cache
 from moecache.integrations.transformers._token_graph import TokenGraph
 
 ExpertsInterface.register(IMPLEMENTATION, routed_experts)
@@ -37,5 +38,6 @@ __all__ = [
     "TokenGraph",
     "attach",
     "load",
+    "token_cache",
 ]
 del torch, transformers

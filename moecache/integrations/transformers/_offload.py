@@ -16,6 +16,7 @@ from moecache.errors import CapacityError, MoeCacheError
 from moecache.integrations.transformers import _llama4, _longcat, _step3p7
 from moecache.integrations.transformers._binding import Binding, bind_to, usual_compute
 from moecache.integrations.transformers._decoding import Decoder
+from moecache.integrations.transformers._device_tokens import DeviceTokens
 from moecache.integrations.transformers._experts import (
     ROLES,
     NotCopied,
@@ -84,6 +85,8 @@ class Offload(NotCopied):
         The processes that the experts are spread over, with `load(expert_parallel=)`.
     decoder : Decoder or None
         What computes tokens in the place of the model's forward; none where torch computes.
+    tokens : DeviceTokens or None
+        What computes the tokens of `moecache generate`, `chat` and `serve` on a GPU.
     """
 
     def __init__(
@@ -132,6 +135,8 @@ class Offload(NotCopied):
             self.decoder: Decoder | None = self._start_decoder(model)
             hook = SequenceHook(runtime, bytes_per_token(model))
             self._hook = model.register_forward_pre_hook(hook, with_kwargs=True)
+            on_gpu = isinstance(runtime.pool, CudaSlots)
+            self.tokens: DeviceTokens | None = DeviceTokens(model) if on_gpu else None
             guard(model, getattr(runtime.store, "path", Path()))
             self._start_look_ahead(routers)
             model.__dict__["moecache"] = self
@@ -195,7 +200,8 @@ class Offload(NotCopied):
         )
 
     def _describe_decoding(self) -> str:
-        return "" if self.decoder is None else f"{self.decoder.describe()}\n"
+        way = self.tokens or self.decoder
+        return "" if way is None else f"{way.describe()}\n"
 
     def detach(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Give the model all its experts back, as if it had been loaded without a cache.
@@ -270,6 +276,8 @@ class Offload(NotCopied):
     def _release(self) -> None:
         self._released = True
         self._hook.remove()
+        if self.tokens is not None:
+            self.tokens.close()
         model, decoder, self.decoder = self._model(), self.decoder, None
         if model is not None and decoder is not None:
             uninstall(model)

@@ -4,6 +4,8 @@ The hidden states, ids and weights stay on the device. Where every expert is res
 none of them, so that `torch.cuda.graph` can hold a step.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import nn
 
@@ -40,6 +42,8 @@ class DeviceKernel:
         self._dtype = dtype
         # The place for results; None: memory of the call.
         self.place: torch.Tensor | None = None
+        # Called before the kernel, with the layer and what the kernel reads.
+        self.before: Callable[[int, Sequence[torch.Tensor]], None] | None = None
 
     def new_place(self, num_tokens: int, device: torch.device) -> torch.Tensor:
         """Return memory for the results of a step; it holds finite numbers before."""
@@ -71,7 +75,10 @@ class DeviceKernel:
         # torch's own memory: in a graph it is the graph's.
         place = self.place
         out = torch.empty_like(given) if place is None else place
-        self.experts(self._layer, given, chosen.contiguous(), shares.contiguous(), out=out)
+        chosen, shares = chosen.contiguous(), shares.contiguous()
+        if self.before is not None:
+            self.before(self._layer, (given, chosen, shares))
+        self.experts(self._layer, given, chosen, shares, out=out)
         # Models may add to the tensor that they get.
         return (out if place is None else out.clone()).to(hidden.dtype)
 

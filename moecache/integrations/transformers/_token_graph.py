@@ -1,7 +1,7 @@
-"""TokenGraph: a whole token of a model as one CUDA graph, with experts that may be missing."""
+"""TokenGraph: a token of a model as CUDA graphs, with experts that may be missing."""
 
 import contextlib
-from collections.abc import Callable
+import time
 from typing import Any
 
 import torch
@@ -12,34 +12,39 @@ from moecache.errors import ConfigError, MoeCacheError
 from moecache.integrations.transformers._experts import NotCopied
 from moecache.integrations.transformers._on_device import DeviceKernel
 from moecache.integrations.transformers._slots import LAYER, SlotLayer
+from moecache.integrations.transformers._span_graphs import Capture, SpanGraphs
+from moecache.integrations.transformers._static_cache import masks_of, parts_of
 
-# Layers of a cache that write a token to the same place when they are computed again.
-_REPEATABLE = ("StaticLayer",)
 _MAX_ROWS = 4
+# Graphs that are issued and not done: those behind a miss run for nothing, and the token waits for
+# them. A layer takes a GPU 0.1 ms and more, its graph the host 0.01.
+_AHEAD = 8
 
 
 class TokenGraph(NotCopied):
-    """Computes single tokens by one CUDA graph, captured once for any experts in slots.
+    """Computes single tokens by CUDA graphs, captured once for any experts in slots.
 
-    A step whose experts are in their slots costs the host nothing. Where one misses some, the
-    steps behind it return at once; the experts are brought in, and the graph is issued again: the
-    steps that are done keep their results. The logits are those of eager, bit for bit.
+    There is a graph for each layer of experts, and one for what comes before the first. A step
+    whose experts are in their slots costs the host nothing. Where one misses some, the steps
+    behind it return at once, and no further graph is issued; the experts are brought in, and the
+    token goes on with that layer's graph. The logits are those of eager, bit for bit.
 
-    One token at a time, of one thread. Reading ahead sees only steps that missed. Making a graph
-    computes token 0 once, in eager; that counts as any token does.
+    One token at a time, of one thread. Reading ahead sees only steps that missed. Making the
+    graphs computes token 0 once, in eager; that counts as any token does.
 
     Parameters
     ----------
     model : PreTrainedModel
         With its experts in slots on a GPU, and `compute="fast"`.
     cache : StaticCache
-        Holds the prompt, of up to 4 sequences; each call adds a token of each.
+        Holds the prompt, of up to 4 sequences; each call adds a token of each. `token_cache`
+        makes one for models with sliding windows, too.
 
     Raises
     ------
     ConfigError
-        If torch computes some experts, the cache has layers that are not simply static, or
-        attention is "eager".
+        If torch computes some experts, the cache has layers that are not simply static, or the
+        model's forward adds to memory of its own.
     CapacityError
         If the cache has fewer slots than a token has experts in a layer.
     MoeCacheError
@@ -48,10 +53,9 @@ class TokenGraph(NotCopied):
 
     def __init__(self, model: transformers.PreTrainedModel, cache: Any) -> None:
         self._model: Any = model
-        self._kernels = _kernels_of(model)
+        self._kernels = kernels_of(model)
         self._experts = _experts_of(self._kernels)
-        _check_attention(model)
-        self._lengths = _lengths_of(cache)
+        self._lengths, self._contents = parts_of(cache)
         rows = len(cache.layers[0].keys)
         if rows > _MAX_ROWS:
             raise ConfigError(
@@ -60,6 +64,7 @@ class TokenGraph(NotCopied):
         self._token = torch.zeros((rows, 1), dtype=torch.int64, device=model.device)
         self._kept = [length.clone() for length in self._lengths]
         self._side = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self._marks = [_new_mark(self._side) for _ in range(_AHEAD)]
         # Each layer's results, which a graph that is issued again leaves as they are.
         self._places: list[torch.Tensor] = []
         with self._beside(), torch.no_grad():
@@ -97,19 +102,44 @@ class TokenGraph(NotCopied):
             torch._foreach_copy_(self._kept, self._lengths)
             try:
                 missed: int | None = self._experts.begin_token()
+                start = 0
                 while missed is not None:
-                    # A graph writes to the same places again.
-                    torch._foreach_copy_(self._lengths, self._kept)
-                    self._replay()
+                    self._issue(start)
                     missed = self._experts.end_token()
+                    start = 0 if missed is None else self._graphs.start_of(missed)
             except BaseException:
                 torch._foreach_copy_(self._lengths, self._kept)
                 raise
         return self._logits
 
+    def _issue(self, start: int) -> None:
+        """Issue the graphs from one on, until a step is known to have missed experts."""
+        # They write to the same places again.
+        added = self._graphs.lengths_from(start)
+        if added:
+            torch._foreach_copy_(
+                [self._lengths[index] for index in added], [self._kept[index] for index in added]
+            )
+        for number in range(start, len(self._graphs)):
+            mark = self._marks[number % _AHEAD]
+            if number > start and self._stalls(mark if number >= start + _AHEAD else None):
+                break
+            self._graphs.issue(number)
+            if mark is not None:
+                mark.record()
+
+    def _stalls(self, mark: Any) -> bool:
+        """Wait for a graph issued before; return whether a step is known to have missed."""
+        while not self._experts.has_stalled:
+            if mark is None or mark.query():
+                return False
+            time.sleep(0)
+        return True
+
     def _capture(self, cache: Any, rows: int) -> None:
         def run() -> torch.Tensor:
-            logits: torch.Tensor = self._model(self._token, past_key_values=cache).logits
+            masks = masks_of(self._model, cache, self._token)
+            logits: torch.Tensor = self._model(self._token, past_key_values=cache, **masks).logits
             return logits
 
         try:
@@ -118,9 +148,11 @@ class TokenGraph(NotCopied):
             for kernel in self._kernels:
                 kernel.place = kernel.new_place(rows, self._token.device)
                 self._places.append(kernel.place)
+            self._graphs = SpanGraphs(_new_capture(self._model), self._lengths, self._contents)
             self._experts.begin_token()
             try:
-                self._replay, self._logits = _captured(run, self._side)
+                with self._graphs.capturing(self._kernels):
+                    self._logits = run()
             finally:
                 self._experts.end_token()
         finally:
@@ -143,18 +175,18 @@ class TokenGraph(NotCopied):
                 before.wait_stream(self._side)
 
 
-def _captured(
-    run: Callable[[], torch.Tensor], side: Any
-) -> tuple[Callable[[], object], torch.Tensor]:
-    """Return what issues the work of a function again, and where its result is then."""
-    graph = torch.cuda.CUDAGraph()
-    # Threads that read experts query events meanwhile.
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        out = run()
-    return graph.replay, out
+def _new_mark(side: Any) -> Any:
+    """Return an event of a GPU; `None` on a device made for tests, which is done at once."""
+    return None if side is None else torch.cuda.Event()
 
 
-def _kernels_of(model: Any) -> list[DeviceKernel]:
+def _new_capture(model: Any) -> Capture:
+    """Return what captures a model's work; tests on a device made for them replace it."""
+    return Capture(model.device)
+
+
+def kernels_of(model: Any) -> list[DeviceKernel]:
+    """Return the kernels of all layers of experts; raise ConfigError if some have none."""
     offload = getattr(model, "moecache", None)
     if offload is None or offload.closed:
         raise MoeCacheError("the model has no cache, or one that is closed: load it with load")
@@ -173,30 +205,3 @@ def _experts_of(kernels: list[DeviceKernel]) -> CudaExperts:
     if len(found) != 1:
         raise ConfigError(f"experts of {len(found)} kinds cannot be in one graph, only of one")
     return next(iter(found.values()))
-
-
-def _check_attention(model: Any) -> None:
-    # The mask of "eager" is made from a number of the host, which torch refuses in a capture
-    # (masking_utils.eager_mask of transformers 5.17).
-    if model.config.get_text_config()._attn_implementation == "eager":
-        raise ConfigError(
-            'attention is "eager", whose mask copies from the host, and no graph can hold that; '
-            'call model.set_attn_implementation("sdpa")'
-        )
-
-
-def _lengths_of(cache: Any) -> list[torch.Tensor]:
-    """Return what a cache's layers have beside keys and values: how many there are."""
-    layers = getattr(cache, "layers", ())
-    kinds = sorted({type(layer).__name__ for layer in layers} - set(_REPEATABLE))
-    if kinds or not layers or not all(layer.is_initialized for layer in layers):
-        raise ConfigError(
-            "a graph needs a StaticCache that holds a prompt, without sliding windows or states; "
-            f"this {type(cache).__name__} has {', '.join(kinds) or 'nothing yet'}"
-        )
-    return [
-        value
-        for layer in layers
-        for name, value in vars(layer).items()
-        if isinstance(value, torch.Tensor) and name not in ("keys", "values")
-    ]

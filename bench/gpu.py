@@ -40,7 +40,7 @@ MEASUREMENTS = {
         "decode with slots for all, nine in ten and half of the experts",
     ),
     "mxfp4": ("bench.gpu_decode", "what `resident` does, with gpt-oss-20b's shapes in MXFP4"),
-    "memory": ("bench.gpu_decode", "whether memory of GPU and host stays the same"),
+    "memory": ("bench.gpu_memory", "whether memory of GPU and host stays the same"),
     "host": ("bench.gpu_stack", "host time per layer, against a device that does nothing"),
 }
 # Exit codes of `timeout`, and of a process that it had to kill.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import gpu, gpu_copies, gpu_decode
+from bench import gpu, gpu_copies, gpu_decode, gpu_memory
 from bench.checkpoint import SharedStore, StackSize, write_experts
 from bench.gpu import bound, turns
 from bench.gpu_copies import DeviceCopy, PinnedCopy, Shape, Timer
@@ -501,8 +501,8 @@ def test_a_leak_of_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         device.allocate(1)
         return open_stack(*arguments, **options)
 
-    monkeypatch.setattr("bench.gpu_decode.open_stack", leak)
-    found = gpu_decode.rounds(device, SIZE, 3)
+    monkeypatch.setattr("bench.gpu_memory.open_stack", leak)
+    found = gpu_memory.rounds(device, SIZE, 3)
     assert found["device_bytes_lost"] == 3 * device.allocation_bytes
 
 

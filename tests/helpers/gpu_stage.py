@@ -56,7 +56,7 @@ def run_tests(mark: Path, arguments: list[str]) -> int:
 
 def run_benchmark(mark: Path, name: str, result: str) -> int:
     """Run a benchmark small, until one of its parts is done."""
-    from bench import gpu, gpu_copies, gpu_decode
+    from bench import gpu, gpu_copies, gpu_decode, gpu_memory
     from bench.checkpoint import StackSize
     from bench.gpu_copies import Shape
     from tests.helpers.fake_device import FakeDevice
@@ -73,7 +73,7 @@ def run_benchmark(mark: Path, name: str, result: str) -> int:
 
     patched: dict[str, Any] = {"_run": run}
     gpu_decode.Contest._run = patched["_run"]  # type: ignore[method-assign]
-    gpu_copies.look_ups = gpu_decode.rounds = lambda *_, **__: stop(mark)
+    gpu_copies.look_ups = gpu_memory.rounds = lambda *_, **__: stop(mark)
     options = [name, "--json", result]
     size: Any = StackSize(num_layers=2, num_experts=8, top_k=2, hidden=32, width=16)
     if name == "memory":

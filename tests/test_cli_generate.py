@@ -1,5 +1,6 @@
 """`moecache generate`: the text of the model completely in memory, and nothing else on stdout."""
 
+import gc
 import io
 import sys
 from pathlib import Path
@@ -26,6 +27,38 @@ pytestmark = [
 PROMPT = "def main(argv=None):\n    "
 NUM_TOKENS = 12
 Captured = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_cycles_are_not_collected_while_torch_is_imported(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, works: bool
+) -> None:
+    """They are from the model on, and after an error; a collector that was off stays off."""
+    from moecache.integrations.transformers import generation
+
+    found: list[bool] = []
+
+    def noting(name: str) -> None:
+        function = getattr(generation, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            found.append(gc.isenabled())
+            return function(*given, **named)
+
+        monkeypatch.setattr(generation, name, call)
+
+    noting("load_tokenizer")
+    noting("continue_tokens")
+    try:
+        if not works:
+            gc.disable()
+        assert generate(tiny_moe) == 0
+        assert [*found, gc.isenabled()] == [False, works, works]
+        assert generate(tiny_moe, prompt="") != 0
+        assert gc.isenabled() == works
+    finally:
+        gc.enable()
+    capsys.readouterr()
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from moecache.commands import collector
 from moecache.commands.arguments import (
     PLAIN_MODES,
     add_force,
@@ -221,6 +222,7 @@ def loaded(
     """
     from moecache.integrations.transformers import load
 
+    collector.go_on()
     options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
     if getattr(arguments, "context", None) is not None:
         options["context_tokens"] = arguments.context

@@ -5,6 +5,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 
+from moecache.commands import collector
 from moecache.commands.ranks import num_ranks
 from moecache.errors import MoeCacheError
 from moecache.runtime import head_start
@@ -19,8 +20,14 @@ def opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
     """Yield a model's checkpoint, open, for all that is made of it; else its name on the hub.
 
     To be entered before torch is imported: from here on its trunk is read and memory is made
-    ready, see `HeadStart`.
+    ready, see `HeadStart`, and nothing collects cycles until `collector.go_on`.
     """
+    with collector.waiting(), _opened(arguments) as store:
+        yield store
+
+
+@contextlib.contextmanager
+def _opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
     if not os.path.exists(arguments.model):
         yield arguments.model
         return

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,6 +161,36 @@ def test_a_cache_with_slots_by_layer_withholds_none() -> None:
     cache = moecache.ExpertCache(2, 4, 6, scope="layer")
     with pytest.raises(ConfigError, match="scope"):
         cache.withhold(1)
+
+
+def test_an_interrupt_loses_no_slot(
+    runtime: ExpertRuntime, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right after slots were taken, and right after they were given back."""
+
+    class Interrupting:
+        """The cache, in whose calls Ctrl-C comes."""
+
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(runtime.cache, name)
+            if name not in {"withhold", "restore"}:
+                return found
+
+            def call(given: Any) -> Any:
+                out = found(given)
+                os.kill(os.getpid(), signal.SIGINT)
+                return out
+
+            return call
+
+    monkeypatch.setattr(runtime.borrowed, "_cache", Interrupting())
+    for free, withheld in ((0, 4), (1 << 40, 0)):
+        memory.free = free
+        with pytest.raises(KeyboardInterrupt):
+            runtime.borrowed.make_room(4 * slot_bytes(runtime))
+        assert runtime.cache.num_withheld == withheld
+        assert runtime.borrowed.nbytes == (MOST - withheld) * slot_bytes(runtime)
+    assert drain(runtime, 1, ALL) == expected(1, ALL)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -5,6 +5,7 @@ import os
 import threading
 
 from moecache.cache._cache import ExpertCache
+from moecache.interrupts import uninterrupted
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots import HostSlots, SlotPool
 
@@ -61,10 +62,12 @@ class Borrowed:
             empty = self._cache.free_slots_now()
             unfilled = len(empty) - pool.count_backed(empty)
             over = free_host_bytes() - unfilled * self._slot_bytes - self._spare_bytes - nbytes
-            if over < 0:
-                self._give_back(pool, -(over // self._slot_bytes))
-            elif self._given and over > _SURPLUS_BYTES:
-                self._use_again((over - _SURPLUS_BYTES) // self._slot_bytes)
+            with uninterrupted():
+                # An interrupt would lose slots that are withheld and not yet noted.
+                if over < 0:
+                    self._give_back(pool, -(over // self._slot_bytes))
+                elif self._given and over > _SURPLUS_BYTES:
+                    self._use_again((over - _SURPLUS_BYTES) // self._slot_bytes)
 
     def _give_back(self, pool: HostSlots, num: int) -> None:
         slots = self._cache.withhold(min(num, self._num_slots - len(self._given)))

@@ -22,25 +22,19 @@ def opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
     To be entered before torch is imported: from here on its trunk is read and memory is made
     ready, see `HeadStart`, and nothing collects cycles until `collector.go_on`.
     """
-    with collector.waiting(), _opened(arguments) as store:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(collector.waiting())
+        if not os.path.exists(arguments.model):
+            yield arguments.model
+            return
+        store = stack.enter_context(open_store(arguments.model))
+        stack.callback(head_start.end, store)
+        if num_ranks() == 1:
+            # `load` tells what cannot be read.
+            settings = Settings.from_environ(is_told=False)
+            prefault = settings.choose("prefault").value
+            head_start.begin(store, prefault, _slots_bytes(arguments, store, settings))
         yield store
-
-
-@contextlib.contextmanager
-def _opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
-    if not os.path.exists(arguments.model):
-        yield arguments.model
-        return
-    with open_store(arguments.model) as store:
-        try:
-            if num_ranks() == 1:
-                # `load` tells what cannot be read.
-                settings = Settings.from_environ(is_told=False)
-                prefault = settings.choose("prefault").value
-                head_start.begin(store, prefault, _slots_bytes(arguments, store, settings))
-            yield store
-        finally:
-            head_start.end(store)
 
 
 def trunk_read(store: str | CheckpointStore) -> Callable[[], tuple[int, int] | None]:

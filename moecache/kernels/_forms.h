@@ -15,7 +15,7 @@ typedef uint64_t LEVEL(vl) __attribute__((vector_size(LANES * 4)));
 #define vl LEVEL(vl)
 #define SHUFFLE(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
 
-/* A shuffle of each 16 bytes of one vector or of two alike; `SECOND` is where numbers of the second begin. */
+/* The same shuffle in each 16 bytes of two vectors; `step` numbers take 16 bytes. */
 #if LANES == 16
 #define BY_LANES(a, b, ORDER, step) \
     __builtin_shufflevector(a, b, ORDER(0), ORDER(step), ORDER(2 * step), ORDER(3 * step))

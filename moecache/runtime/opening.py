@@ -188,9 +188,7 @@ def _start_prefault(
             # The last ones may be given back; they have memory once they are filled.
             kept = plan.capacity - plan.borrowed_slots
             of_slots = [
-                Region(address, nbytes // pool.num_slots * kept, one.owner)
-                for one in of_slots
-                for address, nbytes in [one]
+                Region(one[0], one[1] // pool.num_slots * kept, one.owner) for one in of_slots
             ]
         slots = _cut_to(of_slots, room)
         rest = room - sum(num_bytes for _, num_bytes in of_slots)

@@ -157,16 +157,17 @@ def test_models_of_other_dtypes_are_computed(tmp_path: Path, dtype: str) -> None
 
 
 def test_gradients_are_those_of_torch(checkpoint: Path) -> None:
-    """Of what flows through the experts; the forward of training is torch's, too."""
+    """The forward of training is torch's, too; the order in which experts come is not in them."""
     gradients = []
-    for compute in ("torch", "fast"):
-        model = load(checkpoint, compute=compute)
+    for compute, memory in (("torch", "100%"), ("fast", "25%"), ("fast", "60%")):
+        model = load(checkpoint, memory, compute=compute)
         with model.moecache:
             inputs = model.get_input_embeddings()(prompt()).detach().requires_grad_()
             model(inputs_embeds=inputs).logits.float().square().mean().backward()
             gradients.append(inputs.grad)
     assert gradients[0].abs().max() > 0
-    assert torch.equal(*gradients)
+    for gradient in gradients[1:]:
+        assert torch.equal(gradient, gradients[0])
 
 
 def test_detach_gives_linear_layers_back(checkpoint: Path) -> None:

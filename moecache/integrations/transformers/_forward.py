@@ -293,7 +293,6 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weights, ids = ctx.saved_tensors
         module, layer = ctx.module, ctx.layer
-        grad_hidden = torch.zeros_like(hidden)
         grad_weights = torch.zeros_like(weights).reshape(-1)
 
         def compute(wave: Wave, experts: list[SlotWeights], counts: list[int]) -> torch.Tensor:
@@ -309,11 +308,15 @@ class _Differentiable(torch.autograd.Function):
                 weighted = torch.cat(outputs) * weight[:, None]
                 wanted = grad[tokens].to(weighted.dtype)
                 of_inputs, of_weights = torch.autograd.grad(weighted, (inputs, weight), wanted)
-            grad_hidden.index_add_(0, tokens, of_inputs)
             grad_weights[pairs] = of_weights
             return of_inputs
 
-        layer.rows(ids, compute, hidden.shape[-1])
+        # Summed when all have come: waves come in the order of arrival, and bits depend on it.
+        rows = layer.rows(ids, compute, hidden.shape[-1])
+        if rows is None:
+            grad_hidden = torch.zeros_like(hidden)
+        else:
+            grad_hidden = rows.view(*ids.shape, rows.shape[-1]).sum(dim=1)
         return grad_hidden, grad_weights.reshape(weights.shape), None, None, None
 
 

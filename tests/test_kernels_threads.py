@@ -12,6 +12,7 @@ import moecache
 from moecache import kernels
 from moecache.kernels import _kernels
 from tests.helpers.kernels import F32, Experts, compute_pairs, computing, draw_inputs
+from tests.helpers.pages import skip_fork_under_sanitizer
 
 # A child imports the build that is tested here.
 PACKAGE = Path(moecache.__file__).parents[1]
@@ -109,6 +110,7 @@ print("done")
 
 def test_children_of_a_fork_compute_whatever_was_under_way() -> None:
     """Locks that a thread of the parent held are free there, and workers are new ones."""
+    skip_fork_under_sanitizer()
     done = child(FORK)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 

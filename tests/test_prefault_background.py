@@ -27,6 +27,7 @@ from tests.helpers.pages import (
     mapped_in,
     num_cached,
     run_child,
+    skip_fork_under_sanitizer,
     wait_until,
     write_cold,
     write_file,
@@ -286,6 +287,7 @@ def sweeping():
 
 def test_a_forked_child_is_told_that_the_sweep_is_the_parents() -> None:
     """It does not hang: wait raises, cancel returns, and the parent's sweep goes on."""
+    skip_fork_under_sanitizer()
     done = run_child(
         _ENDLESS
         + """

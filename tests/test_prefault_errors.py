@@ -17,6 +17,7 @@ from tests.helpers.pages import (
     mapped,
     mapped_in,
     num_cached,
+    skip_under_sanitizer,
     undisturbed,
     wait_until,
     write_cold,
@@ -179,8 +180,7 @@ def test_without_memory_for_the_table_nothing_is_done() -> None:
         def __len__(self) -> int:
             return 2**55
 
-    if "libasan" in Path("/proc/self/maps").read_text():
-        pytest.skip("the sanitizer ends the process instead")
+    skip_under_sanitizer("ends the process instead")
     sweep = Sweep()
     with pytest.raises(MemoryError):
         sweep.run(Long(), "populate")

@@ -25,6 +25,7 @@ from tests.helpers.pages import (
     num_descriptors,
     pages_of,
     run_child,
+    skip_under_sanitizer,
     undisturbed,
     write_cold,
     write_file,
@@ -176,8 +177,7 @@ def test_a_file_cut_short_while_the_sweep_runs_never_kills(
 @pytest.mark.parametrize("past", [PAGE, 5 * PAGE])
 def test_a_region_past_the_end_of_its_mapping_is_a_store_error(past: int) -> None:
     """Nothing is mapped behind it; the mapped part is swept."""
-    if "libasan" in Path("/proc/self/maps").read_text():
-        pytest.skip("the sanitizer maps memory of its own into holes, for each thread")
+    skip_under_sanitizer("maps memory of its own into holes, for each thread")
     with anonymous(8 * PAGE) as memory:
         address, nbytes = address_of(memory)
         unmap(address + nbytes - past, past)

@@ -16,7 +16,7 @@ import pytest
 
 from moecache.reader._reader import ENGINES, Reader
 from tests.helpers.examples import num_examples
-from tests.helpers.pages import MIB, wait_until, write_file
+from tests.helpers.pages import MIB, skip_fork_under_sanitizer, wait_until, write_file
 from tests.helpers.readers import (
     Failure,
     Order,
@@ -246,6 +246,7 @@ def test_a_forked_child_ends_cleanly_and_the_parents_reads_go_on(
     reader: Reader, contents: list[bytes]
 ) -> None:
     """The child drops or closes what it inherited, with reads in flight; nothing is lost."""
+    skip_fork_under_sanitizer()
     for how in ("drop", "close"):
         orders = [one_range(contents, at, 90_000, shift=1) for at in range(0, 2 * MIB, 100_000)]
         reader.submit([order.entry for order in orders])

@@ -147,6 +147,21 @@ def wait_until(condition: Callable[[], object], timeout: float = 30.0) -> None:
         pause.wait(0.002)
 
 
+def skip_under_sanitizer(why: str) -> None:
+    """Skip a test that the sanitizer's own ways would fail; the release build runs it."""
+    if "libasan" in Path("/proc/self/maps").read_text():
+        pytest.skip(f"the sanitizer {why}")
+
+
+def skip_fork_under_sanitizer() -> None:
+    """Skip a test that forks beside threads.
+
+    GCC 12's does not hold its allocator's locks over a fork: one that another thread has is
+    never free in the child.
+    """
+    skip_under_sanitizer("has locks that are lost in a fork beside threads")
+
+
 def run_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a program that must not take this process with it; it sees `sys.argv[1:]`."""
     code = f"import sys\nsys.path.insert(0, {_PACKAGE_ROOT!r})\n{code}"

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from moecache.errors import ConfigError, MoeCacheError, StoreError
+from moecache.loading._load import Load
 from moecache.loading.engine import Read
-from moecache.loading.load import Load
 from moecache.study.clock import VirtualClock
 from tests.helpers.devices import bench
 

@@ -5,7 +5,7 @@ import pytest
 
 from moecache.cache._cache import ExpertCache
 from moecache.errors import StoreError
-from moecache.loading.loader import SlotLoader
+from moecache.loading._loader import SlotLoader
 from moecache.runtime.steps import waves
 from moecache.slots import HostSlots
 from moecache.stores import ExpertStore

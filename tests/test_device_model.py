@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moecache.loading.load import Load
+from moecache.loading._load import Load
 from tests.helpers.devices import Bench, bench
 
 # When a read begins, its bytes (one per nanosecond), and how much later a demand asks for it.

@@ -11,9 +11,10 @@ import pytest
 
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.loading._guard import Guard
+from moecache.loading._load import Load
+from moecache.loading._reader_engine import ReaderEngine
 from moecache.loading.engine import Engine
-from moecache.loading.load import Cause, Load, ReadCancelledError
-from moecache.loading.reader_engine import ReaderEngine
+from moecache.loading.load import Cause, ReadCancelledError
 from moecache.loading.store_engine import StoreEngine
 from moecache.reader.disk import open_reader
 from moecache.stores import ExpertStore, open_store

@@ -9,9 +9,9 @@ import pytest
 
 from moecache.cache._cache import ExpertCache
 from moecache.errors import CapacityError, StoreError
-from moecache.loading.load import Cause, Load
-from moecache.loading.loader import SlotLoader
-from moecache.loading.step import Step
+from moecache.loading._load import Load, Step
+from moecache.loading._loader import SlotLoader
+from moecache.loading.load import Cause
 from moecache.loading.store_engine import StoreEngine
 from moecache.runtime import steps
 from moecache.slots import HostSlots

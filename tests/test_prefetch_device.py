@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moecache.cache._cache import ExpertCache
-from moecache.loading.loader import SlotLoader
+from moecache.loading._loader import SlotLoader
 from moecache.prefetch.modes import make_prefetcher
 from moecache.prefetch.prefetcher import Prefetcher
 from moecache.runtime.steps import waves

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import moecache
-from moecache.loading.loader import SlotLoader
 from moecache.reader import disk as reading
 from moecache.reader._reader import ENGINES, Reader
 from moecache.runtime import opening
@@ -109,13 +108,13 @@ def test_conversion_takes_few_buffers_however_much_is_asked_for(
     nbytes = 3 * open_store(model.path).layout.expert_bytes(0)
     monkeypatch.setattr(host, "MAX_CONVERTED_BYTES", nbytes)
     most = []
-    submit = SlotLoader._submit
+    buffers = host.HostSlots.buffers
 
-    def count(self: SlotLoader, *arguments: Any, **options: Any) -> None:
-        submit(self, *arguments, **options)
-        most.append(self._num_reading)
+    def count(self: host.HostSlots, slot: int, layer: int) -> Any:
+        most.append(runtime._loader._num_reading)
+        return buffers(self, slot, layer)
 
-    monkeypatch.setattr(SlotLoader, "_submit", count)
+    monkeypatch.setattr(host.HostSlots, "buffers", count)
     with moecache.open(
         model.path,
         slots=24,

@@ -167,7 +167,6 @@ def test_a_failed_read_reaches_the_caller_and_loses_nothing() -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        "moecache.loading.loader.Load",
         "moecache.runtime.steps._Parts",
         "moecache.runtime.steps._group",
     ],
@@ -280,30 +279,26 @@ def test_two_threads_with_unfinished_steps_do_not_wait_for_each_other() -> None:
         assert drain(runtime, 1, np.array([[4, 5]])) == {0: 12, 1: 13}
 
 
-@pytest.mark.parametrize("method", ["_enqueue", "_load_misses"])
-def test_an_interrupt_while_loads_are_made_loses_no_expert(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C between claim and queue ends the claims."""
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_error_while_loads_are_made_loses_no_expert(error: type[BaseException]) -> None:
+    """Ctrl-C, or memory that runs out, between claim and queue ends the claims."""
     ids = np.array([[1, 2, 3]])
     with make_runtime(4, loader_threads=0) as runtime:
-        loader = runtime._loader
-        original, calls = getattr(loader, method), []
+        counts = runtime._loader.counts
+        clock = counts.clock
 
-        def interrupted(*arguments: object) -> object:
-            calls.append(arguments)
-            if len(calls) == (2 if method == "_enqueue" else 1):
-                raise KeyboardInterrupt
-            return original(*arguments)
+        def failing() -> int:
+            raise error
 
-        monkeypatch.setattr(loader, method, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            list(runtime.waves(0, ids))
-        with pytest.raises(KeyboardInterrupt):
-            calls.clear()
-            runtime.lease(0, ids)
+        for step in (lambda: list(runtime.waves(0, ids)), lambda: runtime.lease(0, ids)):
+            counts.clock = failing
+            with pytest.raises(error):
+                step()
+            counts.clock = clock
         runtime.cache.check()
+        assert not runtime._loader.num_in_flight
         assert drain(runtime, 0, ids) == expected(0, ids)
+        assert counts.num_urgent_reads == 3
         with runtime.lease(1, np.arange(4)):
             pass
 
@@ -471,10 +466,12 @@ def test_what_works_in_the_slots_is_closed_before_they_are(monkeypatch: pytest.M
         ended.append("second")
         raise MoeCacheError("the second")
 
-    for part, name in ((runtime.pool, "pool"), (runtime._loader, "loader")):
+    for part, name in ((runtime.pool, "pool"), (runtime._loader.engine, "loader")):
         close = part.close
         monkeypatch.setattr(
-            part, "close", lambda name=name, close=close: (ended.append(name), close())
+            part,
+            "close",
+            lambda *given, name=name, close=close: (ended.append(name), close(*given))[1],
         )
     runtime.closing(lambda: ended.append("first"))
     runtime.closing(fail)

@@ -3,11 +3,17 @@
 import logging
 import threading
 import weakref
-from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
+
+
+class Fills(Protocol):
+    """What takes in what was read; a `SlotLoader` is one."""
+
+    def fill(self) -> bool:
+        """Wait for a moment, and take in what has arrived; False if nothing is on its way."""
 
 
 class Filler:
@@ -18,16 +24,15 @@ class Filler:
 
     Parameters
     ----------
-    work : callable () -> bool
-        A bound method, which is held weakly: waits for a moment and takes in what has arrived;
-        False once nothing is on its way.
+    loader : SlotLoader
+        Held weakly.
     """
 
-    def __init__(self, work: Callable[[], bool]) -> None:
+    def __init__(self, loader: Fills) -> None:
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread = threading.Thread(
             target=_serve,
-            args=(weakref.WeakMethod(work), self._wake),
+            args=(weakref.ref(loader), self._wake),
             name="moecache-filler",
             daemon=True,
         )
@@ -52,16 +57,16 @@ class Filler:
             self._thread.join(timeout_s)
 
 
-def _serve(reference: "weakref.WeakMethod[Any]", wake: "SimpleQueue[bool]") -> None:
+def _serve(reference: "weakref.ref[Fills]", wake: "SimpleQueue[bool]") -> None:
     while wake.get():
         going = True
         while going:
             # Held while it works alone: a runtime that is dropped goes at once.
-            work = reference()
+            loader = reference()
             try:
-                going = work is not None and work()
+                going = loader is not None and loader.fill()
             except Exception:
                 logger.exception("filler.failed")
                 return
             finally:
-                del work
+                del loader

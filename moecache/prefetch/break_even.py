@@ -1,6 +1,6 @@
 """BreakEven: from how likely on a read ahead saves more than it costs."""
 
-from moecache.loading.loader import SlotLoader
+from moecache.loading._loader import SlotLoader
 
 # Tokens over which the time of a read and the time between reads are averaged.
 _AVERAGED = 16

@@ -4,7 +4,7 @@ import numpy as np
 
 from moecache.cache._cache import ExpertCache
 from moecache.errors import ConfigError
-from moecache.loading.loader import SlotLoader
+from moecache.loading._loader import SlotLoader
 from moecache.policies._echo import Echo
 from moecache.prefetch.predict import LastSelection, Predictor, SharedEcho
 from moecache.prefetch.prefetcher import Prefetcher

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moecache.cache._cache import ExpertCache
-from moecache.loading.load import Cause, Load
-from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
+from moecache.loading._load import Load
+from moecache.loading._loader import CLOSE_TIMEOUT_S, SlotLoader
+from moecache.loading.load import Cause
 from moecache.policies._echo import Echo
 from moecache.prefetch._foresight import Foresight
 from moecache.prefetch.break_even import BreakEven

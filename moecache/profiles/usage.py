@@ -10,7 +10,7 @@ import numpy as np
 
 from moecache.cache._cache import ExpertCache
 from moecache.errors import MoeCacheError
-from moecache.loading.loader import SlotLoader
+from moecache.loading._loader import SlotLoader
 from moecache.profiles.file import (
     ModelUsage,
     Profile,

@@ -10,8 +10,8 @@ from typing import NamedTuple, Self
 
 from moecache.cache._cache import ExpertCache
 from moecache.errors import MoeCacheError
+from moecache.loading._loader import SlotLoader
 from moecache.loading.load import Cause
-from moecache.loading.loader import SlotLoader
 
 logger = logging.getLogger(__name__)
 

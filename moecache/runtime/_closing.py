@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from moecache.loading.loader import CLOSE_TIMEOUT_S, SlotLoader
+from moecache.loading._loader import CLOSE_TIMEOUT_S, SlotLoader
 from moecache.prefault.warming import BackgroundSweep
 from moecache.prefetch.prefetcher import Prefetcher
 from moecache.profiles.warm_start import WarmStart

@@ -4,9 +4,9 @@ from moecache.cache._cache import ExpertCache
 from moecache.errors import ConfigError
 from moecache.kernels.startup import usable_cores
 from moecache.layout import ExpertLayout
+from moecache.loading._loader import SlotLoader
+from moecache.loading._reader_engine import ReaderEngine
 from moecache.loading.engine import Engine
-from moecache.loading.loader import SlotLoader
-from moecache.loading.reader_engine import ReaderEngine
 from moecache.loading.store_engine import StoreEngine
 from moecache.ranks import Share
 from moecache.reader._reader import Reader

@@ -8,7 +8,7 @@ from moecache.cache._cache import ExpertCache
 from moecache.errors import MoeCacheError
 from moecache.files import Kind, write_whole
 from moecache.layout import ExpertLayout
-from moecache.loading.loader import SlotLoader
+from moecache.loading._loader import SlotLoader
 from moecache.prefetch.prefetcher import Prefetcher
 from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from moecache.cache._cache import ExpertCache
 from moecache.cache.warmpin import WarmPin
 from moecache.errors import CapacityError, MoeCacheError
-from moecache.loading.loader import SlotLoader
+from moecache.loading._loader import SlotLoader
 from moecache.ranks import Share
 from moecache.runtime import steps
 from moecache.runtime.batch import Batch

@@ -1,10 +1,8 @@
 """Steps, and the waves they are handed out in."""
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from queue import Empty
 from types import TracebackType
 from typing import Self
 
@@ -14,9 +12,8 @@ import numpy.typing as npt
 from moecache.cache._cache import ExpertCache
 from moecache.interrupts import uninterrupted
 from moecache.loading._guard import Guard
-from moecache.loading.load import Load
-from moecache.loading.loader import SlotLoader
-from moecache.loading.step import Step
+from moecache.loading._load import Step
+from moecache.loading._loader import SlotLoader
 
 # Ids that are looked at one by one: faster than to sort them.
 _FEW = 64
@@ -130,7 +127,7 @@ def lease(
         if observe is not None:
             observe(layer, ids, sequences)
         while step.loads:
-            _wait(loader, cache, step)
+            loader.arrivals(step)
         loader.pool.before_compute(step.slots)
         return Lease(loader, step, guard)
     except BaseException:
@@ -175,7 +172,7 @@ def waves(
         if observe is not None:
             observe(layer, ids, sequences)
         if step.loads or step.bypassed:
-            yield from _Parts(loader, cache, step, top_k).waves()
+            yield from _Parts(loader, step, top_k).waves()
         elif ids.size:
             loader.pool.before_compute(step.slots)
             yield _whole_step(ids, step.slots, top_k, one_token=one_token)
@@ -212,17 +209,8 @@ def compute_token(
         loader.acquire(step)
         if observe is not None:
             observe(layer, ids, None)
-        slots, loads = step.slots, step.loads
-        places = {slot: place for place, slot in enumerate(slots.tolist())}
-        if step.bypassed or len(places) < ids.size or -1 in places:
-            _compute_waves(loader, cache, step, compute)
-            return
-        coming = {load.slot for load in loads}
-        ready = [place for slot, place in places.items() if slot not in coming]
-        if ready:
-            compute(slots, ready)
-        while loads:
-            compute(slots, [places[load.slot] for load in _wait(loader, cache, step)])
+        if not loader.compute_token(step, compute):
+            _compute_waves(loader, step, compute)
     finally:
         guard.close()
         loader.give_back()
@@ -230,14 +218,13 @@ def compute_token(
 
 def _compute_waves(
     loader: SlotLoader,
-    cache: ExpertCache,
     step: Step,
     compute: Callable[[np.ndarray, list[int]], object],
 ) -> None:
     """Compute a token's experts that come twice, have no slot, or go through staging slots."""
     slots = np.full(step.ids.size, -1, np.int32)
     if step.loads or step.bypassed:
-        waves = _Parts(loader, cache, step, step.ids.size).waves()
+        waves = _Parts(loader, step, step.ids.size).waves()
     else:
         waves = iter([_whole_step(step.ids, step.slots, step.ids.size, one_token=True)])
     for wave in waves:
@@ -251,9 +238,8 @@ def _compute_waves(
 class _Parts:
     """A step with misses, cut into waves."""
 
-    def __init__(self, loader: SlotLoader, cache: ExpertCache, step: Step, top_k: int) -> None:
+    def __init__(self, loader: SlotLoader, step: Step, top_k: int) -> None:
         self._loader = loader
-        self._cache = cache
         self._step = step
         self._top_k = top_k
         self._order, starts = _group(step.ids.reshape(-1))
@@ -283,7 +269,7 @@ class _Parts:
         while step.loads or step.bypassed:
             while step.bypassed and not self._loader.stage(step) and not step.loads:
                 self._loader.wait_for_staging(step.layer)
-            done = _wait(self._loader, self._cache, step)
+            done = self._loader.arrivals(step)
             groups = [self._group_of[load.expert] for load in done]
             self._slots[groups] = [load.slot for load in done]
             slots = (wave := self._wave(groups)).slots
@@ -306,27 +292,6 @@ class _Parts:
             self._leased.difference_update(leased.tolist())
             step.staged.difference_update(staged)
             self._loader.release(leased, staged)
-
-
-def _wait(loader: SlotLoader, cache: ExpertCache, step: Step) -> list[Load]:
-    """Return at least one load of a step that is over, and every other that is by then."""
-    loader.look()
-    done: list[Load] = []
-    if step.arrived.empty():
-        started = loader.clock()
-        done.append(loader.wait(step.arrived))
-        cache.profiler.record_miss_stall(loader.clock() - started)
-    with contextlib.suppress(Empty):
-        while True:
-            done.append(step.arrived.get_nowait())
-    # All of them are accounted for before an error is raised.
-    with uninterrupted():
-        step.staged.update(load.slot for load in done if load.staged)
-        step.loads.difference_update(done)
-    for load in done:
-        if load.error is not None:
-            raise load.error
-    return done
 
 
 def _whole_step(ids: np.ndarray, slots: np.ndarray, top_k: int, *, one_token: bool) -> Wave:

@@ -7,7 +7,7 @@ import numpy as np
 
 from moecache.cache._cache import ExpertCache
 from moecache.layout import ExpertLayout
-from moecache.loading.loader import SlotLoader
+from moecache.loading._loader import SlotLoader
 from moecache.prefetch.modes import make_prefetcher
 from moecache.runtime.steps import Wave, waves
 from moecache.study._byteless import BytelessSlots, BytelessStore

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.loading._loader import SlotLoader
 from moecache.loading.engine import Read
 from moecache.loading.load import ReadCancelledError
-from moecache.loading.loader import SlotLoader
 from moecache.study.clock import VirtualClock
 from moecache.units import parse_bytes_per_s
 

@@ -7,8 +7,8 @@ from typing import Any, Final, Self
 
 from moecache.cache._cache import ExpertCache
 from moecache.cache._profiler import stall_bucket_ns
+from moecache.loading._loader import SlotLoader
 from moecache.loading.load import Cause
-from moecache.loading.loader import SlotLoader
 from moecache.telemetry import _html, _text
 from moecache.telemetry._counters import PARTS, RuntimeCounters
 

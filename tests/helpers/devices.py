@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from moecache.loading._load import Load
+from moecache.loading._loader import SlotLoader
 from moecache.loading.engine import Read
-from moecache.loading.load import Cause, Load
-from moecache.loading.loader import SlotLoader
+from moecache.loading.load import Cause
 from moecache.stores import ExpertStore
 from moecache.study.clock import VirtualClock
 from moecache.study.device import SimulatedDevice

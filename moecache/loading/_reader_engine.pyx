@@ -1,23 +1,41 @@
 """ReaderEngine: reads by a compiled reader of the store's files, many at once."""
 
-import threading
-from collections.abc import Sequence
-from errno import ECANCELED, EILSEQ
+cimport cython
+from libc.errno cimport EILSEQ
+from libc.stdint cimport int64_t
+
 from functools import partial
-from typing import Any
 
 from moecache.errors import ConfigError
-from moecache.loading.engine import Read
 from moecache.loading.load import ReadCancelledError, interrupted
 from moecache.loading.store_engine import join_threads, start_threads
-from moecache.reader._reader import Reader
-from moecache.stores import ExpertStore, FileStore
-from moecache.stores._file import ReadOnlyFile
+from moecache.stores import FileStore
 
-_JOIN_S = 0.2
+cdef extern from "errno.h":
+    int ECANCELED
+
+cdef extern from *:
+    """
+    #include <sys/stat.h>
+    static int64_t mc_modified_ns(int descriptor)
+    {
+        struct stat found;
+        if (fstat(descriptor, &found))
+            return -1;
+    #ifdef __APPLE__
+        return found.st_mtimespec.tv_sec * 1000000000LL + found.st_mtimespec.tv_nsec;
+    #else
+        return found.st_mtim.tv_sec * 1000000000LL + found.st_mtim.tv_nsec;
+    #endif
+    }
+    """
+    int64_t mc_modified_ns(int descriptor)
+
+cdef double JOIN_S = 0.2
 
 
-class ReaderEngine:
+@cython.final
+cdef class ReaderEngine:
     """Give all reads to a reader at once; a thread that waits takes in what has arrived.
 
     Parameters
@@ -39,39 +57,42 @@ class ReaderEngine:
         If the system has no thread to give.
     """
 
-    fills = True
+    cdef public object _reader, _store
+    cdef object _files
+    cdef list _modified_ns, _threads
+    cdef readonly bint reads_in_submit, fills
 
-    def __init__(
-        self, reader: Reader, store: ExpertStore, num_threads: int, *, fills: bool = False
-    ) -> None:
+    def __init__(self, reader, store, Py_ssize_t num_threads, *, bint fills=False):
         if not isinstance(store, FileStore):
             raise ConfigError(f"a {type(store).__name__} has no files that a reader could read")
         self._reader = reader
         self._store = store
         # Open until the last read is back.
-        self._files: Sequence[ReadOnlyFile] = store.files
+        self._files = store.files
+        self._modified_ns = [file.version.modified_ns for file in self._files]
+        self.fills = True
         # The kernel copies what is in the page cache when it is asked to.
         self.reads_in_submit = reader.engine == "io_uring" and not reader.direct
         if reader.engine == "io_uring":
             num_threads = min(num_threads, 1)
-        self._threads: list[threading.Thread] = []
+        self._threads = []
         serve = partial(reader.serve, fills=fills)
         self._threads += start_threads(serve, num_threads, lambda: reader.close(0))
 
     @property
-    def quantum_bytes(self) -> int | None:
+    def quantum_bytes(self):
         """Bytes that the kernel has at most: a demand goes before the rest."""
         return self._reader.depth * self._reader.piece_bytes
 
     @property
-    def epoch(self) -> int:
+    def epoch(self):
         """Number of calls of `announce` so far."""
         return self._reader.epoch
 
-    def submit(self, reads: list[Read], *, deferred: bool = False) -> None:
+    def submit(self, list reads not None, *, bint deferred=False):
         """Hand reads to the reader, all of them at once."""
         runs = self._store.runs
-        loads: list[Any] = [
+        cdef list loads = [
             (one, runs(one.layer, one.expert), one.parts, one.fills) for one in reads
         ]
         try:
@@ -80,56 +101,59 @@ class ReaderEngine:
             if not loads:
                 reads.clear()
 
-    def hasten(self, read: Read) -> None:
+    def hasten(self, read):
         """Let a deferred read go with the urgent ones."""
         self._reader.hasten(read)
 
-    def cancel(self, read: Read) -> None:
+    def cancel(self, read):
         """Drop the part of a deferred read that has not reached the kernel."""
         self._reader.cancel(read)
 
-    def poll(self) -> bool:
+    def poll(self):
         """Take in what the kernel has finished; return whether a read is over."""
         return self._reader.poll()
 
-    def wait(self, seen: int) -> bool:
+    def wait(self, int64_t seen):
         """Read, or wait in the kernel."""
         return self._reader.wait(seen)
 
-    def take(self, done: list[tuple[Read, Exception | None]]) -> None:
+    def take(self, list done not None):
         """Append (read, error) of one that is over to `done`, if there is one."""
-        taken: list[tuple[Read, tuple[int, int, int] | None]] = []
+        cdef list taken = []
+        cdef bint known
         try:
             self._reader.take(taken)
         finally:
             for read, failure in taken:
-                error: Exception | None = interrupted(read)
+                known, error = False, None
                 try:
                     error = self._outcome(read, failure)
+                    known = True
                 finally:
-                    done.append((read, error))
+                    done.append((read, error if known else interrupted(read)))
 
-    def announce(self) -> None:
+    def announce(self):
         """Make every `wait` return."""
         self._reader.announce()
 
-    def close(self, timeout_s: float) -> int:
+    def close(self, double timeout_s):
         """Drop what has not reached the kernel, and wait for the rest."""
         drained = self._reader.close(timeout_s)
         num_stuck = 0 if drained else self._reader.num_in_flight
-        join_threads(self._threads, _JOIN_S)
+        join_threads(self._threads, JOIN_S)
         if drained:
             self._files = ()
         return num_stuck
 
-    def _outcome(self, read: Read, failure: tuple[int, int, int] | None) -> Exception | None:
+    cdef _outcome(self, read, tuple failure):
+        """Return the error of a read that is over, or None."""
         if failure is not None and failure[0] == EILSEQ:
             read.is_wrong, failure = True, None
         if failure is None:
             try:
-                for number in {run[0] for run in self._store.runs(read.layer, read.expert)}:
-                    self._files[number].check_unchanged()
-            except Exception as error:  # noqa: BLE001 - a waiting step raises it
+                for run in self._store.runs(read.layer, read.expert):
+                    self._check_unchanged(run[0])
+            except Exception as error:  # a waiting step raises it
                 return error.with_traceback(None)
             return None
         reason, file, offset = failure
@@ -141,3 +165,9 @@ class ReaderEngine:
             f"expert {read.expert} of layer {read.layer}",
             self._store.layout.expert_bytes(read.layer),
         )
+
+    cdef int _check_unchanged(self, Py_ssize_t number) except -1:
+        file = self._files[number]
+        if mc_modified_ns(file.descriptor) != <int64_t>self._modified_ns[number]:
+            file.check_unchanged()
+        return 0

@@ -1,5 +1,6 @@
 """What every engine promises: each read is taken once, and nothing waits for ever."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,6 +105,43 @@ def test_every_read_is_taken_once_and_right(made: tuple[Engine, ExpertStore]) ->
     for read in every:
         for name, part in store.view(0, read.expert).items():
             assert read.parts[name].tobytes() == np.ascontiguousarray(part).tobytes()
+
+
+def test_a_read_that_is_taken_while_the_engine_closes_is_taken_back(tmp_path: Path) -> None:
+    """Its file is not looked at any more: the engine has given it up."""
+    store = open_store(write_checkpoint(tmp_path / "model").path)
+    reader = open_reader(store, direct=False, engine="threads")
+    engine = ReaderEngine(reader, store, 0)
+    calls: list[int] = []
+
+    class Closing:
+        layout = store.layout
+
+        def runs(self, layer: int, expert: int) -> Any:
+            calls.append(expert)
+            if len(calls) == 2:
+                engine.close(2)
+            return store.runs(layer, expert)
+
+    engine._store = Closing()  # type: ignore[assignment]
+    read = load(store, 1)
+    engine.submit([read])
+    assert isinstance(take_all(engine, 1)[read], ReadCancelledError)
+    store.close()
+
+
+def test_files_of_any_date_are_read(tmp_path: Path) -> None:
+    """Also of one whose nanoseconds are no 64-bit integer."""
+    path = write_checkpoint(tmp_path / "model").path
+    for file in [path] if path.is_file() else path.glob("*.safetensors"):
+        os.utime(file, (0, 9_300_000_000))
+    store = open_store(path)
+    engine = ReaderEngine(open_reader(store, direct=False, engine="threads"), store, 0)
+    read = load(store, 1)
+    engine.submit([read])
+    assert take_all(engine, 1) == {read: None}
+    engine.close(2)
+    store.close()
 
 
 def test_what_is_taken_back_is_taken_all_the_same(made: tuple[Engine, ExpertStore]) -> None:

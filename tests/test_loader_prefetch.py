@@ -9,8 +9,9 @@ import pytest
 
 from moecache.cache._cache import ExpertCache
 from moecache.errors import CapacityError, StoreError
-from moecache.loading._load import Load, Step
+from moecache.loading._load import Load
 from moecache.loading._loader import SlotLoader
+from moecache.loading._step import Step
 from moecache.loading.load import Cause
 from moecache.loading.store_engine import StoreEngine
 from moecache.runtime import steps
@@ -148,6 +149,33 @@ def test_a_demand_joins_a_prefetch_that_is_being_read(pool: ThreadPoolExecutor) 
     assert bench.store.reads == [(2, 4)]
     assert bench.loader.counts.num_urgent_reads == 1
     assert bench.loader.counts.urgent_ns > 0
+    bench.close()
+
+
+def test_an_error_while_a_prefetch_is_joined_leaves_the_counters_right(
+    pool: ThreadPoolExecutor,
+) -> None:
+    """It is not urgent then, and the next demand that joins it is."""
+    gate = Gate()
+    bench = Bench(4, gate)
+    counts = bench.loader.counts
+    ahead = pool.submit(bench.loader.prefetch, 2, 4)
+    assert gate.entered.acquire(timeout=30)
+    clock = counts.clock
+
+    def failing() -> int:
+        raise MemoryError
+
+    counts.clock = failing
+    with pytest.raises(MemoryError):
+        bench.lease(2, 4)
+    counts.clock = clock
+    demand = pool.submit(bench.lease, 2, 4)
+    wait_until(lambda: next(iter(bench.loader._loads.values())).urgent)
+    gate.opened.set()
+    assert demand.result(30) == [20.0]
+    assert ahead.result(30)
+    assert (counts.num_urgent_reads, counts.urgent_ns > 0) == (1, True)
     bench.close()
 
 

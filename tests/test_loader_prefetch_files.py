@@ -9,9 +9,9 @@ import pytest
 
 from moecache.cache._cache import ExpertCache
 from moecache.errors import StoreError
-from moecache.loading._load import Step
 from moecache.loading._loader import SlotLoader
 from moecache.loading._reader_engine import ReaderEngine
+from moecache.loading._step import Step
 from moecache.reader.disk import open_reader
 from moecache.runtime import steps
 from moecache.slots import HostSlots

@@ -3,11 +3,14 @@ from libc.stdint cimport int64_t
 from moecache.loading._load cimport Load
 
 
+cdef enum:
+    NUM_CAUSES = 4
+
+
 cdef class LoadCounts:
     cdef public object clock
-    cdef set _logged
     cdef int64_t _num_urgent, _urgent_since
-    cdef int64_t[4] _bytes  # of each cause
+    cdef int64_t[NUM_CAUSES] _bytes  # of each cause
     cdef public int64_t num_steps, num_resident_steps
     cdef readonly int64_t num_reads, num_failed_reads, num_urgent_reads, urgent_ns
     cdef readonly int64_t num_prefetches, num_failed_prefetches, num_cancelled_prefetches

@@ -1,7 +1,6 @@
 from collections.abc import Callable
-from typing import final
+from typing import Self, final
 
-from moecache.loading._load import Load
 from moecache.loading.load import Cause
 
 @final
@@ -9,7 +8,7 @@ class LoadCounts:
     clock: Callable[[], int]
     num_steps: int
     num_resident_steps: int
-    def __init__(self, clock: Callable[[], int]) -> None: ...
+    def __new__(cls, clock: Callable[[], int]) -> Self: ...
     @property
     def bytes_read(self) -> dict[Cause, int]: ...
     @property
@@ -30,4 +29,3 @@ class LoadCounts:
     def num_prefetches_in_flight(self) -> int: ...
     @property
     def prefetch_bytes_in_flight(self) -> int: ...
-    def log_failure(self, load: Load) -> None: ...

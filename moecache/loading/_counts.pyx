@@ -3,17 +3,12 @@
 cimport cython
 from libc.stdint cimport int64_t
 
-import logging
-
 from moecache.loading._load cimport Load
 from moecache.loading.load import Cause
 
-logger = logging.getLogger(__name__)
-
-cdef enum:
-    MAX_LOGGED_CAUSES = 100
-
 cdef tuple CAUSES = tuple(Cause)
+if len(CAUSES) != NUM_CAUSES:
+    raise ImportError("each Cause needs a counter of its bytes")
 cdef object PREFETCH = Cause.PREFETCH
 
 
@@ -42,9 +37,8 @@ cdef class LoadCounts:
     num_prefetches_in_flight, prefetch_bytes_in_flight : int
     """
 
-    def __init__(self, clock):
+    def __cinit__(self, clock):
         self.clock = clock
-        self._logged = set()
 
     @property
     def bytes_read(self):
@@ -89,23 +83,8 @@ cdef class LoadCounts:
         cdef int number
         if load.error is None:
             self.num_reads += 1
-            for number in range(4):
+            for number in range(NUM_CAUSES):
                 if CAUSES[number] is load.cause:
                     self._bytes[number] += num_bytes
         elif not load.was_taken_back():
             self.num_failed_reads += 1
-
-    def log_failure(self, Load load not None):
-        """Log a failure that no step can be told of.
-
-        Once per cause: a dead disk fails every read.
-        """
-        cause = (type(load.error), str(load.error))
-        if cause not in self._logged and len(self._logged) < MAX_LOGGED_CAUSES:
-            self._logged.add(cause)
-            logger.warning(
-                "loader.read_failed layer=%d expert=%d error=%s",
-                load.layer,
-                load.expert,
-                load.error,
-            )

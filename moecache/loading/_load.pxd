@@ -1,6 +1,3 @@
-from libc.stdint cimport int64_t
-
-
 cdef enum State:
     QUEUED   # it waits for a buffer
     READING  # an engine has it
@@ -20,14 +17,3 @@ cdef class Load:
 
     cdef bint was_taken_back(self) noexcept
     cdef bint is_useless(self) noexcept
-
-
-cdef class Step:
-    cdef readonly Py_ssize_t layer, share
-    cdef readonly object ids, sequences, cause, slots, misses, arrived
-    cdef readonly bint ignore_out_of_range
-    cdef readonly set loads
-    cdef readonly list bypassed
-    cdef public object leased
-    cdef readonly set staged
-    cdef object __weakref__

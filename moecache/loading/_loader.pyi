@@ -1,6 +1,6 @@
 from collections.abc import Callable, Collection
 from queue import SimpleQueue
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +8,8 @@ import numpy.typing as npt
 from moecache.cache._cache import ExpertCache
 from moecache.loading._counts import LoadCounts
 from moecache.loading._guard import Guard
-from moecache.loading._load import Load, Step
+from moecache.loading._load import Load
+from moecache.loading._step import Step
 from moecache.loading.engine import Engine
 from moecache.loading.load import Cause
 from moecache.slots import SlotPool
@@ -21,15 +22,15 @@ class SlotLoader:
     pool: SlotPool
     prefetch_done: Callable[[Load], object]
     _cache: ExpertCache
-    def __init__(
-        self,
+    def __new__(
+        cls,
         store: ExpertStore,
         pool: SlotPool,
         cache: ExpertCache,
         engine: Engine,
         *,
         clock: Callable[[], int] = ...,
-    ) -> None: ...
+    ) -> Self: ...
     @property
     def engine(self) -> Engine: ...
     @property

@@ -5,7 +5,6 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 from posix.unistd cimport getpid
 
-import logging
 import threading
 import time
 import weakref
@@ -17,15 +16,16 @@ from moecache.errors import CapacityError, MoeCacheError, StoreError
 from moecache.interrupts import uninterrupted
 from moecache.loading._counts cimport LoadCounts
 from moecache.loading._guard import Guard
-from moecache.loading._load cimport DONE, QUEUED, READING, Load, State, Step
+from moecache.loading._load cimport DONE, QUEUED, READING, Load, State
+from moecache.loading._step cimport Step
 from moecache.loading.filler import Filler
-from moecache.loading.load import Cause, ReadCancelledError, interrupted, named
+from moecache.loading.load import (
+    Cause, ReadCancelledError, interrupted, log_failure, log_stuck, named,
+)
 from moecache.loading.staging import StagingSlots
 from moecache.slots import HostSlots
 
 cnp.import_array()
-
-logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
 
@@ -72,15 +72,13 @@ cdef class SlotLoader:
     cdef readonly Py_ssize_t _num_queued, _num_reading, num_staging
     cdef readonly LoadCounts counts
     cdef object _over, _staging, _filled, _filler
-    cdef list _expert_bytes
+    cdef set _logged
     cdef bint _to_announce, _closed
     cdef int _process
     cdef object __weakref__
 
-    def __cinit__(self):
+    def __cinit__(self, store, pool, cache, engine, *, clock=time.perf_counter_ns):
         self._closed = True  # until everything is there
-
-    def __init__(self, store, pool, cache, engine, *, clock=time.perf_counter_ns):
         self._store = store
         self.pool = pool
         self._cache = cache
@@ -94,8 +92,7 @@ cdef class SlotLoader:
         self._staging = StagingSlots(range(cache.capacity, pool.num_slots))
         self._to_announce = False
         self._process = getpid()
-        layout = store.layout
-        self._expert_bytes = [layout.expert_bytes(layer) for layer in range(len(layout.layers))]
+        self._logged = set()
         # Steps that wait until no unwanted load holds a slot: weakly, as an interrupt may come.
         self._making_room = weakref.WeakSet()
         self.counts = LoadCounts(clock)
@@ -129,7 +126,7 @@ cdef class SlotLoader:
         CapacityError
             If the slots that leases and pins leave are too few. Nothing is held.
         """
-        self.look()
+        self._look()
         try:
             self._acquire(step)
             return
@@ -180,7 +177,7 @@ cdef class SlotLoader:
                 self.engine.hasten(load)
             elif load.was_taken_back():
                 self.engine.cancel(load)
-        self.look()
+        self._look()
         return True
 
     def count_resident_steps(self, int64_t num=1):
@@ -236,12 +233,16 @@ cdef class SlotLoader:
         """Have a thread take in what has arrived; callers that wait take part."""
         self._filler = Filler(self)
 
-    cpdef look(self):
+    def look(self):
         """Take in what has arrived, without waiting, unless a thread does that."""
+        self._look()
+
+    cdef int _look(self) except -1:
         if self._filler is not None and self._filler.is_alive:
-            return
+            return 0
         if self._loads and getpid() == self._process and self.engine.poll():
             self._take_in()
+        return 0
 
     def wait(self, arrived):
         """Return the next load that is over, taking part in the reading meanwhile."""
@@ -266,7 +267,7 @@ cdef class SlotLoader:
         """
         cdef Load load
         cdef list done = []
-        self.look()
+        self._look()
         if step.arrived.empty():
             started = self.clock()
             done.append(self.wait(step.arrived))
@@ -361,7 +362,7 @@ cdef class SlotLoader:
                 self._conclude(load, ReadCancelledError("the runtime was closed"))
         self.engine.announce()
         if num_stuck:
-            logger.warning("loader.stuck reads=%d do not return", num_stuck)
+            log_stuck(num_stuck)
 
     def __del__(self):
         """End the threads of a runtime that was dropped without `close`."""
@@ -407,7 +408,7 @@ cdef class SlotLoader:
             if self._num_queued:
                 self._issue()
             if cancelled:
-                self.look()
+                self._look()
 
     cdef int _load_misses(self, Step step, list misses) except -1:
         cdef Load load
@@ -455,14 +456,18 @@ cdef class SlotLoader:
 
     cdef int _enqueue(self, Load load) except -1:
         self.counts.begin_urgent()
-        self._loads[load.slot] = load
+        try:
+            self._loads[load.slot] = load
+        except BaseException:
+            self.counts.end_urgent(False)
+            raise
         self._num_queued += 1
         return 0
 
     cdef int _hasten(self, Load load) except -1:
         if not load.urgent:
-            load.urgent = True
             self.counts.begin_urgent()
+            load.urgent = True
             self.engine.hasten(load)
         return 0
 
@@ -482,8 +487,9 @@ cdef class SlotLoader:
                     if len(batch) >= room:
                         break
                     if load.state == QUEUED:
-                        load.state = READING
                         batch.append(load)
+                for load in batch:
+                    load.state = READING
                 self._num_queued -= len(batch)
                 self._num_reading += len(batch)
             if not batch:
@@ -595,7 +601,7 @@ cdef class SlotLoader:
         self._after_lock()
         if load.state == DONE:
             if error is not None and not (load.waiting or load.was_taken_back()):
-                self.counts.log_failure(load)
+                log_failure(load, self._logged)
             for arrived in load.waiting:
                 arrived.put(load)
             if ahead:
@@ -689,7 +695,7 @@ cdef class SlotLoader:
         return 0
 
     cdef int64_t _bytes_of(self, Load load) except -1:
-        return self._expert_bytes[load.layer]
+        return self._store.layout.expert_bytes(load.layer)
 
     # After every section that held the lock.
 
@@ -744,4 +750,4 @@ cdef bint _is_ahead(Load load) noexcept:
 
 
 def _ignore(load):
-    """Do nothing: nobody wants to be told of reads ahead."""
+    """Nobody asks."""

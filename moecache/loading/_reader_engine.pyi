@@ -1,4 +1,4 @@
-from typing import Any, final
+from typing import Any, Self, final
 
 from moecache.loading.engine import Read
 from moecache.reader._reader import Reader
@@ -8,9 +8,9 @@ from moecache.stores import ExpertStore, FileStore
 class ReaderEngine:
     _reader: Reader
     _store: FileStore
-    def __init__(
-        self, reader: Reader, store: ExpertStore, num_threads: int, *, fills: bool = False
-    ) -> None: ...
+    def __new__(
+        cls, reader: Reader, store: ExpertStore, num_threads: int, *, fills: bool = False
+    ) -> Self: ...
     @property
     def reads_in_submit(self) -> bool: ...
     @property

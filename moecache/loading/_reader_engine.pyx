@@ -17,19 +17,20 @@ cdef extern from "errno.h":
 cdef extern from *:
     """
     #include <sys/stat.h>
-    static int64_t mc_modified_ns(int descriptor)
+    /* Whether a file was last written to at another time. */
+    static int mc_was_modified(int descriptor, int64_t seconds, int64_t nanoseconds)
     {
         struct stat found;
         if (fstat(descriptor, &found))
-            return -1;
+            return 0;
     #ifdef __APPLE__
-        return found.st_mtimespec.tv_sec * 1000000000LL + found.st_mtimespec.tv_nsec;
+        return found.st_mtimespec.tv_sec != seconds || found.st_mtimespec.tv_nsec != nanoseconds;
     #else
-        return found.st_mtim.tv_sec * 1000000000LL + found.st_mtim.tv_nsec;
+        return found.st_mtim.tv_sec != seconds || found.st_mtim.tv_nsec != nanoseconds;
     #endif
     }
     """
-    int64_t mc_modified_ns(int descriptor)
+    bint mc_was_modified(int descriptor, int64_t seconds, int64_t nanoseconds) nogil
 
 cdef double JOIN_S = 0.2
 
@@ -59,17 +60,17 @@ cdef class ReaderEngine:
 
     cdef public object _reader, _store
     cdef object _files
-    cdef list _modified_ns, _threads
+    cdef list _modified, _threads
     cdef readonly bint reads_in_submit, fills
 
-    def __init__(self, reader, store, Py_ssize_t num_threads, *, bint fills=False):
+    def __cinit__(self, reader, store, Py_ssize_t num_threads, *, bint fills=False):
         if not isinstance(store, FileStore):
             raise ConfigError(f"a {type(store).__name__} has no files that a reader could read")
         self._reader = reader
         self._store = store
         # Open until the last read is back.
         self._files = store.files
-        self._modified_ns = [file.version.modified_ns for file in self._files]
+        self._modified = [divmod(file.version.modified_ns, 10**9) for file in self._files]
         self.fills = True
         # The kernel copies what is in the page cache when it is asked to.
         self.reads_in_submit = reader.engine == "io_uring" and not reader.direct
@@ -151,15 +152,21 @@ cdef class ReaderEngine:
             read.is_wrong, failure = True, None
         if failure is None:
             try:
+                last = -1
                 for run in self._store.runs(read.layer, read.expert):
-                    self._check_unchanged(run[0])
+                    if run[0] != last:
+                        last = run[0]
+                        self._check_unchanged(last)
             except Exception as error:  # a waiting step raises it
                 return error.with_traceback(None)
             return None
         reason, file, offset = failure
         if reason == ECANCELED:
             return ReadCancelledError("the read was taken back")
-        return self._files[file].failure(
+        files = self._files
+        if file >= len(files):
+            return ReadCancelledError("the engine is closed")
+        return files[file].failure(
             reason,
             offset,
             f"expert {read.expert} of layer {read.layer}",
@@ -167,7 +174,17 @@ cdef class ReaderEngine:
         )
 
     cdef int _check_unchanged(self, Py_ssize_t number) except -1:
-        file = self._files[number]
-        if mc_modified_ns(file.descriptor) != <int64_t>self._modified_ns[number]:
+        cdef int64_t seconds, nanoseconds
+        cdef int descriptor
+        cdef bint was_modified
+        files = self._files  # another thread may close this
+        if number >= len(files):
+            raise ReadCancelledError("the engine is closed")
+        file = files[number]
+        seconds, nanoseconds = self._modified[number]
+        descriptor = file.descriptor
+        with nogil:
+            was_modified = mc_was_modified(descriptor, seconds, nanoseconds)
+        if was_modified:
             file.check_unchanged()
         return 0

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fills(Protocol):
-    """What takes in what was read; a `SlotLoader` is one."""
+    """Takes in finished reads; a `SlotLoader` does."""
 
     def fill(self) -> bool:
         """Wait for a moment, and take in what has arrived; False if nothing is on its way."""

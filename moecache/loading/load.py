@@ -1,10 +1,15 @@
-"""Why an expert is read, and how a read ends that brought nothing."""
+"""Causes of reads, and the ends of reads that brought nothing."""
 
 import enum
+import logging
 from typing import Any
 
 from moecache.errors import FormatError, MoeCacheError
 from moecache.stores.base import ExpertStore, FileStore
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOGGED_CAUSES = 100
 
 
 class Cause(enum.Enum):
@@ -39,3 +44,21 @@ def interrupted(read: Any) -> ReadCancelledError:
     return ReadCancelledError(
         f"reading expert {read.expert} of layer {read.layer} was interrupted; call again"
     )
+
+
+def log_failure(load: Any, logged: set[tuple[type, str]]) -> None:
+    """Log a failure that no step can be told of.
+
+    Once per cause, which `logged` keeps: a dead disk fails every read.
+    """
+    cause = (type(load.error), str(load.error))
+    if cause not in logged and len(logged) < _MAX_LOGGED_CAUSES:
+        logged.add(cause)
+        logger.warning(
+            "loader.read_failed layer=%d expert=%d error=%s", load.layer, load.expert, load.error
+        )
+
+
+def log_stuck(num_reads: int) -> None:
+    """Log that a loader was closed while reads had not come back."""
+    logger.warning("loader.stuck reads=%d do not return", num_reads)

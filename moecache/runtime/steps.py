@@ -12,8 +12,8 @@ import numpy.typing as npt
 from moecache.cache._cache import ExpertCache
 from moecache.interrupts import uninterrupted
 from moecache.loading._guard import Guard
-from moecache.loading._load import Step
 from moecache.loading._loader import SlotLoader
+from moecache.loading._step import Step
 
 # Ids that are looked at one by one: faster than to sort them.
 _FEW = 64
